@@ -1,0 +1,77 @@
+"""The engine's process: an adapter behind awaitable methods."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from actors.seat import Seat
+from weightsync.engines import Rollout, choose_engine, make_engine
+
+if TYPE_CHECKING:
+    from weightsync.feed import FeedTicket
+    from weightsync.plan import Plan, RankLayout
+    from weightsync.verify import Digests
+
+__all__ = ["EngineActor"]
+
+
+class EngineActor:
+    """One inference engine. Its methods are coroutines, so that `generate` and `load` can overlap.
+
+    Args:
+        kind: ``vllm``, ``torch``, or ``auto`` for the first that is installed.
+        model_path: a Hugging Face model directory; its config and tokenizer are read, its weights are not.
+        name: as registered with WeightSync.
+        options: passed to the adapter, see `weightsync/engines/README.md`.
+        slot: on a CPU host, the name of the slot; the trainer with the same slot shares its holder.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        model_path: str,
+        name: str,
+        options: Mapping[str, Any] | None = None,
+        slot: str | None = None,
+    ) -> None:
+        self._kind, self._why = choose_engine(kind)
+        self._slot, self._name = slot, name
+        self._engine = make_engine(self._kind, model_path, name, options or {})
+
+    async def info(self) -> dict[str, str]:
+        """``kind`` of engine and ``why`` it was chosen."""
+        return {"kind": self._kind, "why": self._why}
+
+    async def sync_seats(self) -> list[Seat]:
+        """Where each rank sits."""
+        return [Seat.here(self._slot)]
+
+    async def sync_layout(self) -> Sequence[RankLayout]:
+        """See `Engine.layout`."""
+        return await asyncio.to_thread(self._engine.layout)
+
+    async def sync_attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[str]:
+        """See `Engine.attach`."""
+        return await asyncio.to_thread(self._engine.attach, plan, tickets, timeout_s)
+
+    async def sync_pause(self, mode: str, timeout_s: float) -> None:
+        """See `Engine.pause`."""
+        await asyncio.to_thread(self._engine.pause, mode, timeout_s)
+
+    async def sync_load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
+        """See `Engine.load`."""
+        return await asyncio.to_thread(self._engine.load, attempt, timeout_s)
+
+    async def sync_resume(self, version: int) -> None:
+        """See `Engine.resume`."""
+        await asyncio.to_thread(self._engine.resume, version)
+
+    async def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
+        """Complete token-id prompts; see `Engine.generate`."""
+        return await asyncio.to_thread(self._engine.generate, prompts, sampling)
+
+    async def close(self) -> None:
+        """End the engine."""
+        await asyncio.to_thread(self._engine.close)

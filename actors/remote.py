@@ -1,0 +1,118 @@
+"""Ray handles as awaitable peers, and Ray's errors as ours: the only file that knows both."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
+
+from actors.seat import Seat
+from weightsync.errors import PeerError, PeerLostError, WeightSyncError
+
+if TYPE_CHECKING:
+    from weightsync.feed import FeedTicket
+    from weightsync.holder import Group, Prepared
+    from weightsync.memory import BufferHandle
+    from weightsync.plan import Plan, RankLayout
+    from weightsync.verify import Digests
+
+__all__ = ["RemoteEngine", "RemoteHolder", "RemoteTrainer", "answer"]
+
+
+async def answer(peer: str, reference: Awaitable[Any]) -> Any:  # noqa: ANN401 (whatever the actor returns)
+    """Await an actor's answer.
+
+    Raises what the actor raised, if it is ours; PeerLostError when its process is gone; PeerError
+    for any other error.
+    """
+    try:
+        return await reference
+    except (RayActorError, TaskCancelledError) as error:
+        raise PeerLostError(peer, str(error).partition("\n")[0]) from error
+    except RayTaskError as error:
+        if isinstance(error.cause, WeightSyncError):
+            raise error.cause from error
+        raise PeerError(peer, f"{type(error.cause).__name__}: {error.cause}") from error
+
+
+class _Remote:
+    def __init__(self, name: str, handle: ActorHandle[Any]) -> None:
+        self.name, self.handle = name, handle
+
+    async def _call(self, method: str, *args: object) -> Any:  # noqa: ANN401 (whatever the actor returns)
+        return await answer(self.name, getattr(self.handle, method).remote(*args))
+
+
+class RemoteTrainer(_Remote):
+    """A TrainerPeer."""
+
+    async def seat(self) -> Seat:
+        seat: Seat = await self._call("sync_seat")
+        return seat
+
+    async def layout(self) -> RankLayout:
+        layout: RankLayout = await self._call("sync_layout")
+        return layout
+
+    async def attach(self, plan: Plan, trainer: int, arena: BufferHandle) -> str:
+        digest: str = await self._call("sync_attach", plan, trainer, arena)
+        return digest
+
+    async def publish(self) -> Digests:
+        digests: Digests = await self._call("sync_publish")
+        return digests
+
+
+class RemoteEngine(_Remote):
+    """An EnginePeer."""
+
+    async def seats(self) -> list[Seat]:
+        seats: list[Seat] = await self._call("sync_seats")
+        return seats
+
+    async def layout(self) -> Sequence[RankLayout]:
+        layouts: Sequence[RankLayout] = await self._call("sync_layout")
+        return layouts
+
+    async def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[str]:
+        digests: Sequence[str] = await self._call("sync_attach", plan, tickets, timeout_s)
+        return digests
+
+    async def pause(self, mode: str, timeout_s: float) -> None:
+        await self._call("sync_pause", mode, timeout_s)
+
+    async def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
+        digests: Sequence[Digests] = await self._call("sync_load", attempt, timeout_s)
+        return digests
+
+    async def resume(self, version: int) -> None:
+        await self._call("sync_resume", version)
+
+
+class RemoteHolder(_Remote):
+    """A HolderPeer."""
+
+    async def ready(self) -> None:
+        await self._call("__ray_ready__")
+
+    async def prepare(self, plan: Plan, index: int) -> Prepared:
+        prepared: Prepared = await self._call("prepare", plan, index)
+        return prepared
+
+    async def join(self, offers: Mapping[Group, str], timeout_s: float) -> None:
+        await self._call("join", offers, timeout_s)
+
+    async def accept(self, timeout_s: float) -> None:
+        await self._call("accept", timeout_s)
+
+    async def warm_up(self) -> None:
+        await self._call("warm_up")
+
+    async def move(self, attempt: int, feeding: bool, timeout_s: float) -> float:
+        seconds: float = await self._call("move", attempt, feeding, timeout_s)
+        return seconds
+
+    async def drop_engine(self) -> None:
+        await self._call("drop_engine")

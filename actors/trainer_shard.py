@@ -1,0 +1,64 @@
+"""The trainer's side: a base class for an actor that owns one rank of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from actors.seat import Seat
+from weightsync.errors import StateError
+from weightsync.sources.module import ModuleSource
+
+if TYPE_CHECKING:
+    from weightsync.memory import BufferHandle
+    from weightsync.plan import Plan, RankLayout
+    from weightsync.verify import Digests
+
+__all__ = ["TrainerShard"]
+
+
+class TrainerShard:
+    """Derive your trainer actor from it and set ``self.model``, plain or wrapped by FSDP2::
+
+        class Trainer(TrainerShard):
+            def __init__(self, ...):
+                super().__init__()
+                self.model = build()
+
+        trainer = ray.remote(Trainer).remote(...)
+
+    The methods below are called by WeightSync, between your own methods, as Ray orders them.
+
+    Args:
+        slot: on a CPU host, the name of the slot; the engine with the same slot shares its holder.
+        exclude: names of tensors that no engine wants, as a value head.
+    """
+
+    model: nn.Module
+
+    def __init__(self, slot: str | None = None, exclude: Collection[str] = ()) -> None:
+        self._slot, self._exclude = slot, exclude
+        self._source: ModuleSource | None = None
+
+    def sync_seat(self) -> Seat:
+        """Where this rank sits."""
+        return Seat.here(self._slot)
+
+    def sync_layout(self) -> RankLayout:
+        """Which boxes of which tensors lie here."""
+        if not hasattr(self, "model"):
+            raise StateError(f"{type(self).__name__} has to set self.model before it is connected")
+        self._source = ModuleSource(self.model, self._exclude)
+        return self._source.layout()
+
+    def sync_attach(self, plan: Plan, trainer: int, arena: BufferHandle) -> str:
+        """Map the holder's arena."""
+        assert self._source is not None
+        return self._source.attach(plan, trainer, arena)
+
+    def sync_publish(self) -> Digests:
+        """Copy this rank's share to its holder; the model may change as soon as this returns."""
+        assert self._source is not None
+        return self._source.publish()

@@ -1,0 +1,30 @@
+"""Starting the holders' processes."""
+
+from __future__ import annotations
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors.seat import Seat
+from weightsync.holder import Holder
+
+__all__ = ["spawn_holder"]
+
+# move() runs in one thread; the others are for drop_engine() and close() meanwhile.
+_NUM_THREADS = 4
+
+
+def spawn_holder(name: str, seat: Seat) -> ActorHandle[Holder]:
+    """A WeightHolder actor on the seat's host; it reserves no CPU and no GPU.
+
+    It is not restarted by Ray: a new process would hold nothing, so the controller has to know.
+    """
+    options = {
+        "num_cpus": 0,
+        "max_restarts": 0,
+        "max_task_retries": 0,
+        "max_concurrency": _NUM_THREADS,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(seat.node, soft=False),
+    }
+    return ray.remote(Holder).options(**options).remote(name, seat.address)

@@ -1,0 +1,236 @@
+"""The public door: trainers and engines are registered, connected, and updated."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, TypeVar
+
+import ray
+from ray.actor import ActorHandle
+
+from actors.remote import RemoteEngine, RemoteHolder, RemoteTrainer
+from actors.seat import Seat, seat_everybody
+from actors.weight_holder import spawn_holder
+from weightsync.config import SyncConfig
+from weightsync.controller import Controller
+from weightsync.deadline import gather_named
+from weightsync.errors import ConfigError, StateError, nearest
+from weightsync.peers import EngineSeat, Fleet
+from weightsync.plan import Plan
+from weightsync.report import SyncReport
+from weightsync.states import EngineRecord, EngineState
+
+__all__ = ["WeightSync"]
+
+T = TypeVar("T")
+
+
+class WeightSync:
+    """Moves weights from trainer actors to engine actors, version by version::
+
+        sync = WeightSync(SyncConfig(timeout_s=60))
+        sync.register_trainers(trainer_handles)          # actors derived from TrainerShard
+        sync.register_engines({"e0": handle})            # EngineActor handles
+        sync.connect()
+        for version in range(1, 100):
+            ...                                          # train
+            report = sync.update_weights(version)
+        sync.close()
+
+    One thread uses it at a time; calls that Ray's event loop needs run on a thread of its own.
+    Errors are those of `weightsync.errors`.
+    """
+
+    def __init__(self, config: SyncConfig | None = None) -> None:
+        self.config = config or SyncConfig()
+        self.connect_seconds: dict[str, float] = {}
+        self._trainers: list[ActorHandle[Any]] = []
+        self._engines: dict[str, ActorHandle[Any]] = {}
+        self._holders: dict[tuple[str, str], RemoteHolder] = {}
+        self._fleet = Fleet([], {}, [])
+        self._controller = Controller(self.config, self._fleet)
+        self._busy = threading.Lock()
+        self._closed = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="weightsync", daemon=True)
+        self._thread.start()
+
+    def register_trainers(self, handles: Sequence[ActorHandle[Any]]) -> None:
+        """All trainer ranks, in rank order. Raises ConfigError when there are none."""
+        if not handles:
+            raise ConfigError("trainers", list(handles), "give at least one actor handle")
+        self._trainers = list(handles)
+
+    def register_engines(self, handles: Mapping[str, ActorHandle[Any]]) -> None:
+        """All engines, by the names that reports use. Raises ConfigError when there are none."""
+        if not handles:
+            raise ConfigError("engines", dict(handles), "give at least one actor handle")
+        self._engines = dict(handles)
+
+    def connect(self) -> None:
+        """Start holders, make the plan, open and use every path once.
+
+        Raises:
+            PlanError: the trainers' tensors are not what the engines need; names the tensor.
+            ConfigError: a setting does not fit, or two actors claim one GPU or slot.
+            DeadlineError: names who did not come within ``config.connect_timeout_s``.
+        """
+        with self._alone():
+            self._run(self._connect())
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in use. Raises StateError before `connect`."""
+        if self._controller.plan is None:
+            raise StateError("connect() has to come before plan")
+        return self._controller.plan
+
+    @property
+    def version(self) -> int:
+        """The newest committed version, 0 before the first."""
+        return self._controller.version
+
+    def engine_versions(self) -> dict[str, int]:
+        """The version that each engine serves; 0 while it serves none."""
+        return {name: seat.record.version for name, seat in self._fleet.engines.items()}
+
+    def engine_states(self) -> dict[str, EngineState]:
+        """The state of each engine."""
+        return {name: seat.record.state for name, seat in self._fleet.engines.items()}
+
+    def update_weights(self, version: int) -> SyncReport:
+        """Publish, pause, move, verify, commit, resume; returns when it is served.
+
+        Raises:
+            StateError: before `connect`, or while another update runs.
+            ConfigError: `version` is not greater than the last.
+            WeightSyncError: fewer than ``config.min_engines`` took it; the next call starts afresh.
+        """
+        return self.update_weights_async(version).result()
+
+    def update_weights_async(self, version: int) -> Future[SyncReport]:
+        """As `update_weights`, but returns a future; its exception is what the other raises."""
+        if not isinstance(version, int) or isinstance(version, bool):
+            raise ConfigError("version", version, "give a whole number")
+        self._take()
+        future = asyncio.run_coroutine_threadsafe(self._update(version), self._loop)
+        future.add_done_callback(lambda _: self._busy.release())
+        return future
+
+    def add_engine(self, name: str, handle: ActorHandle[Any]) -> SyncReport | None:
+        """Let an engine join; it is filled with the committed version from the holders, if there is one."""
+        if name in self._engines:
+            raise ConfigError("engine", name, f"choose a name other than {', '.join(self._engines)}")
+        with self._alone():
+            self._engines[name] = handle
+            return self._run(self._join(name))
+
+    def remove_engine(self, name: str) -> None:
+        """Let an engine go. Its actor is not touched. Raises ConfigError for the last one."""
+        self._known(name)
+        if len(self._engines) == 1:
+            raise ConfigError("engine", name, "it is the last one: close() instead")
+        with self._alone():
+            del self._engines[name]
+            self._run(self._connect())
+
+    def heal(self, name: str) -> SyncReport:
+        """Bring a STALE engine to the version that the holders keep, without asking the trainers."""
+        self._known(name)
+        with self._alone():
+            return self._run(self._controller.refill(name))
+
+    def close(self) -> None:
+        """End the holders and the thread. Engines and trainers are the caller's. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        for holder in self._holders.values():
+            ray.kill(holder.handle)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> WeightSync:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    async def _update(self, version: int) -> SyncReport:
+        if not self._controller.connected and self._controller.plan is not None:
+            await self._connect()  # a member was lost since the last update
+        return await self._controller.update(version)
+
+    async def _join(self, name: str) -> SyncReport | None:
+        await self._connect()
+        return await self._controller.refill(name) if self._controller.version else None
+
+    async def _connect(self) -> None:
+        await self._seat()
+        self.connect_seconds = await self._controller.connect()
+
+    async def _seat(self) -> None:
+        """Ask everybody where they sit, and start a holder on every seat that has none."""
+        if not self._trainers or not self._engines:
+            raise StateError("register_trainers() and register_engines() have to come before connect()")
+        known = {name: seat.record for name, seat in self._fleet.engines.items()}
+        records = {name: known.get(name, EngineRecord()) for name in self._engines}
+        trainers = {f"trainer {i}": RemoteTrainer(f"trainer {i}", h) for i, h in enumerate(self._trainers)}
+        engines = {name: RemoteEngine(f"engine {name}", h) for name, h in self._engines.items()}
+        asked = {
+            f"engine {name}": engine.seats()
+            for name, engine in engines.items()
+            if records[name].state is not EngineState.DEAD
+        }
+        timeout_s = self.config.connect_timeout_s
+        trainer_seats, engine_seats = await asyncio.gather(
+            gather_named({name: trainer.seat() for name, trainer in trainers.items()}, "start", timeout_s),
+            gather_named(asked, "start", timeout_s),
+        )
+        seating = seat_everybody(trainer_seats.require(), engine_seats.require())
+        await self._start_holders(seating.seats)
+        self._fleet.holders[:] = [self._holders[seat.key] for seat in seating.seats]
+        self._fleet.trainers[:] = [(t, seating.holder_of[name][0]) for name, t in trainers.items()]
+        self._fleet.engines.clear()
+        for name, engine in engines.items():
+            holders = seating.holder_of.get(f"engine {name}", ())
+            self._fleet.engines[name] = EngineSeat(engine, holders, records[name])
+
+    async def _start_holders(self, seats: Sequence[Seat]) -> None:
+        running = {f"holder on {seat.device}": seat for seat in seats if seat.key in self._holders}
+        pings = {name: self._holders[seat.key].ready() for name, seat in running.items()}
+        for name in (await gather_named(pings, "ping", self.config.timeout_s)).failures:
+            ray.kill(self._holders.pop(running[name].key).handle)
+        for index, seat in enumerate(seats):
+            if seat.key not in self._holders:
+                name = f"holder {index}"
+                self._holders[seat.key] = RemoteHolder(name, spawn_holder(name, seat))
+
+    def _known(self, name: str) -> None:
+        if name not in self._engines:
+            raise ConfigError("engine", name, nearest(name, self._engines))
+
+    def _take(self) -> None:
+        if self._closed:
+            raise StateError("this WeightSync is closed: make a new one")
+        if not self._busy.acquire(blocking=False):
+            raise StateError("an update is running: wait for it to end")
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        self._take()
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def _run(self, work: Coroutine[object, object, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -1,0 +1,168 @@
+"""How long planning takes, from 1,000 to 70,000 tensors.
+
+    python -m benchmarks.bench_plan [--json FILE]
+
+The model has the shape of Kimi K2 (61 layers, hidden size 7168, 384 experts of 2048, 3 matrices
+each, 1 byte an element), cut to the wanted number of tensors:
+
+- 128 trainer ranks in 16 groups of 8. Each expert belongs to one group, whose ranks hold a row
+  block each. Dense tensors (8 in a layer) are row blocks over all 128 ranks.
+- 16 engines of 8 ranks (128 engine ranks, 256 holders). Each rank holds every eighth expert, whole,
+  and row blocks of the dense tensors; each of its tensors is a live parameter, so that coverage
+  is proven byte for byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.common import environment, measure, print_table, write_json
+from weightsync.plan import Layout, Members, Plan, TensorMeta, make_plan
+
+NUM_TRAINERS, GROUP, NUM_ENGINES, TENSOR_PARALLEL = 128, 8, 16, 8
+HIDDEN, EXPERT, NUM_EXPERTS, DENSE = 7168, 2048, 384, 8
+SIZES = (1_000, 5_000, 20_000, 70_000)
+
+
+def tensors(count: int) -> tuple[TensorMeta, ...]:
+    """The first `count` tensors of the model: per layer the dense ones, then its experts."""
+    layer = DENSE + 3 * NUM_EXPERTS
+    return tuple(_tensor(number // layer, number % layer) for number in range(count))
+
+
+def _tensor(layer: int, number: int) -> TensorMeta:
+    if number < DENSE:
+        return TensorMeta(f"model.layers.{layer}.dense.{number}.weight", "bfloat16", (HIDDEN, 1024))
+    expert, part = divmod(number - DENSE, 3)
+    name = f"model.layers.{layer}.mlp.experts.{expert}.{('gate', 'up', 'down')[part]}_proj.weight"
+    return TensorMeta(name, "float8_e4m3fn", (HIDDEN, EXPERT) if part == 2 else (EXPERT, HIDDEN))
+
+
+def trainer_layout(metas: tuple[TensorMeta, ...]) -> Layout:
+    """Row blocks: experts over the 8 ranks of their group, dense tensors over all ranks."""
+    is_expert, expert = _kinds(len(metas))
+    group = expert % (NUM_TRAINERS // GROUP)
+    experts, dense = np.flatnonzero(is_expert), np.flatnonzero(~is_expert)
+    tensor = np.concatenate([np.repeat(experts, GROUP), np.repeat(dense, NUM_TRAINERS)])
+    part = np.concatenate(
+        [np.tile(np.arange(GROUP), len(experts)), np.tile(np.arange(NUM_TRAINERS), len(dense))]
+    )
+    parts = np.where(is_expert[tensor], GROUP, NUM_TRAINERS)
+    rank = np.where(is_expert[tensor], group[tensor] * GROUP + part, part)
+    return _rows(metas, tensor, part, parts, rank, NUM_TRAINERS, live=False)
+
+
+def engine_layout(metas: tuple[TensorMeta, ...]) -> Layout:
+    """Whole experts, dealt to the ranks; row blocks of the dense tensors."""
+    is_expert, expert = _kinds(len(metas))
+    experts, dense = np.flatnonzero(is_expert), np.flatnonzero(~is_expert)
+    tensor = np.concatenate([experts, np.repeat(dense, TENSOR_PARALLEL)])
+    shard = np.tile(np.arange(TENSOR_PARALLEL), len(dense))
+    part = np.concatenate([np.zeros(len(experts), np.int64), shard])
+    parts = np.where(is_expert[tensor], 1, TENSOR_PARALLEL)
+    rank = np.concatenate([expert[experts] % TENSOR_PARALLEL, shard])
+    return _rows(metas, tensor, part, parts, rank, TENSOR_PARALLEL, live=True)
+
+
+def _kinds(count: int) -> tuple[np.ndarray, np.ndarray]:
+    number = np.arange(count) % (DENSE + 3 * NUM_EXPERTS)
+    return number >= DENSE, (number - DENSE) // 3
+
+
+def _rows(
+    metas: tuple[TensorMeta, ...],
+    tensor: np.ndarray,
+    part: np.ndarray,
+    parts: np.ndarray,
+    rank: np.ndarray,
+    num_ranks: int,
+    live: bool,
+) -> Layout:
+    shape = np.array([meta.shape for meta in metas], np.int64)[tensor]
+    extent = np.stack([shape[:, 0] // parts, shape[:, 1]], axis=1)
+    offset = np.stack([extent[:, 0] * part, np.zeros_like(part)], axis=1)
+    buffers = (
+        tuple(
+            (r, TensorMeta(metas[t].name, metas[t].dtype, (rows, columns)))
+            for r, t, (rows, columns) in zip(rank.tolist(), tensor.tolist(), extent.tolist(), strict=True)
+        )
+        if live
+        else ()
+    )
+    return Layout.from_columns(
+        tensors=metas,
+        num_ranks=num_ranks,
+        tensor=tensor,
+        rank=rank,
+        offset=offset,
+        extent=extent,
+        buffers=buffers,
+    )
+
+
+def members() -> Members:
+    ranks = range(NUM_TRAINERS, NUM_TRAINERS + NUM_ENGINES * TENSOR_PARALLEL)
+    engines = tuple(
+        (f"e{number:02}", tuple(ranks[number * TENSOR_PARALLEL : (number + 1) * TENSOR_PARALLEL]))
+        for number in range(NUM_ENGINES)
+    )
+    return Members(ranks.stop, tuple(range(NUM_TRAINERS)), engines)
+
+
+def plan(source: Layout, engines: Mapping[str, Layout], who: Members) -> Plan:
+    return make_plan(source, engines, who, bucket_bytes=256 << 20, max_staging_bytes=1 << 30)
+
+
+def growth_exponent(sizes: list[int], seconds: list[float]) -> float:
+    """Slope of log(seconds) over log(size): 1 is linear."""
+    slope, _ = np.polyfit(np.log(sizes), np.log(seconds), 1)
+    return float(slope)
+
+
+def run(count: int) -> dict[str, object]:
+    metas = tensors(count)
+    source, who = trainer_layout(metas), members()
+    engines = {name: engine_layout(tensors(count)) for name, _ in who.engines}
+    timing, made = measure(lambda: plan(source, engines, who))
+    digest, _ = measure(made.digest)
+    bucket, _ = measure(lambda: made.bucket(made.num_buckets // 2))
+    return {
+        "tensors": count,
+        "segments": sum(len(layout.tensor) for layout in (source, *engines.values())),
+        "GiB": made.total_nbytes / 2**30,
+        "pieces": made.num_pieces,
+        "buckets": made.num_buckets,
+        "steps": len(made.step_trainer),
+        "plan s": timing.median,
+        "us/tensor": timing.median / count * 1e6,
+        "digest s": digest.median,
+        "bucket ms": bucket.median * 1e3,
+        "imbalance": made.explain().imbalance,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="write the rows and where they were measured")
+    args = parser.parse_args()
+    rows = [run(count) for count in SIZES]
+    exponent = growth_exponent(list(SIZES), [float(str(row["plan s"])) for row in rows])
+    where = environment(("numpy", "torch", "ray"))
+    notes = (
+        f"growth: seconds ~ tensors^{exponent:.2f}; {members().num_holders} ranks, median of 3",
+        f"{where.cpu}, {where.num_cores} cores, Python {where.python}, {where.versions}",
+        f"commit {where.commit}, {where.date}",
+    )
+    print_table("make_plan", rows, notes)
+    if args.json:
+        write_json(args.json, "plan", rows, where)
+
+
+if __name__ == "__main__":
+    main()

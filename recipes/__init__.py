@@ -1,0 +1,1 @@
+"""Runnable loops, their YAML and the command line."""

@@ -1,0 +1,89 @@
+"""A Ray cluster of this process's own, for as long as a run takes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["local_cluster"]
+
+OBJECT_STORE_BYTES = 256 << 20  # rollouts and reports only; weights never pass through it
+
+
+@contextmanager
+def local_cluster(logs: Path, *, threads_per_actor: int) -> Iterator[None]:
+    """Start Ray on this host, and end it whatever happens inside.
+
+    Nothing that actors print reaches the terminal; it lies in `logs` afterwards. Import Ray only
+    inside: it reads its credentials as it is imported.
+    """
+    with _environment(_quiet() | _credentials()):
+        import ray
+
+        session = None
+        try:
+            context = ray.init(
+                address="local",
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=OBJECT_STORE_BYTES,
+                runtime_env={"env_vars": _actor_environment(threads_per_actor)},
+            )
+            session = Path(context.address_info["session_dir"])
+            yield
+        finally:
+            ray.shutdown()
+            if session:
+                _keep_logs(session / "logs", logs)
+
+
+def _quiet() -> dict[str, str]:
+    return {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+
+
+def _credentials() -> dict[str, str]:
+    """A token for this cluster only.
+
+    Left to itself, ``ray.init`` writes one to the home folder, and every later ``ray job submit``
+    of a shell that does not know of it is refused.
+    """
+    if "RAY_AUTH_MODE" in os.environ or "ray" in sys.modules:
+        return {}
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
+def _actor_environment(num_threads: int) -> dict[str, str]:
+    return {
+        "OMP_NUM_THREADS": str(num_threads),
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _keep_logs(session: Path, logs: Path) -> None:
+    logs.mkdir(parents=True, exist_ok=True)
+    for source in sorted(session.glob("worker-*.[oe][ur][tr]")):
+        if source.stat().st_size:
+            shutil.copy(source, logs)

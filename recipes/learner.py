@@ -1,0 +1,85 @@
+"""One shard of the policy and its optimiser: FSDP2 over the ranks of one gloo group."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from recipes.grpo import Group, collate, policy_loss, token_logprobs
+from recipes.recipe import LoopSpec
+from recipes.task import PAD, WORDS
+
+__all__ = ["Learner"]
+
+
+class Learner:
+    """Trains one rank's share of each step's groups; every rank calls every method.
+
+    FSDP averages the gradients, so equal shares on n ranks are one step on all the groups.
+
+    Needs ``torch.distributed`` initialised. `model` is what others may read.
+    """
+
+    def __init__(self, model_path: str | os.PathLike[str], loop: LoopSpec) -> None:
+        self.loop = loop
+        self.model = _shard(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32))
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=loop.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+        )
+        self._schedule = torch.optim.lr_scheduler.LinearLR(
+            self._optimizer, start_factor=1.0, end_factor=0.0, total_iters=loop.steps
+        )
+
+    def train_step(self, groups: Sequence[Group]) -> dict[str, float]:
+        """``loop.epochs`` optimiser steps on this rank's groups; returns ``loss`` and ``grad_norm``.
+
+        The groups must have been sampled by the weights as they are at the call.
+        """
+        batch = collate(groups, pad=WORDS.index(PAD))
+        with torch.no_grad():
+            old = self._logprobs(batch.tokens)
+        for _ in range(self.loop.epochs):
+            loss = policy_loss(self._logprobs(batch.tokens), old, batch, self.loop.clip)
+            grad_norm = self._descend(loss)
+        self._schedule.step()
+        return {"loss": loss.item(), "grad_norm": grad_norm}
+
+    @torch.no_grad()
+    def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+        """The `num_tokens` likeliest tokens after each prompt, by the weights of all shards."""
+        return [self._complete(list(prompt), num_tokens) for prompt in prompts]
+
+    def _complete(self, prompt: list[int], num_tokens: int) -> list[int]:
+        tokens = torch.tensor([prompt])
+        for _ in range(num_tokens):
+            likeliest = self.model(tokens, use_cache=False).logits[:, -1].argmax(dim=-1, keepdim=True)
+            tokens = torch.cat([tokens, likeliest], dim=1)
+        return tokens[0, len(prompt) :].tolist()
+
+    def _logprobs(self, tokens: Tensor) -> Tensor:
+        logits = self.model(tokens, use_cache=False).logits
+        return token_logprobs(logits, tokens, self.loop.temperature)
+
+    def _descend(self, loss: Tensor) -> float:
+        self._optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._optimizer.step()
+        assert isinstance(norm, DTensor)
+        return norm.full_tensor().item()
+
+
+def _shard(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in (*model.get_submodule("model.layers").children(), model):
+        # A root left whole after `greedy` would not be the shards that the plan was made for.
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+    return model

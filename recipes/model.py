@@ -1,0 +1,76 @@
+"""Builds the quickstart's model: a small Qwen3 with random weights, saved as any other checkpoint."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import (
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from recipes.recipe import ModelSpec
+from recipes.task import EOS, PAD, WORDS
+
+__all__ = ["build_checkpoint", "build_tokenizer"]
+
+MAX_POSITIONS = 128
+
+
+def build_checkpoint(path: str | os.PathLike[str], spec: ModelSpec, *, seed: int) -> Path:
+    """Write config, float32 weights and tokenizer to the folder `path`, and return it.
+
+    The same `seed` gives the same weights; torch's global generator is left as it was.
+    """
+    config = _config(spec)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3MoeForCausalLM(config) if spec.moe else Qwen3ForCausalLM(config)
+    folder = Path(path)
+    model.save_pretrained(folder)
+    build_tokenizer(spec.vocab_size).save_pretrained(folder)
+    return folder
+
+
+def build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """One token for each word of the task, and spare ones up to `vocab_size`."""
+    spare = (f"<spare{index}>" for index in range(vocab_size - len(WORDS)))
+    vocab = {word: index for index, word in enumerate((*WORDS, *spare))}
+    tokenizer = Tokenizer(WordLevel(vocab, unk_token=PAD))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS)
+
+
+def _config(spec: ModelSpec) -> PreTrainedConfig:
+    shape = {
+        "vocab_size": spec.vocab_size,
+        "hidden_size": spec.hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_hidden_layers": spec.num_hidden_layers,
+        "num_attention_heads": spec.num_attention_heads,
+        "num_key_value_heads": spec.num_key_value_heads,
+        "head_dim": spec.head_dim,
+        "max_position_embeddings": MAX_POSITIONS,
+        "tie_word_embeddings": spec.tie_word_embeddings,
+        "pad_token_id": WORDS.index(PAD),
+        "eos_token_id": WORDS.index(EOS),
+        "dtype": "float32",
+    }
+    if spec.moe is None:
+        return Qwen3Config(**shape)
+    return Qwen3MoeConfig(
+        **shape,
+        num_experts=spec.moe.num_experts,
+        num_experts_per_tok=spec.moe.num_experts_per_tok,
+        moe_intermediate_size=spec.moe.intermediate_size,
+        norm_topk_prob=True,
+    )

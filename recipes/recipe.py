@@ -1,0 +1,210 @@
+"""What a recipe may say: frozen dataclasses, filled strictly from YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+from weightsync.config import SyncConfig, check_fields, load_dataclass
+from weightsync.errors import ConfigError, nearest
+
+__all__ = ["EngineSpec", "LoopSpec", "ModelSpec", "MoeSpec", "Recipe", "TrainerSpec", "load_recipe"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoeSpec:
+    """The experts of a mixture; they replace the dense MLP of every layer."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int
+
+    def __post_init__(self) -> None:
+        check_fields(self, field="model.moe")
+        for name in ("num_experts", "num_experts_per_tok", "intermediate_size"):
+            _at_least(1, getattr(self, name), f"model.moe.{name}")
+        if self.num_experts_per_tok > self.num_experts:
+            remedy = f"give at most model.moe.num_experts, {self.num_experts}"
+            raise ConfigError("model.moe.num_experts_per_tok", self.num_experts_per_tok, remedy)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSpec:
+    """The shape of a Qwen3 to build; with `moe`, of a Qwen3-MoE."""
+
+    hidden_size: int = 128
+    intermediate_size: int = 256
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 32
+    vocab_size: int = 64
+    tie_word_embeddings: bool = False
+    moe: MoeSpec | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, field="model")
+        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads"):
+            _at_least(1, getattr(self, name), f"model.{name}")
+        if self.vocab_size < 64 or self.vocab_size % 64:
+            raise ConfigError("model.vocab_size", self.vocab_size, "give a multiple of 64")
+        if self.head_dim not in (32, 64, 128):
+            raise ConfigError("model.head_dim", self.head_dim, "give 32, 64 or 128, which every engine takes")
+        if self.num_attention_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
+            remedy = f"give a multiple of model.num_key_value_heads, {self.num_key_value_heads}"
+            raise ConfigError("model.num_attention_heads", self.num_attention_heads, remedy)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerSpec:
+    """The trainer's shards."""
+
+    kind: Literal["fsdp2"] = "fsdp2"
+    count: int = 2
+
+    def __post_init__(self) -> None:
+        check_fields(self, field="trainers")
+        _at_least(1, self.count, "trainers.count")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSpec:
+    """A named group of equal engines. ``auto`` takes vLLM where it is installed, else torch."""
+
+    kind: Literal["auto", "vllm", "torch"] = "auto"
+    count: int = 1
+    tensor_parallel_size: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopSpec:
+    """The training loop.
+
+    Attributes:
+        steps: rollouts, each followed by training and by an update of the engines.
+        seed: of the model's first weights and of the problems.
+        prompts_per_step: problems of one step, shared out among the trainers.
+        group_size: completions sampled for each problem.
+        epochs: optimiser steps on each step's rollouts.
+        learning_rate: AdamW's at the first step; it falls to 0 in a straight line.
+        clip: see :func:`recipes.grpo.policy_loss`.
+        temperature: of sampling.
+        target_reward: the run has failed when the mean of its last five rewards is lower.
+    """
+
+    kind: Literal["grpo"] = "grpo"
+    steps: int = 30
+    seed: int = 0
+    prompts_per_step: int = 64
+    group_size: int = 16
+    epochs: int = 4
+    learning_rate: float = 2e-3
+    clip: float = 0.2
+    temperature: float = 1.0
+    target_reward: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, field="loop")
+        for name in ("steps", "prompts_per_step", "epochs"):
+            _at_least(1, getattr(self, name), f"loop.{name}")
+        _at_least(2, self.group_size, "loop.group_size")
+        _at_least(0, self.seed, "loop.seed")
+        for name in ("learning_rate", "clip", "temperature"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"loop.{name}", getattr(self, name), "give a number above 0")
+        if not 0 <= self.target_reward <= 1:
+            raise ConfigError("loop.target_reward", self.target_reward, "give a number from 0 to 1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """One run, all of it on this host.
+
+    `placement` says who shares a holder: ``colocated`` pairs the i-th trainer with the i-th engine,
+    ``disaggregated`` gives everybody one of its own.
+    """
+
+    name: str
+    engines: Mapping[str, EngineSpec]
+    model: ModelSpec = field(default_factory=ModelSpec)
+    trainers: TrainerSpec = field(default_factory=TrainerSpec)
+    placement: Literal["colocated", "disaggregated"] = "colocated"
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    loop: LoopSpec = field(default_factory=LoopSpec)
+
+    def __post_init__(self) -> None:
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise ConfigError("name", self.name, "give a text that can name a folder")
+        if not self.engines:
+            raise ConfigError("engines", {}, "give at least one group, such as main: {kind: auto, count: 2}")
+        for group, spec in self.engines.items():
+            _at_least(1, spec.count, f"engines.{group}.count")
+            _at_least(1, spec.tensor_parallel_size, f"engines.{group}.tensor_parallel_size")
+        if self.loop.prompts_per_step % self.trainers.count:
+            remedy = f"give a multiple of trainers.count, {self.trainers.count}"
+            raise ConfigError("loop.prompts_per_step", self.loop.prompts_per_step, remedy)
+        if self.sync.min_engines > len(self.engine_specs):
+            remedy = f"the recipe has only {len(self.engine_specs)} engines"
+            raise ConfigError("sync.min_engines", self.sync.min_engines, remedy)
+
+    @property
+    def engine_specs(self) -> dict[str, EngineSpec]:
+        """``main-0``, ``main-1``, … with the group that each belongs to."""
+        return {f"{group}-{i}": spec for group, spec in self.engines.items() for i in range(spec.count)}
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe at `path`, with ``engines.main.count=4`` and the like laid over it.
+
+    An override's value is YAML; its path must be one that the complete recipe has.
+
+    Raises:
+        ConfigError: naming the field, the value and a remedy.
+    """
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError("recipe", str(path), f"give a YAML file; {_one_line(error)}") from error
+    recipe = load_dataclass(Recipe, data, field="")
+    if not overrides:
+        return recipe
+    complete = asdict(recipe)
+    for override in overrides:
+        _override(complete, override)
+    return load_dataclass(Recipe, complete, field="")
+
+
+def _override(data: dict[str, object], override: str) -> None:
+    path, equals, text = override.partition("=")
+    if not equals:
+        raise ConfigError("--set", override, "give key=value, such as loop.steps=10")
+    *parents, leaf = path.split(".")
+    here: object = data
+    for part in parents:
+        here = _child(here, part, path)
+    _child(here, leaf, path)
+    assert isinstance(here, dict)
+    try:
+        here[leaf] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(path, text, f"give a YAML value; {_one_line(error)}") from error
+
+
+def _child(parent: object, name: str, path: str) -> object:
+    known = parent if isinstance(parent, dict) else {}
+    if name not in known:
+        raise ConfigError("--set", path, f"{name!r} is unknown; {nearest(name, known)}")
+    return known[name]
+
+
+def _at_least(least: int, value: int, name: str) -> None:
+    if value < least:
+        raise ConfigError(name, value, f"give at least {least}")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

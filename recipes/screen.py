@@ -1,0 +1,66 @@
+"""What a run shows: one line a step, and a table at the end. Plain lines where nobody watches."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.table import Table
+
+from recipes.run_report import RunReport, StepRow
+
+__all__ = ["Screen"]
+
+
+class Screen:
+    """Prints a run to `console`, whose kind decides on colours and on the spinner."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    @contextmanager
+    def stage(self, what: str) -> Iterator[None]:
+        """Say what is being waited for, then how long it took."""
+        start = time.monotonic()
+        with self._console.status(f"{what} …"):
+            yield
+        self.line(f"{what}: {time.monotonic() - start:.1f} s")
+
+    def line(self, text: str) -> None:
+        """One line, or the lines of `text`, as they are: neither wrapped nor read as markup."""
+        self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+    def step(self, row: StepRow, num_steps: int) -> None:
+        """The line of one step."""
+        width = len(str(num_steps))
+        bar = "█" * round(row.reward * 10)
+        proof = "verified" if row.verified else "NOT VERIFIED"
+        self.line(
+            f"step {row.step:{width}}/{num_steps}  reward {row.reward:.3f} {bar:<10}"
+            f"  version {row.version:{width}}  {_size(row.bytes)}"
+            f"  sync {row.sync_seconds * 1e3:4.0f} ms  {proof}"
+        )
+
+    def summary(self, report: RunReport, target: float) -> None:
+        """The table at the end."""
+        steps = report.steps
+        seconds = sorted(row.sync_seconds for row in steps)
+        kinds = Counter(str(info.get("kind")) for info in report.engines.values())
+        table = Table(title=f"{report.name}: {report.status}", show_header=False, title_justify="left")
+        table.add_row("reward, first step", f"{report.first_reward:.3f}")
+        table.add_row("reward, mean of the last steps", f"{report.final_reward:.3f} (target {target:g})")
+        table.add_row("updates verified", f"{sum(row.verified for row in steps)} of {len(steps)}")
+        table.add_row(
+            "sync, median and longest",
+            f"{seconds[len(seconds) // 2] * 1e3:.0f} ms, {seconds[-1] * 1e3:.0f} ms",
+        )
+        table.add_row("bytes of one update", _size(steps[-1].bytes))
+        table.add_row("engines", ", ".join(f"{count} {kind}" for kind, count in kinds.items()))
+        self._console.print(table)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.2f} MB"

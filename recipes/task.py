@@ -1,0 +1,60 @@
+"""The quickstart's task: say the larger of two digits.
+
+``max 3 7 =`` wants ``7``. The answer can be checked exactly, which is all that a verifiable reward
+needs. A model that knows nothing is right once in ``vocab_size`` tries, one that has learned only
+to say a digit once in ten.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["EOS", "PAD", "WORDS", "Problem", "ProblemSampler", "encode", "reward"]
+
+PAD, EOS = "<pad>", "<eos>"
+WORDS = (PAD, EOS, *"0123456789", "max", "=")
+"""The words in the order of their token ids."""
+
+_IDS = {word: index for index, word in enumerate(WORDS)}
+
+
+def encode(text: str) -> list[int]:
+    """Token ids of words parted by blanks."""
+    return [_IDS[word] for word in text.split()]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One question: which of two digits is the larger?"""
+
+    left: int
+    right: int
+
+    @property
+    def prompt(self) -> list[int]:
+        """Four token ids."""
+        return encode(f"max {self.left} {self.right} =")
+
+    @property
+    def answer(self) -> list[int]:
+        """One token id."""
+        return encode(str(max(self.left, self.right)))
+
+
+def reward(problem: Problem, completion: Sequence[int]) -> float:
+    """1.0 for exactly the answer, else 0.0."""
+    return float(list(completion) == problem.answer)
+
+
+class ProblemSampler:
+    """Endless problems, the same ones for the same seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def sample(self, num_problems: int) -> list[Problem]:
+        """The next `num_problems`, each pair of digits equally likely."""
+        digit = self._random.randrange
+        return [Problem(digit(10), digit(10)) for _ in range(num_problems)]

@@ -1,0 +1,63 @@
+"""Packaging. ``scripts/setup`` installs this with the pins of ``constraints.txt``."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'^__version__ = "(.+)"', (ROOT / "weightsync/__init__.py").read_text(), re.MULTILINE)
+assert VERSION, "weightsync/__init__.py states no __version__"
+
+setup(
+    name="weightsync",
+    version=VERSION[1],
+    description="Moves new weights from the processes that train a model to the engines that serve it",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license_expression="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(
+        include=["weightsync", "weightsync.*", "actors", "actors.*", "recipes", "recipes.*"]
+    ),
+    package_data={"weightsync": ["py.typed"], "recipes": ["*.yaml"]},
+    entry_points={"console_scripts": ["weightsync = recipes.cli:main"]},
+    install_requires=[
+        "torch>=2.9",
+        "numpy>=2.0",
+        "ray[default]>=2.50",
+        "transformers>=5.5",
+        "safetensors>=0.6",
+        "numba>=0.62",
+        "msgspec>=0.19",
+        "pyzmq>=26",
+        "pyyaml>=6.0",
+        "rich>=13",
+        "typer>=0.15",
+    ],
+    extras_require={
+        "cuda12": ["cupy-cuda12x>=14"],
+        "cuda13": ["cupy-cuda13x>=14"],
+        "vllm": ["vllm>=0.24"],
+        "sglang": ["sglang>=0.5.17"],
+        "rdma": ["mooncake-transfer-engine>=0.3.13"],
+        "dev": [
+            "pytest>=8",
+            "pytest-timeout>=2.3",
+            "hypothesis>=6.100",
+            "ruff>=0.14",
+            "mypy>=1.18",
+            "types-PyYAML",
+            "types-psutil",
+            "psutil>=6",
+        ],
+    },
+    classifiers=[
+        # `actors` and `recipes` are common names for top-level packages: no index before they have others.
+        "Private :: Do Not Upload",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.10",
+        "Typing :: Typed",
+    ],
+)

@@ -1,0 +1,71 @@
+"""Small actors for tests: a trainer with a bare module, an engine without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+import torch
+from torch import nn
+
+from actors.engine import EngineActor
+from actors.trainer_shard import TrainerShard
+from weightsync.testing import DictEngine
+
+
+def build(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, width), nn.Linear(width, 8))
+
+
+class Trainer(TrainerShard):
+    def __init__(self, width: int, slot: str) -> None:
+        super().__init__(slot)
+        torch.manual_seed(0)
+        self.model = build(width)
+
+    def train(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.normal_()
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+
+
+class Modelless(TrainerShard):
+    """Forgot to set self.model."""
+
+
+class Engine(EngineActor):
+    def __init__(self, width: int, name: str, slot: str) -> None:
+        self._slot = slot
+        zeros = {name: torch.zeros_like(t) for name, t in build(width).state_dict().items()}
+        self._engine = DictEngine(name, zeros)
+
+    async def weights(self) -> Mapping[str, torch.Tensor]:
+        return dict(self._engine.tensors)
+
+    async def counts(self) -> tuple[int, int]:
+        return counts()
+
+
+class Counting(Trainer):
+    def counts(self) -> tuple[int, int]:
+        return counts()
+
+
+def counts() -> tuple[int, int]:
+    """Resident KiB and open files of this process."""
+    import os
+    from pathlib import Path
+
+    fields = dict(
+        line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line
+    )
+    return int(fields["VmRSS"].split()[0]), len(os.listdir("/proc/self/fd"))
+
+
+def spawn(cls: type, *args: object) -> Any:
+    return ray.remote(cls).options(num_cpus=0, max_restarts=0).remote(*args)

@@ -1,0 +1,61 @@
+"""However a run ends, nothing of it is left: no process, no socket, no shared memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+MARK = "WEIGHTSYNC_TEST_RUN"
+
+
+def _processes(mark: str) -> set[int]:
+    found = set()
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
+                found.add(int(entry.name))
+        except OSError:
+            continue  # it ended while we looked
+    return found
+
+
+def _files() -> set[str]:
+    return {
+        str(path)
+        for folder in (tempfile.gettempdir(), "/dev/shm")
+        for path in Path(folder).glob("weightsync*")
+    }
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("ending", ["normal", "ctrl-c", "kill -9"])
+def test_nothing_is_left(ending: str) -> None:
+    mark, before = uuid.uuid4().hex, _files()
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.actors.driver", "normal" if ending == "normal" else "forever"],
+        env=os.environ | {MARK: mark, "RAY_AUTH_MODE": "disabled"},
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "updating\n"
+        assert len(_processes(mark)) > 5
+        if ending != "normal":
+            driver.send_signal(signal.SIGINT if ending == "ctrl-c" else signal.SIGKILL)
+        status = driver.wait(60)
+    assert (status == 0) == (ending == "normal")
+    deadline = time.monotonic() + 60
+    while (left := _processes(mark)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not left
+    assert _files() <= before

@@ -1,0 +1,49 @@
+"""Weeks of updates, in small: after the tenth, nothing grows."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import ray
+
+from tests.actors.fleet import Counting, Engine, counts, spawn
+from weightsync import SyncConfig, WeightSync
+
+NUM_UPDATES = 500
+
+
+def _sockets() -> int:
+    return len(list(Path(tempfile.gettempdir()).glob("weightsync-*")))
+
+
+@pytest.mark.timeout(300)
+def test_five_hundred_updates_leave_memory_files_and_sockets_as_they_were() -> None:
+    trainer = spawn(Counting, 256, "leak-0")
+    engines = {f"e{i}": spawn(Engine, 256, f"e{i}", f"leak-{i}") for i in range(2)}
+    with WeightSync(SyncConfig(bucket_bytes=64 << 10)) as sync:
+        sync.register_trainers([trainer])
+        sync.register_engines(engines)
+        sync.connect()
+        holders = [holder.handle for holder in sync._holders.values()]
+
+        def look() -> dict[str, tuple[int, int]]:
+            asked = [actor.counts.remote() for actor in (trainer, *engines.values())]
+            asked += [holder.__ray_call__.remote(lambda _: counts()) for holder in holders]
+            names = ["trainer", *engines, *(f"holder {i}" for i in range(len(holders)))]
+            return dict(zip(names, ray.get(asked), strict=True)) | {"driver": counts()}
+
+        before, sockets = {}, _sockets()
+        for version in range(1, NUM_UPDATES + 1):
+            assert sync.update_weights(version).engines == {"e0": version, "e1": version}
+            if version == 10:
+                before, sockets = look(), _sockets()
+        after = look()
+    assert _sockets() == sockets
+    for name, (rss_kib, num_files) in before.items():
+        # Ray opens a connection now and then; a leak of ours would show some hundred times.
+        assert after[name][1] - num_files < 8, f"{name} opened files"
+        assert after[name][0] - rss_kib < 16 << 10, f"{name} grew"
+    for actor in (trainer, *engines.values()):
+        ray.kill(actor)

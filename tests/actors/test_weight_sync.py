@@ -1,0 +1,198 @@
+"""The public door, over real Ray actors."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from tests.actors.fleet import Engine, Modelless, Trainer, spawn
+from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
+from weightsync.errors import PeerLostError, StateError, WeightSyncError
+from weightsync.states import EngineState
+
+WIDTH = 64
+Make = Callable[..., WeightSync]
+
+
+class Pool:
+    """Actors for all tests of this file: starting one takes longer than most tests."""
+
+    def __init__(self) -> None:
+        self.actors: dict[tuple[type, str], Any] = {}
+
+    def get(self, cls: type, name: str, slot: str) -> Any:
+        key = (cls, slot)
+        if key not in self.actors:
+            self.actors[key] = spawn(cls, WIDTH, *((name, slot) if cls is Engine else (slot,)))
+        return self.actors[key]
+
+    def kill(self, actor: Any) -> None:
+        os.kill(pid(actor), signal.SIGKILL)
+        self.actors = {key: other for key, other in self.actors.items() if other is not actor}
+
+
+@pytest.fixture(scope="module")
+def pool(cluster: None) -> Pool:
+    return Pool()
+
+
+@pytest.fixture
+def make(pool: Pool) -> Iterator[Make]:
+    """`make(trainers=1, engines=2, colocated=False, **settings)`: registered, not connected."""
+    made: list[WeightSync] = []
+
+    def run(trainers: int = 1, engines: int = 2, colocated: bool = False, **settings: object) -> WeightSync:
+        place = "s" if colocated else "x"
+        shards = [pool.get(Trainer, "", f"s{i}") for i in range(trainers)]
+        served = {f"e{i}": pool.get(Engine, f"e{i}", f"{place}{i}") for i in range(engines)}
+        sync = WeightSync(SyncConfig(**({"bucket_bytes": 8192, "timeout_s": 10} | settings)))
+        sync.register_trainers(shards)
+        sync.register_engines(served)
+        made.append(sync)
+        return sync
+
+    yield run
+    for sync in made:
+        sync.close()
+        sync.close()
+
+
+def holds(sync: WeightSync, name: str) -> bool:
+    wanted = ray.get(sync._trainers[0].weights.remote())
+    found = ray.get(sync._engines[name].weights.remote())
+    return all(torch.equal(wanted[tensor], found[tensor]) for tensor in wanted)
+
+
+def pid(actor) -> int:
+    return ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+def test_trainers_teach_and_engines_serve_each_version(make: Make, colocated: bool) -> None:
+    sync = make(trainers=2, engines=2, colocated=colocated)
+    sync.connect()
+    assert len(sync._holders) == (2 if colocated else 4)
+    assert "broadcast" in str(sync.plan.explain())
+    for version in (1, 2, 3):
+        ray.get([trainer.train.remote(version) for trainer in sync._trainers])
+        report = sync.update_weights(version)
+        assert report.engines == {"e0": version, "e1": version}
+        assert report.verified
+        assert holds(sync, "e0")
+        assert holds(sync, "e1")
+        rollout = ray.get(sync._engines["e1"].generate.remote([[1, 2]], {}))
+        assert rollout.version == version
+    assert sync.engine_versions() == {"e0": 3, "e1": 3}
+
+
+def test_the_order_of_calls_is_held(make: Make) -> None:
+    sync = make()
+    with pytest.raises(StateError, match="connect"):
+        sync.update_weights(1)
+    with pytest.raises(StateError, match="connect"):
+        _ = sync.plan
+    sync.connect()
+    with pytest.raises(StateError, match="no version is held"):
+        sync.heal("e0")
+    first = sync.update_weights_async(1)
+    with pytest.raises(StateError, match="an update is running"):
+        sync.update_weights(2)
+    assert first.result(10).version == 1
+    with pytest.raises(ConfigError, match="more than 1"):
+        sync.update_weights(1)
+    with pytest.raises(ConfigError, match="whole number"):
+        sync.update_weights("2")  # type: ignore[arg-type]
+    sync.close()
+    with pytest.raises(StateError, match="closed"):
+        sync.update_weights(2)
+
+
+def test_nothing_registered_is_refused() -> None:
+    with WeightSync() as sync:
+        with pytest.raises(ConfigError, match="trainers"):
+            sync.register_trainers([])
+        with pytest.raises(ConfigError, match="engines"):
+            sync.register_engines({})
+        with pytest.raises(StateError, match="register_trainers"):
+            sync.connect()
+
+
+def test_two_engines_on_one_slot_are_refused(make: Make) -> None:
+    sync = make(engines=1)
+    sync.register_engines({"e0": sync._engines["e0"], "twin": spawn(Engine, WIDTH, "twin", "x0")})
+    with pytest.raises(ConfigError, match="twin: 'slot:x0' is not valid; engine e0 has it"):
+        sync.connect()
+
+
+def test_a_trainer_without_a_model_is_told_so(make: Make) -> None:
+    sync = make(engines=1)
+    sync.register_trainers([spawn(Modelless)])
+    with pytest.raises(StateError, match=r"self\.model"):
+        sync.connect()
+
+
+def test_tensors_that_the_engine_does_not_have_are_named(make: Make) -> None:
+    sync = make(engines=1)
+    sync.register_engines({"e0": spawn(Engine, WIDTH + 1, "e0", "x0")})
+    with pytest.raises(PlanError, match=r"0\.weight"):
+        sync.connect()
+
+
+def test_engines_join_leave_and_heal_without_the_trainer(make: Make) -> None:
+    sync = make(engines=1)
+    sync.connect()
+    sync.update_weights(4)
+    published = ray.get(sync._trainers[0].weights.remote())
+    ray.get(sync._trainers[0].train.remote(99))
+    report = sync.add_engine("late", spawn(Engine, WIDTH, "late", "x9"))
+    assert report is not None
+    assert report.engines == {"e0": 4, "late": 4}
+    found = ray.get(sync._engines["late"].weights.remote())
+    assert all(torch.equal(published[name], found[name]) for name in published)
+    with pytest.raises(ConfigError, match="choose a name"):
+        sync.add_engine("late", sync._engines["late"])
+    sync.remove_engine("e0")
+    assert sync.update_weights(5).engines == {"late": 5}
+    with pytest.raises(ConfigError, match="last one"):
+        sync.remove_engine("late")
+    with pytest.raises(ConfigError, match="did you mean 'late'"):
+        sync.heal("lat")
+
+
+def test_a_killed_engine_is_dead_and_the_others_go_on(make: Make, pool: Pool) -> None:
+    sync = make(engines=2)
+    sync.connect()
+    sync.update_weights(1)
+    pool.kill(sync._engines["e1"])
+    report = sync.update_weights(2)
+    assert report.engines == {"e0": 2, "e1": 0}
+    assert report.states["e1"] == "DEAD"
+    assert sync.update_weights(3).engines["e0"] == 3
+    assert sync.engine_states()["e1"] is EngineState.DEAD
+
+
+def test_a_killed_holder_fails_the_update_and_is_replaced_for_the_next(make: Make) -> None:
+    sync = make(engines=2, timeout_s=5)
+    sync.connect()
+    sync.update_weights(1)
+    holder = next(h for key, h in sync._holders.items() if key[1] == "slot:x1")
+    os.kill(pid(holder.handle), signal.SIGKILL)
+    with pytest.raises(WeightSyncError):
+        sync.update_weights(2)
+    report = sync.update_weights(3)
+    assert report.engines == {"e0": 3, "e1": 3}
+    assert holds(sync, "e1")
+
+
+def test_a_killed_trainer_is_named(make: Make, pool: Pool) -> None:
+    sync = make(engines=1)
+    sync.connect()
+    pool.kill(sync._trainers[0])
+    with pytest.raises(PeerLostError, match="trainer 0"):
+        sync.update_weights(1)

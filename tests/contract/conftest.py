@@ -1,0 +1,174 @@
+"""An engine with a holder beside it that the tests play themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from tests.models import build_tiny_qwen3
+from weightsync.engines import Engine, make_engine
+from weightsync.errors import StateError
+from weightsync.feed import HolderFeed
+from weightsync.memory import SharedBuffer
+from weightsync.modules import named_tensors
+from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
+from weightsync.verify import Digests
+
+TIMEOUT_S = 30.0
+BUCKET_BYTES = 12 << 10  # smaller than the larger tensors, so that these come in pieces
+OPTIONS = {"torch": {}, "vllm": {"max_model_len": 128, "max_num_seqs": 16}}
+
+
+def source_layout(tensors: Mapping[str, torch.Tensor], tied: tuple[tuple[str, str], ...]) -> RankLayout:
+    metas = tuple(
+        TensorMeta(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()
+    )
+    segments = tuple(
+        Segment(
+            m.name,
+            Box((0,) * len(m.shape), m.shape),
+            m.name,
+            0,
+            tuple(4 * s for s in tensors[m.name].stride()),
+        )
+        for m in metas
+    )
+    return RankLayout(metas, segments, tied)
+
+
+class Rig:
+    """An engine, the models that it is fed with, and the holder's end of its feed."""
+
+    def __init__(self, kind: str, moe: bool, folder: Path) -> None:
+        self.kind = kind
+        self.models = [build_tiny_qwen3(folder / str(seed), moe, seed) for seed in (1, 2)]
+        self.engine: Engine = make_engine(kind, str(folder / "1"), "e0", OPTIONS[kind])
+        self.layout = self.engine.layout()
+        self.threads = ThreadPoolExecutor(4)
+        self.attempt = 0
+        tensors, tied = named_tensors(self.models[0])
+        self.plan = make_plan(
+            Layout.from_ranks([source_layout(tensors, tied)]),
+            {"e0": Layout.from_ranks(self.layout)},
+            Members(2, (0,), (("e0", (1,)),)),
+            bucket_bytes=BUCKET_BYTES,
+            max_staging_bytes=1 << 20,
+        )
+        self.slots = tuple(SharedBuffer.create(BUCKET_BYTES) for _ in range(self.plan.slots))
+        self.feed: HolderFeed | None = None
+        self.connect(self.plan)
+
+    def connect(self, plan: Plan) -> None:
+        """A new epoch: the engine joins with `plan`."""
+        if self.feed:
+            self.feed.close()
+        self.plan = plan
+        self.feed = HolderFeed("h1", "e0", tuple(slot.handle for slot in self.slots), None, -1)
+        joined = self.threads.submit(self.engine.attach, plan, [self.feed.ticket], TIMEOUT_S)
+        self.feed.accept(plan.digest(), TIMEOUT_S)
+        assert joined.result(TIMEOUT_S) == [plan.digest()]
+
+    def load(self, model: PreTrainedModel, num_buckets: int | None = None) -> Digests:
+        """Feed the weights of `model`; give up after `num_buckets`, if given."""
+        assert self.feed is not None
+        self.attempt += 1
+        tensors = named_tensors(model)[0]
+        loaded = self.threads.submit(self.engine.load, self.attempt, TIMEOUT_S)
+        for bucket in list(self.plan.buckets())[:num_buckets]:
+            slot = self.slots[bucket.index % len(self.slots)].tensor
+            for piece in bucket.pieces:
+                meta = self.plan.tensors[piece.tensor]
+                cut = tensors[meta.name].detach()[piece.box.slices()].contiguous()
+                slot[piece.offset : piece.offset + piece.nbytes] = cut.view(-1).view(torch.uint8)
+            self.feed.offer(self.attempt, bucket.index)
+            self.feed.wait_done(self.attempt, bucket.index, TIMEOUT_S)
+            slot.fill_(0xAA)  # whoever kept a view of it has garbage now
+        if num_buckets is not None:
+            self.feed.cancel(self.attempt, "the test gave up")
+        (digests,) = loaded.result(TIMEOUT_S)
+        return digests
+
+    def update(self, model: PreTrainedModel, version: int) -> Digests:
+        """A whole update, as the controller runs it."""
+        self.engine.pause("keep", TIMEOUT_S)
+        digests = self.load(model)
+        self.engine.resume(version)
+        return digests
+
+    def generate(self, prompts: list[list[int]], max_tokens: int = 16) -> Future:
+        sampling = {"max_tokens": max_tokens, "temperature": 0.0}
+        return self.threads.submit(self.engine.generate, prompts, sampling)
+
+    @contextmanager
+    def stopped_at(self, forward: int) -> Iterator[tuple[threading.Event, threading.Event]]:
+        """While a generate runs, its thread stops at that forward pass: (arrived, go on)."""
+        arrived, go_on, passes = threading.Event(), threading.Event(), iter(range(1, 1 << 20))
+
+        def hook(*_: object) -> None:
+            if next(passes) == forward:
+                arrived.set()
+                assert go_on.wait(TIMEOUT_S)
+
+        handle = self._module().register_forward_pre_hook(hook)
+        try:
+            yield arrived, go_on
+        finally:
+            go_on.set()
+            handle.remove()
+
+    def is_asked_to_pause(self) -> bool:
+        if self.kind == "vllm":
+            return not self.engine._loop._commands.empty()
+        return self.engine._gate._shut
+
+    def without_last_bucket(self) -> Plan:
+        return dataclasses.replace(self.plan, bucket_step=self.plan.bucket_step[:-1])
+
+    def close(self) -> None:
+        self.engine.close()
+        self.engine.close()
+        with pytest.raises(StateError, match="closed"):
+            self.engine.generate([[1]], {})
+        self.feed.close()
+        for slot in self.slots:
+            slot.close()
+        self.threads.shutdown()
+
+    def _module(self) -> torch.nn.Module:
+        if self.kind == "vllm":
+            return self.engine._loop.call(
+                lambda llm: llm.model_executor.driver_worker.worker.model_runner.model
+            )
+        return self.engine._model
+
+
+def _params() -> Iterator[object]:
+    for kind in OPTIONS:
+        absent = not importlib.util.find_spec("transformers" if kind == "torch" else kind)
+        for model in ("dense", "moe"):
+            yield pytest.param(
+                (kind, model == "moe"),
+                id=f"{kind}-{model}",
+                marks=pytest.mark.skipif(absent, reason=f"{kind} is not installed"),
+            )
+
+
+@pytest.fixture(scope="module", params=_params())
+def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    kind, moe = request.param
+    rig = Rig(kind, moe, tmp_path_factory.mktemp("models"))
+    with pytest.raises(StateError, match="no committed version"):
+        rig.engine.generate([[1, 2, 3]], {"max_tokens": 1})
+    with pytest.raises(StateError, match="no whole weights"):
+        rig.engine.resume(1)
+    yield rig
+    rig.close()

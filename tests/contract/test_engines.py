@@ -1,0 +1,181 @@
+"""What every engine adapter must do, on a dense and on a mixture-of-experts model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from tests.contract.conftest import TIMEOUT_S, Rig
+from tests.models import greedy
+from weightsync.engines import make_engine
+from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError
+from weightsync.modules import named_tensors
+from weightsync.verify import tensor_digest
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
+    pytest.mark.slow,
+]
+
+PROMPTS = [
+    torch.randint(3, 250, (4 + i,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(8)
+]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+
+
+def test_layout_is_the_checkpoint(rig: Rig) -> None:
+    (rank,) = rig.layout
+    tensors, tied = named_tensors(rig.models[0])
+    assert {meta.name: meta.shape for meta in rank.tensors} == {n: tuple(t.shape) for n, t in tensors.items()}
+    assert {meta.dtype for meta in rank.tensors} == {"float32"}
+    assert rank.tied == tied
+
+
+def test_serves_what_was_sent_and_then_what_was_sent_next(rig: Rig) -> None:
+    served = []
+    for version, model in enumerate(rig.models, start=1):
+        digests = rig.update(model, version)
+        tensors = named_tensors(model)[0]
+        sent = [tensor_digest(tensors[meta.name], meta.shape) for meta in rig.plan.tensors]
+        np.testing.assert_array_equal(digests, np.array(sent, dtype=np.uint64))
+        rollout = rig.generate(PROMPTS).result(TIMEOUT_S)
+        assert rollout.tokens == greedy(model, PROMPTS)
+        assert rollout.versions == [(version, version)] * len(PROMPTS)
+        served.append(rollout.tokens)
+    assert all(first != second for first, second in zip(*served, strict=True))
+
+
+def test_greedy_tokens_are_diverse(rig: Rig) -> None:
+    """Else equal tokens would say little about equal weights."""
+    assert min(len(set(tokens)) for tokens in greedy(rig.models[0], PROMPTS)) >= 6
+
+
+def test_a_request_lives_through_an_update(rig: Rig) -> None:
+    old, new = rig.models
+    rig.update(old, 1)
+    with rig.stopped_at(forward=6) as (arrived, go_on):
+        running = rig.generate(PROMPTS[:2], max_tokens=40)
+        assert arrived.wait(TIMEOUT_S)
+        paused = rig.threads.submit(rig.engine.pause, "keep", TIMEOUT_S)
+        wait_until(rig.is_asked_to_pause)
+        go_on.set()
+        paused.result(TIMEOUT_S)
+    rig.load(new)
+    rig.engine.resume(2)
+    rollout = running.result(TIMEOUT_S)
+    if rig.kind == "torch":
+        assert rollout.versions == [(1, 1)] * 2
+        assert rollout.tokens == greedy(old, PROMPTS[:2], 40)
+        return
+    assert rollout.versions == [(1, 2)] * 2
+    assert rollout.version == 1
+    for prompt, tokens in zip(PROMPTS, rollout.tokens, strict=False):
+        kept = tokens[:6]
+        assert kept == greedy(old, [prompt], 6)[0]
+        assert tokens[6:] == greedy(new, [prompt + kept], 34)[0]
+
+
+def test_new_requests_wait_for_resume(rig: Rig) -> None:
+    rig.update(rig.models[0], 1)
+    rig.engine.pause("wait", TIMEOUT_S)
+    waiting = rig.generate(PROMPTS[:1])
+    rig.load(rig.models[1])
+    assert not waiting.done()
+    rig.engine.resume(2)
+    assert waiting.result(TIMEOUT_S).tokens == greedy(rig.models[1], PROMPTS[:1])
+
+
+def test_a_pause_that_comes_too_late_changes_nothing(rig: Rig) -> None:
+    rig.update(rig.models[0], 1)
+    with rig.stopped_at(forward=3) as (arrived, go_on):
+        running = rig.generate(PROMPTS[:1])
+        assert arrived.wait(TIMEOUT_S)
+        with pytest.raises(DeadlineError, match="e0"):
+            rig.engine.pause("wait", 0.01)
+        go_on.set()
+    assert running.result(TIMEOUT_S).tokens == greedy(rig.models[0], PROMPTS[:1])
+    assert rig.generate(PROMPTS).result(TIMEOUT_S).tokens == greedy(rig.models[0], PROMPTS)
+
+
+def test_a_load_needs_a_pause(rig: Rig) -> None:
+    rig.update(rig.models[0], 1)
+    with pytest.raises(StateError, match="pause it first"):
+        rig.engine.load(99, TIMEOUT_S)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.8])
+def test_a_load_that_ends_early_heals_with_the_next(rig: Rig, share: float) -> None:
+    rig.update(rig.models[0], 1)
+    rig.engine.pause("keep", TIMEOUT_S)
+    with pytest.raises(EngineError, match="the test gave up"):
+        rig.load(rig.models[1], num_buckets=int(share * rig.plan.num_buckets))
+    with pytest.raises(StateError, match="no whole weights"):
+        rig.engine.resume(2)
+    rig.load(rig.models[1])
+    rig.engine.resume(2)
+    assert rig.generate(PROMPTS).result(TIMEOUT_S).tokens == greedy(rig.models[1], PROMPTS)
+
+
+def test_missing_bytes_are_named(rig: Rig) -> None:
+    whole = rig.plan
+    rig.engine.pause("keep", TIMEOUT_S)
+    last = {whole.tensors[piece.tensor].name for piece in whole.bucket(whole.num_buckets - 1).pieces}
+    rig.connect(rig.without_last_bucket())
+    with pytest.raises(EngineError, match="did not come") as caught:
+        rig.load(rig.models[0])
+    assert any(name in str(caught.value) for name in last)
+    rig.connect(whole)
+    rig.update(rig.models[0], 1)
+    assert rig.generate(PROMPTS).result(TIMEOUT_S).tokens == greedy(rig.models[0], PROMPTS)
+
+
+def test_sampling(rig: Rig) -> None:
+    rig.update(rig.models[0], 1)
+
+    def draw(**sampling: object) -> list[list[int]]:
+        return rig.engine.generate([PROMPTS[0]] * 4, {"max_tokens": 8, **sampling}).tokens
+
+    seeded = draw(seed=5)
+    assert seeded == draw(seed=5)
+    assert seeded != draw(seed=50)
+    assert len({tuple(tokens) for tokens in seeded}) == 4
+    plain = draw(temperature=0.0)
+    stop = plain[0][3]
+    until = plain[0].index(stop) + 1
+    assert draw(temperature=0.0, stop_token_ids=[stop]) == [plain[0][:until]] * 4
+    with pytest.raises(ConfigError, match=r"sampling\.temprature"):
+        draw(temprature=1.0)
+    with pytest.raises(ConfigError, match=r"sampling\.max_tokens"):
+        draw(max_tokens=0)
+
+
+def test_concurrent_calls_get_their_own_answers(rig: Rig) -> None:
+    rig.update(rig.models[0], 1)
+    calls = [rig.generate([prompt]) for prompt in PROMPTS]
+    assert [call.result(TIMEOUT_S).tokens[0] for call in calls] == greedy(rig.models[0], PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "field"),
+    [
+        ("torch", {"tensor_parallel_size": 2}, "options.tensor_parallel_size"),
+        ("torch", {"dtype": "float8_e4m3fn"}, "options.dtype"),
+        ("vllm", {"dtype": "float64"}, "options.dtype"),
+        ("vllm", {"max_model_length": 128}, "options.max_model_length"),
+        ("vllm", {"load_format": "auto"}, "options.load_format"),
+    ],
+)
+def test_wrong_options_are_named(kind: str, options: dict[str, object], field: str, tmp_path_factory) -> None:
+    pytest.importorskip("transformers" if kind == "torch" else kind)
+    with pytest.raises(ConfigError) as caught:
+        make_engine(kind, str(tmp_path_factory.getbasetemp()), "e0", options)
+    assert caught.value.field == field

@@ -1,0 +1,216 @@
+"""The arrows between the packages, the light door and the size of files, held by tests.
+
+Each package may import only what stands below it, `sources`, `engines` and `transports` not each
+other, and only the edge knows Ray::
+
+    recipes > actors > weightsync.controller > the rest of weightsync > weightsync.plan and settings
+"""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import weightsync
+from recipes.recipe import load_recipe
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("weightsync", "actors", "recipes")
+MAX_LINES = 350
+
+PURE = ("weightsync.plan", "weightsync.errors", "weightsync.config", "weightsync.report", "weightsync.states")
+PURE_ALLOWED = (*sys.stdlib_module_names, "_typeshed", "numpy")
+PLAN_ALLOWED = (*PURE_ALLOWED, "weightsync.plan", "weightsync.errors")
+SEAMS = ("weightsync.sources", "weightsync.engines", "weightsync.transports")
+HEAVY = ("cupy", "vllm", "sglang", "mooncake")
+# The first that holds a module says how high it stands.
+LAYERS = (
+    (PURE, 0),
+    (("weightsync.controller",), 2),
+    (("weightsync",), 1),
+    (("actors",), 3),
+    (("recipes",), 4),
+)
+
+
+@dataclass(frozen=True)
+class Import:
+    """`importer` (a module of ours) imports `module`, absolute, at `where`."""
+
+    importer: str
+    module: str
+    where: str
+    in_function: bool
+    for_types: bool
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.importer} imports {self.module}"
+
+
+def inside(module: str, packages: tuple[str, ...]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def layer(module: str) -> int:
+    return next(height for packages, height in LAYERS if inside(module, packages))
+
+
+def source_files(root: Path) -> list[Path]:
+    return sorted(path for package in PACKAGES for path in (root / package).rglob("*.py"))
+
+
+def module_name(path: Path, root: Path) -> str:
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(root: Path) -> list[Import]:
+    """Every import statement of our packages, those in functions and for type checkers too."""
+    files = {module_name(path, root): path for path in source_files(root)}
+    return [
+        Import(importer, target, f"{path.relative_to(root)}:{node.lineno}", in_function, for_types)
+        for importer, path in files.items()
+        for node, in_function, for_types in _statements(ast.parse(path.read_text()))
+        for target in _targets(node, importer, is_package=path.name == "__init__.py", ours=set(files))
+    ]
+
+
+def _statements(
+    node: ast.AST, in_function: bool = False, for_types: bool = False
+) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool, bool]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.Import, ast.ImportFrom)):
+            yield child, in_function, for_types
+        enters = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        guarded = isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")
+        yield from _statements(child, in_function or enters, for_types or guarded)
+
+
+def _targets(
+    node: ast.Import | ast.ImportFrom, importer: str, *, is_package: bool, ours: set[str]
+) -> set[str]:
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    parts = importer.split(".")
+    base = parts[: len(parts) - node.level + is_package] if node.level else []
+    package = ".".join([*base, *filter(None, [node.module])])
+    # `from weightsync import plan` is an import of weightsync.plan, not of the door
+    return {full if (full := f"{package}.{alias.name}") in ours else package for alias in node.names}
+
+
+def violations(root: Path) -> list[str]:
+    """What the arrows forbid, one line each; empty is good."""
+    found = [item for item in imports(root) if item.importer != "weightsync"]
+    broken = [f"{item}: {rule}" for item in found for rule in _broken_rules(item)]
+    for library in HEAVY:
+        homes = {item.importer for item in found if inside(item.module, (library,))}
+        if len(homes) > 1:
+            broken.append(f"{library} is imported in {sorted(homes)}: it has one home")
+    return broken
+
+
+def _broken_rules(item: Import) -> Iterator[str]:
+    importer, module = item.importer, item.module
+    if inside(importer, ("weightsync.plan",)) and not inside(module, PLAN_ALLOWED):
+        yield "the plan knows numpy and errors, nothing else"
+    elif inside(importer, PURE) and not inside(module, (*PURE_ALLOWED, *PURE)):
+        yield "this module is pure"
+    if inside(module, ("ray",)) and not inside(importer, ("actors", "recipes")):
+        yield "only the edge knows Ray"
+    if inside(module, HEAVY) and not (item.in_function or item.for_types):
+        yield "import it in a function, on use"
+    if inside(importer, ("weightsync",)) and module == "weightsync":
+        yield "the library does not import through its own door"
+    if inside(module, PACKAGES) and layer(module) > layer(importer):
+        yield "this arrow points upwards"
+    seam = next((seam for seam in SEAMS if inside(importer, (seam,))), None)
+    if seam and any(other != seam and inside(module, (other,)) for other in SEAMS):
+        yield "sources, engines and transports do not know each other"
+
+
+def test_nothing_breaks_the_arrows() -> None:
+    assert violations(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "rule"),
+    [
+        ("weightsync/plan/box.py", "import torch", "the plan knows numpy"),
+        ("weightsync/plan/box.py", "from weightsync import config", "the plan knows numpy"),
+        ("weightsync/plan/box.py", "from ..memory import SharedBuffer", "the plan knows numpy"),
+        ("weightsync/config.py", "def f():\n    import yaml", "pure"),
+        ("weightsync/controller.py", "from ray import get", "only the edge knows Ray"),
+        ("weightsync/controller.py", "from actors import weight_holder", "points upwards"),
+        ("weightsync/holder.py", "from weightsync.controller import Controller", "points upwards"),
+        ("weightsync/holder.py", "from weightsync import Box", "its own door"),
+        ("actors/weight_holder.py", "import recipes.recipe", "points upwards"),
+        (
+            "weightsync/transports/base.py",
+            "from weightsync.engines.base import Engine",
+            "do not know each other",
+        ),
+        ("weightsync/engines/base.py", "import vllm.config", "in a function"),
+        ("actors/weight_holder.py", "import ray", None),
+        ("recipes/recipe.py", "from weightsync import WeightSync", None),
+    ],
+)
+def test_a_planted_violation_is_caught(tmp_path: Path, path: str, line: str, rule: str | None) -> None:
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    target = tmp_path / path
+    target.write_text(f"{target.read_text()}\n{line}\n")
+    before = violations(ROOT)
+    caught = [each for each in violations(tmp_path) if each not in before]
+    assert any(each.startswith(path) and rule in each for each in caught) if rule else caught == []
+
+
+def test_a_second_home_of_a_heavy_library_is_caught(tmp_path: Path) -> None:
+    (tmp_path / "weightsync").mkdir()
+    (tmp_path / "weightsync/one.py").write_text("def f():\n    import sglang\ndef g():\n    import sglang\n")
+    assert violations(tmp_path) == []
+    (tmp_path / "weightsync/two.py").write_text("def f():\n    from sglang import srt\n")
+    assert violations(tmp_path) == [
+        "sglang is imported in ['weightsync.one', 'weightsync.two']: it has one home"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("module", "kept_out"),
+    [
+        ("weightsync", ("torch", "ray", "numpy", "numba", "msgspec", "zmq", "transformers")),
+        ("weightsync.plan", ("torch", "ray", "numba", "transformers")),
+        ("weightsync.controller", ("ray", *HEAVY)),
+        ("weightsync.holder", ("ray", *HEAVY)),
+    ],
+)
+def test_importing_stays_light(module: str, kept_out: tuple[str, ...]) -> None:
+    code = f"import sys, {module}; print(*sorted(set({kept_out!r}) & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_the_door_is_sorted_and_every_name_opens() -> None:
+    assert weightsync.__all__ == sorted(weightsync.__all__)
+    assert [name for name in weightsync.__all__ if getattr(weightsync, name, None) is None] == []
+    assert dir(weightsync) == weightsync.__all__
+
+
+def test_the_door_names_what_it_does_not_have() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Boxes'"):
+        weightsync.Boxes  # noqa: B018
+
+
+def test_files_are_small() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in source_files(ROOT)}
+    assert {path: length for path, length in lengths.items() if length >= MAX_LINES} == {}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_recipe_loads(path: Path) -> None:
+    assert load_recipe(path).name == path.stem

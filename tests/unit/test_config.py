@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightsync import ConfigError, SyncConfig
+from weightsync.config import Size, check_fields, load_dataclass, parse_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wheel:
+    spokes: int
+    radius_m: float = 0.3
+    kind: Literal["road", "track"] = "road"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bike:
+    name: str
+    wheels: dict[str, Wheel]
+    gears: tuple[int, ...] = ()
+    bell: bool = True
+    lock: Wheel | None = None
+    load: Size = 0
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+BIKE = {"name": "b", "wheels": {"front": {"spokes": 3}}}
+
+
+@pytest.mark.parametrize(
+    ("value", "nbytes"),
+    [
+        (0, 0),
+        (4096, 4096),
+        ("4096", 4096),
+        ("17B", 17),
+        ("256MiB", 256 << 20),
+        ("2 GiB", 2 << 30),
+        ("3TiB", 3 << 40),
+        ("8KB", 8000),
+        ("1.5MB", 1_500_000),
+        ("0.5KiB", 512),
+    ],
+)
+def test_parse_size(value: object, nbytes: int) -> None:
+    assert parse_size(value) == nbytes
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        -1,
+        True,
+        1.5,
+        None,
+        "",
+        "MiB",
+        "-4KiB",
+        "3Mb",
+        "256M",
+        "256mib",
+        "1e6",
+        "0.3B",
+        "1.0001KiB",
+        "٣MiB ",
+        b"4",
+    ],
+)
+def test_what_is_no_size_is_refused_by_name(value: object) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^sync\.bucket_bytes: .* is not valid; give whole bytes"
+    ) as caught:
+        parse_size(value, field="sync.bucket_bytes")
+    assert caught.value.value == value
+
+
+@given(
+    count=st.integers(0, 1 << 40), unit=st.sampled_from([("KiB", 10), ("MiB", 20), ("GiB", 30), ("TiB", 40)])
+)
+def test_binary_sizes_are_exact(count: int, unit: tuple[str, int]) -> None:
+    assert parse_size(f"{count}{unit[0]}") == count << unit[1]
+
+
+@given(thousandths=st.integers(0, 10**15))
+def test_decimal_fractions_are_exact(thousandths: int) -> None:
+    whole, rest = divmod(thousandths, 1000)
+    assert parse_size(f"{whole}.{rest:03}GB") == thousandths * 10**6
+
+
+def test_a_complete_mapping_fills_every_kind_of_field() -> None:
+    data = {
+        "name": "b",
+        "wheels": {"front": {"spokes": 3, "radius_m": 1, "kind": "track"}},
+        "gears": [1, 2],
+        "bell": False,
+        "lock": {"spokes": 0},
+        "load": "2KiB",
+        "notes": {"a": "b"},
+    }
+    bike = load_dataclass(Bike, data, field="bike")
+    wheel = Wheel(spokes=3, radius_m=1.0, kind="track")
+    assert bike == Bike(
+        name="b",
+        wheels={"front": wheel},
+        gears=(1, 2),
+        bell=False,
+        lock=Wheel(spokes=0),
+        load=2048,
+        notes={"a": "b"},
+    )
+    assert isinstance(bike.wheels["front"].radius_m, float)
+
+
+def test_what_is_left_out_keeps_its_default() -> None:
+    assert load_dataclass(Bike, BIKE, field="bike") == Bike(name="b", wheels={"front": Wheel(spokes=3)})
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "remedy"),
+    [
+        ({"wheel": {}}, "bike.wheel", "did you mean 'wheels'?"),
+        (
+            {"wheels": {"front": {"spokes": 3, "spoke": 1}}},
+            "bike.wheels.front.spoke",
+            "did you mean 'spokes'?",
+        ),
+        ({"wheels": {"front": {}}}, "bike.wheels.front.spokes", "it is required"),
+        ({"wheels": {1: {"spokes": 3}}}, "bike.wheels.1", "quote it in YAML"),
+        ({"wheels": [3]}, "bike.wheels", "give a mapping"),
+        (
+            {"wheels": {"front": {"spokes": 3, "kind": "rode"}}},
+            "bike.wheels.front.kind",
+            "did you mean 'road'?",
+        ),
+        ({"wheels": {"front": {"spokes": True}}}, "bike.wheels.front.spokes", "give a whole number"),
+        ({"wheels": {"front": {"spokes": 3.0}}}, "bike.wheels.front.spokes", "give a whole number"),
+        ({"wheels": {"front": {"spokes": 3, "radius_m": "1e-5"}}}, "bike.wheels.front.radius_m", "1.0e-5"),
+        ({"gears": [1, "2"]}, "bike.gears[1]", "give a whole number"),
+        ({"gears": "12"}, "bike.gears", "give a list"),
+        ({"bell": 1}, "bike.bell", "give true or false"),
+        ({"name": None}, "bike.name", "give a text"),
+        ({"lock": 3}, "bike.lock", "give a mapping"),
+        ({"load": "3M"}, "bike.load", "give whole bytes"),
+        ({"notes": {"a": 1}}, "bike.notes.a", "give a text"),
+    ],
+)
+def test_a_mistake_is_refused_by_its_full_name(change: dict[str, object], where: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_dataclass(Bike, BIKE | change, field="bike")
+    assert caught.value.field == where
+    assert remedy in caught.value.remedy
+
+
+@pytest.mark.parametrize(("where", "shown"), [("bike", "bike"), ("", "top level")])
+def test_no_mapping_at_all(where: str, shown: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{shown}: None is not valid; give a mapping"):
+        load_dataclass(Bike, None, field=where)
+
+
+def test_at_the_top_level_fields_stand_alone() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_dataclass(Bike, {"nam": "b"}, field="")
+    assert caught.value.field == "nam"
+
+
+def test_check_fields_holds_python_to_the_same_types() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_fields(Wheel(spokes="3"), field="wheel")
+    assert caught.value.field == "wheel.spokes"
+
+
+def test_sync_config_from_yaml_equals_the_one_from_python() -> None:
+    given = {"bucket_bytes": "64MiB", "timeout_s": 30, "pause": "wait"}
+    assert SyncConfig.from_dict(given) == SyncConfig(bucket_bytes=64 << 20, timeout_s=30.0, pause="wait")
+    assert SyncConfig.from_dict({}) == SyncConfig()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("mode", "brodcast", "did you mean 'broadcast'?"),
+        ("bucket_bytes", 4095, "at least 4KiB"),
+        ("max_staging_bytes", 0, "at least one byte"),
+        ("timeout_s", 0, "more than 0"),
+        ("timeout_s", math.nan, "finite"),
+        ("connect_timeout_s", math.inf, "finite"),
+        ("verify", "yes", "true or false"),
+        ("min_engines", 0, "at least 1"),
+        ("pause", "abort", "valid: keep, wait"),
+    ],
+)
+def test_sync_config_refuses(name: str, value: object, remedy: str) -> None:
+    for build in (lambda: SyncConfig(**{name: value}), lambda: SyncConfig.from_dict({name: value})):
+        with pytest.raises(ConfigError) as caught:
+            build()
+        assert caught.value.field == f"sync.{name}"
+        assert remedy in caught.value.remedy
+
+
+def test_the_smallest_bucket_is_allowed() -> None:
+    assert SyncConfig(bucket_bytes=4096, max_staging_bytes=1, min_engines=1).bucket_bytes == 4096
+
+
+def test_a_text_as_a_size_in_python_is_told_what_to_write() -> None:
+    with pytest.raises(ConfigError, match=r'parse_size\("64MiB"\)'):
+        SyncConfig(bucket_bytes="64MiB")
+
+
+def test_sync_config_is_frozen_and_keyword_only() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SyncConfig().mode = "broadcast"
+    with pytest.raises(TypeError):
+        SyncConfig("auto")

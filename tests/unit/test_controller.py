@@ -1,0 +1,271 @@
+"""The lifecycle over real holders, sockets, shared memory and gloo; threads play the actors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+
+import pytest
+import torch
+from torch import nn
+
+from weightsync.config import SyncConfig
+from weightsync.controller import Controller
+from weightsync.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineError,
+    PeerLostError,
+    PlanError,
+    StateError,
+    TransportError,
+)
+from weightsync.holder import Holder
+from weightsync.peers import EngineSeat, Fleet
+from weightsync.sources.module import ModuleSource
+from weightsync.states import EngineState
+from weightsync.testing import DictEngine, LocalPeer
+
+
+class Loop:
+    """One model, two engines on holders of their own; a trainer on a third."""
+
+    def __init__(self, config: SyncConfig, num_engines: int = 2) -> None:
+        self.model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 5))
+        zeros = {name: torch.zeros_like(t) for name, t in self.model.state_dict().items()}
+        self.engines = {
+            f"e{i}": DictEngine(f"e{i}", {n: t.clone() for n, t in zeros.items()}) for i in range(num_engines)
+        }
+        self.holders = [Holder(f"holder {i}", "127.0.0.1") for i in range(num_engines + 1)]
+        self.source = ModuleSource(self.model)
+        seats = {name: EngineSeat(LocalPeer(e), (i + 1,)) for i, (name, e) in enumerate(self.engines.items())}
+        self.fleet = Fleet([(LocalPeer(self.source), 0)], seats, [LocalPeer(h) for h in self.holders])
+        self.controller = Controller(config, self.fleet)
+
+    def train(self) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.normal_()
+
+    def holds_the_models_weights(self, name: str) -> bool:
+        return all(torch.equal(t, self.engines[name].tensors[n]) for n, t in self.model.state_dict().items())
+
+    def close(self) -> None:
+        self.source.close()
+        for part in (*self.engines.values(), *self.holders):
+            part.close()
+
+
+CONFIG = SyncConfig(bucket_bytes=4096, timeout_s=5, connect_timeout_s=20)
+
+
+def drive(work: Callable[[Loop], Coroutine[object, object, None]], config: SyncConfig = CONFIG) -> None:
+    loop = Loop(config)
+    try:
+        asyncio.run(work(loop))
+    finally:
+        loop.close()
+
+
+def test_each_version_arrives_bit_for_bit_and_the_report_says_so() -> None:
+    async def work(loop: Loop) -> None:
+        phases = await loop.controller.connect()
+        assert list(phases) == ["layouts", "prepare", "join", "attach", "warm_up"]
+        digests = set()
+        for version in (1, 2, 7):
+            loop.train()
+            report = await loop.controller.update(version)
+            assert loop.holds_the_models_weights("e0")
+            assert loop.holds_the_models_weights("e1")
+            assert report.verified
+            assert report.engines == {"e0": version, "e1": version}
+            assert list(report.phases) == ["publish", "pause", "move", "verify", "commit"]
+            assert report.nbytes == sum(t.nbytes for t in loop.model.state_dict().values())
+            digests.add(report.digest)
+            assert loop.engines["e0"].generate([[1]], {}).version == version
+        assert len(digests) == 3
+
+    drive(work)
+
+
+def test_an_update_before_connect_and_a_version_that_does_not_grow_are_refused() -> None:
+    async def work(loop: Loop) -> None:
+        with pytest.raises(StateError, match="connect"):
+            await loop.controller.update(1)
+        await loop.controller.connect()
+        await loop.controller.update(3)
+        for version in (3, 2, 0, -1):
+            with pytest.raises(ConfigError, match="more than 3"):
+                await loop.controller.update(version)
+
+    drive(work)
+
+
+@pytest.mark.parametrize("which", ["first", "last"])
+def test_an_engine_that_fails_in_any_bucket_is_stale_and_the_other_commits(which: str) -> None:
+    async def work(loop: Loop) -> None:
+        await loop.controller.connect()
+        await loop.controller.update(1)
+        assert loop.controller.plan is not None
+        tensors = [meta.name for meta in loop.controller.plan.tensors]
+        victim = tensors[0 if which == "first" else -1]
+
+        def fail(tensor: str) -> None:
+            if tensor == victim:
+                raise MemoryError(tensor)
+
+        loop.engines["e1"].on_write = fail
+        loop.train()
+        report = await loop.controller.update(2)
+        assert report.engines == {"e0": 2, "e1": 0}
+        assert report.states == {"e0": "SERVING", "e1": "STALE"}
+        assert "e1" in report.failures
+        assert "MemoryError" in report.failures["e1"]
+        with pytest.raises(StateError):
+            loop.engines["e1"].generate([[1]], {})
+        loop.engines["e1"].on_write = lambda _: None
+        healed = await loop.controller.refill("e1")
+        assert healed.engines == {"e0": 2, "e1": 2}
+        assert loop.holds_the_models_weights("e1")
+
+    drive(work)
+
+
+def test_too_few_engines_is_an_error_and_the_next_update_works() -> None:
+    async def work(loop: Loop) -> None:
+        await loop.controller.connect()
+
+        def fail(tensor: str) -> None:
+            raise ValueError(tensor)
+
+        loop.engines["e0"].on_write = fail
+        with pytest.raises(EngineError, match="ValueError"):
+            await loop.controller.update(1)
+        states = {name: seat.record.state for name, seat in loop.fleet.engines.items()}
+        assert states == {"e0": EngineState.STALE, "e1": EngineState.STALE}
+        assert loop.controller.version == 0
+        loop.engines["e0"].on_write = lambda _: None
+        assert (await loop.controller.update(2)).engines == {"e0": 2, "e1": 2}
+
+    drive(work, SyncConfig(bucket_bytes=4096, timeout_s=5, min_engines=2))
+
+
+def test_a_flipped_bit_is_caught_before_commit_and_names_the_tensor() -> None:
+    async def work(loop: Loop) -> None:
+        await loop.controller.connect()
+
+        def flip(tensor: str) -> None:
+            if tensor == "1.weight":
+                loop.engines["e1"].tensors["0.weight"].view(torch.int32)[3, 4] ^= 1
+
+        loop.engines["e1"].on_write = flip
+        report = await loop.controller.update(1)
+        assert report.engines == {"e0": 1, "e1": 0}
+        assert "wrong bytes in 0.weight" in report.failures["e1"]
+        assert not loop.engines["e1"].serving
+
+    drive(work)
+
+
+def test_an_engine_that_hangs_is_named_and_the_others_do_not_wait_for_it_longer_than_the_deadline() -> None:
+    async def work(loop: Loop) -> None:
+        await loop.controller.connect()
+        release = asyncio.Event()
+        running = asyncio.get_running_loop()
+
+        def hang(_: str) -> None:
+            asyncio.run_coroutine_threadsafe(release.wait(), running).result(20)
+
+        loop.engines["e1"].on_write = hang
+        report = await loop.controller.update(1)
+        release.set()
+        assert report.engines == {"e0": 1, "e1": 0}
+        assert "engine e1" in report.failures["e1"]
+
+    drive(work, SyncConfig(bucket_bytes=4096, timeout_s=1))
+
+
+def test_a_holder_that_is_gone_is_named_and_every_engine_is_stale_until_the_next_connect() -> None:
+    async def work(loop: Loop) -> None:
+        await loop.controller.connect()
+        await loop.controller.update(1)
+
+        class Gone:
+            def move(self, *_: object) -> float:
+                for transport in loop.holders[2]._groups.values():
+                    transport.close()
+                raise PeerLostError("holder 2", "killed")
+
+        whole = loop.fleet.holders[2]
+        loop.fleet.holders[2] = LocalPeer(Gone())
+        with pytest.raises((PeerLostError, TransportError)):
+            await loop.controller.update(2)
+        assert not loop.controller.connected
+        loop.fleet.holders[2] = whole
+        await loop.controller.connect()
+        assert (await loop.controller.update(3)).engines == {"e0": 3, "e1": 3}
+
+    drive(work)
+
+
+def test_a_failed_publish_leaves_the_engines_serving() -> None:
+    async def work(loop: Loop) -> None:
+        await loop.controller.connect()
+        await loop.controller.update(1)
+        whole = loop.fleet.trainers[0]
+
+        class Silent:
+            async def publish(self) -> None:
+                await asyncio.sleep(60)
+
+        loop.fleet.trainers[0] = (Silent(), 0)
+        with pytest.raises(DeadlineError, match="trainer 0") as caught:
+            await loop.controller.update(2)
+        assert caught.value.phase == "publish"
+        assert loop.engines["e0"].generate([[1]], {}).version == 1
+        loop.fleet.trainers[0] = whole
+        assert (await loop.controller.update(2)).engines == {"e0": 2, "e1": 2}
+
+    drive(work, SyncConfig(bucket_bytes=4096, timeout_s=0.5))
+
+
+@pytest.mark.parametrize("change", ["name", "shape", "dtype"])
+def test_sides_that_do_not_fit_are_refused_by_the_tensors_name(change: str) -> None:
+    async def work(loop: Loop) -> None:
+        tensors = loop.engines["e1"].tensors
+        if change == "name":
+            tensors["1.wheight"] = tensors.pop("1.weight")
+        elif change == "shape":
+            tensors["1.weight"] = torch.zeros(6, 30)
+        else:
+            tensors["1.weight"] = torch.zeros(5, 30, dtype=torch.int32)
+        with pytest.raises(PlanError, match=r"1\.w"):
+            await loop.controller.connect()
+        assert not loop.controller.connected
+
+    drive(work)
+
+
+def test_engines_that_hold_another_float_get_the_cast_value() -> None:
+    async def work(loop: Loop) -> None:
+        for engine in loop.engines.values():
+            engine.tensors = {name: tensor.bfloat16() for name, tensor in engine.tensors.items()}
+        await loop.controller.connect()
+        await loop.controller.update(1)
+        for name, tensor in loop.model.state_dict().items():
+            assert torch.equal(tensor.bfloat16(), loop.engines["e0"].tensors[name])
+
+    drive(work)
+
+
+def test_a_trainer_and_an_engine_on_one_holder_share_its_memory() -> None:
+    async def work(loop: Loop) -> None:
+        loop.fleet.engines["e0"].holders = (0,)
+        await loop.controller.connect()
+        for version in (1, 2):
+            loop.train()
+            assert (await loop.controller.update(version)).engines == {"e0": version, "e1": version}
+            assert loop.holds_the_models_weights("e0")
+            assert loop.holds_the_models_weights("e1")
+
+    drive(work)

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from weightsync import errors
+from weightsync.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineError,
+    PeerError,
+    PeerLostError,
+    PlanError,
+    StateError,
+    TransportError,
+    VerifyError,
+    WeightSyncError,
+    WireError,
+    nearest,
+)
+
+EXAMPLES = [
+    (WeightSyncError("broken"), "broken"),
+    (ConfigError("sync.mode", "x", "valid: auto"), "sync.mode: 'x' is not valid; valid: auto"),
+    (PlanError("lm_head.weight", "no trainer holds it"), "lm_head.weight: no trainer holds it"),
+    (StateError("connect first"), "connect first"),
+    (DeadlineError("move", ["e0", "e1"], 2.5), "move: no answer within 2.5 s from e0, e1"),
+    (PeerLostError("holder 3", "killed"), "holder 3 is gone: killed"),
+    (PeerError("trainer 0", "KeyError: 'w'"), "trainer 0 failed: KeyError: 'w'"),
+    (TransportError("short read"), "short read"),
+    (WireError("too long"), "too long"),
+    (EngineError("e0", "verify", "out of memory"), "engine e0 failed in verify: out of memory"),
+    (VerifyError("e0", 7, ["a", "b"]), "engine e0, version 7: wrong bytes in a, b"),
+]
+
+
+@pytest.mark.parametrize(("error", "message"), EXAMPLES, ids=lambda value: type(value).__name__)
+def test_every_error_survives_pickling_with_its_fields_and_message(
+    error: WeightSyncError, message: str
+) -> None:
+    rebuilt = pickle.loads(pickle.dumps(error))
+    assert type(rebuilt) is type(error)
+    assert vars(rebuilt) == vars(error)
+    assert rebuilt.args == error.args
+    assert str(rebuilt) == str(error) == message
+
+
+def test_the_examples_cover_every_error() -> None:
+    classes = {getattr(errors, name) for name in errors.__all__} - {nearest}
+    assert {type(error) for error, _ in EXAMPLES} == classes
+
+
+def test_every_error_is_caught_as_ours_and_as_pythons() -> None:
+    assert all(issubclass(type(error), WeightSyncError) for error, _ in EXAMPLES)
+    pythons = {
+        ConfigError: ValueError,
+        PlanError: ValueError,
+        StateError: RuntimeError,
+        DeadlineError: TimeoutError,
+    }
+    assert all(issubclass(ours, theirs) for ours, theirs in pythons.items())
+
+
+def test_iterables_become_tuples() -> None:
+    assert DeadlineError("move", iter(["e0"]), 1.0).missing == ("e0",)
+    assert VerifyError("e0", 7, (name for name in "abcde")).tensors == tuple("abcde")
+
+
+def test_a_verify_error_shows_three_tensors_and_counts_the_rest() -> None:
+    assert str(VerifyError("e0", 7, "abcde")).endswith("wrong bytes in a, b, c and 2 more")
+
+
+@pytest.mark.parametrize(
+    ("word", "remedy"),
+    [
+        ("broadcst", "did you mean 'broadcast'? valid: auto, broadcast"),
+        ("zzz", "valid: auto, broadcast"),
+    ],
+)
+def test_nearest(word: str, remedy: str) -> None:
+    assert nearest(word, ["broadcast", "auto"]) == remedy

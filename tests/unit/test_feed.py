@@ -1,0 +1,211 @@
+"""The socket between a holder and its engine rank: who may speak, and what happens to the rest."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import zmq
+
+from weightsync.errors import DeadlineError, EngineError, PeerLostError, TransportError, WireError
+from weightsync.feed import EngineFeed, FeedTicket, HolderFeed, sweep_abandoned
+from weightsync.memory import SharedBuffer
+from weightsync.plan import Layout, Members, Plan, make_plan
+from weightsync.testing import DictEngine
+from weightsync.wire import Hello, decode, encode
+
+
+@pytest.fixture
+def plan() -> Plan:
+    layout = Layout.from_ranks(list(DictEngine("e0", {"a": torch.zeros(10), "b": torch.zeros(500)}).layout()))
+    members = Members(2, (0,), (("e0", (1,)),))
+    return make_plan(layout, {"e0": layout}, members, bucket_bytes=1024, max_staging_bytes=1 << 20)
+
+
+@pytest.fixture
+def holder(plan: Plan):
+    slots = [SharedBuffer.create(plan.max_bucket_nbytes) for _ in range(plan.slots)]
+    feed = HolderFeed("holder 1", "e0", tuple(slot.handle for slot in slots), None, -1)
+    yield feed
+    feed.close()
+    for slot in slots:
+        slot.close()
+
+
+def _directory(feed: HolderFeed) -> Path:
+    return Path(feed.ticket.endpoint.removeprefix("ipc://")).parent
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _accept(feed: HolderFeed, plan: Plan, errors: list[Exception]) -> threading.Thread:
+    def run() -> None:
+        try:
+            feed.accept(plan.digest(), 10)
+        except Exception as error:  # noqa: BLE001 (looked at by the test)
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def _connected(feed: HolderFeed, plan: Plan) -> EngineFeed:
+    errors: list[Exception] = []
+    thread = _accept(feed, plan, errors)
+    engine = EngineFeed.open(feed.ticket, plan, 10)
+    thread.join()
+    assert not errors
+    return engine
+
+
+def test_the_socket_lies_in_a_private_directory_that_goes_once_connected(
+    holder: HolderFeed, plan: Plan
+) -> None:
+    directory = _directory(holder)
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    engine = _connected(holder, plan)
+    assert not directory.exists()
+    engine.close()
+
+
+def test_a_stray_clients_bytes_are_refused_and_logged_and_hurt_nothing(
+    holder: HolderFeed, plan: Plan, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors: list[Exception] = []
+    thread = _accept(holder, plan, errors)
+    context = zmq.Context()
+    strays = []
+    wrong = encode(Hello(secret=b"guess", engine="e0", plan_digest=plan.digest()))
+    for data in (b"\x80\x04garbage", b"", b"x" * 60_000, b"y" * 200_000, wrong):
+        stray = context.socket(zmq.DEALER)
+        stray.connect(holder.ticket.endpoint)
+        stray.send(data)
+        strays.append(stray)
+    strays[0].send_multipart([b"many", b"frames", b"of", b"it"])
+    _until(lambda: "without the run's secret" in caplog.text)
+    assert thread.is_alive()
+    engine = EngineFeed.open(holder.ticket, plan, 10)
+    thread.join()
+    assert not errors
+    strays[0].send(wrong)
+    holder.offer(1, 0)
+    assert decode(engine._socket.recv()).bucket == 0
+    context.destroy(linger=0)
+    engine.close()
+    assert caplog.text.count("refused") >= 5
+
+
+def test_an_engine_with_another_plan_is_refused(holder: HolderFeed, plan: Plan) -> None:
+    errors: list[Exception] = []
+    thread = _accept(holder, plan, errors)
+    layout = Layout.from_ranks(list(DictEngine("e0", {"a": torch.zeros(11)}).layout()))
+    other = make_plan(
+        layout,
+        {"e0": layout},
+        Members(2, (0,), (("e0", (1,)),)),
+        bucket_bytes=1024,
+        max_staging_bytes=1 << 20,
+    )
+    with pytest.raises(DeadlineError, match="holder 1"):
+        EngineFeed.open(holder.ticket, other, 0.2)
+    thread.join()
+    assert isinstance(errors[0], WireError)
+
+
+def test_waits_have_deadlines_that_name_who_did_not_come(holder: HolderFeed, plan: Plan) -> None:
+    with pytest.raises(DeadlineError, match="engine e0"):
+        holder.accept(plan.digest(), 0.1)
+    engine = _connected(holder, plan)
+    with pytest.raises(DeadlineError, match="engine e0"):
+        holder.wait_done(1, 0, 0.1)
+    with pytest.raises(DeadlineError, match="holder 1"):
+        engine.receive(1, DictEngine("e0", {}), 0.1)
+    engine.close()
+
+
+def test_a_dropped_engine_is_not_waited_for(holder: HolderFeed, plan: Plan) -> None:
+    engine = _connected(holder, plan)
+    waiter: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            holder.wait_done(1, 0, 30)
+        except Exception as error:  # noqa: BLE001 (looked at below)
+            waiter.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    holder.drop()
+    thread.join(5)
+    assert isinstance(waiter[0], EngineError)
+    engine.close()
+
+
+def test_a_cancelled_attempt_ends_the_engines_wait_and_the_next_one_reads_past_it(
+    holder: HolderFeed, plan: Plan
+) -> None:
+    engine = _connected(holder, plan)
+    holder.offer(1, 0)
+    holder.cancel(1, "a peer was lost")
+    sink = DictEngine("e0", {"a": torch.ones(10), "b": torch.ones(500)})
+    sink._plan = plan
+    with pytest.raises(TransportError, match="a peer was lost"):
+        engine.receive(1, sink, 5)
+    holder.offer(1, 1)
+    for bucket in range(plan.num_buckets):
+        holder.offer(2, bucket)
+    assert len(engine.receive(2, sink, 5)) == 2
+    assert not sink.tensors["b"].any()
+    engine.close()
+
+
+def test_a_ticket_does_not_show_its_secret(holder: HolderFeed) -> None:
+    assert repr(holder.ticket.secret) not in repr(holder.ticket)
+    assert (
+        msgspec.msgpack.decode(msgspec.msgpack.encode(holder.ticket), type=type(holder.ticket))
+        == holder.ticket
+    )
+
+
+def test_a_ticket_of_a_dead_holder_is_refused(plan: Plan) -> None:
+    script = (
+        "import os, msgspec, sys\n"
+        "from weightsync.feed import HolderFeed\n"
+        "from weightsync.memory import SharedBuffer\n"
+        "slots = [SharedBuffer.create(2048) for _ in range(2)]\n"
+        "feed = HolderFeed('holder 1', 'e0', tuple(s.handle for s in slots), None, -1)\n"
+        "sys.stdout.buffer.write(msgspec.msgpack.encode(feed.ticket)); sys.stdout.flush(); os._exit(9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    ticket = msgspec.msgpack.decode(done.stdout, type=FeedTicket)
+    directory = Path(ticket.endpoint.removeprefix("ipc://")).parent
+    assert directory.exists()
+    with pytest.raises(PeerLostError):
+        EngineFeed.open(ticket, plan, 1)
+    sweep_abandoned()
+    assert not directory.exists()
+
+
+def test_the_sweep_leaves_the_living_alone(holder: HolderFeed) -> None:
+    other = Path(tempfile.mkdtemp(prefix="weightsync-notapid-"))
+    sweep_abandoned()
+    assert _directory(holder).exists()
+    assert other.exists()
+    other.rmdir()
+    assert os.getpid() == int(_directory(holder).name.split("-")[1])

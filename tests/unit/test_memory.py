@@ -1,0 +1,84 @@
+"""Shared memory: the same bytes in two processes, and nothing left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from weightsync.errors import PeerLostError, TransportError
+from weightsync.memory import BufferHandle, SharedBuffer
+
+
+def _own(pipe: multiprocessing.connection.Connection) -> None:
+    buffer = SharedBuffer.create(4096)
+    buffer.tensor[:3] = torch.tensor([1, 2, 3], dtype=torch.uint8)
+    handle = buffer.handle
+    pipe.send((handle.pid, handle.fd, handle.name, handle.nbytes))
+    pipe.recv()
+    pipe.send(int(buffer.tensor[4095]))
+
+
+@pytest.fixture
+def neighbour():
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_own, args=(theirs,), daemon=True)
+    process.start()
+    assert ours.poll(60)
+    yield process, BufferHandle(*ours.recv()), ours
+    process.kill()
+    process.join()
+
+
+def test_both_processes_see_each_others_bytes(neighbour) -> None:
+    _, handle, pipe = neighbour
+    buffer = SharedBuffer.open(handle)
+    assert buffer.tensor[:4].tolist() == [1, 2, 3, 0]
+    buffer.tensor[4095] = 77
+    pipe.send("look")
+    assert pipe.recv() == 77
+    buffer.close()
+
+
+def test_the_memory_outlives_its_owner_and_cannot_be_opened_then(neighbour) -> None:
+    process, handle, _ = neighbour
+    buffer = SharedBuffer.open(handle)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    assert buffer.tensor[:3].tolist() == [1, 2, 3]
+    buffer.close()
+    with pytest.raises(PeerLostError, match="cannot be opened"):
+        SharedBuffer.open(handle)
+
+
+def test_another_files_descriptor_is_not_taken_for_the_buffer(tmp_path: Path) -> None:
+    with (tmp_path / "other").open("w+b") as file:
+        file.truncate(4096)
+        with pytest.raises(PeerLostError, match="another process"):
+            SharedBuffer.open(BufferHandle(os.getpid(), file.fileno(), "weightsync-0", 4096))
+
+
+def test_a_thousand_buffers_leave_no_descriptor_and_no_name() -> None:
+    def count() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/dev/shm"))
+
+    SharedBuffer.create(1).close()
+    before = count()
+    for _ in range(1000):
+        buffer = SharedBuffer.create(8192)
+        buffer.close()
+        buffer.close()
+    assert count() == before
+
+
+def test_an_empty_buffer_is_legal_and_an_impossible_one_is_refused() -> None:
+    empty = SharedBuffer.create(0)
+    assert empty.tensor.numel() == 0
+    empty.close()
+    with pytest.raises(TransportError, match="cannot take"):
+        SharedBuffer.create(1 << 60)

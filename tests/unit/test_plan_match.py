@@ -1,0 +1,183 @@
+"""Which tensors travel, in which order, and which pairs of sides are refused."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+
+from weightsync.errors import ConfigError, PlanError
+from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
+
+A, B, C = (TensorMeta(name, "bfloat16", (4, 2)) for name in "abc")
+
+
+def whole(
+    *metas: TensorMeta, tied: tuple[tuple[str, str], ...] = (), known: tuple[TensorMeta, ...] = ()
+) -> Layout:
+    """One rank that holds `metas` whole, in this order; `known` are declared without segments."""
+    segments = tuple(Segment(m.name, Box((0,) * len(m.shape), m.shape), m.name, 0, (4, 2)) for m in metas)
+    return Layout.from_ranks([RankLayout((*known, *metas), segments, tied)])
+
+
+def plan(source: Layout, *engines: Layout, **changes: int) -> Plan:
+    names = [f"e{number}" for number in range(len(engines))]
+    members = Members(1, (0,), tuple((name, (0,)) for name in names))
+    settings = {"bucket_bytes": 1 << 10, "max_staging_bytes": 1 << 20, **changes}
+    return make_plan(source, dict(zip(names, engines, strict=True)), members, **settings)
+
+
+def names(made: Plan) -> list[str]:
+    return [meta.name for meta in made.tensors]
+
+
+def test_tensors_travel_as_the_engine_lists_them() -> None:
+    assert names(plan(whole(A, B, C), whole(C, A, B), whole(A, B, C))) == ["c", "a", "b"]
+    assert names(plan(whole(A, B, C), whole(C, known=(B, A)))) == ["c", "b", "a"]
+
+
+def test_the_order_in_which_engines_are_registered_is_of_no_matter() -> None:
+    engines = {"e0": whole(C, A, B), "e1": whole(A, B, C)}
+    ranks = (("e0", (0,)), ("e1", (1,)))
+    first, second = (
+        make_plan(whole(A, B, C), layouts, who, bucket_bytes=256, max_staging_bytes=1 << 20)
+        for layouts, who in [
+            (engines, Members(2, (0,), ranks)),
+            (dict(reversed(engines.items())), Members(2, (0,), ranks[::-1])),
+        ]
+    )
+    assert names(first) == names(second) == ["c", "a", "b"]
+    assert first.digest() == second.digest()
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(Plan)])
+def test_the_digest_covers_each_field(field: str) -> None:
+    made = plan(whole(A, B), whole(A, B), bucket_bytes=256)
+    value = getattr(made, field)
+    other: object
+    if isinstance(value, np.ndarray):
+        other = value.copy()
+        other.reshape(-1)[-1] += 1
+    elif field == "members":
+        made, other = replace(made, members=Members(2, (0,), value.engines)), Members(2, (1,), value.engines)
+    elif isinstance(value, int):
+        other = value + 1
+    else:
+        other = (*value, A if field == "tensors" else ("x", "a"))
+    assert replace(made, **{field: other}).digest() != made.digest()
+
+
+def test_the_digest_covers_the_holders_of_engines() -> None:
+    made = plan(whole(A), whole(A))
+    one, other = (Members(2, (0,), (("e0", (holder,)),)) for holder in (0, 1))
+    assert replace(made, members=one).digest() != replace(made, members=other).digest()
+
+
+def test_floating_dtypes_are_cast_by_the_source() -> None:
+    wide = TensorMeta("a", "float32", (4, 2))
+    made = plan(whole(wide), whole(A))
+    assert made.tensors == (A,)
+    assert made.total_nbytes == made.bucket(0).pieces[0].nbytes == 16
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [("int8", "uint8"), ("float32", "int32"), ("bool", "bfloat16"), ("int64", "int32")]
+)
+def test_other_dtypes_must_agree(ours: str, theirs: str) -> None:
+    with pytest.raises(PlanError, match=f"a: dtype {ours} at the trainers, {theirs} at the engine"):
+        plan(whole(TensorMeta("a", ours, (4, 2))), whole(TensorMeta("a", theirs, (4, 2))))
+
+
+def test_missing_and_extra_tensors_name_the_nearest() -> None:
+    layer = TensorMeta("model.layers.0.up.weight", "bfloat16", (4, 2))
+    typo = TensorMeta("model.layer.0.up.weight", "bfloat16", (4, 2))
+    with pytest.raises(PlanError, match=r"no trainer declares it; did you mean 'model\.layer\.0\.up"):
+        plan(whole(typo, A), whole(layer, A))
+    with pytest.raises(PlanError, match="b: a trainer declares it, no engine takes it"):
+        plan(whole(A, B), whole(A))
+
+
+def test_engines_must_take_the_same() -> None:
+    with pytest.raises(PlanError, match="b: engine e1 needs it, engine e0 does not"):
+        plan(whole(A, B), whole(A), whole(A, B))
+    with pytest.raises(PlanError, match="b: engine e0 needs it, engine e1 does not"):
+        plan(whole(A, B), whole(A, B), whole(A))
+    half = TensorMeta("a", "float16", (4, 2))
+    with pytest.raises(PlanError, match=r"a: engine e0 says bfloat16 \(4, 2\), engine e1 says float16"):
+        plan(whole(A), whole(A), whole(half))
+
+
+def test_a_tensor_tied_on_both_sides_is_sent_once() -> None:
+    made = plan(whole(A, tied=(("b", "a"),)), whole(A, tied=(("b", "a"),)))
+    assert names(made) == ["a"]
+    assert made.tied == (("b", "a"),)
+
+
+def test_sides_may_call_either_name_canonical() -> None:
+    made = plan(whole(A, tied=(("b", "a"),)), whole(B, tied=(("a", "b"),)))
+    assert names(made) == ["b"]
+
+
+def test_an_engine_that_ties_what_the_trainers_do_not_know() -> None:
+    assert names(plan(whole(A), whole(A, tied=(("b", "a"),)))) == ["a"]
+
+
+def test_a_tied_source_serves_an_engine_with_two_tensors() -> None:
+    made = plan(whole(A, tied=(("b", "a"),)), whole(B, A))
+    assert names(made) == ["b", "a"]
+    assert [(p.tensor, p.box, p.arena_offset) for p in made.trainer_pieces(0)] == [
+        (0, Box((0, 0), (4, 2)), 0),
+        (1, Box((0, 0), (4, 2)), 16),
+    ]
+
+
+def test_an_engine_must_not_tie_two_tensors() -> None:
+    with pytest.raises(PlanError, match="b: engine e0 ties it to a, the trainers hold two different"):
+        plan(whole(A, B), whole(A, tied=(("b", "a"),)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "says"),
+    [
+        ({"bucket_bytes": 255}, "sync.bucket_bytes", "largest element has 2 bytes"),
+        ({"slots": 0}, "sync.slots", "at least 1"),
+        ({"max_staging_bytes": 511}, "sync.max_staging_bytes", "need 512"),
+        ({"max_staging_bytes": 767, "slots": 3}, "sync.max_staging_bytes", "need 768"),
+    ],
+)
+def test_limits_name_their_setting_and_a_remedy(changes: dict[str, int], field: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        plan(whole(A), whole(A), **changes)
+    assert caught.value.field == field
+    assert caught.value.value == changes[field.removeprefix("sync.")]
+
+
+def test_the_named_limit_is_enough() -> None:
+    assert plan(whole(A), whole(A), max_staging_bytes=512).staging_nbytes(0) == 512
+
+
+@pytest.mark.parametrize(
+    ("trainers", "engines", "field"),
+    [
+        ((), (("e0", (0,)),), "members.trainers"),
+        ((0,), (), "members.engines"),
+        ((1,), (("e0", (0,)),), "members.trainers"),
+        ((0,), (("e0", (-1,)),), "members.engines[e0]"),
+        ((0,), (("e0", ()),), "members.engines[e0]"),
+        ((0,), (("e0", (0,)), ("e0", (0,))), "members.engines"),
+        ((0, 0), (("e0", (0,)),), "members.trainers"),
+        ((0,), (("e1", (0,)),), "members.engines"),
+        ((0,), (("e0", (0, 0)),), "members.engines[e0]"),
+    ],
+)
+def test_members_must_fit(trainers: tuple[int, ...], engines: tuple, field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_plan(
+            whole(A),
+            {"e0": whole(A)},
+            Members(1, trainers, engines),
+            bucket_bytes=256,
+            max_staging_bytes=1 << 20,
+        )
+    assert caught.value.field == field

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from recipes.run_report import RunReport, StepRow
+from recipes.screen import Screen
+
+
+@pytest.fixture
+def shown() -> io.StringIO:
+    return io.StringIO()
+
+
+@pytest.fixture
+def screen(shown: io.StringIO) -> Screen:
+    return Screen(Console(file=shown, width=60))
+
+
+def row(*, verified: bool) -> StepRow:
+    return StepRow(
+        step=7,
+        version=8,
+        reward=0.5,
+        sync_seconds=0.0234,
+        bytes=1_250_000,
+        verified=verified,
+        engines={"main-0": 8},
+        rollout_versions=[7],
+    )
+
+
+def test_a_step_is_one_plain_line_however_narrow_the_screen(screen: Screen, shown: io.StringIO) -> None:
+    screen.step(row(verified=True), 30)
+    screen.step(row(verified=False), 30)
+    right, wrong = shown.getvalue().splitlines()
+    assert " ".join(right.split()) == "step 7/30 reward 0.500 █████ version 8 1.25 MB sync 23 ms verified"
+    assert wrong.endswith("NOT VERIFIED")
+
+
+def test_text_in_brackets_is_not_taken_for_markup(screen: Screen, shown: io.StringIO) -> None:
+    screen.line("box [0, 3] of [bold]")
+    assert shown.getvalue() == "box [0, 3] of [bold]\n"
+
+
+def test_a_stage_says_how_long_it_took(screen: Screen, shown: io.StringIO) -> None:
+    with screen.stage("connect"):
+        pass
+    assert shown.getvalue().strip() == "connect: 0.0 s"
+
+
+def test_the_summary_counts_what_was_verified(screen: Screen, shown: io.StringIO) -> None:
+    report = RunReport(name="quickstart", seed=0, status="done")
+    report.engines = {"main-0": {"kind": "vllm"}, "main-1": {"kind": "vllm"}}
+    report.steps = [row(verified=True), row(verified=False)]
+    screen.summary(report, 0.8)
+    text = shown.getvalue()
+    for expected in ("quickstart: done", "1 of 2", "2 vllm", "0.500 (target 0.8)"):
+        assert expected in text

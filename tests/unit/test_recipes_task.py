@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recipes.task import EOS, WORDS, Problem, ProblemSampler, encode, reward
+
+digits = st.integers(0, 9)
+
+
+@given(left=digits, right=digits, said=digits)
+def test_only_the_larger_digit_earns(left: int, right: int, said: int) -> None:
+    problem = Problem(left, right)
+    assert reward(problem, encode(str(said))) == (1.0 if said == max(left, right) else 0.0)
+
+
+def test_a_right_answer_with_more_after_it_earns_nothing() -> None:
+    problem = Problem(3, 7)
+    assert reward(problem, encode("7")) == 1.0
+    assert reward(problem, encode(f"7 {EOS}")) == 0.0
+    assert reward(problem, []) == 0.0
+
+
+def test_a_prompt_reads_as_written() -> None:
+    assert [WORDS[token] for token in Problem(3, 7).prompt] == ["max", "3", "7", "="]
+
+
+def test_the_seed_decides_the_problems() -> None:
+    first, again, other = (ProblemSampler(seed) for seed in (1, 1, 2))
+    drawn = first.sample(20)
+    assert drawn == again.sample(20)
+    assert drawn != other.sample(20)
+    assert drawn != first.sample(20)
+
+
+def test_every_pair_of_digits_comes_up() -> None:
+    assert len(set(ProblemSampler(0).sample(2000))) == 100

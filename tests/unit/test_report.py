@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import MappingProxyType
+
+import pytest
+
+from weightsync import SyncReport
+
+REPORT = SyncReport(
+    version=7,
+    nbytes=16_400_000_000,
+    seconds=0.5,
+    phases=MappingProxyType({"publish": 0.1, "move": 0.2}),
+    verified=True,
+    engines={"e0": 7, "e1": 7, "e2": 6},
+    states={"e0": "SERVING", "e1": "SERVING", "e2": "STALE"},
+    failures={"e2": "engine e2 failed in move: out of memory"},
+    digest="00ff",
+    num_buckets=62,
+    epoch=1,
+)
+
+
+def test_speed_is_payload_over_the_move_phase() -> None:
+    assert REPORT.gb_per_s == pytest.approx(82.0)
+    assert replace(REPORT, phases={}).gb_per_s == 0.0
+
+
+def test_one_line_says_what_happened() -> None:
+    assert str(REPORT) == (
+        "version 7: 16.4 GB to 2 of 3 engines in 0.5 s (82 GB/s), verified;"
+        " e2 failed: engine e2 failed in move: out of memory"
+    )
+    assert str(replace(REPORT, nbytes=999, phases={}, verified=False, failures={})).endswith(
+        "999 B to 2 of 3 engines in 0.5 s (0 GB/s), not verified"
+    )
+
+
+def test_to_dict_is_json_and_complete() -> None:
+    data = json.loads(json.dumps(REPORT.to_dict()))
+    speed = data.pop("gb_per_s")
+    assert speed == REPORT.gb_per_s
+    assert SyncReport(**data) == replace(REPORT, phases=dict(REPORT.phases))

@@ -1,0 +1,72 @@
+"""Moves a model's new weights from the processes that train it to the engines that serve it.
+
+    from weightsync import SyncConfig, WeightSync
+
+    sync = WeightSync(SyncConfig(timeout_s=60))
+    sync.register_trainers(trainer_handles)
+    sync.register_engines({"e0": handle})
+    sync.connect()
+    report = sync.update_weights(version=7)
+
+The names below are the public door; anything else may move. Each is loaded on first use, so that
+importing this package loads neither Ray nor torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from actors.weight_sync import WeightSync
+    from weightsync.config import SyncConfig
+    from weightsync.errors import ConfigError, DeadlineError, EngineError, PlanError, WeightSyncError
+    from weightsync.plan import Box, Layout, Plan, Segment, make_plan
+    from weightsync.report import SyncReport
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Box",
+    "ConfigError",
+    "DeadlineError",
+    "EngineError",
+    "Layout",
+    "Plan",
+    "PlanError",
+    "Segment",
+    "SyncConfig",
+    "SyncReport",
+    "WeightSync",
+    "WeightSyncError",
+    "__version__",
+    "make_plan",
+]
+
+_HOMES = {
+    "Box": "weightsync.plan",
+    "ConfigError": "weightsync.errors",
+    "DeadlineError": "weightsync.errors",
+    "EngineError": "weightsync.errors",
+    "Layout": "weightsync.plan",
+    "Plan": "weightsync.plan",
+    "PlanError": "weightsync.errors",
+    "Segment": "weightsync.plan",
+    "SyncConfig": "weightsync.config",
+    "SyncReport": "weightsync.report",
+    "WeightSync": "actors.weight_sync",
+    "WeightSyncError": "weightsync.errors",
+    "make_plan": "weightsync.plan",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,228 @@
+"""Settings: frozen dataclasses that check themselves, and a strict loader that only fills them.
+
+    SyncConfig(bucket_bytes=parse_size("64MiB"), timeout_s=30)          # from Python
+    SyncConfig.from_dict({"bucket_bytes": "64MiB", "timeout_s": 30})    # from YAML
+
+A mistake in either is a :class:`~weightsync.errors.ConfigError` that names the field, the value and
+a remedy; an unknown key is a mistake.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from weightsync.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+__all__ = ["Size", "SyncConfig", "check_fields", "load_dataclass", "parse_size"]
+
+T = TypeVar("T", bound="DataclassInstance")
+
+Size = Annotated[int, "bytes"]
+"""A number of bytes. In YAML also a text such as ``256MiB``, see :func:`parse_size`."""
+
+_UNITS: dict[str, int] = {"": 1, "B": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for suffix, base in (("iB", 1024), ("B", 1000))
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)")
+_SIZE_REMEDY = "give whole bytes, as a number or a text such as 256MiB or 2GB"
+
+
+def parse_size(value: object, *, field: str = "size") -> int:
+    """Bytes of an int (``4096``) or a text (``"4096"``, ``"256MiB"``, ``"1.5 GB"``).
+
+    ``KiB MiB GiB TiB`` are powers of 1024, ``KB MB GB TB`` of 1000; the spelling is exact, since
+    ``Mb`` and ``256M`` mean different things to different readers.
+
+    Raises:
+        ConfigError: naming `field`, when the value is no size, negative, or not whole bytes.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if match is None or match[2] not in _UNITS:
+        raise ConfigError(field, value, _SIZE_REMEDY)
+    whole, _, fraction = match[1].partition(".")
+    scale: int = 10 ** len(fraction)
+    nbytes, rest = divmod(int(whole + fraction) * _UNITS[match[2]], scale)
+    if rest:
+        raise ConfigError(field, value, _SIZE_REMEDY)
+    return nbytes
+
+
+def load_dataclass(cls: type[T], data: object, *, field: str) -> T:
+    """`cls` filled from the mapping `data`, strictly.
+
+    Args:
+        cls: a dataclass whose annotations are ``int``, ``float``, ``bool``, ``str``, :data:`Size`,
+            ``Literal``, ``X | None``, ``dict[str, X]``, ``tuple[X, ...]`` or another such dataclass.
+        data: what ``yaml.safe_load`` gives.
+        field: where `data` stands in the file, for the errors; ``""`` at the top.
+
+    Raises:
+        ConfigError: an unknown key, a missing one or a value of another type. Nothing is coerced
+            but an ``int`` to a ``float`` and a text to a :data:`Size`.
+    """
+    given = _mapping(data, field)
+    known = {f.name: f for f in fields(cls) if f.init}
+    for key, value in given.items():
+        if key not in known:
+            raise ConfigError(_join(field, key), value, nearest(key, known))
+    hints = get_type_hints(cls, include_extras=True)
+    values = {key: _convert(hints[key], value, _join(field, key)) for key, value in given.items()}
+    for name, spec in known.items():
+        if name not in values and _is_required(spec):
+            raise ConfigError(_join(field, name), None, "it is required")
+    return cls(**values)
+
+
+def check_fields(instance: DataclassInstance, *, field: str) -> None:
+    """Holds a dataclass built in Python to the types that :func:`load_dataclass` asks for.
+
+    Raises:
+        ConfigError: naming the first field whose value has another type.
+    """
+    hints = get_type_hints(type(instance), include_extras=True)
+    for spec in fields(instance):
+        value, name = getattr(instance, spec.name), _join(field, spec.name)
+        if hints[spec.name] == Size and isinstance(value, str):
+            raise ConfigError(name, value, f'give bytes as an int, such as parse_size("{value}")')
+        _convert(hints[spec.name], value, name)
+
+
+def _convert(hint: object, value: object, field: str) -> object:
+    origin, args = get_origin(hint), get_args(hint)
+    if hint == Size:
+        return parse_size(value, field=field)
+    if origin is Literal:
+        return _choice(args, value, field)
+    if origin in (Union, UnionType):
+        (inner,) = (arg for arg in args if arg is not NoneType)
+        return None if value is None else _convert(inner, value, field)
+    if origin in (dict, Mapping):
+        return {
+            key: _convert(args[1], item, _join(field, key)) for key, item in _mapping(value, field).items()
+        }
+    if origin is tuple:
+        items = enumerate(_sequence(value, field))
+        return tuple(_convert(args[0], item, f"{field}[{index}]") for index, item in items)
+    if isinstance(hint, type) and is_dataclass(hint):
+        return value if isinstance(value, hint) else load_dataclass(hint, value, field=field)
+    return _scalar(hint, value, field)
+
+
+_REMEDIES: dict[object, str] = {
+    bool: "give true or false",
+    int: "give a whole number",
+    float: "give a number; YAML wants the dot in 1.0e-5",
+    str: "give a text",
+}
+
+
+def _scalar(hint: object, value: object, field: str) -> object:
+    assert hint in _REMEDIES, f"{field}: the loader does not know {hint}"
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint:
+        raise ConfigError(field, value, _REMEDIES[hint])
+    return value
+
+
+def _choice(choices: tuple[object, ...], value: object, field: str) -> object:
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
+        raise ConfigError(field, value, nearest(str(value), map(str, choices)))
+    return value
+
+
+def _mapping(value: object, field: str) -> Mapping[str, object]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(field or "top level", value, "give a mapping of names to values")
+    for key in value:
+        if not isinstance(key, str):
+            raise ConfigError(_join(field, key), key, "give a text as the name; quote it in YAML")
+    return cast("Mapping[str, object]", value)
+
+
+def _sequence(value: object, field: str) -> list[object] | tuple[object, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise ConfigError(field, value, "give a list")
+    return value
+
+
+def _join(field: str, key: object) -> str:
+    return f"{field}.{key}" if field else str(key)
+
+
+def _is_required(spec: Field[object]) -> bool:
+    return spec.default is MISSING and spec.default_factory is MISSING
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SyncConfig:
+    """How weights are moved. ``SyncConfig()`` is a good start.
+
+    Attributes:
+        mode: how bytes travel: ``broadcast`` sends whole tensors, which any engine takes; ``auto``
+            lets the plan choose.
+        bucket_bytes: bytes that travel as one message. Each holder keeps two such buckets.
+        max_staging_bytes: the most staging memory on any rank; a plan that needs more is refused.
+        timeout_s: seconds that one phase of an update may take.
+        connect_timeout_s: seconds that connecting may take, engines' start-up not included.
+        verify: compare digests of what was sent with what arrived before a version commits.
+        min_engines: a version commits when at least this many engines took it.
+        pause: requests in flight: ``keep`` freezes them and goes on with the new weights, ``wait``
+            lets them finish first.
+
+    Raises:
+        ConfigError: naming the field, as ``sync.<field>``.
+    """
+
+    mode: Literal["auto", "broadcast"] = "auto"
+    bucket_bytes: Size = 256 << 20
+    max_staging_bytes: Size = 2 << 30
+    timeout_s: float = 60.0
+    connect_timeout_s: float = 300.0
+    verify: bool = True
+    min_engines: int = 1
+    pause: Literal["keep", "wait"] = "keep"
+
+    def __post_init__(self) -> None:
+        check_fields(self, field="sync")
+        if self.bucket_bytes < 4096:
+            raise ConfigError("sync.bucket_bytes", self.bucket_bytes, "give at least 4KiB")
+        if self.max_staging_bytes < 1:
+            raise ConfigError("sync.max_staging_bytes", self.max_staging_bytes, "give at least one byte")
+        for name in ("timeout_s", "connect_timeout_s"):
+            seconds: float = getattr(self, name)
+            if not (math.isfinite(seconds) and seconds > 0):
+                raise ConfigError(f"sync.{name}", seconds, "give seconds, more than 0 and finite")
+        if self.min_engines < 1:
+            raise ConfigError("sync.min_engines", self.min_engines, "give at least 1")
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object]) -> SyncConfig:
+        """From a mapping, such as a recipe's ``sync`` section; sizes may be texts.
+
+        Raises:
+            ConfigError: see :func:`load_dataclass`.
+        """
+        return load_dataclass(cls, data, field="sync")

@@ -1,0 +1,206 @@
+"""The lifecycle of an update, the same for every placement: publish, pause, move, verify, commit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from weightsync.clock import PhaseClock
+from weightsync.config import SyncConfig
+from weightsync.connect import connect
+from weightsync.deadline import GRACE_S, gather_named
+from weightsync.errors import ConfigError, PeerLostError, StateError, VerifyError, WeightSyncError
+from weightsync.peers import EnginePeer, EngineSeat, Fleet
+from weightsync.plan import Plan
+from weightsync.report import SyncReport
+from weightsync.states import EngineState
+from weightsync.verify import Digests, combine
+
+__all__ = ["Controller"]
+
+logger = logging.getLogger("weightsync.controller")
+
+T = TypeVar("T")
+
+
+class Controller:
+    """Takes a fleet through one version after another. Not for concurrent use.
+
+    Attributes:
+        version: the newest committed version, 0 before the first.
+        plan: of the present membership epoch, None before ``connect``.
+        connected: False before ``connect``, and again once a member is lost.
+    """
+
+    def __init__(self, config: SyncConfig, fleet: Fleet) -> None:
+        self._config, self._fleet = config, fleet
+        self.version = 0
+        self.plan: Plan | None = None
+        self.connected = False
+        self._epoch = 0
+        self._attempt = 0
+        self._published = 0
+        self._expected: Digests | None = None
+        self._failures: dict[str, WeightSyncError] = {}
+
+    async def connect(self) -> dict[str, float]:
+        """Plan and connect the fleet as it is now; returns seconds by phase. Raises as `connect` does."""
+        self.connected = False
+        self._epoch += 1
+        self.plan, seconds = await connect(self._fleet, self._config, self._epoch)
+        self.connected = True
+        logger.info("epoch %d: %d buckets, %s", self._epoch, self.plan.num_buckets, seconds)
+        return seconds
+
+    async def update(self, version: int) -> SyncReport:
+        """Take `version` from the trainers to every live engine.
+
+        Raises:
+            StateError: not connected.
+            ConfigError: `version` does not grow.
+            WeightSyncError: what went wrong first, when fewer than ``min_engines`` took it. A failed
+                publish leaves every engine as it was; later failures leave the engines STALE.
+        """
+        if not self.connected:
+            raise StateError("connect() has to come before update_weights()")
+        newest = max(self.version, self._published)
+        if version <= newest:
+            raise ConfigError("version", version, f"versions grow: give more than {newest}")
+        clock = PhaseClock()
+        with clock.phase("publish"):
+            calls = {f"trainer {i}": t.publish() for i, (t, _) in enumerate(self._fleet.trainers)}
+            shares = (await gather_named(calls, "publish", self._config.timeout_s)).require()
+        self._expected = combine(list(shares.values()))
+        self._published = version
+        return await self._deliver(self._fleet.live(), clock)
+
+    async def refill(self, name: str) -> SyncReport:
+        """Bring one engine to the version that the holders keep; trainers and others are not asked.
+
+        Raises StateError when nothing is held yet, else as `update`.
+        """
+        if not self.connected or self._expected is None:
+            raise StateError("no version is held yet: update_weights() has to come first")
+        return await self._deliver({name: self._fleet.engines[name]}, PhaseClock())
+
+    async def _deliver(self, takers: Mapping[str, EngineSeat], clock: PhaseClock) -> SyncReport:
+        version, timeout_s = self._published, self._config.timeout_s
+        self._failures = {}
+        with clock.phase("pause"):
+            paused = await self._ask(takers, "pause", lambda peer: peer.pause(self._config.pause, timeout_s))
+            self._enter(paused, EngineState.PAUSED)
+        with clock.phase("move"):
+            digests = await self._move([name for name in takers if name in paused])
+        with clock.phase("verify"):
+            verified = self._verify(version, digests)
+        if len(verified) < min(self._config.min_engines, len(takers)):
+            self._enter(verified, EngineState.STALE)
+            raise next(iter(self._failures.values()))
+        with clock.phase("commit"):
+            ready = {name: takers[name] for name in verified}
+            serving = await self._ask(ready, "commit", lambda peer: peer.resume(version))
+            self._enter(serving, EngineState.SERVING, version)
+        if not serving:
+            raise next(iter(self._failures.values()))
+        self.version = version
+        return self._report(clock)
+
+    async def _move(self, takers: Sequence[str]) -> dict[str, Sequence[Digests]]:
+        """One attempt: holders broadcast and feed, engines load; returns each engine's digests by rank."""
+        self._attempt += 1
+        attempt, timeout_s = self._attempt, self._config.timeout_s
+        self._enter(takers, EngineState.WRITING)
+        seats = {name: self._fleet.engines[name] for name in takers}
+        fed = {holder for seat in seats.values() for holder in seat.holders}
+        moves = {
+            f"holder {i}": holder.move(attempt, i in fed, timeout_s)
+            for i, holder in enumerate(self._fleet.holders)
+        }
+        loaded, moved = await asyncio.gather(
+            self._ask(seats, "move", lambda peer: peer.load(attempt, timeout_s), self._drop),
+            gather_named(moves, "move", timeout_s + GRACE_S),
+        )
+        if moved.failures:
+            # A broadcast that broke leaves no engine with a whole version.
+            self.connected = False
+            self._enter(loaded, EngineState.STALE)
+            moved.require()
+        return loaded
+
+    def _verify(self, version: int, digests: Mapping[str, Sequence[Digests]]) -> list[str]:
+        """Compare every rank's digests with the trainers'; returns the engines that hold `version`."""
+        assert self.plan is not None
+        good = []
+        for name, ranks in digests.items():
+            wrong = np.any([found != self._expected for found in ranks], axis=0)
+            if wrong.any():
+                tensors = [self.plan.tensors[i].name for i in np.flatnonzero(wrong)]
+                self._blame(name, VerifyError(name, version, tensors))
+            else:
+                good.append(name)
+        return good
+
+    async def _ask(
+        self,
+        seats: Mapping[str, EngineSeat],
+        phase: str,
+        call: Callable[[EnginePeer], Coroutine[object, object, T]],
+        when_lost: Callable[[EngineSeat], Coroutine[object, object, None]] | None = None,
+    ) -> dict[str, T]:
+        """The answers of the engines that answered; the others are blamed."""
+
+        async def one(seat: EngineSeat) -> T:
+            try:
+                return await call(seat.peer)
+            except PeerLostError:
+                if when_lost:
+                    await when_lost(seat)
+                raise
+
+        calls = {f"engine {name}": one(seat) for name, seat in seats.items()}
+        outcome = await gather_named(calls, phase, self._config.timeout_s + GRACE_S)
+        for name in seats:
+            if error := outcome.failures.get(f"engine {name}"):
+                self._blame(name, error)
+        return {
+            name: outcome.answers[f"engine {name}"] for name in seats if f"engine {name}" in outcome.answers
+        }
+
+    async def _drop(self, seat: EngineSeat) -> None:
+        """The holders of a dead engine stop waiting for it."""
+        for holder in seat.holders:
+            await self._fleet.holders[holder].drop_engine()
+
+    def _blame(self, name: str, error: WeightSyncError) -> None:
+        logger.warning("[engine %s] %s", name, error)
+        self._failures[name] = error
+        lost = isinstance(error, PeerLostError)
+        self._enter([name], EngineState.DEAD if lost else EngineState.STALE)
+        # The next plan has no place for the dead.
+        self.connected = self.connected and not lost
+
+    def _enter(self, names: Iterable[str], state: EngineState, version: int = 0) -> None:
+        for name in names:
+            self._fleet.engines[name].record.enter(state, version)
+
+    def _report(self, clock: PhaseClock) -> SyncReport:
+        assert self.plan is not None
+        assert self._expected is not None
+        records = {name: seat.record for name, seat in self._fleet.engines.items()}
+        return SyncReport(
+            version=self.version,
+            nbytes=self.plan.total_nbytes,
+            seconds=clock.total(),
+            phases=clock.seconds,
+            verified=True,
+            engines={name: record.version for name, record in records.items()},
+            states={name: record.state.value for name, record in records.items()},
+            failures={name: str(error) for name, error in self._failures.items()},
+            digest=f"{int(np.add.reduce(self._expected, dtype=np.uint64)):016x}",
+            num_buckets=self.plan.num_buckets,
+            epoch=self.plan.epoch,
+        )

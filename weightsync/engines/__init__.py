@@ -1,0 +1,42 @@
+"""Engine adapters by name, each imported on use; see README.md for how to add one."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+from weightsync.engines.base import Engine, Rollout, Sink
+from weightsync.errors import ConfigError, nearest
+
+__all__ = ["ENGINES", "Engine", "Rollout", "Sink", "choose_engine", "make_engine"]
+
+# kind -> (package it needs, "module:Class")
+ENGINES = {
+    "vllm": ("vllm", "weightsync.engines.vllm:VllmEngine"),
+    "torch": ("transformers", "weightsync.engines.torch_module:TorchEngine"),
+}
+
+
+def choose_engine(kind: str) -> tuple[str, str]:
+    """Resolve ``auto`` and check that a named kind is installed: returns (kind, why)."""
+    if kind == "auto":
+        for name, (package, _) in ENGINES.items():
+            if importlib.util.find_spec(package):
+                return name, f"auto: {package} is installed"
+        packages = ", ".join(package for package, _ in ENGINES.values())
+        raise ConfigError("engines.kind", kind, f"install one of {packages}")
+    if kind not in ENGINES:
+        raise ConfigError("engines.kind", kind, nearest(kind, (*ENGINES, "auto")))
+    package = ENGINES[kind][0]
+    if not importlib.util.find_spec(package):
+        raise ConfigError("engines.kind", kind, f"{package} is not installed: install it, or use kind: auto")
+    return kind, "named by the recipe"
+
+
+def make_engine(kind: str, model_path: str, name: str, options: Mapping[str, Any]) -> Engine:
+    """Import the adapter of a resolved kind and start an engine."""
+    module, _, cls = ENGINES[kind][1].partition(":")
+    engine: Engine = getattr(importlib.import_module(module), cls)(model_path, name, options)
+    return engine

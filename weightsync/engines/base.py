@@ -1,0 +1,92 @@
+"""What an inference engine has to offer, and what each of its ranks does with the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from weightsync.feed import FeedTicket
+    from weightsync.plan import Box, Plan, RankLayout
+    from weightsync.verify import Digests
+
+__all__ = ["Engine", "Rollout", "Sink"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """Completions of one call.
+
+    Attributes:
+        tokens: one list of new token ids per prompt, in the prompts' order.
+        versions: per prompt, the versions that served its first and its last token.
+    """
+
+    tokens: list[list[int]]
+    versions: list[tuple[int, int]]
+
+    @property
+    def version(self) -> int:
+        """The oldest version that made a token of this rollout."""
+        return min(first for first, _ in self.versions)
+
+
+class Engine(Protocol):
+    """One inference engine, all its ranks, as its actor's process sees it.
+
+    Methods block and are called from worker threads; ``generate`` may run while another is called.
+    An engine serves nothing until its first ``resume(version)``.
+    """
+
+    def layout(self) -> Sequence[RankLayout]:
+        """What each rank needs, in the checkpoint's names; called once, before ``attach``."""
+
+    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[str]:
+        """Connect rank i to its holder by ``tickets[i]``; returns each rank's own digest of the plan.
+
+        Called once per membership epoch. When it returns, every rank has mapped its holder's
+        memory and exchanged one message with it. An earlier epoch's connections are closed.
+        """
+
+    def pause(self, mode: str, timeout_s: float) -> None:
+        """Stop making tokens. ``keep`` freezes running requests, ``wait`` lets them end first.
+
+        Once this returns, no rank reads its weights until ``resume``. Raises DeadlineError.
+        """
+
+    def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
+        """Take one attempt's buckets from the holders; the one long call of an update.
+
+        Returns, per rank, the digest of each of the plan's tensors, shape ``[num_tensors]``,
+        uint64, as found in the engine. Raises EngineError or DeadlineError; the engine's weights
+        are then undefined until a later ``load`` succeeds.
+        """
+
+    def resume(self, version: int) -> None:
+        """Serve `version`: drop caches that earlier weights filled, go on with frozen requests."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
+        """Complete token-id prompts. `sampling`: max_tokens, temperature (0 is greedy), seed, stop_token_ids.
+
+        Raises StateError while the engine holds no committed version.
+        """
+
+    def close(self) -> None:
+        """End the engine's processes and connections. Safe to call twice."""
+
+
+class Sink(Protocol):
+    """One rank's writer for one update; lives in the process that owns the parameters."""
+
+    def write(self, tensor: int, box: Box, data: torch.Tensor) -> None:
+        """Store one piece: `data` has `box.extent` as its shape and the dtype of the plan's tensor.
+
+        `data` is a view of a shared bucket that is overwritten after the bucket's last piece:
+        what is kept must be copied.
+        """
+
+    def finish(self) -> Digests:
+        """All pieces came: make the weights live; returns a digest per tensor of the plan."""

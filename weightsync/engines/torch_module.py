@@ -1,0 +1,223 @@
+"""Transformers' own model in this process: slow, exact, and at home wherever torch is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from weightsync.config import load_dataclass
+from weightsync.engines.base import Rollout
+from weightsync.engines.missing import Missing
+from weightsync.engines.sampling import Sampling
+from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError, TransportError, WireError
+from weightsync.feed import EngineFeed
+from weightsync.modules import named_tensors
+from weightsync.plan import Box, RankLayout, Segment, TensorMeta
+from weightsync.verify import tensor_digest
+
+if TYPE_CHECKING:
+    from weightsync.feed import FeedTicket
+    from weightsync.plan import Plan
+    from weightsync.verify import Digests
+
+__all__ = ["TorchEngine", "TorchOptions"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TorchOptions:
+    """Options of this engine. One process holds the whole model, so `tensor_parallel_size` is 1.
+
+    Raises:
+        ConfigError: naming the field, as ``options.<field>``.
+    """
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    tensor_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel_size != 1:
+            raise ConfigError(
+                "options.tensor_parallel_size", self.tensor_parallel_size, "torch runs on one rank"
+            )
+
+
+class TorchEngine:
+    """An engine of one rank. A running `generate` cannot be frozen: both pause modes let it end."""
+
+    def __init__(self, model_path: str, name: str, options: Mapping[str, Any]) -> None:
+        """Build the model of `model_path`'s config; its weights are not read."""
+        from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+        settings = load_dataclass(TorchOptions, options, field="options")
+        config = AutoConfig.from_pretrained(model_path)
+        self._name = name
+        self._model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, settings.dtype)).eval()
+        # The checkpoint's own sampling defaults would otherwise fill what a call leaves out.
+        self._model.generation_config = GenerationConfig()
+        self._gate = _Gate()
+        self._whole = False
+        self._feed: EngineFeed | None = None
+        self._plan: Plan | None = None
+
+    def layout(self) -> Sequence[RankLayout]:
+        """The live tensors themselves, whole, each its own buffer."""
+        tensors, tied = named_tensors(self._model)
+        metas = tuple(
+            TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            for name, tensor in tensors.items()
+        )
+        segments = tuple(_segment(name, tensor) for name, tensor in tensors.items())
+        return [RankLayout(metas, segments, tied, buffers=metas)]
+
+    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[str]:
+        """See `Engine.attach`."""
+        (ticket,) = tickets
+        self._detach()
+        self._feed, self._plan = EngineFeed.open(ticket, plan, timeout_s), plan
+        return [plan.digest()]
+
+    def pause(self, mode: str, timeout_s: float) -> None:
+        """Wait for the running `generate`; later ones wait for `resume`."""
+        if not self._gate.shut(timeout_s):
+            raise DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s)
+
+    def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
+        """See `Engine.load`: pieces go straight into the live parameters."""
+        if self._feed is None or self._plan is None:
+            raise StateError(f"engine {self._name} is not attached: connect first")
+        if not self._gate.quiet:
+            raise StateError(f"engine {self._name} is serving: pause it first")
+        self._whole = False
+        sink = _LiveSink(self._plan, named_tensors(self._model)[0])
+        try:
+            digests = [self._feed.receive(attempt, sink, timeout_s)]
+        except (TransportError, WireError) as error:
+            raise EngineError(self._name, "load", str(error)) from error
+        self._whole = True
+        return digests
+
+    def resume(self, version: int) -> None:
+        """See `Engine.resume`. Raises StateError while the weights are dummies or a mix."""
+        if not self._whole:
+            raise StateError(f"engine {self._name} has no whole weights: load them first")
+        self._gate.open(version)
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
+        """Complete all prompts in one batch; calls run one after another."""
+        settings = Sampling.of(sampling)
+        version = self._gate.enter(self._name)
+        try:
+            tokens = self._complete(prompts, settings) if prompts else []
+        finally:
+            self._gate.leave()
+        return Rollout(tokens, [(version, version)] * len(tokens))
+
+    def close(self) -> None:
+        """Wake who waits for a resume, then drop the connection."""
+        self._gate.close()
+        self._detach()
+
+    def _detach(self) -> None:
+        if self._feed is not None:
+            self._feed.close()
+            self._feed = None
+
+    @torch.no_grad()
+    def _complete(self, prompts: Sequence[Sequence[int]], settings: Sampling) -> list[list[int]]:
+        from transformers import GenerationConfig
+
+        width = max(len(prompt) for prompt in prompts)
+        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        greedy = settings.temperature == 0
+        config = GenerationConfig(
+            max_new_tokens=settings.max_tokens,
+            do_sample=not greedy,
+            eos_token_id=list(settings.stop_token_ids) or None,
+            pad_token_id=0,
+            **({} if greedy else {"temperature": settings.temperature, "top_k": 0, "top_p": 1.0}),
+        )
+        with torch.random.fork_rng(enabled=settings.seed is not None):
+            if settings.seed is not None:
+                torch.manual_seed(settings.seed)
+            made = self._model.generate(ids, attention_mask=mask, generation_config=config)
+        return [_until_stop(row, settings.stop_token_ids) for row in made[:, width:].tolist()]
+
+
+class _Gate:
+    """Lets one `generate` in at a time, and none while shut. Starts shut, without a version."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._shut, self._busy, self._closed = True, False, False
+        self._version: int | None = None
+
+    @property
+    def quiet(self) -> bool:
+        """Nobody is in and nobody gets in."""
+        return self._shut and not self._busy
+
+    def enter(self, name: str) -> int:
+        with self._changed:
+            if self._version is None:
+                raise StateError(f"engine {name} holds no committed version: update it first")
+            self._changed.wait_for(lambda: self._closed or not (self._shut or self._busy))
+            if self._closed:
+                raise StateError(f"engine {name} is closed")
+            self._busy = True
+            return self._version
+
+    def leave(self) -> None:
+        with self._changed:
+            self._busy = False
+            self._changed.notify_all()
+
+    def shut(self, timeout_s: float) -> bool:
+        """Whether it became quiet in time; if not, it is as open as it was before."""
+        with self._changed:
+            before, self._shut = self._shut, True
+            if not self._changed.wait_for(lambda: not self._busy, timeout_s):
+                self._shut = before
+                self._changed.notify_all()
+            return not self._busy
+
+    def open(self, version: int) -> None:
+        with self._changed:
+            self._shut, self._version = False, version
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+class _LiveSink:
+    """Copies pieces into live parameters, and reads the digests back from them."""
+
+    def __init__(self, plan: Plan, live: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = [live[meta.name].detach() for meta in plan.tensors]
+        self._missing = Missing(plan)
+
+    def write(self, tensor: int, box: Box, data: torch.Tensor) -> None:
+        self._tensors[tensor][box.slices()].copy_(data)
+        self._missing.take(tensor, box)
+
+    def finish(self) -> Digests:
+        self._missing.require_none()
+        return np.array([tensor_digest(t, tuple(t.shape)) for t in self._tensors], dtype=np.uint64)
+
+
+def _segment(name: str, tensor: torch.Tensor) -> Segment:
+    strides = tuple(stride * tensor.element_size() for stride in tensor.stride())
+    return Segment(name, Box((0,) * tensor.dim(), tuple(tensor.shape)), name, 0, strides)
+
+
+def _until_stop(row: list[int], stops: Sequence[int]) -> list[int]:
+    """A row of a batch, without the padding behind its first stop token."""
+    return next((row[: i + 1] for i, token in enumerate(row) if token in stops), row)

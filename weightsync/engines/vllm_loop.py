@@ -1,0 +1,225 @@
+"""One thread owns vLLM's LLMEngine: it steps requests and, between two steps, runs commands."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from weightsync.errors import DeadlineError, EngineError, StateError, WeightSyncError
+
+__all__ = ["Completion", "EngineLoop", "Steppable"]
+
+T = TypeVar("T")
+
+
+class Steppable(Protocol):
+    """What is used of vLLM's ``LLMEngine``."""
+
+    def add_request(self, request_id: str, prompt: object, params: object) -> object: ...
+    def step(self) -> Sequence[Any]: ...
+    def reset_prefix_cache(self, reset_running_requests: bool = ...) -> bool: ...
+    def sleep(self, level: int, mode: str) -> None: ...
+    def wake_up(self, tags: list[str]) -> object: ...
+    def collective_rpc(self, method: str, args: tuple[bytes, ...]) -> list[bytes]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """New tokens of one prompt, and the versions that made the first and the last of them."""
+
+    tokens: list[int]
+    versions: tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Request:
+    prompt: list[int]
+    params: Any
+    first: int | None = None
+    done: Future[Completion] = field(default_factory=Future)
+
+
+class EngineLoop:
+    """Starts frozen and without a version. All methods may be called from any thread."""
+
+    def __init__(self, name: str, start: Callable[[], Steppable], stop: Callable[[Steppable], None]) -> None:
+        """Start the engine on the loop's own thread; `stop` ends it there. Raises what `start` raises."""
+        self._name, self._stop = name, stop
+        self._version: int | None = None
+        self._frozen = True
+        self._drained: Future[None] | None = None
+        self._held: deque[_Request] = deque()
+        self._running: dict[str, _Request] = {}
+        self._numbers = itertools.count()
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closing = False
+        self._ended: WeightSyncError | None = None
+        started: Future[Steppable] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(start, started), name=f"engine-{name}", daemon=True
+        )
+        self._thread.start()
+        self._engine = started.result()
+
+    @property
+    def frozen(self) -> bool:
+        """No request is stepped."""
+        return self._frozen
+
+    def call(self, work: Callable[[Steppable], T]) -> T:
+        """Run `work` on the loop's thread between two steps."""
+        return self._submit(lambda: work(self._engine)).result()
+
+    def complete(self, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> list[Completion]:
+        """Run requests, batched with those of other callers; while frozen, they wait.
+
+        Raises StateError before the first `thaw` and after `close`, EngineError when vLLM fails.
+        """
+        if self._version is None:
+            raise StateError(f"engine {self._name} holds no committed version: update it first")
+        requests = [_Request(list(prompt), each) for prompt, each in zip(prompts, params, strict=True)]
+        self._submit(lambda: self._admit(requests)).result()
+        return [request.done.result() for request in requests]
+
+    def freeze(self, mode: str, timeout_s: float) -> None:
+        """Stop stepping: at once with mode ``keep``, with ``wait`` after the running requests.
+
+        Raises DeadlineError; the loop then goes on as before.
+        """
+        drained: Future[None] = Future()
+        asked = self._submit(lambda: self._freeze(mode, drained))
+        try:
+            asked.result(timeout_s)
+            drained.result(timeout_s)
+        except FutureTimeoutError as error:
+            if not asked.cancel() and not self._submit(self._undo_drain).result():
+                return  # drained meanwhile
+            raise DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s) from error
+
+    def thaw(self, version: int) -> None:
+        """Serve `version`: forget what earlier weights cached, recompute the frozen requests."""
+        self._submit(lambda: self._thaw(version)).result()
+
+    def close(self) -> None:
+        """End the engine and its thread. Waiting callers get a StateError."""
+        self._closing = True
+        self._commands.put(lambda: None)
+        self._thread.join()
+
+    def _submit(self, work: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            if self._ended:
+                future.set_exception(self._ended)
+                return
+            try:
+                future.set_result(work())
+            except Exception as error:  # noqa: BLE001 - the caller's thread raises it
+                future.set_exception(error)
+
+        with self._lock:
+            if self._ended:
+                raise self._ended
+            self._commands.put(run)
+        return future
+
+    def _run(self, start: Callable[[], Steppable], started: Future[Steppable]) -> None:
+        try:
+            engine = start()
+        except BaseException as error:  # noqa: BLE001 - the constructor's thread raises it
+            started.set_exception(error)
+            return
+        started.set_result(engine)
+        ended: WeightSyncError = StateError(f"engine {self._name} is closed")
+        try:
+            while not self._closing:
+                if self._frozen or not self._running:
+                    self._commands.get()()
+                while not self._commands.empty():
+                    self._commands.get()()
+                if self._running and not self._frozen:
+                    self._step(engine)
+        except Exception as error:  # noqa: BLE001 - the waiting callers' threads raise it
+            ended = EngineError(self._name, "generate", f"{type(error).__name__}: {error}")
+        finally:
+            self._end(ended)
+            self._stop(engine)
+
+    def _step(self, engine: Steppable) -> None:
+        assert self._version is not None
+        for output in engine.step():
+            request = self._running[output.request_id]
+            tokens = list(output.outputs[0].token_ids)
+            if tokens and request.first is None:
+                request.first = self._version
+            if output.finished:
+                del self._running[output.request_id]
+                first = self._version if request.first is None else request.first
+                request.done.set_result(Completion(tokens, (first, self._version)))
+        if self._drained and not self._running:
+            self._stop_stepping()
+
+    def _admit(self, requests: Sequence[_Request]) -> None:
+        if self._frozen or self._drained:
+            self._held.extend(requests)
+            return
+        for request in requests:
+            number = str(next(self._numbers))
+            try:
+                self._engine.add_request(
+                    number, {"type": "token", "prompt_token_ids": request.prompt}, request.params
+                )
+            except ValueError as error:
+                request.done.set_exception(EngineError(self._name, "generate", str(error)))
+            else:
+                self._running[number] = request
+
+    def _freeze(self, mode: str, drained: Future[None]) -> None:
+        self._drained = drained
+        if self._frozen or mode == "keep" or not self._running:
+            self._stop_stepping()
+
+    def _stop_stepping(self) -> None:
+        if not self._frozen:
+            # Where vLLM's core runs in a process of its own, it steps without being asked.
+            self._engine.sleep(0, "keep")
+            self._frozen = True
+        if self._drained:
+            self._drained.set_result(None)
+            self._drained = None
+
+    def _undo_drain(self) -> bool:
+        if not self._drained:
+            return False
+        self._drained = None
+        self._admit_held()
+        return True
+
+    def _thaw(self, version: int) -> None:
+        self._engine.reset_prefix_cache(reset_running_requests=True)
+        self._engine.wake_up(["scheduling"])
+        self._version, self._frozen = version, False
+        self._admit_held()
+
+    def _admit_held(self) -> None:
+        held, self._held = self._held, deque()
+        self._admit(held)
+
+    def _end(self, ended: WeightSyncError) -> None:
+        with self._lock:
+            self._ended = ended
+        while not self._commands.empty():
+            self._commands.get()()
+        for request in (*self._running.values(), *self._held):
+            request.done.set_exception(ended)

@@ -1,0 +1,153 @@
+"""Every error that weightsync raises on purpose.
+
+    WeightSyncError
+    ├── ConfigError           the user's input: names the field, the value and a remedy   (also ValueError)
+    ├── PlanError             two layouts that do not fit: names the parameter            (also ValueError)
+    ├── StateError            a call that this state does not allow                       (also RuntimeError)
+    ├── DeadlineError         a wait ended: names the phase and who did not come          (also TimeoutError)
+    ├── PeerLostError         a process that we need is gone
+    ├── PeerError             a process that we need raised something that is not in this tree
+    ├── TransportError        bytes could not be moved
+    ├── WireError             bytes on one of our sockets that are no message of ours
+    ├── EngineError           an engine refused or failed: names it, its rank and the phase
+    └── VerifyError           what arrived is not what was sent: names the tensors
+
+Catch broadly, recover narrowly::
+
+    try:
+        sync.update_weights(version=8)
+    except DeadlineError as error:
+        print(error.phase, error.missing)
+    except WeightSyncError:
+        ...
+
+All of them rebuild from ``args``, positionally: Ray pickles errors, and one that needs keyword
+arguments reaches the driver as another type, its fields lost.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "ConfigError",
+    "DeadlineError",
+    "EngineError",
+    "PeerError",
+    "PeerLostError",
+    "PlanError",
+    "StateError",
+    "TransportError",
+    "VerifyError",
+    "WeightSyncError",
+    "WireError",
+    "nearest",
+]
+
+
+class WeightSyncError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class ConfigError(WeightSyncError, ValueError):
+    """``field`` got ``value``, and ``remedy`` says what would do."""
+
+    def __init__(self, field: str, value: object, remedy: str) -> None:
+        super().__init__(field, value, remedy)
+        self.field, self.value, self.remedy = field, value, remedy
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.value!r} is not valid; {self.remedy}"
+
+
+class PlanError(WeightSyncError, ValueError):
+    """The layouts of the two sides do not fit at ``parameter``."""
+
+    def __init__(self, parameter: str, problem: str) -> None:
+        super().__init__(parameter, problem)
+        self.parameter, self.problem = parameter, problem
+
+    def __str__(self) -> str:
+        return f"{self.parameter}: {self.problem}"
+
+
+class StateError(WeightSyncError, RuntimeError):
+    """The call is not allowed now; the message says what has to come first."""
+
+
+class DeadlineError(WeightSyncError, TimeoutError):
+    """``missing`` did not finish ``phase`` within ``timeout_s`` seconds."""
+
+    def __init__(self, phase: str, missing: Iterable[str], timeout_s: float) -> None:
+        self.phase, self.missing, self.timeout_s = phase, tuple(missing), timeout_s
+        super().__init__(phase, self.missing, timeout_s)
+        self.args = (phase, self.missing, timeout_s)  # OSError, a base of TimeoutError, keeps only two
+
+    def __str__(self) -> str:
+        return f"{self.phase}: no answer within {self.timeout_s:g} s from {', '.join(self.missing)}"
+
+
+class PeerLostError(WeightSyncError):
+    """The process behind ``peer`` ended."""
+
+    def __init__(self, peer: str, cause: str) -> None:
+        super().__init__(peer, cause)
+        self.peer, self.cause = peer, cause
+
+    def __str__(self) -> str:
+        return f"{self.peer} is gone: {self.cause}"
+
+
+class PeerError(WeightSyncError):
+    """`peer` raised an error of its own; `cause` is its type and text, since the type may be unknown here."""
+
+    def __init__(self, peer: str, cause: str) -> None:
+        super().__init__(peer, cause)
+        self.peer, self.cause = peer, cause
+
+    def __str__(self) -> str:
+        return f"{self.peer} failed: {self.cause}"
+
+
+class TransportError(WeightSyncError):
+    """Bytes could not be moved between two ranks."""
+
+
+class WireError(WeightSyncError):
+    """A message that is not ours, too long, or out of turn."""
+
+
+class EngineError(WeightSyncError):
+    """``engine`` failed in ``phase``."""
+
+    def __init__(self, engine: str, phase: str, cause: str) -> None:
+        super().__init__(engine, phase, cause)
+        self.engine, self.phase, self.cause = engine, phase, cause
+
+    def __str__(self) -> str:
+        return f"engine {self.engine} failed in {self.phase}: {self.cause}"
+
+
+class VerifyError(WeightSyncError):
+    """``tensors`` differ on ``engine`` from what the trainers published as ``version``."""
+
+    def __init__(self, engine: str, version: int, tensors: Iterable[str]) -> None:
+        self.engine, self.version, self.tensors = engine, version, tuple(tensors)
+        super().__init__(engine, version, self.tensors)
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.tensors[:3])
+        more = f" and {len(self.tensors) - 3} more" if len(self.tensors) > 3 else ""
+        return f"engine {self.engine}, version {self.version}: wrong bytes in {shown}{more}"
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A remedy: the known word nearest to `word`, or all of them.
+
+    Shape of the answer: ``"did you mean 'x'? valid: a, b, x"``.
+    """
+    words = sorted(known)
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}valid: {', '.join(words)}"

@@ -1,0 +1,264 @@
+"""How a holder hands buckets to the engine rank beside it: shared memory for bytes, a socket for words.
+
+The holder offers a ticket; the engine rank maps the ticket's buffers and says hello on its socket.
+Then, inside one long call per update, the holder says which bucket is ready in which slot, and the
+engine rank says when it has read it. The socket's file lives in a private directory and is removed
+as soon as the engine rank is connected, so that nothing is left whatever happens later.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+import zmq
+
+from weightsync.errors import DeadlineError, EngineError, TransportError, WeightSyncError, WireError
+from weightsync.memory import BufferHandle, SharedBuffer
+from weightsync.plan import Box, Plan
+from weightsync.verify import Digests, warm_up
+from weightsync.wire import (
+    MAX_MESSAGE_NBYTES,
+    Cancel,
+    Done,
+    Failed,
+    Hello,
+    Message,
+    Ready,
+    Welcome,
+    decode,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from weightsync.engines.base import Sink
+
+__all__ = ["EngineFeed", "FeedTicket", "HolderFeed", "sweep_abandoned"]
+
+logger = logging.getLogger("weightsync.feed")
+
+_PREFIX = "weightsync-"
+_POLL_MS = 50
+
+
+class FeedTicket(msgspec.Struct, frozen=True):
+    """What an engine rank needs to reach its holder. Carries the run's secret: do not log it.
+
+    `slots` are the bucket buffers. `arena` is the holder's own share, when it keeps one for trainer
+    rank `trainer`: pieces of that trainer are read from it and not from a slot.
+    """
+
+    holder: str
+    engine: str
+    endpoint: str
+    secret: bytes
+    slots: tuple[BufferHandle, ...]
+    arena: BufferHandle | None
+    trainer: int
+
+    def __repr__(self) -> str:
+        return f"FeedTicket(holder={self.holder!r}, engine={self.engine!r})"
+
+
+class HolderFeed:
+    """The holder's end. Used by one thread at a time, but for `drop`, which any thread may call."""
+
+    def __init__(
+        self,
+        holder: str,
+        engine: str,
+        slots: tuple[BufferHandle, ...],
+        arena: BufferHandle | None,
+        trainer: int,
+    ) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+        endpoint = f"ipc://{self._directory}/feed"
+        self.ticket = FeedTicket(holder, engine, endpoint, secrets.token_bytes(32), slots, arena, trainer)
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_NBYTES)
+        self._socket.bind(endpoint)
+        self._peer: bytes | None = None
+        self._dropped = threading.Event()
+
+    def accept(self, plan_digest: str, timeout_s: float) -> None:
+        """Wait for the engine rank's hello, then take the socket's file away.
+
+        Raises DeadlineError when it does not come, WireError when it holds another plan.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self._peer is None:
+            sender, message = self._receive(deadline, "hello")
+            if not isinstance(message, Hello) or not hmac.compare_digest(message.secret, self.ticket.secret):
+                logger.warning("[%s] refused a peer without the run's secret", self.ticket.holder)
+            elif message.plan_digest != plan_digest:
+                raise WireError(
+                    f"engine {message.engine} holds plan {message.plan_digest}, not {plan_digest}"
+                )
+            else:
+                self._peer = sender
+                self._send(Welcome(self.ticket.holder))
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def offer(self, attempt: int, bucket: int) -> None:
+        """Tell the engine rank that a bucket may be read."""
+        self._send(Ready(attempt, bucket))
+
+    def wait_done(self, attempt: int, bucket: int, timeout_s: float) -> None:
+        """Wait until the engine rank has read a bucket.
+
+        Raises EngineError when it reported a failure or was dropped, DeadlineError when it is silent.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            _, message = self._receive(deadline, f"read bucket {bucket}", only=self._peer)
+            if isinstance(message, Failed) and message.attempt == attempt:
+                raise EngineError(self.ticket.engine, "move", message.cause)
+            if message == Done(attempt, bucket):
+                return
+
+    def cancel(self, attempt: int, cause: str) -> None:
+        """Tell a waiting engine rank that no more buckets come."""
+        self._send(Cancel(attempt, cause))
+
+    def drop(self) -> None:
+        """Give the engine rank up: waits for it end at once, now and later."""
+        self._dropped.set()
+
+    def close(self) -> None:
+        """Close the socket and remove what is left of it."""
+        self.drop()
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _send(self, message: Message) -> None:
+        assert self._peer is not None
+        self._socket.send_multipart([self._peer, encode(message)])
+
+    def _receive(self, deadline: float, phase: str, only: bytes | None = None) -> tuple[bytes, Message]:
+        while True:
+            if self._dropped.is_set():
+                raise EngineError(self.ticket.engine, phase, "it was given up")
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise DeadlineError(phase, (f"engine {self.ticket.engine}",), 0.0)
+            if not self._socket.poll(int(min(left * 1000 + 1, _POLL_MS))):
+                continue
+            frames = self._socket.recv_multipart()
+            known = only is None or frames[0] == only
+            try:
+                message = decode(frames[-1]) if known and len(frames) == 2 else None
+            except WireError as error:
+                logger.warning("[%s] refused %d bytes: %s", self.ticket.holder, len(frames[-1]), error)
+                continue
+            if message is not None:
+                return frames[0], message
+            logger.warning("[%s] refused %d frames of a stranger", self.ticket.holder, len(frames))
+
+
+class EngineFeed:
+    """The engine rank's end: the buffers mapped, the socket connected. Used by one thread at a time."""
+
+    def __init__(self, ticket: FeedTicket, plan: Plan) -> None:
+        self._ticket = ticket
+        self._slots = tuple(SharedBuffer.open(handle) for handle in ticket.slots)
+        self._arena = SharedBuffer.open(ticket.arena) if ticket.arena else None
+        self._buckets = [self._views(plan, index) for index in range(plan.num_buckets)]
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_NBYTES)
+        self._socket.connect(ticket.endpoint)
+
+    @classmethod
+    def open(cls, ticket: FeedTicket, plan: Plan, timeout_s: float) -> EngineFeed:
+        """Map, connect and exchange the first message. Raises PeerLostError or DeadlineError."""
+        warm_up()
+        feed = cls(ticket, plan)
+        feed._send(Hello(ticket.secret, ticket.engine, plan.digest()))
+        try:
+            feed._receive(time.monotonic() + timeout_s, "welcome", timeout_s)
+        except WeightSyncError:
+            feed.close()
+            raise
+        return feed
+
+    def receive(self, attempt: int, sink: Sink, timeout_s: float) -> Digests:
+        """Write every bucket of one attempt into `sink`; the one long call of an update.
+
+        Returns ``sink.finish()``: a digest per tensor of the plan. Raises DeadlineError when the
+        holder falls silent for `timeout_s`, TransportError when it gave up, EngineError for what `sink`
+        raised; the holder is told, and does not wait for this rank any longer.
+        """
+        try:
+            for expected, pieces in enumerate(self._buckets):
+                self._wait_ready(attempt, expected, timeout_s)
+                for tensor, box, data in pieces:
+                    sink.write(tensor, box, data)
+                self._send(Done(attempt, expected))
+            return sink.finish()
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            self._send(Failed(attempt, cause))
+            if isinstance(error, WeightSyncError):
+                raise
+            raise EngineError(self._ticket.engine, "move", cause) from error
+
+    def close(self) -> None:
+        """Close the socket and drop the mappings."""
+        self._context.destroy(linger=0)
+        self._buckets.clear()
+        for buffer in (*self._slots, *([self._arena] if self._arena else [])):
+            buffer.close()
+
+    def _views(self, plan: Plan, index: int) -> list[tuple[int, Box, torch.Tensor]]:
+        """Where the pieces of a bucket will lie each time that it comes: worked out once."""
+        views = []
+        slot = self._slots[index % len(self._slots)].tensor
+        for piece in plan.bucket(index).pieces:
+            memory, at = slot, piece.offset
+            if self._arena is not None and piece.trainer == self._ticket.trainer:
+                memory, at = self._arena.tensor, piece.arena_offset
+            dtype: torch.dtype = getattr(torch, plan.tensors[piece.tensor].dtype)
+            views.append(
+                (piece.tensor, piece.box, memory[at : at + piece.nbytes].view(dtype).view(piece.box.extent))
+            )
+        return views
+
+    def _wait_ready(self, attempt: int, bucket: int, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            message = self._receive(deadline, f"bucket {bucket}", timeout_s)
+            if isinstance(message, Cancel) and message.attempt == attempt:
+                raise TransportError(f"{self._ticket.holder} gave up: {message.cause}")
+            # What an earlier, abandoned attempt left in the queue is read past.
+            if message == Ready(attempt, bucket):
+                return
+
+    def _send(self, message: Message) -> None:
+        self._socket.send(encode(message))
+
+    def _receive(self, deadline: float, phase: str, timeout_s: float) -> Message:
+        left = deadline - time.monotonic()
+        if left <= 0 or not self._socket.poll(int(left * 1000) + 1):
+            raise DeadlineError(phase, (self._ticket.holder,), timeout_s)
+        return decode(self._socket.recv())
+
+
+def sweep_abandoned() -> None:
+    """Remove socket directories whose process was killed before it could."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
+        pid = directory.name.split("-")[1]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and directory.stat().st_uid == os.getuid():
+            shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,29 @@
+"""The tensors of a module that make up its checkpoint; both sides name them by this."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+__all__ = ["named_tensors"]
+
+
+def named_tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], tuple[tuple[str, str], ...]]:
+    """Parameters and persistent buffers in the order of ``state_dict``, tied ones once.
+
+    Returns:
+        The live tensors by name, DTensors as they are, and (alias, canonical) pairs: of several
+        names for one tensor, the first is canonical.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    tied: list[tuple[str, str]] = []
+    first: dict[int, str] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            continue  # a module's extra state
+        canonical = first.setdefault(id(value), name)
+        if canonical == name:
+            tensors[name] = value
+        else:
+            tied.append((name, canonical))
+    return tensors, tuple(tied)

@@ -1,0 +1,79 @@
+"""What the controller needs of the processes that it drives: awaitable, and free of Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from weightsync.states import EngineRecord, EngineState
+
+if TYPE_CHECKING:
+    from weightsync.feed import FeedTicket
+    from weightsync.holder import Group, Prepared
+    from weightsync.memory import BufferHandle
+    from weightsync.plan import Plan, RankLayout
+    from weightsync.verify import Digests
+
+__all__ = ["EnginePeer", "EngineSeat", "Fleet", "HolderPeer", "TrainerPeer"]
+
+
+class TrainerPeer(Protocol):
+    """A trainer rank, from afar; see `weightsync.sources.Source`."""
+
+    async def layout(self) -> RankLayout: ...
+    async def attach(self, plan: Plan, trainer: int, arena: BufferHandle) -> str: ...
+    async def publish(self) -> Digests: ...
+
+
+class HolderPeer(Protocol):
+    """A holder, from afar; see `weightsync.holder.Holder`."""
+
+    async def prepare(self, plan: Plan, index: int) -> Prepared: ...
+    async def join(self, offers: Mapping[Group, str], timeout_s: float) -> None: ...
+    async def accept(self, timeout_s: float) -> None: ...
+    async def warm_up(self) -> None: ...
+    async def move(self, attempt: int, feeding: bool, timeout_s: float) -> float: ...
+    async def drop_engine(self) -> None: ...
+
+
+class EnginePeer(Protocol):
+    """An engine, from afar; see `weightsync.engines.Engine`."""
+
+    async def layout(self) -> Sequence[RankLayout]: ...
+    async def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[str]: ...
+    async def pause(self, mode: str, timeout_s: float) -> None: ...
+    async def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]: ...
+    async def resume(self, version: int) -> None: ...
+
+
+@dataclass(slots=True)
+class EngineSeat:
+    """An engine, the holders of its ranks in order, and what is known of it."""
+
+    peer: EnginePeer
+    holders: tuple[int, ...]
+    record: EngineRecord = field(default_factory=EngineRecord)
+
+
+@dataclass(slots=True)
+class Fleet:
+    """Everybody who takes part. In errors they are ``trainer 0``, ``holder 0`` and ``engine <name>``.
+
+    Attributes:
+        trainers: trainer ranks in order, each with the index of its holder.
+        engines: by name.
+        holders: in order.
+    """
+
+    trainers: list[tuple[TrainerPeer, int]]
+    engines: dict[str, EngineSeat]
+    holders: list[HolderPeer]
+
+    def live(self) -> dict[str, EngineSeat]:
+        """Every engine that is not DEAD."""
+        return {n: seat for n, seat in self.engines.items() if seat.record.state is not EngineState.DEAD}
+
+    def named_holders(self) -> dict[str, HolderPeer]:
+        """Holders by the names that errors give them."""
+        return {f"holder {i}": holder for i, holder in enumerate(self.holders)}

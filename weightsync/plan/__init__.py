@@ -1,0 +1,29 @@
+"""Pure planning: two layouts and the members -> one frozen plan. Needs numpy, nothing else."""
+
+from weightsync.plan.box import Box
+from weightsync.plan.explain import Cluster, Explanation
+from weightsync.plan.groups import broadcast_groups
+from weightsync.plan.layout import Layout
+from weightsync.plan.make import make_plan
+from weightsync.plan.members import Members
+from weightsync.plan.plan import Bucket, Piece, Plan, Step
+from weightsync.plan.segment import RankLayout, Segment
+from weightsync.plan.tensors import ITEMSIZE, TensorMeta
+
+__all__ = [
+    "ITEMSIZE",
+    "Box",
+    "Bucket",
+    "Cluster",
+    "Explanation",
+    "Layout",
+    "Members",
+    "Piece",
+    "Plan",
+    "RankLayout",
+    "Segment",
+    "Step",
+    "TensorMeta",
+    "broadcast_groups",
+    "make_plan",
+]

@@ -1,0 +1,81 @@
+"""What a plan costs, in figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["Cluster", "Explanation"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The bandwidths that a plan is judged by, in 1e9 bytes per second and per holder.
+
+    `link_gb_per_s` is what one holder receives from its peers, `host_gb_per_s` what it copies from
+    its host arena to its device; None if the arenas are where the links read.
+    """
+
+    name: str
+    link_gb_per_s: float
+    host_gb_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Figures of one plan; `str()` prints them.
+
+    Bytes are wire bytes, alignment included, except `payload_nbytes`. Mappings are by holder.
+
+    Attributes:
+        edges: (root, receiver) -> bytes. A broadcast's bytes count on each of its edges.
+        sent: bytes per root, each once: a pipelined broadcast sends a byte once.
+        received: bytes per receiver, its own left out.
+        imbalance: max / mean of the bytes that the trainers send; 1.0 is even.
+        stage_seconds: expected time per stage when stages do not overlap; broadcasts go one
+            after another, host copies run on all holders at once.
+        floor_seconds: no schedule is faster: the busiest holder's bytes over its link.
+    """
+
+    num_tensors: int
+    num_buckets: int
+    num_steps: int
+    num_pieces: int
+    payload_nbytes: int
+    edges: Mapping[tuple[int, int], int]
+    sent: Mapping[int, int]
+    received: Mapping[int, int]
+    imbalance: float
+    staging: Mapping[int, int]
+    arena: Mapping[int, int]
+    cluster: Cluster | None = None
+    floor_seconds: float | None = None
+    stage_seconds: Mapping[str, float] | None = None
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.num_tensors} tensors, {_size(self.payload_nbytes)}, in {self.num_pieces} pieces, "
+            f"{self.num_buckets} buckets, {self.num_steps} broadcasts",
+            f"{len(self.sent)} roots send up to {_size(max(self.sent.values(), default=0))} each "
+            f"(imbalance {self.imbalance:.2f})",
+            f"{len(self.received)} holders receive up to {_size(max(self.received.values(), default=0))}",
+            f"memory per holder: staging up to {_size(max(self.staging.values(), default=0))}, "
+            f"arena up to {_size(max(self.arena.values(), default=0))}",
+        ]
+        if self.cluster is not None and self.stage_seconds is not None:
+            stages = ", ".join(f"{name} {_time(value)}" for name, value in self.stage_seconds.items())
+            lines.append(f"on {self.cluster.name}: floor {_time(self.floor_seconds or 0.0)}; {stages}")
+        return "\n".join(lines)
+
+
+def _size(nbytes: int) -> str:
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

@@ -1,0 +1,248 @@
+"""One side's segments, all ranks together, in columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from weightsync.errors import PlanError
+from weightsync.plan.box import Box
+from weightsync.plan.buffers import DTYPES, Buffers, Int32, Int64
+from weightsync.plan.segment import RankLayout, Segment
+from weightsync.plan.tensors import TensorMeta, suggest
+
+__all__ = ["Layout"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Layout:
+    """All segments of the trainers, or of one engine, ordered by rank.
+
+    n segments, T tensors, D the largest number of dimensions (at least 1). Missing trailing
+    dimensions are padded: offset 0, extent 1, stride 0, shape 1.
+
+    Attributes:
+        tensors: the T tensors, tied aliases left out.
+        tied: (alias, canonical) pairs; each canonical is in `tensors`.
+        tensor, rank: int32[n].
+        offset, extent: int64[n, D], elements.
+        buffer: int32[n], index into `buffer_names`.
+        byte_offset: int64[n]; strides: int64[n, D], bytes.
+        names: the tensors' names; shape: int64[T, D]; dtype: int32[T], by `DTYPES`; itemsize: int64[T].
+        live: the declared live parameters and their padding.
+    """
+
+    tensors: tuple[TensorMeta, ...]
+    tied: tuple[tuple[str, str], ...]
+    num_ranks: int
+    tensor: Int32
+    rank: Int32
+    offset: Int64
+    extent: Int64
+    buffer_names: tuple[str, ...]
+    buffer: Int32
+    byte_offset: Int64
+    strides: Int64
+    names: tuple[str, ...]
+    shape: Int64
+    dtype: Int32
+    itemsize: Int64
+    live: Buffers
+
+    @classmethod
+    def from_ranks(cls, ranks: Sequence[RankLayout]) -> Layout:
+        """Joins what the ranks of one side declare.
+
+        Raises:
+            PlanError: the ranks disagree on a tensor, or a segment does not fit its tensor.
+        """
+        tied = _join_tied(ranks)
+        metas = _join_tensors(ranks, dict(tied))
+        index = {name: number for number, name in enumerate(metas)}
+        segments = [segment for layout in ranks for segment in layout.segments]
+        for segment in segments:
+            _check_segment(segment, metas, dict(tied) if segment.tensor not in metas else {})
+        buffers: dict[str, int] = {}
+        columns = _Padded(max([1, *(len(meta.shape) for meta in metas.values())]))
+        counts = [len(layout.segments) for layout in ranks]
+        return cls.from_columns(
+            tensors=tuple(metas.values()),
+            num_ranks=len(ranks),
+            tied=tied,
+            tensor=np.array([index[s.tensor] for s in segments], np.int32),
+            rank=np.repeat(np.arange(len(ranks), dtype=np.int32), counts),
+            offset=columns.stack((s.box.offset for s in segments), 0),
+            extent=columns.stack((s.box.extent for s in segments), 1),
+            buffer=np.array([buffers.setdefault(s.buffer, len(buffers)) for s in segments], np.int32),
+            buffer_names=tuple(buffers),
+            byte_offset=np.array([s.byte_offset for s in segments], np.int64),
+            strides=columns.stack((s.strides for s in segments), 0),
+            buffers=tuple((rank, meta) for rank, layout in enumerate(ranks) for meta in layout.buffers),
+            padding=tuple((rank, *entry) for rank, layout in enumerate(ranks) for entry in layout.padding),
+        )
+
+    @classmethod
+    def from_columns(
+        cls,
+        *,
+        tensors: tuple[TensorMeta, ...],
+        num_ranks: int,
+        tensor: Int32,
+        rank: Int32,
+        offset: Int64,
+        extent: Int64,
+        buffer: Int32 | None = None,
+        buffer_names: tuple[str, ...] | None = None,
+        byte_offset: Int64 | None = None,
+        strides: Int64 | None = None,
+        tied: tuple[tuple[str, str], ...] = (),
+        buffers: tuple[tuple[int, TensorMeta], ...] = (),
+        padding: tuple[tuple[int, str, int, int], ...] = (),
+    ) -> Layout:
+        """A layout from arrays, for layouts too large to list segment by segment.
+
+        `offset`, `extent` and `strides` are padded as in `Layout`. By default each segment is
+        contiguous and fills a buffer named after its tensor. `buffers` is (rank, live parameter),
+        `padding` is (rank, buffer, byte offset, nbytes).
+
+        Raises:
+            PlanError: a box reaches out of its tensor, or the buffers contradict each other.
+        """
+        shape = _Padded(offset.shape[1]).stack((meta.shape for meta in tensors), 1)
+        itemsize = np.array([meta.itemsize for meta in tensors], np.int64)
+        _check_bounds(tensors, shape, tensor, offset, extent)
+        if strides is None:
+            inner = np.cumprod(np.maximum(extent, 1)[:, :0:-1], axis=1)[:, ::-1]
+            strides = np.hstack([inner, np.ones((len(tensor), 1), np.int64)]) * itemsize[tensor, None]
+        by_rank = np.argsort(rank, kind="stable")
+        names = tuple(meta.name for meta in tensors)
+        buffer_names = names if buffer_names is None else buffer_names
+        known = {name: number for number, name in enumerate(buffer_names)}
+        for _, meta in buffers:
+            known.setdefault(meta.name, len(known))
+        return cls(
+            tensors=tensors,
+            tied=tied,
+            num_ranks=num_ranks,
+            tensor=tensor.astype(np.int32)[by_rank],
+            rank=rank.astype(np.int32)[by_rank],
+            offset=offset[by_rank],
+            extent=extent[by_rank],
+            buffer_names=tuple(known),
+            buffer=(tensor if buffer is None else buffer).astype(np.int32)[by_rank],
+            byte_offset=(np.zeros(len(tensor), np.int64) if byte_offset is None else byte_offset)[by_rank],
+            strides=strides[by_rank],
+            names=names,
+            shape=shape,
+            dtype=np.array([DTYPES[meta.dtype] for meta in tensors], np.int32),
+            itemsize=itemsize,
+            live=Buffers.build(buffers, padding, known),
+        )
+
+    def segments(self, rank: int) -> tuple[Segment, ...]:
+        """What `rank` holds, in the order it was declared."""
+        low, high = np.searchsorted(self.rank, [rank, rank + 1])
+        rows = slice(int(low), int(high))
+        return tuple(
+            _segment(self.tensors[tensor], self.buffer_names[buffer], offset, extent, start, strides)
+            for tensor, buffer, offset, extent, start, strides in zip(
+                self.tensor[rows].tolist(),
+                self.buffer[rows].tolist(),
+                self.offset[rows].tolist(),
+                self.extent[rows].tolist(),
+                self.byte_offset[rows].tolist(),
+                self.strides[rows].tolist(),
+                strict=True,
+            )
+        )
+
+
+def _segment(
+    meta: TensorMeta, buffer: str, offset: list[int], extent: list[int], start: int, strides: list[int]
+) -> Segment:
+    ndim = len(meta.shape)
+    box = Box(tuple(offset[:ndim]), tuple(extent[:ndim]))
+    return Segment(meta.name, box, buffer, start, tuple(strides[:ndim]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Padded:
+    """Tuples of up to `ndim` numbers as rows of one array."""
+
+    ndim: int
+
+    def stack(self, rows: Iterable[tuple[int, ...]], fill: int) -> Int64:
+        tails = [(fill,) * missing for missing in range(self.ndim + 1)]
+        flat = [number for row in rows for number in (*row, *tails[self.ndim - len(row)])]
+        return np.array(flat, np.int64).reshape(-1, self.ndim)
+
+
+def _join_tied(ranks: Sequence[RankLayout]) -> tuple[tuple[str, str], ...]:
+    joined: dict[str, str] = {}
+    for alias, canonical in (pair for layout in ranks for pair in layout.tied):
+        if joined.setdefault(alias, canonical) != canonical:
+            raise PlanError(alias, f"tied to {joined[alias]} and to {canonical}; ranks must agree on one")
+    for alias, canonical in joined.items():
+        if canonical in joined:
+            raise PlanError(alias, f"tied to {canonical}, itself an alias; tie to {joined[canonical]}")
+    return tuple(sorted(joined.items()))
+
+
+def _join_tensors(ranks: Sequence[RankLayout], tied: dict[str, str]) -> dict[str, TensorMeta]:
+    """The tensors of all ranks by name, in order of first appearance, without aliases."""
+    metas: dict[str, TensorMeta] = {}
+    owner: dict[str, int] = {}
+    for rank, layout in enumerate(ranks):
+        for meta in layout.tensors:
+            known = metas.setdefault(meta.name, meta)
+            if known is meta:
+                owner[meta.name] = rank
+            elif known != meta:
+                raise PlanError(
+                    meta.name,
+                    f"rank {owner[meta.name]} says {known.dtype} {known.shape}, "
+                    f"rank {rank} says {meta.dtype} {meta.shape}; all must declare the global tensor",
+                )
+    for alias, canonical in tied.items():
+        if canonical not in metas:
+            raise PlanError(
+                alias, f"tied to {canonical}, which no rank declares; {suggest(canonical, metas)}"
+            )
+        meta = metas.pop(alias, metas[canonical])
+        if meta.shape != metas[canonical].shape:
+            raise PlanError(
+                alias, f"shape {meta.shape}, but tied to {canonical} of shape {metas[canonical].shape}"
+            )
+    return metas
+
+
+def _check_segment(segment: Segment, metas: dict[str, TensorMeta], tied: dict[str, str]) -> None:
+    name, box = segment.tensor, segment.box
+    if name in tied:
+        raise PlanError(name, f"tied to {tied[name]}, so it has no segments; give them to {tied[name]}")
+    if name not in metas:
+        raise PlanError(name, f"a segment names it, no rank declares it; {suggest(name, metas)}")
+    ndim = len(metas[name].shape)
+    if {len(box.offset), len(box.extent), len(segment.strides)} != {ndim}:
+        raise PlanError(
+            name,
+            f"offset {box.offset}, extent {box.extent}, strides {segment.strides}: "
+            f"each needs {ndim} numbers, for shape {metas[name].shape}",
+        )
+
+
+def _check_bounds(
+    tensors: tuple[TensorMeta, ...], shape: Int64, tensor: Int32, offset: Int64, extent: Int64
+) -> None:
+    bad = ((offset < 0) | (extent < 0) | (offset + extent > shape[tensor])).any(axis=1)
+    if bad.any():
+        row = int(bad.argmax())
+        meta = tensors[int(tensor[row])]
+        ndim = len(meta.shape)
+        raise PlanError(
+            meta.name,
+            f"box at {tuple(offset[row, :ndim].tolist())} of extent {tuple(extent[row, :ndim].tolist())} "
+            f"reaches out of the shape {meta.shape}; offsets and extents count global elements",
+        )

@@ -1,0 +1,165 @@
+"""Layouts of both sides and the members -> the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.errors import ConfigError, PlanError
+from weightsync.plan.buckets import RUN_ALIGN, Pieces, arrange, cut, split_large
+from weightsync.plan.buffers import Int32, Int64
+from weightsync.plan.layout import Layout
+from weightsync.plan.live import check_live
+from weightsync.plan.match import Match, match
+from weightsync.plan.members import Members
+from weightsync.plan.plan import Plan
+from weightsync.plan.replicas import choose
+from weightsync.plan.tiling import check_tiling, first_element
+
+__all__ = ["make_plan"]
+
+
+def make_plan(
+    source: Layout,
+    engines: Mapping[str, Layout],
+    members: Members,
+    *,
+    bucket_bytes: int,
+    max_staging_bytes: int,
+    slots: int = 2,
+    epoch: int = 0,
+) -> Plan:
+    """Plans a broadcast of all tensors to all engines.
+
+    Args:
+        source: what the trainer ranks hold, `members.trainers` in number.
+        engines: what each engine of `members.engines` takes. Tensors travel in the order of the
+            segments of the engine whose name sorts first.
+        bucket_bytes: most bytes that travel together; at least 256.
+        max_staging_bytes: most bytes that a receiving holder gives for its `slots` buckets.
+        slots: buckets that a holder has at once; while one is read, the next is filled.
+        epoch: number of the membership.
+
+    Raises:
+        PlanError: the layouts do not fit, or do not cover what they must; names the parameter.
+        ConfigError: members that do not fit the layouts, or limits that are too small.
+    """
+    _check_members(source, engines, members)
+    ordered = sorted(engines.items())
+    matched = match(source, ordered)
+    for name, engine in ordered:
+        check_live(name, engine)
+    itemsize = np.array([meta.itemsize for meta in matched.tensors], np.int64)
+    _check_limits(bucket_bytes, slots, itemsize)
+    capacity = bucket_bytes // RUN_ALIGN * RUN_ALIGN
+    pieces = split_large(_choose_pieces(source, matched, itemsize), itemsize, capacity)
+    bucket = cut(pieces, capacity)
+    runs = arrange(bucket, pieces.trainer, pieces.nbytes, np.array(members.trainers, np.int64))
+    pieces = pieces.take(runs.order)
+    plan = Plan(
+        epoch=epoch,
+        members=members,
+        tensors=matched.tensors,
+        tied=matched.tied,
+        bucket_bytes=bucket_bytes,
+        slots=slots,
+        piece_tensor=pieces.tensor.astype(np.int32),
+        piece_offset=_narrow(pieces.offset),
+        piece_extent=_narrow(pieces.extent),
+        step_piece=runs.bounds.astype(np.int32),
+        step_trainer=runs.trainer.astype(np.int32),
+        step_offset=runs.offset,
+        step_nbytes=runs.nbytes,
+        step_arena=runs.arena_offset,
+        bucket_step=np.flatnonzero(np.diff(runs.bucket, prepend=-1, append=-1)).astype(np.int32),
+    )
+    needed = slots * plan.max_bucket_nbytes
+    if needed > max_staging_bytes:
+        raise ConfigError(
+            "sync.max_staging_bytes",
+            max_staging_bytes,
+            f"{slots} buckets of {plan.max_bucket_nbytes} bytes need {needed}; "
+            "raise it, or lower sync.bucket_bytes",
+        )
+    return plan
+
+
+def _choose_pieces(source: Layout, matched: Match, itemsize: Int64) -> Pieces:
+    """One of the replicas of each box, in travel order, proven to tile every tensor."""
+    rows, tensor = _source_rows(source, matched)
+    offset, extent, rank = source.offset[rows], source.extent[rows], source.rank[rows].astype(np.int64)
+    same = np.zeros(len(rows), np.bool_)
+    same[1:] = (
+        (tensor[1:] == tensor[:-1])
+        & (offset[1:] == offset[:-1]).all(axis=1)
+        & (extent[1:] == extent[:-1]).all(axis=1)
+    )
+    _check_twice(matched, same, tensor, rank)
+    start = np.flatnonzero(~same)
+    shape = source.shape[matched.source]
+    check_tiling(matched.tensors, shape, tensor[start], offset[start], extent[start])
+    nbytes = extent[start].prod(axis=1) * itemsize[tensor[start]]
+    chosen = choose(start, np.diff(np.append(start, len(rows))), rank, nbytes, source.num_ranks)
+    return Pieces(tensor[start], rank[chosen], offset[start], extent[start], nbytes, tensor[start])
+
+
+def _source_rows(source: Layout, matched: Match) -> tuple[Int64, Int64]:
+    """Rows of the source's segments and the tensor they are sent as, empty boxes left out.
+
+    Ordered by travelling tensor, then by first element, then by rank.
+    """
+    held: Int64 = np.flatnonzero((source.extent > 0).all(axis=1))
+    numel = source.shape.prod(axis=1)
+    base = np.cumsum(numel) - numel
+    owner = source.tensor[held]
+    key = base[owner] + first_element(source.offset[held], source.shape[owner])
+    held = held[np.argsort(key, kind="stable")]
+    counts = np.bincount(source.tensor[held], minlength=len(source.tensors))
+    first = (np.cumsum(counts) - counts)[matched.source]
+    times = counts[matched.source]
+    tensor: Int64 = np.repeat(np.arange(len(times)), times)
+    nth = np.arange(len(tensor)) - np.repeat(np.cumsum(times) - times, times)
+    return held[first[tensor] + nth], tensor
+
+
+def _check_twice(matched: Match, same: npt.NDArray[np.bool_], tensor: Int64, rank: Int64) -> None:
+    twice = np.flatnonzero(same[1:] & (rank[1:] == rank[:-1]))
+    if len(twice):
+        row = int(twice[0])
+        raise PlanError(
+            matched.tensors[int(tensor[row])].name,
+            f"trainer rank {int(rank[row])} declares one box of it twice; declare each box once",
+        )
+
+
+def _check_members(source: Layout, engines: Mapping[str, Layout], members: Members) -> None:
+    if len(members.trainers) != source.num_ranks:
+        raise ConfigError("members.trainers", members.trainers, f"the layout has {source.num_ranks} ranks")
+    known = dict(members.engines)
+    if known.keys() != engines.keys():
+        raise ConfigError("members.engines", tuple(known), f"the layouts are of {tuple(engines)}")
+    for name, layout in engines.items():
+        if len(known[name]) != layout.num_ranks:
+            raise ConfigError(
+                f"members.engines[{name}]", known[name], f"the layout has {layout.num_ranks} ranks"
+            )
+
+
+def _check_limits(bucket_bytes: int, slots: int, itemsize: Int64) -> None:
+    if bucket_bytes < RUN_ALIGN:
+        largest = int(itemsize.max(initial=1))
+        raise ConfigError(
+            "sync.bucket_bytes",
+            bucket_bytes,
+            f"give at least {RUN_ALIGN}: what a root sends is aligned to that, its largest element "
+            f"has {largest} bytes",
+        )
+    if slots < 1:
+        raise ConfigError("sync.slots", slots, "give at least 1")
+
+
+def _narrow(values: Int64) -> Int32 | Int64:
+    """int32 where that holds all values: the plan travels to every member."""
+    return values.astype(np.int32) if values.max(initial=0) < 2**31 else values

@@ -1,0 +1,119 @@
+"""Pairs the tensors of both sides by name and puts them in travel order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from weightsync.errors import PlanError
+from weightsync.plan.buffers import Int64
+from weightsync.plan.layout import Layout
+from weightsync.plan.tensors import FLOATING, TensorMeta, suggest
+
+__all__ = ["Match", "match"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Match:
+    """`tensors` in travel order; `source[t]` is the source's tensor that is sent as tensor t."""
+
+    tensors: tuple[TensorMeta, ...]
+    source: Int64
+    tied: tuple[tuple[str, str], ...]
+
+
+def match(source: Layout, engines: Sequence[tuple[str, Layout]]) -> Match:
+    """Pairs each tensor that the engines want with the source's.
+
+    Raises:
+        PlanError: names, shapes, dtypes or ties of the two sides do not fit.
+    """
+    first_name, first = engines[0]
+    for name, engine in engines[1:]:
+        _check_same(first_name, first, name, engine)
+    index = {meta.name: number for number, meta in enumerate(source.tensors)}
+    _check_ties(source, index, engines)
+    aliases = {alias: index[canonical] for alias, canonical in source.tied}
+    wanted = [first.tensors[number] for number in _travel_order(first)]
+    pairs = np.array([_find(meta.name, index, aliases) for meta in wanted], np.int64)
+    _check_used(source, pairs, wanted)
+    for meta, number in zip(wanted, pairs.tolist(), strict=True):
+        _check_pair(source.tensors[number], meta)
+    tied = sorted({pair for _, engine in engines for pair in engine.tied})
+    return Match(tuple(wanted), pairs, tuple(tied))
+
+
+def _travel_order(engine: Layout) -> list[int]:
+    """Tensors by first appearance in the segments, then those without any."""
+    seen, first = np.unique(engine.tensor, return_index=True)
+    rest = np.setdiff1d(np.arange(len(engine.tensors)), seen)
+    order: list[int] = np.concatenate([seen[np.argsort(first)], rest]).tolist()
+    return order
+
+
+def _find(name: str, index: dict[str, int], aliases: dict[str, int]) -> int:
+    number = index.get(name, aliases.get(name, -1))
+    if number < 0:
+        hint = suggest(name, [*index, *aliases])
+        raise PlanError(name, f"the engine needs it, no trainer declares it; {hint}")
+    return number
+
+
+def _check_used(source: Layout, pairs: Int64, wanted: Sequence[TensorMeta]) -> None:
+    unused = np.setdiff1d(np.arange(len(source.tensors)), pairs)
+    if len(unused):
+        name = source.tensors[int(unused[0])].name
+        hint = suggest(name, [meta.name for meta in wanted])
+        raise PlanError(name, f"a trainer declares it, no engine takes it; leave it out or rename it: {hint}")
+
+
+def _check_pair(ours: TensorMeta, theirs: TensorMeta) -> None:
+    if ours.shape != theirs.shape:
+        raise PlanError(
+            theirs.name,
+            f"shape {ours.shape} at the trainers, {theirs.shape} at the engine; "
+            "both must declare the global shape of the checkpoint",
+        )
+    if ours.dtype != theirs.dtype and not {ours.dtype, theirs.dtype} <= FLOATING:
+        raise PlanError(
+            theirs.name,
+            f"dtype {ours.dtype} at the trainers, {theirs.dtype} at the engine; "
+            "only floating dtypes are cast, so declare the same on both sides",
+        )
+
+
+def _check_ties(source: Layout, index: dict[str, int], engines: Sequence[tuple[str, Layout]]) -> None:
+    """A tensor that an engine ties must not be a tensor of its own at the trainers."""
+    aliases = dict(source.tied)
+    for engine, layout in engines:
+        for alias, canonical in layout.tied:
+            ours = {aliases.get(name, name) for name in (alias, canonical)}
+            if len(ours & index.keys()) > 1:
+                raise PlanError(
+                    alias,
+                    f"engine {engine} ties it to {canonical}, the trainers hold two different tensors; "
+                    "tie them in the trainer's model, or build the engine without tied weights",
+                )
+
+
+def _check_same(first_name: str, first: Layout, name: str, engine: Layout) -> None:
+    """Engines take the same tensors: each is sent once, to all of them."""
+    if engine.names == first.names and engine.tensors == first.tensors:
+        return
+    metas = {meta.name: meta for meta in first.tensors}
+    for meta in engine.tensors:
+        known = metas.pop(meta.name, None)
+        if known is None:
+            hint = suggest(meta.name, [other.name for other in first.tensors])
+            raise PlanError(meta.name, f"engine {name} needs it, engine {first_name} does not; {hint}")
+        if known != meta:
+            raise PlanError(
+                meta.name,
+                f"engine {first_name} says {known.dtype} {known.shape}, engine {name} says "
+                f"{meta.dtype} {meta.shape}; all engines must serve the same model in the same dtype",
+            )
+    for left in metas:
+        hint = suggest(left, [other.name for other in engine.tensors])
+        raise PlanError(left, f"engine {first_name} needs it, engine {name} does not; {hint}")

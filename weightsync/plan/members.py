@@ -1,0 +1,55 @@
+"""Who takes part: which holder serves which rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weightsync.errors import ConfigError
+
+__all__ = ["Members"]
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The holders of one communicator, and whom each of them serves.
+
+    Attributes:
+        num_holders: size of the communicator.
+        trainers: holder of each trainer rank.
+        engines: per engine its name and the holder of each of its ranks.
+
+    Raises:
+        ConfigError: nobody to send or to receive, a holder out of range, or a name given twice.
+    """
+
+    num_holders: int
+    trainers: tuple[int, ...]
+    engines: tuple[tuple[str, tuple[int, ...]], ...]
+
+    def __post_init__(self) -> None:
+        if not self.trainers:
+            raise ConfigError("members.trainers", self.trainers, "register at least one trainer rank")
+        if not self.engines:
+            raise ConfigError("members.engines", self.engines, "register at least one engine")
+        self._check_range("members.trainers", self.trainers)
+        names = [name for name, _ in self.engines]
+        if len(set(names)) < len(names):
+            raise ConfigError("members.engines", tuple(names), "give each engine a name of its own")
+        for name, ranks in self.engines:
+            if not ranks:
+                raise ConfigError(f"members.engines[{name}]", ranks, "give at least one engine rank")
+            self._check_range(f"members.engines[{name}]", ranks)
+
+    def _check_range(self, field: str, holders: tuple[int, ...]) -> None:
+        if any(not 0 <= holder < self.num_holders for holder in holders):
+            raise ConfigError(field, holders, f"holders are numbered 0 to {self.num_holders - 1}")
+
+    @property
+    def senders(self) -> tuple[int, ...]:
+        """Holders that serve a trainer rank, ascending."""
+        return tuple(sorted(set(self.trainers)))
+
+    @property
+    def receivers(self) -> tuple[int, ...]:
+        """Holders that serve an engine rank, ascending."""
+        return tuple(sorted({holder for _, ranks in self.engines for holder in ranks}))

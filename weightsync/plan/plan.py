@@ -1,0 +1,239 @@
+"""The plan: what travels, in which bucket, from whom. Frozen, the same for everybody."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from weightsync.plan.box import Box
+from weightsync.plan.buckets import PIECE_ALIGN, RUN_ALIGN, align
+from weightsync.plan.buffers import Int32, Int64
+from weightsync.plan.explain import Cluster, Explanation
+from weightsync.plan.members import Members
+from weightsync.plan.tensors import TensorMeta
+
+__all__ = ["Bucket", "Piece", "Plan", "Step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One box of `Plan.tensors[tensor]`, row-major and contiguous on the wire.
+
+    `offset` is its first byte in the bucket, `arena_offset` the one in `trainer`'s arena.
+    """
+
+    tensor: int
+    box: Box
+    trainer: int
+    bucket: int
+    offset: int
+    nbytes: int
+    arena_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One broadcast: holder `root` sends `nbytes` from `trainer`'s arena to a bucket's `offset`."""
+
+    index: int
+    bucket: int
+    root: int
+    trainer: int
+    offset: int
+    nbytes: int
+    arena_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """What is in the buffer together: `nbytes` of it are used."""
+
+    index: int
+    nbytes: int
+    pieces: tuple[Piece, ...]
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Plan:
+    """Broadcast: every holder that serves an engine gets every tensor.
+
+    Columns, S steps and P pieces, both in the order in which they travel:
+        piece_tensor: int32[P]; piece_offset, piece_extent: int32 or int64[P, D], the boxes.
+        step_piece: int32[S + 1], a step's first piece; bucket_step: int32[num_buckets + 1].
+        step_trainer: int32[S]; step_offset, step_nbytes, step_arena: int64[S].
+    """
+
+    epoch: int
+    members: Members
+    tensors: tuple[TensorMeta, ...]
+    tied: tuple[tuple[str, str], ...]
+    bucket_bytes: int
+    slots: int
+    piece_tensor: Int32
+    piece_offset: Int32 | Int64
+    piece_extent: Int32 | Int64
+    step_piece: Int32
+    step_trainer: Int32
+    step_offset: Int64
+    step_nbytes: Int64
+    step_arena: Int64
+    bucket_step: Int32
+
+    @property
+    def num_buckets(self) -> int:
+        return len(self.bucket_step) - 1
+
+    @property
+    def num_pieces(self) -> int:
+        return len(self.piece_tensor)
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """All steps, in order. Built on each call: inside an update use `bucket(i).steps`."""
+        return tuple(step for index in range(self.num_buckets) for step in self.bucket_steps(index))
+
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes of all tensors, without alignment."""
+        return sum(meta.nbytes for meta in self.tensors)
+
+    def bucket(self, index: int) -> Bucket:
+        """Bucket `index`, in time proportional to its pieces."""
+        steps = self.bucket_steps(index)
+        pieces = tuple(piece for step in steps for piece in self._pieces(step))
+        return Bucket(index, self._bucket_nbytes(index), pieces, steps)
+
+    def buckets(self) -> Iterator[Bucket]:
+        return (self.bucket(index) for index in range(self.num_buckets))
+
+    def trainer_pieces(self, trainer: int) -> tuple[Piece, ...]:
+        """What `trainer` sends, in the order of its arena."""
+        buckets = np.repeat(np.arange(self.num_buckets), np.diff(self.bucket_step))
+        steps = np.flatnonzero(self.step_trainer == trainer).tolist()
+        return tuple(piece for i in steps for piece in self._pieces(self._step(i, int(buckets[i]))))
+
+    def arena_nbytes(self, trainer: int) -> int:
+        """Size of `trainer`'s arena, alignment included."""
+        return int(align(self.step_nbytes[self.step_trainer == trainer], RUN_ALIGN).sum())
+
+    def staging_nbytes(self, holder: int) -> int:
+        """Device memory for buckets: `slots` of the largest, and nothing where nothing arrives."""
+        return self.slots * self.max_bucket_nbytes if holder in self.members.receivers else 0
+
+    @property
+    def max_bucket_nbytes(self) -> int:
+        """Bytes of the fullest bucket: what each slot must hold."""
+        return int((self.step_offset + align(self.step_nbytes, RUN_ALIGN)).max(initial=0))
+
+    def digest(self) -> str:
+        """SHA-256, in hex, of everything that the members must agree on."""
+        header = {
+            "epoch": self.epoch,
+            "holders": self.members.num_holders,
+            "trainers": self.members.trainers,
+            "engines": sorted(self.members.engines),
+            "tensors": [(meta.name, meta.dtype, meta.shape) for meta in self.tensors],
+            "tied": self.tied,
+            "bucket_bytes": self.bucket_bytes,
+            "slots": self.slots,
+        }
+        state = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+        for column in (
+            self.piece_tensor,
+            self.piece_offset,
+            self.piece_extent,
+            self.step_piece,
+            self.step_trainer,
+            self.step_offset,
+            self.step_nbytes,
+            self.step_arena,
+            self.bucket_step,
+        ):
+            state.update(f"{column.shape}".encode())
+            state.update(np.ascontiguousarray(column, dtype="<i8").tobytes())
+        return state.hexdigest()
+
+    def explain(self, cluster: Cluster | None = None) -> Explanation:
+        """Figures of this plan, with times if the cluster's bandwidths are given."""
+        roots = np.array(self.members.trainers, np.int64)
+        by_trainer = np.bincount(self.step_trainer, self.step_nbytes, len(roots))
+        by_root = np.bincount(roots, by_trainer, self.members.num_holders).astype(np.int64).tolist()
+        total = int(self.step_nbytes.sum())
+        sent = {holder: by_root[holder] for holder in self.members.senders}
+        received = {holder: total - by_root[holder] for holder in self.members.receivers}
+        arena: dict[int, int] = dict.fromkeys(range(self.members.num_holders), 0)
+        for trainer, holder in enumerate(self.members.trainers):
+            arena[holder] += self.arena_nbytes(trainer)
+        floor, stages = _times(cluster, sent, received, arena, total)
+        return Explanation(
+            num_tensors=len(self.tensors),
+            num_buckets=self.num_buckets,
+            num_steps=len(self.step_trainer),
+            num_pieces=self.num_pieces,
+            payload_nbytes=self.total_nbytes,
+            edges={(s, r): n for s, n in sent.items() if n for r in received if r != s},
+            sent=sent,
+            received=received,
+            imbalance=float(by_trainer.max() / by_trainer.mean()) if total else 1.0,
+            staging={holder: self.staging_nbytes(holder) for holder in range(self.members.num_holders)},
+            arena=arena,
+            cluster=cluster,
+            floor_seconds=floor,
+            stage_seconds=stages,
+        )
+
+    def _bucket_nbytes(self, index: int) -> int:
+        last = int(self.bucket_step[index + 1]) - 1
+        return int(self.step_offset[last] + align(self.step_nbytes[last], RUN_ALIGN))
+
+    def bucket_steps(self, bucket: int) -> tuple[Step, ...]:
+        """The broadcasts that fill one bucket, in order."""
+        low, high = self.bucket_step[bucket : bucket + 2].tolist()
+        return tuple(self._step(index, bucket) for index in range(low, high))
+
+    def _step(self, index: int, bucket: int) -> Step:
+        trainer = int(self.step_trainer[index])
+        return Step(
+            index,
+            bucket,
+            self.members.trainers[trainer],
+            trainer,
+            int(self.step_offset[index]),
+            int(self.step_nbytes[index]),
+            int(self.step_arena[index]),
+        )
+
+    def _pieces(self, step: Step) -> Iterator[Piece]:
+        rows = slice(*self.step_piece[step.index : step.index + 2].tolist())
+        at = 0
+        for tensor, offset, extent in zip(
+            self.piece_tensor[rows].tolist(),
+            self.piece_offset[rows].tolist(),
+            self.piece_extent[rows].tolist(),
+            strict=True,
+        ):
+            meta = self.tensors[tensor]
+            ndim = len(meta.shape)
+            box = Box(tuple(offset[:ndim]), tuple(extent[:ndim]))
+            nbytes = box.numel * meta.itemsize
+            yield Piece(
+                tensor, box, step.trainer, step.bucket, step.offset + at, nbytes, step.arena_offset + at
+            )
+            at += -(-nbytes // PIECE_ALIGN) * PIECE_ALIGN
+
+
+def _times(
+    cluster: Cluster | None, sent: dict[int, int], received: dict[int, int], arena: dict[int, int], total: int
+) -> tuple[float | None, dict[str, float] | None]:
+    if cluster is None:
+        return None, None
+    link = cluster.link_gb_per_s * 1e9
+    stages = {"broadcast": total / link}
+    if cluster.host_gb_per_s is not None:
+        stages["host to device"] = max(arena.values()) / (cluster.host_gb_per_s * 1e9)
+    return max(*sent.values(), *received.values()) / link, stages

@@ -1,0 +1,7 @@
+"""Trainer adapters; see README.md for how to add one."""
+
+from __future__ import annotations
+
+from weightsync.sources.base import Source
+
+__all__ = ["Source"]

@@ -1,0 +1,53 @@
+"""What an engine may be, and how it gets from one state to the next.
+
+STARTING → EMPTY → SERVING(v) → PAUSED(v) → WRITING → SERVING(w)
+             └─────────────────────────────────┤
+                                                └→ STALE (load failed, digest wrong, too late)
+DEAD from anywhere. A STALE engine is written again by the next version, or refilled.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+__all__ = ["EngineRecord", "EngineState"]
+
+
+class EngineState(enum.Enum):
+    """One engine's state."""
+
+    EMPTY = "EMPTY"
+    SERVING = "SERVING"
+    PAUSED = "PAUSED"
+    WRITING = "WRITING"
+    STALE = "STALE"
+    DEAD = "DEAD"
+
+
+_NEXT = {
+    EngineState.EMPTY: {EngineState.PAUSED},
+    EngineState.SERVING: {EngineState.PAUSED},
+    EngineState.PAUSED: {EngineState.WRITING},
+    EngineState.WRITING: {EngineState.SERVING},
+    EngineState.STALE: {EngineState.PAUSED},
+    EngineState.DEAD: set(),
+}
+
+
+@dataclass(slots=True)
+class EngineRecord:
+    """An engine's state, and the committed version that it serves (0 is none)."""
+
+    state: EngineState = EngineState.EMPTY
+    version: int = 0
+
+    def enter(self, state: EngineState, version: int = 0) -> None:
+        """Go to `state`. STALE and DEAD are open to all; any other wrong turn is a bug of ours."""
+        fall = state in (EngineState.STALE, EngineState.DEAD) and self.state is not EngineState.DEAD
+        assert fall or state in _NEXT[self.state], f"{self.state} to {state}"
+        self.state = state
+        if state is EngineState.SERVING:
+            self.version = version
+        elif state in (EngineState.WRITING, EngineState.STALE, EngineState.DEAD):
+            self.version = 0

@@ -1,0 +1,112 @@
+"""Parts for tests, yours and ours: an engine without a model, and peers without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from weightsync.engines.base import Rollout
+from weightsync.errors import StateError
+from weightsync.feed import EngineFeed, FeedTicket
+from weightsync.plan import Box, Plan, RankLayout, Segment, TensorMeta
+from weightsync.verify import Digests, tensor_digest
+
+__all__ = ["DictEngine", "LocalPeer"]
+
+
+class DictEngine:
+    """An Engine whose weights are a dict of CPU tensors; `generate` answers with its version.
+
+    `on_write`, if set, is called before each piece is written, with the tensor's name: the place
+    to fail, to stall, or to write something else.
+    """
+
+    def __init__(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.name = name
+        self.tensors = dict(tensors)
+        self.version = 0
+        self.serving = False
+        self.on_write: Callable[[str], None] = lambda _: None
+        self._feed: EngineFeed | None = None
+        self._plan: Plan | None = None
+
+    def layout(self) -> Sequence[RankLayout]:
+        """Whole tensors, each its own buffer."""
+        metas = tuple(
+            TensorMeta(name, str(t.dtype).removeprefix("torch."), tuple(t.shape))
+            for name, t in self.tensors.items()
+        )
+        segments = tuple(
+            Segment(
+                name,
+                Box((0,) * t.dim(), tuple(t.shape)),
+                name,
+                0,
+                tuple(s * t.element_size() for s in t.stride()),
+            )
+            for name, t in self.tensors.items()
+        )
+        return [RankLayout(metas, segments, buffers=metas)]
+
+    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[str]:
+        """Open the one feed."""
+        self.close()
+        self._plan, self._feed = plan, EngineFeed.open(tickets[0], plan, timeout_s)
+        return [plan.digest()]
+
+    def pause(self, mode: str, timeout_s: float) -> None:
+        """Nothing runs, so nothing is waited for."""
+        self.serving = False
+
+    def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
+        """Copy every piece to where it belongs."""
+        assert self._feed is not None
+        return [self._feed.receive(attempt, self, timeout_s)]
+
+    def write(self, tensor: int, box: Box, data: torch.Tensor) -> None:
+        """See `Sink.write`."""
+        assert self._plan is not None
+        name = self._plan.tensors[tensor].name
+        self.on_write(name)
+        self.tensors[name][box.slices()].copy_(data)
+
+    def finish(self) -> Digests:
+        """Digests of the live tensors."""
+        assert self._plan is not None
+        metas = self._plan.tensors
+        return np.array([tensor_digest(self.tensors[m.name], m.shape) for m in metas], dtype=np.uint64)
+
+    def resume(self, version: int) -> None:
+        """Serve `version`."""
+        self.version, self.serving = version, True
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
+        """One token per prompt: the version."""
+        if not self.serving:
+            raise StateError(f"engine {self.name} serves no version")
+        return Rollout([[self.version] for _ in prompts], [(self.version, self.version) for _ in prompts])
+
+    def close(self) -> None:
+        """Drop the feed."""
+        if self._feed is not None:
+            self._feed.close()
+            self._feed = None
+
+
+class LocalPeer:
+    """Any of our objects as a peer of the controller: each method awaited on a thread of its own."""
+
+    def __init__(self, target: object) -> None:
+        self._target = target
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        function = getattr(self._target, method)
+
+        async def call(*args: object) -> object:
+            return await asyncio.to_thread(function, *args)
+
+        return call

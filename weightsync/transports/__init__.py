@@ -1,0 +1,23 @@
+"""Transports by name, each imported on use; see README.md for how to add one."""
+
+from __future__ import annotations
+
+import importlib
+
+from weightsync.errors import ConfigError, nearest
+from weightsync.transports.base import Transport
+
+__all__ = ["TRANSPORTS", "Transport", "transport_class"]
+
+TRANSPORTS = {
+    "gloo": "weightsync.transports.gloo:GlooTransport",
+}
+
+
+def transport_class(name: str) -> type[Transport]:
+    """Import a transport. Raises ConfigError for an unknown name."""
+    if name not in TRANSPORTS:
+        raise ConfigError("transport", name, nearest(name, TRANSPORTS))
+    module, _, cls = TRANSPORTS[name].partition(":")
+    found: type[Transport] = getattr(importlib.import_module(module), cls)
+    return found

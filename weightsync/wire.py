@@ -1,0 +1,94 @@
+"""The messages between a holder and its engine's worker, and how their bytes are read.
+
+Nothing that arrives on a socket is unpickled. A message that is too long, of no known type, or
+from a peer that has not shown the run's secret raises WireError, and the receiver goes on.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from weightsync.errors import WireError
+
+__all__ = [
+    "MAX_MESSAGE_NBYTES",
+    "Cancel",
+    "Done",
+    "Failed",
+    "Hello",
+    "Message",
+    "Ready",
+    "Welcome",
+    "decode",
+    "encode",
+]
+
+MAX_MESSAGE_NBYTES = 64 << 10
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Engine rank → holder, first: who is there, and the proof that it belongs to this run."""
+
+    secret: bytes
+    engine: str
+    plan_digest: str
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """Holder → engine rank: the hello was good."""
+
+    holder: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """Holder → engine rank: bucket `bucket` of this attempt may be read; the plan says where it lies."""
+
+    attempt: int
+    bucket: int
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """Engine rank → holder: the bucket was read, its slot may be filled again."""
+
+    attempt: int
+    bucket: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """Engine rank → holder: this attempt ended early, expect no more answers."""
+
+    attempt: int
+    cause: str
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """Holder → engine rank: no more buckets will come for this attempt."""
+
+    attempt: int
+    cause: str
+
+
+Message = Hello | Welcome | Ready | Done | Failed | Cancel
+
+_decoder = msgspec.msgpack.Decoder(Message)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message) -> bytes:
+    """Message to bytes; texts are cut so that the limit holds."""
+    if isinstance(message, Failed | Cancel):
+        message = msgspec.structs.replace(message, cause=message.cause[:4096])
+    data = _encoder.encode(message)
+    assert len(data) <= MAX_MESSAGE_NBYTES
+    return data
+
+
+def decode(data: bytes) -> Message:
+    """Bytes to message. Raises WireError for anything that is not one of ours."""
+    if len(data) > MAX_MESSAGE_NBYTES:
+        raise WireError(f"a message of {len(data)} bytes, more than {MAX_MESSAGE_NBYTES}")
+    try:
+        message: Message = _decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"not a message of ours: {error}") from error
+    return message
