@@ -123,10 +123,15 @@ class WeightSync:
         return future
 
     def add_engine(self, name: str, handle: ActorHandle[Any]) -> SyncReport | None:
-        """Let an engine join; it is filled with the committed version from the holders, if there is one."""
-        if name in self._engines:
+        """Let an engine join, or take the place of a DEAD one of that name.
+
+        It is filled with the committed version from the holders, if there is one; the trainers are
+        not asked. Raises ConfigError when a living engine has the name.
+        """
+        if name in self._engines and self.engine_states().get(name) is not EngineState.DEAD:
             raise ConfigError("engine", name, f"choose a name other than {', '.join(self._engines)}")
         with self._alone():
+            self._fleet.engines.pop(name, None)
             self._engines[name] = handle
             return self._run(self._join(name))
 

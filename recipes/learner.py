@@ -44,10 +44,11 @@ class Learner:
         The groups must have been sampled by the weights as they are at the call.
         """
         batch = collate(groups, pad=WORDS.index(PAD))
-        with torch.no_grad():
-            old = self._logprobs(batch.tokens)
+        old: Tensor | None = None
         for _ in range(self.loop.epochs):
-            loss = policy_loss(self._logprobs(batch.tokens), old, batch, self.loop.clip)
+            new = self._logprobs(batch.tokens)
+            old = new.detach() if old is None else old
+            loss = policy_loss(new, old, batch, self.loop.clip)
             grad_norm = self._descend(loss)
         self._schedule.step()
         return {"loss": loss.item(), "grad_norm": grad_norm}

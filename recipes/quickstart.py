@@ -6,6 +6,7 @@ with local_cluster(folder / "logs", threads_per_actor=1):
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -53,9 +54,9 @@ def run(recipe: Recipe, folder: Path, screen: Screen) -> RunReport:
         screen.line(str(sync.plan.explain()))
         screen.line(str(sync.update_weights(version=1)))
 
-        problems = ProblemSampler(loop.seed)
+        problems, seeds = ProblemSampler(loop.seed), random.Random(loop.seed)
         for step in range(1, loop.steps + 1):
-            groups, versions = _roll_out(problems.sample(loop.prompts_per_step), engines, recipe)
+            groups, versions = _roll_out(problems.sample(loop.prompts_per_step), engines, recipe, seeds)
             _train(groups, trainers, recipe)
             update = sync.update_weights(version=step + 1)
             row = StepRow(
@@ -111,14 +112,19 @@ def _slot(recipe: Recipe, index: int) -> str | None:
 
 
 def _roll_out(
-    problems: Sequence[Problem], engines: Mapping[str, Actor], recipe: Recipe
+    problems: Sequence[Problem], engines: Mapping[str, Actor], recipe: Recipe, seeds: random.Random
 ) -> tuple[list[Group], list[int]]:
-    """A group of completions for each problem, shared out among the engines; and who made them."""
+    """A group of completions for each problem, shared out among the engines; and who made them.
+
+    Each call has a seed of its own: engines that share one would explore the same way.
+    """
     size = recipe.loop.group_size
-    sampling = {"max_tokens": 1, "temperature": recipe.loop.temperature}
     shares = {name: problems[i :: len(engines)] for i, name in enumerate(engines)}
     calls = {
-        name: engine.generate.remote([p.prompt for p in shares[name] for _ in range(size)], sampling)
+        name: engine.generate.remote(
+            [problem.prompt for problem in shares[name] for _ in range(size)],
+            {"max_tokens": 1, "temperature": recipe.loop.temperature, "seed": seeds.getrandbits(32)},
+        )
         for name, engine in engines.items()
     }
     groups, versions = [], set()

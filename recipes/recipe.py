@@ -97,9 +97,9 @@ class LoopSpec:
     """
 
     kind: Literal["grpo"] = "grpo"
-    steps: int = 30
+    steps: int = 25
     seed: int = 0
-    prompts_per_step: int = 64
+    prompts_per_step: int = 128
     group_size: int = 16
     epochs: int = 4
     learning_rate: float = 2e-3

@@ -187,7 +187,6 @@ class SyncConfig:
         max_staging_bytes: the most staging memory on any rank; a plan that needs more is refused.
         timeout_s: seconds that one phase of an update may take.
         connect_timeout_s: seconds that connecting may take, engines' start-up not included.
-        verify: compare digests of what was sent with what arrived before a version commits.
         min_engines: a version commits when at least this many engines took it.
         pause: requests in flight: ``keep`` freezes them and goes on with the new weights, ``wait``
             lets them finish first.
@@ -201,7 +200,6 @@ class SyncConfig:
     max_staging_bytes: Size = 2 << 30
     timeout_s: float = 60.0
     connect_timeout_s: float = 300.0
-    verify: bool = True
     min_engines: int = 1
     pause: Literal["keep", "wait"] = "keep"
 

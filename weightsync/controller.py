@@ -60,7 +60,7 @@ class Controller:
         """Take `version` from the trainers to every live engine.
 
         Raises:
-            StateError: not connected.
+            StateError: not connected, or fewer than ``min_engines`` engines are alive.
             ConfigError: `version` does not grow.
             WeightSyncError: what went wrong first, when fewer than ``min_engines`` took it. A failed
                 publish leaves every engine as it was; later failures leave the engines STALE.
@@ -70,13 +70,18 @@ class Controller:
         newest = max(self.version, self._published)
         if version <= newest:
             raise ConfigError("version", version, f"versions grow: give more than {newest}")
+        takers = self._fleet.live()
+        if len(takers) < self._config.min_engines:
+            raise StateError(
+                f"{len(takers)} engines are alive, sync.min_engines is {self._config.min_engines}"
+            )
         clock = PhaseClock()
         with clock.phase("publish"):
             calls = {f"trainer {i}": t.publish() for i, (t, _) in enumerate(self._fleet.trainers)}
             shares = (await gather_named(calls, "publish", self._config.timeout_s)).require()
         self._expected = combine(list(shares.values()))
         self._published = version
-        return await self._deliver(self._fleet.live(), clock)
+        return await self._deliver(takers, self._config.min_engines, clock)
 
     async def refill(self, name: str) -> SyncReport:
         """Bring one engine to the version that the holders keep; trainers and others are not asked.
@@ -85,9 +90,9 @@ class Controller:
         """
         if not self.connected or self._expected is None:
             raise StateError("no version is held yet: update_weights() has to come first")
-        return await self._deliver({name: self._fleet.engines[name]}, PhaseClock())
+        return await self._deliver({name: self._fleet.engines[name]}, 1, PhaseClock())
 
-    async def _deliver(self, takers: Mapping[str, EngineSeat], clock: PhaseClock) -> SyncReport:
+    async def _deliver(self, takers: Mapping[str, EngineSeat], least: int, clock: PhaseClock) -> SyncReport:
         version, timeout_s = self._published, self._config.timeout_s
         self._failures = {}
         with clock.phase("pause"):
@@ -97,14 +102,14 @@ class Controller:
             digests = await self._move([name for name in takers if name in paused])
         with clock.phase("verify"):
             verified = self._verify(version, digests)
-        if len(verified) < min(self._config.min_engines, len(takers)):
+        if len(verified) < least:
             self._enter(verified, EngineState.STALE)
             raise next(iter(self._failures.values()))
         with clock.phase("commit"):
             ready = {name: takers[name] for name in verified}
             serving = await self._ask(ready, "commit", lambda peer: peer.resume(version))
             self._enter(serving, EngineState.SERVING, version)
-        if not serving:
+        if len(serving) < least:
             raise next(iter(self._failures.values()))
         self.version = version
         return self._report(clock)

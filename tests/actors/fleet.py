@@ -11,6 +11,7 @@ from torch import nn
 
 from actors.engine import EngineActor
 from actors.trainer_shard import TrainerShard
+from recipes.trainer import GrpoTrainer
 from weightsync.testing import DictEngine
 
 
@@ -32,6 +33,16 @@ class Trainer(TrainerShard):
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+
+
+class SharpTrainer(GrpoTrainer):
+    """The quickstart's trainer, with weights that tell prompts apart from the start."""
+
+    @torch.no_grad()
+    def sharpen(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            if "norm" not in name and "embed" not in name:
+                parameter.mul_(12.0)
 
 
 class Modelless(TrainerShard):

@@ -175,6 +175,23 @@ def test_a_killed_engine_is_dead_and_the_others_go_on(make: Make, pool: Pool) ->
     assert report.states["e1"] == "DEAD"
     assert sync.update_weights(3).engines["e0"] == 3
     assert sync.engine_states()["e1"] is EngineState.DEAD
+    replacement = sync.add_engine("e1", pool.get(Engine, "e1", "x1"))
+    assert replacement is not None
+    assert replacement.engines == {"e0": 3, "e1": 3}
+    assert holds(sync, "e1")
+
+
+def test_fewer_living_engines_than_min_engines_is_refused_before_anything_moves(
+    make: Make, pool: Pool
+) -> None:
+    sync = make(engines=2, min_engines=2)
+    sync.connect()
+    sync.update_weights(1)
+    pool.kill(sync._engines["e1"])
+    with pytest.raises(PeerLostError, match="engine e1"):
+        sync.update_weights(2)
+    with pytest.raises(StateError, match="1 engines are alive"):
+        sync.update_weights(3)
 
 
 def test_a_killed_holder_fails_the_update_and_is_replaced_for_the_next(make: Make) -> None:

@@ -72,7 +72,8 @@ def llm() -> FakeLlm:
 
 
 @pytest.fixture
-def loop(llm: FakeLlm) -> Iterator[EngineLoop]:
+def loop(llm: FakeLlm, threads: ThreadPoolExecutor) -> Iterator[EngineLoop]:
+    """Closed before `threads` are, or a failed test would wait for them for ever."""
     loop = EngineLoop("e0", lambda: llm, FakeLlm.shut)
     yield loop
     llm.permits.release(1000)

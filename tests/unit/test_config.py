@@ -191,7 +191,6 @@ def test_sync_config_from_yaml_equals_the_one_from_python() -> None:
         ("timeout_s", 0, "more than 0"),
         ("timeout_s", math.nan, "finite"),
         ("connect_timeout_s", math.inf, "finite"),
-        ("verify", "yes", "true or false"),
         ("min_engines", 0, "at least 1"),
         ("pause", "abort", "valid: keep, wait"),
     ],

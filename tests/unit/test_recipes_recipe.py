@@ -42,13 +42,13 @@ def test_overrides_are_laid_over_the_file(minimal: Path) -> None:
         "engines.main.count=4",
         "sync.bucket_bytes=1MiB",
         "loop.learning_rate=1.0e-4",
-        "sync.verify=false",
+        "sync.pause=wait",
     ]
     recipe = load_recipe(minimal, given)
     assert recipe.engines["main"].count == 4
     assert recipe.sync.bucket_bytes == 1 << 20
     assert recipe.loop.learning_rate == 1e-4
-    assert recipe.sync.verify is False
+    assert recipe.sync.pause == "wait"
     assert recipe.engines["spare"] == EngineSpec()
 
 
@@ -82,7 +82,7 @@ def test_no_override_changes_nothing(minimal: Path) -> None:
         ("name: ../x\nengines: {main: {}}", "name", "../x", "folder"),
         ("name: x\nengines: {main: {}}\nplacement: apart", "placement", "apart", "colocated"),
         ("name: x\nengines: {main: {}}\ntrainers: {count: 0}", "trainers.count", 0, "at least 1"),
-        ("name: x\nengines: {main: {}}\ntrainers: {count: 3}", "loop.prompts_per_step", 64, "multiple of"),
+        ("name: x\nengines: {main: {}}\ntrainers: {count: 3}", "loop.prompts_per_step", 128, "multiple of"),
         ("name: x\nengines: {main: {}}\nsync: {bucket_bytes: 256Mb}", "sync.bucket_bytes", "256Mb", "256MiB"),
         ("name: x\nengines: {main: {}}\nsync: {min_engines: 2}", "sync.min_engines", 2, "only 1"),
         ("name: x\nengines: {main: {}}\nmodel: {vocab_size: 100}", "model.vocab_size", 100, "multiple of 64"),

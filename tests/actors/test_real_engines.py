@@ -1,0 +1,87 @@
+"""FSDP2 trainers and real engines over Ray: the engine's greedy tokens are those of the trainer's weights."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+from actors.engine import EngineActor
+from recipes.grpo import Group
+from recipes.model import build_checkpoint
+from recipes.recipe import LoopSpec, ModelSpec, MoeSpec
+from tests.actors.fleet import SharpTrainer, spawn
+from weightsync import PlanError, SyncConfig, WeightSync
+
+PROMPTS = [
+    torch.randint(3, 60, (4 + i,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(8)
+]
+LOOP = LoopSpec(steps=100, epochs=1, group_size=4, prompts_per_step=2, learning_rate=0.003)
+MODELS = {
+    "dense": ModelSpec(hidden_size=64, intermediate_size=128, tie_word_embeddings=True),
+    "moe": ModelSpec(hidden_size=64, moe=MoeSpec(num_experts=8, num_experts_per_tok=2, intermediate_size=32)),
+}
+VERSIONS = 7
+
+
+def _groups(version: int) -> list[Group]:
+    draw = torch.Generator().manual_seed(version)
+    tokens = torch.randint(3, 60, (4, 3), generator=draw).tolist()
+    return [Group(PROMPTS[version % 8], tokens, [1.0, 0.0, 0.0, 1.0])]
+
+
+@pytest.fixture(params=["dense", "moe"])
+def trained(request: pytest.FixtureRequest, tmp_path: Path):
+    model = build_checkpoint(tmp_path / "model", MODELS[request.param], seed=1)
+    trainers = [spawn(SharpTrainer, rank, 2, str(model), LOOP, str(rank)) for rank in range(2)]
+    port = ray.get(trainers[0].listen.remote())
+    ray.get([trainer.join.remote(port) for trainer in trainers])
+    ray.get([trainer.sharpen.remote() for trainer in trainers])
+    yield model, trainers
+    for trainer in trainers:
+        ray.kill(trainer)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_engines_tokens_are_those_of_the_trainers_weights(trained) -> None:
+    model, trainers = trained
+    kinds = ["torch"] + (["vllm"] if importlib.util.find_spec("vllm") else [])
+    engines = {kind: spawn(EngineActor, kind, str(model), kind, {}, str(i)) for i, kind in enumerate(kinds)}
+    with WeightSync(SyncConfig(bucket_bytes=64 << 10)) as sync:
+        sync.register_trainers(trainers)
+        sync.register_engines(engines)
+        sync.connect()
+        seen = []
+        for version in range(1, VERSIONS + 1):
+            ray.get([trainer.train_step.remote(_groups(version)) for trainer in trainers])
+            report = sync.update_weights(version)
+            assert report.engines == dict.fromkeys(kinds, version)
+            if version in (1, 5, VERSIONS):
+                wanted = ray.get([trainer.greedy.remote(PROMPTS, 16) for trainer in trainers])[0]
+                for kind in kinds:
+                    sampling = {"max_tokens": 16, "temperature": 0.0}
+                    rollout = ray.get(engines[kind].generate.remote(PROMPTS, sampling))
+                    assert rollout.tokens == wanted
+                    assert rollout.version == version
+                seen.append(wanted)
+        assert seen[0] != seen[1] != seen[2]
+        assert len({tuple(tokens) for tokens in seen[-1]}) == len(PROMPTS)
+    for engine in engines.values():
+        ray.get(engine.close.remote())
+        ray.kill(engine)
+
+
+def test_a_checkpoint_of_another_shape_is_refused_by_the_tensors_name(trained, tmp_path: Path) -> None:
+    _, trainers = trained
+    other = build_checkpoint(tmp_path / "other", ModelSpec(hidden_size=96, intermediate_size=128), seed=1)
+    engine = spawn(EngineActor, "torch", str(other), "e0", {}, "0")
+    with WeightSync() as sync:
+        sync.register_trainers(trainers)
+        sync.register_engines({"e0": engine})
+        with pytest.raises(PlanError, match=r"embed_tokens|lm_head|experts|mlp"):
+            sync.connect()
+    ray.kill(engine)
