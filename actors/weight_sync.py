@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, TypeVar
@@ -54,7 +53,9 @@ class WeightSync:
         self._holders: dict[tuple[str, str], RemoteHolder] = {}
         self._fleet = Fleet([], {}, [])
         self._controller = Controller(self.config, self._fleet)
-        self._busy = threading.Lock()
+        self._lock = threading.Lock()
+        self._last: Future[Any] = Future()
+        self._last.set_result(None)
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="weightsync", daemon=True)
@@ -80,8 +81,7 @@ class WeightSync:
             ConfigError: a setting does not fit, or two actors claim one GPU or slot.
             DeadlineError: names who did not come within ``config.connect_timeout_s``.
         """
-        with self._alone():
-            self._run(self._connect())
+        self._submit(self._connect).result()
 
     @property
     def plan(self) -> Plan:
@@ -117,10 +117,7 @@ class WeightSync:
         """As `update_weights`, but returns a future; its exception is what the other raises."""
         if not isinstance(version, int) or isinstance(version, bool):
             raise ConfigError("version", version, "give a whole number")
-        self._take()
-        future = asyncio.run_coroutine_threadsafe(self._update(version), self._loop)
-        future.add_done_callback(lambda _: self._busy.release())
-        return future
+        return self._submit(lambda: self._update(version))
 
     def add_engine(self, name: str, handle: ActorHandle[Any]) -> SyncReport | None:
         """Let an engine join, or take the place of a DEAD one of that name.
@@ -130,25 +127,19 @@ class WeightSync:
         """
         if name in self._engines and self.engine_states().get(name) is not EngineState.DEAD:
             raise ConfigError("engine", name, f"choose a name other than {', '.join(self._engines)}")
-        with self._alone():
-            self._fleet.engines.pop(name, None)
-            self._engines[name] = handle
-            return self._run(self._join(name))
+        return self._submit(lambda: self._join(name, handle)).result()
 
     def remove_engine(self, name: str) -> None:
         """Let an engine go. Its actor is not touched. Raises ConfigError for the last one."""
         self._known(name)
         if len(self._engines) == 1:
             raise ConfigError("engine", name, "it is the last one: close() instead")
-        with self._alone():
-            del self._engines[name]
-            self._run(self._connect())
+        self._submit(lambda: self._part(name)).result()
 
     def heal(self, name: str) -> SyncReport:
         """Bring a STALE engine to the version that the holders keep, without asking the trainers."""
         self._known(name)
-        with self._alone():
-            return self._run(self._controller.refill(name))
+        return self._submit(lambda: self._controller.refill(name)).result()
 
     def close(self) -> None:
         """End the holders and the thread. Engines and trainers are the caller's. Safe to call twice."""
@@ -157,6 +148,7 @@ class WeightSync:
         self._closed = True
         for holder in self._holders.values():
             ray.kill(holder.handle)
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -174,9 +166,15 @@ class WeightSync:
             await self._connect()  # a member was lost since the last update
         return await self._controller.update(version)
 
-    async def _join(self, name: str) -> SyncReport | None:
+    async def _join(self, name: str, handle: ActorHandle[Any]) -> SyncReport | None:
+        self._fleet.engines.pop(name, None)
+        self._engines[name] = handle
         await self._connect()
         return await self._controller.refill(name) if self._controller.version else None
+
+    async def _part(self, name: str) -> None:
+        del self._engines[name]
+        await self._connect()
 
     async def _connect(self) -> None:
         await self._seat()
@@ -223,19 +221,29 @@ class WeightSync:
         if name not in self._engines:
             raise ConfigError("engine", name, nearest(name, self._engines))
 
-    def _take(self) -> None:
-        if self._closed:
-            raise StateError("this WeightSync is closed: make a new one")
-        if not self._busy.acquire(blocking=False):
-            raise StateError("an update is running: wait for it to end")
+    def _submit(self, work: Callable[[], Coroutine[object, object, T]]) -> Future[T]:
+        """Run `work` on the loop's thread, alone; its future cannot be cancelled half-way."""
+        with self._lock:
+            if self._closed:
+                raise StateError("this WeightSync is closed: make a new one")
+            if not self._last.done():
+                raise StateError("an update is running: wait for it to end")
+            future: Future[T] = Future()
+            future.set_running_or_notify_cancel()
+            self._last = future
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        self._take()
-        try:
-            yield
-        finally:
-            self._busy.release()
+        async def run() -> None:
+            try:
+                future.set_result(await work())
+            except BaseException as error:  # noqa: BLE001 (the thread that waits raises it)
+                future.set_exception(error)
 
-    def _run(self, work: Coroutine[object, object, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        asyncio.run_coroutine_threadsafe(run(), self._loop)
+        return future
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

@@ -86,10 +86,10 @@ class Controller:
     async def refill(self, name: str) -> SyncReport:
         """Bring one engine to the version that the holders keep; trainers and others are not asked.
 
-        Raises StateError when nothing is held yet, else as `update`.
+        Raises StateError when they keep no committed version, else as `update`.
         """
-        if not self.connected or self._expected is None:
-            raise StateError("no version is held yet: update_weights() has to come first")
+        if not self.connected or not self.version or self._published != self.version:
+            raise StateError("the holders keep no committed version: update_weights() has to come first")
         return await self._deliver({name: self._fleet.engines[name]}, 1, PhaseClock())
 
     async def _deliver(self, takers: Mapping[str, EngineSeat], least: int, clock: PhaseClock) -> SyncReport:
@@ -98,6 +98,9 @@ class Controller:
         with clock.phase("pause"):
             paused = await self._ask(takers, "pause", lambda peer: peer.pause(self._config.pause, timeout_s))
             self._enter(paused, EngineState.PAUSED)
+            if len(paused) < least:
+                await self._go_on(paused)
+                raise next(iter(self._failures.values()))
         with clock.phase("move"):
             digests = await self._move([name for name in takers if name in paused])
         with clock.phase("verify"):
@@ -106,13 +109,24 @@ class Controller:
             self._enter(verified, EngineState.STALE)
             raise next(iter(self._failures.values()))
         with clock.phase("commit"):
-            ready = {name: takers[name] for name in verified}
-            serving = await self._ask(ready, "commit", lambda peer: peer.resume(version))
-            self._enter(serving, EngineState.SERVING, version)
-        if len(serving) < least:
+            num_serving = await self._resume(verified, version)
+        if num_serving < least:
             raise next(iter(self._failures.values()))
         self.version = version
         return self._report(clock)
+
+    async def _resume(self, names: Iterable[str], version: int) -> int:
+        """Let engines serve `version`, which they hold; how many do."""
+        seats = {name: self._fleet.engines[name] for name in names}
+        serving = await self._ask(seats, "commit", lambda peer: peer.resume(version))
+        self._enter(serving, EngineState.SERVING, version)
+        return len(serving)
+
+    async def _go_on(self, names: Iterable[str]) -> None:
+        """Let engines that were paused in vain serve what they have."""
+        for name in names:
+            if version := self._fleet.engines[name].record.version:
+                await self._resume([name], version)
 
     async def _move(self, takers: Sequence[str]) -> dict[str, Sequence[Digests]]:
         """One attempt: holders broadcast and feed, engines load; returns each engine's digests by rank."""

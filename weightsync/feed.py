@@ -99,7 +99,7 @@ class HolderFeed:
         """
         deadline = time.monotonic() + timeout_s
         while self._peer is None:
-            sender, message = self._receive(deadline, "hello")
+            sender, message = self._receive(deadline, "hello", timeout_s)
             if not isinstance(message, Hello) or not hmac.compare_digest(message.secret, self.ticket.secret):
                 logger.warning("[%s] refused a peer without the run's secret", self.ticket.holder)
             elif message.plan_digest != plan_digest:
@@ -122,7 +122,7 @@ class HolderFeed:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            _, message = self._receive(deadline, f"read bucket {bucket}", only=self._peer)
+            _, message = self._receive(deadline, f"reading of bucket {bucket}", timeout_s)
             if isinstance(message, Failed) and message.attempt == attempt:
                 raise EngineError(self.ticket.engine, "move", message.cause)
             if message == Done(attempt, bucket):
@@ -146,17 +146,17 @@ class HolderFeed:
         assert self._peer is not None
         self._socket.send_multipart([self._peer, encode(message)])
 
-    def _receive(self, deadline: float, phase: str, only: bytes | None = None) -> tuple[bytes, Message]:
+    def _receive(self, deadline: float, phase: str, timeout_s: float) -> tuple[bytes, Message]:
         while True:
             if self._dropped.is_set():
                 raise EngineError(self.ticket.engine, phase, "it was given up")
             left = deadline - time.monotonic()
             if left <= 0:
-                raise DeadlineError(phase, (f"engine {self.ticket.engine}",), 0.0)
+                raise DeadlineError(phase, (f"engine {self.ticket.engine}",), timeout_s)
             if not self._socket.poll(int(min(left * 1000 + 1, _POLL_MS))):
                 continue
             frames = self._socket.recv_multipart()
-            known = only is None or frames[0] == only
+            known = self._peer in (None, frames[0])
             try:
                 message = decode(frames[-1]) if known and len(frames) == 2 else None
             except WireError as error:

@@ -1,9 +1,8 @@
 """What an engine may be, and how it gets from one state to the next.
 
-STARTING → EMPTY → SERVING(v) → PAUSED(v) → WRITING → SERVING(w)
-             └─────────────────────────────────┤
-                                                └→ STALE (load failed, digest wrong, too late)
-DEAD from anywhere. A STALE engine is written again by the next version, or refilled.
+EMPTY → PAUSED → WRITING → SERVING(v) → PAUSED(v) → WRITING → SERVING(w)
+                    └→ STALE → PAUSED → WRITING → …         (load failed, digest wrong, too late)
+DEAD from anywhere.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ __all__ = ["EngineRecord", "EngineState"]
 
 
 class EngineState(enum.Enum):
-    """One engine's state."""
+    """One engine's state. EMPTY and STALE engines hold no version and serve nothing."""
 
     EMPTY = "EMPTY"
     SERVING = "SERVING"
@@ -28,7 +27,7 @@ class EngineState(enum.Enum):
 _NEXT = {
     EngineState.EMPTY: {EngineState.PAUSED},
     EngineState.SERVING: {EngineState.PAUSED},
-    EngineState.PAUSED: {EngineState.WRITING},
+    EngineState.PAUSED: {EngineState.PAUSED, EngineState.WRITING, EngineState.SERVING},
     EngineState.WRITING: {EngineState.SERVING},
     EngineState.STALE: {EngineState.PAUSED},
     EngineState.DEAD: set(),
@@ -37,7 +36,7 @@ _NEXT = {
 
 @dataclass(slots=True)
 class EngineRecord:
-    """An engine's state, and the committed version that it serves (0 is none)."""
+    """An engine's state, and the committed version that it holds (0 is none)."""
 
     state: EngineState = EngineState.EMPTY
     version: int = 0
@@ -49,5 +48,5 @@ class EngineRecord:
         self.state = state
         if state is EngineState.SERVING:
             self.version = version
-        elif state in (EngineState.WRITING, EngineState.STALE, EngineState.DEAD):
+        elif state is not EngineState.PAUSED:
             self.version = 0

@@ -98,7 +98,7 @@ def test_the_order_of_calls_is_held(make: Make) -> None:
     with pytest.raises(StateError, match="connect"):
         _ = sync.plan
     sync.connect()
-    with pytest.raises(StateError, match="no version is held"):
+    with pytest.raises(StateError, match="no committed version"):
         sync.heal("e0")
     first = sync.update_weights_async(1)
     with pytest.raises(StateError, match="an update is running"):

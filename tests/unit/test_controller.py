@@ -229,6 +229,27 @@ def test_a_failed_publish_leaves_the_engines_serving() -> None:
     drive(work, SyncConfig(bucket_bytes=4096, timeout_s=0.5))
 
 
+def test_engines_paused_in_vain_go_on_with_the_version_that_they_have() -> None:
+    async def work(loop: Loop) -> None:
+        await loop.controller.connect()
+        await loop.controller.update(1)
+
+        def refuse(mode: str, timeout_s: float) -> None:
+            raise DeadlineError("pause", ("engine e1",), timeout_s)
+
+        loop.engines["e1"].pause = refuse
+        with pytest.raises(DeadlineError, match="engine e1"):
+            await loop.controller.update(2)
+        assert loop.engines["e0"].generate([[1]], {}).version == 1
+        assert loop.fleet.engines["e0"].record.state is EngineState.SERVING
+        with pytest.raises(StateError, match="no committed version"):
+            await loop.controller.refill("e1")
+        del loop.engines["e1"].pause
+        assert (await loop.controller.update(3)).engines == {"e0": 3, "e1": 3}
+
+    drive(work, SyncConfig(bucket_bytes=4096, timeout_s=5, min_engines=2))
+
+
 @pytest.mark.parametrize("change", ["name", "shape", "dtype"])
 def test_sides_that_do_not_fit_are_refused_by_the_tensors_name(change: str) -> None:
     async def work(loop: Loop) -> None:

@@ -19,20 +19,23 @@ ENGINES = {
 }
 
 
-def choose_engine(kind: str) -> tuple[str, str]:
-    """Resolve ``auto`` and check that a named kind is installed: returns (kind, why)."""
+def choose_engine(kind: str, *, field: str = "kind") -> tuple[str, str]:
+    """Resolve ``auto`` and check that a named kind is installed: returns (kind, why).
+
+    Raises ConfigError naming `field`.
+    """
     if kind == "auto":
         for name, (package, _) in ENGINES.items():
             if importlib.util.find_spec(package):
                 return name, f"auto: {package} is installed"
         packages = ", ".join(package for package, _ in ENGINES.values())
-        raise ConfigError("engines.kind", kind, f"install one of {packages}")
+        raise ConfigError(field, kind, f"install one of {packages}")
     if kind not in ENGINES:
-        raise ConfigError("engines.kind", kind, nearest(kind, (*ENGINES, "auto")))
+        raise ConfigError(field, kind, nearest(kind, (*ENGINES, "auto")))
     package = ENGINES[kind][0]
     if not importlib.util.find_spec(package):
-        raise ConfigError("engines.kind", kind, f"{package} is not installed: install it, or use kind: auto")
-    return kind, "named by the recipe"
+        raise ConfigError(field, kind, f"{package} is not installed: install it, or use kind: auto")
+    return kind, "asked for by name"
 
 
 def make_engine(kind: str, model_path: str, name: str, options: Mapping[str, Any]) -> Engine:

@@ -1,0 +1,45 @@
+"""What needs no Ray: the credentials, and that the caller's environment comes back."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from recipes.cluster import _credentials, _environment
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+
+
+def test_each_cluster_has_a_secret_of_its_own() -> None:
+    first, second = _credentials(), _credentials()
+    assert first["RAY_AUTH_MODE"] == "token"
+    assert len(first["RAY_AUTH_TOKEN"]) == 64
+    assert first["RAY_AUTH_TOKEN"] != second["RAY_AUTH_TOKEN"]
+
+
+def test_a_users_own_choice_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert _credentials() == {}
+
+
+def test_a_ray_that_read_its_credentials_already_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", os)
+    assert _credentials() == {}
+
+
+def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RECIPES_TEST_A", "before")
+    monkeypatch.delenv("RECIPES_TEST_B", raising=False)
+    context = _environment({"RECIPES_TEST_A": "x", "RECIPES_TEST_B": "y"})
+    context.__enter__()
+    assert (os.environ["RECIPES_TEST_A"], os.environ["RECIPES_TEST_B"]) == ("x", "y")
+    swallowed = context.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
+    assert not swallowed
+    assert os.environ["RECIPES_TEST_A"] == "before"
+    assert "RECIPES_TEST_B" not in os.environ
