@@ -30,11 +30,17 @@ async def answer(peer: str, reference: Awaitable[Any]) -> Any:  # noqa: ANN401 (
     try:
         return await reference
     except (RayActorError, TaskCancelledError) as error:
-        raise PeerLostError(peer, str(error).partition("\n")[0]) from error
+        raise PeerLostError(peer, _cause(str(error))) from error
     except RayTaskError as error:
         if isinstance(error.cause, WeightSyncError):
             raise error.cause from error
         raise PeerError(peer, f"{type(error.cause).__name__}: {error.cause}") from error
+
+
+def _cause(text: str) -> str:
+    """Ray's first line, and for an actor whose constructor raised, what it raised: the last one."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return f"its constructor raised {lines[-1]}" if "creation task" in lines[0] else lines[0]
 
 
 class _Remote:

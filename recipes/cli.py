@@ -13,6 +13,7 @@ from rich.console import Console
 from recipes.cluster import local_cluster
 from recipes.recipe import Recipe, load_recipe
 from recipes.screen import Screen
+from weightsync.engines import choose_engine
 from weightsync.errors import ConfigError, WeightSyncError, nearest
 
 __all__ = ["app", "main"]
@@ -39,6 +40,8 @@ def run(
     """Run a recipe. Exits with 0 when it did its work, 1 when it failed, 2 for bad input."""
     try:
         loaded = load_recipe(_find(recipe), set_ or [])
+        for group, spec in loaded.engines.items():
+            choose_engine(spec.kind, field=f"engines.{group}.kind")
     except ConfigError as error:
         raise typer.Exit(_complain(error, BAD_INPUT)) from None
     raise typer.Exit(_execute(loaded, out or Path("runs") / loaded.name))

@@ -81,6 +81,5 @@ class Learner:
 def _shard(model: nn.Module) -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in (*model.get_submodule("model.layers").children(), model):
-        # A root left whole after `greedy` would not be the shards that the plan was made for.
-        fully_shard(block, mesh=mesh, reshard_after_forward=True)
+        fully_shard(block, mesh=mesh)
     return model

@@ -70,6 +70,7 @@ def run(recipe: Recipe, folder: Path, screen: Screen) -> RunReport:
                 rollout_versions=versions,
             )
             report.steps.append(row)
+            report.write(folder / "report.json")
             screen.step(row, loop.steps)
         report.status = "done" if report.final_reward >= loop.target_reward else "below target"
         screen.summary(report, loop.target_reward)

@@ -1,0 +1,95 @@
+"""Trainer ranks for the source suite: each publishes what it holds, after a forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from weightsync.memory import SharedBuffer
+from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, make_plan
+from weightsync.sources.module import ModuleSource
+from weightsync.verify import Digests
+
+ENGINE_DTYPE = {"head.weight": "bfloat16"}
+
+Share = tuple[bytes, list[int]]
+
+
+class Model(nn.Module):
+    """Tied weights, a persistent buffer, a scalar, and rows that no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(13, 8)
+        self.block = nn.Sequential(nn.Linear(8, 7), nn.Linear(7, 8))
+        self.head = nn.Linear(8, 5, bias=False)
+        self.tied = nn.Linear(8, 13, bias=False)
+        self.tied.weight = self.embed.weight
+        self.register_buffer("steps", torch.tensor(4.0))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.head(self.block(self.embed(ids)))
+        return hidden
+
+
+def engine_needs(layout: RankLayout) -> RankLayout:
+    """Whole tensors, one of them in another dtype."""
+    metas = tuple(
+        type(meta)(meta.name, ENGINE_DTYPE.get(meta.name, meta.dtype), meta.shape) for meta in layout.tensors
+    )
+    whole = tuple(
+        Segment(m.name, Box((0,) * len(m.shape), m.shape), m.name, 0, (1,) * len(m.shape)) for m in metas
+    )
+    return RankLayout(metas, whole, layout.tied)
+
+
+def plan_for(layouts: Sequence[RankLayout]) -> Plan:
+    """One engine on a holder of its own."""
+    num_ranks = len(layouts)
+    return make_plan(
+        Layout.from_ranks(layouts),
+        {"e0": Layout.from_ranks([engine_needs(layouts[0])])},
+        Members(num_ranks + 1, tuple(range(num_ranks)), (("e0", (num_ranks,)),)),
+        bucket_bytes=512,
+        max_staging_bytes=1 << 20,
+    )
+
+
+def publish(source: ModuleSource, plan: Plan, rank: int) -> tuple[Share, Digests]:
+    """The arena's bytes after one publish."""
+    arena = SharedBuffer.create(plan.arena_nbytes(rank))
+    assert source.attach(plan, rank, arena.handle) == plan.digest()
+    digests = source.publish()
+    share = (bytes(arena.tensor.numpy()), digests.tolist())
+    source.close()
+    source.close()
+    arena.close()
+    return share, digests
+
+
+def run_rank(rank: int, num_ranks: int, meeting: str, kind: str, results: object) -> None:
+    """One process: shard the model or not, use it, publish; rank 0 reports the plan and all shares."""
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)
+    model = Model()
+    if kind == "fsdp2":
+        mesh = init_device_mesh("cpu", (num_ranks,))
+        fully_shard(model.block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    source = ModuleSource(model)
+    layouts: list[RankLayout] = [None] * num_ranks  # type: ignore[list-item]
+    dist.all_gather_object(layouts, source.layout())
+    with torch.no_grad():
+        model(torch.zeros(1, dtype=torch.long))  # leaves an FSDP2 root whole
+    plan = plan_for(layouts)
+    share, _ = publish(source, plan, rank)
+    shares: list[Share] = [None] * num_ranks  # type: ignore[list-item]
+    dist.all_gather_object(shares, share)
+    if rank == 0:
+        results.put((plan, shares))  # type: ignore[attr-defined]
+    dist.destroy_process_group()
