@@ -85,7 +85,7 @@ def run_rank(rank: int, num_ranks: int, meeting: str, kind: str, results: object
     layouts: list[RankLayout] = [None] * num_ranks  # type: ignore[list-item]
     dist.all_gather_object(layouts, source.layout())
     with torch.no_grad():
-        model(torch.zeros(1, dtype=torch.long))  # leaves an FSDP2 root whole
+        model(torch.zeros(1, dtype=torch.long))  # leaves an FSDP2 root whole for now
     plan = plan_for(layouts)
     share, _ = publish(source, plan, rank)
     shares: list[Share] = [None] * num_ranks  # type: ignore[list-item]

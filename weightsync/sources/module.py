@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -46,7 +45,6 @@ class ModuleSource:
 
     def layout(self) -> RankLayout:
         """Global shapes, this rank's boxes, and which names are tied."""
-        self._reshard()
         tensors, tied = named_tensors(self._model)
         for name in self._exclude - set(tensors):
             raise ConfigError("exclude", name, nearest(name, tensors))
@@ -75,7 +73,6 @@ class ModuleSource:
         """Copy and digest, piece by piece, casting where the engine's dtype is another float."""
         assert self._arena is not None
         assert self._plan is not None
-        self._reshard()
         metas = self._plan.tensors
         shares = np.zeros(len(metas), dtype=np.uint64)
         live = {name: _local(tensor) for name, tensor in named_tensors(self._model)[0].items()}
@@ -89,12 +86,6 @@ class ModuleSource:
             share = np.uint64(tensor_digest(cut, meta.shape, piece.box))
             shares[piece.tensor : piece.tensor + 1] += share  # on a slice: arrays wrap, scalars warn
         return shares
-
-    def _reshard(self) -> None:
-        """FSDP2 leaves the root whole after a forward without a backward."""
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
     def close(self) -> None:
         """Drop the arena."""
