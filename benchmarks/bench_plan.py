@@ -154,12 +154,8 @@ def main() -> None:
     rows = [run(count) for count in SIZES]
     exponent = growth_exponent(list(SIZES), [float(str(row["plan s"])) for row in rows])
     where = environment(("numpy", "torch", "ray"))
-    notes = (
-        f"growth: seconds ~ tensors^{exponent:.2f}; {members().num_holders} ranks, median of 3",
-        f"{where.cpu}, {where.num_cores} cores, Python {where.python}, {where.versions}",
-        f"commit {where.commit}, {where.date}",
-    )
-    print_table("make_plan", rows, notes)
+    note = f"growth: seconds ~ tensors^{exponent:.2f}; {members().num_holders} ranks, median of 3"
+    print_table("make_plan", rows, where, [note])
     if args.json:
         write_json(args.json, "plan", rows, where)
 

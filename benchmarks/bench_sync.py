@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--bucket-mib", type=int, default=64)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    where = environment()
+    where = environment(("torch", "ray", "numpy"))
     ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env=_runtime_env())
     try:
         rows = [
@@ -96,9 +96,9 @@ def main() -> None:
         ]
     finally:
         ray.shutdown()
-    print_table(f"update_weights on the CPU, 1 trainer to {args.engines} engines", rows)
+    print_table(f"update_weights on the CPU, 1 trainer to {args.engines} engines", rows, where)
     if args.json:
-        write_json(args.json, "bench_sync", rows, where)
+        write_json(args.json, "sync", rows, where)
 
 
 def _measure(nbytes: int, num_engines: int, num_rounds: int, bucket_bytes: int) -> dict[str, object]:

@@ -74,8 +74,8 @@ def measure(call: Callable[[], T], repeats: int = 3) -> tuple[Timing, T]:
     return Timing(tuple(seconds)), result
 
 
-def print_table(title: str, rows: Sequence[Row], notes: Sequence[str] = ()) -> None:
-    """Prints `rows`, which share their keys, as a table; floats with four digits."""
+def print_table(title: str, rows: Sequence[Row], where: Environment, notes: Sequence[str] = ()) -> None:
+    """Prints `rows`, which share their keys, as a table, and where they were measured."""
     table = Table(title=title, title_justify="left")
     for name in rows[0]:
         table.add_column(name, justify="right", no_wrap=True)
@@ -85,7 +85,14 @@ def print_table(title: str, rows: Sequence[Row], notes: Sequence[str] = ()) -> N
     if not console.is_terminal:
         console.width = 160  # a file or a log cuts nothing off
     console.print(table)
-    for note in notes:
+    hardware = f"{where.cpu}, {where.num_cores} cores, {', '.join(where.gpus) or 'no GPU'}"
+    software = ", ".join(f"{name} {version}" for name, version in where.versions.items())
+    for note in (
+        *notes,
+        hardware,
+        f"Python {where.python}, {software}",
+        f"commit {where.commit}, {where.date}",
+    ):
         console.print(note, highlight=False, soft_wrap=True)
 
 

@@ -8,6 +8,8 @@ import pytest
 from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Read when Ray is imported; by default it would leave a token in the home folder.
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
 # Examples share the machine with other processes: how long one takes says nothing about our code.
 settings.register_profile("default", deadline=None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import ray
 
 @pytest.fixture(scope="session", autouse=True)
 def cluster() -> Iterator[None]:
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     root = str(Path(__file__).parents[2])
     env = {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
     ray.init(

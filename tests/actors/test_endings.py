@@ -41,7 +41,7 @@ def test_nothing_is_left(ending: str) -> None:
     mark, before = uuid.uuid4().hex, _files()
     with subprocess.Popen(
         [sys.executable, "-m", "tests.actors.driver", "normal" if ending == "normal" else "forever"],
-        env=os.environ | {MARK: mark, "RAY_AUTH_MODE": "disabled"},
+        env=os.environ | {MARK: mark},
         cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
