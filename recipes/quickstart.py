@@ -47,6 +47,8 @@ def run(recipe: Recipe, folder: Path, screen: Screen) -> RunReport:
             trainers = _start_trainers(recipe, model)
             infos = {name: engine.info.remote() for name, engine in engines.items()}
             report.engines = collect(infos, "start", recipe.sync.connect_timeout_s)
+        for name, info in report.engines.items():
+            screen.line(f"engine {name}: {info['kind']} ({info['why']})")
         with screen.stage("connect"):
             sync.register_trainers(list(trainers.values()))
             sync.register_engines(engines)
@@ -74,6 +76,7 @@ def run(recipe: Recipe, folder: Path, screen: Screen) -> RunReport:
             screen.step(row, loop.steps)
         report.status = "done" if report.final_reward >= loop.target_reward else "below target"
         screen.summary(report, loop.target_reward)
+        screen.line(f"report: {folder / 'report.json'}")
     finally:
         if report.status == "running":
             report.status = "failed"
