@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import ray
 import torch
@@ -13,6 +15,14 @@ from actors.engine import EngineActor
 from actors.trainer_shard import TrainerShard
 from recipes.trainer import GrpoTrainer
 from weightsync.testing import DictEngine
+
+
+class Counts(NamedTuple):
+    """Resident memory, open files and mapped shared-memory segments of a process."""
+
+    rss_kib: int
+    num_files: int
+    num_segments: int
 
 
 def build(width: int) -> nn.Module:
@@ -58,24 +68,24 @@ class Engine(EngineActor):
     async def weights(self) -> Mapping[str, torch.Tensor]:
         return dict(self._engine.tensors)
 
-    async def counts(self) -> tuple[int, int]:
+    async def counts(self) -> Counts:
         return counts()
 
 
 class Counting(Trainer):
-    def counts(self) -> tuple[int, int]:
+    def counts(self) -> Counts:
         return counts()
 
 
-def counts() -> tuple[int, int]:
-    """Resident KiB and open files of this process."""
-    import os
-    from pathlib import Path
-
-    fields = dict(
-        line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line
+def counts() -> Counts:
+    """Of this process."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return Counts(
+        rss_kib=int(status["VmRSS"].split()[0]),
+        num_files=len(os.listdir("/proc/self/fd")),
+        num_segments=sum("memfd:weightsync" in line for line in maps),
     )
-    return int(fields["VmRSS"].split()[0]), len(os.listdir("/proc/self/fd"))
 
 
 def spawn(cls: type, *args: object) -> Any:
