@@ -27,7 +27,6 @@ setup(
         "numpy>=2.0",
         "ray[default]>=2.50",
         "transformers>=5.5",
-        "safetensors>=0.6",
         "numba>=0.62",
         "msgspec>=0.19",
         "pyzmq>=26",
@@ -48,8 +47,7 @@ setup(
             "ruff>=0.14",
             "mypy>=1.18",
             "types-PyYAML",
-            "types-psutil",
-            "psutil>=6",
+            "safetensors>=0.6",
         ],
     },
     classifiers=[
