@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -114,10 +114,17 @@ class WeightSync:
         return self.update_weights_async(version).result()
 
     def update_weights_async(self, version: int) -> Future[SyncReport]:
-        """As `update_weights`, but returns a future; its exception is what the other raises."""
+        """As `update_weights`, but returns as soon as the holders have every byte: the trainers may go on.
+
+        The future holds the report, or the exception that `update_weights` would raise.
+        """
         if not isinstance(version, int) or isinstance(version, bool):
             raise ConfigError("version", version, "give a whole number")
-        return self._submit(lambda: self._update(version))
+        held: Future[None] = Future()
+        report = self._submit(lambda: self._update(version, held))
+        either: list[Future[Any]] = [held, report]
+        wait(either, return_when=FIRST_COMPLETED)
+        return report
 
     def add_engine(self, name: str, handle: ActorHandle[Any]) -> SyncReport | None:
         """Let an engine join, or take the place of a DEAD one of that name.
@@ -161,10 +168,10 @@ class WeightSync:
     ) -> None:
         self.close()
 
-    async def _update(self, version: int) -> SyncReport:
+    async def _update(self, version: int, held: Future[None]) -> SyncReport:
         if not self._controller.connected and self._controller.plan is not None:
             await self._connect()  # a member was lost since the last update
-        return await self._controller.update(version)
+        return await self._controller.update(version, lambda: held.set_result(None))
 
     async def _join(self, name: str, handle: ActorHandle[Any]) -> SyncReport | None:
         self._fleet.engines.pop(name, None)

@@ -56,8 +56,10 @@ class Controller:
         logger.info("epoch %d: %d buckets, %s", self._epoch, self.plan.num_buckets, seconds)
         return seconds
 
-    async def update(self, version: int) -> SyncReport:
+    async def update(self, version: int, when_held: Callable[[], None] = lambda: None) -> SyncReport:
         """Take `version` from the trainers to every live engine.
+
+        `when_held` is called as soon as the holders have every byte, so that the trainers may go on.
 
         Raises:
             StateError: not connected, or fewer than ``min_engines`` engines are alive.
@@ -81,6 +83,7 @@ class Controller:
             shares = (await gather_named(calls, "publish", self._config.timeout_s)).require()
         self._expected = combine(list(shares.values()))
         self._published = version
+        when_held()
         return await self._deliver(takers, self._config.min_engines, clock)
 
     async def refill(self, name: str) -> SyncReport:

@@ -113,6 +113,22 @@ def test_the_order_of_calls_is_held(make: Make) -> None:
         sync.update_weights(2)
 
 
+def test_trainers_may_train_on_while_the_version_travels(make: Make) -> None:
+    sync = make(engines=1)
+    sync.connect()
+    trainer = sync._trainers[0]
+    for version in range(1, 6):
+        ray.get(trainer.train.remote(version))
+        published = ray.get(trainer.weights.remote())
+        future = sync.update_weights_async(version)
+        trained = trainer.train.remote(100 + version)
+        assert future.result(10).version == version
+        ray.get(trained)
+        found = ray.get(sync._engines["e0"].weights.remote())
+        assert all(torch.equal(published[name], found[name]) for name in published)
+        assert not holds(sync, "e0")
+
+
 def test_nothing_registered_is_refused() -> None:
     with WeightSync() as sync:
         with pytest.raises(ConfigError, match="trainers"):
