@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
+from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
 
 from actors.seat import Seat
-from weightsync.errors import PeerError, PeerLostError, WeightSyncError
+from weightsync.errors import ConfigError, PeerError, PeerLostError, WeightSyncError
 
 if TYPE_CHECKING:
     from weightsync.feed import FeedTicket
@@ -35,6 +35,8 @@ async def answer(peer: str, reference: Awaitable[Any]) -> Any:  # noqa: ANN401 (
         if isinstance(error.cause, WeightSyncError):
             raise error.cause from error
         raise PeerError(peer, f"{type(error.cause).__name__}: {error.cause}") from error
+    except RayError as error:
+        raise PeerError(peer, f"{type(error).__name__}: {_cause(str(error))}") from error
 
 
 def _cause(text: str) -> str:
@@ -48,7 +50,12 @@ class _Remote:
         self.name, self.handle = name, handle
 
     async def _call(self, method: str, *args: object) -> Any:  # noqa: ANN401 (whatever the actor returns)
-        return await answer(self.name, getattr(self.handle, method).remote(*args))
+        try:
+            remote = getattr(self.handle, method)
+        except AttributeError as error:
+            remedy = "give the handle of an actor derived from TrainerShard or EngineActor"
+            raise ConfigError(self.name, type(self.handle).__name__, remedy) from error
+        return await answer(self.name, remote.remote(*args))
 
 
 class RemoteTrainer(_Remote):

@@ -18,7 +18,7 @@ from actors.weight_holder import spawn_holder
 from weightsync.config import SyncConfig
 from weightsync.controller import Controller
 from weightsync.deadline import gather_named
-from weightsync.errors import ConfigError, StateError, nearest
+from weightsync.errors import ConfigError, StateError, WeightSyncError, nearest
 from weightsync.peers import EngineSeat, Fleet
 from weightsync.plan import Plan
 from weightsync.report import SyncReport
@@ -46,6 +46,8 @@ class WeightSync:
     """
 
     def __init__(self, config: SyncConfig | None = None) -> None:
+        if not isinstance(config, SyncConfig | None):
+            raise ConfigError("config", config, "give a SyncConfig, or SyncConfig.from_dict(…)")
         self.config = config or SyncConfig()
         self.connect_seconds: dict[str, float] = {}
         self._trainers: list[ActorHandle[Any]] = []
@@ -66,12 +68,14 @@ class WeightSync:
         if not handles:
             raise ConfigError("trainers", list(handles), "give at least one actor handle")
         self._trainers = list(handles)
+        self._controller.connected = False
 
     def register_engines(self, handles: Mapping[str, ActorHandle[Any]]) -> None:
         """All engines, by the names that reports use. Raises ConfigError when there are none."""
         if not handles:
             raise ConfigError("engines", dict(handles), "give at least one actor handle")
         self._engines = dict(handles)
+        self._controller.connected = False
 
     def connect(self) -> None:
         """Start holders, make the plan, open and use every path once.
@@ -127,13 +131,12 @@ class WeightSync:
         return report
 
     def add_engine(self, name: str, handle: ActorHandle[Any]) -> SyncReport | None:
-        """Let an engine join, or take the place of a DEAD one of that name.
+        """Let an engine join, or take the place of a dead one of that name.
 
-        It is filled with the committed version from the holders, if there is one; the trainers are
-        not asked. Raises ConfigError when a living engine has the name.
+        It is filled with the committed version from the holders, if they keep it, without asking the
+        trainers; else it serves from the next update on, and None is returned. Raises ConfigError
+        when a living engine has the name, else as `connect`; it has not joined then.
         """
-        if name in self._engines and self.engine_states().get(name) is not EngineState.DEAD:
-            raise ConfigError("engine", name, f"choose a name other than {', '.join(self._engines)}")
         return self._submit(lambda: self._join(name, handle)).result()
 
     def remove_engine(self, name: str) -> None:
@@ -144,9 +147,12 @@ class WeightSync:
         self._submit(lambda: self._part(name)).result()
 
     def heal(self, name: str) -> SyncReport:
-        """Bring a STALE engine to the version that the holders keep, without asking the trainers."""
+        """Bring a STALE engine to the version that the holders keep, without asking the trainers.
+
+        Raises StateError for a DEAD one, whose place `add_engine` fills.
+        """
         self._known(name)
-        return self._submit(lambda: self._controller.refill(name)).result()
+        return self._submit(lambda: self._heal(name)).result()
 
     def close(self) -> None:
         """End the holders and the thread. Engines and trainers are the caller's. Safe to call twice."""
@@ -169,15 +175,40 @@ class WeightSync:
         self.close()
 
     async def _update(self, version: int, held: Future[None]) -> SyncReport:
-        if not self._controller.connected and self._controller.plan is not None:
-            await self._connect()  # a member was lost since the last update
+        await self._reconnect()
         return await self._controller.update(version, lambda: held.set_result(None))
 
+    async def _reconnect(self) -> None:
+        """Connect again when a member was lost or exchanged since."""
+        if not self._controller.connected and self._controller.plan is not None:
+            await self._connect()
+
+    async def _heal(self, name: str) -> SyncReport:
+        await self._reconnect()
+        if self.engine_states()[name] is EngineState.DEAD:
+            raise StateError(f"engine {name} is dead: bring another with add_engine()")
+        return await self._controller.refill(name)
+
     async def _join(self, name: str, handle: ActorHandle[Any]) -> SyncReport | None:
+        if name in self._engines and await self._is_alive(name):
+            raise ConfigError("engine", name, f"choose a name other than {', '.join(self._engines)}")
+        before = dict(self._engines)
         self._fleet.engines.pop(name, None)
         self._engines[name] = handle
-        await self._connect()
-        return await self._controller.refill(name) if self._controller.version else None
+        try:
+            await self._connect()
+            return await self._controller.refill(name) if self._controller.refillable else None
+        except WeightSyncError:
+            self._engines = {other: known for other, known in before.items() if other != name}
+            self._fleet.engines.pop(name, None)
+            self._controller.connected = False
+            raise
+
+    async def _is_alive(self, name: str) -> bool:
+        if self.engine_states().get(name) is EngineState.DEAD:
+            return False
+        ping = {name: RemoteEngine(f"engine {name}", self._engines[name]).seats()}
+        return not (await gather_named(ping, "ping", self.config.timeout_s)).failures
 
     async def _part(self, name: str) -> None:
         del self._engines[name]
@@ -200,12 +231,19 @@ class WeightSync:
             for name, engine in engines.items()
             if records[name].state is not EngineState.DEAD
         }
-        timeout_s = self.config.connect_timeout_s
+        # Engines take long to start, but those that were connected before should answer at once.
+        again = known.keys() >= self._engines.keys()
+        timeout_s = self.config.timeout_s if again else self.config.connect_timeout_s
         trainer_seats, engine_seats = await asyncio.gather(
             gather_named({name: trainer.seat() for name, trainer in trainers.items()}, "start", timeout_s),
             gather_named(asked, "start", timeout_s),
         )
-        seating = seat_everybody(trainer_seats.require(), engine_seats.require())
+        for name, error in engine_seats.failures.items():
+            bare = name.removeprefix("engine ")
+            if bare not in known or not engine_seats.answers:
+                raise error
+            records[bare].enter(EngineState.DEAD)
+        seating = seat_everybody(trainer_seats.require(), engine_seats.answers)
         await self._start_holders(seating.seats)
         self._fleet.holders[:] = [self._holders[seat.key] for seat in seating.seats]
         self._fleet.trainers[:] = [(t, seating.holder_of[name][0]) for name, t in trainers.items()]

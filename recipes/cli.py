@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -66,6 +67,10 @@ def _find(recipe: str) -> Path:
 
 def _execute(recipe: Recipe, folder: Path) -> int:
     folder = folder.resolve()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return _complain(ConfigError("--out", str(folder), str(error)), BAD_INPUT)
     num_at_once = max(recipe.trainers.count, len(recipe.engine_specs))
     threads = max(1, (os.cpu_count() or 1) // num_at_once)
     try:
@@ -79,6 +84,8 @@ def _run_inside(recipe: Recipe, folder: Path) -> int:
     # Only now: see local_cluster; and bad input need not wait for torch and transformers.
     from recipes.quickstart import run as run_quickstart
 
+    # Who ends a job by SIGTERM gets what Ctrl-C gets: actors closed, the report written.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         report = run_quickstart(recipe, folder, Screen(Console()))
     except WeightSyncError as error:

@@ -143,9 +143,14 @@ class Recipe:
             raise ConfigError("engines", {}, "give at least one group, such as main: {kind: auto, count: 2}")
         for group, spec in self.engines.items():
             _at_least(1, spec.count, f"engines.{group}.count")
-            _at_least(1, spec.tensor_parallel_size, f"engines.{group}.tensor_parallel_size")
+            if spec.tensor_parallel_size != 1:
+                field = f"engines.{group}.tensor_parallel_size"
+                raise ConfigError(field, spec.tensor_parallel_size, "give 1: an engine has one rank so far")
         if self.loop.prompts_per_step % self.trainers.count:
             remedy = f"give a multiple of trainers.count, {self.trainers.count}"
+            raise ConfigError("loop.prompts_per_step", self.loop.prompts_per_step, remedy)
+        if self.loop.prompts_per_step < len(self.engine_specs):
+            remedy = f"give each of the {len(self.engine_specs)} engines at least one"
             raise ConfigError("loop.prompts_per_step", self.loop.prompts_per_step, remedy)
         if self.sync.min_engines > len(self.engine_specs):
             remedy = f"the recipe has only {len(self.engine_specs)} engines"

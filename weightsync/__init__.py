@@ -19,8 +19,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from actors.weight_sync import WeightSync
-    from weightsync.config import SyncConfig
-    from weightsync.errors import ConfigError, DeadlineError, EngineError, PlanError, WeightSyncError
+    from weightsync.config import SyncConfig, parse_size
+    from weightsync.errors import (
+        ConfigError,
+        DeadlineError,
+        EngineError,
+        PeerLostError,
+        PlanError,
+        StateError,
+        VerifyError,
+        WeightSyncError,
+    )
     from weightsync.plan import Box, Layout, Plan, Segment, make_plan
     from weightsync.report import SyncReport
 
@@ -32,15 +41,19 @@ __all__ = [
     "DeadlineError",
     "EngineError",
     "Layout",
+    "PeerLostError",
     "Plan",
     "PlanError",
     "Segment",
+    "StateError",
     "SyncConfig",
     "SyncReport",
+    "VerifyError",
     "WeightSync",
     "WeightSyncError",
     "__version__",
     "make_plan",
+    "parse_size",
 ]
 
 _HOMES = {
@@ -49,14 +62,18 @@ _HOMES = {
     "DeadlineError": "weightsync.errors",
     "EngineError": "weightsync.errors",
     "Layout": "weightsync.plan",
+    "PeerLostError": "weightsync.errors",
     "Plan": "weightsync.plan",
     "PlanError": "weightsync.errors",
     "Segment": "weightsync.plan",
+    "StateError": "weightsync.errors",
     "SyncConfig": "weightsync.config",
     "SyncReport": "weightsync.report",
+    "VerifyError": "weightsync.errors",
     "WeightSync": "actors.weight_sync",
     "WeightSyncError": "weightsync.errors",
     "make_plan": "weightsync.plan",
+    "parse_size": "weightsync.config",
 }
 
 

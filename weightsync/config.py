@@ -86,7 +86,7 @@ def load_dataclass(cls: type[T], data: object, *, field: str) -> T:
     known = {f.name: f for f in fields(cls) if f.init}
     for key, value in given.items():
         if key not in known:
-            raise ConfigError(_join(field, key), value, nearest(key, known))
+            raise ConfigError(_join(field, key), value, f"the key is unknown; {nearest(key, known)}")
     hints = get_type_hints(cls, include_extras=True)
     values = {key: _convert(hints[key], value, _join(field, key)) for key, value in given.items()}
     for name, spec in known.items():
@@ -182,7 +182,7 @@ class SyncConfig:
 
     Attributes:
         mode: how bytes travel: ``broadcast`` sends whole tensors, which any engine takes; ``auto``
-            lets the plan choose.
+            takes the best there is, which so far is broadcast.
         bucket_bytes: bytes that travel as one message. Each holder keeps two such buckets.
         max_staging_bytes: the most staging memory on any rank; a plan that needs more is refused.
         timeout_s: seconds that one phase of an update may take.

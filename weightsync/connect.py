@@ -38,8 +38,11 @@ async def connect(fleet: Fleet, config: SyncConfig, epoch: int) -> tuple[Plan, d
         prepared = list((await gather_named(calls, "prepare", timeout_s)).require().values())
     with clock.phase("join"):
         offers = {group: offer for answer in prepared for group, offer in answer.offers.items()}
-        joins = {name: holder.join(offers, timeout_s) for name, holder in fleet.named_holders().items()}
-        (await gather_named(joins, "join", timeout_s + GRACE_S)).require()
+        # The communicators keep this deadline for every broadcast.
+        joins = {
+            name: holder.join(offers, config.timeout_s) for name, holder in fleet.named_holders().items()
+        }
+        (await gather_named(joins, "join", timeout_s)).require()
     with clock.phase("attach"):
         digests = {f"holder {i}": [answer.plan_digest] for i, answer in enumerate(prepared)}
         digests |= await _attach(fleet, plan, prepared, timeout_s)

@@ -63,15 +63,14 @@ class Controller:
 
         Raises:
             StateError: not connected, or fewer than ``min_engines`` engines are alive.
-            ConfigError: `version` does not grow.
+            ConfigError: `version` is not greater than the last that committed.
             WeightSyncError: what went wrong first, when fewer than ``min_engines`` took it. A failed
                 publish leaves every engine as it was; later failures leave the engines STALE.
         """
         if not self.connected:
             raise StateError("connect() has to come before update_weights()")
-        newest = max(self.version, self._published)
-        if version <= newest:
-            raise ConfigError("version", version, f"versions grow: give more than {newest}")
+        if version <= self.version:
+            raise ConfigError("version", version, f"versions grow: give more than {self.version}")
         takers = self._fleet.live()
         if len(takers) < self._config.min_engines:
             raise StateError(
@@ -86,12 +85,17 @@ class Controller:
         when_held()
         return await self._deliver(takers, self._config.min_engines, clock)
 
+    @property
+    def refillable(self) -> bool:
+        """Whether what the holders keep is the committed version."""
+        return self.connected and self.version > 0 and self._published == self.version
+
     async def refill(self, name: str) -> SyncReport:
         """Bring one engine to the version that the holders keep; trainers and others are not asked.
 
-        Raises StateError when they keep no committed version, else as `update`.
+        Raises StateError unless `refillable`, else as `update`.
         """
-        if not self.connected or not self.version or self._published != self.version:
+        if not self.refillable:
             raise StateError("the holders keep no committed version: update_weights() has to come first")
         return await self._deliver({name: self._fleet.engines[name]}, 1, PhaseClock())
 
@@ -113,9 +117,10 @@ class Controller:
             raise next(iter(self._failures.values()))
         with clock.phase("commit"):
             num_serving = await self._resume(verified, version)
+        if num_serving:
+            self.version = version
         if num_serving < least:
             raise next(iter(self._failures.values()))
-        self.version = version
         return self._report(clock)
 
     async def _resume(self, names: Iterable[str], version: int) -> int:
@@ -161,7 +166,7 @@ class Controller:
             wrong = np.any([found != self._expected for found in ranks], axis=0)
             if wrong.any():
                 tensors = [self.plan.tensors[i].name for i in np.flatnonzero(wrong)]
-                self._blame(name, VerifyError(name, version, tensors))
+                self._blame(name, "verify", VerifyError(name, version, tensors))
             else:
                 good.append(name)
         return good
@@ -187,7 +192,7 @@ class Controller:
         outcome = await gather_named(calls, phase, self._config.timeout_s + GRACE_S)
         for name in seats:
             if error := outcome.failures.get(f"engine {name}"):
-                self._blame(name, error)
+                self._blame(name, phase, error)
         return {
             name: outcome.answers[f"engine {name}"] for name in seats if f"engine {name}" in outcome.answers
         }
@@ -197,11 +202,12 @@ class Controller:
         for holder in seat.holders:
             await self._fleet.holders[holder].drop_engine()
 
-    def _blame(self, name: str, error: WeightSyncError) -> None:
-        logger.warning("[engine %s] %s", name, error)
+    def _blame(self, name: str, phase: str, error: WeightSyncError) -> None:
+        logger.warning("%s", error)
         self._failures[name] = error
         lost = isinstance(error, PeerLostError)
-        self._enter([name], EngineState.DEAD if lost else EngineState.STALE)
+        if lost or phase != "pause":  # who did not pause serves on what it had
+            self._enter([name], EngineState.DEAD if lost else EngineState.STALE)
         # The next plan has no place for the dead.
         self.connected = self.connected and not lost
 

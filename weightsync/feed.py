@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import hmac
 import logging
-import os
 import secrets
 import shutil
+import subprocess
 import tempfile
 import threading
 import time
@@ -43,11 +43,10 @@ from weightsync.wire import (
 if TYPE_CHECKING:
     from weightsync.engines.base import Sink
 
-__all__ = ["EngineFeed", "FeedTicket", "HolderFeed", "sweep_abandoned"]
+__all__ = ["EngineFeed", "FeedTicket", "HolderFeed"]
 
 logger = logging.getLogger("weightsync.feed")
 
-_PREFIX = "weightsync-"
 _POLL_MS = 50
 
 
@@ -81,8 +80,8 @@ class HolderFeed:
         arena: BufferHandle | None,
         trainer: int,
     ) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
-        endpoint = f"ipc://{self._directory}/feed"
+        self._directory = _PrivateDirectory()
+        endpoint = f"ipc://{self._directory.path}/feed"
         self.ticket = FeedTicket(holder, engine, endpoint, secrets.token_bytes(32), slots, arena, trainer)
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
@@ -109,7 +108,7 @@ class HolderFeed:
             else:
                 self._peer = sender
                 self._send(Welcome(self.ticket.holder))
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.remove()
 
     def offer(self, attempt: int, bucket: int) -> None:
         """Tell the engine rank that a bucket may be read."""
@@ -140,7 +139,7 @@ class HolderFeed:
         """Close the socket and remove what is left of it."""
         self.drop()
         self._context.destroy(linger=0)
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.remove()
 
     def _send(self, message: Message) -> None:
         assert self._peer is not None
@@ -174,6 +173,7 @@ class EngineFeed:
         self._ticket = ticket
         self._slots = tuple(SharedBuffer.open(handle) for handle in ticket.slots)
         self._arena = SharedBuffer.open(ticket.arena) if ticket.arena else None
+        self._busy = threading.Lock()
         self._buckets = [self._views(plan, index) for index in range(plan.num_buckets)]
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.DEALER)
@@ -201,6 +201,8 @@ class EngineFeed:
         holder falls silent for `timeout_s`, TransportError when it gave up, EngineError for what `sink`
         raised; the holder is told, and does not wait for this rank any longer.
         """
+        if not self._busy.acquire(blocking=False):
+            raise EngineError(self._ticket.engine, "move", "an earlier load has not ended yet")
         try:
             for expected, pieces in enumerate(self._buckets):
                 self._wait_ready(attempt, expected, timeout_s)
@@ -214,6 +216,8 @@ class EngineFeed:
             if isinstance(error, WeightSyncError):
                 raise
             raise EngineError(self._ticket.engine, "move", cause) from error
+        finally:
+            self._busy.release()
 
     def close(self) -> None:
         """Close the socket and drop the mappings."""
@@ -256,9 +260,21 @@ class EngineFeed:
         return decode(self._socket.recv())
 
 
-def sweep_abandoned() -> None:
-    """Remove socket directories whose process was killed before it could."""
-    for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
-        pid = directory.name.split("-")[1]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists() and directory.stat().st_uid == os.getuid():
-            shutil.rmtree(directory, ignore_errors=True)
+class _PrivateDirectory:
+    """A directory of mode 0700 that goes with this process, also when that is killed."""
+
+    def __init__(self) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="weightsync-"))
+        # The shell outlives us by a moment: its standard input ends when we do. It is nobody's child,
+        # since children of a Ray worker may be ended with it.
+        script = 'exec 3<&0; (read -r _ <&3; rm -rf "$1") >/dev/null 2>&1 &'
+        self._janitor = subprocess.Popen(
+            ["/bin/sh", "-c", script, "sh", str(self.path)], stdin=subprocess.PIPE, start_new_session=True
+        )
+        self._janitor.wait()
+
+    def remove(self) -> None:
+        """Remove it now. Safe to call twice."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        assert self._janitor.stdin is not None
+        self._janitor.stdin.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from weightsync.errors import DeadlineError, EngineError, StateError, WeightSyncError
-from weightsync.feed import FeedTicket, HolderFeed, sweep_abandoned
+from weightsync.feed import FeedTicket, HolderFeed
 from weightsync.memory import BufferHandle, SharedBuffer
 from weightsync.plan import Plan, Step, broadcast_groups
 from weightsync.transports import Transport, transport_class
@@ -54,7 +55,7 @@ class Holder:
         self._arena: SharedBuffer | None = None
         self._slots: tuple[SharedBuffer, ...] = ()
         self._feed: HolderFeed | None = None
-        sweep_abandoned()
+        self._moving = threading.Lock()
 
     def prepare(self, plan: Plan, index: int) -> Prepared:
         """Take memory for `plan` as holder `index`, and leave what an earlier plan used.
@@ -111,10 +112,14 @@ class Holder:
         that fails or falls silent is left behind and does not hold the others up: its own `load`
         reports it.
         """
-        started = time.perf_counter()
         plan = self._plan
         if plan is None:
             raise StateError(f"{self.name} has no plan: connect first")
+        with self._moving:
+            return self._run(plan, attempt, feeding, timeout_s)
+
+    def _run(self, plan: Plan, attempt: int, feeding: bool, timeout_s: float) -> float:
+        started = time.perf_counter()
         feed = _Feeding(self._feed if feeding else None, attempt, plan.slots, timeout_s / 2)
         try:
             for bucket in range(plan.num_buckets):
@@ -169,12 +174,14 @@ class Holder:
             self._arena = SharedBuffer.create(plan.arena_nbytes(trainer))
 
     def _leave(self) -> None:
+        self.drop_engine()
         for group in self._groups.values():
             group.close()
-        if self._feed:
-            self._feed.close()
-        for slot in self._slots:
-            slot.close()
+        with self._moving:  # one that its controller gave up may be running still, until its deadline
+            if self._feed:
+                self._feed.close()
+            for slot in self._slots:
+                slot.close()
         self._group_of, self._groups, self._feed, self._slots = {}, {}, None, ()
 
 

@@ -1,16 +1,19 @@
-"""A driver of its own cluster, for tests that end it: prints "updating", then updates until told to stop.
+"""A driver of its own cluster, for tests that end it in the midst of an update or of a connect.
 
-python -m tests.actors.driver normal|forever
+python -m tests.actors.driver normal|forever|connecting
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
+import threading
+import time
 from pathlib import Path
 
 import ray
 
-from tests.actors.fleet import Engine, Trainer, spawn
+from tests.actors.fleet import Deaf, Engine, Trainer, spawn
 from weightsync import SyncConfig, WeightSync
 
 
@@ -23,18 +26,31 @@ def main(how: str) -> None:
         log_to_driver=False,
         runtime_env={"env_vars": env},
     )
+    engine = Deaf if how == "connecting" else Engine
     with WeightSync(SyncConfig(bucket_bytes=64 << 10)) as sync:
         sync.register_trainers([spawn(Trainer, 64, "0")])
-        sync.register_engines({f"e{i}": spawn(Engine, 64, f"e{i}", str(i)) for i in range(2)})
+        sync.register_engines({f"e{i}": spawn(engine, 64, f"e{i}", str(i)) for i in range(2)})
+        if how == "connecting":
+            threading.Thread(target=say_when_there_are_sockets, daemon=True).start()
         sync.connect()
         version = 0
         while version < 5 or how == "forever":
             version += 1
             sync.update_weights(version)
             if version == 3:
-                sys.stdout.write("updating\n")
-                sys.stdout.flush()
+                say_so()
     ray.shutdown()
+
+
+def say_when_there_are_sockets() -> None:
+    while not list(Path(tempfile.gettempdir()).glob("weightsync-*/feed")):
+        time.sleep(0.05)
+    say_so()
+
+
+def say_so() -> None:
+    sys.stdout.write("now\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -86,6 +87,14 @@ def counts() -> Counts:
         num_files=len(os.listdir("/proc/self/fd")),
         num_segments=sum("memfd:weightsync" in line for line in maps),
     )
+
+
+class Deaf(Engine):
+    """Never answers its holder."""
+
+    async def sync_attach(self, plan: object, tickets: object, timeout_s: float) -> list[str]:
+        await asyncio.sleep(timeout_s)
+        return []
 
 
 def spawn(cls: type, *args: object) -> Any:

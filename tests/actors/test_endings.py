@@ -36,11 +36,14 @@ def _files() -> set[str]:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("ending", ["normal", "ctrl-c", "kill -9"])
-def test_nothing_is_left(ending: str) -> None:
+@pytest.mark.parametrize(
+    ("ending", "how"),
+    [("normal", "normal"), ("ctrl-c", "forever"), ("kill -9", "forever"), ("kill -9", "connecting")],
+)
+def test_nothing_is_left(ending: str, how: str) -> None:
     mark, before = uuid.uuid4().hex, _files()
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.actors.driver", "normal" if ending == "normal" else "forever"],
+        [sys.executable, "-m", "tests.actors.driver", how],
         env=os.environ | {MARK: mark},
         cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,
@@ -48,7 +51,7 @@ def test_nothing_is_left(ending: str) -> None:
         text=True,
     ) as driver:
         assert driver.stdout is not None
-        assert driver.stdout.readline() == "updating\n"
+        assert driver.stdout.readline() == "now\n"
         assert len(_processes(mark)) > 5
         if ending != "normal":
             driver.send_signal(signal.SIGINT if ending == "ctrl-c" else signal.SIGKILL)
@@ -58,4 +61,6 @@ def test_nothing_is_left(ending: str) -> None:
     while (left := _processes(mark)) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not left
-    assert _files() <= before
+    while (files := _files() - before) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not files

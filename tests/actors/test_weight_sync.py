@@ -197,6 +197,57 @@ def test_a_killed_engine_is_dead_and_the_others_go_on(make: Make, pool: Pool) ->
     assert holds(sync, "e1")
 
 
+def test_engines_that_die_one_after_another_do_not_stop_the_last_one(make: Make, pool: Pool) -> None:
+    sync = make(engines=2)
+    sync.register_engines(sync._engines | {"spare": pool.get(Engine, "spare", "x8")})
+    sync.connect()
+    sync.update_weights(1)
+    pool.kill(sync._engines["e1"])
+    sync.update_weights(2)
+    pool.kill(sync._engines["e0"])  # noticed by nobody before the next update connects again
+    report = sync.update_weights(3)
+    assert report.engines == {"e0": 0, "e1": 0, "spare": 3}
+    assert {sync.engine_states()[name] for name in ("e0", "e1")} == {EngineState.DEAD}
+    with pytest.raises(StateError, match="bring another with add_engine"):
+        sync.heal("e0")
+    assert sync.add_engine("e0", pool.get(Engine, "e0", "x0")) is not None
+    assert sync.engine_versions() == {"e0": 3, "e1": 0, "spare": 3}
+
+
+def test_an_engine_that_does_not_fit_has_not_joined(make: Make, pool: Pool) -> None:
+    sync = make(engines=1)
+    sync.connect()
+    sync.update_weights(1)
+    wrong = spawn(Engine, WIDTH + 1, "wrong", "x7")
+    with pytest.raises(PlanError, match=r"0\.weight"):
+        sync.add_engine("wrong", wrong)
+    assert sync.update_weights(2).engines == {"e0": 2}
+    pool.kill(sync._engines["e0"])
+    replaced = sync.add_engine("e0", pool.get(Engine, "e0", "x0"))  # its death was not noticed yet
+    assert replaced is not None
+    assert replaced.engines == {"e0": 2}
+
+
+def test_trainers_that_were_lost_can_be_replaced(make: Make, pool: Pool) -> None:
+    sync = make(engines=1)
+    sync.connect()
+    pool.kill(sync._trainers[0])
+    with pytest.raises(PeerLostError, match="trainer 0"):
+        sync.update_weights(1)
+    sync.register_trainers([pool.get(Trainer, "", "s0")])
+    assert sync.update_weights(1).engines == {"e0": 1}
+    assert holds(sync, "e0")
+
+
+def test_handles_of_something_else_are_refused(make: Make) -> None:
+    sync = make(engines=1)
+    sync.register_trainers([object()])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="derived from TrainerShard"):
+        sync.connect()
+    with pytest.raises(ConfigError, match=r"SyncConfig\.from_dict"):
+        WeightSync({"timeout_s": 3})  # type: ignore[arg-type]
+
+
 def test_fewer_living_engines_than_min_engines_is_refused_before_anything_moves(
     make: Make, pool: Pool
 ) -> None:
@@ -221,11 +272,3 @@ def test_a_killed_holder_fails_the_update_and_is_replaced_for_the_next(make: Mak
     report = sync.update_weights(3)
     assert report.engines == {"e0": 3, "e1": 3}
     assert holds(sync, "e1")
-
-
-def test_a_killed_trainer_is_named(make: Make, pool: Pool) -> None:
-    sync = make(engines=1)
-    sync.connect()
-    pool.kill(sync._trainers[0])
-    with pytest.raises(PeerLostError, match="trainer 0"):
-        sync.update_weights(1)

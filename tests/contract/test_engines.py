@@ -116,8 +116,13 @@ def test_a_load_needs_a_pause(rig: Rig) -> None:
 def test_a_load_that_ends_early_heals_with_the_next(rig: Rig, share: float) -> None:
     rig.update(rig.models[0], 1)
     rig.engine.pause("keep", TIMEOUT_S)
+    waiting = rig.generate(PROMPTS)
     with pytest.raises(EngineError, match="the test gave up"):
         rig.load(rig.models[1], num_buckets=int(share * rig.plan.num_buckets))
+    with pytest.raises(StateError, match="e0"):  # turned away at once, now and later
+        waiting.result(TIMEOUT_S)
+    with pytest.raises(StateError, match="e0"):
+        rig.generate(PROMPTS).result(TIMEOUT_S)
     with pytest.raises(StateError, match="no whole weights"):
         rig.engine.resume(2)
     rig.load(rig.models[1])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +16,7 @@ import torch
 import zmq
 
 from weightsync.errors import DeadlineError, EngineError, PeerLostError, TransportError, WireError
-from weightsync.feed import EngineFeed, FeedTicket, HolderFeed, sweep_abandoned
+from weightsync.feed import EngineFeed, FeedTicket, HolderFeed
 from weightsync.memory import SharedBuffer
 from weightsync.plan import Layout, Members, Plan, make_plan
 from weightsync.testing import DictEngine
@@ -183,29 +181,21 @@ def test_a_ticket_does_not_show_its_secret(holder: HolderFeed) -> None:
     )
 
 
-def test_a_ticket_of_a_dead_holder_is_refused(plan: Plan) -> None:
+def test_a_killed_holders_ticket_is_refused_and_its_directory_goes(plan: Plan) -> None:
     script = (
-        "import os, msgspec, sys\n"
+        "import os, msgspec, signal, sys\n"
         "from weightsync.feed import HolderFeed\n"
         "from weightsync.memory import SharedBuffer\n"
         "slots = [SharedBuffer.create(2048) for _ in range(2)]\n"
         "feed = HolderFeed('holder 1', 'e0', tuple(s.handle for s in slots), None, -1)\n"
-        "sys.stdout.buffer.write(msgspec.msgpack.encode(feed.ticket)); sys.stdout.flush(); os._exit(9)\n"
+        "sys.stdout.buffer.write(msgspec.msgpack.encode(feed.ticket)); sys.stdout.flush()\n"
+        "assert os.path.exists(feed.ticket.endpoint.removeprefix('ipc://'))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False)
+    assert done.returncode == -9, done.stderr
     ticket = msgspec.msgpack.decode(done.stdout, type=FeedTicket)
-    directory = Path(ticket.endpoint.removeprefix("ipc://")).parent
-    assert directory.exists()
     with pytest.raises(PeerLostError):
         EngineFeed.open(ticket, plan, 1)
-    sweep_abandoned()
-    assert not directory.exists()
-
-
-def test_the_sweep_leaves_the_living_alone(holder: HolderFeed) -> None:
-    other = Path(tempfile.mkdtemp(prefix="weightsync-notapid-"))
-    sweep_abandoned()
-    assert _directory(holder).exists()
-    assert other.exists()
-    other.rmdir()
-    assert os.getpid() == int(_directory(holder).name.split("-")[1])
+    directory = Path(ticket.endpoint.removeprefix("ipc://")).parent
+    _until(lambda: not directory.exists())

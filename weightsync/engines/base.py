@@ -30,8 +30,8 @@ class Rollout:
 
     @property
     def version(self) -> int:
-        """The oldest version that made a token of this rollout."""
-        return min(first for first, _ in self.versions)
+        """The oldest version that made a token of this rollout; 0 where there is none."""
+        return min((first for first, _ in self.versions), default=0)
 
 
 class Engine(Protocol):

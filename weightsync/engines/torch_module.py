@@ -14,7 +14,15 @@ from weightsync.config import load_dataclass
 from weightsync.engines.base import Rollout
 from weightsync.engines.missing import Missing
 from weightsync.engines.sampling import Sampling
-from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError, TransportError, WireError
+from weightsync.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineError,
+    StateError,
+    TransportError,
+    WeightSyncError,
+    WireError,
+)
 from weightsync.feed import EngineFeed
 from weightsync.modules import named_tensors
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
@@ -96,8 +104,11 @@ class TorchEngine:
         sink = _LiveSink(self._plan, named_tensors(self._model)[0])
         try:
             digests = [self._feed.receive(attempt, sink, timeout_s)]
-        except (TransportError, WireError) as error:
-            raise EngineError(self._name, "load", str(error)) from error
+        except WeightSyncError as error:
+            self._gate.void()
+            if isinstance(error, TransportError | WireError):
+                raise EngineError(self._name, "load", str(error)) from error
+            raise
         self._whole = True
         return digests
 
@@ -166,9 +177,13 @@ class _Gate:
         with self._changed:
             if self._version is None:
                 raise StateError(f"engine {name} holds no committed version: update it first")
-            self._changed.wait_for(lambda: self._closed or not (self._shut or self._busy))
+            self._changed.wait_for(
+                lambda: self._closed or self._version is None or not (self._shut or self._busy)
+            )
             if self._closed:
                 raise StateError(f"engine {name} is closed")
+            if self._version is None:
+                raise StateError(f"engine {name} lost its version in a failed update: heal it first")
             self._busy = True
             return self._version
 
@@ -185,6 +200,12 @@ class _Gate:
                 self._shut = before
                 self._changed.notify_all()
             return not self._busy
+
+    def void(self) -> None:
+        """Turn everybody away until `open`: who waits, and who comes."""
+        with self._changed:
+            self._version = None
+            self._changed.notify_all()
 
     def open(self, version: int) -> None:
         with self._changed:

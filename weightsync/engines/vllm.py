@@ -78,7 +78,11 @@ class VllmEngine:
         if not self._loop.frozen:
             raise StateError(f"engine {self._name} is serving: pause it first")
         self._whole = False
-        digests = self._on_ranks("load", attempt, timeout_s)
+        try:
+            digests = self._on_ranks("load", attempt, timeout_s)
+        except WeightSyncError:
+            self._loop.void()
+            raise
         self._whole = True
         return digests
 

@@ -23,6 +23,7 @@ class Steppable(Protocol):
     """What is used of vLLM's ``LLMEngine``."""
 
     def add_request(self, request_id: str, prompt: object, params: object) -> object: ...
+    def abort_request(self, request_ids: list[str]) -> None: ...
     def step(self) -> Sequence[Any]: ...
     def reset_prefix_cache(self, reset_running_requests: bool = ...) -> bool: ...
     def sleep(self, level: int, mode: str) -> None: ...
@@ -83,8 +84,6 @@ class EngineLoop:
 
         Raises StateError before the first `thaw` and after `close`, EngineError when vLLM fails.
         """
-        if self._version is None:
-            raise StateError(f"engine {self._name} holds no committed version: update it first")
         requests = [_Request(list(prompt), each) for prompt, each in zip(prompts, params, strict=True)]
         self._submit(lambda: self._admit(requests)).result()
         return [request.done.result() for request in requests]
@@ -107,6 +106,10 @@ class EngineLoop:
     def thaw(self, version: int) -> None:
         """Serve `version`: forget what earlier weights cached, recompute the frozen requests."""
         self._submit(lambda: self._thaw(version)).result()
+
+    def void(self) -> None:
+        """Turn everybody away until `thaw`: the frozen requests, those that wait, and those that come."""
+        self._submit(self._void).result()
 
     def close(self) -> None:
         """End the engine and its thread. Waiting callers get a StateError."""
@@ -159,7 +162,9 @@ class EngineLoop:
     def _step(self, engine: Steppable) -> None:
         assert self._version is not None
         for output in engine.step():
-            request = self._running[output.request_id]
+            request = self._running.get(output.request_id)
+            if request is None:
+                continue  # turned away meanwhile
             tokens = list(output.outputs[0].token_ids)
             if tokens and request.first is None:
                 request.first = self._version
@@ -171,6 +176,8 @@ class EngineLoop:
             self._stop_stepping()
 
     def _admit(self, requests: Sequence[_Request]) -> None:
+        if self._version is None:
+            raise StateError(f"engine {self._name} holds no committed version: update it first")
         if self._frozen or self._drained:
             self._held.extend(requests)
             return
@@ -211,6 +218,15 @@ class EngineLoop:
         self._engine.wake_up(["scheduling"])
         self._version, self._frozen = version, False
         self._admit_held()
+
+    def _void(self) -> None:
+        self._version = None
+        self._engine.abort_request(list(self._running))
+        lost = StateError(f"engine {self._name} lost its version in a failed update: heal it first")
+        for request in (*self._running.values(), *self._held):
+            request.done.set_exception(lost)
+        self._running.clear()
+        self._held.clear()
 
     def _admit_held(self) -> None:
         held, self._held = self._held, deque()
