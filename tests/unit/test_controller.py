@@ -250,6 +250,25 @@ def test_engines_paused_in_vain_go_on_with_the_version_that_they_have() -> None:
     drive(work, SyncConfig(bucket_bytes=4096, timeout_s=5, min_engines=2))
 
 
+def test_an_engine_that_does_not_pause_goes_on_with_its_version_and_the_others_commit() -> None:
+    async def work(loop: Loop) -> None:
+        await loop.controller.connect()
+        await loop.controller.update(1)
+
+        def refuse(mode: str, timeout_s: float) -> None:
+            raise DeadlineError("pause", ("engine e1",), timeout_s)
+
+        loop.engines["e1"].pause = refuse
+        report = await loop.controller.update(2)
+        assert report.engines == {"e0": 2, "e1": 1}
+        assert report.states == {"e0": "SERVING", "e1": "SERVING"}
+        assert "engine e1" in report.failures["e1"]
+        del loop.engines["e1"].pause
+        assert (await loop.controller.refill("e1")).engines == {"e0": 2, "e1": 2}
+
+    drive(work)
+
+
 @pytest.mark.parametrize("change", ["name", "shape", "dtype"])
 def test_sides_that_do_not_fit_are_refused_by_the_tensors_name(change: str) -> None:
     async def work(loop: Loop) -> None:
