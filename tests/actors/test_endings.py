@@ -16,12 +16,17 @@ import pytest
 MARK = "WEIGHTSYNC_TEST_RUN"
 
 
-def _processes(mark: str) -> set[int]:
-    found = set()
+def _processes(mark: str) -> dict[int, str]:
+    """Command lines of a run's processes, by pid."""
+    found = {}
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
-                found.add(int(entry.name))
+            if not entry.name.isdigit() or f"{MARK}={mark}".encode() not in (entry / "environ").read_bytes():
+                continue
+            # Ray's own agents take minutes to see that their raylet was killed.
+            command = (entry / "cmdline").read_bytes().decode()
+            if "DashboardAgent" not in command and "RuntimeEnvAgent" not in command:
+                found[int(entry.name)] = command
         except OSError:
             continue  # it ended while we looked
     return found

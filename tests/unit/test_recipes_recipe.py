@@ -76,7 +76,7 @@ def test_no_override_changes_nothing(minimal: Path) -> None:
             "name: x\nengines: {main: {tensor_parallel_size: 0}}",
             "engines.main.tensor_parallel_size",
             0,
-            "least 1",
+            "give 1",
         ),
         ("nmae: x", "nmae", "x", "'name'"),
         ("name: ../x\nengines: {main: {}}", "name", "../x", "folder"),
