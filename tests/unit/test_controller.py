@@ -229,15 +229,16 @@ def test_a_failed_publish_leaves_the_engines_serving() -> None:
     drive(work, SyncConfig(bucket_bytes=4096, timeout_s=0.5))
 
 
+def refuse_to_pause(mode: str, timeout_s: float) -> None:
+    raise DeadlineError("pause", ("engine e1",), timeout_s)
+
+
 def test_engines_paused_in_vain_go_on_with_the_version_that_they_have() -> None:
     async def work(loop: Loop) -> None:
         await loop.controller.connect()
         await loop.controller.update(1)
 
-        def refuse(mode: str, timeout_s: float) -> None:
-            raise DeadlineError("pause", ("engine e1",), timeout_s)
-
-        loop.engines["e1"].pause = refuse
+        loop.engines["e1"].pause = refuse_to_pause
         with pytest.raises(DeadlineError, match="engine e1"):
             await loop.controller.update(2)
         assert loop.engines["e0"].generate([[1]], {}).version == 1
@@ -255,10 +256,7 @@ def test_an_engine_that_does_not_pause_goes_on_with_its_version_and_the_others_c
         await loop.controller.connect()
         await loop.controller.update(1)
 
-        def refuse(mode: str, timeout_s: float) -> None:
-            raise DeadlineError("pause", ("engine e1",), timeout_s)
-
-        loop.engines["e1"].pause = refuse
+        loop.engines["e1"].pause = refuse_to_pause
         report = await loop.controller.update(2)
         assert report.engines == {"e0": 2, "e1": 1}
         assert report.states == {"e0": "SERVING", "e1": "SERVING"}
