@@ -20,7 +20,7 @@ setup(
     packages=find_packages(
         include=["weightsync", "weightsync.*", "actors", "actors.*", "recipes", "recipes.*"]
     ),
-    package_data={"weightsync": ["py.typed"], "recipes": ["*.yaml"]},
+    package_data={"weightsync": ["py.typed", "kernels.cu"], "recipes": ["*.yaml"]},
     entry_points={"console_scripts": ["weightsync = recipes.cli:main"]},
     install_requires=[
         "torch>=2.9",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +27,8 @@ class EngineActor:
         model_path: a Hugging Face model directory; its config and tokenizer are read, its weights are not.
         name: as registered with WeightSync.
         options: passed to the adapter, see `weightsync/engines/README.md`.
-        slot: on a CPU host, the name of the slot; the trainer with the same slot shares its holder.
+        slot: where weights lie in host memory, the name of the slot; the trainer with the same slot
+            shares its holder. On GPUs, it is the trainer with the same GPU.
     """
 
     def __init__(
@@ -39,18 +42,21 @@ class EngineActor:
         self._kind, self._why = choose_engine(kind)
         self._slot, self._name = slot, name
         self._engine = make_engine(self._kind, model_path, name, options or {})
+        self._layouts: Sequence[RankLayout] | None = None
 
     async def info(self) -> dict[str, str]:
         """``kind`` of engine and ``why`` it was chosen."""
         return {"kind": self._kind, "why": self._why}
 
     async def sync_seats(self) -> list[Seat]:
-        """Where each rank sits."""
-        return [Seat.here(self._slot)]
+        """Where each rank sits: on the device that its layout names."""
+        return [self._seat(layout.device) for layout in await self.sync_layout()]
 
     async def sync_layout(self) -> Sequence[RankLayout]:
-        """See `Engine.layout`."""
-        return await asyncio.to_thread(self._engine.layout)
+        """See `Engine.layout`; asked for once, since what it says does not change."""
+        if self._layouts is None:
+            self._layouts = await asyncio.to_thread(self._engine.layout)
+        return self._layouts
 
     async def sync_attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[str]:
         """See `Engine.attach`."""
@@ -75,3 +81,9 @@ class EngineActor:
     async def close(self) -> None:
         """End the engine."""
         await asyncio.to_thread(self._engine.close)
+
+    def _seat(self, device: str) -> Seat:
+        # Always by a slot, which leaves CUDA alone: further ranks have processes of their own.
+        slot = f"pid-{os.getpid()}" if self._slot is None else self._slot
+        seat = Seat.here(slot)
+        return dataclasses.replace(seat, device=device) if device else seat

@@ -12,10 +12,12 @@ from actors.seat import Seat
 from weightsync.errors import ConfigError, PeerError, PeerLostError, WeightSyncError
 
 if TYPE_CHECKING:
+    from weightsync.buffers import Export
     from weightsync.feed import FeedTicket
     from weightsync.holder import Group, Prepared
     from weightsync.memory import BufferHandle
     from weightsync.plan import Plan, RankLayout
+    from weightsync.sources import Attached
     from weightsync.verify import Digests
 
 __all__ = ["RemoteEngine", "RemoteHolder", "RemoteTrainer", "answer"]
@@ -69,9 +71,9 @@ class RemoteTrainer(_Remote):
         layout: RankLayout = await self._call("sync_layout")
         return layout
 
-    async def attach(self, plan: Plan, trainer: int, arena: BufferHandle) -> str:
-        digest: str = await self._call("sync_attach", plan, trainer, arena)
-        return digest
+    async def attach(self, plan: Plan, trainer: int, arena: BufferHandle | None) -> Attached:
+        attached: Attached = await self._call("sync_attach", plan, trainer, arena)
+        return attached
 
     async def publish(self) -> Digests:
         digests: Digests = await self._call("sync_publish")
@@ -110,22 +112,25 @@ class RemoteHolder(_Remote):
     async def ready(self) -> None:
         await self._call("__ray_ready__")
 
-    async def prepare(self, plan: Plan, index: int) -> Prepared:
-        prepared: Prepared = await self._call("prepare", plan, index)
+    async def prepare(self, plan: Plan, index: int, source: str) -> Prepared:
+        prepared: Prepared = await self._call("prepare", plan, index, source)
         return prepared
 
     async def join(self, offers: Mapping[Group, str], timeout_s: float) -> None:
         await self._call("join", offers, timeout_s)
 
-    async def accept(self, timeout_s: float) -> None:
-        await self._call("accept", timeout_s)
+    async def accept(self, export: Export | None, timeout_s: float) -> None:
+        await self._call("accept", export, timeout_s)
 
-    async def warm_up(self) -> None:
-        await self._call("warm_up")
+    async def warm_up(self, timeout_s: float) -> None:
+        await self._call("warm_up", timeout_s)
 
     async def move(self, attempt: int, feeding: bool, timeout_s: float) -> float:
         seconds: float = await self._call("move", attempt, feeding, timeout_s)
         return seconds
+
+    async def abort(self, cause: str) -> None:
+        await self._call("abort", cause)
 
     async def drop_engine(self) -> None:
         await self._call("drop_engine")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import ray
 
 from weightsync.errors import ConfigError
+from weightsync.modules import device_id
 
 __all__ = ["Seat", "Seating", "seat_everybody"]
 
@@ -35,6 +36,12 @@ class Seat:
         context = ray.get_runtime_context()
         device = f"slot:{slot}" if slot is not None else _gpu() or f"slot:pid-{os.getpid()}"
         return cls(context.get_node_id(), ray.util.get_node_ip_address(), device, os.getpid())
+
+    @property
+    def gpu(self) -> str:
+        """The GPU as ``CUDA_VISIBLE_DEVICES`` names it, or nothing for a slot."""
+        kind, _, uuid = self.device.partition(":")
+        return f"GPU-{uuid}" if kind == "cuda" else ""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -78,4 +85,4 @@ def _gpu() -> str | None:
 
     if not torch.cuda.is_available():
         return None
-    return f"cuda:{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    return device_id(torch.device("cuda", torch.cuda.current_device()))

@@ -14,6 +14,7 @@ from weightsync.sources.module import ModuleSource
 if TYPE_CHECKING:
     from weightsync.memory import BufferHandle
     from weightsync.plan import Plan, RankLayout
+    from weightsync.sources import Attached
     from weightsync.verify import Digests
 
 __all__ = ["TrainerShard"]
@@ -53,12 +54,12 @@ class TrainerShard:
         self._source = ModuleSource(self.model, self._exclude)
         return self._source.layout()
 
-    def sync_attach(self, plan: Plan, trainer: int, arena: BufferHandle) -> str:
-        """Map the holder's arena."""
+    def sync_attach(self, plan: Plan, trainer: int, arena: BufferHandle | None) -> Attached:
+        """Map the holder's arena, or let it read this rank's memory in place."""
         assert self._source is not None
         return self._source.attach(plan, trainer, arena)
 
     def sync_publish(self) -> Digests:
-        """Copy this rank's share to its holder; the model may change as soon as this returns."""
+        """Hand this rank's share to its holder: a copy, or, on a GPU, the memory as it is."""
         assert self._source is not None
         return self._source.publish()

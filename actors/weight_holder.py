@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -15,16 +17,19 @@ __all__ = ["spawn_holder"]
 _NUM_THREADS = 4
 
 
-def spawn_holder(name: str, seat: Seat) -> ActorHandle[Holder]:
-    """A WeightHolder actor on the seat's host; it reserves no CPU and no GPU.
+def spawn_holder(name: str, seat: Seat, transport: str) -> ActorHandle[Holder]:
+    """A WeightHolder actor on the seat's host; it reserves no CPU and no GPU, and sees the seat's only.
 
     It is not restarted by Ray: a new process would hold nothing, so the controller has to know.
     """
-    options = {
+    options: dict[str, Any] = {
         "num_cpus": 0,
         "max_restarts": 0,
         "max_task_retries": 0,
         "max_concurrency": _NUM_THREADS,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(seat.node, soft=False),
     }
-    return ray.remote(Holder).options(**options).remote(name, seat.address)
+    if transport == "nccl":
+        options["runtime_env"] = {"env_vars": {"CUDA_VISIBLE_DEVICES": seat.gpu}}
+    device = seat.device if transport == "nccl" else ""
+    return ray.remote(Holder).options(**options).remote(name, seat.address, transport, device)

@@ -49,10 +49,10 @@ class WeightSync:
         if not isinstance(config, SyncConfig | None):
             raise ConfigError("config", config, "give a SyncConfig, or SyncConfig.from_dict(…)")
         self.config = config or SyncConfig()
-        self.connect_seconds: dict[str, float] = {}
         self._trainers: list[ActorHandle[Any]] = []
         self._engines: dict[str, ActorHandle[Any]] = {}
         self._holders: dict[tuple[str, str], RemoteHolder] = {}
+        self._transport = ""
         self._fleet = Fleet([], {}, [])
         self._controller = Controller(self.config, self._fleet)
         self._lock = threading.Lock()
@@ -216,7 +216,7 @@ class WeightSync:
 
     async def _connect(self) -> None:
         await self._seat()
-        self.connect_seconds = await self._controller.connect()
+        await self._controller.connect()
 
     async def _seat(self) -> None:
         """Ask everybody where they sit, and start a holder on every seat that has none."""
@@ -257,10 +257,23 @@ class WeightSync:
         pings = {name: self._holders[seat.key].ready() for name, seat in running.items()}
         for name in (await gather_named(pings, "ping", self.config.timeout_s)).failures:
             ray.kill(self._holders.pop(running[name].key).handle)
+        transport = self._choose_transport(seats)
+        if transport != self._transport:
+            self._transport = transport
+            while self._holders:
+                ray.kill(self._holders.popitem()[1].handle)
         for index, seat in enumerate(seats):
             if seat.key not in self._holders:
                 name = f"holder {index}"
-                self._holders[seat.key] = RemoteHolder(name, spawn_holder(name, seat))
+                self._holders[seat.key] = RemoteHolder(name, spawn_holder(name, seat, transport))
+
+    def _choose_transport(self, seats: Sequence[Seat]) -> str:
+        slots = [seat.device for seat in seats if not seat.gpu]
+        if self.config.transport == "nccl" and slots:
+            raise ConfigError("sync.transport", "nccl", f"{slots[0]} has no GPU: give auto")
+        if self.config.transport != "auto":
+            return self.config.transport
+        return "gloo" if slots else "nccl"
 
     def _known(self, name: str) -> None:
         if name not in self._engines:

@@ -1,6 +1,7 @@
 """One update on the CPU against the least that it can cost: a bare broadcast and one copy per engine.
 
     python -m benchmarks.bench_sync [--megabytes 1 400] [--engines 2] [--rounds 9] [--json FILE]
+    python -m benchmarks.bench_sync --gpu --help        on GPUs instead: see `benchmarks.bench_gpu`
 
 For each size a transformers Qwen3 of that many bytes (float32) is updated from one trainer to the
 engines, each of them a process with a holder of its own. In the same run, interleaved round by
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -31,6 +33,7 @@ from ray.actor import ActorHandle
 
 from actors.engine import EngineActor
 from actors.trainer_shard import TrainerShard
+from benchmarks import bench_gpu
 from benchmarks.common import environment, print_table, write_json
 from weightsync import SyncConfig, WeightSync
 
@@ -78,6 +81,9 @@ class Bare:
 
 def main() -> None:
     """Parse, measure, print, write."""
+    if "--gpu" in sys.argv[1:]:
+        bench_gpu.main([argument for argument in sys.argv[1:] if argument != "--gpu"])
+        return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib
+import importlib.metadata
 import json
 import os
 import platform
@@ -24,7 +26,7 @@ Row = Mapping[str, object]
 T = TypeVar("T")
 
 _ROOT = Path(__file__).parent.parent
-_PACKAGES = ("numpy", "torch", "ray", "vllm", "sglang", "cupy", "mooncake")
+_PACKAGES = ("numpy", "torch", "ray", "vllm", "sglang", "cupy", "mooncake", "transformers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +54,17 @@ class Timing:
 
 
 def environment(packages: Sequence[str] = _PACKAGES) -> Environment:
-    """This host, the versions of those `packages` that can be imported, the commit and the date."""
+    """This host, the versions of those `packages` that can be imported, the commit and the date.
+
+    On a host with GPUs also their driver, CUDA, NCCL (torch's) and checkpoint-engine. The commit is
+    that of the variable WEIGHTSYNC_COMMIT where the tree was copied without its history.
+    """
     return Environment(
         cpu=_cpu(),
         num_cores=len(os.sched_getaffinity(0)),
         gpus=tuple(_lines("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")),
         python=platform.python_version(),
-        versions={name: version for name in packages if (version := _version(name))},
+        versions={name: version for name in packages if (version := _version(name))} | _device_versions(),
         commit=_commit(),
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     )
@@ -75,15 +81,17 @@ def measure(call: Callable[[], T], repeats: int = 3) -> tuple[Timing, T]:
 
 
 def print_table(title: str, rows: Sequence[Row], where: Environment, notes: Sequence[str] = ()) -> None:
-    """Prints `rows`, which share their keys, as a table, and where they were measured."""
+    """Prints `rows` as a table with a column for each key of any of them, and where they were measured."""
     table = Table(title=title, title_justify="left")
-    for name in rows[0]:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row.values()))
+        cells = (row.get(name, "") for name in names)
+        table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
     console = Console()
     if not console.is_terminal:
-        console.width = 160  # a file or a log cuts nothing off
+        console.width = 200  # a file or a log cuts nothing off
     console.print(table)
     hardware = f"{where.cpu}, {where.num_cores} cores, {', '.join(where.gpus) or 'no GPU'}"
     software = ", ".join(f"{name} {version}" for name, version in where.versions.items())
@@ -96,9 +104,12 @@ def print_table(title: str, rows: Sequence[Row], where: Environment, notes: Sequ
         console.print(note, highlight=False, soft_wrap=True)
 
 
-def write_json(path: Path, name: str, rows: Sequence[Row], where: Environment) -> None:
-    """Writes one result: the benchmark's name, its environment and its rows."""
-    record = {"benchmark": name, "environment": _as_dict(where), "rows": [dict(row) for row in rows]}
+def write_json(
+    path: Path, name: str, rows: Sequence[Row], where: Environment, notes: Sequence[str] = ()
+) -> None:
+    """Writes one result: the benchmark's name, its environment, its rows and what went wrong."""
+    record: dict[str, object] = {"benchmark": name, "environment": _as_dict(where)}
+    record |= {"rows": [dict(row) for row in rows]} | ({"notes": list(notes)} if notes else {})
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n")
 
@@ -121,8 +132,25 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _device_versions() -> dict[str, str]:
+    drivers = _lines("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    if not drivers:
+        return {}
+    import torch
+
+    found = {"driver": drivers[0], "CUDA": str(torch.version.cuda)}
+    if torch.cuda.is_available():
+        nccl: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        found["NCCL"] = ".".join(map(str, nccl))
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found["checkpoint-engine"] = importlib.metadata.version("checkpoint-engine")
+    return found
+
+
 def _commit() -> str:
     """The commit, with a + if the tree differs from it."""
+    if given := os.environ.get("WEIGHTSYNC_COMMIT"):
+        return given
     head = _lines("git", "-C", str(_ROOT), "rev-parse", "--short=12", "HEAD")
     if not head:
         return "none"

@@ -183,7 +183,10 @@ class SyncConfig:
     Attributes:
         mode: how bytes travel: ``broadcast`` sends whole tensors, which any engine takes; ``auto``
             takes the best there is, which so far is broadcast.
-        bucket_bytes: bytes that travel as one message. Each holder keeps two such buckets.
+        transport: between holders: ``nccl`` between GPUs, ``gloo`` between hosts' memories; ``auto``
+            takes nccl where every trainer and engine has a GPU.
+        bucket_bytes: bytes that travel as one message.
+        num_slots: buckets that each holder keeps: while one is read, the next ones are filled.
         max_staging_bytes: the most staging memory on any rank; a plan that needs more is refused.
         timeout_s: seconds that one phase of an update may take.
         connect_timeout_s: seconds that connecting may take, engines' start-up not included.
@@ -196,7 +199,9 @@ class SyncConfig:
     """
 
     mode: Literal["auto", "broadcast"] = "auto"
+    transport: Literal["auto", "gloo", "nccl"] = "auto"
     bucket_bytes: Size = 256 << 20
+    num_slots: int = 2
     max_staging_bytes: Size = 2 << 30
     timeout_s: float = 60.0
     connect_timeout_s: float = 300.0
@@ -213,6 +218,8 @@ class SyncConfig:
             seconds: float = getattr(self, name)
             if not (math.isfinite(seconds) and seconds > 0):
                 raise ConfigError(f"sync.{name}", seconds, "give seconds, more than 0 and finite")
+        if self.num_slots < 1:
+            raise ConfigError("sync.num_slots", self.num_slots, "give at least 1")
         if self.min_engines < 1:
             raise ConfigError("sync.min_engines", self.min_engines, "give at least 1")
 

@@ -3,26 +3,52 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from weightsync.clock import PhaseClock
 from weightsync.config import SyncConfig
 from weightsync.deadline import GRACE_S, gather_named
 from weightsync.errors import PlanError, StateError
+from weightsync.fold import Fold
 from weightsync.peers import Fleet
 from weightsync.plan import Layout, Members, Plan, make_plan
 
 if TYPE_CHECKING:
+    from weightsync.buffers import Export
     from weightsync.holder import Prepared
+    from weightsync.plan import RankLayout
+    from weightsync.sources import Attached
 
-__all__ = ["connect"]
+__all__ = ["Connection", "connect"]
 
 
-async def connect(fleet: Fleet, config: SyncConfig, epoch: int) -> tuple[Plan, dict[str, float]]:
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """What connecting brought.
+
+    Attributes:
+        plan: held by every member.
+        folds: per engine, how its ranks' digests add up.
+        in_place: trainers' memory is read in place, so the holders keep no version of their own.
+        seconds: of each phase.
+    """
+
+    plan: Plan
+    folds: Mapping[str, Fold]
+    in_place: bool
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layouts:
+    trainers: Sequence[RankLayout]
+    engines: Mapping[str, Sequence[RankLayout]]
+
+
+async def connect(fleet: Fleet, config: SyncConfig, epoch: int) -> Connection:
     """Layouts → plan → memory → communicators → digests compared → warm-up.
-
-    Returns the plan and the seconds of each phase.
 
     Raises:
         PlanError, ConfigError: the two sides do not fit, or a member computed another plan.
@@ -32,9 +58,19 @@ async def connect(fleet: Fleet, config: SyncConfig, epoch: int) -> tuple[Plan, d
     clock = PhaseClock()
     timeout_s = config.connect_timeout_s
     with clock.phase("layouts"):
-        plan = await _plan(fleet, config, epoch)
+        layouts = await _layouts(fleet, timeout_s)
+    with clock.phase("plan"):
+        plan = _plan(fleet, layouts, config, epoch)
+        folds = {name: Fold(plan, ranks) for name, ranks in layouts.engines.items()}
     with clock.phase("prepare"):
-        calls = {f"holder {i}": holder.prepare(plan, i) for i, holder in enumerate(fleet.holders)}
+        devices = {
+            holder: layout.device
+            for (_, holder), layout in zip(fleet.trainers, layouts.trainers, strict=True)
+        }
+        calls = {
+            f"holder {i}": holder.prepare(plan, i, devices.get(i, ""))
+            for i, holder in enumerate(fleet.holders)
+        }
         prepared = list((await gather_named(calls, "prepare", timeout_s)).require().values())
     with clock.phase("join"):
         offers = {group: offer for answer in prepared for group, offer in answer.offers.items()}
@@ -44,69 +80,82 @@ async def connect(fleet: Fleet, config: SyncConfig, epoch: int) -> tuple[Plan, d
         }
         (await gather_named(joins, "join", timeout_s)).require()
     with clock.phase("attach"):
+        attached = await _attach_trainers(fleet, plan, prepared, timeout_s)
         digests = {f"holder {i}": [answer.plan_digest] for i, answer in enumerate(prepared)}
-        digests |= await _attach(fleet, plan, prepared, timeout_s)
+        digests |= {name: [answer.plan_digest] for name, answer in attached.items()}
+        exports = {
+            holder: answer.export
+            for (_, holder), answer in zip(fleet.trainers, attached.values(), strict=True)
+        }
+        digests |= await _attach_engines(fleet, plan, prepared, exports, timeout_s)
         _compare(plan, digests)
     with clock.phase("warm_up"):
-        warm_ups = {name: holder.warm_up() for name, holder in fleet.named_holders().items()}
-        (await gather_named(warm_ups, "warm-up", timeout_s)).require()
-    return plan, clock.seconds
+        warm_ups = {name: holder.warm_up(timeout_s) for name, holder in fleet.named_holders().items()}
+        (await gather_named(warm_ups, "warm-up", timeout_s + GRACE_S)).require()
+    return Connection(plan, folds, any(exports.values()), clock.seconds)
 
 
-async def _plan(fleet: Fleet, config: SyncConfig, epoch: int) -> Plan:
+async def _layouts(fleet: Fleet, timeout_s: float) -> _Layouts:
     live = fleet.live()
     if not live:
         raise StateError("no engine is alive: add_engine() has to come first")
+    asked = {f"trainer {i}": trainer.layout() for i, (trainer, _) in enumerate(fleet.trainers)}
+    wanted = {f"engine {name}": seat.peer.layout() for name, seat in live.items()}
     trainers, engines = await asyncio.gather(
-        gather_named(
-            {f"trainer {i}": trainer.layout() for i, (trainer, _) in enumerate(fleet.trainers)},
-            "layout",
-            config.connect_timeout_s,
-        ),
-        gather_named(
-            {f"engine {name}": seat.peer.layout() for name, seat in live.items()},
-            "layout",
-            config.connect_timeout_s,
-        ),
+        gather_named(asked, "layout", timeout_s), gather_named(wanted, "layout", timeout_s)
     )
-    source = Layout.from_ranks(list(trainers.require().values()))
-    needs = {name: Layout.from_ranks(list(engines.require()[f"engine {name}"])) for name in live}
+    sources, needs = trainers.require(), engines.require()
+    return _Layouts(list(sources.values()), {name: needs[f"engine {name}"] for name in live})
+
+
+def _plan(fleet: Fleet, layouts: _Layouts, config: SyncConfig, epoch: int) -> Plan:
     return make_plan(
-        source,
-        needs,
+        Layout.from_ranks(layouts.trainers),
+        {name: Layout.from_ranks(ranks) for name, ranks in layouts.engines.items()},
         Members(
             num_holders=len(fleet.holders),
             trainers=tuple(holder for _, holder in fleet.trainers),
-            engines=tuple((name, seat.holders) for name, seat in live.items()),
+            engines=tuple((name, seat.holders) for name, seat in fleet.live().items()),
         ),
         bucket_bytes=config.bucket_bytes,
         max_staging_bytes=config.max_staging_bytes,
+        slots=config.num_slots,
         epoch=epoch,
     )
 
 
-async def _attach(
-    fleet: Fleet, plan: Plan, prepared: list[Prepared], timeout_s: float
+async def _attach_trainers(
+    fleet: Fleet, plan: Plan, prepared: Sequence[Prepared], timeout_s: float
+) -> Mapping[str, Attached]:
+    calls = {
+        f"trainer {rank}": trainer.attach(plan, rank, prepared[holder].arena)
+        for rank, (trainer, holder) in enumerate(fleet.trainers)
+    }
+    return (await gather_named(calls, "attach", timeout_s + GRACE_S)).require()
+
+
+async def _attach_engines(
+    fleet: Fleet,
+    plan: Plan,
+    prepared: Sequence[Prepared],
+    exports: Mapping[int, Export | None],
+    timeout_s: float,
 ) -> Mapping[str, list[str]]:
-    """Everybody maps and connects; returns the plan's digests as trainers and engines computed them."""
-    trainers = {}
-    for rank, (trainer, holder) in enumerate(fleet.trainers):
-        arena = prepared[holder].arena
-        assert arena is not None
-        trainers[f"trainer {rank}"] = trainer.attach(plan, rank, arena)
+    """Everybody maps and connects; returns the plan's digests as the engines' ranks computed them."""
     engines = {}
     for name, seat in fleet.live().items():
         tickets = [ticket for holder in seat.holders if (ticket := prepared[holder].ticket)]
         engines[f"engine {name}"] = seat.peer.attach(plan, tickets, timeout_s)
-    accepts = {name: holder.accept(timeout_s) for name, holder in fleet.named_holders().items()}
-    attached, served, accepted = await asyncio.gather(
-        gather_named(trainers, "attach", timeout_s + GRACE_S),
+    accepts = {
+        f"holder {i}": holder.accept(exports.get(i), timeout_s) for i, holder in enumerate(fleet.holders)
+    }
+    served, accepted = await asyncio.gather(
         gather_named(engines, "attach", timeout_s + GRACE_S),
         gather_named(accepts, "accept", timeout_s + GRACE_S),
     )
     digests = {name: list(found) for name, found in served.require().items()}
     accepted.require()
-    return digests | {name: [digest] for name, digest in attached.require().items()}
+    return digests
 
 
 def _compare(plan: Plan, digests: Mapping[str, list[str]]) -> None:

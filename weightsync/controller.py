@@ -11,10 +11,10 @@ import numpy as np
 
 from weightsync.clock import PhaseClock
 from weightsync.config import SyncConfig
-from weightsync.connect import connect
+from weightsync.connect import Connection, connect
 from weightsync.deadline import GRACE_S, gather_named
 from weightsync.errors import ConfigError, PeerLostError, StateError, VerifyError, WeightSyncError
-from weightsync.peers import EnginePeer, EngineSeat, Fleet
+from weightsync.peers import EnginePeer, EngineSeat, Fleet, HolderPeer
 from weightsync.plan import Plan
 from weightsync.report import SyncReport
 from weightsync.states import EngineState
@@ -46,15 +46,16 @@ class Controller:
         self._published = 0
         self._expected: Digests | None = None
         self._failures: dict[str, WeightSyncError] = {}
+        self._connection: Connection | None = None
 
-    async def connect(self) -> dict[str, float]:
-        """Plan and connect the fleet as it is now; returns seconds by phase. Raises as `connect` does."""
+    async def connect(self) -> None:
+        """Plan and connect the fleet as it is now. Raises as `connect` does."""
         self.connected = False
         self._epoch += 1
-        self.plan, seconds = await connect(self._fleet, self._config, self._epoch)
+        self._connection = connection = await connect(self._fleet, self._config, self._epoch)
+        self.plan = connection.plan
         self.connected = True
-        logger.info("epoch %d: %d buckets, %s", self._epoch, self.plan.num_buckets, seconds)
-        return seconds
+        logger.info("epoch %d: %d buckets, %s", self._epoch, self.plan.num_buckets, connection.seconds)
 
     async def update(self, version: int, when_held: Callable[[], None] = lambda: None) -> SyncReport:
         """Take `version` from the trainers to every live engine.
@@ -82,13 +83,13 @@ class Controller:
             shares = (await gather_named(calls, "publish", self._config.timeout_s)).require()
         self._expected = combine(list(shares.values()))
         self._published = version
-        when_held()
-        return await self._deliver(takers, self._config.min_engines, clock)
+        return await self._deliver(takers, self._config.min_engines, clock, when_held)
 
     @property
     def refillable(self) -> bool:
         """Whether what the holders keep is the committed version."""
-        return self.connected and self.version > 0 and self._published == self.version
+        kept = self._connection is not None and not self._connection.in_place
+        return kept and self.connected and self.version > 0 and self._published == self.version
 
     async def refill(self, name: str) -> SyncReport:
         """Bring one engine to the version that the holders keep; trainers and others are not asked.
@@ -96,12 +97,21 @@ class Controller:
         Raises StateError unless `refillable`, else as `update`.
         """
         if not self.refillable:
-            raise StateError("the holders keep no committed version: update_weights() has to come first")
+            raise StateError("the holders keep no committed version: call update_weights() with the next one")
         return await self._deliver({name: self._fleet.engines[name]}, 1, PhaseClock())
 
-    async def _deliver(self, takers: Mapping[str, EngineSeat], least: int, clock: PhaseClock) -> SyncReport:
+    async def _deliver(
+        self,
+        takers: Mapping[str, EngineSeat],
+        least: int,
+        clock: PhaseClock,
+        when_held: Callable[[], None] = lambda: None,
+    ) -> SyncReport:
+        assert self._connection is not None
         version, timeout_s = self._published, self._config.timeout_s
         self._failures = {}
+        if not self._connection.in_place:
+            when_held()
         with clock.phase("pause"):
             paused = await self._ask(takers, "pause", lambda peer: peer.pause(self._config.pause, timeout_s))
             self._enter(paused, EngineState.PAUSED)
@@ -110,6 +120,8 @@ class Controller:
                 raise next(iter(self._failures.values()))
         with clock.phase("move"):
             digests = await self._move([name for name in takers if name in paused])
+        if self._connection.in_place:
+            when_held()
         with clock.phase("verify"):
             verified = self._verify(version, digests)
         if len(verified) < least:
@@ -143,10 +155,15 @@ class Controller:
         self._enter(takers, EngineState.WRITING)
         seats = {name: self._fleet.engines[name] for name in takers}
         fed = {holder for seat in seats.values() for holder in seat.holders}
-        moves = {
-            f"holder {i}": holder.move(attempt, i in fed, timeout_s)
-            for i, holder in enumerate(self._fleet.holders)
-        }
+
+        async def move(index: int, holder: HolderPeer) -> float:
+            try:
+                return await holder.move(attempt, index in fed, timeout_s)
+            except PeerLostError as error:
+                await self._abort(str(error))
+                raise
+
+        moves = {f"holder {i}": move(i, holder) for i, holder in enumerate(self._fleet.holders)}
         loaded, moved = await asyncio.gather(
             self._ask(seats, "move", lambda peer: peer.load(attempt, timeout_s), self._drop),
             gather_named(moves, "move", timeout_s + GRACE_S),
@@ -155,17 +172,18 @@ class Controller:
             # A broadcast that broke leaves no engine with a whole version.
             self.connected = False
             self._enter(loaded, EngineState.STALE)
-            moved.require()
+            # Who is lost is the cause; the others only say that they could not go on without it.
+            raise min(moved.failures.values(), key=lambda error: not isinstance(error, PeerLostError))
         return loaded
 
     def _verify(self, version: int, digests: Mapping[str, Sequence[Digests]]) -> list[str]:
         """Compare every rank's digests with the trainers'; returns the engines that hold `version`."""
-        assert self.plan is not None
-        good = []
+        assert self._connection is not None
+        plan, good = self._connection.plan, []
         for name, ranks in digests.items():
-            wrong = np.any([found != self._expected for found in ranks], axis=0)
+            wrong = (self._connection.folds[name](ranks) != self._expected).any(axis=0)
             if wrong.any():
-                tensors = [self.plan.tensors[i].name for i in np.flatnonzero(wrong)]
+                tensors = [plan.tensors[i].name for i in np.flatnonzero(wrong)]
                 self._blame(name, "verify", VerifyError(name, version, tensors))
             else:
                 good.append(name)
@@ -197,6 +215,11 @@ class Controller:
             name: outcome.answers[f"engine {name}"] for name in seats if f"engine {name}" in outcome.answers
         }
 
+    async def _abort(self, cause: str) -> None:
+        """Free the holders that wait for a lost one in a broadcast."""
+        calls = {name: holder.abort(cause) for name, holder in self._fleet.named_holders().items()}
+        await gather_named(calls, "abort", self._config.timeout_s)
+
     async def _drop(self, seat: EngineSeat) -> None:
         """The holders of a dead engine stop waiting for it."""
         for holder in seat.holders:
@@ -216,12 +239,13 @@ class Controller:
             self._fleet.engines[name].record.enter(state, version)
 
     def _report(self, clock: PhaseClock) -> SyncReport:
-        assert self.plan is not None
+        assert self._connection is not None
         assert self._expected is not None
+        plan = self._connection.plan
         records = {name: seat.record for name, seat in self._fleet.engines.items()}
         return SyncReport(
             version=self.version,
-            nbytes=self.plan.total_nbytes,
+            nbytes=plan.total_nbytes,
             seconds=clock.total(),
             phases=clock.seconds,
             verified=True,
@@ -229,6 +253,7 @@ class Controller:
             states={name: record.state.value for name, record in records.items()},
             failures={name: str(error) for name, error in self._failures.items()},
             digest=f"{int(np.add.reduce(self._expected, dtype=np.uint64)):016x}",
-            num_buckets=self.plan.num_buckets,
-            epoch=self.plan.epoch,
+            num_buckets=plan.num_buckets,
+            epoch=plan.epoch,
+            connect_phases=self._connection.seconds,
         )

@@ -23,6 +23,7 @@ import msgspec
 import torch
 import zmq
 
+from weightsync.buffers import Handle, open_buffer
 from weightsync.errors import DeadlineError, EngineError, TransportError, WeightSyncError, WireError
 from weightsync.memory import BufferHandle, SharedBuffer
 from weightsync.plan import Box, Plan
@@ -43,11 +44,14 @@ from weightsync.wire import (
 if TYPE_CHECKING:
     from weightsync.engines.base import Sink
 
-__all__ = ["EngineFeed", "FeedTicket", "HolderFeed"]
+__all__ = ["EngineFeed", "FeedTicket", "HolderFeed", "PieceView"]
 
 logger = logging.getLogger("weightsync.feed")
 
 _POLL_MS = 50
+
+PieceView = tuple[int, Box, torch.Tensor]
+"""The tensor's number in the plan, which box of it, and its data: shape ``box.extent``, the plan's dtype."""
 
 
 class FeedTicket(msgspec.Struct, frozen=True):
@@ -61,7 +65,7 @@ class FeedTicket(msgspec.Struct, frozen=True):
     engine: str
     endpoint: str
     secret: bytes
-    slots: tuple[BufferHandle, ...]
+    slots: tuple[Handle, ...]
     arena: BufferHandle | None
     trainer: int
 
@@ -76,7 +80,7 @@ class HolderFeed:
         self,
         holder: str,
         engine: str,
-        slots: tuple[BufferHandle, ...],
+        slots: tuple[Handle, ...],
         arena: BufferHandle | None,
         trainer: int,
     ) -> None:
@@ -171,7 +175,7 @@ class EngineFeed:
 
     def __init__(self, ticket: FeedTicket, plan: Plan) -> None:
         self._ticket = ticket
-        self._slots = tuple(SharedBuffer.open(handle) for handle in ticket.slots)
+        self._slots = tuple(open_buffer(handle) for handle in ticket.slots)
         self._arena = SharedBuffer.open(ticket.arena) if ticket.arena else None
         self._busy = threading.Lock()
         self._buckets = [self._views(plan, index) for index in range(plan.num_buckets)]
@@ -194,6 +198,11 @@ class EngineFeed:
             raise
         return feed
 
+    @property
+    def slots(self) -> tuple[torch.Tensor, ...]:
+        """The bucket slots: uint8, one dimension, on the device that the holder has them on."""
+        return tuple(slot.tensor for slot in self._slots)
+
     def receive(self, attempt: int, sink: Sink, timeout_s: float) -> Digests:
         """Write every bucket of one attempt into `sink`; the one long call of an update.
 
@@ -206,8 +215,7 @@ class EngineFeed:
         try:
             for expected, pieces in enumerate(self._buckets):
                 self._wait_ready(attempt, expected, timeout_s)
-                for tensor, box, data in pieces:
-                    sink.write(tensor, box, data)
+                sink.take(expected, pieces)
                 self._send(Done(attempt, expected))
             return sink.finish()
         except Exception as error:
@@ -226,7 +234,7 @@ class EngineFeed:
         for buffer in (*self._slots, *([self._arena] if self._arena else [])):
             buffer.close()
 
-    def _views(self, plan: Plan, index: int) -> list[tuple[int, Box, torch.Tensor]]:
+    def _views(self, plan: Plan, index: int) -> list[PieceView]:
         """Where the pieces of a bucket will lie each time that it comes: worked out once."""
         views = []
         slot = self._slots[index % len(self._slots)].tensor

@@ -5,18 +5,26 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from weightsync.errors import DeadlineError, EngineError, StateError, WeightSyncError
+from weightsync.buffers import Export
+from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError, WeightSyncError
 from weightsync.feed import FeedTicket, HolderFeed
 from weightsync.memory import BufferHandle, SharedBuffer
-from weightsync.plan import Plan, Step, broadcast_groups
-from weightsync.transports import Transport, transport_class
+from weightsync.modules import device_id
+from weightsync.plan import Plan, broadcast_groups
+from weightsync.staging import Filled, HostStaging, Staging
+from weightsync.transports import Broadcast, Pending, Transport, transport_class
 
-__all__ = ["Holder", "Prepared"]
+if TYPE_CHECKING:
+    from weightsync.device_memory import DeviceBuffer
+
+__all__ = ["Group", "Holder", "Prepared"]
 
 logger = logging.getLogger("weightsync.holder")
 
@@ -30,7 +38,7 @@ class Prepared:
 
     Attributes:
         plan_digest: as this holder computed it.
-        arena: where its trainer rank publishes, if it serves one.
+        arena: where its trainer rank publishes; None if it serves none, or reads its memory in place.
         ticket: how its engine rank reaches it, if it serves one.
         offers: rendezvous of the communicators whose first rank it is, by their members.
     """
@@ -44,66 +52,86 @@ class Prepared:
 class Holder:
     """One member of every communicator; serves at most one trainer rank and one engine rank."""
 
-    def __init__(self, name: str, host: str, transport: str = "gloo") -> None:
-        """`host` is this host's address as other holders reach it."""
-        self.name, self._host = name, host
+    def __init__(self, name: str, host: str, transport: str = "gloo", device: str = "") -> None:
+        """`host` is this host's address as other holders reach it.
+
+        `device` is the GPU that buckets lie on, ``cuda:<UUID>``, and the first that this process
+        sees; they lie in host memory where it is empty.
+        """
+        self.name, self._host, self._device = name, host, device
         self._transport = transport_class(transport)
         self._plan: Plan | None = None
         self._plan_digest, self._index = "", -1
         self._group_of: dict[int, Group] = {}
         self._groups: dict[Group, Transport] = {}
         self._arena: SharedBuffer | None = None
-        self._slots: tuple[SharedBuffer, ...] = ()
+        self._staging: Staging | None = None
+        self._slots: Sequence[DeviceBuffer] = ()
+        self._retired: Sequence[DeviceBuffer] = ()
         self._feed: HolderFeed | None = None
         self._moving = threading.Lock()
 
-    def prepare(self, plan: Plan, index: int) -> Prepared:
+    def prepare(self, plan: Plan, index: int, source: str) -> Prepared:
         """Take memory for `plan` as holder `index`, and leave what an earlier plan used.
 
-        An arena whose bytes the new plan lays out the same way is kept with what it holds.
-        Raises TransportError when the host's memory does not suffice.
+        `source` is the device that its trainer rank's weights lie on: they are read in place if it
+        is this holder's, else published into an arena. An arena whose bytes the new plan lays out
+        the same way is kept with what it holds. Raises TransportError when memory does not suffice.
         """
         self._leave()
         digest = plan.digest()
         trainers, engines = plan.members.trainers, dict(plan.members.engines)
         trainer = trainers.index(index) if index in trainers else -1
-        self._keep_arena(plan, trainer)
+        in_place = bool(self._device) and source == self._device
+        self._keep_arena(plan, -1 if in_place else trainer)
         engine = next((name for name, holders in engines.items() if index in holders), None)
+        self._staging = staging = self._stage(plan, index, engine is not None)
+        arena = self._arena.handle if self._arena else None
         if engine is not None:
-            slots = [SharedBuffer.create(plan.max_bucket_nbytes) for _ in range(plan.slots)]
-            self._slots = tuple(slots)
-            handles = tuple(slot.handle for slot in slots)
-            arena = self._arena.handle if self._arena else None
-            self._feed = HolderFeed(self.name, engine, handles, arena, trainer)
+            beside = None if self._device else arena
+            self._feed = HolderFeed(self.name, engine, staging.slots, beside, trainer)
         self._plan, self._plan_digest, self._index = plan, digest, index
         self._group_of = {
             r: g for r, g in broadcast_groups(plan.members).items() if index in g and len(g) > 1
         }
         self._groups = {group: self._transport() for group in sorted(set(self._group_of.values()))}
         offers = {g: transport.offer(self._host) for g, transport in self._groups.items() if g[0] == index}
-        return Prepared(
-            digest,
-            self._arena.handle if self._arena else None,
-            self._feed.ticket if self._feed else None,
-            offers,
-        )
+        return Prepared(digest, arena, self._feed.ticket if self._feed else None, offers)
 
     def join(self, offers: Mapping[Group, str], timeout_s: float) -> None:
         """Open every communicator, in the same order on every holder. Raises TransportError."""
         for group, transport in self._groups.items():
             transport.open(offers[group], group.index(self._index), len(group), timeout_s)
 
-    def accept(self, timeout_s: float) -> None:
-        """Wait for the engine rank's hello. Raises DeadlineError or WireError."""
+    def accept(self, export: Export | None, timeout_s: float) -> None:
+        """Map the trainer's memory, if it is read in place, and wait for the engine rank's hello.
+
+        Raises TransportError, DeadlineError or WireError.
+        """
+        assert self._staging is not None
+        if export is not None:
+            self._staging.read_from(export)
         if self._feed:
             self._feed.accept(self._plan_digest, timeout_s)
+        for slot in self._retired:  # nobody has them mapped any more
+            slot.close()
+        self._retired = ()
 
-    def warm_up(self) -> None:
-        """Use every communicator once, so that no update pays its first use. Raises TransportError."""
-        for group, transport in self._groups.items():
-            for root in range(len(group)):
-                transport.broadcast(torch.zeros(1, dtype=torch.uint8), root)
-            transport.barrier()
+    def warm_up(self, timeout_s: float) -> None:
+        """Use every path once, so that no update pays its first use. Raises TransportError.
+
+        Each communicator sends a byte from each rank; then the first bucket is sent as an update
+        would, but nobody reads it.
+        """
+        plan, staging = self._plan, self._staging
+        assert plan is not None
+        assert staging is not None
+        with staging.queue():
+            for group, transport in self._groups.items():
+                bytes_ = [torch.zeros(1, dtype=torch.uint8, device=staging.device) for _ in group]
+                transport.start([Broadcast(byte, root) for root, byte in enumerate(bytes_)]).wait()
+            for pending in self._start(plan, staging, 0, timeout_s) if plan.num_buckets else ():
+                pending.wait()
 
     def move(self, attempt: int, feeding: bool, timeout_s: float) -> float:
         """Run the plan once: broadcast every bucket and, if `feeding`, hand it to the engine rank.
@@ -112,27 +140,41 @@ class Holder:
         that fails or falls silent is left behind and does not hold the others up: its own `load`
         reports it.
         """
-        plan = self._plan
-        if plan is None:
+        plan, staging = self._plan, self._staging
+        if plan is None or staging is None:
             raise StateError(f"{self.name} has no plan: connect first")
-        with self._moving:
-            return self._run(plan, attempt, feeding, timeout_s)
+        with self._moving, staging.queue():
+            return self._run(plan, staging, attempt, feeding, timeout_s)
 
-    def _run(self, plan: Plan, attempt: int, feeding: bool, timeout_s: float) -> float:
-        started = time.perf_counter()
+    def _run(self, plan: Plan, staging: Staging, attempt: int, feeding: bool, timeout_s: float) -> float:
+        begun = time.perf_counter()
         feed = _Feeding(self._feed if feeding else None, attempt, plan.slots, timeout_s / 2)
+        ahead: deque[tuple[int, Sequence[Pending | Filled]]] = deque()
+
+        def hand_over() -> None:
+            bucket, started = ahead.popleft()
+            for pending in started:
+                pending.wait()
+            feed.offer(bucket)
+
         try:
             for bucket in range(plan.num_buckets):
-                slot = bucket % plan.slots
                 feed.wait_free(bucket)
-                for step in plan.bucket_steps(bucket):
-                    self._broadcast(step, slot)
-                feed.offer(bucket)
+                ahead.append((bucket, self._start(plan, staging, bucket, timeout_s)))
+                if len(ahead) == plan.slots:
+                    hand_over()
+            while ahead:
+                hand_over()
             feed.finish(plan.num_buckets)
         except WeightSyncError as error:
             feed.cancel(str(error))
             raise
-        return time.perf_counter() - started
+        return time.perf_counter() - begun
+
+    def abort(self, cause: str) -> None:
+        """Leave the communicators at once, also out of a running `move`, which then raises TransportError."""
+        for transport in self._groups.values():
+            transport.abort(cause)
 
     def drop_engine(self) -> None:
         """Give the engine rank up, also while `move` waits for it."""
@@ -142,21 +184,34 @@ class Holder:
     def close(self) -> None:
         """Leave the communicators and free the memory."""
         self._leave()
+        for slot in (*self._slots, *self._retired):
+            slot.close()
+        self._slots = self._retired = ()
         if self._arena:
             self._arena.close()
             self._arena = None
         self._plan = None
 
-    def _broadcast(self, step: Step, slot: int) -> None:
-        group = self._group_of.get(step.root)
-        if group is None:
-            return
-        if step.root == self._index:
-            assert self._arena is not None
-            data = self._arena.tensor[step.arena_offset : step.arena_offset + step.nbytes]
-        else:
-            data = self._slots[slot].tensor[step.offset : step.offset + step.nbytes]
-        self._groups[group].broadcast(data, group.index(step.root))
+    def _start(self, plan: Plan, staging: Staging, bucket: int, timeout_s: float) -> list[Pending | Filled]:
+        """Queue the filling of this holder's share of a bucket, and its broadcasts."""
+        started: list[Pending | Filled] = [staging.fill(bucket, timeout_s)]
+        for group, transport in self._groups.items():
+            steps = [step for step in plan.bucket_steps(bucket) if self._group_of.get(step.root) == group]
+            if steps:
+                ops = [Broadcast(staging.at(step), group.index(step.root)) for step in steps]
+                started.append(transport.start(ops))
+        return started
+
+    def _stage(self, plan: Plan, index: int, receives: bool) -> Staging:
+        if not self._device:
+            return HostStaging(plan, index, self._arena, receives)
+        from weightsync.device_staging import DeviceStaging, take_slots
+
+        if (found := device_id(torch.device("cuda", 0))) != self._device:
+            raise ConfigError("device", self._device, f"the first that this process sees is {found}")
+        self._slots, retired = take_slots(plan, self._slots)
+        self._retired = (*self._retired, *retired)
+        return DeviceStaging(plan, index, self._arena, self._slots)
 
     def _keep_arena(self, plan: Plan, trainer: int) -> None:
         if self._arena is not None:
@@ -180,9 +235,9 @@ class Holder:
         with self._moving:  # one that its controller gave up may be running still, until its deadline
             if self._feed:
                 self._feed.close()
-            for slot in self._slots:
-                slot.close()
-        self._group_of, self._groups, self._feed, self._slots = {}, {}, None, ()
+            if self._staging:
+                self._staging.close()
+        self._group_of, self._groups, self._feed, self._staging = {}, {}, None, None
 
 
 class _Feeding:

@@ -16,7 +16,7 @@ from weightsync.errors import PeerLostError, TransportError
 __all__ = ["BufferHandle", "SharedBuffer"]
 
 
-class BufferHandle(msgspec.Struct, frozen=True):
+class BufferHandle(msgspec.Struct, frozen=True, tag="host"):
     """Where another process of the same user and host finds a buffer of `nbytes`."""
 
     pid: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-__all__ = ["named_tensors"]
+__all__ = ["device_id", "named_tensors"]
 
 
 def named_tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], tuple[tuple[str, str], ...]]:
@@ -27,3 +27,10 @@ def named_tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], tuple[tup
         else:
             tied.append((name, canonical))
     return tensors, tuple(tied)
+
+
+def device_id(device: torch.device) -> str:
+    """``cuda:<UUID>``, or empty for the host: an index means another GPU in each process."""
+    if device.type == "cpu":
+        return ""
+    return f"{device.type}:{torch.cuda.get_device_properties(device).uuid}"

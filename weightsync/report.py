@@ -26,6 +26,8 @@ class SyncReport:
         digest: the model's digest, in hexadecimal.
         num_buckets: messages that one receiver took.
         epoch: the membership's count; it grows whenever an engine joins or leaves.
+        connect_phases: seconds of each phase of connecting that membership, once: ``warm_up`` is
+            what this and every later update of the epoch did not have to pay.
     """
 
     version: int
@@ -39,6 +41,7 @@ class SyncReport:
     digest: str
     num_buckets: int
     epoch: int
+    connect_phases: Mapping[str, float]
 
     @property
     def gb_per_s(self) -> float:

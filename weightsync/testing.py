@@ -11,7 +11,7 @@ import torch
 
 from weightsync.engines.base import Rollout
 from weightsync.errors import StateError
-from weightsync.feed import EngineFeed, FeedTicket
+from weightsync.feed import EngineFeed, FeedTicket, PieceView
 from weightsync.plan import Box, Plan, RankLayout, Segment, TensorMeta
 from weightsync.verify import Digests, tensor_digest
 
@@ -67,12 +67,13 @@ class DictEngine:
         assert self._feed is not None
         return [self._feed.receive(attempt, self, timeout_s)]
 
-    def write(self, tensor: int, box: Box, data: torch.Tensor) -> None:
-        """See `Sink.write`."""
+    def take(self, bucket: int, pieces: Sequence[PieceView]) -> None:
+        """See `Sink.take`."""
         assert self._plan is not None
-        name = self._plan.tensors[tensor].name
-        self.on_write(name)
-        self.tensors[name][box.slices()].copy_(data)
+        for tensor, box, data in pieces:
+            name = self._plan.tensors[tensor].name
+            self.on_write(name)
+            self.tensors[name][box.slices()].copy_(data)
 
     def finish(self) -> Digests:
         """Digests of the live tensors."""

@@ -24,7 +24,7 @@ import torch
 
 from weightsync.plan import Box
 
-__all__ = ["Digests", "combine", "tensor_digest", "warm_up"]
+__all__ = ["COLUMNS", "Digests", "column_factors", "combine", "row_factors", "tensor_digest", "warm_up"]
 
 Digests = npt.NDArray[np.uint64]
 """One digest per tensor of a plan, in the plan's order: shape ``[num_tensors]``."""
@@ -32,7 +32,9 @@ Digests = npt.NDArray[np.uint64]
 _Words = npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 _Kernel = Callable[[_Words, npt.NDArray[np.int64], int, Digests], int]
 
-_COLUMNS = 4096
+COLUMNS = 4096
+"""Words per row."""
+
 _GOLDEN = 0x9E3779B97F4A7C15
 _WORD_TYPES = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint32}
 
@@ -47,12 +49,15 @@ def tensor_digest(data: torch.Tensor, shape: Sequence[int], box: Box | None = No
     """
     if data.numel() == 0:
         return 0
+    box = box or Box((0,) * len(shape), tuple(shape))
+    if data.is_cuda:
+        return _device_digest(data, tuple(shape), box)
     itemsize = data.element_size()
     flat = data.detach().cpu().contiguous().reshape(-1)
     words: _Words = flat.view(_WORD_TYPES[itemsize]).numpy()
-    starts, run = _runs(tuple(shape), box or Box((0,) * len(shape), tuple(shape)))
+    starts, run = _runs(tuple(shape), box)
     per_element = max(1, itemsize // 4)
-    return int(_kernel()(words, starts * per_element, run * per_element, _column_factors()))
+    return int(_kernel()(words, starts * per_element, run * per_element, column_factors()))
 
 
 def combine(shares: Sequence[Digests]) -> Digests:
@@ -65,6 +70,25 @@ def warm_up() -> None:
     """Compile the kernel for every word size, so that no update pays for it (about a second once)."""
     for dtype in (torch.uint8, torch.bfloat16, torch.float32):
         tensor_digest(torch.zeros(1, dtype=dtype), (1,))
+
+
+def _device_digest(data: torch.Tensor, shape: tuple[int, ...], box: Box) -> int:
+    # Imported on use, like CuPy behind it: hosts without a GPU do without.
+    from weightsync.kernels import DigestPart, DigestTable
+
+    itemsize = data.element_size()
+    part = DigestPart(
+        tensor=0,
+        address=data.data_ptr(),
+        strides=tuple(stride * itemsize for stride in data.stride()),
+        box=box,
+        shape=shape,
+        itemsize=itemsize,
+    )
+    with torch.cuda.device(data.device):
+        table = DigestTable([part], num_tensors=1)
+        table.launch(torch.cuda.current_stream())
+        return int(table.result()[0])
 
 
 def _runs(shape: tuple[int, ...], box: Box) -> tuple[npt.NDArray[np.int64], int]:
@@ -98,10 +122,17 @@ def _splitmix64(state: Digests) -> Digests:
 
 
 @functools.cache
-def _column_factors() -> Digests:
+def column_factors() -> Digests:
+    """The factor of each of a row's words: uint64[4096]."""
     # Counted down from the top, where no row's number comes.
-    states = np.uint64(2**64 - 1) - np.arange(_COLUMNS, dtype=np.uint64)
+    states = np.uint64(2**64 - 1) - np.arange(COLUMNS, dtype=np.uint64)
     odd: Digests = _splitmix64(states) | np.uint64(1)
+    return odd
+
+
+def row_factors(num_rows: int) -> Digests:
+    """The factors of a tensor's first rows: uint64[num_rows]."""
+    odd: Digests = _splitmix64(np.arange(1, num_rows + 1, dtype=np.uint64)) | np.uint64(1)
     return odd
 
 
@@ -110,7 +141,7 @@ def _kernel() -> _Kernel:
     """Numba, imported on first use: torch's own integer passes took three to six times as long."""
     from numba import njit
 
-    width, mask, shift = np.int64(_COLUMNS), np.int64(_COLUMNS - 1), np.int64(12)
+    width, mask, shift = np.int64(COLUMNS), np.int64(COLUMNS - 1), np.int64(12)
     golden, one = np.uint64(_GOLDEN), np.uint64(1)
     first, second = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
     s30, s27, s31 = np.uint64(30), np.uint64(27), np.uint64(31)

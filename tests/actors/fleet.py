@@ -62,7 +62,7 @@ class Modelless(TrainerShard):
 
 class Engine(EngineActor):
     def __init__(self, width: int, name: str, slot: str) -> None:
-        self._slot = slot
+        self._slot, self._layouts = slot, None
         zeros = {name: torch.zeros_like(t) for name, t in build(width).state_dict().items()}
         self._engine = DictEngine(name, zeros)
 

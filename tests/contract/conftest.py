@@ -14,7 +14,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.models import build_tiny_qwen3
+from tests.models import build_tiny_qwen3, greedy
+from weightsync.device_memory import DeviceBuffer
 from weightsync.engines import Engine, make_engine
 from weightsync.errors import StateError
 from weightsync.feed import HolderFeed
@@ -26,6 +27,11 @@ from weightsync.verify import Digests
 TIMEOUT_S = 30.0
 BUCKET_BYTES = 12 << 10  # smaller than the larger tensors, so that these come in pieces
 OPTIONS = {"torch": {}, "vllm": {"max_model_len": 128, "max_num_seqs": 16}}
+# Without CUDA graphs, for a replayed graph runs no hook. tests/gpu/test_vllm.py has them.
+GPU_OPTIONS = {"torch": {"device": "cuda"}, "vllm": {"enforce_eager": True, "gpu_memory_utilization": 0.2}}
+# Float32 attention of vLLM on GPUs rounds its products to TF32: by how much, in standard deviations
+# of the logits, the token that it takes may lie below the best.
+SLACK = 0.05
 
 
 def source_layout(tensors: Mapping[str, torch.Tensor], tied: tuple[tuple[str, str], ...]) -> RankLayout:
@@ -38,7 +44,7 @@ def source_layout(tensors: Mapping[str, torch.Tensor], tied: tuple[tuple[str, st
             Box((0,) * len(m.shape), m.shape),
             m.name,
             0,
-            tuple(4 * s for s in tensors[m.name].stride()),
+            tuple(m.itemsize * s for s in tensors[m.name].stride()),
         )
         for m in metas
     )
@@ -46,12 +52,13 @@ def source_layout(tensors: Mapping[str, torch.Tensor], tied: tuple[tuple[str, st
 
 
 class Rig:
-    """An engine, the models that it is fed with, and the holder's end of its feed."""
+    """An engine, the models that it is fed with, and the holder's end of its feed: buckets in `memory`."""
 
-    def __init__(self, kind: str, moe: bool, folder: Path) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, moe: bool, memory: str, folder: Path) -> None:
+        self.kind, self.on_gpu = kind, memory == "device"
         self.models = [build_tiny_qwen3(folder / str(seed), moe, seed) for seed in (1, 2)]
-        self.engine: Engine = make_engine(kind, str(folder / "1"), "e0", OPTIONS[kind])
+        options = OPTIONS[kind] | (GPU_OPTIONS[kind] if self.on_gpu else {})
+        self.engine: Engine = make_engine(kind, str(folder / "1"), "e0", options)
         self.layout = self.engine.layout()
         self.threads = ThreadPoolExecutor(4)
         self.attempt = 0
@@ -63,7 +70,8 @@ class Rig:
             bucket_bytes=BUCKET_BYTES,
             max_staging_bytes=1 << 20,
         )
-        self.slots = tuple(SharedBuffer.create(BUCKET_BYTES) for _ in range(self.plan.slots))
+        create = DeviceBuffer.create if self.on_gpu else SharedBuffer.create
+        self.slots = tuple(create(BUCKET_BYTES) for _ in range(self.plan.slots))
         self.feed: HolderFeed | None = None
         self.connect(self.plan)
 
@@ -89,6 +97,8 @@ class Rig:
                 meta = self.plan.tensors[piece.tensor]
                 cut = tensors[meta.name].detach()[piece.box.slices()].contiguous()
                 slot[piece.offset : piece.offset + piece.nbytes] = cut.view(-1).view(torch.uint8)
+            if self.on_gpu:
+                torch.cuda.synchronize()
             self.feed.offer(self.attempt, bucket.index)
             self.feed.wait_done(self.attempt, bucket.index, TIMEOUT_S)
             slot.fill_(0xAA)  # whoever kept a view of it has garbage now
@@ -107,6 +117,18 @@ class Rig:
     def generate(self, prompts: list[list[int]], max_tokens: int = 16) -> Future:
         sampling = {"max_tokens": max_tokens, "temperature": 0.0}
         return self.threads.submit(self.engine.generate, prompts, sampling)
+
+    def serves(
+        self, model: PreTrainedModel, prompts: list[list[int]], tokens: list[list[int]], num_tokens: int = 16
+    ) -> bool:
+        """Whether `tokens` are the greedy ones of `model`, as far as the engine's arithmetic can tell."""
+        if not (self.kind == "vllm" and self.on_gpu):
+            return tokens == greedy(model, prompts, num_tokens)
+        assert len(tokens) == len(prompts)
+        return all(
+            len(row) == num_tokens and _is_greedy(model, prompt, row)
+            for prompt, row in zip(prompts, tokens, strict=True)
+        )
 
     @contextmanager
     def stopped_at(self, forward: int) -> Iterator[tuple[threading.Event, threading.Event]]:
@@ -146,26 +168,40 @@ class Rig:
     def _module(self) -> torch.nn.Module:
         if self.kind == "vllm":
             return self.engine._loop.call(
-                lambda llm: llm.model_executor.driver_worker.worker.model_runner.model
+                lambda llm: llm.model_executor.driver_worker.worker.model_runner.get_model()
             )
         return self.engine._model
+
+
+@torch.no_grad()
+def _is_greedy(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> bool:
+    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    taken = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    return bool((taken >= logits.amax(1) - SLACK * logits.std(1)).all())
 
 
 def _params() -> Iterator[object]:
     for kind in OPTIONS:
         absent = not importlib.util.find_spec("transformers" if kind == "torch" else kind)
-        for model in ("dense", "moe"):
-            yield pytest.param(
-                (kind, model == "moe"),
-                id=f"{kind}-{model}",
-                marks=pytest.mark.skipif(absent, reason=f"{kind} is not installed"),
-            )
+        for memory in ("host", "device"):
+            # vLLM takes a GPU where there is one; its buckets are not in host memory then.
+            elsewhere = kind == "vllm" and memory == "host" and torch.cuda.is_available()
+            for model in ("dense", "moe"):
+                yield pytest.param(
+                    (kind, model == "moe", memory),
+                    id=f"{kind}-{model}" + ("-gpu" if memory == "device" else ""),
+                    marks=[
+                        pytest.mark.skipif(absent, reason=f"{kind} is not installed"),
+                        pytest.mark.skipif(elsewhere, reason="vLLM runs on the GPU here"),
+                        *([pytest.mark.gpu, pytest.mark.timeout(300)] if memory == "device" else []),
+                    ],
+                )
 
 
 @pytest.fixture(scope="module", params=_params())
 def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    kind, moe = request.param
-    rig = Rig(kind, moe, tmp_path_factory.mktemp("models"))
+    kind, moe, memory = request.param
+    rig = Rig(kind, moe, memory, tmp_path_factory.mktemp("models"))
     with pytest.raises(StateError, match="no committed version"):
         rig.engine.generate([[1, 2, 3]], {"max_tokens": 1})
     with pytest.raises(StateError, match="no whole weights"):

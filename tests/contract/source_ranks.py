@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from weightsync.memory import SharedBuffer
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, make_plan
+from weightsync.sources import Attached
 from weightsync.sources.module import ModuleSource
 from weightsync.verify import Digests
 
@@ -64,7 +65,7 @@ def plan_for(layouts: Sequence[RankLayout]) -> Plan:
 def publish(source: ModuleSource, plan: Plan, rank: int) -> tuple[Share, Digests]:
     """The arena's bytes after one publish."""
     arena = SharedBuffer.create(plan.arena_nbytes(rank))
-    assert source.attach(plan, rank, arena.handle) == plan.digest()
+    assert source.attach(plan, rank, arena.handle) == Attached(plan.digest(), None)
     digests = source.publish()
     share = (bytes(arena.tensor.numpy()), digests.tolist())
     source.close()

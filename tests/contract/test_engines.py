@@ -38,6 +38,8 @@ def test_layout_is_the_checkpoint(rig: Rig) -> None:
     assert {meta.name: meta.shape for meta in rank.tensors} == {n: tuple(t.shape) for n, t in tensors.items()}
     assert {meta.dtype for meta in rank.tensors} == {"float32"}
     assert rank.tied == tied
+    assert bool(rank.device) == rig.on_gpu
+    assert bool(rank.buffers) == (rig.kind == "torch" or rig.on_gpu)
 
 
 def test_serves_what_was_sent_and_then_what_was_sent_next(rig: Rig) -> None:
@@ -48,7 +50,7 @@ def test_serves_what_was_sent_and_then_what_was_sent_next(rig: Rig) -> None:
         sent = [tensor_digest(tensors[meta.name], meta.shape) for meta in rig.plan.tensors]
         np.testing.assert_array_equal(digests, np.array(sent, dtype=np.uint64))
         rollout = rig.generate(PROMPTS).result(TIMEOUT_S)
-        assert rollout.tokens == greedy(model, PROMPTS)
+        assert rig.serves(model, PROMPTS, rollout.tokens)
         assert rollout.versions == [(version, version)] * len(PROMPTS)
         served.append(rollout.tokens)
     assert all(first != second for first, second in zip(*served, strict=True))
@@ -74,14 +76,17 @@ def test_a_request_lives_through_an_update(rig: Rig) -> None:
     rollout = running.result(TIMEOUT_S)
     if rig.kind == "torch":
         assert rollout.versions == [(1, 1)] * 2
-        assert rollout.tokens == greedy(old, PROMPTS[:2], 40)
+        assert rig.serves(old, PROMPTS[:2], rollout.tokens, 40)
         return
     assert rollout.versions == [(1, 2)] * 2
     assert rollout.version == 1
+    # A step that is launched when the pause comes may count, or be thrown away with what it cached.
     for prompt, tokens in zip(PROMPTS, rollout.tokens, strict=False):
-        kept = tokens[:6]
-        assert kept == greedy(old, [prompt], 6)[0]
-        assert tokens[6:] == greedy(new, [prompt + kept], 34)[0]
+        assert any(
+            rig.serves(old, [prompt], [tokens[:kept]], kept)
+            and rig.serves(new, [prompt + tokens[:kept]], [tokens[kept:]], 40 - kept)
+            for kept in ((5, 6) if rig.on_gpu else (6,))
+        )
 
 
 def test_new_requests_wait_for_resume(rig: Rig) -> None:
@@ -91,7 +96,7 @@ def test_new_requests_wait_for_resume(rig: Rig) -> None:
     rig.load(rig.models[1])
     assert not waiting.done()
     rig.engine.resume(2)
-    assert waiting.result(TIMEOUT_S).tokens == greedy(rig.models[1], PROMPTS[:1])
+    assert rig.serves(rig.models[1], PROMPTS[:1], waiting.result(TIMEOUT_S).tokens)
 
 
 def test_a_pause_that_comes_too_late_changes_nothing(rig: Rig) -> None:
@@ -102,8 +107,8 @@ def test_a_pause_that_comes_too_late_changes_nothing(rig: Rig) -> None:
         with pytest.raises(DeadlineError, match="e0"):
             rig.engine.pause("wait", 0.01)
         go_on.set()
-    assert running.result(TIMEOUT_S).tokens == greedy(rig.models[0], PROMPTS[:1])
-    assert rig.generate(PROMPTS).result(TIMEOUT_S).tokens == greedy(rig.models[0], PROMPTS)
+    assert rig.serves(rig.models[0], PROMPTS[:1], running.result(TIMEOUT_S).tokens)
+    assert rig.serves(rig.models[0], PROMPTS, rig.generate(PROMPTS).result(TIMEOUT_S).tokens)
 
 
 def test_a_load_needs_a_pause(rig: Rig) -> None:
@@ -127,7 +132,7 @@ def test_a_load_that_ends_early_heals_with_the_next(rig: Rig, share: float) -> N
         rig.engine.resume(2)
     rig.load(rig.models[1])
     rig.engine.resume(2)
-    assert rig.generate(PROMPTS).result(TIMEOUT_S).tokens == greedy(rig.models[1], PROMPTS)
+    assert rig.serves(rig.models[1], PROMPTS, rig.generate(PROMPTS).result(TIMEOUT_S).tokens)
 
 
 def test_missing_bytes_are_named(rig: Rig) -> None:
@@ -140,7 +145,7 @@ def test_missing_bytes_are_named(rig: Rig) -> None:
     assert any(name in str(caught.value) for name in last)
     rig.connect(whole)
     rig.update(rig.models[0], 1)
-    assert rig.generate(PROMPTS).result(TIMEOUT_S).tokens == greedy(rig.models[0], PROMPTS)
+    assert rig.serves(rig.models[0], PROMPTS, rig.generate(PROMPTS).result(TIMEOUT_S).tokens)
 
 
 def test_sampling(rig: Rig) -> None:
@@ -166,7 +171,7 @@ def test_sampling(rig: Rig) -> None:
 def test_concurrent_calls_get_their_own_answers(rig: Rig) -> None:
     rig.update(rig.models[0], 1)
     calls = [rig.generate([prompt]) for prompt in PROMPTS]
-    assert [call.result(TIMEOUT_S).tokens[0] for call in calls] == greedy(rig.models[0], PROMPTS)
+    assert rig.serves(rig.models[0], PROMPTS, [call.result(TIMEOUT_S).tokens[0] for call in calls])
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ REPORT = SyncReport(
     digest="00ff",
     num_buckets=62,
     epoch=1,
+    connect_phases=MappingProxyType({"warm_up": 1.5}),
 )
 
 
@@ -42,4 +43,6 @@ def test_to_dict_is_json_and_complete() -> None:
     data = json.loads(json.dumps(REPORT.to_dict()))
     speed = data.pop("gb_per_s")
     assert speed == REPORT.gb_per_s
-    assert SyncReport(**data) == replace(REPORT, phases=dict(REPORT.phases))
+    assert SyncReport(**data) == replace(
+        REPORT, phases=dict(REPORT.phases), connect_phases=dict(REPORT.connect_phases)
+    )

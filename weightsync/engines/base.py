@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    import torch
-
-    from weightsync.feed import FeedTicket
-    from weightsync.plan import Box, Plan, RankLayout
+    from weightsync.feed import FeedTicket, PieceView
+    from weightsync.plan import Plan, RankLayout
     from weightsync.verify import Digests
 
 __all__ = ["Engine", "Rollout", "Sink"]
@@ -60,9 +58,9 @@ class Engine(Protocol):
     def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
         """Take one attempt's buckets from the holders; the one long call of an update.
 
-        Returns, per rank, the digest of each of the plan's tensors, shape ``[num_tensors]``,
-        uint64, as found in the engine. Raises EngineError or DeadlineError; the engine's weights
-        are then undefined until a later ``load`` succeeds.
+        Returns, per rank, the digest of what that rank holds of each of the plan's tensors (the boxes
+        of its `layout`), shape ``[num_tensors]``, uint64, as found in the engine. Raises EngineError
+        or DeadlineError; the engine's weights are then undefined until a later ``load`` succeeds.
         """
 
     def resume(self, version: int) -> None:
@@ -81,11 +79,11 @@ class Engine(Protocol):
 class Sink(Protocol):
     """One rank's writer for one update; lives in the process that owns the parameters."""
 
-    def write(self, tensor: int, box: Box, data: torch.Tensor) -> None:
-        """Store one piece: `data` has `box.extent` as its shape and the dtype of the plan's tensor.
+    def take(self, bucket: int, pieces: Sequence[PieceView]) -> None:
+        """Store one bucket's pieces.
 
-        `data` is a view of a shared bucket that is overwritten after the bucket's last piece:
-        what is kept must be copied.
+        Their data are views of a shared bucket that is overwritten once this returns: what is kept
+        must be copied, and copies on a device must have ended.
         """
 
     def finish(self) -> Digests:

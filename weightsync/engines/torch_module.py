@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 
 from weightsync.config import load_dataclass
 from weightsync.engines.base import Rollout
-from weightsync.engines.missing import Missing
 from weightsync.engines.sampling import Sampling
 from weightsync.errors import (
     ConfigError,
@@ -24,9 +22,9 @@ from weightsync.errors import (
     WireError,
 )
 from weightsync.feed import EngineFeed
-from weightsync.modules import named_tensors
+from weightsync.live import LiveWriter
+from weightsync.modules import device_id, named_tensors
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
-from weightsync.verify import tensor_digest
 
 if TYPE_CHECKING:
     from weightsync.feed import FeedTicket
@@ -40,14 +38,19 @@ __all__ = ["TorchEngine", "TorchOptions"]
 class TorchOptions:
     """Options of this engine. One process holds the whole model, so `tensor_parallel_size` is 1.
 
+    With `device` ``cuda``, the model lies on the process's current GPU.
+
     Raises:
         ConfigError: naming the field, as ``options.<field>``.
     """
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: Literal["cpu", "cuda"] = "cpu"
     tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("options.device", self.device, "torch finds no GPU here: use cpu")
         if self.tensor_parallel_size != 1:
             raise ConfigError(
                 "options.tensor_parallel_size", self.tensor_parallel_size, "torch runs on one rank"
@@ -64,13 +67,15 @@ class TorchEngine:
         settings = load_dataclass(TorchOptions, options, field="options")
         config = AutoConfig.from_pretrained(model_path)
         self._name = name
-        self._model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, settings.dtype)).eval()
+        self._device = torch.device(settings.device)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, settings.dtype))
+        self._model = model.to(self._device).eval()
         # The checkpoint's own sampling defaults would otherwise fill what a call leaves out.
         self._model.generation_config = GenerationConfig()
         self._gate = _Gate()
         self._whole = False
         self._feed: EngineFeed | None = None
-        self._plan: Plan | None = None
+        self._writer: LiveWriter | None = None
 
     def layout(self) -> Sequence[RankLayout]:
         """The live tensors themselves, whole, each its own buffer."""
@@ -80,13 +85,15 @@ class TorchEngine:
             for name, tensor in tensors.items()
         )
         segments = tuple(_segment(name, tensor) for name, tensor in tensors.items())
-        return [RankLayout(metas, segments, tied, buffers=metas)]
+        return [RankLayout(metas, segments, tied, buffers=metas, device=device_id(self._device))]
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[str]:
         """See `Engine.attach`."""
         (ticket,) = tickets
         self._detach()
-        self._feed, self._plan = EngineFeed.open(ticket, plan, timeout_s), plan
+        self._feed = EngineFeed.open(ticket, plan, timeout_s)
+        (layout,) = self.layout()
+        self._writer = LiveWriter(plan, layout, named_tensors(self._model)[0], self._feed.slots)
         return [plan.digest()]
 
     def pause(self, mode: str, timeout_s: float) -> None:
@@ -96,14 +103,14 @@ class TorchEngine:
 
     def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
         """See `Engine.load`: pieces go straight into the live parameters."""
-        if self._feed is None or self._plan is None:
+        if self._feed is None or self._writer is None:
             raise StateError(f"engine {self._name} is not attached: connect first")
         if not self._gate.quiet:
             raise StateError(f"engine {self._name} is serving: pause it first")
         self._whole = False
-        sink = _LiveSink(self._plan, named_tensors(self._model)[0])
+        self._writer.begin()
         try:
-            digests = [self._feed.receive(attempt, sink, timeout_s)]
+            digests = [self._feed.receive(attempt, self._writer, timeout_s)]
         except WeightSyncError as error:
             self._gate.void()
             if isinstance(error, TransportError | WireError):
@@ -136,15 +143,16 @@ class TorchEngine:
     def _detach(self) -> None:
         if self._feed is not None:
             self._feed.close()
-            self._feed = None
+            self._feed = self._writer = None
 
     @torch.no_grad()
     def _complete(self, prompts: Sequence[Sequence[int]], settings: Sampling) -> list[list[int]]:
         from transformers import GenerationConfig
 
         width = max(len(prompt) for prompt in prompts)
-        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        rows = [[0] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+        ids = torch.tensor(rows, device=self._device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=self._device)
         greedy = settings.temperature == 0
         config = GenerationConfig(
             max_new_tokens=settings.max_tokens,
@@ -153,7 +161,8 @@ class TorchEngine:
             pad_token_id=0,
             **({} if greedy else {"temperature": settings.temperature, "top_k": 0, "top_p": 1.0}),
         )
-        with torch.random.fork_rng(enabled=settings.seed is not None):
+        gpus = [torch.cuda.current_device()] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(gpus, enabled=settings.seed is not None):
             if settings.seed is not None:
                 torch.manual_seed(settings.seed)
             made = self._model.generate(ids, attention_mask=mask, generation_config=config)
@@ -216,22 +225,6 @@ class _Gate:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-
-
-class _LiveSink:
-    """Copies pieces into live parameters, and reads the digests back from them."""
-
-    def __init__(self, plan: Plan, live: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = [live[meta.name].detach() for meta in plan.tensors]
-        self._missing = Missing(plan)
-
-    def write(self, tensor: int, box: Box, data: torch.Tensor) -> None:
-        self._tensors[tensor][box.slices()].copy_(data)
-        self._missing.take(tensor, box)
-
-    def finish(self) -> Digests:
-        self._missing.require_none()
-        return np.array([tensor_digest(t, tuple(t.shape)) for t in self._tensors], dtype=np.uint64)
 
 
 def _segment(name: str, tensor: torch.Tensor) -> Segment:

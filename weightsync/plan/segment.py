@@ -36,6 +36,7 @@ class RankLayout:
         buffers: the live parameters that the segments write, with their local shapes. If there
             are none, this rank's live coverage is not checked (an engine that repacks).
         padding: (buffer, byte_offset, nbytes) that no tensor reaches and that stays as it is.
+        device: where the buffers lie: ``cuda:<UUID>``, or empty for host memory.
     """
 
     tensors: tuple[TensorMeta, ...]
@@ -43,3 +44,4 @@ class RankLayout:
     tied: tuple[tuple[str, str], ...] = ()
     buffers: tuple[TensorMeta, ...] = ()
     padding: tuple[tuple[str, int, int], ...] = ()
+    device: str = ""

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from weightsync.sources.base import Source
+from weightsync.sources.base import Attached, Source
 
-__all__ = ["Source"]
+__all__ = ["Attached", "Source"]

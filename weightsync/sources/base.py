@@ -2,35 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from weightsync.buffers import Export
     from weightsync.memory import BufferHandle
     from weightsync.plan import Plan, RankLayout
     from weightsync.verify import Digests
 
-__all__ = ["Source"]
+__all__ = ["Attached", "Source"]
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """A trainer rank's own digest of the plan, and its memory where the holder is to read it in place."""
+
+    plan_digest: str
+    export: Export | None
 
 
 class Source(Protocol):
     """One trainer rank's weights, in the process that owns them. Methods block."""
 
     def layout(self) -> RankLayout:
-        """Which boxes of which tensors lie here, in the checkpoint's names."""
+        """Which boxes of which tensors lie here, in the checkpoint's names.
 
-    def attach(self, plan: Plan, trainer: int, arena: BufferHandle) -> str:
-        """Map the holder's arena for trainer rank `trainer`; once per membership epoch.
+        Its `device` is set where the memory can be read in place from that device's holder.
+        """
 
-        Returns this rank's own digest of the plan.
+    def attach(self, plan: Plan, trainer: int, arena: BufferHandle | None) -> Attached:
+        """Map the holder's arena for trainer rank `trainer`, or export the memory if there is none.
+
+        Once per membership epoch.
         """
 
     def publish(self) -> Digests:
-        """Copy this rank's share of the plan into the arena: a consistent cut.
+        """Copy this rank's share of the plan into the arena, or finish writing what is read in place.
 
-        Once this returns, the weights may change. Returns, per tensor of the plan, the digest of
+        A consistent cut. With an arena, the weights may change once this returns; what is read in
+        place must stay until the holders have it. Returns, per tensor of the plan, the digest of
         this rank's share, shape ``[num_tensors]``, uint64; the shares of all ranks add up to the
         tensor's digest.
         """
 
     def close(self) -> None:
-        """Drop the arena. Safe to call twice."""
+        """Let go of the holder. Safe to call twice."""

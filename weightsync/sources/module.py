@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import logging
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,13 +12,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from weightsync.errors import ConfigError, nearest
+from weightsync.buffers import Export
+from weightsync.device_memory import DeviceHandle, export_tensor
+from weightsync.errors import ConfigError, TransportError, nearest
 from weightsync.memory import BufferHandle, SharedBuffer
-from weightsync.modules import named_tensors
+from weightsync.modules import device_id, named_tensors
 from weightsync.plan import Box, Piece, Plan, RankLayout, Segment, TensorMeta
+from weightsync.sources.base import Attached
+from weightsync.sources.in_place import InPlace
 from weightsync.verify import Digests, tensor_digest, warm_up
 
 __all__ = ["ModuleSource"]
+
+
+logger = logging.getLogger("weightsync.sources")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +42,16 @@ class ModuleSource:
 
     A module that is not sharded but runs on several ranks is declared whole by each of them; the
     plan chooses who sends what. `exclude` names tensors that no engine wants, as a value head.
+    Weights that all lie on one GPU are read in place where they can be shared, see `Source`.
     """
 
     def __init__(self, model: nn.Module, exclude: Collection[str] = ()) -> None:
         self._model = model
         self._exclude = frozenset(exclude)
+        self._layout: RankLayout | None = None
+        self._exported: dict[str, DeviceHandle] = {}
         self._arena: SharedBuffer | None = None
+        self._in_place: InPlace | None = None
         self._plan: Plan | None = None
         self._copies: tuple[_Copy, ...] = ()
 
@@ -51,31 +63,40 @@ class ModuleSource:
         kept = {name: tensor for name, tensor in tensors.items() if name not in self._exclude}
         metas = tuple(TensorMeta(name, _dtype_name(t.dtype), tuple(t.shape)) for name, t in kept.items())
         segments = tuple(_segment(name, tensor) for name, tensor in kept.items())
-        return RankLayout(metas, segments, tuple(pair for pair in tied if pair[1] in kept))
+        ties = tuple(pair for pair in tied if pair[1] in kept)
+        device, self._exported = _share({name: _local(tensor) for name, tensor in kept.items()})
+        self._layout = RankLayout(metas, segments, ties, device=device)
+        return self._layout
 
-    def attach(self, plan: Plan, trainer: int, arena: BufferHandle) -> str:
+    def attach(self, plan: Plan, trainer: int, arena: BufferHandle | None) -> Attached:
         """Work out every copy once."""
         self.close()
-        self._arena, self._plan = SharedBuffer.open(arena), plan
-        boxes = {segment.tensor: segment for segment in self.layout().segments}
-        canonical = dict(named_tensors(self._model)[1])
+        layout = self._layout or self.layout()
+        boxes = {segment.tensor: segment.box for segment in layout.segments}
+        canonical = dict(layout.tied)
         copies = []
         for piece in plan.trainer_pieces(trainer):
             name = plan.tensors[piece.tensor].name
             source = name if name in boxes else canonical[name]
-            copies.append(_Copy(source, piece.box.slices(boxes[source].box), piece))
-        self._copies = tuple(copies)
+            copies.append(_Copy(source, piece.box.slices(boxes[source]), piece))
+        self._plan, self._copies = plan, tuple(copies)
         warm_up()
-        return plan.digest()
+        if arena is None:
+            self._in_place = InPlace(plan, [(c.piece, c.source) for c in copies], self._live(), layout)
+            return Attached(plan.digest(), Export(layout, self._exported))
+        self._arena = SharedBuffer.open(arena)
+        return Attached(plan.digest(), None)
 
     @torch.no_grad()
     def publish(self) -> Digests:
         """Copy and digest, piece by piece, casting where the engine's dtype is another float."""
-        assert self._arena is not None
         assert self._plan is not None
+        if self._in_place:
+            return self._in_place.publish(self._live())
+        assert self._arena is not None
         metas = self._plan.tensors
         shares = np.zeros(len(metas), dtype=np.uint64)
-        live = {name: _local(tensor) for name, tensor in named_tensors(self._model)[0].items()}
+        live = self._live()
         for copy in self._copies:
             piece = copy.piece
             meta = metas[piece.tensor]
@@ -88,10 +109,27 @@ class ModuleSource:
         return shares
 
     def close(self) -> None:
-        """Drop the arena."""
+        """Let go of the holder."""
+        self._in_place = None
         if self._arena is not None:
             self._arena.close()
             self._arena = None
+
+    def _live(self) -> dict[str, torch.Tensor]:
+        return {name: _local(tensor) for name, tensor in named_tensors(self._model)[0].items()}
+
+
+def _share(tensors: Mapping[str, torch.Tensor]) -> tuple[str, dict[str, DeviceHandle]]:
+    """The one device that all `tensors` lie on, and their handles; nothing where it has to be an arena."""
+    devices = {tensor.device for tensor in tensors.values()}
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        return "", {}
+    try:
+        handles = {name: export_tensor(tensor) for name, tensor in tensors.items() if tensor.numel()}
+    except TransportError as error:
+        logger.warning("weights are copied through the host: %s", error)
+        return "", {}
+    return device_id(next(iter(devices))), handles
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

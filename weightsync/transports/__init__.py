@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 
 from weightsync.errors import ConfigError, nearest
-from weightsync.transports.base import Transport
+from weightsync.transports.base import Broadcast, Op, Pending, Recv, Send, Transport
 
-__all__ = ["TRANSPORTS", "Transport", "transport_class"]
+__all__ = ["TRANSPORTS", "Broadcast", "Op", "Pending", "Recv", "Send", "Transport", "transport_class"]
 
 TRANSPORTS = {
     "gloo": "weightsync.transports.gloo:GlooTransport",
+    "nccl": "weightsync.transports.nccl:NcclTransport",
 }
 
 

@@ -2,84 +2,179 @@
 
 from __future__ import annotations
 
-import socket
+import time
+from collections.abc import Sequence
+from concurrent.futures import TimeoutError as Late
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
-import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import (
-    BarrierOptions,
-    BroadcastOptions,
-    PrefixStore,
-    ProcessGroupGloo,
-    Store,
-)
+from torch.distributed.distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, Work
 
 from weightsync.errors import TransportError
+from weightsync.transports.base import Broadcast, Op, Pending, Send
+from weightsync.transports.rendezvous import join_store, own_address, peers_of, serve_store
+from weightsync.transports.roll_call import RollCall, aside
+from weightsync.transports.watch import Watch
 
 __all__ = ["GlooTransport"]
 
+_SLICE = timedelta(milliseconds=50)
+"""How soon a waiting thread sees that the wait was ended."""
+_MARGIN_S = 5.0
+"""gloo's own time-out, which does not know who is late, comes this much after ours."""
+
 
 class GlooTransport:
-    """A gloo process group of our own: torch's default group stays whoever's it is."""
+    """A gloo process group of our own: torch's default group stays whoever's it is.
+
+    gloo cannot end an operation under way. One that was ended here goes on in gloo's threads until its
+    peers' connections close or gloo's own time-out: until then it may still write its data.
+    """
 
     def __init__(self) -> None:
         self._store: Store | None = None
         self._group: Any = None  # a ProcessGroupGloo; its stub lacks the collectives
-        self._timeout = timedelta(seconds=0)
+        self._watch: Watch | None = None
+        self._works: list[_Work] = []
+        self._timeout = timedelta(0)
+        self._rank, self._num_ranks = -1, 0
 
     def offer(self, host: str) -> str:
         """Serve the rendezvous on a port that the system chooses: ``host:port``."""
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-        self._store = store
-        return f"{host}:{store.port}"
+        self._store, address = serve_store(host)
+        return address
 
     def open(self, rendezvous: str, rank: int, num_ranks: int, timeout_s: float) -> None:
-        """Connect to every rank, on the interface that `rendezvous` is reached by."""
-        self._timeout = timedelta(seconds=timeout_s)
-        host, _, port = rendezvous.rpartition(":")
+        """Sign in, then connect to every rank on the interface that `rendezvous` is reached by."""
+        assert self._watch is None, "a transport opens once"
+        self._rank, self._num_ranks = rank, num_ranks
+        self._timeout = timedelta(seconds=timeout_s + _MARGIN_S)
+        self._store = join_store(self._store, rendezvous, rank, num_ranks, timeout_s)
+        roll = RollCall(PrefixStore("roll", self._store), rank, num_ranks)
         try:
-            if self._store is None:
-                self._store = TCPStore(host, int(port), is_master=False, timeout=self._timeout)
-            self._store.set_timeout(self._timeout)
             options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout = self._timeout
-            options._devices = [ProcessGroupGloo.create_device(hostname=_own_address(host))]
-            self._group = ProcessGroupGloo(PrefixStore("weightsync", self._store), rank, num_ranks, options)
+            options._timeout = timedelta(seconds=timeout_s)
+            options._devices = [ProcessGroupGloo.create_device(hostname=own_address(rendezvous))]
+            self._group = ProcessGroupGloo(PrefixStore("gloo", self._store), rank, num_ranks, options)
         except (RuntimeError, ValueError) as error:
             raise TransportError(
                 f"gloo rank {rank} of {num_ranks} could not join at {rendezvous}: {error}"
             ) from error
+        self._watch = Watch(roll, rank, num_ranks, timeout_s, stop=_nothing, probe=_nothing)
 
-    def broadcast(self, data: torch.Tensor, root: int) -> None:
-        """One gloo broadcast."""
-        options = BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = root, 0, self._timeout
+    def start(self, ops: Sequence[Op]) -> Pending:
+        """Queue the ops in order; gloo's threads run them."""
+        assert self._watch, "open the transport first"
+        watch = self._watch
+        self._works = [work for work in self._works if not work.is_done()]
+        number = watch.begin(peers_of(ops, self._rank, self._num_ranks))
         try:
-            self._group.broadcast([data], options).wait(self._timeout)
+            works = [self._start(op) for op in ops]
         except RuntimeError as error:
-            raise TransportError(
-                f"gloo broadcast of {data.numel()} bytes from rank {root}: {error}"
-            ) from error
+            watch.fail(f"gloo could not start operation {number}: {error}")
+            raise
+        self._works += works
+        watch.follow(number, lambda: all(work.is_right() for work in works))
+        return _GlooPending(works, number, watch)
 
-    def barrier(self) -> None:
-        """One gloo barrier."""
-        options = BarrierOptions()
-        options.timeout = self._timeout
-        try:
-            self._group.barrier(options).wait(self._timeout)
-        except RuntimeError as error:
-            raise TransportError(f"gloo barrier: {error}") from error
+    def abort(self, cause: str) -> None:
+        """End every wait; see the class about operations under way."""
+        if self._watch:
+            self._watch.end(cause)
 
     def close(self) -> None:
         """Close the connections; the store goes with the last reference to it."""
-        self._group = None
-        self._store = None
+        if self._watch:
+            self._watch.close()
+        if not all(work.is_done() for work in self._works):
+            aside(partial(_hold, self._group, self._works))
+        self._group, self._store, self._works = None, None, []
+
+    def _start(self, op: Op) -> _Work:
+        if isinstance(op, Broadcast):
+            options = BroadcastOptions()
+            options.rootRank, options.rootTensor, options.timeout = op.root, 0, self._timeout
+            return _Spread(self._group.broadcast([op.data], options))
+        call = self._group.send if isinstance(op, Send) else self._group.recv
+        return _Handed(call([op.data], op.peer, 0), self._timeout)
 
 
-def _own_address(rendezvous_host: str) -> str:
-    """This host's address on the network that leads to the rendezvous."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((rendezvous_host, 9))
-        return str(probe.getsockname()[0])
+class _GlooPending:
+    def __init__(self, works: list[_Work], number: int, watch: Watch) -> None:
+        self._works, self._number, self._watch = works, number, watch
+
+    def wait(self) -> None:
+        """Wait for the works in turn, in slices so that an end is seen."""
+        try:
+            for work in self._works:
+                while not work.wait_slice():
+                    self._watch.check()
+        except RuntimeError as error:
+            self._watch.fail(f"gloo failed in operation {self._number}: {error}")
+        self._watch.done(self._number)
+        self._works = []
+
+
+class _Work(Protocol):
+    def is_done(self) -> bool: ...
+
+    def is_right(self) -> bool:
+        """Whether it is done and did not fail."""
+
+    def wait_slice(self) -> bool:
+        """Whether it is done after at most one slice. Raises RuntimeError when it failed."""
+
+
+class _Spread:
+    """A broadcast under way."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def is_done(self) -> bool:
+        return self._work.is_completed()
+
+    def is_right(self) -> bool:
+        try:
+            return self.is_done() and self._work.wait(_SLICE)
+        except RuntimeError:
+            return False
+
+    def wait_slice(self) -> bool:
+        try:
+            self._work.wait(_SLICE)
+        except RuntimeError:
+            if self.is_done():
+                raise
+        return self.is_done()
+
+
+class _Handed:
+    """A send or receive under way: only its wait tells its end; a late one breaks the connection."""
+
+    def __init__(self, work: Work, timeout: timedelta) -> None:
+        self._end = aside(lambda: work.wait(timeout))
+
+    def is_done(self) -> bool:
+        return self._end.done()
+
+    def is_right(self) -> bool:
+        return self._end.done() and self._end.exception() is None
+
+    def wait_slice(self) -> bool:
+        try:
+            self._end.result(_SLICE.total_seconds())
+        except Late:
+            return False
+        return True
+
+
+def _hold(group: ProcessGroupGloo, works: list[_Work]) -> None:
+    """Keep `group` until its works are over: its destruction waits for them, and stops all of Python."""
+    while not all(work.is_done() for work in works):
+        time.sleep(_SLICE.total_seconds())
+
+
+def _nothing() -> None:
+    """gloo has nothing to stop or to ask."""

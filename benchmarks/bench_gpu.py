@@ -1,0 +1,194 @@
+"""`update_weights` on GPUs: source x placement x bucket size x slots, and what the link gives bare.
+
+    python -m benchmarks.bench_sync --gpu [--world 1 2 4] [--source device host] [--bucket-mib 256 512]
+        [--slots 2 3] [--model 8b|llama|moe|moe-stacked] [--gib 16] [--rounds 7] [--empty] [--long 200]
+
+One trainer rank and one engine rank a GPU: ``colocated`` shares each of `world` GPUs between the
+two, ``disaggregated`` gives the first half of them to trainers, the second half to the engine. The
+trainer's tensors are cut along their first dimension, the engine's as tensor parallelism cuts them.
+Before each round the trainers write other values and the engine's memory is filled with 0xFF; after
+it every element is compared. Both are outside the clock.
+
+Clocks: ``total`` is the wall clock of `update_weights`, from the call until every rank serves the
+version: Ray's calls, digests of both sides and their comparison included. Phases are the report's.
+Connecting is not in it: memory, communicators and mappings are made once. ``bare`` rows run from a
+barrier until the last rank has one bucket, the same calls in the same processes round after round.
+``extra MiB`` is device memory that all processes took on the fullest GPU since before connecting,
+the holder's CUDA context (some 500 MiB) and what NCCL takes included.
+The file also keeps the last report of each row, with what connecting cost.
+
+Each fleet (source x world x placement) is a process with a time limit of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from benchmarks.cluster import gpu_uuids, start_ray
+from benchmarks.common import environment, print_table, write_json
+from benchmarks.gpu_bare import bare_rates
+from benchmarks.gpu_fleet import Fleet, start_fleet
+from benchmarks.isolate import emit, run_part
+from benchmarks.models import model_of
+from benchmarks.updates import Round, WrongWeightsError, config, new_version, timed_rounds, update_row
+from weightsync import WeightSync
+from weightsync.errors import WeightSyncError
+
+__all__ = ["main"]
+
+_LONG_MARKS = (10, 100, 200)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse, measure part by part, print, write."""
+    args = _parser().parse_args(argv)
+    if args.part:
+        _run_part(json.loads(args.part))
+        return
+    gpus = gpu_uuids()
+    worlds = args.world or ([len(gpus)] if gpus else [2])
+    where = environment()
+    tables: dict[str, list[dict[str, object]]] = {}
+    notes: list[str] = []
+    for spec in _parts(args, worlds, cpu=args.cpu):
+        rows, trouble = run_part("benchmarks.bench_gpu", spec, args.part_timeout)
+        notes += [trouble] if trouble else []
+        for row in rows:
+            tables.setdefault(str(row["table"]), []).append(row)
+            print(json.dumps(_shown(row)), flush=True)
+        if args.json:  # after each part: a later one may be cut off
+            done = [row for found in tables.values() for row in found]
+            write_json(args.json, "sync-gpu", done, where, notes)
+    for title, rows in tables.items():
+        print_table(title, [_shown(row) for row in rows], where, notes)
+    if not tables:
+        print("\n".join(notes))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bench_sync --gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--world", type=int, nargs="+", help="numbers of GPUs (all)")
+    parser.add_argument("--placement", nargs="+", default=["colocated"], choices=_PLACEMENTS)
+    parser.add_argument("--source", nargs="+", default=["device", "host"], choices=["device", "host"])
+    parser.add_argument("--bucket-mib", type=int, nargs="+", default=[256])
+    parser.add_argument("--slots", type=int, nargs="+", default=[2])
+    parser.add_argument("--model", default="llama", choices=["8b", "llama", "moe", "moe-stacked", "tiny"])
+    parser.add_argument("--gib", type=float, default=16)
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--empty", action="store_true", help="also a model of a few kilobytes")
+    parser.add_argument("--long", type=int, default=0, help="also this many updates, memory watched")
+    parser.add_argument("--no-bare", action="store_true", help="without the collectives called bare")
+    parser.add_argument("--cpu", action="store_true", help="slots of this host instead of GPUs: a smoke test")
+    parser.add_argument("--part-timeout", type=float, default=240, help="seconds for each part")
+    parser.add_argument("--json", type=Path)
+    return parser
+
+
+_PLACEMENTS = ("colocated", "disaggregated")
+
+
+def _parts(args: argparse.Namespace, worlds: Sequence[int], *, cpu: bool) -> Iterator[dict[str, Any]]:
+    """What each process measures."""
+    common = {"gib": args.gib, "layers": args.layers, "rounds": args.rounds, "cpu": cpu}
+    common |= {"bucket_mib": args.bucket_mib, "slots": args.slots}
+    for world in worlds:
+        if world > 1 and not (args.no_bare or cpu):
+            yield {"kind": "bare", "world": world, **common}
+        for source, placement in itertools.product(args.source, args.placement):
+            if placement == "disaggregated" and world < 2:
+                continue
+            fleet = {"world": world, "source": source, "placement": placement, **common}
+            yield {"kind": "matrix", "model": args.model, **fleet}
+        fleet = {"world": world, "source": args.source[0], "placement": args.placement[0], **common}
+        fleet |= {"bucket_mib": args.bucket_mib[:1], "slots": args.slots[:1]}
+        if args.empty:
+            yield {"kind": "empty", "model": "tiny", **fleet, "rounds": max(args.rounds, 30)}
+        if args.long:
+            yield {"kind": "long", "model": args.model, **fleet, "rounds": args.long}
+
+
+def _run_part(spec: Mapping[str, Any]) -> None:
+    gpus = gpu_uuids()
+    start_ray(len(gpus))
+    try:
+        if spec["kind"] == "bare":
+            for row in bare_rates(gpus[: spec["world"]], 1024, spec["rounds"]):
+                emit({"table": "one bucket", **row})
+            return
+        fleet = _fleet(spec, gpus)
+        for bucket_mib, num_slots in itertools.product(spec["bucket_mib"], spec["slots"]):
+            emit(_case(spec, fleet, bucket_mib, num_slots))
+        fleet.close()
+    finally:
+        ray.shutdown()
+
+
+def _fleet(spec: Mapping[str, Any], gpus: Sequence[str]) -> Fleet:
+    seats: list[str | None] = [None] * spec["world"] if spec["cpu"] else list(gpus[: spec["world"]])
+    if len(seats) < spec["world"]:
+        raise SystemExit(f"{spec['world']} GPUs asked for, {len(seats)} there")
+    half = len(seats) // 2 if spec["placement"] == "disaggregated" else 0
+    model = model_of(spec["model"], spec["gib"], spec["layers"])
+    fleet = start_fleet(model, seats[: half or None], seats[half:], spec["source"])
+    version = new_version()
+    fleet.prepare(version)  # loads what the checks need, so that it does not count as our memory
+    fleet.wrong(version)
+    return fleet
+
+
+def _case(spec: Mapping[str, Any], fleet: Fleet, bucket_mib: int, num_slots: int) -> dict[str, object]:
+    row: dict[str, object] = {
+        "table": {"matrix": "update_weights", "empty": "control", "long": "many updates"}[spec["kind"]],
+        "model": spec["model"],
+        "source": spec["source"],
+        "placement": spec["placement"],
+        "world": spec["world"],
+        "bucket MiB": bucket_mib,
+        "slots": num_slots,
+    }
+    try:
+        return row | _measure(spec, fleet, bucket_mib, num_slots)
+    except (WrongWeightsError, WeightSyncError) as error:
+        return row | {"failed": f"{type(error).__name__}: {error}"}
+
+
+def _measure(spec: Mapping[str, Any], fleet: Fleet, bucket_mib: int, num_slots: int) -> dict[str, object]:
+    before = fleet.used()
+    rounds: list[Round] = []
+    extra: dict[str, object] = {}
+    with WeightSync(config(bucket_mib, num_slots)) as sync:
+        sync.register_trainers(fleet.trainers)
+        sync.register_engines({"engine": fleet.front})
+        sync.connect()
+        for each in timed_rounds(sync, fleet, spec["rounds"]):
+            rounds.append(each)
+            number = each.number
+            if number == 1 or number == spec["rounds"] or (spec["kind"] == "long" and number in _LONG_MARKS):
+                extra[f"extra MiB @{number}" if spec["kind"] == "long" else "extra MiB"] = _extra(
+                    fleet, before
+                )
+    return update_row(rounds) | extra
+
+
+def _extra(fleet: Fleet, before: Mapping[str, int]) -> int:
+    return max(used - before[gpu] for gpu, used in fleet.used().items()) >> 20
+
+
+def _shown(row: Mapping[str, object]) -> dict[str, object]:
+    """A row without what only the file keeps."""
+    return {key: value for key, value in row.items() if key != "table" and not isinstance(value, list | dict)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Ray for the benchmarks: one actor process a role, each on the GPU that it is told."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+__all__ = ["free_port", "gpu_uuids", "kill", "spawn", "start_ray"]
+
+_PASSED_ON = ("NCCL_", "VLLM_", "CUDA_", "HF_", "WEIGHTSYNC_")
+
+
+def gpu_uuids() -> list[str]:
+    """The GPUs of this host, as CUDA_VISIBLE_DEVICES takes them; empty where there is none."""
+    command = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.split()
+
+
+def start_ray(num_gpus: int) -> None:
+    """A Ray of our own. Its actors find this repository and what is on our PYTHONPATH."""
+    # Some virtual machines grow their memory as it is touched; Ray would end actors for want of it.
+    os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 (Ray spells it so)
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    root = str(Path(__file__).parent.parent)
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    kept = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
+    kept.pop("CUDA_VISIBLE_DEVICES", None)
+    ray.init(
+        address="local",
+        num_cpus=len(os.sched_getaffinity(0)),
+        num_gpus=num_gpus,
+        object_store_memory=512 << 20,
+        include_dashboard=False,
+        log_to_driver=bool(os.environ.get("WEIGHTSYNC_BENCH_LOGS")),
+        logging_level="ERROR",
+        runtime_env={"env_vars": {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **kept}},
+    )
+
+
+def spawn(
+    cls: type,
+    *args: object,
+    gpu: str | None = None,
+    num_threads: int = 8,
+    env: dict[str, str] | None = None,
+) -> ActorHandle[Any]:
+    """An actor that sees `gpu` alone, or none.
+
+    Several actors share a GPU and their pairing matters, so it is given to them directly and Ray's
+    own assignment is turned off.
+    """
+    variables = {
+        "CUDA_VISIBLE_DEVICES": gpu or "",
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+        "OMP_NUM_THREADS": str(num_threads),
+        **(env or {}),
+    }
+    options = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": variables}}
+    return ray.remote(cls).options(**options).remote(*args)
+
+
+def kill(actors: Sequence[ActorHandle[Any]]) -> None:
+    """End actors and wait for nothing."""
+    for actor in actors:
+        ray.kill(actor)
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago, and the next one too."""
+    while True:
+        with socket.socket() as first, socket.socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except OSError:
+                continue
+            return port

@@ -1,0 +1,258 @@
+"""Trainers and an engine of several ranks that hold nothing but weights: what the benchmarks update.
+
+The trainers hold each tensor cut along its first dimension, as FSDP2 leaves it; the engine's ranks
+hold it as tensor parallelism cuts it. Both are written with the same pieces as the real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ray
+import torch
+import torch.distributed as dist
+from ray.actor import ActorHandle
+from ray.exceptions import RayTaskError
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from actors.seat import Seat
+from actors.trainer_shard import TrainerShard
+from benchmarks.cluster import kill, spawn
+from benchmarks.models import Tensor, count_wrong, fill, poison, rank_box
+from weightsync.feed import EngineFeed
+from weightsync.live import LiveWriter
+from weightsync.modules import device_id
+from weightsync.plan import Box, RankLayout, Segment, TensorMeta
+
+if TYPE_CHECKING:
+    from weightsync.feed import FeedTicket
+    from weightsync.plan import Plan
+    from weightsync.verify import Digests
+
+__all__ = ["Destination", "EngineFront", "EngineRank", "Fleet", "ShardTrainer", "device_used", "start_fleet"]
+
+Model = Sequence[Tensor]
+
+
+def device_used() -> tuple[str, int]:
+    """This process's GPU and the bytes that all processes together take of it; empty and 0 without one."""
+    if not torch.cuda.is_available():
+        return "", 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return device_id(torch.device("cuda", 0)), total - free
+
+
+def own_device() -> torch.device:
+    """This process's only GPU, or the host."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+class ShardTrainer(TrainerShard):
+    """One rank of a trainer whose tensors are cut along their first dimension."""
+
+    def __init__(
+        self, model: Model, rank: int, num_ranks: int, meeting: str, source: str, slot: str | None
+    ) -> None:
+        """`meeting` is a file that all ranks see; `source` is ``device`` or ``host``."""
+        super().__init__(slot)
+        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)
+        device = own_device() if source == "device" else torch.device("cpu")
+        if torch.cuda.is_available():
+            torch.cuda.set_device(0)
+        mesh = init_device_mesh(device.type, (num_ranks,))
+        self.parts: list[tuple[Tensor, Box, torch.Tensor]] = []
+        self.model = nn.Module()
+        for tensor in model:
+            parameter = self._shard(tensor, mesh, device) if num_ranks > 1 else self._whole(tensor, device)
+            _register(self.model, tensor.name, parameter)
+
+    def change(self, version: int) -> None:
+        """Write `version` into every element."""
+        for tensor, box, local in self.parts:
+            fill(local, tensor, box, version)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def used(self) -> tuple[str, int]:
+        """See `device_used`."""
+        return device_used()
+
+    def _whole(self, tensor: Tensor, device: torch.device) -> torch.Tensor:
+        local = torch.empty(tensor.shape, dtype=torch.bfloat16, device=device)
+        self.parts.append((tensor, Box((0,) * len(tensor.shape), tensor.shape), local))
+        return local
+
+    def _shard(self, tensor: Tensor, mesh: DeviceMesh, device: torch.device) -> torch.Tensor:
+        extent, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, [Shard(0)])
+        local = torch.empty(tuple(extent), dtype=torch.bfloat16, device=device)
+        self.parts.append((tensor, Box(tuple(offset), tuple(extent)), local))
+        whole = torch.empty(tensor.shape, device="meta")
+        return DTensor.from_local(
+            local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+
+
+class Destination:
+    """One engine rank's slices of a model, in memory that stays where it is."""
+
+    def __init__(self, model: Model, rank: int, num_ranks: int) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(0)
+        self.device = own_device()
+        self.held = [(tensor, rank_box(tensor, rank, num_ranks)) for tensor in model]
+        self.live = {
+            tensor.name: torch.empty(box.extent, dtype=torch.bfloat16, device=self.device)
+            for tensor, box in self.held
+        }
+
+    def poison(self) -> None:
+        """Make every byte wrong."""
+        for tensor in self.live.values():
+            poison(tensor)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def wrong(self, version: int) -> int:
+        """Elements that differ from `version`."""
+        return sum(count_wrong(self.live[tensor.name], tensor, box, version) for tensor, box in self.held)
+
+    def used(self) -> tuple[str, int]:
+        """See `device_used`."""
+        return device_used()
+
+
+class EngineRank(Destination):
+    """One rank of an engine: buckets go straight into its slices."""
+
+    def __init__(self, model: Model, rank: int, num_ranks: int, slot: str | None) -> None:
+        super().__init__(model, rank, num_ranks)
+        self._slot = slot
+        self._feed: EngineFeed | None = None
+        self._writer: LiveWriter | None = None
+        self._layout = RankLayout(
+            tuple(TensorMeta(tensor.name, "bfloat16", tensor.shape) for tensor, _ in self.held),
+            tuple(_segment(tensor, box, self.live[tensor.name]) for tensor, box in self.held),
+            buffers=tuple(TensorMeta(tensor.name, "bfloat16", box.extent) for tensor, box in self.held),
+            device=device_id(self.device),
+        )
+
+    def seat(self) -> Seat:
+        return Seat.here(self._slot)
+
+    def layout(self) -> RankLayout:
+        return self._layout
+
+    def attach(self, plan: Plan, ticket: FeedTicket, timeout_s: float) -> str:
+        if self._feed is not None:
+            self._feed.close()
+        self._feed = EngineFeed.open(ticket, plan, timeout_s)
+        self._writer = LiveWriter(plan, self._layout, self.live, self._feed.slots)
+        return plan.digest()
+
+    def load(self, attempt: int, timeout_s: float) -> Digests:
+        assert self._feed is not None
+        assert self._writer is not None
+        self._writer.begin()
+        return self._feed.receive(attempt, self._writer, timeout_s)
+
+
+class EngineFront:
+    """The engine's own actor, to which WeightSync speaks; it passes everything on to the ranks."""
+
+    def __init__(self, ranks: Sequence[ActorHandle[Any]]) -> None:
+        self._ranks = ranks
+
+    async def sync_seats(self) -> list[Seat]:
+        return await _gather([rank.seat.remote() for rank in self._ranks])
+
+    async def sync_layout(self) -> Sequence[RankLayout]:
+        return await _gather([rank.layout.remote() for rank in self._ranks])
+
+    async def sync_attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[str]:
+        pairs = zip(self._ranks, tickets, strict=True)
+        return await _gather([rank.attach.remote(plan, ticket, timeout_s) for rank, ticket in pairs])
+
+    async def sync_pause(self, mode: str, timeout_s: float) -> None:
+        """Nothing runs."""
+
+    async def sync_load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
+        return await _gather([rank.load.remote(attempt, timeout_s) for rank in self._ranks])
+
+    async def sync_resume(self, version: int) -> None:
+        """Nothing waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The driver's handles."""
+
+    trainers: list[ActorHandle[Any]]
+    ranks: list[ActorHandle[Any]]
+    front: ActorHandle[Any]
+
+    def prepare(self, version: int) -> None:
+        """The trainers hold `version`, the engine nothing that is right."""
+        ray.get([trainer.change.remote(version) for trainer in self.trainers])
+        ray.get([rank.poison.remote() for rank in self.ranks])
+
+    def wrong(self, version: int) -> int:
+        """Elements of the engine that differ from `version`."""
+        return sum(ray.get([rank.wrong.remote(version) for rank in self.ranks]))
+
+    def used(self) -> dict[str, int]:
+        """Bytes taken of each GPU."""
+        return dict(ray.get([actor.used.remote() for actor in (*self.trainers, *self.ranks)]))
+
+    def close(self) -> None:
+        kill([*self.trainers, self.front, *self.ranks])
+
+
+def start_fleet(
+    model: Model, trainer_gpus: Sequence[str | None], engine_gpus: Sequence[str | None], source: str
+) -> Fleet:
+    """One trainer rank or engine rank for each GPU named; None is a CPU slot, shared by equal ranks."""
+    meeting = tempfile.mktemp(prefix="weightsync-bench-")  # gloo makes the file; the ranks outlive this call
+    num_trainers, num_engines = len(trainer_gpus), len(engine_gpus)
+    trainers = [
+        spawn(ShardTrainer, model, i, num_trainers, meeting, source, _slot(i, gpu), gpu=gpu)
+        for i, gpu in enumerate(trainer_gpus)
+    ]
+    ranks = [
+        spawn(EngineRank, model, i, num_engines, _slot(i, gpu), gpu=gpu) for i, gpu in enumerate(engine_gpus)
+    ]
+    return Fleet(trainers, ranks, spawn(EngineFront, ranks))
+
+
+def _slot(rank: int, gpu: str | None) -> str | None:
+    return None if gpu else f"slot-{rank}"
+
+
+async def _gather(calls: Sequence[Awaitable[Any]]) -> list[Any]:
+    try:
+        return list(await asyncio.gather(*calls))
+    except RayTaskError as error:
+        raise error.cause from error  # the controller knows our own errors, not nested ones
+
+
+def _register(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    *path, leaf = name.split(".")
+    module = root
+    for part in path:
+        if part not in dict(module.named_children()):
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    module.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
+
+
+def _segment(tensor: Tensor, box: Box, live: torch.Tensor) -> Segment:
+    strides = tuple(stride * live.element_size() for stride in live.stride())
+    return Segment(tensor.name, box, tensor.name, 0, strides)

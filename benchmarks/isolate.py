@@ -1,0 +1,68 @@
+"""A part of a benchmark in a process of its own, so that a hang costs its time limit and no more."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = ["emit", "run_part"]
+
+_MARK = "ROW "
+_GRACE_S = 20.0
+
+
+def emit(row: Mapping[str, object]) -> None:
+    """In the part: hand one row to the parent, at once."""
+    print(_MARK + json.dumps(dict(row)), flush=True)
+
+
+def run_part(
+    module: str, spec: Mapping[str, object], timeout_s: float
+) -> tuple[list[dict[str, object]], str | None]:
+    """``python -m module --part SPEC``: its rows so far, and what went wrong, if anything did.
+
+    What the part prints besides passes through.
+    """
+    command = [sys.executable, "-m", module, "--part", json.dumps(dict(spec))]
+    root = str(Path(__file__).parent.parent)
+    part = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root, start_new_session=True)
+    late = threading.Event()
+    timer = threading.Timer(timeout_s, _end, (part, late))
+    timer.start()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
+    rows = []
+    assert part.stdout is not None
+    try:
+        for line in part.stdout:
+            if line.startswith(_MARK):
+                rows.append(json.loads(line.removeprefix(_MARK)))
+            else:
+                print(line, end="", flush=True)
+        status = part.wait()
+    finally:
+        timer.cancel()
+        if part.poll() is None:
+            _end(part, late)
+    if late.is_set():
+        return rows, f"{_label(spec)}: not done after {timeout_s:.0f} s, given up"
+    return rows, None if status == 0 else f"{_label(spec)}: ended with status {status}"
+
+
+def _end(part: subprocess.Popen[str], late: threading.Event) -> None:
+    """Ask first, so that it can end its Ray; then end its process group."""
+    late.set()
+    part.terminate()
+    try:
+        part.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(part.pid, signal.SIGKILL)
+
+
+def _label(spec: Mapping[str, object]) -> str:
+    return " ".join(f"{key}={value}" for key, value in spec.items() if isinstance(value, str | int | float))

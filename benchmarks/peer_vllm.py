@@ -1,0 +1,194 @@
+"""A real vLLM that takes weights in four ways: ours, vLLM's own over NCCL or IPC, and tensor by tensor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.actor import ActorHandle
+
+from actors.engine import EngineActor
+from benchmarks.gpu_fleet import ShardTrainer, device_used
+from benchmarks.models import Tensor, count_wrong, poison
+from weightsync.plan import Box
+
+__all__ = ["VllmTrainer", "VllmUnderTest", "save_config"]
+
+_IPC_NBYTES = 2 << 30  # the embedding alone is more than vLLM's default of 1 GiB, which refuses it
+_FUSED = {
+    "q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    "k_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    "v_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    "gate_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
+    "up_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
+}
+
+
+def save_config(directory: Path, num_layers: int) -> None:
+    """Qwen3-8B's configuration, with so many of its 36 layers; no weights."""
+    from transformers import Qwen3Config
+
+    Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=num_layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+        rope_theta=1000000.0,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    ).save_pretrained(directory)
+
+
+class VllmTrainer(ShardTrainer):
+    """The whole model on one GPU, sent in vLLM's ways."""
+
+    _group: Any
+
+    def join(self, port: int) -> None:
+        """Make the NCCL group with one engine rank."""
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+        where = {"master_address": "127.0.0.1", "master_port": port, "world_size": 2}
+        self._group = NCCLWeightTransferEngine.trainer_init(where)
+
+    def send_nccl(self, packed: bool) -> None:
+        """Everything over vLLM's NCCL group; the engine receives meanwhile."""
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+        arguments = {"group": self._group, "packed": packed}
+        NCCLWeightTransferEngine.trainer_send_weights(self._named(), arguments)
+        torch.cuda.synchronize()
+
+    def send_ipc(self, engine: ActorHandle[Any], packed: bool) -> None:
+        """Everything by CUDA IPC; calls the engine's `update_weights`."""
+        from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+
+        arguments = {"send_mode": "ray", "llm_handle": engine, "packed": packed}
+        arguments |= {"packed_buffer_size_bytes": _IPC_NBYTES}
+        IPCWeightTransferEngine.trainer_send_weights(self._named(), arguments)
+
+    def send_each(self, engine: ActorHandle[Any]) -> None:
+        """One call of the engine and one broadcast for each tensor, as OpenRLHF does it."""
+        for name, tensor in self._named():
+            taken = engine.take_one.remote(name, tuple(tensor.shape))
+            self._group.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
+            ray.get(taken)
+
+    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((tensor.name, whole) for tensor, _, whole in self.parts)
+
+
+class VllmUnderTest(EngineActor):
+    """Our engine actor, and vLLM's weight transfer on the same engine. One rank."""
+
+    def __init__(self, model_path: str, model: Sequence[Tensor], options: Mapping[str, Any]) -> None:
+        super().__init__("vllm", model_path, "vllm", options)
+        self._model = tuple(model)
+        self._places = _places(self._model)
+
+    async def join(self, port: int) -> None:
+        """Make the NCCL group with the trainer."""
+        where = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+        await self._rpc("init_weight_transfer_engine", {"init_info": where})
+
+    async def take_nccl(self, packed: bool) -> None:
+        """One whole update over vLLM's NCCL group."""
+        info = {
+            "names": [tensor.name for tensor in self._model],
+            "dtype_names": ["bfloat16"] * len(self._model),
+            "shapes": [list(tensor.shape) for tensor in self._model],
+            "packed": packed,
+        }
+        await self.start()
+        await self._rpc("update_weights", {"update_info": info})
+        await self.finish()
+
+    async def start(self) -> None:
+        """Begin an update in vLLM's way."""
+        await self._rpc("start_weight_update", {"is_checkpoint_format": True})
+
+    async def update_weights(self, request: Mapping[str, Any]) -> None:
+        """Called by vLLM's trainer side for each chunk."""
+        await self._rpc("update_weights", {"update_info": request["update_info"]})
+
+    async def finish(self) -> None:
+        """End an update in vLLM's way."""
+        await self._rpc("finish_weight_update", {})
+
+    async def take_one(self, name: str, shape: tuple[int, ...]) -> None:
+        """Receive one tensor and hand it to vLLM's loader."""
+        await self._on_worker(lambda worker: _take_one(worker, name, shape))
+
+    async def synchronize(self) -> None:
+        """Wait for the device."""
+        await self._on_worker(lambda worker: torch.cuda.synchronize())
+
+    async def poison(self) -> None:
+        """Make every byte of every parameter wrong."""
+        await self._on_worker(_poison)
+
+    async def wrong(self, version: int) -> int:
+        """Elements of vLLM's live parameters that differ from `version`."""
+        return sum(await self._on_worker(lambda worker: _wrong(worker, self._places, version)))
+
+    async def used(self) -> tuple[str, int]:
+        """See `device_used`."""
+        return await asyncio.to_thread(device_used)
+
+    async def _rpc(self, method: str, arguments: Mapping[str, Any]) -> None:
+        await self._call(lambda engine: engine.collective_rpc(method, kwargs=dict(arguments)))
+
+    async def _on_worker(self, work: Callable[[Any], Any]) -> list[Any]:
+        answers: list[Any] = await self._call(lambda engine: engine.collective_rpc(work))
+        return answers
+
+    async def _call(self, work: Callable[[Any], Any]) -> Any:  # noqa: ANN401 (whatever vLLM returns)
+        engine: Any = self._engine  # behind our adapter: only a benchmark may look there
+        return await asyncio.to_thread(engine._loop.call, work)
+
+
+def _places(model: Sequence[Tensor]) -> list[tuple[Tensor, str, int]]:
+    """Each tensor, the vLLM parameter that holds it on one rank, and its first row there."""
+    rows = {tensor.name: tensor.shape[0] for tensor in model}
+    places = []
+    for tensor in model:
+        module = tensor.name.split(".")[-2]
+        fused, parts = _FUSED.get(module, (module, (module,)))
+        earlier = parts[: parts.index(module)]
+        first = sum(rows[tensor.name.replace(module, part)] for part in earlier)
+        places.append((tensor, tensor.name.replace(module, fused), first))
+    return places
+
+
+def _take_one(worker: Any, name: str, shape: tuple[int, ...]) -> None:  # noqa: ANN401 (vLLM's Worker)
+    weight = torch.empty(shape, dtype=torch.bfloat16, device=worker.device)
+    group = worker.weight_transfer_engine.model_update_group
+    group.broadcast(weight, src=0, stream=torch.cuda.current_stream())
+    with torch.no_grad():
+        worker.model_runner.model.load_weights([(name, weight)])
+
+
+def _poison(worker: Any) -> None:  # noqa: ANN401 (vLLM's Worker)
+    for parameter in worker.model_runner.model.parameters():
+        poison(parameter.data)
+    torch.cuda.synchronize()
+
+
+def _wrong(worker: Any, places: Sequence[tuple[Tensor, str, int]], version: int) -> int:  # noqa: ANN401
+    live = dict(worker.model_runner.model.named_parameters())
+    assert set(live) == {name for _, name, _ in places}, set(live) ^ {name for _, name, _ in places}
+    found = 0
+    for tensor, name, first in places:
+        held = live[name].data[first : first + tensor.shape[0]]
+        found += count_wrong(held, tensor, Box((0,) * len(tensor.shape), tensor.shape), version)
+    return found

@@ -1,0 +1,239 @@
+"""Ranks of one transport, each a process of its own that can be stopped and killed: `Fleet`.
+
+Run as a program it is one rank: it reads orders from stdin, one JSON list a line (a function of `Rank`
+and its arguments), and writes one JSON line or more for each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from weightsync.errors import TransportError
+from weightsync.transports import Broadcast, Transport, transport_class
+
+ROOT = Path(__file__).parents[2]
+READY_S = 120
+"""Importing torch and cupy on a busy machine."""
+
+
+class Rank:
+    """What one process does on order."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._device = "cuda" if name == "nccl" else "cpu"
+        self._transport: Transport | None = None
+
+    def offer(self) -> str:
+        self._transport = transport_class(self._name)()
+        return self._transport.offer("127.0.0.1")
+
+    def open(self, rendezvous: str, rank: int, num_ranks: int, timeout_s: float) -> float:
+        self._transport = self._transport or transport_class(self._name)()
+        started = time.monotonic()
+        self._transport.open(rendezvous, rank, num_ranks, timeout_s)
+        return time.monotonic() - started
+
+    def broadcast(self, root: int, value: int, nbytes: int, times: int) -> int:
+        """The sum of the bytes after `times` broadcasts; says "begun" before the last."""
+        assert self._transport is not None
+        data = torch.full((nbytes,), value, dtype=torch.uint8, device=self._device)
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+        for left in reversed(range(times)):
+            if left == 0:
+                say("begun")
+            self._transport.start([Broadcast(data, root)]).wait()
+        return int(data.sum(dtype=torch.int64))
+
+    def stream(self, nbytes: int) -> int:
+        """Broadcast, root after root, two pending, until an error; says "begun" when it flows."""
+        assert self._transport is not None
+        data = [torch.zeros(nbytes, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        pending = [self._transport.start([Broadcast(each, 0)]) for each in data]
+        for turn in range(1 << 30):
+            pending.pop(0).wait()
+            pending.append(self._transport.start([Broadcast(data[turn % 2], turn % 2)]))
+            if turn == 10:
+                say("begun")
+        return 0
+
+    def close(self) -> float:
+        started = time.monotonic()
+        if self._transport:
+            self._transport.close()
+        self._transport = None
+        return time.monotonic() - started
+
+    def num_nccl_libraries(self) -> int:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return len({line.split()[-1] for line in lines if "libnccl" in line})
+
+
+def say(answer: object) -> None:
+    print(json.dumps(answer), flush=True)  # noqa: T201
+
+
+def main(name: str) -> None:
+    rank = Rank(name)
+    say("ready")
+    for line in sys.stdin:
+        order, *args = json.loads(line)
+        started = time.monotonic()
+        try:
+            say({"value": getattr(rank, order)(*args)})
+        except TransportError as error:
+            say({"error": str(error), "seconds": time.monotonic() - started})
+
+
+class Process:
+    """One rank's process, and the lines that it says."""
+
+    def __init__(self, name: str, device: int) -> None:
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": str(device)}
+        # By the name of the device where one already restricts what this process sees.
+        if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+            env["CUDA_VISIBLE_DEVICES"] = visible.split(",")[device] if name == "nccl" else visible
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, name],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        self._said: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def order(self, *order: object) -> None:
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(order) + "\n")
+
+    def hear(self, timeout_s: float = READY_S) -> object:
+        """The next thing that it says; "ended" when it is gone."""
+        line = self._said.get(timeout=timeout_s)
+        return json.loads(line) if line else "ended"
+
+    def value(self, timeout_s: float = READY_S) -> object:
+        answer = self.hear(timeout_s)
+        assert isinstance(answer, dict), answer
+        assert "value" in answer, answer
+        return answer["value"]
+
+    def error(self, timeout_s: float = READY_S) -> tuple[str, float]:
+        answer = self.hear(timeout_s)
+        assert isinstance(answer, dict), answer
+        assert "error" in answer, answer
+        return answer["error"], answer["seconds"]
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe
+            pipe.close()
+
+    def _listen(self) -> None:
+        assert self._process.stdout
+        for line in self._process.stdout:
+            if line.startswith(('"', "{")):  # not what a library prints
+                self._said.put(line)
+        self._said.put("")
+
+
+class Fleet:
+    """Processes, of which some form a communicator: ranks are places in `members`."""
+
+    def __init__(self, name: str, num_processes: int) -> None:
+        self.processes = [Process(name, device) for device in range(num_processes)]
+        for process in self.processes:
+            assert process.hear() == "ready"
+        self.members = list(self.processes)
+
+    def open(self, timeout_s: float) -> None:
+        """A new communicator of all members, in place of the one before."""
+        for process in self.members:
+            process.order("close")
+        for process in self.members:
+            process.value()
+        self.members[0].order("offer")
+        rendezvous = self.members[0].value()
+        for rank, process in enumerate(self.members):
+            process.order("open", rendezvous, rank, len(self.members), timeout_s)
+        for process in self.members:
+            process.value()
+
+    def broadcast(self, nbytes: int = 1 << 20) -> None:
+        """One from every rank, with the right bytes on every rank."""
+        for root in range(len(self.members)):
+            for rank, process in enumerate(self.members):
+                process.order("broadcast", root, rank + 1, nbytes, 1)
+            for process in self.members:
+                assert process.hear() == "begun"
+                assert process.value() == (root + 1) * nbytes
+
+    def lose(self, rank: int) -> None:
+        """Go on without `rank`."""
+        self.members.pop(rank)
+
+    def others(self, rank: int) -> Iterable[Process]:
+        return [process for place, process in enumerate(self.members) if place != rank]
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.end()
+
+
+def lose_one_outside(fleet: Fleet, rank: int, number: signal.Signals, timeout_s: float) -> None:
+    """`rank` dies or hangs in front of a broadcast that the others are in: they name it and go on."""
+    fleet.open(timeout_s)
+    fleet.broadcast()
+    num_ranks = len(fleet.members)
+    for process in fleet.others(rank):
+        process.order("broadcast", rank, 0, 1 << 24, 1)
+        assert process.hear() == "begun"
+    fleet.members[rank].signal(number)
+    _survive(fleet, rank, num_ranks, timeout_s)
+
+
+def lose_one_inside(fleet: Fleet, rank: int, number: signal.Signals, timeout_s: float) -> None:
+    """`rank` dies or hangs while broadcasts flow: the others name it and go on."""
+    fleet.open(timeout_s)
+    num_ranks = len(fleet.members)
+    for process in fleet.members:
+        process.order("stream", 1 << 26)
+    for process in fleet.members:
+        assert process.hear() == "begun"
+    fleet.members[rank].signal(number)
+    _survive(fleet, rank, num_ranks, timeout_s)
+
+
+def _survive(fleet: Fleet, rank: int, num_ranks: int, timeout_s: float) -> None:
+    started = time.monotonic()
+    others = fleet.others(rank)
+    for process in others:
+        error, _ = process.error(timeout_s + 20)
+        print(f"after {time.monotonic() - started:.2f} s: {error}")  # noqa: T201
+        assert f"rank {rank} of {num_ranks}" in error
+    assert time.monotonic() - started < timeout_s + 10
+    fleet.lose(rank)
+    fleet.open(timeout_s)
+    fleet.broadcast()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,46 @@
+"""One Ray cluster for the tests that want one, with a bundle of resources for each GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+ROOT = str(Path(__file__).parents[2])
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
+    ray.init(
+        address="local",
+        num_gpus=torch.cuda.device_count(),
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=512 << 20,
+        runtime_env={"env_vars": {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}},
+        # A host that gives its guest memory as it is used looks full when it is not.
+        _system_config={"memory_monitor_refresh_ms": 0},
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def bundles(cluster: None) -> Iterator[PlacementGroup]:
+    """As many bundles of one GPU as there are."""
+    group = placement_group([{"GPU": 1, "CPU": 1}] * torch.cuda.device_count(), strategy="STRICT_PACK")
+    ray.get(group.ready(), timeout=60)
+    yield group
+    remove_placement_group(group)
+
+
+@pytest.fixture
+def num_gpus() -> int:
+    return torch.cuda.device_count()

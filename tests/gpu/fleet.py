@@ -1,0 +1,96 @@
+"""Actors with a Qwen3 on a GPU: FSDP2 shards that train it, and an engine that shows its weights."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from actors.engine import EngineActor
+from actors.trainer_shard import TrainerShard
+from weightsync.modules import named_tensors
+
+
+class Trainer(TrainerShard):
+    """One rank of `num_ranks`; the weights lie on the GPU, or on the host as an offloaded trainer's do."""
+
+    def __init__(self, path: str, rank: int, num_ranks: int, dtype: str, source: str) -> None:
+        super().__init__()
+        self._path, self._rank, self._num_ranks = path, rank, num_ranks
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        self._device = "cuda" if source == "device" else "cpu"
+        torch.cuda.init()  # it sits on its GPU wherever the weights are
+
+    def listen(self) -> str:
+        """Where the ranks meet, for `join`."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+    def join(self, address: str) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(self._path)
+        model = AutoModelForCausalLM.from_config(config, dtype=self._dtype).to(self._device)
+        if self._num_ranks > 1:
+            backend = "cpu:gloo,cuda:nccl" if self._device == "cuda" else "gloo"
+            dist.init_process_group(backend, init_method=address, rank=self._rank, world_size=self._num_ranks)
+            mesh = init_device_mesh(self._device, (self._num_ranks,))
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        self.model = model
+
+    @torch.no_grad()
+    def train(self, seed: int) -> None:
+        """Other values in every element."""
+        draw = torch.Generator(device=self._device).manual_seed(seed * 1000 + self._rank)
+        for parameter in self.model.parameters():
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            local.normal_(generator=draw)
+
+    @torch.no_grad()
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The whole weights in bfloat16, on the host; all ranks have to be asked."""
+        tensors = named_tensors(self.model)[0]
+        whole = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in tensors.items()}
+        return {name: tensor.detach().to(torch.bfloat16).cpu() for name, tensor in whole.items()}
+
+    def device_nbytes(self) -> int:
+        """What is in use on this GPU, by whomever."""
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+
+class Engine(EngineActor):
+    """The torch engine, in bfloat16 on its GPU."""
+
+    def __init__(self, path: str, name: str) -> None:
+        super().__init__("torch", path, name, {"dtype": "bfloat16", "device": "cuda"})
+
+    async def weights(self) -> Mapping[str, torch.Tensor]:
+        return await asyncio.to_thread(self._weights)
+
+    def _weights(self) -> Mapping[str, torch.Tensor]:
+        tensors = named_tensors(self._engine._model)[0]
+        return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+def spawn(cls: type, bundles: PlacementGroup, gpu: int, *args: object, share: float = 0.4) -> Any:
+    """An actor on bundle `gpu`, with a `share` of its GPU."""
+    strategy = PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=gpu)
+    options = {"num_cpus": 0, "num_gpus": share, "max_restarts": 0, "scheduling_strategy": strategy}
+    return ray.remote(cls).options(**options).remote(*args)

@@ -1,0 +1,179 @@
+"""The public door on GPUs: FSDP2 shards to engines beside them and elsewhere, and holders that are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from ray.util.placement_group import PlacementGroup
+from transformers import Qwen3Config
+
+from tests.gpu.fleet import Engine, Trainer, spawn
+from weightsync import PeerLostError, SyncConfig, WeightSync
+from weightsync.states import EngineState
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
+    pytest.mark.timeout(300),
+]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """A Qwen3 of 90 MB in bfloat16; its vocabulary divides by no number of shards."""
+    Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        vocab_size=10007,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    ).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+class Fleet:
+    """`num_trainers` ranks on the first GPUs; `engine_gpus` says where the engines are."""
+
+    def __init__(
+        self,
+        bundles: PlacementGroup,
+        path: str,
+        num_trainers: int,
+        engine_gpus: list[int],
+        dtype: str = "bfloat16",
+        source: str = "device",
+    ) -> None:
+        self.trainers = [
+            spawn(Trainer, bundles, i, path, i, num_trainers, dtype, source) for i in range(num_trainers)
+        ]
+        address = ray.get(self.trainers[0].listen.remote())
+        ray.get([trainer.join.remote(address) for trainer in self.trainers])
+        self.engines = {f"e{i}": spawn(Engine, bundles, i, path, f"e{i}") for i in engine_gpus}
+
+    def register(self, sync: WeightSync) -> None:
+        sync.register_trainers(self.trainers)
+        sync.register_engines(self.engines)
+
+    def train(self, seed: int) -> None:
+        ray.get([trainer.train.remote(seed) for trainer in self.trainers])
+
+    def check(self) -> None:
+        """Every engine holds the trainers' weights, bit for bit."""
+        wanted = ray.get([trainer.weights.remote() for trainer in self.trainers])[0]
+        for name, engine in self.engines.items():
+            held = ray.get(engine.weights.remote())
+            assert held.keys() == wanted.keys()
+            for tensor, value in wanted.items():
+                assert torch.equal(held[tensor].view(torch.int16), value.view(torch.int16)), (name, tensor)
+
+    def close(self) -> None:
+        for actor in (*self.trainers, *self.engines.values()):
+            ray.kill(actor)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Who sits where, and what the trainers hold."""
+
+    num_trainers: int
+    engine_gpus: list[int]
+    dtype: str
+    source: str
+
+
+@pytest.fixture(
+    params=[
+        ("colocated", "bfloat16", "device"),
+        ("colocated", "float32", "device"),
+        ("colocated", "bfloat16", "host"),
+        ("apart", "bfloat16", "device"),
+        ("apart", "float32", "host"),
+        ("overlapping", "bfloat16", "device"),
+    ],
+    ids="-".join,
+)
+def case(request: pytest.FixtureRequest, num_gpus: int) -> Case:
+    """On whatever number of GPUs there is."""
+    placement, dtype, source = request.param
+    if placement == "colocated":
+        return Case(num_gpus, list(range(num_gpus)), dtype, source)
+    if num_gpus == 1:
+        pytest.skip("needs another GPU")
+    if placement == "apart":
+        return Case(num_gpus // 2, list(range(num_gpus // 2, num_gpus)), dtype, source)
+    return Case(num_gpus - 1, list(range(1, num_gpus)), dtype, source)
+
+
+def test_each_version_arrives_bit_for_bit(case: Case, bundles: PlacementGroup, path: str) -> None:
+    fleet = Fleet(bundles, path, case.num_trainers, case.engine_gpus, case.dtype, case.source)
+    with WeightSync(SyncConfig(bucket_bytes=4 << 20, timeout_s=30, connect_timeout_s=60)) as sync:
+        fleet.register(sync)
+        sync.connect()
+        for version in (1, 2, 3):
+            fleet.train(version)
+            report = sync.update_weights(version)
+            sys.stdout.write(f"{report} {dict(report.phases)}\n")
+            assert report.verified
+            assert set(report.engines.values()) == {version}
+            assert report.num_buckets > 8
+            fleet.check()
+        assert report.connect_phases["warm_up"] > 0
+    fleet.close()
+
+
+def test_no_update_pays_for_the_first_use_and_memory_stays_flat(
+    bundles: PlacementGroup, num_gpus: int, path: str
+) -> None:
+    fleet = Fleet(bundles, path, num_gpus, list(range(num_gpus)))
+    with WeightSync(SyncConfig(bucket_bytes=16 << 20, timeout_s=30, connect_timeout_s=60)) as sync:
+        fleet.register(sync)
+        sync.connect()
+        moves, used = [], []
+        for version in range(1, 61):
+            moves.append(sync.update_weights(version).phases["move"])
+            if version in (5, 60):
+                used.append(max(ray.get([trainer.device_nbytes.remote() for trainer in fleet.trainers])))
+        assert moves[0] < 5 * statistics.median(moves) + 0.02
+        assert used[1] - used[0] < 4 << 20
+        fleet.check()
+    fleet.close()
+
+
+def test_a_holder_killed_in_an_update_is_named_and_the_next_update_works(
+    bundles: PlacementGroup, num_gpus: int, path: str
+) -> None:
+    fleet = Fleet(bundles, path, num_gpus, list(range(num_gpus)))
+    with WeightSync(SyncConfig(bucket_bytes=4096 * 16, timeout_s=20, connect_timeout_s=60)) as sync:
+        fleet.register(sync)
+        sync.connect()
+        sync.update_weights(1)
+        fleet.train(2)
+        victim = list(sync._holders.values())[-1]
+        pid = ray.get(victim.handle.__ray_call__.remote(lambda self: os.getpid()))
+        update = ThreadPoolExecutor(1).submit(sync.update_weights, 2)
+        while set(sync.engine_states().values()) != {EngineState.WRITING}:
+            assert not update.done()
+        os.kill(pid, signal.SIGKILL)
+        lost = update.exception(timeout=30)
+        assert isinstance(lost, PeerLostError), lost
+        assert f"holder {num_gpus - 1}" in str(lost)
+        fleet.train(3)
+        report = sync.update_weights(2)
+        assert set(report.engines.values()) == {2}
+        assert set(sync.engine_states().values()) == {EngineState.SERVING}
+        fleet.check()
+    fleet.close()

@@ -1,0 +1,35 @@
+"""Starts vLLM from a checkpoint on disk, without any of our code in it, and writes its answers.
+
+python -m tests.gpu.vllm_from_disk MODEL TENSOR_PARALLEL_SIZE ANSWERS
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from tests.gpu.vllm_probe import OPTIONS, probe
+from weightsync.engines.vllm_api import set_environment
+
+
+def main(model: str, tensor_parallel_size: str, answers: str) -> None:
+    set_environment()  # as our engine has it
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    llm = LLMEngine.from_engine_args(
+        EngineArgs(
+            model=model,
+            tensor_parallel_size=int(tensor_parallel_size),
+            skip_tokenizer_init=True,
+            disable_log_stats=True,
+            **OPTIONS,
+        )
+    )
+    Path(answers).write_text(json.dumps(probe(llm)))
+    llm.engine_core.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

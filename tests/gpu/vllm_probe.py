@@ -1,0 +1,56 @@
+"""What a vLLM engine says to fixed prompts, in tokens and floats, wherever its weights came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["OPTIONS", "Answers", "probe"]
+
+# The same on both sides of a comparison, or kernels and batches would differ.
+OPTIONS: dict[str, Any] = {
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "dtype": "bfloat16",
+    "gpu_memory_utilization": 0.2,
+    "kv_cache_memory_bytes": 256 << 20,  # no measuring, which neighbours on the GPU disturb
+}
+NUM_TOKENS, TOP = 24, 5
+
+Answers = list[Mapping[str, Any]]
+
+
+def probe(llm: Any) -> Answers:
+    """Greedy tokens, and the log-probabilities of the likeliest at each place, as JSON would hold them."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=NUM_TOKENS,
+        temperature=0.0,
+        logprobs=TOP,
+        prompt_logprobs=TOP,
+        ignore_eos=True,
+        detokenize=False,
+    )
+    draw = torch.Generator().manual_seed(0)
+    for number in range(6):
+        prompt = torch.randint(3, 5000, (5 + 9 * number,), generator=draw).tolist()
+        llm.add_request(f"probe-{number}", {"type": "token", "prompt_token_ids": prompt}, params)
+    answers = {}
+    while len(answers) < 6:
+        for output in llm.step():
+            if output.finished:
+                (completion,) = output.outputs
+                answers[output.request_id] = {
+                    "tokens": list(completion.token_ids),
+                    "logprobs": [_row(row) for row in completion.logprobs],
+                    "prompt_logprobs": [_row(row) for row in output.prompt_logprobs[1:]],
+                }
+    return json.loads(json.dumps([answers[key] for key in sorted(answers)]))
+
+
+def _row(row: Mapping[int, Any]) -> list[list[float]]:
+    return [[token, entry.logprob] for token, entry in sorted(row.items())]

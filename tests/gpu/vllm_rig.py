@@ -1,0 +1,109 @@
+"""A vLLM engine that is fed from one process which holds all weights: every rank's slots on its own GPU."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from transformers import PreTrainedModel
+
+from tests.contract.conftest import source_layout
+from tests.gpu.vllm_probe import OPTIONS, Answers, probe
+from weightsync.device_memory import DeviceBuffer
+from weightsync.engines.vllm import VllmEngine
+from weightsync.feed import HolderFeed
+from weightsync.modules import device_id, named_tensors
+from weightsync.plan import Layout, Members, RankLayout, make_plan
+from weightsync.verify import Digests
+
+__all__ = ["VllmRig"]
+
+TIMEOUT_S = 60.0
+BUCKET_BYTES = 1 << 20  # smaller than the embedding, larger than a layer's norms
+
+
+class VllmRig:
+    """One engine with dummy weights and CUDA graphs, and a holder for each of its ranks."""
+
+    def __init__(self, model_path: str, num_ranks: int) -> None:
+        self.engine = VllmEngine(model_path, "e0", {"tensor_parallel_size": num_ranks, **OPTIONS})
+        self.num_ranks, self.version = num_ranks, 0
+        self.threads = ThreadPoolExecutor(2)
+        self.layouts: list[RankLayout] = []
+        self.feeds: list[HolderFeed] = []
+        self.slots: list[list[DeviceBuffer]] = []
+
+    def connect(self, model: PreTrainedModel) -> None:
+        """A new epoch, with the layout that the engine has now."""
+        self._disconnect()
+        self.layouts = list(self.engine.layout())
+        ranks = range(1, self.num_ranks + 1)
+        self.plan = make_plan(
+            Layout.from_ranks([source_layout(*named_tensors(model))]),
+            {"e0": Layout.from_ranks(self.layouts)},
+            Members(self.num_ranks + 1, (0,), (("e0", tuple(ranks)),)),
+            bucket_bytes=BUCKET_BYTES,
+            max_staging_bytes=8 << 20,
+        )
+        for rank, layout in zip(ranks, self.layouts, strict=True):
+            with torch.cuda.device(_index(layout.device)):
+                self.slots.append([DeviceBuffer.create(BUCKET_BYTES) for _ in range(self.plan.slots)])
+            handles = tuple(slot.handle for slot in self.slots[-1])
+            self.feeds.append(HolderFeed(f"h{rank}", "e0", handles, None, -1))
+        tickets = [feed.ticket for feed in self.feeds]
+        joined = self.threads.submit(self.engine.attach, self.plan, tickets, TIMEOUT_S)
+        for feed in self.feeds:
+            feed.accept(self.plan.digest(), TIMEOUT_S)
+        assert joined.result(TIMEOUT_S) == [self.plan.digest()] * self.num_ranks
+
+    def update(self, model: PreTrainedModel) -> list[Digests]:
+        """A whole update to the weights of `model`; each rank's digest shares."""
+        self.version += 1
+        self.engine.pause("keep", TIMEOUT_S)
+        loaded = self.threads.submit(self.engine.load, self.version, TIMEOUT_S)
+        tensors = named_tensors(model)[0]
+        for bucket in self.plan.buckets():
+            index = bucket.index % self.plan.slots
+            for slots in self.slots:
+                for piece in bucket.pieces:
+                    name = self.plan.tensors[piece.tensor].name
+                    cut = tensors[name].detach()[piece.box.slices()].contiguous()
+                    slots[index].tensor[piece.offset : piece.offset + piece.nbytes] = cut.view(-1).view(
+                        torch.uint8
+                    )
+                torch.cuda.synchronize(slots[index].tensor.device)
+            for feed in self.feeds:
+                feed.offer(self.version, bucket.index)
+            for feed in self.feeds:
+                feed.wait_done(self.version, bucket.index, TIMEOUT_S)
+            for slots in self.slots:
+                slots[index].tensor.fill_(0xAA)  # whoever reads it late has garbage now
+        digests = list(loaded.result(TIMEOUT_S))
+        self.engine.resume(self.version)
+        return digests
+
+    def answers(self) -> Answers:
+        """Asked of the engine itself, between two steps of its thread."""
+        return self.engine._loop.call(probe)
+
+    def addresses(self) -> list[dict[str, int]]:
+        """Of every rank's live parameters."""
+        return self.engine._on_ranks("addresses")
+
+    def close(self) -> None:
+        self.engine.close()
+        self._disconnect()
+        self.threads.shutdown()
+
+    def _disconnect(self) -> None:
+        for feed in self.feeds:
+            feed.close()
+        for slots in self.slots:
+            for slot in slots:
+                slot.close()
+        self.feeds, self.slots = [], []
+
+
+def _index(device: str) -> int:
+    """Which of our GPUs a layout means."""
+    return next(i for i in range(torch.cuda.device_count()) if device_id(torch.device("cuda", i)) == device)

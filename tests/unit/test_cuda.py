@@ -1,0 +1,64 @@
+"""What can be said of the CUDA layer on a host without a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from weightsync import cuda
+from weightsync.errors import TransportError
+
+
+@pytest.mark.parametrize("call", [cuda.nccl, cuda.nccl_versions, lambda: cuda.malloc(1)])
+def test_without_cupy_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[], object]
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(TransportError, match="cuda12 or cuda13"):
+        call()
+
+
+def test_the_digest_of_host_tensors_needs_no_cupy() -> None:
+    code = (
+        "import sys, torch, weightsync.kernels, weightsync.device_memory as d, weightsync.verify as v\n"
+        "v.tensor_digest(torch.zeros(3), (3,))\n"
+        "assert 'cupy' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class _Runtime:
+    def __init__(self) -> None:
+        self.unmapped: list[int] = []
+
+    def ipcCloseMemHandle(self, address: int) -> None:  # noqa: N802
+        self.unmapped.append(address)
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> _Runtime:
+    fake = _Runtime()
+    addresses = iter([4096, 8192])
+    monkeypatch.setattr(cuda, "_runtime", lambda: fake)
+    monkeypatch.setattr(cuda, "_map", lambda handle: next(addresses))
+    monkeypatch.setattr(cuda, "_opened", {})
+    monkeypatch.setattr(cuda, "_exported", {b"ours": 64})
+    return fake
+
+
+def test_a_handle_is_mapped_once_and_unmapped_with_its_last_user(runtime: _Runtime) -> None:
+    assert [cuda.open_handle(b"theirs"), cuda.open_handle(b"theirs")] == [4096, 4096]
+    cuda.close_handle(b"theirs")
+    assert runtime.unmapped == []
+    cuda.close_handle(b"theirs")
+    assert runtime.unmapped == [4096]
+    assert cuda.open_handle(b"theirs") == 8192
+
+
+def test_ones_own_handle_is_the_memory_itself(runtime: _Runtime) -> None:
+    assert cuda.open_handle(b"ours") == 64
+    cuda.close_handle(b"ours")
+    assert runtime.unmapped == []

@@ -1,0 +1,143 @@
+"""Buckets into live memory and the digests of what is there, over random shardings of the engine's ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightsync.errors import TransportError
+from weightsync.feed import PieceView
+from weightsync.fold import Fold
+from weightsync.live import LiveWriter
+from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
+from weightsync.verify import combine, tensor_digest
+
+SHAPES = {"column": (6, 8), "row": (10, 4), "norm": (5,), "experts": (4, 3, 2)}
+AXIS = {"column": 1, "row": 0, "norm": None, "experts": 0}
+
+
+def meta(name: str, shape: tuple[int, ...] | None = None) -> TensorMeta:
+    return TensorMeta(name, "float32", shape or SHAPES[name])
+
+
+def whole(shape: tuple[int, ...]) -> Box:
+    return Box((0,) * len(shape), shape)
+
+
+def cut(shape: tuple[int, ...], axis: int | None, part: int, num_parts: int) -> Box:
+    """The part's share of a dimension: uneven where it does not divide."""
+    if axis is None:
+        return whole(shape)
+    bounds = [shape[axis] * i // num_parts for i in range(num_parts + 1)]
+    offset, extent = [0] * len(shape), list(shape)
+    offset[axis], extent[axis] = bounds[part], bounds[part + 1] - bounds[part]
+    return Box(tuple(offset), tuple(extent))
+
+
+def strides(extent: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(4 * s for s in torch.empty(extent, device="meta").stride())
+
+
+def rank_layout(boxes: dict[str, Box]) -> RankLayout:
+    """Each box in a buffer of its own, but column and row side by side in a fused one."""
+    fused = boxes["column"].numel * 4
+    segments, buffers = [], []
+    for name, box in boxes.items():
+        buffer, at = ("fused", 0 if name == "column" else fused) if name in ("column", "row") else (name, 0)
+        segments.append(Segment(name, box, buffer, at, strides(box.extent)))
+        if buffer == name:
+            buffers.append(meta(name, box.extent))
+    buffers.append(meta("fused", (boxes["column"].numel + boxes["row"].numel,)))
+    return RankLayout(tuple(map(meta, boxes)), tuple(segments), buffers=tuple(buffers))
+
+
+def source_layout(num_ranks: int) -> list[RankLayout]:
+    ranks = []
+    for rank in range(num_ranks):
+        boxes = {n: cut(s, 0, rank, num_ranks) for n, s in SHAPES.items()}
+        segments = tuple(Segment(n, b, n, 0, strides(b.extent)) for n, b in boxes.items() if b.numel)
+        ranks.append(RankLayout(tuple(map(meta, SHAPES)), segments))
+    return ranks
+
+
+def views(plan: Plan, bucket: int, tensors: dict[str, torch.Tensor]) -> list[PieceView]:
+    return [
+        (p.tensor, p.box, tensors[plan.tensors[p.tensor].name][p.box.slices()].contiguous())
+        for p in plan.bucket(bucket).pieces
+    ]
+
+
+def build(num_trainers: int, num_shards: int, num_replicas: int) -> tuple[Plan, list[RankLayout]]:
+    """An engine of `num_shards` times `num_replicas` ranks: replicas as of KV heads, side by side."""
+    ranks = [
+        rank_layout({n: cut(s, AXIS[n], shard, num_shards) for n, s in SHAPES.items()})
+        for shard in range(num_shards)
+        for _ in range(num_replicas)
+    ]
+    holders = tuple(range(num_trainers, num_trainers + len(ranks)))
+    plan = make_plan(
+        Layout.from_ranks(source_layout(num_trainers)),
+        {"e": Layout.from_ranks(ranks)},
+        Members(num_trainers + len(ranks), tuple(range(num_trainers)), (("e", holders),)),
+        bucket_bytes=512,
+        max_staging_bytes=1 << 20,
+    )
+    return plan, ranks
+
+
+def load(plan: Plan, layout: RankLayout, tensors: dict[str, torch.Tensor]):
+    live = {buffer.name: torch.full(buffer.shape, 9.0) for buffer in layout.buffers}
+    writer = LiveWriter(plan, layout, live, [torch.empty(0, dtype=torch.uint8)])
+    writer.begin()
+    for bucket in range(plan.num_buckets):
+        writer.take(bucket, views(plan, bucket, tensors))
+    return live, writer.finish()
+
+
+@given(st.integers(1, 3), st.sampled_from([1, 2, 4]), st.integers(1, 2), st.integers(0, 2**31))
+def test_every_rank_gets_its_part_and_the_ranks_digests_fold_to_the_whole(
+    num_trainers: int, num_shards: int, num_replicas: int, seed: int
+) -> None:
+    plan, ranks = build(num_trainers, num_shards, num_replicas)
+    draw = torch.Generator().manual_seed(seed)
+    tensors = {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
+    shares = []
+    for layout in ranks:
+        live, share = load(plan, layout, tensors)
+        shares.append(share)
+        for segment in layout.segments:
+            wanted = tensors[segment.tensor][segment.box.slices()].reshape(-1)
+            at = segment.byte_offset // 4
+            assert torch.equal(live[segment.buffer].reshape(-1)[at : at + wanted.numel()], wanted)
+    expected = np.array([tensor_digest(tensors[m.name], m.shape) for m in plan.tensors], dtype=np.uint64)
+    folded = Fold(plan, ranks)(shares)
+    assert folded.shape == (len(ranks), len(plan.tensors))
+    assert (folded == expected).all()
+    if num_shards == 1 and num_replicas == 1:
+        assert (combine(shares) == expected).all()
+
+
+@given(st.sampled_from([1, 2, 4]), st.integers(1, 2), st.data())
+def test_a_wrong_share_of_any_rank_shows_in_the_fold(num_shards: int, num_replicas: int, data) -> None:
+    plan, ranks = build(1, num_shards, num_replicas)
+    tensors = {name: torch.ones(shape) for name, shape in SHAPES.items()}
+    shares = [load(plan, layout, tensors)[1] for layout in ranks]
+    right = Fold(plan, ranks)(shares)
+    rank = data.draw(st.integers(0, len(ranks) - 1))
+    tensor = data.draw(st.integers(0, len(plan.tensors) - 1))
+    shares[rank][tensor] ^= np.uint64(1)
+    wrong = (Fold(plan, ranks)(shares) != right).any(axis=0)
+    assert wrong[tensor]
+    assert wrong.sum() == 1
+
+
+def test_a_bucket_that_did_not_come_is_missed() -> None:
+    plan, (layout,) = build(1, 1, 1)
+    live = {buffer.name: torch.zeros(buffer.shape) for buffer in layout.buffers}
+    writer = LiveWriter(plan, layout, live, [])
+    writer.begin()
+    with pytest.raises(TransportError, match=f"0 of {plan.num_buckets} buckets"):
+        writer.finish()

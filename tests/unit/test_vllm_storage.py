@@ -1,0 +1,123 @@
+"""Which layers of vLLM may be written live, with fakes of them, and how stacked experts are handed over."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from weightsync.engines.vllm_api import stored_otherwise
+from weightsync.engines.vllm_experts import as_loaded
+
+GPU = torch.device("cuda", 0)
+
+
+class UnquantizedLinearMethod: ...
+
+
+class Fp8LinearMethod: ...
+
+
+class UnquantizedFusedMoEMethod(nn.Module):
+    """A module of its own, with the hook."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__()
+        self.unquantized_backend = SimpleNamespace(name=backend)
+
+    def process_weights_after_loading(self) -> None: ...
+
+
+class Attention(nn.Module):
+    def process_weights_after_loading(self) -> None: ...
+
+
+class EncoderAttention(Attention): ...
+
+
+class MLAAttention(nn.Module):
+    def process_weights_after_loading(self) -> None: ...
+
+
+class Layer(nn.Module):
+    def __init__(self, method: object) -> None:
+        super().__init__()
+        self.quant_method = method
+
+
+def runner(*layers: nn.Module, quantization: str | None = None, lora: bool = False, eplb: bool = False):
+    return SimpleNamespace(
+        vllm_config=SimpleNamespace(
+            lora_config=object() if lora else None, parallel_config=SimpleNamespace(enable_eplb=eplb)
+        ),
+        model_config=SimpleNamespace(quantization=quantization),
+        get_model=lambda: nn.Sequential(*layers),
+    )
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Layer(UnquantizedLinearMethod()),
+        Layer(None),
+        Layer(UnquantizedFusedMoEMethod("TRITON")),
+        Attention(),
+        EncoderAttention(),
+        nn.SiLU(),
+    ],
+)
+def test_plain_layers_are_written_live(layer: nn.Module) -> None:
+    assert stored_otherwise(runner(layer), GPU) == ""
+
+
+@pytest.mark.parametrize(
+    ("layer", "says"),
+    [
+        (Layer(Fp8LinearMethod()), "1: Fp8LinearMethod may repack"),
+        (Layer(UnquantizedFusedMoEMethod("FLASHINFER_CUTLASS")), "1: backend FLASHINFER_CUTLASS"),
+        (MLAAttention(), "1: MLAAttention processes"),
+        (nn.Linear(2, 2), "1.weight does not lie on cuda:0"),
+    ],
+)
+def test_others_are_reloaded(layer: nn.Module, says: str) -> None:
+    assert stored_otherwise(runner(Attention(), layer), GPU).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [({"quantization": "fp8"}, "fp8"), ({"lora": True}, "LoRA"), ({"eplb": True}, "EPLB")],
+)
+def test_engines_that_change_weights_are_reloaded(settings: dict[str, object], says: str) -> None:
+    assert says in stored_otherwise(runner(**settings), GPU)
+
+
+def test_a_cpu_is_reloaded() -> None:
+    assert "cpu" in stored_otherwise(runner(), torch.device("cpu"))
+
+
+def test_a_stack_is_handed_over_one_by_one() -> None:
+    shapes = {"m.experts.gate_up_proj": (2, 6, 4), "m.experts.down_proj": (2, 4, 3)}
+    stack = torch.arange(48).view(2, 6, 4)
+    views = dict(as_loaded("m.experts.gate_up_proj", stack, shapes))
+    assert list(views) == [f"m.experts.{e}.{part}_proj.weight" for e in (0, 1) for part in ("gate", "up")]
+    assert torch.equal(views["m.experts.1.up_proj.weight"], stack[1, 3:])
+    assert all(view.untyped_storage().data_ptr() == stack.data_ptr() for view in views.values())
+    down = torch.arange(24).view(2, 4, 3)
+    handed = dict(as_loaded("m.experts.down_proj", down, shapes))
+    assert torch.equal(handed["m.experts.1.down_proj.weight"], down[1])
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"m.experts.gate_up_proj": (2, 4, 6), "m.experts.down_proj": (2, 3, 4)},  # transposed
+        {"m.experts.gate_up_proj": (2, 6, 4)},
+    ],
+)
+def test_other_stacks_stay_whole(shapes: dict[str, tuple[int, ...]]) -> None:
+    stack = torch.zeros(shapes["m.experts.gate_up_proj"])
+    ((name, handed),) = as_loaded("m.experts.gate_up_proj", stack, shapes)
+    assert name == "m.experts.gate_up_proj"
+    assert handed is stack

@@ -1,0 +1,246 @@
+"""Everything that goes through CuPy: NCCL, device memory that other processes map, our kernels.
+
+The one module that imports it, on use (half a second), so that hosts without a GPU do without.
+PyTorch and CuPy share each device's primary context; CuPy's idea of the current device is set to
+PyTorch's in every call, so each function works from any thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weightsync.errors import TransportError
+
+__all__ = [
+    "close_handle",
+    "export",
+    "free",
+    "launch",
+    "load",
+    "malloc",
+    "nccl",
+    "nccl_versions",
+    "open_handle",
+    "view",
+]
+
+_EXTRAS = "install weightsync with the extra cuda12 or cuda13, whichever torch.version.cuda says"
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+
+_lock = threading.Lock()
+_exported: dict[bytes, int] = {}
+_opened: dict[bytes, tuple[int, int]] = {}
+
+
+def nccl() -> Any:  # noqa: ANN401  # CuPy ships no types
+    """The module ``cupy.cuda.nccl``. Raises TransportError where CuPy or NCCL is missing."""
+    _cupy()
+    module = importlib.import_module("cupy.cuda.nccl")
+    if not module.available:
+        raise TransportError(f"CuPy finds no libnccl.so.2: {_EXTRAS}")
+    return module
+
+
+def nccl_versions() -> tuple[str, str]:
+    """The NCCL that CuPy drives and the one that PyTorch has, as ``2.28.9``."""
+    number = int(nccl().get_version())
+    theirs: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return f"{number // 10000}.{number // 100 % 100}.{number % 100}", ".".join(map(str, theirs[:3]))
+
+
+def malloc(nbytes: int) -> int:
+    """Address of `nbytes` of new memory on the current device; from no pool, so it can be exported.
+
+    Raises TransportError when the device has not that much memory left.
+    """
+    runtime = _runtime()
+    try:
+        return int(runtime.malloc(nbytes))
+    except runtime.CUDARuntimeError as error:
+        if error.status != _OUT_OF_MEMORY:
+            raise
+        free_nbytes, total = runtime.memGetInfo()
+        raise TransportError(
+            f"cannot take {nbytes} bytes on {_device()}: {free_nbytes} of {total} are free; lower "
+            "bucket_nbytes, or leave more of the device to weight sync"
+        ) from error
+
+
+def free(address: int) -> None:
+    """Gives back what `malloc` gave."""
+    with _lock:
+        for handle in [handle for handle, base in _exported.items() if base == address]:
+            del _exported[handle]
+    _runtime().free(address)
+
+
+def export(address: int) -> tuple[bytes, int]:
+    """CUDA IPC handle of the allocation that `address` lies in, and the offset of `address` in it.
+
+    Raises TransportError for memory that cannot be exported: virtual memory, as PyTorch's expandable
+    segments and vLLM's sleep mode use it.
+    """
+    runtime = _runtime()
+    base = _allocation(address)
+    try:
+        handle = bytes(runtime.ipcGetMemHandle(base))
+    except runtime.CUDARuntimeError as error:
+        raise TransportError(
+            f"memory at {address:#x} on {_device()} cannot be shared with another process ({error}): "
+            "unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF (or PYTORCH_ALLOC_CONF), and "
+            "allocate the tensor outside of vLLM's sleep mode"
+        ) from error
+    with _lock:
+        _exported[handle] = base
+    return handle, address - base
+
+
+def open_handle(handle: bytes) -> int:
+    """Address at which this process sees an exported allocation, on the current device.
+
+    Mapped once however often it is opened; each opening needs its `close_handle`. A handle that this
+    process exported gives the original address. Raises TransportError when it cannot be mapped.
+    """
+    with _lock:
+        if handle in _exported:
+            return _exported[handle]
+        address, count = _opened.get(handle, (0, 0))
+        if not count:
+            address = _map(handle)
+        _opened[handle] = (address, count + 1)
+        return address
+
+
+def close_handle(handle: bytes) -> None:
+    """Undoes one `open_handle`; the last one unmaps."""
+    with _lock:
+        if handle not in _opened:
+            return  # this process's own memory
+        address, count = _opened.pop(handle)
+        if count > 1:
+            _opened[handle] = (address, count - 1)
+        else:
+            _runtime().ipcCloseMemHandle(address)
+
+
+def view(address: int, nbytes: int) -> torch.Tensor:
+    """The bytes from `address` of the current device: uint8 ``[nbytes]``, not copied, not owned."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    return torch.as_tensor(_Memory(address, nbytes), device=device)
+
+
+def load(name: str) -> None:
+    """Compiles kernel `name` of ``kernels.cu`` and loads it on the current device.
+
+    A launch would do so too, but loading may wait for all that runs on the device, and a collective
+    whose peers wait for us never ends.
+    """
+    _runtime()
+    # CUDA loads a kernel that is asked for its attributes; CuPy's `compile` alone leaves that open.
+    _ = _kernel(name).attributes
+
+
+def launch(
+    name: str, stream: torch.cuda.Stream, num_blocks: int, num_threads: int, args: Sequence[object]
+) -> None:
+    """Starts kernel `name` of ``kernels.cu`` on `stream`; asynchronous.
+
+    Args:
+        args: in the kernel's order, as numpy scalars of the parameters' sizes.
+    """
+    cupy = _cupy()
+    with torch.cuda.device(stream.device):
+        _runtime()
+        with cupy.cuda.Stream.from_external(_Stream(stream)):
+            _kernel(name)((num_blocks,), (num_threads,), tuple(args))
+
+
+class _Stream:
+    """CUDA's stream protocol, which not every PyTorch that we support speaks."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._stream.cuda_stream
+
+
+class _Memory:
+    """What PyTorch needs to see foreign device memory."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def _cupy() -> Any:  # noqa: ANN401
+    try:
+        import cupy
+    except ImportError as error:
+        raise TransportError(f"the GPU path needs CuPy: {_EXTRAS}") from error
+    return cupy
+
+
+def _runtime() -> Any:  # noqa: ANN401
+    """CuPy's runtime API, with the context of PyTorch's current device bound to this thread."""
+    runtime = _cupy().cuda.runtime
+    runtime.setDevice(torch.cuda.current_device())
+    return runtime
+
+
+@functools.cache
+def _kernel(name: str) -> Any:  # noqa: ANN401
+    return _module().get_function(name)
+
+
+@functools.cache
+def _module() -> Any:  # noqa: ANN401
+    """CuPy compiles it on first use of each device and keeps the result on disk."""
+    source = Path(__file__).with_name("kernels.cu").read_text()
+    return _cupy().RawModule(code=source, backend="nvrtc", options=("--std=c++17",))
+
+
+def _map(handle: bytes) -> int:
+    runtime = _runtime()
+    try:
+        return int(runtime.ipcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess))
+    except runtime.CUDARuntimeError as error:
+        raise TransportError(
+            f"cannot map another process's memory on {_device()}: {error}; its process must be alive, "
+            "and both need the same GPU"
+        ) from error
+
+
+def _allocation(address: int) -> int:
+    """First byte of the allocation that `address` lies in; the handle stands for all of it."""
+    base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
+    status = _driver().cuMemGetAddressRange_v2(
+        ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address)
+    )
+    if status:
+        raise TransportError(f"{address:#x} is no memory of {_device()}: CUDA error {status}")
+    return base.value
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _device() -> str:
+    return f"cuda:{torch.cuda.current_device()}"

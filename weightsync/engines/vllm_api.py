@@ -1,0 +1,222 @@
+"""All that we import from vLLM: its engine, its layerwise reload, and what says how parameters are stored.
+
+Facts about these: vLLM's documentation of ``worker_extension_cls`` and of the layerwise reload, and
+its sources of 0.24 to 0.33.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from weightsync.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from vllm import EngineArgs, SamplingParams
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from weightsync.engines.sampling import Sampling
+
+__all__ = [
+    "ModelRunner",
+    "Reload",
+    "engine_args",
+    "sampling_params",
+    "set_environment",
+    "start",
+    "stop",
+    "stored_otherwise",
+]
+
+_FIXED = ("model", "load_format", "worker_extension_cls")
+# They keep parameters as their loaders write them. Mixture-of-experts layers: by their backend.
+_PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+_EXPERTS_METHOD, _PLAIN_BACKENDS = "UnquantizedFusedMoEMethod", ("TRITON", "BATCHED_TRITON")
+
+
+class ModelRunner(Protocol):
+    """What is used of vLLM's ``GPUModelRunner``, both versions of it."""
+
+    vllm_config: VllmConfig
+    model_config: ModelConfig
+
+    def get_model(self) -> torch.nn.Module: ...
+
+
+def set_environment() -> None:
+    """Before vLLM is imported; what the user has set stays."""
+    # vLLM's scheduler in this process: a dead worker then fails the call that waits for it at once.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    # Workers of several ranks: this process has threads, which a fork would leave behind.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if not importlib.util.find_spec("flashinfer"):
+        # By default vLLM takes it for granted on NVIDIA GPUs, and fails to start without it.
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+
+def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> EngineArgs:
+    """Arguments of an engine that starts with dummy weights and `worker` mixed into its workers.
+
+    Raises:
+        ConfigError: an option that vLLM has not, or a dtype that its platform cannot hold.
+    """
+    from transformers import AutoConfig
+    from vllm import EngineArgs
+    from vllm.platforms import current_platform
+
+    known = {spec.name for spec in dataclasses.fields(EngineArgs)} - set(_FIXED)
+    for key, value in options.items():
+        if key not in known:
+            raise ConfigError(f"options.{key}", value, nearest(key, known))
+    settings = {"dtype": "auto", "skip_tokenizer_init": True, "disable_log_stats": True, **options}
+    if current_platform.is_cpu():
+        settings.setdefault("enforce_eager", True)
+    if max(settings.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline")) > 1:
+        # In one of Ray's placement groups, vLLM would have its ranks be actors elsewhere in the group.
+        settings.setdefault("distributed_executor_backend", "mp")
+    if settings["dtype"] == "auto":
+        # vLLM's own "auto" turns float32 into bfloat16.
+        dtype = AutoConfig.from_pretrained(model_path).dtype
+        settings["dtype"] = "auto" if dtype is None else str(dtype).removeprefix("torch.")
+    held = [str(dtype).removeprefix("torch.") for dtype in current_platform.supported_dtypes]
+    if settings["dtype"] not in ("auto", *held):
+        raise ConfigError(
+            "options.dtype", settings["dtype"], f"vLLM on this platform holds {', '.join(held)}"
+        )
+    return EngineArgs(model=model_path, load_format="dummy", worker_extension_cls=worker, **settings)
+
+
+def start(arguments: EngineArgs) -> LLMEngine:
+    """Start vLLM; takes from seconds to minutes."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    # Where Triton is missing, vLLM looks through all loaded modules and trips over this one's `lib`.
+    # Numba, that computes our digests, has loaded it; who uses it has his own reference.
+    hidden = sys.modules.pop("llvmlite.binding.ffi", None)
+    try:
+        return LLMEngine.from_engine_args(arguments)
+    finally:
+        if hidden is not None:
+            sys.modules["llvmlite.binding.ffi"] = hidden
+
+
+def stop(engine: LLMEngine) -> None:
+    """End vLLM and its worker processes."""
+    engine.engine_core.shutdown()
+
+
+def sampling_params(settings: Sampling, index: int) -> SamplingParams:
+    """Of the prompt number `index` of a call."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        max_tokens=settings.max_tokens,
+        temperature=settings.temperature,
+        seed=None if settings.seed is None else settings.seed + index,
+        stop_token_ids=list(settings.stop_token_ids),
+        ignore_eos=True,
+        detokenize=False,
+    )
+
+
+def stored_otherwise(runner: ModelRunner, device: torch.device) -> str:
+    """Why the live parameters may hold other bytes than the loader writes; empty if they hold the same.
+
+    Only what is known to keep them is let through: on GPUs, without quantization, adapters, offloading
+    and moving experts, layers that use their weights as they were loaded.
+    """
+    config = runner.vllm_config
+    if device.type != "cuda":
+        return f"on {device.type}, vLLM packs weights"
+    if runner.model_config.quantization is not None:
+        return f"the weights are quantized ({runner.model_config.quantization})"
+    if config.lora_config is not None:
+        return "adapters (LoRA) may be merged"
+    if config.parallel_config.enable_eplb:
+        return "experts move between ranks (EPLB)"
+    model = runner.get_model()
+    away = next((name for name, each in model.named_parameters() if each.device != device), None)
+    if away:
+        return f"{away} does not lie on {device}"
+    reasons = ((name, _why_not_plain(module)) for name, module in model.named_modules())
+    return next((f"{name}: {reason}" for name, reason in reasons if reason), "")
+
+
+def _why_not_plain(module: torch.nn.Module) -> str:
+    method = getattr(module, "quant_method", None)
+    kind = type(method).__name__
+    if method is not None and kind == _EXPERTS_METHOD:
+        backend: str = method.unquantized_backend.name
+        return "" if backend in _PLAIN_BACKENDS else f"backend {backend} rearranges experts"
+    if method is not None and kind not in _PLAIN_METHODS:
+        return f"{kind} may repack weights"
+    # Attention has a hook for quantized caches, a method is its layer's; others derive tensors.
+    known = ("Attention", _EXPERTS_METHOD)
+    hooked = hasattr(module, "process_weights_after_loading")
+    if hooked and not any(cls.__name__ in known for cls in type(module).__mro__):
+        return f"{type(module).__name__} processes its weights after loading"
+    return ""
+
+
+class Reload:
+    """One layerwise reload: vLLM loads each module aside and copies it into the live parameters."""
+
+    def __init__(self, runner: ModelRunner, device: torch.device) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self._model, self._config, self._device = runner.get_model(), runner.model_config, device
+        names = {name for name, _ in self._model.named_parameters()}
+        self._missing = names if self._config.quantization is None else set()
+        with torch.device(device):
+            initialize_layerwise_reload(self._model)
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Hand whole tensors to the loader, which keeps them until their module is complete."""
+        with torch.no_grad(), torch.device(self._device):
+            self._missing -= self._model.load_weights(iter(weights))  # type: ignore[operator]
+
+    def finish(self) -> None:
+        """Raises RuntimeError when the loader left parameters out."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        if self._missing:
+            some = ", ".join(sorted(self._missing)[:3])
+            raise RuntimeError(f"vLLM's loader left out {some} of {len(self._missing)} parameters")
+        with torch.no_grad(), torch.device(self._device):
+            finalize_layerwise_reload(self._model, self._config)
+            if self._device.type == "cpu":
+                _pack_again(self._model)
+
+    def abandon(self) -> None:
+        """Leave the reload, so that the next one starts afresh; the weights are a mix then."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        # A module that vLLM holds half-loaded is skipped by the next start and would count on.
+        for module in self._model.modules():
+            info = get_layerwise_info(module)
+            info.load_numel = 0
+            info.loaded_weights.clear()
+        with torch.no_grad(), torch.device(self._device):
+            finalize_layerwise_reload(self._model, self._config)
+
+
+def _pack_again(model: torch.nn.Module) -> None:
+    """Repeat what a reload leaves as first packed for the CPU: experts, and a head tied to the embedding."""
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if hasattr(module, "w13_weight"):
+            method.moe_kernel.fused_experts.process_weights_after_loading(module)
+        elif hasattr(module, "cpu_linear") and module.weight.numel():  # type: ignore[operator]
+            method.process_weights_after_loading(module)

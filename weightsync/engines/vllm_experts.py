@@ -1,0 +1,42 @@
+"""Stacked experts, as transformers holds them, under the names that vLLM's loaders know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+__all__ = ["as_loaded"]
+
+_GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+
+
+def as_loaded(
+    name: str, tensor: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensor itself, or views of its experts, each under the name that it has in a checkpoint.
+
+    Transformers stacks ``experts.gate_up_proj`` [E, 2I, H] and ``experts.down_proj`` [E, H, I]. Loaders
+    of vLLM before 0.32 pass over these names without a word; those of every version take
+    ``experts.0.gate_proj.weight`` [I, H] and its like. Stacks of other shapes stay as they are.
+
+    Args:
+        shapes: the shapes of all tensors of the checkpoint, by name.
+    """
+    base = name.removesuffix(_GATE_UP).removesuffix(_DOWN)
+    if base == name or not _is_stack(shapes.get(base + _GATE_UP, ()), shapes.get(base + _DOWN, ())):
+        yield name, tensor
+        return
+    for number, expert in enumerate(tensor):
+        prefix = f"{base}.experts.{number}"
+        if name.endswith(_DOWN):
+            yield f"{prefix}.down_proj.weight", expert
+        else:
+            gate, up = expert.chunk(2)
+            yield f"{prefix}.gate_proj.weight", gate
+            yield f"{prefix}.up_proj.weight", up
+
+
+def _is_stack(gate_up: tuple[int, ...], down: tuple[int, ...]) -> bool:
+    """Some models stack the transposes, which their own loaders know."""
+    return len(down) == 3 and gate_up == (down[0], 2 * down[2], down[1])

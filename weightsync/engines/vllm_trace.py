@@ -1,0 +1,208 @@
+"""Where a loader puts each element of a checkpoint: found by running it, without changing a weight.
+
+The loader is given placeholders. A dispatch mode sees every ``copy_`` from a placeholder into a live
+parameter, notes both views and leaves the copy out. What the views' offsets and strides say is the
+layout; `check_live` then proves that it writes each live byte exactly once. A loader that computes
+something in between (a cast, a transposed copy) is noticed, and refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weightsync.engines.vllm_experts import as_loaded
+from weightsync.engines.vllm_segments import UnprovableError, joined, padding_runs, segment_of
+from weightsync.errors import PlanError
+from weightsync.plan import Layout, RankLayout, Segment, TensorMeta
+from weightsync.plan.live import check_live
+
+__all__ = ["Traced", "trace"]
+
+_ATEN = torch.ops.aten
+_FILLS = (_ATEN.fill_.Scalar, _ATEN.zero_.default)
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A layout with live buffers, and the tensors that its buffers name."""
+
+    layout: RankLayout
+    live: dict[str, torch.Tensor]
+
+
+def trace(
+    model: torch.nn.Module,
+    metas: Sequence[TensorMeta],
+    tied: Sequence[tuple[str, str]],
+    device: str = "",
+) -> Traced:
+    """Run ``model.load_weights`` on placeholders of `metas`; no parameter changes but for its padding.
+
+    Padding that the loader fills (of a vocabulary) is filled, once the proof stands.
+
+    Args:
+        device: see `RankLayout.device`.
+
+    Raises:
+        UnprovableError: the loader does more than to copy parts, leaves a tensor out, or writes a
+            parameter's byte twice or never; says which.
+    """
+    recorder = _Recorder(model)
+    try:
+        with torch.no_grad(), recorder:
+            model.load_weights(recorder.placeholders(metas))  # type: ignore[operator]
+    except Exception as error:
+        # Whatever a foreign loader says of placeholders: the reload serves it instead.
+        raise recorder.refusal or UnprovableError(f"{type(error).__name__}: {error}") from error
+    if recorder.refusal:
+        raise recorder.refusal
+    traced = recorder.result(metas, tied, device)
+    try:
+        check_live("vllm", Layout.from_ranks([traced.layout]))
+    except PlanError as error:
+        raise UnprovableError(str(error)) from error
+    with torch.no_grad():
+        for view, value in recorder.fills:
+            view.fill_(value)
+    return traced
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+    """Notes what is written to a model's memory, and leaves the writing out."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.refusal: UnprovableError | None = None
+        self.fills: list[tuple[torch.Tensor, float]] = []
+        self._params = {name for name, _ in model.named_parameters()}
+        self._live = _by_storage(model)
+        self._segments: list[Segment] = []
+        self._padding: list[tuple[str, int, int]] = []
+        self._current: tuple[TensorMeta, torch.Tensor] | None = None
+
+    def placeholders(self, metas: Sequence[TensorMeta]) -> Iterator[tuple[str, torch.Tensor]]:
+        """One tensor at a time, of memory that nobody touches."""
+        shapes = {meta.name: meta.shape for meta in metas}
+        for meta in metas:
+            tensor = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device="cpu")
+            self._current = meta, tensor
+            yield from as_loaded(meta.name, tensor, shapes)
+        self._current = None
+
+    def result(self, metas: Sequence[TensorMeta], tied: Sequence[tuple[str, str]], device: str) -> Traced:
+        segments = joined(self._segments)
+        held = {segment.tensor for segment in segments}
+        for meta in metas:
+            if meta.name not in held and meta.nbytes:
+                raise UnprovableError(f"its loader leaves out {meta.name}")
+        # Registered buffers count only where the checkpoint has them: caches are nobody's to write.
+        written = {segment.buffer for segment in segments} | {entry[0] for entry in self._padding}
+        live = {name: t for name, t in self._live.values() if name in self._params or name in written}
+        layout = RankLayout(
+            tuple(metas),
+            tuple(segments),
+            tuple(tied),
+            tuple(_meta(name, tensor) for name, tensor in live.items()),
+            tuple(self._padding),
+            device,
+        )
+        return Traced(layout, live)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401 - an OpOverload, and what it takes
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
+        kwargs = kwargs or {}
+        try:
+            if func is _ATEN.copy_.default and self._find(args[0]):
+                return self._copy(args[0], args[1])
+            if func in _FILLS and self._find(args[0]):
+                return self._fill(args[0], args[1] if len(args) > 1 else 0)
+            for tensor in _written(func, args, kwargs):
+                self._refuse_write(func, tensor)
+        except UnprovableError as error:
+            self.refusal = self.refusal or error
+            raise
+        return func(*args, **kwargs)
+
+    def _find(self, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
+        """The live tensor that a view belongs to."""
+        return self._live.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
+
+    def _is_placeholder(self, tensor: torch.Tensor) -> bool:
+        return self._current is not None and _same_storage(tensor, self._current[1])
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        found = self._find(target)
+        assert found
+        name, live = found
+        if self._current is None or not self._is_placeholder(source):
+            raise UnprovableError(f"{name}: its loader computes what it stores")
+        meta, tensor = self._current
+        if not source.dtype == tensor.dtype == target.dtype == live.dtype:
+            raise UnprovableError(f"{name} is {live.dtype}, {meta.name} is {meta.dtype}")
+        self._segments.append(segment_of(meta, source, name, target, _offset(live, target)))
+        return target
+
+    def _fill(self, target: torch.Tensor, value: float) -> torch.Tensor:
+        found = self._find(target)
+        assert found
+        name, live = found
+        self._padding += [(name, *run) for run in padding_runs(target, _offset(live, target))]
+        self.fills.append((target, value))
+        return target
+
+    def _refuse_write(self, func: object, tensor: torch.Tensor) -> None:
+        if found := self._find(tensor):
+            raise UnprovableError(f"{found[0]}: its loader runs {func} on it")
+        if self._is_placeholder(tensor):
+            raise UnprovableError(f"its loader runs {func} on what it is given")
+
+
+def _by_storage(model: torch.nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
+    """Parameters and registered buffers by the address of their memory, each once."""
+    live: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.numel():
+            raise UnprovableError(f"{name} holds nothing: it was packed elsewhere")
+        if not parameter.is_contiguous():
+            raise UnprovableError(f"{name} is not contiguous")
+        key = parameter.untyped_storage().data_ptr()
+        other, known = live.setdefault(key, (name, parameter))
+        if (known.data_ptr(), known.shape) != (parameter.data_ptr(), parameter.shape):
+            raise UnprovableError(f"{name} and {other} share their memory")
+    for name, buffer in model.named_buffers():
+        if buffer.numel():
+            live.setdefault(buffer.untyped_storage().data_ptr(), (name, buffer))
+    return live
+
+
+def _same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(one.numel()) and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _offset(live: torch.Tensor, view: torch.Tensor) -> int:
+    """Bytes from a live tensor's first element to a view's."""
+    return int(view.storage_offset() - live.storage_offset()) * live.element_size()
+
+
+def _meta(name: str, tensor: torch.Tensor) -> TensorMeta:
+    return TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:  # noqa: ANN401
+    """The tensors that an operator writes to, by its schema."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        values = value if isinstance(value, list | tuple) else [value]
+        yield from (each for each in values if isinstance(each, torch.Tensor))

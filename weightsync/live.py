@@ -1,0 +1,136 @@
+"""Writes buckets straight into live parameters: one kernel launch a bucket where all lies on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from weightsync.errors import TransportError
+from weightsync.feed import PieceView
+from weightsync.missing import Missing
+from weightsync.plan import Plan, RankLayout, Segment
+from weightsync.rows import by_tensor, meeting_rows
+from weightsync.verify import Digests, tensor_digest
+
+__all__ = ["LiveWriter"]
+
+
+class LiveWriter:
+    """A Sink for parameters whose bytes are the checkpoint's, sliced: what `layout` says lies where.
+
+    Args:
+        layout: its segments say which box of which tensor lies where in which buffer.
+        live: the buffers by name.
+        slots: the bucket slots, uint8, as `EngineFeed.slots` has them.
+    """
+
+    def __init__(
+        self, plan: Plan, layout: RankLayout, live: Mapping[str, torch.Tensor], slots: Sequence[torch.Tensor]
+    ) -> None:
+        self._plan, self._live = plan, live
+        self._segments = by_tensor(plan, layout)
+        self._next = 0
+        self._missing = Missing(plan)
+        for bucket in plan.buckets():
+            for piece in bucket.pieces:
+                self._missing.take(piece.tensor, piece.box)
+        on_device = all(memory.is_cuda for memory in (*slots, *live.values()))
+        self._device = _DeviceTables(plan, self._segments, live, slots) if on_device else None
+
+    def begin(self) -> None:
+        """Before each load."""
+        self._next = 0
+
+    def take(self, bucket: int, pieces: Sequence[PieceView]) -> None:
+        """See `Sink.take`."""
+        assert bucket == self._next
+        if self._device:
+            self._device.copy(bucket)
+        else:
+            self._copy(pieces)
+        self._next += 1
+
+    def finish(self) -> Digests:
+        """See `Sink.finish`; the digests are of the live memory."""
+        if self._next != self._plan.num_buckets:
+            raise TransportError(f"{self._next} of {self._plan.num_buckets} buckets came")
+        self._missing.require_none()
+        return self._device.digests() if self._device else self._digests()
+
+    def _copy(self, pieces: Sequence[PieceView]) -> None:
+        for tensor, box, data in pieces:
+            for segment in self._segments[tensor]:
+                part = box.intersect(segment.box)
+                if part is not None:
+                    held = self._view(tensor, segment)[part.slices(segment.box)]
+                    held.copy_(data[part.slices(box)])
+        if any(tensor.is_cuda for tensor in self._live.values()):
+            torch.cuda.synchronize()
+
+    def _digests(self) -> Digests:
+        digests = np.zeros(len(self._plan.tensors), dtype=np.uint64)
+        for tensor, segments in enumerate(self._segments):
+            shape = self._plan.tensors[tensor].shape
+            for segment in segments:
+                share = tensor_digest(self._view(tensor, segment), shape, segment.box)
+                digests[tensor : tensor + 1] += np.uint64(share)
+        return digests
+
+    def _view(self, tensor: int, segment: Segment) -> torch.Tensor:
+        """The live elements of one segment."""
+        meta = self._plan.tensors[tensor]
+        raw = self._live[segment.buffer].detach()
+        offset = segment.byte_offset // meta.itemsize + raw.storage_offset()
+        strides = tuple(stride // meta.itemsize for stride in segment.strides)
+        return torch.as_strided(raw, segment.box.extent, strides, offset)
+
+
+class _DeviceTables:
+    """Where every byte goes, worked out once and kept on the device."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        segments: Sequence[Sequence[Segment]],
+        live: Mapping[str, torch.Tensor],
+        slots: Sequence[torch.Tensor],
+    ) -> None:
+        from weightsync.kernels import CopyTable, DigestPart, DigestTable
+        from weightsync.plan.copies import Copies
+
+        self._stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        address = {name: tensor.data_ptr() for name, tensor in live.items()}
+        rows, bounds = [], [0]
+        for index in range(plan.num_buckets):
+            base = slots[index % len(slots)].data_ptr()
+            for piece in plan.bucket(index).pieces:
+                itemsize = plan.tensors[piece.tensor].itemsize
+                rows += meeting_rows(
+                    piece.box, base + piece.offset, segments[piece.tensor], address, itemsize, into=True
+                )
+            bounds.append(len(rows))
+        self._copies = CopyTable(Copies.of(rows), bounds)
+        parts = [
+            DigestPart(
+                tensor=tensor,
+                address=address[segment.buffer] + segment.byte_offset,
+                strides=segment.strides,
+                box=segment.box,
+                shape=plan.tensors[tensor].shape,
+                itemsize=plan.tensors[tensor].itemsize,
+            )
+            for tensor, held in enumerate(segments)
+            for segment in held
+        ]
+        self._table = DigestTable(parts, len(plan.tensors))
+        self.digests()  # its first use compiles
+
+    def copy(self, bucket: int) -> None:
+        self._copies.launch(bucket, self._stream)
+        self._stream.synchronize()
+
+    def digests(self) -> Digests:
+        self._table.launch(self._stream)
+        return self._table.result()

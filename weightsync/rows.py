@@ -1,0 +1,58 @@
+"""Pieces of a plan against the segments of one rank's memory, as two-dimensional copies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from weightsync.plan import Box, Plan, RankLayout, Segment
+from weightsync.plan.copies import Copy, box_copies
+
+__all__ = ["by_tensor", "meeting_rows"]
+
+
+def by_tensor(plan: Plan, layout: RankLayout) -> list[list[Segment]]:
+    """The layout's segments per tensor of the plan; a tied tensor's under the name that travels."""
+    canonical = dict(layout.tied)
+    held: dict[str, list[Segment]] = {}
+    for segment in layout.segments:
+        if segment.box.numel:
+            held.setdefault(segment.tensor, []).append(segment)
+    return [held.get(meta.name, held.get(canonical.get(meta.name, ""), [])) for meta in plan.tensors]
+
+
+def meeting_rows(
+    box: Box,
+    start: int,
+    segments: Sequence[Segment],
+    address: Mapping[str, int],
+    itemsize: int,
+    *,
+    into: bool,
+) -> list[Copy]:
+    """Copies between a contiguous `box` at address `start` and the `segments` that it meets.
+
+    `address` has each buffer's first byte. `into` the segments, or else out of them.
+    """
+    rows: list[Copy] = []
+    strides = _contiguous(box.extent, itemsize)
+    for segment in segments:
+        part = box.intersect(segment.box)
+        if part is None:
+            continue
+        packed = start + _distance(part, box, strides)
+        held = address[segment.buffer] + segment.byte_offset + _distance(part, segment.box, segment.strides)
+        ends = (packed, strides, held, segment.strides) if into else (held, segment.strides, packed, strides)
+        rows += box_copies(part.extent, itemsize, *ends)
+    return rows
+
+
+def _contiguous(extent: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    strides = [itemsize] * len(extent)
+    for axis in range(len(extent) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * extent[axis + 1]
+    return tuple(strides)
+
+
+def _distance(part: Box, origin: Box, strides: tuple[int, ...]) -> int:
+    """Bytes from the first element of `origin` to that of `part`."""
+    return sum((p - o) * s for p, o, s in zip(part.offset, origin.offset, strides, strict=True))

@@ -1,0 +1,99 @@
+"""Weights that a holder reads where they are: only their digests are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weightsync.errors import StateError
+from weightsync.kernels import DigestPart, DigestTable
+from weightsync.plan import Piece, Plan, RankLayout
+from weightsync.verify import Digests, combine
+
+__all__ = ["InPlace"]
+
+_SCRATCH_NBYTES = 64 << 20
+_ALIGN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _Cast:
+    """A piece that travels in another dtype than it has here, and where its cast goes in the scratch."""
+
+    source: str
+    index: tuple[slice, ...]
+    target: torch.Tensor
+
+
+class InPlace:
+    """One epoch's pieces in device memory that a holder has mapped, so it may not move."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        sources: Sequence[tuple[Piece, str]],
+        live: Mapping[str, torch.Tensor],
+        layout: RankLayout,
+    ) -> None:
+        """`sources` are the pieces that this rank sends, each with its tensor's name in `live`."""
+        self._plan = plan
+        boxes = {segment.tensor: segment.box for segment in layout.segments}
+        self._address = {name: live[name].data_ptr() for _, name in sources}
+        parts, casts = [], []
+        for piece, name in sources:
+            cut = live[name][piece.box.slices(boxes[name])]
+            if cut.dtype == self._dtype(piece):
+                parts.append(self._part(piece, cut))
+            else:
+                casts.append((piece, name, piece.box.slices(boxes[name])))
+        self._table = DigestTable(parts, len(plan.tensors))
+        self._batches = self._batch(casts)
+
+    def publish(self, live: Mapping[str, torch.Tensor]) -> Digests:
+        """Wait until the weights are written, and digest them. Raises StateError when one has moved."""
+        for name, address in self._address.items():
+            if live[name].data_ptr() != address:
+                raise StateError(f"{name} is in other memory than when it was connected: connect() again")
+        torch.cuda.synchronize()
+        stream = torch.cuda.current_stream()
+        self._table.launch(stream)
+        for casts, table in self._batches:
+            for cast in casts:
+                cast.target.copy_(live[cast.source][cast.index])
+            table.launch(stream)
+        return combine([self._table.result(), *(table.result() for _, table in self._batches)])
+
+    def _batch(
+        self, casts: Sequence[tuple[Piece, str, tuple[slice, ...]]]
+    ) -> list[tuple[list[_Cast], DigestTable]]:
+        """Casts that go through one scratch buffer at a time; digests are of what they leave there."""
+        largest = max((piece.nbytes for piece, _, _ in casts), default=0)
+        scratch = torch.empty(max(largest, _SCRATCH_NBYTES) if casts else 0, dtype=torch.uint8, device="cuda")
+        batches: list[tuple[list[_Cast], list[DigestPart]]] = []
+        at = len(scratch)
+        for piece, name, index in casts:
+            if at + piece.nbytes > len(scratch):
+                batches.append(([], []))
+                at = 0
+            target = scratch[at : at + piece.nbytes].view(self._dtype(piece)).view(piece.box.extent)
+            batches[-1][0].append(_Cast(name, index, target))
+            batches[-1][1].append(self._part(piece, target))
+            at += -(-piece.nbytes // _ALIGN) * _ALIGN
+        return [(copies, DigestTable(parts, len(self._plan.tensors))) for copies, parts in batches]
+
+    def _dtype(self, piece: Piece) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self._plan.tensors[piece.tensor].dtype)
+        return dtype
+
+    def _part(self, piece: Piece, data: torch.Tensor) -> DigestPart:
+        meta = self._plan.tensors[piece.tensor]
+        return DigestPart(
+            tensor=piece.tensor,
+            address=data.data_ptr(),
+            strides=tuple(stride * meta.itemsize for stride in data.stride()),
+            box=piece.box,
+            shape=meta.shape,
+            itemsize=meta.itemsize,
+        )

@@ -1,0 +1,88 @@
+"""Where a holder's buckets lie, and how its own share of a bucket gets there."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Protocol
+
+from weightsync.buffers import Export, Handle
+from weightsync.memory import SharedBuffer
+from weightsync.plan import Plan, Step
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Filled", "HostStaging", "Staging"]
+
+
+class Filled(Protocol):
+    """A share of a bucket that is on its way into its slot."""
+
+    def wait(self) -> None:
+        """Return once it is there. Raises DeadlineError."""
+
+
+class Staging(Protocol):
+    """The bucket slots of one holder. Its methods are called from one thread."""
+
+    @property
+    def device(self) -> str:
+        """Where torch has the slots: ``cpu`` or ``cuda``."""
+
+    @property
+    def slots(self) -> tuple[Handle, ...]:
+        """The slots that an engine rank maps."""
+
+    def read_from(self, export: Export) -> None:
+        """Read the trainer's memory in place from now on. Raises TransportError when it cannot be mapped."""
+
+    def queue(self) -> AbstractContextManager[None]:
+        """What `fill` and the broadcasts after it have to run in: on a device, a stream."""
+
+    def fill(self, bucket: int, timeout_s: float) -> Filled:
+        """Begin to put this holder's share of `bucket` where `at` says it is sent from."""
+
+    def at(self, step: Step) -> torch.Tensor:
+        """Where the bytes of `step` are sent from, or received to: uint8, one dimension."""
+
+    def close(self) -> None:
+        """Let go of what belongs to this epoch."""
+
+
+class HostStaging:
+    """Slots in shared memory. What this holder sends goes out of its arena: nothing is filled."""
+
+    device = "cpu"
+
+    def __init__(self, plan: Plan, index: int, arena: SharedBuffer | None, receives: bool) -> None:
+        self._index, self._arena = index, arena
+        count = plan.slots if receives else 0
+        self._slots = [SharedBuffer.create(plan.max_bucket_nbytes) for _ in range(count)]
+
+    @property
+    def slots(self) -> tuple[Handle, ...]:
+        return tuple(slot.handle for slot in self._slots)
+
+    def read_from(self, export: Export) -> None:
+        raise AssertionError("a holder on the host gave its trainer an arena")
+
+    def queue(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def fill(self, bucket: int, timeout_s: float) -> Filled:
+        return _There()
+
+    def at(self, step: Step) -> torch.Tensor:
+        if step.root == self._index:
+            assert self._arena is not None
+            return self._arena.tensor[step.arena_offset : step.arena_offset + step.nbytes]
+        return self._slots[step.bucket % len(self._slots)].tensor[step.offset : step.offset + step.nbytes]
+
+    def close(self) -> None:
+        for slot in self._slots:
+            slot.close()
+
+
+class _There:
+    def wait(self) -> None:
+        """Nothing was on its way."""

@@ -1,0 +1,221 @@
+"""Broadcasts between GPU holders through NCCL, driven by cupy on torch's memory."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import TimeoutError as Late
+from typing import Any
+
+import torch
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from weightsync import cuda
+from weightsync.errors import TransportError
+from weightsync.transports.base import Broadcast, Op, Pending, Send
+from weightsync.transports.gate import Gate
+from weightsync.transports.rendezvous import join_store, peers_of, serve_store
+from weightsync.transports.roll_call import RollCall, aside
+from weightsync.transports.watch import Watch
+
+__all__ = ["NcclTransport"]
+
+logger = logging.getLogger("weightsync.transports")
+
+_POLL_S = 5e-5
+_SPIN_S = 0.02
+"""So long a wait only yields to other threads: a sleep costs as much as a small bucket takes."""
+_LEAVE_S = 0.5
+"""A call that is still inside NCCL after this long waits for its peers, and only an abort frees it."""
+_ABORT_S = 10.0
+
+
+class NcclTransport:
+    """A communicator of our own on the device that was current at `open`.
+
+    All communicators of a device share one stream, so what one of them starts waits for the others.
+    Broadcasts of one start that are neighbours in memory on one rank must be so on every rank.
+    """
+
+    use_all_gather = True
+    """Whether equal parts, one from each rank, into one stretch of memory travel as one all-gather."""
+
+    def __init__(self) -> None:
+        self._store: Store | None = None
+        self._nccl: Any = None  # the module cupy.cuda.nccl; CuPy has no types
+        self._comm: Any = None  # its NcclCommunicator
+        self._watch: Watch | None = None
+        self._gate = Gate()
+        self._rank, self._num_ranks, self._device = -1, 0, -1
+
+    def offer(self, host: str) -> str:
+        """Serve the rendezvous on a port that the system chooses: ``host:port/unique id in hex``."""
+        unique_id: bytes = cuda.nccl().get_unique_id()
+        self._store, address = serve_store(host)
+        return f"{address}/{unique_id.hex()}"
+
+    def open(self, rendezvous: str, rank: int, num_ranks: int, timeout_s: float) -> None:
+        """Sign in, so that who is missing is known by name, then build the communicator."""
+        assert self._watch is None, "a transport opens once"
+        _compare_versions()
+        self._nccl = cuda.nccl()
+        address, _, unique_id = rendezvous.partition("/")
+        self._rank, self._num_ranks, self._device = rank, num_ranks, torch.cuda.current_device()
+        self._store = join_store(self._store, address, rank, num_ranks, timeout_s)
+        self._comm = self._communicator(bytes.fromhex(unique_id), timeout_s)
+        roll = RollCall(PrefixStore("roll", self._store), rank, num_ranks)
+        self._watch = Watch(roll, rank, num_ranks, timeout_s, stop=self._stop, probe=self._probe)
+
+    def start(self, ops: Sequence[Op]) -> Pending:
+        """Queue the ops as one NCCL group on the device's stream."""
+        assert self._watch, "open the transport first"
+        assert all(op.data.is_cuda for op in ops), "NCCL moves device memory"
+        watch, stream = self._watch, _stream(self._device)
+        number = watch.begin(peers_of(ops, self._rank, self._num_ranks))
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        if self._gate.enter():
+            try:
+                with torch.cuda.device(self._device):
+                    stream.wait_stream(torch.cuda.current_stream())
+                    self._issue(ops, stream.cuda_stream)
+                    event.record(stream)
+                failure = ""
+            except self._nccl.NcclError as error:
+                failure = f"NCCL rank {self._rank} of {self._num_ranks} failed in operation {number}: {error}"
+            finally:
+                self._gate.leave()
+            if failure:
+                watch.fail(failure)
+        watch.check()
+        pending = _NcclPending(event, number, watch)
+        watch.follow(number, pending.is_over)
+        return pending
+
+    def abort(self, cause: str) -> None:
+        """Abort the communicator, whose kernels and host calls then return."""
+        if self._watch:
+            self._watch.end(cause)
+
+    def close(self) -> None:
+        """Abort: unlike an orderly end it needs no peer, so it cannot hang."""
+        if self._watch:
+            self._watch.close()
+        self._comm, self._store = None, None
+
+    def _communicator(self, unique_id: bytes, timeout_s: float) -> Any:  # noqa: ANN401 - cupy has no types
+        nccl = self._nccl
+        # An object that is there before its __init__ ran can be aborted while that hangs.
+        comm = nccl.NcclCommunicator.__new__(nccl.NcclCommunicator)
+
+        def build() -> None:
+            torch.cuda.set_device(self._device)
+            comm.__init__(self._num_ranks, unique_id, self._rank)
+
+        building = aside(build)
+        who = f"NCCL rank {self._rank} of {self._num_ranks}"
+        try:
+            building.result(timeout_s)
+        except Late as error:
+            aside(lambda: _abort_when_possible(comm, building.done))
+            raise TransportError(
+                f"{who} signed in with its peers, but the communicator was not ready within {timeout_s:g} s: "
+                "one of them was lost while it joined"
+            ) from error
+        except nccl.NcclError as error:
+            raise TransportError(f"{who} could not join: {error}") from error
+        return comm
+
+    def _issue(self, ops: Sequence[Op], stream: int) -> None:
+        nccl, comm = self._nccl, self._comm
+        if self.use_all_gather and _is_all_gather(ops, self._num_ranks):
+            base, nbytes = ops[0].data.data_ptr(), ops[0].data.numel()
+            comm.allGather(base + self._rank * nbytes, base, nbytes, nccl.NCCL_UINT8, stream)
+            return
+        nccl.groupStart()
+        try:
+            for op in ops:
+                address, nbytes = op.data.data_ptr(), op.data.numel()
+                if isinstance(op, Broadcast):
+                    comm.broadcast(address, address, nbytes, nccl.NCCL_UINT8, op.root, stream)
+                else:
+                    call = comm.send if isinstance(op, Send) else comm.recv
+                    call(address, nbytes, nccl.NCCL_UINT8, op.peer, stream)
+        finally:
+            nccl.groupEnd()
+
+    def _stop(self) -> None:
+        self._gate.shut(_LEAVE_S)
+        torch.cuda.set_device(self._device)
+        self._comm.abort()
+
+    def _probe(self) -> None:
+        """Ask NCCL for an error of its own threads, such as a lost network connection."""
+        if not self._gate.enter():
+            return
+        try:
+            self._comm.check_async_error()
+        except self._nccl.NcclError as error:
+            raise TransportError(f"NCCL rank {self._rank} of {self._num_ranks}: {error}") from error
+        finally:
+            self._gate.leave()
+
+
+class _NcclPending:
+    def __init__(self, event: torch.cuda.Event, number: int, watch: Watch) -> None:
+        self._event, self._number, self._watch = event, number, watch
+
+    def wait(self) -> None:
+        """Poll the event, which an abort fires too."""
+        spin_until = time.monotonic() + _SPIN_S
+        try:
+            while not self._event.query():  # type: ignore[no-untyped-call]
+                self._watch.check()
+                time.sleep(0 if time.monotonic() < spin_until else _POLL_S)
+        except RuntimeError as error:
+            self._watch.fail(f"the device failed in operation {self._number}: {error}")
+        self._watch.done(self._number)
+
+    def is_over(self) -> bool:
+        """Whether the device has done it; of a device that failed, the wait tells."""
+        try:
+            return bool(self._event.query())  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            return False
+
+
+@functools.cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """The stream of all communicators on `device`, ahead of what computes there."""
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def _compare_versions() -> None:
+    ours, torchs = cuda.nccl_versions()
+    if ours != torchs:
+        logger.warning("NCCL %s moves the weights, and torch was built with %s", ours, torchs)
+
+
+def _is_all_gather(ops: Sequence[Op], num_ranks: int) -> bool:
+    """Whether every rank broadcasts one equal part, in order of ranks, of one stretch of memory."""
+    if num_ranks == 1 or len(ops) != num_ranks:
+        return False
+    base, nbytes = ops[0].data.data_ptr(), ops[0].data.numel()
+    return all(
+        isinstance(op, Broadcast)
+        and op.root == place
+        and op.data.numel() == nbytes
+        and op.data.data_ptr() == base + place * nbytes
+        for place, op in enumerate(ops)
+    )
+
+
+def _abort_when_possible(comm: Any, is_over: Callable[[], bool]) -> None:  # noqa: ANN401 - cupy has no types
+    """Abort a communicator whose building hangs, as soon as NCCL has given it a handle."""
+    deadline = time.monotonic() + _ABORT_S
+    while not comm.comm and not is_over() and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    if comm.comm:
+        comm.abort()

@@ -1,0 +1,156 @@
+"""Who is there? Asked through a key-value store that every rank of a communicator reaches.
+
+Nothing here waits inside the store, whose calls exclude each other: waits are polls. A call can still
+hang when the store's host is stopped, so whoever must not hang calls from a thread of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from threading import Thread
+from typing import TYPE_CHECKING, TypeVar
+
+from weightsync.errors import TransportError
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+__all__ = ["Absence", "RollCall", "aside", "ranks_text"]
+
+ANSWER_S = 1.0
+"""How long a roll call waits for answers. Every rank looks for one several times a second."""
+SEE_OFF_S = 0.4
+_POLL_S = 0.01
+
+T = TypeVar("T")
+
+
+def aside(work: Callable[[], T]) -> Future[T]:
+    """Run `work` in a daemon thread of its own, which a call that never returns may keep."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - the future raises it
+            future.set_exception(error)
+
+    Thread(target=run, daemon=True, name="weightsync-aside").start()
+    return future
+
+
+def ranks_text(ranks: Iterable[int], num_ranks: int) -> str:
+    """``rank 2 of 4``, ``ranks 1, 2 of 4``."""
+    names = sorted(ranks)
+    return f"rank{'s' if len(names) > 1 else ''} {', '.join(map(str, names))} of {num_ranks}"
+
+
+@dataclass(frozen=True, slots=True)
+class Absence:
+    """What a roll call found about `operation` of rank `caller`.
+
+    Attributes:
+        fault: what made the caller call before its deadline; "" for the deadline.
+        silent: the ranks that gave no answer: dead, stopped or gone.
+        behind: the ranks that answered, are not so far as the caller, and do not wait for others.
+    """
+
+    caller: int
+    operation: int
+    fault: str
+    silent: tuple[int, ...]
+    behind: tuple[int, ...] = ()
+
+
+class RollCall:
+    """One rank's place in the store. Store errors (RuntimeError) propagate where not said otherwise.
+
+    A rank says how far it is as its meetings with each other rank: how many of its operations so far
+    concerned that one. Two ranks count their common operations alike, whatever else each did.
+    """
+
+    def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
+        self._store, self._rank, self._num_ranks = store, rank, num_ranks
+
+    def sign_in(self, timeout_s: float) -> None:
+        """Wait until every rank has signed in. Raises TransportError, which names the missing."""
+        self._store.set(f"in/{self._rank}", "")
+        deadline = time.monotonic() + timeout_s
+        keys = [f"in/{rank}" for rank in range(self._num_ranks)]
+        while not self._store.check(keys):
+            if time.monotonic() > deadline:
+                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                raise TransportError(
+                    f"rank {self._rank} of {self._num_ranks} could not join: "
+                    f"{ranks_text(missing, self._num_ranks)} did not come within {timeout_s:g} s"
+                )
+            time.sleep(_POLL_S)
+
+    def leave(self, meetings: Mapping[int, int], cause: str) -> None:
+        """Tell the others that this rank takes part in nothing more."""
+        self._store.set(f"left/{self._rank}", json.dumps([_pairs(meetings), cause]))
+        self._store.add("leavers", 1)
+
+    def num_left(self) -> int:
+        """How many ranks have left."""
+        return int(self._store.add("leavers", 0))
+
+    def left(self) -> dict[int, tuple[int, str]]:
+        """The ranks that have left: how often each had met this rank, and why it went."""
+        found = {}
+        for rank in self._others():
+            if self._store.check([f"left/{rank}"]):
+                pairs, cause = json.loads(self._store.get(f"left/{rank}"))
+                found[rank] = (dict(pairs).get(self._rank, 0), str(cause))
+        return found
+
+    def called(self) -> bool:
+        """Whether a rank has called the roll."""
+        return self._store.check(["call"])
+
+    def call(self, operation: int, meetings: Mapping[int, int], fault: str = "") -> None:
+        """Call the roll: who has met this rank as often as `meetings` says? The first call counts."""
+        text = json.dumps([self._rank, operation, fault, _pairs(meetings)])
+        self._store.compare_set("call", "", text)
+
+    def answer(self, meetings: Mapping[int, int], waiting: bool) -> Absence:
+        """Answer the roll that was called and wait, at most ANSWER_S, for the others' answers."""
+        caller, operation, fault, wanted = json.loads(self._store.get("call"))
+        self._store.set(f"here/{self._rank}", json.dumps([_pairs(meetings), waiting]))
+        silent = {rank: count for rank, count in wanted if rank != caller}
+        behind: list[int] = []
+        present = {caller}
+        deadline = time.monotonic() + ANSWER_S
+        try:
+            while silent and time.monotonic() < deadline:
+                for rank in [rank for rank in silent if self._store.check([f"here/{rank}"])]:
+                    pairs, waits = json.loads(self._store.get(f"here/{rank}"))
+                    present.add(rank)
+                    if silent.pop(rank) > dict(pairs).get(caller, 0) and not waits:
+                        behind.append(rank)
+                time.sleep(_POLL_S)
+            self._see_off(len(present))
+        except RuntimeError:
+            # The store went with its host: a host that had answered has seen this roll call through.
+            if 0 not in present:
+                return Absence(caller, operation, fault, (0,))
+        return Absence(caller, operation, fault, tuple(sorted(silent)), tuple(sorted(behind)))
+
+    def _see_off(self, num_present: int) -> None:
+        """Keep the store, if it is this rank's, until the others have read it."""
+        seen = self._store.add("seen", 1)
+        deadline = time.monotonic() + SEE_OFF_S
+        while self._rank == 0 and seen < num_present and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            seen = self._store.add("seen", 0)
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._num_ranks) if rank != self._rank]
+
+
+def _pairs(meetings: Mapping[int, int]) -> list[tuple[int, int]]:
+    return sorted(meetings.items())  # JSON would make text of a mapping's keys

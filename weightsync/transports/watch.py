@@ -1,0 +1,217 @@
+"""Deadlines over operations that the calling thread may be stuck in, and one end for all of them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from weightsync.errors import TransportError
+from weightsync.transports.roll_call import Absence, RollCall, aside, ranks_text
+
+__all__ = ["Watch"]
+
+logger = logging.getLogger("weightsync.transports")
+
+KEEPER_S = 0.05
+LISTENER_S = 0.2
+ROLL_CALL_S = 1.8
+"""After this long a roll call has hung: its store does not answer. Less than what callers allow on top."""
+LOST_S = 2.0
+"""How long an operation may go on after the store, so its host, is gone: it may be nearly done."""
+END_S = 10.0
+
+
+@dataclass(slots=True)
+class _Operation:
+    started: float
+    deadline: float
+    meetings: dict[int, int]
+    is_over: Callable[[], bool]
+
+
+class Watch:
+    """Ends a communicator once: at an operation's deadline, when a rank left, or by `end`.
+
+    Two daemon threads. The keeper looks at deadlines and never touches the store. The listener asks
+    the store whether another rank left or called the roll, and may hang in it when rank 0, which
+    hosts the store, is stopped.
+    """
+
+    def __init__(
+        self,
+        roll: RollCall,
+        rank: int,
+        num_ranks: int,
+        timeout_s: float,
+        stop: Callable[[], None],
+        probe: Callable[[], None],
+    ) -> None:
+        """`stop` frees whoever is stuck in the library and is called once, from any thread.
+
+        `probe` raises TransportError when the library knows of a fault; called while something is
+        under way.
+        """
+        self._roll, self._rank, self._num_ranks, self._timeout_s = roll, rank, num_ranks, timeout_s
+        self._stop, self._probe = stop, probe
+        self._lock = threading.Lock()
+        self._count = 0
+        self._meetings: Counter[int] = Counter()
+        self._operations: dict[int, _Operation] = {}
+        self._cause, self._fault = "", ""
+        self._stopped, self._closed, self._late = threading.Event(), threading.Event(), threading.Event()
+        self._lost_at = float("inf")
+        self._listener = threading.Thread(target=self._listen, daemon=True, name="weightsync-listener")
+        self._listener.start()
+        threading.Thread(target=self._keep, daemon=True, name="weightsync-keeper").start()
+
+    def begin(self, peers: Iterable[int]) -> int:
+        """Note an operation that needs `peers`; returns its number, from 1. Raises TransportError."""
+        self.check()
+        now = time.monotonic()
+        with self._lock:
+            self._count += 1
+            self._meetings.update(peers)
+            meetings = {peer: self._meetings[peer] for peer in peers}
+            self._operations[self._count] = _Operation(now, now + self._timeout_s, meetings, lambda: False)
+            return self._count
+
+    def follow(self, number: int, is_over: Callable[[], bool]) -> None:
+        """How to tell that the operation is over before anybody waits for it: then it is not late."""
+        with self._lock:
+            self._operations[number].is_over = is_over
+
+    def done(self, number: int) -> None:
+        """The operation is over. Raises TransportError when it was ended, not done."""
+        self.check()
+        with self._lock:
+            self._operations.pop(number, None)
+
+    def check(self) -> None:
+        """Raises TransportError with the cause, once the library has let go (or END_S later)."""
+        if self._cause:
+            self._stopped.wait(END_S)
+            raise TransportError(self._cause)
+
+    def fail(self, fault: str) -> None:
+        """The library says `fault`: end, once a roll call has told who is gone. Raises TransportError."""
+        self._fault = fault
+        give_up = time.monotonic() + ROLL_CALL_S
+        while not self._cause and time.monotonic() < give_up:  # the keeper calls the roll
+            self._closed.wait(KEEPER_S)
+        self.end(fault)
+        self.check()
+
+    def end(self, cause: str) -> None:
+        """Every wait raises TransportError(`cause`); the first cause counts. Returns when it is done."""
+        with self._lock:
+            first, self._cause = not self._cause, self._cause or cause
+        if first:
+            aside(self._stop).add_done_callback(self._has_stopped)
+        if not self._stopped.wait(END_S):
+            logger.warning("a communicator does not end within %g s: %s", END_S, self._cause)
+
+    def close(self) -> None:
+        """End, tell the others, and let go of the store. Safe to call twice."""
+        self._closed.set()
+        self._late.set()
+        self.end("the transport is closed")
+        self._listener.join(1.0)
+
+    def _has_stopped(self, stop: Future[None]) -> None:
+        if error := stop.exception():
+            logger.warning("a communicator did not end cleanly: %s", error)
+        self._stopped.set()
+
+    def _keep(self) -> None:
+        while not (self._closed.wait(KEEPER_S) or self._cause):
+            oldest = self._oldest()
+            if oldest is None:
+                continue
+            number, operation = oldest
+            now = time.monotonic()
+            if now > operation.deadline or self._fault:
+                self._call_roll(number)
+            elif now - max(self._lost_at, operation.started) > LOST_S:
+                self.end(self._host_gone(number, "is gone"))
+            else:
+                self._ask_library()
+
+    def _ask_library(self) -> None:
+        try:
+            self._probe()
+        except TransportError as error:
+            self._fault = str(error)
+
+    def _call_roll(self, number: int) -> None:
+        self._late.set()
+        give_up = time.monotonic() + ROLL_CALL_S
+        while not self._cause and not self._closed.is_set() and number in self._operations:
+            if time.monotonic() > give_up or self._lost_at < float("inf"):
+                self.end(self._host_gone(number, "does not answer"))
+            self._closed.wait(KEEPER_S)
+
+    def _listen(self) -> None:
+        seen = 0
+        try:
+            while not (self._closed.is_set() or self._cause):
+                if self._late.wait(LISTENER_S) or self._roll.called():
+                    if not self._closed.is_set() and not self._cause:
+                        self._answer()
+                elif (num_left := self._roll.num_left()) > seen:
+                    seen = self._heed_leavers(num_left, seen)
+            self._roll.leave(self._met(), self._cause or "closed")
+        except RuntimeError:
+            self._lost_at = time.monotonic()
+
+    def _answer(self) -> None:
+        oldest = self._oldest()
+        if self._late.is_set() and oldest:
+            self._roll.call(oldest[0], oldest[1].meetings, self._fault)
+        if self._roll.called():
+            self.end(self._verdict(self._roll.answer(self._met(), waiting=oldest is not None)))
+        else:
+            self._late.clear()
+
+    def _heed_leavers(self, num_left: int, seen: int) -> int:
+        """End what waits for a rank that left before; look again later while nothing does."""
+        left = self._roll.left()
+        oldest = self._oldest()
+        if oldest is None:
+            return seen
+        number, operation = oldest
+        for rank, (meetings, cause) in left.items():
+            if operation.meetings.get(rank, 0) > meetings:
+                self.end(f"{ranks_text([rank], self._num_ranks)} left before operation {number}: {cause}")
+        return seen
+
+    def _verdict(self, absence: Absence) -> str:
+        missing = absence.silent if absence.fault else absence.silent + absence.behind
+        who = ranks_text(missing, self._num_ranks)
+        if absence.fault:
+            lost = f"{who} is lost in operation {absence.operation}: " if missing else ""
+            return f"{lost}{absence.fault}"
+        operation = f"operation {absence.operation} within {self._timeout_s:g} s"
+        if missing:
+            return f"{who} did not come to {operation}"
+        return f"every rank came to {operation} of rank {absence.caller}, and it did not finish"
+
+    def _host_gone(self, number: int, how: str) -> str:
+        return f"rank 0 of {self._num_ranks}, which hosts the rendezvous, {how} (operation {number})"
+
+    def _met(self) -> dict[int, int]:
+        with self._lock:
+            return dict(self._meetings)
+
+    def _oldest(self) -> tuple[int, _Operation] | None:
+        """The operation that this rank has waited for longest; forgets those that are over."""
+        with self._lock:
+            for number, operation in sorted(self._operations.items()):
+                if not operation.is_over():
+                    return number, operation
+                del self._operations[number]
+        return None
