@@ -12,6 +12,7 @@ from actors.seat import Seat
 from weightsync.engines import Rollout, choose_engine, make_engine
 
 if TYPE_CHECKING:
+    from weightsync.buffers import Attached
     from weightsync.feed import FeedTicket
     from weightsync.plan import Plan, RankLayout
     from weightsync.verify import Digests
@@ -58,7 +59,9 @@ class EngineActor:
             self._layouts = await asyncio.to_thread(self._engine.layout)
         return self._layouts
 
-    async def sync_attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[str]:
+    async def sync_attach(
+        self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float
+    ) -> Sequence[Attached]:
         """See `Engine.attach`."""
         return await asyncio.to_thread(self._engine.attach, plan, tickets, timeout_s)
 

@@ -12,12 +12,11 @@ from actors.seat import Seat
 from weightsync.errors import ConfigError, PeerError, PeerLostError, WeightSyncError
 
 if TYPE_CHECKING:
-    from weightsync.buffers import Export
+    from weightsync.buffers import Attached, Export
     from weightsync.feed import FeedTicket
     from weightsync.holder import Group, Prepared
     from weightsync.memory import BufferHandle
     from weightsync.plan import Plan, RankLayout
-    from weightsync.sources import Attached
     from weightsync.verify import Digests
 
 __all__ = ["RemoteEngine", "RemoteHolder", "RemoteTrainer", "answer"]
@@ -91,9 +90,9 @@ class RemoteEngine(_Remote):
         layouts: Sequence[RankLayout] = await self._call("sync_layout")
         return layouts
 
-    async def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[str]:
-        digests: Sequence[str] = await self._call("sync_attach", plan, tickets, timeout_s)
-        return digests
+    async def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
+        attached: Sequence[Attached] = await self._call("sync_attach", plan, tickets, timeout_s)
+        return attached
 
     async def pause(self, mode: str, timeout_s: float) -> None:
         await self._call("sync_pause", mode, timeout_s)
@@ -119,11 +118,11 @@ class RemoteHolder(_Remote):
     async def join(self, offers: Mapping[Group, str], timeout_s: float) -> None:
         await self._call("join", offers, timeout_s)
 
-    async def accept(self, export: Export | None, timeout_s: float) -> None:
-        await self._call("accept", export, timeout_s)
+    async def accept(self, timeout_s: float) -> None:
+        await self._call("accept", timeout_s)
 
-    async def warm_up(self, timeout_s: float) -> None:
-        await self._call("warm_up", timeout_s)
+    async def warm_up(self, trainer: Export | None, engine: Export | None, timeout_s: float) -> None:
+        await self._call("warm_up", trainer, engine, timeout_s)
 
     async def move(self, attempt: int, feeding: bool, timeout_s: float) -> float:
         seconds: float = await self._call("move", attempt, feeding, timeout_s)

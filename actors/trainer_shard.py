@@ -12,9 +12,9 @@ from weightsync.errors import StateError
 from weightsync.sources.module import ModuleSource
 
 if TYPE_CHECKING:
+    from weightsync.buffers import Attached
     from weightsync.memory import BufferHandle
     from weightsync.plan import Plan, RankLayout
-    from weightsync.sources import Attached
     from weightsync.verify import Digests
 
 __all__ = ["TrainerShard"]

@@ -26,6 +26,7 @@ from actors.seat import Seat
 from actors.trainer_shard import TrainerShard
 from benchmarks.cluster import kill, spawn
 from benchmarks.models import Tensor, count_wrong, fill, poison, rank_box
+from weightsync.buffers import Attached
 from weightsync.feed import EngineFeed
 from weightsync.live import LiveWriter
 from weightsync.modules import device_id
@@ -151,12 +152,12 @@ class EngineRank(Destination):
     def layout(self) -> RankLayout:
         return self._layout
 
-    def attach(self, plan: Plan, ticket: FeedTicket, timeout_s: float) -> str:
+    def attach(self, plan: Plan, ticket: FeedTicket, timeout_s: float) -> Attached:
         if self._feed is not None:
             self._feed.close()
         self._feed = EngineFeed.open(ticket, plan, timeout_s)
         self._writer = LiveWriter(plan, self._layout, self.live, self._feed.slots)
-        return plan.digest()
+        return Attached(plan.digest(), self._writer.export())
 
     def load(self, attempt: int, timeout_s: float) -> Digests:
         assert self._feed is not None
@@ -177,7 +178,9 @@ class EngineFront:
     async def sync_layout(self) -> Sequence[RankLayout]:
         return await _gather([rank.layout.remote() for rank in self._ranks])
 
-    async def sync_attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[str]:
+    async def sync_attach(
+        self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float
+    ) -> Sequence[Attached]:
         pairs = zip(self._ranks, tickets, strict=True)
         return await _gather([rank.attach.remote(plan, ticket, timeout_s) for rank, ticket in pairs])
 

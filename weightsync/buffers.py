@@ -10,7 +10,7 @@ from weightsync.device_memory import DeviceBuffer, DeviceHandle
 from weightsync.memory import BufferHandle, SharedBuffer
 from weightsync.plan import RankLayout
 
-__all__ = ["Buffer", "Export", "Handle", "open_buffer"]
+__all__ = ["Attached", "Buffer", "Export", "Handle", "open_buffer"]
 
 Handle: TypeAlias = BufferHandle | DeviceHandle
 Buffer: TypeAlias = SharedBuffer | DeviceBuffer
@@ -18,10 +18,18 @@ Buffer: TypeAlias = SharedBuffer | DeviceBuffer
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """A trainer rank's memory that its holder may read in place: the layout, and each buffer's handle."""
+    """A rank's device memory that its holder may read or write: the layout, and each buffer's handle."""
 
     layout: RankLayout
     buffers: Mapping[str, DeviceHandle]
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """A rank's own digest of the plan, and its memory where its holder reads or writes it in place."""
+
+    plan_digest: str
+    export: Export | None
 
 
 def open_buffer(handle: Handle) -> Buffer:

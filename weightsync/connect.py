@@ -16,10 +16,9 @@ from weightsync.peers import Fleet
 from weightsync.plan import Layout, Members, Plan, make_plan
 
 if TYPE_CHECKING:
-    from weightsync.buffers import Export
+    from weightsync.buffers import Attached
     from weightsync.holder import Prepared
     from weightsync.plan import RankLayout
-    from weightsync.sources import Attached
 
 __all__ = ["Connection", "connect"]
 
@@ -83,16 +82,22 @@ async def connect(fleet: Fleet, config: SyncConfig, epoch: int) -> Connection:
         attached = await _attach_trainers(fleet, plan, prepared, timeout_s)
         digests = {f"holder {i}": [answer.plan_digest] for i, answer in enumerate(prepared)}
         digests |= {name: [answer.plan_digest] for name, answer in attached.items()}
-        exports = {
-            holder: answer.export
-            for (_, holder), answer in zip(fleet.trainers, attached.values(), strict=True)
+        read = {h: each.export for (_, h), each in zip(fleet.trainers, attached.values(), strict=True)}
+        served = await _attach_engines(fleet, plan, prepared, timeout_s)
+        digests |= {f"engine {name}": [each.plan_digest for each in ranks] for name, ranks in served.items()}
+        written = {
+            holder: each.export
+            for name, ranks in served.items()
+            for holder, each in zip(fleet.engines[name].holders, ranks, strict=True)
         }
-        digests |= await _attach_engines(fleet, plan, prepared, exports, timeout_s)
         _compare(plan, digests)
     with clock.phase("warm_up"):
-        warm_ups = {name: holder.warm_up(timeout_s) for name, holder in fleet.named_holders().items()}
+        warm_ups = {
+            f"holder {i}": holder.warm_up(read.get(i), written.get(i), timeout_s)
+            for i, holder in enumerate(fleet.holders)
+        }
         (await gather_named(warm_ups, "warm-up", timeout_s + GRACE_S)).require()
-    return Connection(plan, folds, any(exports.values()), clock.seconds)
+    return Connection(plan, folds, any(read.values()), clock.seconds)
 
 
 async def _layouts(fleet: Fleet, timeout_s: float) -> _Layouts:
@@ -135,27 +140,21 @@ async def _attach_trainers(
 
 
 async def _attach_engines(
-    fleet: Fleet,
-    plan: Plan,
-    prepared: Sequence[Prepared],
-    exports: Mapping[int, Export | None],
-    timeout_s: float,
-) -> Mapping[str, list[str]]:
-    """Everybody maps and connects; returns the plan's digests as the engines' ranks computed them."""
+    fleet: Fleet, plan: Plan, prepared: Sequence[Prepared], timeout_s: float
+) -> Mapping[str, Sequence[Attached]]:
+    """Everybody maps and connects; returns what the ranks of each engine say."""
     engines = {}
     for name, seat in fleet.live().items():
         tickets = [ticket for holder in seat.holders if (ticket := prepared[holder].ticket)]
         engines[f"engine {name}"] = seat.peer.attach(plan, tickets, timeout_s)
-    accepts = {
-        f"holder {i}": holder.accept(exports.get(i), timeout_s) for i, holder in enumerate(fleet.holders)
-    }
+    accepts = {name: holder.accept(timeout_s) for name, holder in fleet.named_holders().items()}
     served, accepted = await asyncio.gather(
         gather_named(engines, "attach", timeout_s + GRACE_S),
         gather_named(accepts, "accept", timeout_s + GRACE_S),
     )
-    digests = {name: list(found) for name, found in served.require().items()}
+    answers = served.require()
     accepted.require()
-    return digests
+    return {name.removeprefix("engine "): found for name, found in answers.items()}
 
 
 def _compare(plan: Plan, digests: Mapping[str, list[str]]) -> None:

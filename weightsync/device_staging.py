@@ -1,9 +1,9 @@
-"""Bucket slots on a device, and the kernels that fill a holder's share of them."""
+"""Bucket slots on a device, and the kernels that fill them and write them out."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,11 +14,13 @@ from weightsync.errors import DeadlineError
 from weightsync.kernels import CopyTable
 from weightsync.memory import SharedBuffer
 from weightsync.plan import Piece, Plan, Segment, Step
-from weightsync.plan.copies import Copies, Copy
-from weightsync.rows import by_tensor, meeting_rows
+from weightsync.rows import bucket_rows, by_tensor
 from weightsync.staging import Filled
 
 __all__ = ["DeviceStaging", "take_slots"]
+
+_NUM_BLOCKS = 64
+"""Thread blocks of a copy: near full speed, and NCCL's own find multiprocessors that are free."""
 
 
 def take_slots(
@@ -43,44 +45,64 @@ class DeviceStaging:
         self, plan: Plan, index: int, arena: SharedBuffer | None, slots: Sequence[DeviceBuffer]
     ) -> None:
         self._plan, self._index, self._arena = plan, index, arena
-        self._stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._filling, self._writing = _stream(), _stream()
         self._buffers = slots
-        self._mapped: dict[str, DeviceBuffer] = {}
+        self._free: dict[int, torch.cuda.Event] = {}
+        self._mapped: list[DeviceBuffer] = []
         self._pack: CopyTable | None = None
         self._casts: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._unpack: CopyTable | None = None
 
     @property
     def slots(self) -> tuple[Handle, ...]:
         return tuple(buffer.handle for buffer in self._buffers)
 
-    def read_from(self, export: Export) -> None:
-        """Map the trainer's memory, and work out every copy out of it once."""
-        self._mapped = {name: DeviceBuffer.open(handle) for name, handle in export.buffers.items()}
-        segments = by_tensor(self._plan, export.layout)
-        dtypes = {meta.name: meta.dtype for meta in export.layout.tensors}
-        address = {name: buffer.tensor.data_ptr() for name, buffer in self._mapped.items()}
-        rows: list[Copy] = []
-        bounds = [0]
-        for bucket in range(self._plan.num_buckets):
-            base = self._slot(bucket).data_ptr()
-            for piece in self._own(bucket):
-                meta, held = self._plan.tensors[piece.tensor], segments[piece.tensor]
-                if dtypes[held[0].tensor] == meta.dtype:
-                    start = base + piece.offset
-                    rows += meeting_rows(piece.box, start, held, address, meta.itemsize, into=False)
-                else:
-                    pairs = self._cast(piece, held, dtypes[held[0].tensor])
-                    self._casts.setdefault(bucket, []).extend(pairs)
-            bounds.append(len(rows))
-        self._pack = CopyTable(Copies.of(rows), bounds)
+    @property
+    def writes(self) -> bool:
+        return self._unpack is not None
+
+    def connect(self, trainer: Export | None, engine: Export | None) -> None:
+        starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
+        if trainer:
+            memory = self._map(trainer)
+            segments = by_tensor(self._plan, trainer.layout)
+            dtypes = {meta.name: meta.dtype for meta in trainer.layout.tensors}
+            cast = {
+                index
+                for index, held in enumerate(segments)
+                if held and dtypes[held[0].tensor] != self._plan.tensors[index].dtype
+            }
+            self._pack = CopyTable(
+                *bucket_rows(
+                    self._plan,
+                    segments,
+                    {name: buffer.data_ptr() for name, buffer in memory.items()},
+                    starts,
+                    into=False,
+                    only=lambda piece: self._is_own(piece) and piece.tensor not in cast,
+                ),
+                _NUM_BLOCKS,
+            )
+            for piece in (piece for bucket in self._plan.buckets() for piece in bucket.pieces):
+                if self._is_own(piece) and piece.tensor in cast:
+                    held = segments[piece.tensor]
+                    pairs = self._cast(piece, held, memory, dtypes[held[0].tensor])
+                    self._casts.setdefault(piece.bucket, []).extend(pairs)
+        if engine:
+            address = {name: buffer.data_ptr() for name, buffer in self._map(engine).items()}
+            segments = by_tensor(self._plan, engine.layout)
+            rows = bucket_rows(self._plan, segments, address, starts, into=True)
+            self._unpack = CopyTable(*rows, _NUM_BLOCKS)
 
     @contextmanager
     def queue(self) -> Iterator[None]:
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._filling):
             yield
 
     def fill(self, bucket: int, timeout_s: float) -> Filled:
-        stream = self._stream
+        stream = self._filling
+        if free := self._free.get(bucket % len(self._buffers)):
+            stream.wait_event(free)
         if self._pack:
             self._pack.launch(bucket, stream)
             for target, source in self._casts.get(bucket, ()):
@@ -90,26 +112,40 @@ class DeviceStaging:
                 if step.root == self._index:
                     held = self._arena.tensor[step.arena_offset : step.arena_offset + step.nbytes]
                     self.at(step).copy_(held, non_blocking=True)
-        return _Event(stream, timeout_s)
+        return _Event(stream.record_event(), timeout_s)
+
+    def write(self, bucket: int) -> None:
+        assert self._unpack is not None
+        self._unpack.launch(bucket, self._writing)
+        self._free[bucket % len(self._buffers)] = self._writing.record_event()
+
+    def settle(self, timeout_s: float) -> None:
+        _Event(self._writing.record_event(), timeout_s).wait()
 
     def at(self, step: Step) -> torch.Tensor:
         return self._slot(step.bucket)[step.offset : step.offset + step.nbytes]
 
     def close(self) -> None:
-        """Let go of the trainer's memory. The slots are the holder's, and outlive an epoch."""
-        for buffer in self._mapped.values():
+        """Let go of others' memory. The slots are the holder's, and outlive an epoch."""
+        torch.cuda.synchronize()
+        self._pack, self._casts, self._unpack = None, {}, None
+        for buffer in self._mapped:
             buffer.close()
-        self._mapped, self._pack, self._casts = {}, None, {}
+        self._mapped = []
+
+    def _map(self, export: Export) -> dict[str, torch.Tensor]:
+        opened = {name: DeviceBuffer.open(handle) for name, handle in export.buffers.items()}
+        self._mapped += opened.values()
+        return {name: buffer.tensor for name, buffer in opened.items()}
 
     def _slot(self, bucket: int) -> torch.Tensor:
         return self._buffers[bucket % len(self._buffers)].tensor
 
-    def _own(self, bucket: int) -> list[Piece]:
-        trainers = self._plan.members.trainers
-        return [p for p in self._plan.bucket(bucket).pieces if trainers[p.trainer] == self._index]
+    def _is_own(self, piece: Piece) -> bool:
+        return self._plan.members.trainers[piece.trainer] == self._index
 
     def _cast(
-        self, piece: Piece, segments: list[Segment], dtype: str
+        self, piece: Piece, segments: Sequence[Segment], memory: Mapping[str, torch.Tensor], dtype: str
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Copies with a change of dtype, which bytes alone cannot do: (target, source) views."""
         meta = self._plan.tensors[piece.tensor]
@@ -119,7 +155,7 @@ class DeviceStaging:
         for segment in segments:
             part = piece.box.intersect(segment.box)
             if part is not None:
-                source = self._mapped[segment.buffer].tensor.view(getattr(torch, dtype))
+                source = memory[segment.buffer].view(getattr(torch, dtype))
                 strides = tuple(stride // source.element_size() for stride in segment.strides)
                 offset = segment.byte_offset // source.element_size()
                 held = torch.as_strided(source, segment.box.extent, strides, offset)
@@ -127,15 +163,19 @@ class DeviceStaging:
         return pairs
 
 
+def _stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
 class _Event:
     """The end of what a stream was given so far."""
 
-    def __init__(self, stream: torch.cuda.Stream, timeout_s: float) -> None:
-        self._event, self._timeout_s = stream.record_event(), timeout_s
+    def __init__(self, event: torch.cuda.Event, timeout_s: float) -> None:
+        self._event, self._timeout_s = event, timeout_s
 
     def wait(self) -> None:
         deadline = time.monotonic() + self._timeout_s
-        while not self._event.query():
+        while not self._event.query():  # type: ignore[no-untyped-call]
             if time.monotonic() > deadline:
                 raise DeadlineError("fill", ("the device",), self._timeout_s)
             time.sleep(0)

@@ -37,6 +37,7 @@ from weightsync.wire import (
     Message,
     Ready,
     Welcome,
+    Written,
     decode,
     encode,
 )
@@ -117,6 +118,15 @@ class HolderFeed:
     def offer(self, attempt: int, bucket: int) -> None:
         """Tell the engine rank that a bucket may be read."""
         self._send(Ready(attempt, bucket))
+
+    def written(self, attempt: int) -> None:
+        """Tell the engine rank that all buckets lie in its memory."""
+        self._send(Written(attempt))
+
+    @property
+    def dropped(self) -> bool:
+        """Whether the engine rank was given up."""
+        return self._dropped.is_set()
 
     def wait_done(self, attempt: int, bucket: int, timeout_s: float) -> None:
         """Wait until the engine rank has read a bucket.
@@ -214,7 +224,9 @@ class EngineFeed:
             raise EngineError(self._ticket.engine, "move", "an earlier load has not ended yet")
         try:
             for expected, pieces in enumerate(self._buckets):
-                self._wait_ready(attempt, expected, timeout_s)
+                if self._wait_ready(attempt, expected, timeout_s) == Written(attempt):
+                    sink.written()
+                    break
                 sink.take(expected, pieces)
                 self._send(Done(attempt, expected))
             return sink.finish()
@@ -248,15 +260,15 @@ class EngineFeed:
             )
         return views
 
-    def _wait_ready(self, attempt: int, bucket: int, timeout_s: float) -> None:
+    def _wait_ready(self, attempt: int, bucket: int, timeout_s: float) -> Message:
         deadline = time.monotonic() + timeout_s
         while True:
             message = self._receive(deadline, f"bucket {bucket}", timeout_s)
             if isinstance(message, Cancel) and message.attempt == attempt:
                 raise TransportError(f"{self._ticket.holder} gave up: {message.cause}")
             # What an earlier, abandoned attempt left in the queue is read past.
-            if message == Ready(attempt, bucket):
-                return
+            if message in (Ready(attempt, bucket), Written(attempt)):
+                return message
 
     def _send(self, message: Message) -> None:
         self._socket.send(encode(message))

@@ -103,33 +103,31 @@ class Holder:
         for group, transport in self._groups.items():
             transport.open(offers[group], group.index(self._index), len(group), timeout_s)
 
-    def accept(self, export: Export | None, timeout_s: float) -> None:
-        """Map the trainer's memory, if it is read in place, and wait for the engine rank's hello.
-
-        Raises TransportError, DeadlineError or WireError.
-        """
-        assert self._staging is not None
-        if export is not None:
-            self._staging.read_from(export)
+    def accept(self, timeout_s: float) -> None:
+        """Wait for the engine rank's hello. Raises DeadlineError or WireError."""
         if self._feed:
             self._feed.accept(self._plan_digest, timeout_s)
         for slot in self._retired:  # nobody has them mapped any more
             slot.close()
         self._retired = ()
 
-    def warm_up(self, timeout_s: float) -> None:
-        """Use every path once, so that no update pays its first use. Raises TransportError.
+    def warm_up(self, trainer: Export | None, engine: Export | None, timeout_s: float) -> None:
+        """Map what is exported, and use every path once, so that no update pays its first use.
 
         Each communicator sends a byte from each rank; then the first bucket is sent as an update
-        would, but nobody reads it.
+        would, but goes no further. Raises TransportError or DeadlineError.
         """
         plan, staging = self._plan, self._staging
         assert plan is not None
         assert staging is not None
+        staging.connect(trainer, engine)
         with staging.queue():
             for group, transport in self._groups.items():
-                bytes_ = [torch.zeros(1, dtype=torch.uint8, device=staging.device) for _ in group]
-                transport.start([Broadcast(byte, root) for root, byte in enumerate(bytes_)]).wait()
+                ops = [
+                    Broadcast(torch.zeros(1, dtype=torch.uint8, device=staging.device), root)
+                    for root in range(len(group))
+                ]
+                transport.start(ops).wait()
             for pending in self._start(plan, staging, 0, timeout_s) if plan.num_buckets else ():
                 pending.wait()
 
@@ -148,26 +146,30 @@ class Holder:
 
     def _run(self, plan: Plan, staging: Staging, attempt: int, feeding: bool, timeout_s: float) -> float:
         begun = time.perf_counter()
-        feed = _Feeding(self._feed if feeding else None, attempt, plan.slots, timeout_s / 2)
+        outlet: _Feeding | _Writing
+        if staging.writes and self._feed:
+            outlet = _Writing(staging, self._feed if feeding else None, attempt, timeout_s)
+        else:
+            outlet = _Feeding(self._feed if feeding else None, attempt, plan.slots, timeout_s / 2)
         ahead: deque[tuple[int, Sequence[Pending | Filled]]] = deque()
 
         def hand_over() -> None:
             bucket, started = ahead.popleft()
             for pending in started:
                 pending.wait()
-            feed.offer(bucket)
+            outlet.offer(bucket)
 
         try:
             for bucket in range(plan.num_buckets):
-                feed.wait_free(bucket)
+                outlet.wait_free(bucket)
                 ahead.append((bucket, self._start(plan, staging, bucket, timeout_s)))
                 if len(ahead) == plan.slots:
                     hand_over()
             while ahead:
                 hand_over()
-            feed.finish(plan.num_buckets)
+            outlet.finish(plan.num_buckets)
         except WeightSyncError as error:
-            feed.cancel(str(error))
+            outlet.cancel(str(error))
             raise
         return time.perf_counter() - begun
 
@@ -268,4 +270,30 @@ class _Feeding:
 
     def cancel(self, cause: str) -> None:
         if self._feed:
+            self._feed.cancel(self._attempt, cause)
+
+
+class _Writing:
+    """The engine rank's side of one move where its memory is written from here, if it takes part."""
+
+    def __init__(self, staging: Staging, feed: HolderFeed | None, attempt: int, timeout_s: float) -> None:
+        self._staging, self._feed = staging, feed
+        self._attempt, self._timeout_s = attempt, timeout_s
+
+    def wait_free(self, bucket: int) -> None:
+        """The filling waits on the device."""
+
+    def offer(self, bucket: int) -> None:
+        if self._feed and not self._feed.dropped:
+            self._staging.write(bucket)
+
+    def finish(self, num_buckets: int) -> None:
+        """Wait until everything is written, and say so."""
+        self._staging.settle(self._timeout_s)
+        if self._feed and not self._feed.dropped:
+            self._feed.written(self._attempt)
+
+    def cancel(self, cause: str) -> None:
+        if self._feed:
+            self._staging.settle(self._timeout_s)
             self._feed.cancel(self._attempt, cause)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
+from weightsync.buffers import Export
+from weightsync.device_memory import export_tensor
 from weightsync.errors import TransportError
 from weightsync.feed import PieceView
 from weightsync.missing import Missing
 from weightsync.plan import Plan, RankLayout, Segment
-from weightsync.rows import by_tensor, meeting_rows
+from weightsync.rows import bucket_rows, by_tensor
 from weightsync.verify import Digests, tensor_digest
 
 __all__ = ["LiveWriter"]
+
+logger = logging.getLogger("weightsync.live")
 
 
 class LiveWriter:
@@ -29,7 +34,7 @@ class LiveWriter:
     def __init__(
         self, plan: Plan, layout: RankLayout, live: Mapping[str, torch.Tensor], slots: Sequence[torch.Tensor]
     ) -> None:
-        self._plan, self._live = plan, live
+        self._plan, self._layout, self._live = plan, layout, live
         self._segments = by_tensor(plan, layout)
         self._next = 0
         self._missing = Missing(plan)
@@ -42,6 +47,20 @@ class LiveWriter:
     def begin(self) -> None:
         """Before each load."""
         self._next = 0
+
+    def export(self) -> Export | None:
+        """The live memory for the holder to write, where it can be shared: then `take` is not needed."""
+        if self._device is None:
+            return None
+        try:
+            return Export(self._layout, {name: export_tensor(each) for name, each in self._live.items()})
+        except TransportError as error:
+            logger.warning("buckets are copied by the engine: %s", error)
+            return None
+
+    def written(self) -> None:
+        """See `Sink.written`."""
+        self._next = self._plan.num_buckets
 
     def take(self, bucket: int, pieces: Sequence[PieceView]) -> None:
         """See `Sink.take`."""
@@ -98,20 +117,11 @@ class _DeviceTables:
         slots: Sequence[torch.Tensor],
     ) -> None:
         from weightsync.kernels import CopyTable, DigestPart, DigestTable
-        from weightsync.plan.copies import Copies
 
         self._stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         address = {name: tensor.data_ptr() for name, tensor in live.items()}
-        rows, bounds = [], [0]
-        for index in range(plan.num_buckets):
-            base = slots[index % len(slots)].data_ptr()
-            for piece in plan.bucket(index).pieces:
-                itemsize = plan.tensors[piece.tensor].itemsize
-                rows += meeting_rows(
-                    piece.box, base + piece.offset, segments[piece.tensor], address, itemsize, into=True
-                )
-            bounds.append(len(rows))
-        self._copies = CopyTable(Copies.of(rows), bounds)
+        starts = [slot.data_ptr() for slot in slots]
+        self._copies = CopyTable(*bucket_rows(plan, segments, address, starts, into=True))
         parts = [
             DigestPart(
                 tensor=tensor,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from weightsync.plan import Box, Plan, RankLayout, Segment
-from weightsync.plan.copies import Copy, box_copies
+from weightsync.plan import Box, Piece, Plan, RankLayout, Segment
+from weightsync.plan.copies import Copies, Copy, box_copies
 
-__all__ = ["by_tensor", "meeting_rows"]
+__all__ = ["bucket_rows", "by_tensor"]
 
 
 def by_tensor(plan: Plan, layout: RankLayout) -> list[list[Segment]]:
@@ -20,7 +20,7 @@ def by_tensor(plan: Plan, layout: RankLayout) -> list[list[Segment]]:
     return [held.get(meta.name, held.get(canonical.get(meta.name, ""), [])) for meta in plan.tensors]
 
 
-def meeting_rows(
+def _meeting_rows(
     box: Box,
     start: int,
     segments: Sequence[Segment],
@@ -56,3 +56,29 @@ def _contiguous(extent: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 def _distance(part: Box, origin: Box, strides: tuple[int, ...]) -> int:
     """Bytes from the first element of `origin` to that of `part`."""
     return sum((p - o) * s for p, o, s in zip(part.offset, origin.offset, strides, strict=True))
+
+
+def bucket_rows(
+    plan: Plan,
+    segments: Sequence[Sequence[Segment]],
+    address: Mapping[str, int],
+    slots: Sequence[int],
+    *,
+    into: bool,
+    only: Callable[[Piece], bool] = lambda _: True,
+) -> tuple[Copies, list[int]]:
+    """All copies between the slots, whose addresses are given, and one rank's segments, bucket by bucket.
+
+    Returns them, and the first copy of each bucket, with the end as the last entry.
+    """
+    rows: list[Copy] = []
+    bounds = [0]
+    for index in range(plan.num_buckets):
+        base = slots[index % len(slots)]
+        for piece in plan.bucket(index).pieces:
+            if only(piece):
+                itemsize = plan.tensors[piece.tensor].itemsize
+                held = segments[piece.tensor]
+                rows += _meeting_rows(piece.box, base + piece.offset, held, address, itemsize, into=into)
+        bounds.append(len(rows))
+    return Copies.of(rows), bounds

@@ -33,14 +33,27 @@ class Staging(Protocol):
     def slots(self) -> tuple[Handle, ...]:
         """The slots that an engine rank maps."""
 
-    def read_from(self, export: Export) -> None:
-        """Read the trainer's memory in place from now on. Raises TransportError when it cannot be mapped."""
+    @property
+    def writes(self) -> bool:
+        """Whether the engine rank's memory is written from here, so that it need not read the slots."""
+
+    def connect(self, trainer: Export | None, engine: Export | None) -> None:
+        """Read the trainer's memory in place and write the engine rank's, where they are given.
+
+        Raises TransportError when one cannot be mapped.
+        """
 
     def queue(self) -> AbstractContextManager[None]:
         """What `fill` and the broadcasts after it have to run in: on a device, a stream."""
 
     def fill(self, bucket: int, timeout_s: float) -> Filled:
         """Begin to put this holder's share of `bucket` where `at` says it is sent from."""
+
+    def write(self, bucket: int) -> None:
+        """Begin to write a bucket, which is there, to the engine rank. Later filling waits for it."""
+
+    def settle(self, timeout_s: float) -> None:
+        """Return once all that was begun is written. Raises DeadlineError."""
 
     def at(self, step: Step) -> torch.Tensor:
         """Where the bytes of `step` are sent from, or received to: uint8, one dimension."""
@@ -63,14 +76,22 @@ class HostStaging:
     def slots(self) -> tuple[Handle, ...]:
         return tuple(slot.handle for slot in self._slots)
 
-    def read_from(self, export: Export) -> None:
-        raise AssertionError("a holder on the host gave its trainer an arena")
+    writes = False
+
+    def connect(self, trainer: Export | None, engine: Export | None) -> None:
+        assert trainer is engine is None, "what lies on the host is not exported"
 
     def queue(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def fill(self, bucket: int, timeout_s: float) -> Filled:
         return _There()
+
+    def write(self, bucket: int) -> None:
+        raise AssertionError("nothing is exported to a holder on the host")
+
+    def settle(self, timeout_s: float) -> None:
+        """Nothing is under way."""
 
     def at(self, step: Step) -> torch.Tensor:
         if step.root == self._index:

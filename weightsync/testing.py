@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from weightsync.buffers import Attached
 from weightsync.engines.base import Rollout
 from weightsync.errors import StateError
 from weightsync.feed import EngineFeed, FeedTicket, PieceView
@@ -52,11 +53,11 @@ class DictEngine:
         )
         return [RankLayout(metas, segments, buffers=metas)]
 
-    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[str]:
+    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
         """Open the one feed."""
         self.close()
         self._plan, self._feed = plan, EngineFeed.open(tickets[0], plan, timeout_s)
-        return [plan.digest()]
+        return [Attached(plan.digest(), None)]
 
     def pause(self, mode: str, timeout_s: float) -> None:
         """Nothing runs, so nothing is waited for."""
@@ -74,6 +75,10 @@ class DictEngine:
             name = self._plan.tensors[tensor].name
             self.on_write(name)
             self.tensors[name][box.slices()].copy_(data)
+
+    def written(self) -> None:
+        """Nothing is exported, so nobody writes here."""
+        raise AssertionError("a holder wrote into an engine that exported nothing")
 
     def finish(self) -> Digests:
         """Digests of the live tensors."""

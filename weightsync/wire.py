@@ -19,6 +19,7 @@ __all__ = [
     "Message",
     "Ready",
     "Welcome",
+    "Written",
     "decode",
     "encode",
 ]
@@ -47,6 +48,12 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     bucket: int
 
 
+class Written(msgspec.Struct, frozen=True, tag="written"):
+    """Holder → engine rank: every bucket of this attempt lies in the memory that the rank exported."""
+
+    attempt: int
+
+
 class Done(msgspec.Struct, frozen=True, tag="done"):
     """Engine rank → holder: the bucket was read, its slot may be filled again."""
 
@@ -68,7 +75,7 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     cause: str
 
 
-Message = Hello | Welcome | Ready | Done | Failed | Cancel
+Message = Hello | Welcome | Ready | Written | Done | Failed | Cancel
 
 _decoder = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,13 +28,8 @@ class Trainer(TrainerShard):
         self._device = "cuda" if source == "device" else "cpu"
         torch.cuda.init()  # it sits on its GPU wherever the weights are
 
-    def listen(self) -> str:
-        """Where the ranks meet, for `join`."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-
-    def join(self, address: str) -> None:
+    def join(self, meeting: str) -> None:
+        """`meeting` is a file that all ranks see."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -44,7 +38,9 @@ class Trainer(TrainerShard):
         model = AutoModelForCausalLM.from_config(config, dtype=self._dtype).to(self._device)
         if self._num_ranks > 1:
             backend = "cpu:gloo,cuda:nccl" if self._device == "cuda" else "gloo"
-            dist.init_process_group(backend, init_method=address, rank=self._rank, world_size=self._num_ranks)
+            dist.init_process_group(
+                backend, init_method=f"file://{meeting}", rank=self._rank, world_size=self._num_ranks
+            )
             mesh = init_device_mesh(self._device, (self._num_ranks,))
             for layer in model.model.layers:
                 fully_shard(layer, mesh=mesh)

@@ -6,9 +6,10 @@ import os
 import signal
 import statistics
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -17,7 +18,7 @@ from ray.util.placement_group import PlacementGroup
 from transformers import Qwen3Config
 
 from tests.gpu.fleet import Engine, Trainer, spawn
-from weightsync import PeerLostError, SyncConfig, WeightSync
+from weightsync import PeerLostError, SyncConfig, SyncReport, WeightSync
 from weightsync.states import EngineState
 
 pytestmark = [
@@ -60,8 +61,7 @@ class Fleet:
         self.trainers = [
             spawn(Trainer, bundles, i, path, i, num_trainers, dtype, source) for i in range(num_trainers)
         ]
-        address = ray.get(self.trainers[0].listen.remote())
-        ray.get([trainer.join.remote(address) for trainer in self.trainers])
+        ray.get([trainer.join.remote(f"{path}/meeting") for trainer in self.trainers])
         self.engines = {f"e{i}": spawn(Engine, bundles, i, path, f"e{i}") for i in engine_gpus}
 
     def register(self, sync: WeightSync) -> None:
@@ -153,27 +153,67 @@ def test_no_update_pays_for_the_first_use_and_memory_stays_flat(
     fleet.close()
 
 
+def start_and_kill(sync: WeightSync, version: int, victim: Any) -> Future[SyncReport]:
+    """Begin an update, and kill the victim's process while the engines are being written."""
+    pid = pid_of(victim)
+    update = ThreadPoolExecutor(1).submit(sync.update_weights, version)
+    while set(sync.engine_states().values()) != {EngineState.WRITING}:
+        assert not update.done()
+    os.kill(pid, signal.SIGKILL)
+    return update
+
+
+def pid_of(actor: Any) -> int:
+    return ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+
+
+MANY_BUCKETS = SyncConfig(bucket_bytes=64 << 10, timeout_s=20, connect_timeout_s=60)
+
+
 def test_a_holder_killed_in_an_update_is_named_and_the_next_update_works(
     bundles: PlacementGroup, num_gpus: int, path: str
 ) -> None:
     fleet = Fleet(bundles, path, num_gpus, list(range(num_gpus)))
-    with WeightSync(SyncConfig(bucket_bytes=4096 * 16, timeout_s=20, connect_timeout_s=60)) as sync:
+    with WeightSync(MANY_BUCKETS) as sync:
         fleet.register(sync)
         sync.connect()
         sync.update_weights(1)
         fleet.train(2)
-        victim = list(sync._holders.values())[-1]
-        pid = ray.get(victim.handle.__ray_call__.remote(lambda self: os.getpid()))
-        update = ThreadPoolExecutor(1).submit(sync.update_weights, 2)
-        while set(sync.engine_states().values()) != {EngineState.WRITING}:
-            assert not update.done()
-        os.kill(pid, signal.SIGKILL)
-        lost = update.exception(timeout=30)
+        holders = [holder.handle for holder in sync._holders.values()]
+        before = [pid_of(holder) for holder in holders[:-1]]
+        lost = start_and_kill(sync, 2, holders[-1]).exception(timeout=30)
         assert isinstance(lost, PeerLostError), lost
         assert f"holder {num_gpus - 1}" in str(lost)
         fleet.train(3)
         report = sync.update_weights(2)
         assert set(report.engines.values()) == {2}
         assert set(sync.engine_states().values()) == {EngineState.SERVING}
+        assert [pid_of(holder) for holder in holders[:-1]] == before
+        fleet.check()
+    fleet.close()
+
+
+def test_an_engine_killed_while_its_memory_is_written_harms_nobody_else(
+    bundles: PlacementGroup, num_gpus: int, path: str
+) -> None:
+    fleet = Fleet(bundles, path, num_gpus, list(range(num_gpus)))
+    last = num_gpus - 1
+    with WeightSync(MANY_BUCKETS) as sync:
+        fleet.register(sync)
+        sync.connect()
+        holders = [holder.handle for holder in sync._holders.values()]
+        before = [pid_of(holder) for holder in holders]
+        fleet.train(1)
+        update = start_and_kill(sync, 1, fleet.engines.pop(f"e{last}"))
+        if num_gpus == 1:
+            assert isinstance(update.exception(timeout=30), PeerLostError)
+        else:
+            assert set(update.result(timeout=30).engines.values()) == {0, 1}
+            fleet.check()
+        fleet.engines[f"e{last}"] = newcomer = spawn(Engine, bundles, last, path, f"e{last}")
+        sync.add_engine(f"e{last}", newcomer)
+        fleet.train(2)
+        assert set(sync.update_weights(2).engines.values()) == {2}
+        assert [pid_of(holder) for holder in holders] == before
         fleet.check()
     fleet.close()

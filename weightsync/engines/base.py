@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from weightsync.buffers import Attached
     from weightsync.feed import FeedTicket, PieceView
     from weightsync.plan import Plan, RankLayout
     from weightsync.verify import Digests
@@ -42,8 +43,10 @@ class Engine(Protocol):
     def layout(self) -> Sequence[RankLayout]:
         """What each rank needs, in the checkpoint's names; called once, before ``attach``."""
 
-    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[str]:
-        """Connect rank i to its holder by ``tickets[i]``; returns each rank's own digest of the plan.
+    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
+        """Connect rank i to its holder by ``tickets[i]``; returns what each rank says of itself.
+
+        A rank that exports its live memory has it written by its holder while `load` waits.
 
         Called once per membership epoch. When it returns, every rank has mapped its holder's
         memory and exchanged one message with it. An earlier epoch's connections are closed.
@@ -85,6 +88,9 @@ class Sink(Protocol):
         Their data are views of a shared bucket that is overwritten once this returns: what is kept
         must be copied, and copies on a device must have ended.
         """
+
+    def written(self) -> None:
+        """In place of every `take`: the holder has written all pieces into the memory that was exported."""
 
     def finish(self) -> Digests:
         """All pieces came: make the weights live; returns a digest per tensor of the plan."""

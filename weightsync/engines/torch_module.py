@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from weightsync.buffers import Attached
 from weightsync.config import load_dataclass
 from weightsync.engines.base import Rollout
 from weightsync.engines.sampling import Sampling
@@ -87,14 +88,14 @@ class TorchEngine:
         segments = tuple(_segment(name, tensor) for name, tensor in tensors.items())
         return [RankLayout(metas, segments, tied, buffers=metas, device=device_id(self._device))]
 
-    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[str]:
+    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
         """See `Engine.attach`."""
         (ticket,) = tickets
         self._detach()
         self._feed = EngineFeed.open(ticket, plan, timeout_s)
         (layout,) = self.layout()
         self._writer = LiveWriter(plan, layout, named_tensors(self._model)[0], self._feed.slots)
-        return [plan.digest()]
+        return [Attached(plan.digest(), self._writer.export())]
 
     def pause(self, mode: str, timeout_s: float) -> None:
         """Wait for the running `generate`; later ones wait for `resume`."""

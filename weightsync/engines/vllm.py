@@ -15,6 +15,7 @@ from weightsync.engines.vllm_worker import WeightSyncWorker
 from weightsync.errors import EngineError, StateError, WeightSyncError
 
 if TYPE_CHECKING:
+    from weightsync.buffers import Attached
     from weightsync.engines.vllm_loop import Steppable
     from weightsync.feed import FeedTicket
     from weightsync.plan import Plan, RankLayout
@@ -49,13 +50,14 @@ class VllmEngine:
         """See `Engine.layout`. A rank without buffers takes whole tensors: vLLM's loader cuts its shard."""
         return self._on_ranks("layout")
 
-    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[str]:
+    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
         """See `Engine.attach`."""
         return self._on_ranks("attach", plan, tuple(tickets), timeout_s)
 
     def pause(self, mode: str, timeout_s: float) -> None:
         """See `Engine.pause`."""
         self._loop.freeze(mode, timeout_s)
+        self._on_ranks("settle")
 
     def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
         """See `Engine.load`; where vLLM reloads, the digests are of the tensors handed to its loader."""

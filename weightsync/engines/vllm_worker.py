@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from weightsync.buffers import Attached
 from weightsync.engines.vllm_api import ModelRunner, Reload, stored_otherwise
 from weightsync.engines.vllm_experts import as_loaded
 from weightsync.engines.vllm_segments import UnprovableError
@@ -85,18 +86,22 @@ class _Rank:
         """Where each live parameter lies: these stay, since CUDA graphs hold them."""
         return {name: each.data_ptr() for name, each in self._runner.get_model().named_parameters()}
 
-    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> str:
+    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Attached:
         self.close()
         layout, ticket = self.layout(), tickets[self._rank]
         self._feed, self._plan, self._engine = EngineFeed.open(ticket, plan, timeout_s), plan, ticket.engine
-        if layout.buffers:
-            self._writer = LiveWriter(plan, layout, self._live, self._feed.slots)
-        return plan.digest()
+        if not layout.buffers:
+            return Attached(plan.digest(), None)
+        self._writer = LiveWriter(plan, layout, self._live, self._feed.slots)
+        return Attached(plan.digest(), self._writer.export())
+
+    def settle(self) -> None:
+        """Wait for a step that may still run with the old weights."""
+        _synchronize(self._device)
 
     def load(self, attempt: int, timeout_s: float) -> Digests:
         if self._feed is None or self._plan is None:
             raise StateError("a rank is not attached: connect first")
-        _synchronize(self._device)  # a step may still run with the old weights
         try:
             if self._writer:
                 self._writer.begin()
@@ -161,6 +166,9 @@ class _ReloadSink:
         self._reload.finish()
         _synchronize(self._device)
         return self._digests
+
+    def written(self) -> None:
+        raise AssertionError("a holder wrote into a rank that exported nothing")
 
     def abandon(self) -> None:
         self._reload.abandon()

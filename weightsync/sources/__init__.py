@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from weightsync.sources.base import Attached, Source
+from weightsync.sources.base import Source
 
-__all__ = ["Attached", "Source"]
+__all__ = ["Source"]

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from weightsync.buffers import Export
+    from weightsync.buffers import Attached
     from weightsync.memory import BufferHandle
     from weightsync.plan import Plan, RankLayout
     from weightsync.verify import Digests
 
-__all__ = ["Attached", "Source"]
-
-
-@dataclass(frozen=True, slots=True)
-class Attached:
-    """A trainer rank's own digest of the plan, and its memory where the holder is to read it in place."""
-
-    plan_digest: str
-    export: Export | None
+__all__ = ["Source"]
 
 
 class Source(Protocol):

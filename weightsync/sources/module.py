@@ -12,13 +12,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from weightsync.buffers import Export
+from weightsync.buffers import Attached, Export
 from weightsync.device_memory import DeviceHandle, export_tensor
 from weightsync.errors import ConfigError, TransportError, nearest
 from weightsync.memory import BufferHandle, SharedBuffer
 from weightsync.modules import device_id, named_tensors
 from weightsync.plan import Box, Piece, Plan, RankLayout, Segment, TensorMeta
-from weightsync.sources.base import Attached
 from weightsync.sources.in_place import InPlace
 from weightsync.verify import Digests, tensor_digest, warm_up
 
