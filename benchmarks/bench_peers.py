@@ -10,7 +10,8 @@ the first call until the last process has answered, Ray's calls included; connec
 pinned or shared memory that is used again are outside, for all.
 
 ``checkpoint_engine``: a source sharded over all GPUs to an engine of as many ranks on the same GPUs.
-  ours                `update_weights`: digests on both sides and their comparison included
+  ours                `update_weights`: digests on both sides and their comparison included; ``applied``
+                      is its phases pause + move + verify: from published to applied and proven
   checkpoint-engine   ``register`` (copy into pinned memory) + ``gather`` + ``update`` (buckets, copies
                       by the consumers, tear-down); nothing is verified. Its best bucket size of five,
                       found first. Its tensors are whole on their owners: gathering is not counted.
@@ -43,8 +44,8 @@ from benchmarks.isolate import emit, run_part
 from benchmarks.models import model_of
 from benchmarks.peer_checkpoint_engine import CheckpointEngine, start_checkpoint_engine
 from benchmarks.peer_vllm import VllmTrainer, VllmUnderTest, save_config
-from benchmarks.updates import Round, check, config, new_version, spread, timed_rounds, update_row
-from weightsync import WeightSync
+from benchmarks.updates import Round, applied, check, config, new_version, spread, timed_rounds, update_row
+from weightsync import SyncReport, WeightSync
 from weightsync.errors import WeightSyncError
 
 __all__ = ["main"]
@@ -195,15 +196,15 @@ def _vllm(spec: Mapping[str, Any], gpus: Sequence[str]) -> None:
             sync.register_trainers([trainer])
             sync.register_engines({"vllm": engine})
             ways = _ours(sync) | _theirs(backend, trainer, engine)
-            seconds = _take_turns(ways, trainer, engine, spec["rounds"])
+            seconds, reports = _take_turns(ways, trainer, engine, spec["rounds"])
     nbytes = sum(tensor.nbytes for tensor in model)
     for name, taken in seconds.items():
         row = spread("total", taken)
         rate = nbytes / float(str(row["total ms"])) / 1e6
         placement = "one GPU to another" if backend == "nccl" else "same GPU"
-        emit(
-            {"table": "vLLM", "placement": placement, "system": name, **row, "GB": nbytes / 1e9, "GB/s": rate}
-        )
+        row |= {"GB": nbytes / 1e9, "GB/s": rate}
+        shown = applied(reports) if name == "ours" else {"applied ms": row["total ms"]}
+        emit({"table": "vLLM", "placement": placement, "system": name, **row, **shown})
 
 
 def _theirs(backend: str, trainer: Any, engine: Any) -> dict[str, Way]:  # noqa: ANN401 (actor handles)
@@ -241,8 +242,9 @@ def _take_turns(
     trainer: Any,  # noqa: ANN401 (an actor handle)
     engine: Any,  # noqa: ANN401 (an actor handle)
     num_rounds: int,
-) -> dict[str, list[float]]:
-    """Seconds of each way in each round after the warm ones; one that fails is left out from then on."""
+) -> tuple[dict[str, list[float]], list[SyncReport]]:
+    """Seconds of each way in each round after the warm ones, and our reports; who fails is left out."""
+    reports: list[SyncReport] = []
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     failed: set[str] = set()
     for _ in range(_NUM_WARM + num_rounds):
@@ -253,13 +255,15 @@ def _take_turns(
             ray.get([trainer.change.remote(version), engine.poison.remote()])
             try:
                 started = time.perf_counter()
-                run()
+                report = run()
                 seconds[name].append(time.perf_counter() - started)
+                reports += [report] if isinstance(report, SyncReport) else []
                 check(ray.get(engine.wrong.remote(version)), name, version)
             except Exception as error:  # noqa: BLE001 (the other ways go on)
                 print(f"{name}: left out: {type(error).__name__}: {str(error)[-600:]}", flush=True)
                 failed.add(name)
-    return {name: taken[_NUM_WARM:] for name, taken in seconds.items() if name not in failed}
+    kept = {name: taken[_NUM_WARM:] for name, taken in seconds.items() if name not in failed}
+    return kept, reports[_NUM_WARM:]
 
 
 def _shown(row: Mapping[str, object]) -> dict[str, object]:

@@ -14,6 +14,7 @@ from weightsync import SyncConfig, SyncReport, WeightSync
 __all__ = [
     "PHASES",
     "WrongWeightsError",
+    "applied",
     "check",
     "config",
     "new_version",
@@ -23,6 +24,7 @@ __all__ = [
 ]
 
 PHASES = ("publish", "pause", "move", "verify", "commit")
+_APPLIED = ("pause", "move", "verify")
 
 _versions = itertools.count(1)
 
@@ -79,6 +81,7 @@ def update_row(rounds: Sequence[Round]) -> dict[str, object]:
     """Over all rounds: the whole update, its range and samples, phases and rate; and the last report."""
     total, reports = [each.seconds for each in rounds], [each.report for each in rounds]
     row: dict[str, object] = spread("total", total)
+    row |= applied(reports)
     for phase in PHASES:
         row[f"{phase} ms"] = statistics.median(report.phases.get(phase, 0.0) for report in reports) * 1e3
     row["GB"] = reports[0].nbytes / 1e9
@@ -86,6 +89,11 @@ def update_row(rounds: Sequence[Round]) -> dict[str, object]:
     row["buckets"] = reports[0].num_buckets
     row["last report"] = reports[-1].to_dict()
     return row
+
+
+def applied(reports: Sequence[SyncReport]) -> dict[str, object]:
+    """From published to applied on every rank, and verified there: median, range and samples."""
+    return spread("applied", [sum(report.phases[phase] for phase in _APPLIED) for report in reports])
 
 
 def spread(name: str, seconds: Sequence[float]) -> dict[str, object]:
