@@ -39,7 +39,7 @@ import ray
 
 from benchmarks.cluster import free_port, gpu_uuids, spawn, start_ray
 from benchmarks.common import environment, print_table, write_json
-from benchmarks.gpu_fleet import start_fleet
+from benchmarks.gpu_fleet import Fleet, start_fleet
 from benchmarks.isolate import emit, run_part
 from benchmarks.models import model_of
 from benchmarks.peer_checkpoint_engine import CheckpointEngine, start_checkpoint_engine
@@ -93,7 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", nargs="+", default=["nccl", "ipc"], choices=["nccl", "ipc"])
     parser.add_argument("--graphs", action="store_true", help="vLLM captures CUDA graphs: a slower start")
     parser.add_argument("--bucket-mib", type=int, default=256, help="ours")
-    parser.add_argument("--slots", type=int, default=2, help="ours")
+    parser.add_argument(
+        "--slots", type=int, nargs="+", default=[2], help="ours; more than one: after another"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--part-timeout", type=float, default=240, help="seconds for each comparison")
     parser.add_argument("--json", type=Path)
@@ -143,13 +145,11 @@ def _checkpoint_engine(spec: Mapping[str, Any], gpus: Sequence[str]) -> None:
     sizes = peer.sweep()
     best = min(sizes, key=lambda size: sizes[size])
     peer.limit(best)
+    ours_named = {"system": "ours", "bucket": f"{spec['bucket_mib']} MiB"}
     ours: list[Round] = []
     theirs: list[dict[str, float]] = []
     try:
-        with WeightSync(config(spec["bucket_mib"], spec["slots"])) as sync:
-            sync.register_trainers(fleet.trainers)
-            sync.register_engines({"engine": fleet.front})
-            sync.connect()
+        with _connected(fleet, spec["bucket_mib"], spec["slots"][0]) as sync:
             for each in timed_rounds(sync, fleet, spec["rounds"], _NUM_WARM):
                 ours.append(each)
                 theirs.append(_their_round(peer))
@@ -157,7 +157,7 @@ def _checkpoint_engine(spec: Mapping[str, Any], gpus: Sequence[str]) -> None:
         print(f"ours: given up after {len(ours)} rounds: {error}", flush=True)
     theirs += [_their_round(peer) for _ in range(spec["rounds"] - len(theirs))]
     if ours:
-        emit(row | {"system": "ours", "bucket": f"{spec['bucket_mib']} MiB"} | update_row(ours))
+        emit(row | ours_named | {"slots": spec["slots"][0]} | update_row(ours))
     total = spread("total", [sum(phases.values()) for phases in theirs])
     phases = [spread(name, [taken[name] for taken in theirs]) for name in ("register", "gather", "update")]
     nbytes = sum(tensor.nbytes for tensor in model)
@@ -165,6 +165,19 @@ def _checkpoint_engine(spec: Mapping[str, Any], gpus: Sequence[str]) -> None:
     merged = {key: value for part in (total, *phases) for key, value in part.items()}
     named = {"system": "checkpoint-engine", "bucket": f"{best:g} GB", "GB": nbytes / 1e9, "GB/s": rate}
     emit(row | named | merged | {"sweep s": {str(size): seconds for size, seconds in sizes.items()}})
+    peer.close()
+    for slots in spec["slots"][1:]:
+        with _connected(fleet, spec["bucket_mib"], slots) as sync:
+            again = list(timed_rounds(sync, fleet, spec["rounds"], _NUM_WARM))
+        emit(row | ours_named | {"slots": slots} | update_row(again))
+
+
+def _connected(fleet: Fleet, bucket_mib: int, slots: int) -> WeightSync:
+    sync = WeightSync(config(bucket_mib, slots))
+    sync.register_trainers(fleet.trainers)
+    sync.register_engines({"engine": fleet.front})
+    sync.connect()
+    return sync
 
 
 def _their_round(peer: CheckpointEngine) -> dict[str, float]:
@@ -192,7 +205,7 @@ def _vllm(spec: Mapping[str, Any], gpus: Sequence[str]) -> None:
         gpu = gpus[1] if backend == "nccl" else gpus[0]
         engine = spawn(VllmUnderTest, directory, model, options, gpu=gpu, env=env)
         ray.get([engine.info.remote(), trainer.used.remote()])  # started
-        with WeightSync(config(spec["bucket_mib"], spec["slots"])) as sync:
+        with WeightSync(config(spec["bucket_mib"], spec["slots"][0])) as sync:
             sync.register_trainers([trainer])
             sync.register_engines({"vllm": engine})
             ways = _ours(sync) | _theirs(backend, trainer, engine)

@@ -93,7 +93,7 @@ def update_row(rounds: Sequence[Round]) -> dict[str, object]:
 
 def applied(reports: Sequence[SyncReport]) -> dict[str, object]:
     """From published to applied on every rank, and verified there: median, range and samples."""
-    return spread("applied", [sum(report.phases[phase] for phase in _APPLIED) for report in reports])
+    return spread("applied", [sum(report.phases.get(phase, 0.0) for phase in _APPLIED) for report in reports])
 
 
 def spread(name: str, seconds: Sequence[float]) -> dict[str, object]:

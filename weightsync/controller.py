@@ -77,13 +77,21 @@ class Controller:
             raise StateError(
                 f"{len(takers)} engines are alive, sync.min_engines is {self._config.min_engines}"
             )
-        clock = PhaseClock()
+        assert self._connection is not None
+        clock, least = PhaseClock(), self._config.min_engines
+        self._failures = {}
+        if self._connection.in_place:
+            with clock.phase("publish"):
+                paused = await self._publish_and_pause(takers)
+            self._published = version
+            return await self._deliver(takers, paused, least, clock, when_held)
         with clock.phase("publish"):
-            calls = {f"trainer {i}": t.publish() for i, (t, _) in enumerate(self._fleet.trainers)}
-            shares = (await gather_named(calls, "publish", self._config.timeout_s)).require()
-        self._expected = combine(list(shares.values()))
+            await self._publish()
         self._published = version
-        return await self._deliver(takers, self._config.min_engines, clock, when_held)
+        when_held()
+        with clock.phase("pause"):
+            paused = await self._pause(takers)
+        return await self._deliver(takers, paused, least, clock)
 
     @property
     def refillable(self) -> bool:
@@ -98,30 +106,48 @@ class Controller:
         """
         if not self.refillable:
             raise StateError("the holders keep no committed version: call update_weights() with the next one")
-        return await self._deliver({name: self._fleet.engines[name]}, 1, PhaseClock())
+        clock, takers = PhaseClock(), {name: self._fleet.engines[name]}
+        self._failures = {}
+        with clock.phase("pause"):
+            paused = await self._pause(takers)
+        return await self._deliver(takers, paused, 1, clock)
+
+    async def _publish(self) -> None:
+        calls = {f"trainer {i}": t.publish() for i, (t, _) in enumerate(self._fleet.trainers)}
+        shares = (await gather_named(calls, "publish", self._config.timeout_s)).require()
+        self._expected = combine(list(shares.values()))
+
+    async def _publish_and_pause(self, takers: Mapping[str, EngineSeat]) -> Sequence[str]:
+        """Both at once: what is read in place is published in the time that it takes to pause."""
+        published, paused = await asyncio.gather(self._publish(), self._pause(takers), return_exceptions=True)
+        if isinstance(paused, BaseException):
+            raise paused
+        if isinstance(published, BaseException):
+            await self._go_on(paused)
+            raise published
+        return paused
+
+    async def _pause(self, takers: Mapping[str, EngineSeat]) -> Sequence[str]:
+        mode, timeout_s = self._config.pause, self._config.timeout_s
+        paused = list(await self._ask(takers, "pause", lambda peer: peer.pause(mode, timeout_s)))
+        self._enter(paused, EngineState.PAUSED)
+        return paused
 
     async def _deliver(
         self,
         takers: Mapping[str, EngineSeat],
+        paused: Sequence[str],
         least: int,
         clock: PhaseClock,
-        when_held: Callable[[], None] = lambda: None,
+        when_moved: Callable[[], None] = lambda: None,
     ) -> SyncReport:
-        assert self._connection is not None
-        version, timeout_s = self._published, self._config.timeout_s
-        self._failures = {}
-        if not self._connection.in_place:
-            when_held()
-        with clock.phase("pause"):
-            paused = await self._ask(takers, "pause", lambda peer: peer.pause(self._config.pause, timeout_s))
-            self._enter(paused, EngineState.PAUSED)
-            if len(paused) < least:
-                await self._go_on(paused)
-                raise next(iter(self._failures.values()))
+        version = self._published
+        if len(paused) < least:
+            await self._go_on(paused)
+            raise next(iter(self._failures.values()))
         with clock.phase("move"):
             digests = await self._move([name for name in takers if name in paused])
-        if self._connection.in_place:
-            when_held()
+        when_moved()
         with clock.phase("verify"):
             verified = self._verify(version, digests)
         if len(verified) < least:

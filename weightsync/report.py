@@ -18,7 +18,8 @@ class SyncReport:
         version: the version that was committed.
         nbytes: payload bytes of the model, counted once however many engines took them.
         seconds: wall clock of the whole update.
-        phases: seconds of each phase: ``publish``, ``pause``, ``move``, ``verify``, ``commit``.
+        phases: seconds of each phase: ``publish``, ``pause``, ``move``, ``verify``, ``commit``. Where
+            trainers are read in place, engines pause during ``publish``.
         verified: every engine that serves `version` was found to hold what the trainers published.
         engines: the version that each engine serves now.
         states: the state of each engine now.

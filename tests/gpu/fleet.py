@@ -1,10 +1,10 @@
-"""Actors with a Qwen3 on a GPU: FSDP2 shards that train it, and an engine that shows its weights."""
+"""Actors with a Qwen3 on a GPU: FSDP2 shards that train it, and engines that show what they hold."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.engine import EngineActor
 from actors.trainer_shard import TrainerShard
+from tests.gpu.vllm_probe import OPTIONS, Answers, probe
 from weightsync.modules import named_tensors
 
 
@@ -55,6 +56,14 @@ class Trainer(TrainerShard):
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             local.normal_(generator=draw)
 
+    def load(self, path: str) -> None:
+        """The weights of another checkpoint of the same shape, into the memory that there is."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+        from transformers import AutoModelForCausalLM
+
+        whole = AutoModelForCausalLM.from_pretrained(path, dtype=self._dtype).state_dict()
+        set_model_state_dict(self.model, whole, options=StateDictOptions(full_state_dict=True))
+
     @torch.no_grad()
     def weights(self) -> Mapping[str, torch.Tensor]:
         """The whole weights in bfloat16, on the host; all ranks have to be asked."""
@@ -85,8 +94,27 @@ class Engine(EngineActor):
         return os.getpid()
 
 
-def spawn(cls: type, bundles: PlacementGroup, gpu: int, *args: object, share: float = 0.4) -> Any:
-    """An actor on bundle `gpu`, with a `share` of its GPU."""
+class VllmEngine(EngineActor):
+    """vLLM with CUDA graphs, started with dummy weights, and asked the probe's questions."""
+
+    def __init__(self, path: str, name: str, num_ranks: int) -> None:
+        super().__init__("vllm", path, name, {"tensor_parallel_size": num_ranks, **OPTIONS})
+
+    async def answers(self) -> Answers:
+        return await asyncio.to_thread(self._engine._loop.call, probe)
+
+
+def spawn(
+    cls: type,
+    bundles: PlacementGroup,
+    gpu: int,
+    *args: object,
+    share: float = 0.4,
+    visible: Sequence[str] = (),
+) -> Any:
+    """An actor on bundle `gpu`, with a `share` of its GPU; with none, it sees the `visible` ones."""
     strategy = PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=gpu)
     options = {"num_cpus": 0, "num_gpus": share, "max_restarts": 0, "scheduling_strategy": strategy}
+    if visible:
+        options["runtime_env"] = {"env_vars": {"CUDA_VISIBLE_DEVICES": ",".join(visible)}}
     return ray.remote(cls).options(**options).remote(*args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 
 import pytest
 import torch
@@ -309,3 +310,48 @@ def test_a_trainer_and_an_engine_on_one_holder_share_its_memory() -> None:
             assert loop.holds_the_models_weights("e1")
 
     drive(work)
+
+
+def read_in_place(loop: Loop) -> None:
+    """As if the trainers' memory were read where it is: what then is different in the order of things."""
+    assert loop.controller._connection is not None
+    loop.controller._connection = replace(loop.controller._connection, in_place=True)
+
+
+def test_what_is_read_in_place_is_held_only_once_it_was_moved_and_is_not_kept() -> None:
+    async def work(loop: Loop) -> None:
+        await loop.controller.connect()
+        read_in_place(loop)
+        loop.train()
+        states = []
+        report = await loop.controller.update(
+            1, lambda: states.append({seat.record.state for seat in loop.fleet.engines.values()})
+        )
+        assert states == [{EngineState.WRITING}]
+        assert list(report.phases) == ["publish", "move", "verify", "commit"]
+        assert loop.holds_the_models_weights("e0")
+        assert not loop.controller.refillable
+        with pytest.raises(StateError, match="keep no committed version"):
+            await loop.controller.refill("e0")
+
+    drive(work)
+
+
+def test_engines_that_paused_for_a_publish_that_failed_serve_on() -> None:
+    async def work(loop: Loop) -> None:
+        await loop.controller.connect()
+        await loop.controller.update(1)
+        read_in_place(loop)
+        loop.source.publish = fail_to_publish
+        with pytest.raises(StateError, match="moved"):
+            await loop.controller.update(2)
+        assert [seat.record.state for seat in loop.fleet.engines.values()] == [EngineState.SERVING] * 2
+        assert all(engine.serving and engine.version == 1 for engine in loop.engines.values())
+        del loop.source.publish
+        assert (await loop.controller.update(2)).engines == {"e0": 2, "e1": 2}
+
+    drive(work)
+
+
+def fail_to_publish() -> None:
+    raise StateError("a tensor has moved")

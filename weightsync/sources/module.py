@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,18 +95,22 @@ class ModuleSource:
         if self._in_place:
             return self._in_place.publish(self._live())
         assert self._arena is not None
-        metas = self._plan.tensors
-        shares = np.zeros(len(metas), dtype=np.uint64)
-        live = self._live()
-        for copy in self._copies:
+        metas, arena, live = self._plan.tensors, self._arena.tensor, self._live()
+
+        @torch.no_grad()
+        def publish(copy: _Copy) -> int:
             piece = copy.piece
-            meta = metas[piece.tensor]
-            dtype: torch.dtype = getattr(torch, meta.dtype)
+            dtype: torch.dtype = getattr(torch, metas[piece.tensor].dtype)
             cut = live[copy.source][copy.index].to(dtype)
-            held = self._arena.tensor[piece.arena_offset : piece.arena_offset + piece.nbytes]
+            held = arena[piece.arena_offset : piece.arena_offset + piece.nbytes]
             held.view(dtype).view(piece.box.extent).copy_(cut)
-            share = np.uint64(tensor_digest(cut, meta.shape, piece.box))
-            shares[piece.tensor : piece.tensor + 1] += share  # on a slice: arrays wrap, scalars warn
+            return tensor_digest(cut, metas[piece.tensor].shape, piece.box)
+
+        shares = np.zeros(len(metas), dtype=np.uint64)
+        with ThreadPoolExecutor(_num_threads()) as threads:
+            for copy, share in zip(self._copies, threads.map(publish, self._copies), strict=True):
+                tensor = copy.piece.tensor
+                shares[tensor : tensor + 1] += np.uint64(share)  # on a slice: arrays wrap, scalars warn
         return shares
 
     def close(self) -> None:
@@ -116,6 +122,11 @@ class ModuleSource:
 
     def _live(self) -> dict[str, torch.Tensor]:
         return {name: _local(tensor) for name, tensor in named_tensors(self._model)[0].items()}
+
+
+def _num_threads() -> int:
+    """As many as make copies fast, and no more than may run: Ray gives torch itself only one."""
+    return min(8, len(os.sched_getaffinity(0)))
 
 
 def _share(tensors: Mapping[str, torch.Tensor]) -> tuple[str, dict[str, DeviceHandle]]:

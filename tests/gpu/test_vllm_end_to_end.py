@@ -1,0 +1,121 @@
+"""The public door with vLLM: fed by trainers, it says what it says when it starts from their checkpoint."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from tests.gpu.fleet import Trainer, VllmEngine, spawn
+from tests.gpu.test_vllm import assert_same, from_disk
+from tests.gpu.vllm_models import save_qwen3
+from weightsync import SyncConfig, WeightSync
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed"),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
+    pytest.mark.timeout(300),
+]
+
+CONFIG = SyncConfig(bucket_bytes=1 << 20, timeout_s=30, connect_timeout_s=60)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and the GPUs of the trainer's and of the engine's ranks."""
+
+    kind: str
+    trainer_gpus: tuple[int, ...]
+    engine_gpus: tuple[int, ...]
+
+
+CASES = {
+    "same_gpu": Case("tied", (0,), (0,)),
+    "other_gpu": Case("moe", (0,), (1,)),
+    "same_two_gpus": Case("untied", (0, 1), (0, 1)),
+}
+
+
+@pytest.fixture(params=CASES.values(), ids=CASES.keys())
+def case(request: pytest.FixtureRequest, num_gpus: int) -> Case:
+    needed = len({*request.param.trainer_gpus, *request.param.engine_gpus})
+    if num_gpus < needed:
+        pytest.skip(f"needs {needed} GPUs")
+    return request.param
+
+
+class Fleet:
+    """FSDP2 shards, a plain module where there is one, and one vLLM."""
+
+    def __init__(self, case: Case, bundles: PlacementGroup, path: str, folder: Path) -> None:
+        num_trainers = len(case.trainer_gpus)
+        self.num_ranks = len(case.engine_gpus)
+        self.trainers = [
+            spawn(Trainer, bundles, gpu, path, rank, num_trainers, "bfloat16", "device")
+            for rank, gpu in enumerate(case.trainer_gpus)
+        ]
+        gpus = [t.__ray_call__.remote(lambda _: os.environ["CUDA_VISIBLE_DEVICES"]) for t in self.trainers]
+        visible = ray.get(gpus)
+        joined = [trainer.join.remote(str(folder / "meeting")) for trainer in self.trainers]
+        arguments = (path, "e0", self.num_ranks)
+        if self.num_ranks == 1:
+            self.engine = spawn(VllmEngine, bundles, case.engine_gpus[0], *arguments)
+        else:  # further ranks are vLLM's own processes, so that one actor has to see all GPUs
+            self.engine = spawn(VllmEngine, bundles, 0, *arguments, share=0, visible=visible)
+        ray.get([*joined, self.engine.info.remote()], timeout=200)
+
+    def connect(self, sync: WeightSync) -> None:
+        sync.register_trainers(self.trainers)
+        sync.register_engines({"e0": self.engine})
+        sync.connect()
+
+    def assert_live(self, sync: WeightSync) -> None:
+        """Each rank has a GPU of its own, whose holder writes into the parameters that vLLM uses."""
+        layouts = ray.get(self.engine.sync_layout.remote())
+        assert len({layout.device for layout in layouts}) == len(layouts) == self.num_ranks
+        for layout in layouts:
+            assert layout.device.startswith("cuda:")
+            assert layout.buffers, "vLLM reloads here, see the log of weightsync.engines.vllm"
+        writing = [
+            holder.handle.__ray_call__.remote(lambda it: it._feed is not None and it._staging.writes)
+            for holder in sync._holders.values()
+        ]
+        assert sum(ray.get(writing)) == self.num_ranks, "the engine copies, see the log of weightsync.live"
+
+    def load(self, path: str) -> None:
+        ray.get([trainer.load.remote(path) for trainer in self.trainers])
+
+    def close(self) -> None:
+        ray.get(self.engine.close.remote())
+        for actor in (*self.trainers, self.engine):
+            ray.kill(actor)
+
+
+def test_vllm_answers_as_from_the_trainers_checkpoint(
+    case: Case, bundles: PlacementGroup, tmp_path: Path
+) -> None:
+    paths = [str(tmp_path / str(seed)) for seed in range(2)]
+    for seed, path in enumerate(paths):
+        save_qwen3(Path(path), case.kind, seed)
+    expected = [from_disk(path, len(case.engine_gpus)) for path in paths]
+    assert expected[0] != expected[1]
+    fleet = Fleet(case, bundles, paths[0], tmp_path)
+    with WeightSync(CONFIG) as sync:
+        fleet.connect(sync)
+        fleet.assert_live(sync)
+        for version, (path, answers) in enumerate(zip(paths, expected, strict=True), start=1):
+            fleet.load(path)
+            report = sync.update_weights(version)
+            sys.stdout.write(f"{report} {dict(report.phases)} {dict(report.connect_phases)}\n")
+            assert report.verified
+            assert report.engines == {"e0": version}
+            assert report.num_buckets > 8
+            assert_same(ray.get(fleet.engine.answers.remote()), answers)
+    fleet.close()
