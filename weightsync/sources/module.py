@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -29,13 +29,19 @@ __all__ = ["ModuleSource"]
 logger = logging.getLogger("weightsync.sources")
 
 
+_CHUNK_NBYTES = 4 << 20
+"""What is copied and then digested while a processor's cache still has it."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """One piece of the plan, and where in this rank's memory it comes from."""
+    """A part of one of the plan's pieces: where in this rank's memory, and where in the arena it starts."""
 
+    tensor: int
+    box: Box
     source: str
     index: tuple[slice, ...]
-    piece: Piece
+    start: int
 
 
 class ModuleSource:
@@ -75,42 +81,42 @@ class ModuleSource:
         layout = self._layout or self.layout()
         boxes = {segment.tensor: segment.box for segment in layout.segments}
         canonical = dict(layout.tied)
-        copies = []
+        sources = []
         for piece in plan.trainer_pieces(trainer):
             name = plan.tensors[piece.tensor].name
-            source = name if name in boxes else canonical[name]
-            copies.append(_Copy(source, piece.box.slices(boxes[source]), piece))
-        self._plan, self._copies = plan, tuple(copies)
-        warm_up()
+            sources.append((piece, name if name in boxes else canonical[name]))
+        self._plan = plan
         if arena is None:
-            self._in_place = InPlace(plan, [(c.piece, c.source) for c in copies], self._live(), layout)
+            self._in_place = InPlace(plan, sources, self._live(), layout)
             return Attached(plan.digest(), Export(layout, self._exported))
+        warm_up()
+        self._copies = tuple(
+            copy for piece, name in sources for copy in _chunks(plan, piece, name, boxes[name])
+        )
         self._arena = SharedBuffer.open(arena)
         return Attached(plan.digest(), None)
 
-    @torch.no_grad()
     def publish(self) -> Digests:
-        """Copy and digest, piece by piece, casting where the engine's dtype is another float."""
+        """Copy and digest, part by part, casting where the engine's dtype is another float."""
         assert self._plan is not None
         if self._in_place:
             return self._in_place.publish(self._live())
         assert self._arena is not None
         metas, arena, live = self._plan.tensors, self._arena.tensor, self._live()
 
-        @torch.no_grad()
         def publish(copy: _Copy) -> int:
-            piece = copy.piece
-            dtype: torch.dtype = getattr(torch, metas[piece.tensor].dtype)
-            cut = live[copy.source][copy.index].to(dtype)
-            held = arena[piece.arena_offset : piece.arena_offset + piece.nbytes]
-            held.view(dtype).view(piece.box.extent).copy_(cut)
-            return tensor_digest(cut, metas[piece.tensor].shape, piece.box)
+            dtype: torch.dtype = getattr(torch, metas[copy.tensor].dtype)
+            with torch.no_grad():
+                cut = live[copy.source][copy.index].to(dtype)
+                _copy(cut, arena[copy.start : copy.start + cut.nbytes].view(dtype))
+            # Of the weights, not of the copy: it has to show a copy that went wrong.
+            return tensor_digest(cut, metas[copy.tensor].shape, copy.box)
 
         shares = np.zeros(len(metas), dtype=np.uint64)
         with ThreadPoolExecutor(_num_threads()) as threads:
             for copy, share in zip(self._copies, threads.map(publish, self._copies), strict=True):
-                tensor = copy.piece.tensor
-                shares[tensor : tensor + 1] += np.uint64(share)  # on a slice: arrays wrap, scalars warn
+                # On a slice: arrays wrap, scalars warn.
+                shares[copy.tensor : copy.tensor + 1] += np.uint64(share)
         return shares
 
     def close(self) -> None:
@@ -124,9 +130,27 @@ class ModuleSource:
         return {name: _local(tensor) for name, tensor in named_tensors(self._model)[0].items()}
 
 
+def _chunks(plan: Plan, piece: Piece, source: str, held: Box) -> Iterator[_Copy]:
+    """The copies of one piece, in the order of its bytes in the arena."""
+    itemsize = plan.tensors[piece.tensor].itemsize
+    start = piece.arena_offset
+    for box in piece.box.split(_CHUNK_NBYTES // itemsize):
+        yield _Copy(piece.tensor, box, source, box.slices(held), start)
+        start += box.numel * itemsize
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Into contiguous `target` of one dimension and the same dtype."""
+    if source.is_contiguous() and source.device.type == "cpu":
+        # By this thread alone: torch would split it between its own.
+        np.copyto(target.view(torch.uint8).numpy(), source.reshape(-1).view(torch.uint8).numpy())
+    else:
+        target.view(source.shape).copy_(source)
+
+
 def _num_threads() -> int:
-    """As many as make copies fast, and no more than may run: Ray gives torch itself only one."""
-    return min(8, len(os.sched_getaffinity(0)))
+    """As many as make copies fast, and no more than may run."""
+    return min(16, len(os.sched_getaffinity(0)))
 
 
 def _share(tensors: Mapping[str, torch.Tensor]) -> tuple[str, dict[str, DeviceHandle]]:
