@@ -18,6 +18,8 @@ __all__ = ["main"]
 Row = Mapping[str, Any]
 
 _LABELS = ("system", "call", "model", "source", "placement", "bucket", "bucket MiB", "slots")
+_BEFORE = ("publish ms", "register ms", "gather ms")
+"""What comes before the engines have to wait."""
 _OURS, _OTHERS = "#1b6ca8", "#b9c0c7"
 
 
@@ -68,9 +70,12 @@ def _panel(axis: Any, title: str, rows: Sequence[Row]) -> None:  # noqa: ANN401 
     places = range(len(rows))
     colours = [_OURS if _is_ours(row) else _OTHERS for row in rows]
     axis.barh(places, medians, color=colours, height=0.7, xerr=(low, high), ecolor="#333333", capsize=2.5)
-    for place, median, above in zip(places, medians, high, strict=True):
+    before = [sum(float(row.get(phase, 0.0)) for phase in _BEFORE) for row in rows]
+    if any(before):
+        axis.barh(places, before, color="white", alpha=0.55, height=0.7, hatch="///", edgecolor="#555555")
+    for place, median, ready, above in zip(places, medians, before, high, strict=True):
         axis.annotate(
-            f"{median:.4g} ms",
+            _figures(median, ready),
             (median + above, place),
             (4, 0),
             textcoords="offset points",
@@ -79,14 +84,19 @@ def _panel(axis: Any, title: str, rows: Sequence[Row]) -> None:  # noqa: ANN401 
         )
     axis.set_yticks(list(places), labels, fontsize=8)
     axis.invert_yaxis()
-    axis.set_xlim(0, max(median + above for median, above in zip(medians, high, strict=True)) * 1.15)
-    axis.set_xlabel("ms, median and range", fontsize=8)
+    axis.set_xlim(0, max(median + above for median, above in zip(medians, high, strict=True)) * 1.3)
+    hatched = "; hatched: publish, or register and gather" if any(before) else ""
+    axis.set_xlabel(f"ms, median and range{hatched}", fontsize=8)
     axis.set_title(title, loc="left", fontsize=10)
     axis.tick_params(axis="x", labelsize=8)
     axis.grid(axis="x", color="#e6e6e6")
     axis.set_axisbelow(True)
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
+
+
+def _figures(total: float, before: float) -> str:
+    return f"{total:.4g} ms, {before:.4g} of it before" if before else f"{total:.4g} ms"
 
 
 def _labels(rows: Sequence[Row]) -> list[str]:

@@ -37,7 +37,7 @@ class TritonCopy:
     """Copies whose rows, pitches and addresses are multiples of 16 bytes; one launch."""
 
     def __init__(self, copies: Copies, num_blocks: int) -> None:
-        table = tiles(copies, _TILE_NBYTES)
+        table, _ = tiles(copies, _TILE_NBYTES)
         self._table = torch.from_numpy(table).cuda()
         self._num_blocks = min(num_blocks, len(table))
         width = int(table[:, 3].max()) // _UNIT_NBYTES

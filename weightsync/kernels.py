@@ -17,7 +17,7 @@ import torch
 from weightsync import cuda
 from weightsync.errors import PlanError
 from weightsync.plan import Box
-from weightsync.plan.copies import Copies, Copy, box_copies, numbered_tiles
+from weightsync.plan.copies import Copies, Copy, box_copies, tiles
 from weightsync.verify import COLUMNS, Digests, column_factors, row_factors
 
 __all__ = ["CopyTable", "DigestPart", "DigestTable", "digest_tiles"]
@@ -46,7 +46,7 @@ class CopyTable:
                 that fit. Fewer leave room for what else runs on the device.
         """
         cuda.load(_COPY)
-        table, number = numbered_tiles(copies, TILE_NBYTES)
+        table, number = tiles(copies, TILE_NBYTES)
         self._bounds: list[int] = np.searchsorted(number, bounds).tolist()
         self._table = _upload(table)
         self._num_blocks = num_blocks or _default_num_blocks()
@@ -145,7 +145,7 @@ def _runs(part: DigestPart) -> list[Copy]:
 
 
 def _digest_table(copies: Sequence[Copy], tensors: Sequence[int]) -> Int64:
-    table, number = numbered_tiles(Copies.of(copies), TILE_NBYTES)
+    table, number = tiles(Copies.of(copies), TILE_NBYTES)
     tensor = np.array(tensors, dtype=np.int64)[number]
     return np.column_stack([table, tensor, np.zeros_like(tensor)])
 

@@ -12,6 +12,9 @@ import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 ROOT = str(Path(__file__).parents[2])
+# For every process that a test starts: vLLM's compiler would otherwise choose among kernels by timing
+# them, and two vLLMs that are to agree bit for bit could choose differently.
+os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import numpy as np
 
 from weightsync.plan.buffers import Int64
 
-__all__ = ["Copies", "Copy", "box_copies", "numbered_tiles", "tiles"]
+__all__ = ["Copies", "Copy", "box_copies", "tiles"]
 
 Copy = tuple[int, int, int, int, int, int]
 """src, dst, rows, row_nbytes, src_pitch, dst_pitch: see `Copies`."""
@@ -37,40 +37,14 @@ class Copies:
     @classmethod
     def of(cls, copies: Sequence[Copy]) -> Copies:
         """The columns of `copies`, in their order."""
-        return cls._from_table(np.array(copies, dtype=np.int64).reshape(-1, 6))
-
-    @classmethod
-    def _from_table(cls, table: Int64) -> Copies:
-        return cls(*table.T)
+        return cls(*np.array(copies, dtype=np.int64).reshape(-1, 6).T)
 
     def __len__(self) -> int:
         return len(self.src)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes read; as many are written."""
-        return int((self.rows * self.row_nbytes).sum())
-
     def table(self) -> Int64:
         """int64[n, 6], the columns side by side."""
         return np.stack([getattr(self, field.name) for field in fields(self)], axis=1)
-
-    def joined(self) -> Copies:
-        """The same bytes moved by fewer copies: neighbours that continue each other on both sides are one."""
-        if len(self) == 0:
-            return self
-        flat = _flattened(self.table())
-        nbytes = flat[:, 2] * flat[:, 3]
-        single = flat[:, 2] == 1
-        follows = single[1:] & single[:-1]
-        for side in (0, 1):
-            follows &= flat[1:, side] == flat[:-1, side] + nbytes[:-1]
-        first = np.flatnonzero(np.concatenate([[True], ~follows]))
-        joined = flat[first]
-        whole = single[first]
-        total = np.add.reduceat(nbytes, first)
-        joined[whole, 3:] = total[whole, None]
-        return Copies._from_table(joined)
 
 
 def box_copies(
@@ -109,17 +83,12 @@ def box_copies(
     ]
 
 
-def tiles(copies: Copies, max_nbytes: int) -> Int64:
-    """`copies` cut into parts of at most `max_nbytes`, in order: int64[m, 6] with `Copies`' columns.
+def tiles(copies: Copies, max_nbytes: int) -> tuple[Int64, Int64]:
+    """`copies` cut into parts of at most `max_nbytes`, in order, and which of the copies each is part of.
 
-    Long rows are cut at multiples of 128 bytes, so that the parts of an aligned row are aligned.
-    `max_nbytes` is such a multiple.
+    Returns int64[m, 6] with `Copies`' columns, and int64[m], ascending. Long rows are cut at multiples
+    of 128 bytes, so that the parts of an aligned row are aligned. `max_nbytes` is such a multiple.
     """
-    return numbered_tiles(copies, max_nbytes)[0]
-
-
-def numbered_tiles(copies: Copies, max_nbytes: int) -> tuple[Int64, Int64]:
-    """`tiles`, and which of the copies each is part of, ascending: int64[m]."""
     assert max_nbytes > 0
     assert max_nbytes % _ALIGNMENT == 0
     table, number = _cut_columns(_flattened(copies.table()), max_nbytes)
