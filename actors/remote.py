@@ -109,7 +109,7 @@ class RemoteHolder(_Remote):
     """A HolderPeer."""
 
     async def ready(self) -> None:
-        await self._call("__ray_ready__")
+        await self._call("ready")
 
     async def prepare(self, plan: Plan, index: int, source: str) -> Prepared:
         prepared: Prepared = await self._call("prepare", plan, index, source)

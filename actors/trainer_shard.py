@@ -51,6 +51,8 @@ class TrainerShard:
         """Which boxes of which tensors lie here."""
         if not hasattr(self, "model"):
             raise StateError(f"{type(self).__name__} has to set self.model before it is connected")
+        if self._source is not None:
+            self._source.close()
         self._source = ModuleSource(self.model, self._exclude)
         return self._source.layout()
 

@@ -253,6 +253,9 @@ class WeightSync:
             self._fleet.engines[name] = EngineSeat(engine, holders, records[name])
 
     async def _start_holders(self, seats: Sequence[Seat]) -> None:
+        # Who has lost its engine may have its memory mapped, which the next one on that GPU needs.
+        for key in self._holders.keys() - {seat.key for seat in seats}:
+            ray.kill(self._holders.pop(key).handle)
         running = {f"holder on {seat.device}": seat for seat in seats if seat.key in self._holders}
         pings = {name: self._holders[seat.key].ready() for name, seat in running.items()}
         for name in (await gather_named(pings, "ping", self.config.timeout_s)).failures:

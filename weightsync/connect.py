@@ -18,6 +18,7 @@ from weightsync.plan import Layout, Members, Plan, make_plan
 if TYPE_CHECKING:
     from weightsync.buffers import Attached
     from weightsync.holder import Prepared
+    from weightsync.memory import BufferHandle
     from weightsync.plan import RankLayout
 
 __all__ = ["Connection", "connect"]
@@ -31,12 +32,14 @@ class Connection:
         plan: held by every member.
         folds: per engine, how its ranks' digests add up.
         in_place: trainers' memory is read in place, so the holders keep no version of their own.
+        arenas: where each trainer rank publishes; one that is equal later still holds what it held.
         seconds: of each phase.
     """
 
     plan: Plan
     folds: Mapping[str, Fold]
     in_place: bool
+    arenas: Sequence[BufferHandle | None]
     seconds: Mapping[str, float]
 
 
@@ -97,7 +100,8 @@ async def connect(fleet: Fleet, config: SyncConfig, epoch: int) -> Connection:
             for i, holder in enumerate(fleet.holders)
         }
         (await gather_named(warm_ups, "warm-up", timeout_s + GRACE_S)).require()
-    return Connection(plan, folds, any(read.values()), clock.seconds)
+    arenas = [prepared[holder].arena for _, holder in fleet.trainers]
+    return Connection(plan, folds, any(read.values()), arenas, clock.seconds)
 
 
 async def _layouts(fleet: Fleet, timeout_s: float) -> _Layouts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -13,12 +13,22 @@ from weightsync.clock import PhaseClock
 from weightsync.config import SyncConfig
 from weightsync.connect import Connection, connect
 from weightsync.deadline import GRACE_S, gather_named
-from weightsync.errors import ConfigError, PeerLostError, StateError, VerifyError, WeightSyncError
+from weightsync.errors import (
+    ConfigError,
+    PeerLostError,
+    StateError,
+    TransportError,
+    VerifyError,
+    WeightSyncError,
+)
 from weightsync.peers import EnginePeer, EngineSeat, Fleet, HolderPeer
 from weightsync.plan import Plan
 from weightsync.report import SyncReport
 from weightsync.states import EngineState
 from weightsync.verify import Digests, combine
+
+if TYPE_CHECKING:
+    from weightsync.memory import BufferHandle
 
 __all__ = ["Controller"]
 
@@ -44,6 +54,7 @@ class Controller:
         self._epoch = 0
         self._attempt = 0
         self._published = 0
+        self._arenas: Sequence[BufferHandle | None] = ()
         self._expected: Digests | None = None
         self._failures: dict[str, WeightSyncError] = {}
         self._connection: Connection | None = None
@@ -82,12 +93,10 @@ class Controller:
         self._failures = {}
         if self._connection.in_place:
             with clock.phase("publish"):
-                paused = await self._publish_and_pause(takers)
-            self._published = version
+                paused = await self._publish_and_pause(takers, version)
             return await self._deliver(takers, paused, least, clock, when_held)
         with clock.phase("publish"):
-            await self._publish()
-        self._published = version
+            await self._publish(version)
         when_held()
         with clock.phase("pause"):
             paused = await self._pause(takers)
@@ -96,7 +105,8 @@ class Controller:
     @property
     def refillable(self) -> bool:
         """Whether what the holders keep is the committed version."""
-        kept = self._connection is not None and not self._connection.in_place
+        now = self._connection
+        kept = now is not None and not now.in_place and now.arenas == self._arenas
         return kept and self.connected and self.version > 0 and self._published == self.version
 
     async def refill(self, name: str) -> SyncReport:
@@ -112,14 +122,19 @@ class Controller:
             paused = await self._pause(takers)
         return await self._deliver(takers, paused, 1, clock)
 
-    async def _publish(self) -> None:
+    async def _publish(self, version: int) -> None:
+        assert self._connection is not None
+        self._published = 0  # one that fails leaves the holders with parts of two versions
         calls = {f"trainer {i}": t.publish() for i, (t, _) in enumerate(self._fleet.trainers)}
         shares = (await gather_named(calls, "publish", self._config.timeout_s)).require()
         self._expected = combine(list(shares.values()))
+        self._published, self._arenas = version, self._connection.arenas
 
-    async def _publish_and_pause(self, takers: Mapping[str, EngineSeat]) -> Sequence[str]:
+    async def _publish_and_pause(self, takers: Mapping[str, EngineSeat], version: int) -> Sequence[str]:
         """Both at once: what is read in place is published in the time that it takes to pause."""
-        published, paused = await asyncio.gather(self._publish(), self._pause(takers), return_exceptions=True)
+        published, paused = await asyncio.gather(
+            self._publish(version), self._pause(takers), return_exceptions=True
+        )
         if isinstance(paused, BaseException):
             raise paused
         if isinstance(published, BaseException):
@@ -198,8 +213,7 @@ class Controller:
             # A broadcast that broke leaves no engine with a whole version.
             self.connected = False
             self._enter(loaded, EngineState.STALE)
-            # Who is lost is the cause; the others only say that they could not go on without it.
-            raise min(moved.failures.values(), key=lambda error: not isinstance(error, PeerLostError))
+            raise min(moved.failures.values(), key=_remoteness)
         return loaded
 
     def _verify(self, version: int, digests: Mapping[str, Sequence[Digests]]) -> list[str]:
@@ -283,3 +297,8 @@ class Controller:
             epoch=plan.epoch,
             connect_phases=self._connection.seconds,
         )
+
+
+def _remoteness(error: WeightSyncError) -> int:
+    """From the cause: who is lost, then what a holder says of itself, then that others are missed."""
+    return 0 if isinstance(error, PeerLostError) else 2 if isinstance(error, TransportError) else 1

@@ -10,7 +10,7 @@ import torch
 
 from weightsync.buffers import Export, Handle
 from weightsync.device_memory import DeviceBuffer
-from weightsync.errors import DeadlineError
+from weightsync.errors import DeadlineError, TransportError
 from weightsync.kernels import CopyTable
 from weightsync.memory import SharedBuffer
 from weightsync.plan import Piece, Plan, Segment, Step
@@ -33,7 +33,15 @@ def take_slots(
     """
     if len(before) == plan.slots and all(slot.handle.nbytes >= plan.max_bucket_nbytes for slot in before):
         return before, ()
-    return [DeviceBuffer.create(plan.max_bucket_nbytes) for _ in range(plan.slots)], before
+    slots: list[DeviceBuffer] = []
+    try:
+        while len(slots) < plan.slots:
+            slots.append(DeviceBuffer.create(plan.max_bucket_nbytes))
+    except TransportError:
+        for slot in slots:
+            slot.close()
+        raise
+    return slots, before
 
 
 class DeviceStaging:
@@ -112,7 +120,7 @@ class DeviceStaging:
                 if step.root == self._index:
                     held = self._arena.tensor[step.arena_offset : step.arena_offset + step.nbytes]
                     self.at(step).copy_(held, non_blocking=True)
-        return _Event(stream.record_event(), timeout_s)
+        return _Event(stream.record_event(), f"filling of bucket {bucket}", self._index, timeout_s)
 
     def write(self, bucket: int) -> None:
         assert self._unpack is not None
@@ -120,7 +128,7 @@ class DeviceStaging:
         self._free[bucket % len(self._buffers)] = self._writing.record_event()
 
     def settle(self, timeout_s: float) -> None:
-        _Event(self._writing.record_event(), timeout_s).wait()
+        _Event(self._writing.record_event(), "writing to the engine", self._index, timeout_s).wait()
 
     def at(self, step: Step) -> torch.Tensor:
         return self._slot(step.bucket)[step.offset : step.offset + step.nbytes]
@@ -134,9 +142,12 @@ class DeviceStaging:
         self._mapped = []
 
     def _map(self, export: Export) -> dict[str, torch.Tensor]:
-        opened = {name: DeviceBuffer.open(handle) for name, handle in export.buffers.items()}
-        self._mapped += opened.values()
-        return {name: buffer.tensor for name, buffer in opened.items()}
+        memory = {}
+        for name, handle in export.buffers.items():
+            buffer = DeviceBuffer.open(handle)
+            self._mapped.append(buffer)  # at once: the next may fail
+            memory[name] = buffer.tensor
+        return memory
 
     def _slot(self, bucket: int) -> torch.Tensor:
         return self._buffers[bucket % len(self._buffers)].tensor
@@ -170,12 +181,13 @@ def _stream() -> torch.cuda.Stream:
 class _Event:
     """The end of what a stream was given so far."""
 
-    def __init__(self, event: torch.cuda.Event, timeout_s: float) -> None:
-        self._event, self._timeout_s = event, timeout_s
+    def __init__(self, event: torch.cuda.Event, phase: str, holder: int, timeout_s: float) -> None:
+        self._event, self._phase, self._timeout_s = event, phase, timeout_s
+        self._who = f"the device of holder {holder}"
 
     def wait(self) -> None:
         deadline = time.monotonic() + self._timeout_s
         while not self._event.query():  # type: ignore[no-untyped-call]
             if time.monotonic() > deadline:
-                raise DeadlineError("fill", ("the device",), self._timeout_s)
+                raise DeadlineError(self._phase, (self._who,), self._timeout_s)
             time.sleep(0)

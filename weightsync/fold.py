@@ -34,7 +34,7 @@ class Fold:
 
     def __call__(self, shares: Sequence[Digests]) -> npt.NDArray[np.uint64]:
         """Digests of whole tensors, uint64[num_ranks, num_tensors]; every share is in one of the rows."""
-        folded: npt.NDArray[np.uint64] = np.where(self._chosen, np.stack(shares)[None], np.uint64(0)).sum(
-            axis=1, dtype=np.uint64
-        )
-        return folded
+        held = np.stack(shares)
+        # Row by row: all rows at once take num_ranks times the memory.
+        rows = [np.where(chosen, held, np.uint64(0)).sum(axis=0, dtype=np.uint64) for chosen in self._chosen]
+        return np.stack(rows)

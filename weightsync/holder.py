@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightsync.buffers import Export
-from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError, WeightSyncError
+from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError
 from weightsync.feed import FeedTicket, HolderFeed
 from weightsync.memory import BufferHandle, SharedBuffer
 from weightsync.modules import device_id
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["Group", "Holder", "Prepared"]
 
 logger = logging.getLogger("weightsync.holder")
+
+_PATIENCE = 0.9
+"""Of a move's time, what an engine rank may take of it: the rest is for the buckets still to come."""
 
 Group = tuple[int, ...]
 """The holders of one communicator, ascending; a holder's rank is its place."""
@@ -71,6 +74,11 @@ class Holder:
         self._feed: HolderFeed | None = None
         self._moving = threading.Lock()
 
+    def ready(self) -> None:
+        """Whether it can go on. Raises what its device says: an error there stays until the process ends."""
+        if self._device:
+            torch.cuda.current_stream().query()
+
     def prepare(self, plan: Plan, index: int, source: str) -> Prepared:
         """Take memory for `plan` as holder `index`, and leave what an earlier plan used.
 
@@ -79,11 +87,12 @@ class Holder:
         the same way is kept with what it holds. Raises TransportError when memory does not suffice.
         """
         self._leave()
+        before, self._plan = self._plan, None  # what fails half-way leaves nothing to be kept
         digest = plan.digest()
         trainers, engines = plan.members.trainers, dict(plan.members.engines)
         trainer = trainers.index(index) if index in trainers else -1
         in_place = bool(self._device) and source == self._device
-        self._keep_arena(plan, -1 if in_place else trainer)
+        self._keep_arena(before, plan, -1 if in_place else trainer)
         engine = next((name for name, holders in engines.items() if index in holders), None)
         self._staging = staging = self._stage(plan, index, engine is not None)
         arena = self._arena.handle if self._arena else None
@@ -134,9 +143,10 @@ class Holder:
     def move(self, attempt: int, feeding: bool, timeout_s: float) -> float:
         """Run the plan once: broadcast every bucket and, if `feeding`, hand it to the engine rank.
 
-        Returns the seconds it took. Raises TransportError when the broadcast fails. An engine rank
-        that fails or falls silent is left behind and does not hold the others up: its own `load`
-        reports it.
+        Returns the seconds it took. Raises TransportError when the broadcast fails. Whatever is raised,
+        the communicators are left with it as the cause, so that nobody waits for this holder. An
+        engine rank that fails or falls silent is left behind and does not hold the others up: its own
+        `load` reports it.
         """
         plan, staging = self._plan, self._staging
         if plan is None or staging is None:
@@ -150,7 +160,7 @@ class Holder:
         if staging.writes and self._feed:
             outlet = _Writing(staging, self._feed if feeding else None, attempt, timeout_s)
         else:
-            outlet = _Feeding(self._feed if feeding else None, attempt, plan.slots, timeout_s / 2)
+            outlet = _Feeding(self._feed if feeding else None, attempt, plan.slots, timeout_s)
         ahead: deque[tuple[int, Sequence[Pending | Filled]]] = deque()
 
         def hand_over() -> None:
@@ -168,8 +178,11 @@ class Holder:
             while ahead:
                 hand_over()
             outlet.finish(plan.num_buckets)
-        except WeightSyncError as error:
-            outlet.cancel(str(error))
+        except Exception as error:
+            # Also one of the device or of NCCL: who waits for this holder would wait for its deadline.
+            cause = f"{self.name}: {type(error).__name__}: {error}"
+            self.abort(cause)
+            outlet.cancel(cause)
             raise
         return time.perf_counter() - begun
 
@@ -215,9 +228,8 @@ class Holder:
         self._retired = (*self._retired, *retired)
         return DeviceStaging(plan, index, self._arena, self._slots)
 
-    def _keep_arena(self, plan: Plan, trainer: int) -> None:
+    def _keep_arena(self, old: Plan | None, plan: Plan, trainer: int) -> None:
         if self._arena is not None:
-            old = self._plan
             if (
                 trainer >= 0
                 and old
@@ -247,6 +259,7 @@ class _Feeding:
 
     def __init__(self, feed: HolderFeed | None, attempt: int, num_slots: int, timeout_s: float) -> None:
         self._feed, self._attempt, self._timeout_s = feed, attempt, timeout_s
+        self._until = time.monotonic() + _PATIENCE * timeout_s
         self._num_slots = num_slots
         self._read = 0
 
@@ -262,10 +275,13 @@ class _Feeding:
         """Wait until the first `num_buckets` buckets have been read."""
         while self._feed and self._read < num_buckets:
             try:
-                self._feed.wait_done(self._attempt, self._read, self._timeout_s)
+                # The others wait for us at each bucket, and the controller for all of them.
+                left = min(self._timeout_s / 2, self._until - time.monotonic())
+                self._feed.wait_done(self._attempt, self._read, left)
                 self._read += 1
             except (EngineError, DeadlineError) as error:
                 logger.warning("going on without an engine: %s", error)
+                self.cancel(str(error))
                 self._feed = None
 
     def cancel(self, cause: str) -> None:
@@ -295,5 +311,8 @@ class _Writing:
 
     def cancel(self, cause: str) -> None:
         if self._feed:
-            self._staging.settle(self._timeout_s)
+            try:
+                self._staging.settle(self._timeout_s)
+            except Exception as error:  # noqa: BLE001 - the first cause is the one to tell
+                logger.warning("what was begun may still be written: %s", error)
             self._feed.cancel(self._attempt, cause)

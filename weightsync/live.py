@@ -53,7 +53,8 @@ class LiveWriter:
         if self._device is None:
             return None
         try:
-            return Export(self._layout, {name: export_tensor(each) for name, each in self._live.items()})
+            handles = {name: export_tensor(each) for name, each in self._live.items() if each.numel()}
+            return Export(self._layout, handles)
         except TransportError as error:
             logger.warning("buckets are copied by the engine: %s", error)
             return None

@@ -173,7 +173,9 @@ def test_engines_join_leave_and_heal_without_the_trainer(make: Make) -> None:
     assert all(torch.equal(published[name], found[name]) for name in published)
     with pytest.raises(ConfigError, match="choose a name"):
         sync.add_engine("late", sync._engines["late"])
+    num_holders = len(sync._holders)
     sync.remove_engine("e0")
+    assert len(sync._holders) == num_holders - 1
     assert sync.update_weights(5).engines == {"late": 5}
     with pytest.raises(ConfigError, match="last one"):
         sync.remove_engine("late")

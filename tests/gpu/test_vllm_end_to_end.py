@@ -117,5 +117,9 @@ def test_vllm_answers_as_from_the_trainers_checkpoint(
             assert report.verified
             assert report.engines == {"e0": version}
             assert report.num_buckets > 8
-            assert_same(ray.get(fleet.engine.answers.remote()), answers)
+            found = ray.get(fleet.engine.answers.remote())
+            if found != answers:  # whose fault: does vLLM agree with itself?
+                alike = from_disk(path, len(case.engine_gpus)) == answers
+                sys.stdout.write(f"two vLLMs from disk {'agree' if alike else 'differ as well'}\n")
+            assert_same(found, answers)
     fleet.close()

@@ -31,7 +31,7 @@ class Loop:
     """One model, two engines on holders of their own; a trainer on a third."""
 
     def __init__(self, config: SyncConfig, num_engines: int = 2) -> None:
-        self.model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 5))
+        self.model = self.make()
         zeros = {name: torch.zeros_like(t) for name, t in self.model.state_dict().items()}
         self.engines = {
             f"e{i}": DictEngine(f"e{i}", {n: t.clone() for n, t in zeros.items()}) for i in range(num_engines)
@@ -41,6 +41,9 @@ class Loop:
         seats = {name: EngineSeat(LocalPeer(e), (i + 1,)) for i, (name, e) in enumerate(self.engines.items())}
         self.fleet = Fleet([(LocalPeer(self.source), 0)], seats, [LocalPeer(h) for h in self.holders])
         self.controller = Controller(config, self.fleet)
+
+    def make(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 5))
 
     def train(self) -> None:
         with torch.no_grad():
@@ -59,8 +62,12 @@ class Loop:
 CONFIG = SyncConfig(bucket_bytes=4096, timeout_s=5, connect_timeout_s=20)
 
 
-def drive(work: Callable[[Loop], Coroutine[object, object, None]], config: SyncConfig = CONFIG) -> None:
-    loop = Loop(config)
+def drive(
+    work: Callable[[Loop], Coroutine[object, object, None]],
+    config: SyncConfig = CONFIG,
+    cls: type[Loop] = Loop,
+) -> None:
+    loop = cls(config)
     try:
         asyncio.run(work(loop))
     finally:

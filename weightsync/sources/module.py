@@ -103,6 +103,8 @@ class ModuleSource:
             return self._in_place.publish(self._live())
         assert self._arena is not None
         metas, arena, live = self._plan.tensors, self._arena.tensor, self._live()
+        for device in {tensor.device for tensor in live.values() if tensor.is_cuda}:
+            torch.cuda.synchronize(device)  # weights may be on their way on a stream of the trainer's own
 
         def publish(copy: _Copy) -> int:
             dtype: torch.dtype = getattr(torch, metas[copy.tensor].dtype)
@@ -167,7 +169,8 @@ def _share(tensors: Mapping[str, torch.Tensor]) -> tuple[str, dict[str, DeviceHa
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    # Detached in any case: a copy of it would otherwise grow a graph of gradients with each version.
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _segment(name: str, tensor: torch.Tensor) -> Segment:

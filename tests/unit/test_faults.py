@@ -1,0 +1,260 @@
+"""What goes wrong inside one member: the others hear of it soon, and half a version is not kept as whole."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from actors.trainer_shard import TrainerShard
+from tests.unit.test_controller import Loop, drive
+from weightsync import device_staging
+from weightsync.buffers import Export
+from weightsync.config import SyncConfig
+from weightsync.errors import DeadlineError, PeerError, StateError, TransportError
+from weightsync.holder import Holder
+from weightsync.live import LiveWriter
+from weightsync.plan import Layout, Members, Plan, RankLayout, make_plan
+from weightsync.sources.module import ModuleSource
+from weightsync.testing import DictEngine, LocalPeer
+
+
+class _Remote(LocalPeer):
+    """As Ray answers: an error that is not ours comes as a PeerError."""
+
+    def __getattr__(self, method: str):
+        function = super().__getattr__(method)
+
+        async def call(*args: object) -> object:
+            try:
+                return await function(*args)
+            except RuntimeError as error:
+                raise PeerError("holder 2", f"{type(error).__name__}: {error}") from error
+
+        return call
+
+
+def test_a_holder_whose_device_fails_tells_the_others_at_once_and_is_named() -> None:
+    async def work(loop: Loop) -> None:
+        await loop.controller.connect()
+        await loop.controller.update(1)
+        staging = loop.holders[2]._staging
+
+        def fill(bucket: int, timeout_s: float) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access")
+
+        assert staging is not None
+        staging.fill = fill
+        loop.fleet.holders[2] = _Remote(loop.holders[2])
+        begun = time.monotonic()
+        with pytest.raises(PeerError, match=r"holder 2.*illegal memory access"):
+            await loop.controller.update(2)
+        assert time.monotonic() - begun < 6
+        assert "illegal memory access" in str(loop.controller._failures["e1"])
+        assert (await loop.controller.connect()) is None
+        assert (await loop.controller.update(2)).engines == {"e0": 2, "e1": 2}
+
+    drive(work, SyncConfig(bucket_bytes=4096, timeout_s=15, connect_timeout_s=20))
+
+
+class Wide(Loop):
+    """Of more buckets."""
+
+    def make(self) -> nn.Module:
+        return nn.Sequential(*(nn.Linear(32, 31, bias=False) for _ in range(8)))
+
+
+def test_an_engine_that_is_slow_at_every_bucket_does_not_hold_the_others_up() -> None:
+    async def work(loop: Loop) -> None:
+        await loop.controller.connect()
+        assert loop.controller.plan is not None
+        assert loop.controller.plan.num_buckets == 8
+        loop.engines["e1"].on_write = lambda _: time.sleep(0.7)
+        report = await loop.controller.update(1)
+        assert report.engines == {"e0": 1, "e1": 0}
+        assert "engine e1" in report.failures["e1"]
+
+    drive(work, SyncConfig(bucket_bytes=4096, timeout_s=2, connect_timeout_s=20), Wide)
+
+
+def test_holders_that_were_half_published_to_refill_nobody() -> None:
+    async def work(loop: Loop) -> None:
+        await loop.controller.connect()
+        await loop.controller.update(1)
+        whole = loop.fleet.trainers[0]
+
+        class Half:
+            def publish(self) -> None:
+                loop.train()
+                loop.source.publish()
+                raise DeadlineError("publish", ("trainer 1",), 1.0)
+
+        loop.fleet.trainers[0] = (LocalPeer(Half()), 0)
+        with pytest.raises(DeadlineError):
+            await loop.controller.update(2)
+        with pytest.raises(StateError, match="no committed version"):
+            await loop.controller.refill("e1")
+        loop.fleet.trainers[0] = whole
+        assert (await loop.controller.update(2)).engines == {"e0": 2, "e1": 2}
+
+    drive(work)
+
+
+def test_a_holder_that_was_replaced_refills_nobody() -> None:
+    async def work(loop: Loop) -> None:
+        await loop.controller.connect()
+        await loop.controller.update(1)
+        loop.holders[0].close()
+        loop.holders[0] = Holder("holder 0", "127.0.0.1")
+        loop.fleet.holders[0] = LocalPeer(loop.holders[0])
+        await loop.controller.connect()
+        with pytest.raises(StateError, match="no committed version"):
+            await loop.controller.refill("e1")
+        assert (await loop.controller.update(2)).engines == {"e0": 2, "e1": 2}
+        await loop.controller.connect()
+        assert (await loop.controller.refill("e1")).engines == {"e0": 2, "e1": 2}
+
+    drive(work)
+
+
+def plan_of(width: int) -> Plan:
+    model = nn.Linear(width, 8)
+    engine = DictEngine("e", {name: torch.zeros_like(t) for name, t in model.state_dict().items()})
+    source = Layout.from_ranks([ModuleSource(model).layout()])
+    members = Members(1, (0,), (("e", (0,)),))
+    wanted = {"e": Layout.from_ranks(engine.layout())}
+    return make_plan(source, wanted, members, bucket_bytes=4096, max_staging_bytes=1 << 20)
+
+
+def test_an_arena_of_a_plan_that_was_not_finished_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    holder = Holder("holder 0", "127.0.0.1")
+    first, second = plan_of(500), plan_of(3)
+    holder.prepare(first, 0, "")
+    with monkeypatch.context() as patch:
+
+        def refuse(plan: Plan, index: int, receives: bool) -> None:
+            raise TransportError("no memory")
+
+        patch.setattr(holder, "_stage", refuse)
+        with pytest.raises(TransportError, match="no memory"):
+            holder.prepare(second, 0, "")
+    arena = holder.prepare(first, 0, "").arena
+    assert arena is not None
+    assert arena.nbytes == first.arena_nbytes(0)
+    holder.close()
+
+
+def test_a_trainer_that_is_connected_again_lets_go_of_what_it_had_mapped() -> None:
+    trainer = TrainerShard()
+    trainer.model = nn.Linear(500, 8)
+    plan = plan_of(500)
+
+    def num_mapped() -> int:
+        links = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        return sum("memfd:weightsync" in os.readlink(link) for link in links if link.is_symlink())
+
+    before = num_mapped()
+    for _ in range(3):
+        holder = Holder("holder 0", "127.0.0.1")
+        trainer.sync_layout()
+        trainer.sync_attach(plan, 0, holder.prepare(plan, 0, "").arena)
+        holder.close()
+    assert num_mapped() - before <= 2
+
+
+def test_a_holder_is_ready_until_its_device_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        def query(self) -> bool:
+            raise RuntimeError("CUDA error: uncorrectable ECC error")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    Holder("holder 0", "127.0.0.1").ready()
+    with pytest.raises(RuntimeError, match="ECC"):
+        Holder("holder 0", "127.0.0.1", device="cuda:0").ready()
+
+
+def test_what_was_mapped_before_a_mapping_failed_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+
+    class Mapped:
+        def __init__(self, name: str) -> None:
+            self.name, self.tensor = name, torch.empty(0)
+
+        @classmethod
+        def open(cls, name: str) -> Mapped:
+            if name == "c":
+                raise TransportError("its process is gone")
+            opened.append(name)
+            return cls(name)
+
+        def close(self) -> None:
+            opened.remove(self.name)
+
+    monkeypatch.setattr(device_staging, "DeviceBuffer", Mapped)
+    monkeypatch.setattr(device_staging, "_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    staging = device_staging.DeviceStaging(plan_of(3), 0, None, ())
+    export = Export(RankLayout((), ()), {name: name for name in "abcd"})
+    with pytest.raises(TransportError):
+        staging.connect(export, None)
+    staging.close()
+    assert opened == []
+
+
+def test_slots_that_were_taken_before_memory_ran_out_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = ["a"]
+
+    class Taken:
+        @classmethod
+        def create(cls, nbytes: int) -> Taken:
+            if not left:
+                raise TransportError("cannot take it")
+            left.pop()
+            return cls()
+
+        def close(self) -> None:
+            left.append("a")
+
+    monkeypatch.setattr(device_staging, "DeviceBuffer", Taken)
+    with pytest.raises(TransportError):
+        device_staging.take_slots(plan_of(3), ())
+    assert left == ["a"]
+
+
+def test_empty_buffers_do_not_keep_an_engine_from_exporting_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = plan_of(3)
+    live = {"weight": torch.zeros(8, 3), "bias": torch.zeros(8), "none": torch.zeros(0, 4)}
+
+    def export(tensor: torch.Tensor) -> int:
+        if tensor.data_ptr() == 0:
+            raise TransportError("0x0 is no memory of cuda:0")
+        return tensor.numel()
+
+    monkeypatch.setattr("weightsync.live.export_tensor", export)
+    writer = LiveWriter(plan, RankLayout((), ()), live, [])
+    monkeypatch.setattr(writer, "_device", object())
+    found = writer.export()
+    assert found is not None
+    assert found.buffers == {"weight": 24, "bias": 8}
+
+
+def test_sharded_weights_are_read_without_their_graph_of_gradients(tmp_path: Path) -> None:
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1
+    )
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        model = nn.Linear(4, 4)
+        fully_shard(model, mesh=mesh)
+        live = ModuleSource(model)._live()
+        assert len(live) == 2
+        assert not any(tensor.requires_grad for tensor in live.values())
+    finally:
+        torch.distributed.destroy_process_group()
