@@ -162,7 +162,7 @@ class EngineRank(Destination):
     def load(self, attempt: int, timeout_s: float) -> Digests:
         assert self._feed is not None
         assert self._writer is not None
-        self._writer.begin()
+        self._writer.begin(self.live)
         return self._feed.receive(attempt, self._writer, timeout_s)
 
 

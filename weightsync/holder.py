@@ -100,9 +100,9 @@ class Holder:
             beside = None if self._device else arena
             self._feed = HolderFeed(self.name, engine, staging.slots, beside, trainer)
         self._plan, self._plan_digest, self._index = plan, digest, index
-        self._group_of = {
-            r: g for r, g in broadcast_groups(plan.members).items() if index in g and len(g) > 1
-        }
+        # On devices every holder has slots to receive into, and NCCL's communicators are dear.
+        groups = broadcast_groups(plan.members, together=bool(self._device))
+        self._group_of = {root: group for root, group in groups.items() if index in group and len(group) > 1}
         self._groups = {group: self._transport() for group in sorted(set(self._group_of.values()))}
         offers = {g: transport.offer(self._host) for g, transport in self._groups.items() if g[0] == index}
         return Prepared(digest, arena, self._feed.ticket if self._feed else None, offers)
@@ -116,7 +116,7 @@ class Holder:
         """Wait for the engine rank's hello. Raises DeadlineError or WireError."""
         if self._feed:
             self._feed.accept(self._plan_digest, timeout_s)
-        for slot in self._retired:  # nobody has them mapped any more
+        for slot in self._retired:  # who is of this epoch has mapped others
             slot.close()
         self._retired = ()
 
@@ -129,8 +129,8 @@ class Holder:
         plan, staging = self._plan, self._staging
         assert plan is not None
         assert staging is not None
-        staging.connect(trainer, engine)
-        with staging.queue():
+        with self._moving, staging.queue():
+            staging.connect(trainer, engine)
             for group, transport in self._groups.items():
                 ops = [
                     Broadcast(torch.zeros(1, dtype=torch.uint8, device=staging.device), root)

@@ -10,7 +10,7 @@ import torch
 
 from weightsync.buffers import Export
 from weightsync.device_memory import export_tensor
-from weightsync.errors import TransportError
+from weightsync.errors import StateError, TransportError
 from weightsync.feed import PieceView
 from weightsync.missing import Missing
 from weightsync.plan import Plan, RankLayout, Segment
@@ -36,6 +36,7 @@ class LiveWriter:
     ) -> None:
         self._plan, self._layout, self._live = plan, layout, live
         self._segments = by_tensor(plan, layout)
+        self._address = {name: tensor.data_ptr() for name, tensor in live.items()}
         self._next = 0
         self._missing = Missing(plan)
         for bucket in plan.buckets():
@@ -44,8 +45,14 @@ class LiveWriter:
         on_device = all(memory.is_cuda for memory in (*slots, *live.values()))
         self._device = _DeviceTables(plan, self._segments, live, slots) if on_device else None
 
-    def begin(self) -> None:
-        """Before each load."""
+    def begin(self, live: Mapping[str, torch.Tensor]) -> None:
+        """Before each load, with the buffers as the engine has them now.
+
+        Raises StateError when one has moved: what is written and digested would not be what serves.
+        """
+        for name, tensor in self._live.items():
+            if live[name].data_ptr() != tensor.data_ptr() or tensor.data_ptr() != self._address[name]:
+                raise StateError(f"{name} is in other memory than when it was connected: connect() again")
         self._next = 0
 
     def export(self) -> Export | None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.errors import TransportError
+from weightsync.errors import StateError, TransportError
 from weightsync.feed import PieceView
 from weightsync.fold import Fold
 from weightsync.live import LiveWriter
@@ -91,7 +91,7 @@ def build(num_trainers: int, num_shards: int, num_replicas: int) -> tuple[Plan, 
 def load(plan: Plan, layout: RankLayout, tensors: dict[str, torch.Tensor]):
     live = {buffer.name: torch.full(buffer.shape, 9.0) for buffer in layout.buffers}
     writer = LiveWriter(plan, layout, live, [torch.empty(0, dtype=torch.uint8)])
-    writer.begin()
+    writer.begin(live)
     for bucket in range(plan.num_buckets):
         writer.take(bucket, views(plan, bucket, tensors))
     return live, writer.finish()
@@ -138,6 +138,17 @@ def test_a_bucket_that_did_not_come_is_missed() -> None:
     plan, (layout,) = build(1, 1, 1)
     live = {buffer.name: torch.zeros(buffer.shape) for buffer in layout.buffers}
     writer = LiveWriter(plan, layout, live, [])
-    writer.begin()
+    writer.begin(live)
     with pytest.raises(TransportError, match=f"0 of {plan.num_buckets} buckets"):
         writer.finish()
+
+
+def test_memory_that_moved_is_not_written() -> None:
+    plan, (layout,) = build(1, 1, 1)
+    live = {buffer.name: torch.zeros(buffer.shape) for buffer in layout.buffers}
+    writer = LiveWriter(plan, layout, live, [])
+    with pytest.raises(StateError, match="norm is in other memory"):
+        writer.begin({**live, "norm": live["norm"].clone()})
+    live["norm"].data = live["norm"].clone()  # the same tensor, with other memory
+    with pytest.raises(StateError, match="norm is in other memory"):
+        writer.begin(live)

@@ -18,7 +18,7 @@ from tests.unit.plan_strategies import (
     worlds,
 )
 from weightsync.errors import PlanError
-from weightsync.plan import Box, Layout, Members, Plan, RankLayout, make_plan
+from weightsync.plan import Box, Layout, Members, Plan, RankLayout, broadcast_groups, make_plan
 
 FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 BUCKETS = st.sampled_from([256, 300, 512, 1024, 4096, 1 << 20])
@@ -182,3 +182,11 @@ def replace_members(world: World, members: Members, bucket_bytes: int) -> Plan:
     return make_plan(
         world.source(), world.targets(), members, bucket_bytes=bucket_bytes, max_staging_bytes=1 << 40
     )
+
+
+def test_together_all_holders_have_one_group() -> None:
+    members = Members(5, (0, 1), (("e", (2, 3)),))
+    assert broadcast_groups(members) == {0: (0, 2, 3), 1: (1, 2, 3)}
+    assert broadcast_groups(members, together=True) == {0: (0, 1, 2, 3), 1: (0, 1, 2, 3)}
+    beside = Members(2, (0, 1), (("e", (0, 1)),))
+    assert broadcast_groups(beside) == broadcast_groups(beside, together=True)

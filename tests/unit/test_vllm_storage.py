@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from weightsync.engines.vllm import VllmEngine
 from weightsync.engines.vllm_api import stored_otherwise
 from weightsync.engines.vllm_experts import as_loaded
+from weightsync.plan import RankLayout, TensorMeta
 
 GPU = torch.device("cuda", 0)
 
@@ -121,3 +123,23 @@ def test_other_stacks_stay_whole(shapes: dict[str, tuple[int, ...]]) -> None:
     ((name, handed),) = as_loaded("m.experts.gate_up_proj", stack, shapes)
     assert name == "m.experts.gate_up_proj"
     assert handed is stack
+
+
+def test_ranks_that_cannot_all_be_written_live_all_reload(monkeypatch: pytest.MonkeyPatch) -> None:
+    meta = TensorMeta("w", "float32", (4,))
+    whole, live = RankLayout((meta,), ()), RankLayout((meta,), (), buffers=(meta,))
+    found = [live, whole]
+    asked: list[str] = []
+
+    def on_ranks(_: VllmEngine, method: str) -> list[RankLayout]:
+        asked.append(method)
+        return found if method == "layout" else [whole, whole]
+
+    monkeypatch.setattr(VllmEngine, "_on_ranks", on_ranks)
+    engine = VllmEngine.__new__(VllmEngine)
+    engine._name = "e0"
+    assert engine.layout() == [whole, whole]
+    assert asked == ["layout", "reload"]
+    found[:] = [live, live]
+    assert engine.layout() == [live, live]
+    assert asked[2:] == ["layout"]

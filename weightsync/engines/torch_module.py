@@ -109,7 +109,7 @@ class TorchEngine:
         if not self._gate.quiet:
             raise StateError(f"engine {self._name} is serving: pause it first")
         self._whole = False
-        self._writer.begin()
+        self._writer.begin(named_tensors(self._model)[0])
         try:
             digests = [self._feed.receive(attempt, self._writer, timeout_s)]
         except WeightSyncError as error:

@@ -48,7 +48,12 @@ class VllmEngine:
 
     def layout(self) -> Sequence[RankLayout]:
         """See `Engine.layout`. A rank without buffers takes whole tensors: vLLM's loader cuts its shard."""
-        return self._on_ranks("layout")
+        layouts: list[RankLayout] = self._on_ranks("layout")
+        if len({bool(layout.buffers) for layout in layouts}) > 1:
+            # Digests of shards and of whole tensors do not add up to one another.
+            logger.warning("engine %s reloads on all ranks: not all can be written live", self._name)
+            layouts = self._on_ranks("reload")
+        return layouts
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
         """See `Engine.attach`."""

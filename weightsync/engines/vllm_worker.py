@@ -82,6 +82,11 @@ class _Rank:
             self._layout = self._find_layout()
         return self._layout
 
+    def _current(self) -> dict[str, torch.Tensor]:
+        """What the model has now under the names of the live buffers."""
+        model = self._runner.get_model()
+        return {**dict(model.named_buffers()), **dict(model.named_parameters())}
+
     def addresses(self) -> dict[str, int]:
         """Where each live parameter lies: these stay, since CUDA graphs hold them."""
         return {name: each.data_ptr() for name, each in self._runner.get_model().named_parameters()}
@@ -104,7 +109,7 @@ class _Rank:
             raise StateError("a rank is not attached: connect first")
         try:
             if self._writer:
-                self._writer.begin()
+                self._writer.begin(self._current())
                 return self._feed.receive(attempt, self._writer, timeout_s)
             return self._reload(self._feed, self._plan, attempt, timeout_s)
         except WeightSyncError as error:
@@ -117,6 +122,12 @@ class _Rank:
         if self._feed is not None:
             self._feed.close()
             self._feed = None
+
+    def reload(self) -> RankLayout:
+        """Take whole tensors from now on, whatever could be proven."""
+        metas, tied = _checkpoint(self._runner)
+        self._layout = _whole_layout(metas, tied, device_id(self._device))
+        return self._layout
 
     def _find_layout(self) -> RankLayout:
         metas, tied = _checkpoint(self._runner)
@@ -132,7 +143,7 @@ class _Rank:
             else:
                 self._live = traced.live
                 return traced.layout
-        return RankLayout(metas, tuple(map(_whole, metas)), tied, device=device)
+        return _whole_layout(metas, tied, device)
 
     def _reload(self, feed: EngineFeed, plan: Plan, attempt: int, timeout_s: float) -> Digests:
         sink = _ReloadSink(plan, Reload(self._runner, self._device), self._device)
@@ -208,6 +219,12 @@ def _checkpoint(runner: ModelRunner) -> tuple[tuple[TensorMeta, ...], tuple[tupl
         for name, tensor in tensors.items()
     )
     return metas, tied
+
+
+def _whole_layout(
+    metas: tuple[TensorMeta, ...], tied: tuple[tuple[str, str], ...], device: str
+) -> RankLayout:
+    return RankLayout(metas, tuple(map(_whole, metas)), tied, device=device)
 
 
 def _whole(meta: TensorMeta) -> Segment:

@@ -48,22 +48,26 @@ class InPlace:
                 parts.append(self._part(piece, cut))
             else:
                 casts.append((piece, name, piece.box.slices(boxes[name])))
-        self._table = DigestTable(parts, len(plan.tensors))
-        self._batches = self._batch(casts)
+        # Calls come on threads of their own, for which another GPU is the current one.
+        self._device = next(iter(live.values())).device
+        with torch.cuda.device(self._device):
+            self._table = DigestTable(parts, len(plan.tensors))
+            self._batches = self._batch(casts)
 
     def publish(self, live: Mapping[str, torch.Tensor]) -> Digests:
         """Wait until the weights are written, and digest them. Raises StateError when one has moved."""
         for name, address in self._address.items():
             if live[name].data_ptr() != address:
                 raise StateError(f"{name} is in other memory than when it was connected: connect() again")
-        torch.cuda.synchronize()
-        stream = torch.cuda.current_stream()
-        self._table.launch(stream)
-        for casts, table in self._batches:
-            for cast in casts:
-                cast.target.copy_(live[cast.source][cast.index])
-            table.launch(stream)
-        return combine([self._table.result(), *(table.result() for _, table in self._batches)])
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            stream = torch.cuda.current_stream()
+            self._table.launch(stream)
+            for casts, table in self._batches:
+                for cast in casts:
+                    cast.target.copy_(live[cast.source][cast.index])
+                table.launch(stream)
+            return combine([self._table.result(), *(table.result() for _, table in self._batches)])
 
     def _batch(
         self, casts: Sequence[tuple[Piece, str, tuple[slice, ...]]]

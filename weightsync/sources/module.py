@@ -90,8 +90,11 @@ class ModuleSource:
             self._in_place = InPlace(plan, sources, self._live(), layout)
             return Attached(plan.digest(), Export(layout, self._exported))
         warm_up()
+        live = self._live()
         self._copies = tuple(
-            copy for piece, name in sources for copy in _chunks(plan, piece, name, boxes[name])
+            copy
+            for piece, name in sources
+            for copy in _chunks(plan, piece, name, boxes[name], whole=live[name].is_cuda)
         )
         self._arena = SharedBuffer.open(arena)
         return Attached(plan.digest(), None)
@@ -132,11 +135,11 @@ class ModuleSource:
         return {name: _local(tensor) for name, tensor in named_tensors(self._model)[0].items()}
 
 
-def _chunks(plan: Plan, piece: Piece, source: str, held: Box) -> Iterator[_Copy]:
-    """The copies of one piece, in the order of its bytes in the arena."""
+def _chunks(plan: Plan, piece: Piece, source: str, held: Box, *, whole: bool) -> Iterator[_Copy]:
+    """The copies of one piece, in the order of its bytes in the arena; one copy if it is taken `whole`."""
     itemsize = plan.tensors[piece.tensor].itemsize
     start = piece.arena_offset
-    for box in piece.box.split(_CHUNK_NBYTES // itemsize):
+    for box in piece.box.split(piece.box.numel if whole else _CHUNK_NBYTES // itemsize):
         yield _Copy(piece.tensor, box, source, box.slices(held), start)
         start += box.numel * itemsize
 
