@@ -50,6 +50,7 @@ __all__ = ["EngineFeed", "FeedTicket", "HolderFeed", "PieceView"]
 logger = logging.getLogger("weightsync.feed")
 
 _POLL_MS = 50
+_END_S = 5.0
 
 PieceView = tuple[int, Box, torch.Tensor]
 """The tensor's number in the plan, which box of it, and its data: shape ``box.extent``, the plan's dtype."""
@@ -187,7 +188,7 @@ class EngineFeed:
         self._ticket = ticket
         self._slots = tuple(open_buffer(handle) for handle in ticket.slots)
         self._arena = SharedBuffer.open(ticket.arena) if ticket.arena else None
-        self._busy = threading.Lock()
+        self._busy, self._closing = threading.Lock(), threading.Event()
         self._buckets = [self._views(plan, index) for index in range(plan.num_buckets)]
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.DEALER)
@@ -240,11 +241,19 @@ class EngineFeed:
             self._busy.release()
 
     def close(self) -> None:
-        """Close the socket and drop the mappings."""
-        self._context.destroy(linger=0)
-        self._buckets.clear()
-        for buffer in (*self._slots, *([self._arena] if self._arena else [])):
-            buffer.close()
+        """End a load that is still waiting, close the socket and drop the mappings. Safe to call twice."""
+        self._closing.set()
+        if not self._busy.acquire(timeout=_END_S):
+            # Its memory is in use: better kept mapped than taken away under a copy.
+            logger.warning("[%s] a load does not end: its connection stays open", self._ticket.engine)
+            return
+        try:
+            self._context.destroy(linger=0)
+            self._buckets.clear()
+            for buffer in (*self._slots, *([self._arena] if self._arena else [])):
+                buffer.close()
+        finally:
+            self._busy.release()
 
     def _views(self, plan: Plan, index: int) -> list[PieceView]:
         """Where the pieces of a bucket will lie each time that it comes: worked out once."""
@@ -274,10 +283,12 @@ class EngineFeed:
         self._socket.send(encode(message))
 
     def _receive(self, deadline: float, phase: str, timeout_s: float) -> Message:
-        left = deadline - time.monotonic()
-        if left <= 0 or not self._socket.poll(int(left * 1000) + 1):
-            raise DeadlineError(phase, (self._ticket.holder,), timeout_s)
-        return decode(self._socket.recv())
+        while (left := deadline - time.monotonic()) > 0:
+            if self._socket.poll(int(min(left * 1000 + 1, _POLL_MS))):
+                return decode(self._socket.recv())
+            if self._closing.is_set():
+                raise TransportError(f"{self._ticket.engine} is being connected anew")
+        raise DeadlineError(phase, (self._ticket.holder,), timeout_s)
 
 
 class _PrivateDirectory:

@@ -15,7 +15,14 @@ import pytest
 import torch
 import zmq
 
-from weightsync.errors import DeadlineError, EngineError, PeerLostError, TransportError, WireError
+from weightsync.errors import (
+    DeadlineError,
+    EngineError,
+    PeerLostError,
+    TransportError,
+    WeightSyncError,
+    WireError,
+)
 from weightsync.feed import EngineFeed, FeedTicket, HolderFeed
 from weightsync.memory import SharedBuffer
 from weightsync.plan import Layout, Members, Plan, make_plan
@@ -199,3 +206,24 @@ def test_a_killed_holders_ticket_is_refused_and_its_directory_goes(plan: Plan) -
         EngineFeed.open(ticket, plan, 1)
     directory = Path(ticket.endpoint.removeprefix("ipc://")).parent
     _until(lambda: not directory.exists())
+
+
+def test_closing_ends_a_load_that_waits(holder: HolderFeed, plan: Plan) -> None:
+    engine = _connected(holder, plan)
+    raised: list[Exception] = []
+
+    def load() -> None:
+        try:
+            engine.receive(1, DictEngine("e0", {}), 60)
+        except WeightSyncError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    _until(engine._busy.locked)
+    begun = time.monotonic()
+    engine.close()
+    engine.close()
+    thread.join()
+    assert "connected anew" in str(raised[0])
+    assert time.monotonic() - begun < 5
