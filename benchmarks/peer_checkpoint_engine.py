@@ -145,7 +145,7 @@ class CheckpointEngine:
         ray.get([server.limit.remote(gigabytes) for server in self.servers])
 
     def sweep(self) -> dict[float, float]:
-        """Seconds of one warm update for each bucket size."""
+        """Seconds of the better of two warm updates, for each bucket size."""
         self.limit(_SIZES_GB[0])
         self.update()
         seconds = {}

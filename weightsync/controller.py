@@ -42,14 +42,12 @@ class Controller:
 
     Attributes:
         version: the newest committed version, 0 before the first.
-        plan: of the present membership epoch, None before ``connect``.
         connected: False before ``connect``, and again once a member is lost.
     """
 
     def __init__(self, config: SyncConfig, fleet: Fleet) -> None:
         self._config, self._fleet = config, fleet
         self.version = 0
-        self.plan: Plan | None = None
         self.connected = False
         self._epoch = 0
         self._attempt = 0
@@ -59,14 +57,18 @@ class Controller:
         self._failures: dict[str, WeightSyncError] = {}
         self._connection: Connection | None = None
 
+    @property
+    def plan(self) -> Plan | None:
+        """Of the present membership epoch, None before ``connect``."""
+        return self._connection.plan if self._connection else None
+
     async def connect(self) -> None:
         """Plan and connect the fleet as it is now. Raises as `connect` does."""
         self.connected = False
         self._epoch += 1
         self._connection = connection = await connect(self._fleet, self._config, self._epoch)
-        self.plan = connection.plan
         self.connected = True
-        logger.info("epoch %d: %d buckets, %s", self._epoch, self.plan.num_buckets, connection.seconds)
+        logger.info("epoch %d: %d buckets, %s", self._epoch, connection.plan.num_buckets, connection.seconds)
 
     async def update(self, version: int, when_held: Callable[[], None] = lambda: None) -> SyncReport:
         """Take `version` from the trainers to every live engine.

@@ -70,7 +70,7 @@ def malloc(nbytes: int) -> int:
         free_nbytes, total = runtime.memGetInfo()
         raise TransportError(
             f"cannot take {nbytes} bytes on {_device()}: {free_nbytes} of {total} are free; lower "
-            "bucket_nbytes, or leave more of the device to weight sync"
+            "sync.bucket_bytes, or leave more of the device to weight sync"
         ) from error
 
 

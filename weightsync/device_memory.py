@@ -33,7 +33,7 @@ class DeviceHandle(msgspec.Struct, frozen=True, tag="device"):
 class DeviceBuffer:
     """Memory of the current device, seen as a uint8 tensor of shape ``[nbytes]``.
 
-    It lives as long as the process that created it does, and no longer: a mapping does not keep it.
+    Do not count on a mapping to keep it once the process that created it has ended.
     """
 
     def __init__(self, handle: DeviceHandle, address: int, *, owned: bool) -> None:

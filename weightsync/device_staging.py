@@ -13,9 +13,10 @@ from weightsync.device_memory import DeviceBuffer
 from weightsync.errors import DeadlineError, TransportError
 from weightsync.kernels import CopyTable
 from weightsync.memory import SharedBuffer
+from weightsync.modules import segment_view
 from weightsync.plan import Piece, Plan, Segment, Step
 from weightsync.rows import bucket_rows, by_tensor
-from weightsync.staging import Filled
+from weightsync.transports import Pending
 
 __all__ = ["DeviceStaging", "take_slots"]
 
@@ -107,7 +108,7 @@ class DeviceStaging:
         with torch.cuda.stream(self._filling):
             yield
 
-    def fill(self, bucket: int, timeout_s: float) -> Filled:
+    def fill(self, bucket: int, timeout_s: float) -> Sequence[Pending]:
         stream = self._filling
         if free := self._free.get(bucket % len(self._buffers)):
             stream.wait_event(free)
@@ -120,7 +121,7 @@ class DeviceStaging:
                 if step.root == self._index:
                     held = self._arena.tensor[step.arena_offset : step.arena_offset + step.nbytes]
                     self.at(step).copy_(held, non_blocking=True)
-        return _Event(stream.record_event(), f"filling of bucket {bucket}", self._index, timeout_s)
+        return [_Event(stream.record_event(), f"filling of bucket {bucket}", self._index, timeout_s)]
 
     def write(self, bucket: int) -> None:
         assert self._unpack is not None
@@ -166,10 +167,7 @@ class DeviceStaging:
         for segment in segments:
             part = piece.box.intersect(segment.box)
             if part is not None:
-                source = memory[segment.buffer].view(getattr(torch, dtype))
-                strides = tuple(stride // source.element_size() for stride in segment.strides)
-                offset = segment.byte_offset // source.element_size()
-                held = torch.as_strided(source, segment.box.extent, strides, offset)
+                held = segment_view(memory[segment.buffer].view(getattr(torch, dtype)), segment)
                 pairs.append((target[part.slices(piece.box)], held[part.slices(segment.box)]))
         return pairs
 

@@ -18,7 +18,7 @@ from weightsync.feed import FeedTicket, HolderFeed
 from weightsync.memory import BufferHandle, SharedBuffer
 from weightsync.modules import device_id
 from weightsync.plan import Plan, broadcast_groups
-from weightsync.staging import Filled, HostStaging, Staging
+from weightsync.staging import HostStaging, Staging
 from weightsync.transports import Broadcast, Pending, Transport, transport_class
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ class Holder:
             outlet = _Writing(staging, self._feed if feeding else None, attempt, timeout_s)
         else:
             outlet = _Feeding(self._feed if feeding else None, attempt, plan.slots, timeout_s)
-        ahead: deque[tuple[int, Sequence[Pending | Filled]]] = deque()
+        ahead: deque[tuple[int, Sequence[Pending]]] = deque()
 
         def hand_over() -> None:
             bucket, started = ahead.popleft()
@@ -207,9 +207,9 @@ class Holder:
             self._arena = None
         self._plan = None
 
-    def _start(self, plan: Plan, staging: Staging, bucket: int, timeout_s: float) -> list[Pending | Filled]:
+    def _start(self, plan: Plan, staging: Staging, bucket: int, timeout_s: float) -> list[Pending]:
         """Queue the filling of this holder's share of a bucket, and its broadcasts."""
-        started: list[Pending | Filled] = [staging.fill(bucket, timeout_s)]
+        started = list(staging.fill(bucket, timeout_s))
         for group, transport in self._groups.items():
             steps = [step for step in plan.bucket_steps(bucket) if self._group_of.get(step.root) == group]
             if steps:

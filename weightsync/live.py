@@ -13,6 +13,7 @@ from weightsync.device_memory import export_tensor
 from weightsync.errors import StateError, TransportError
 from weightsync.feed import PieceView
 from weightsync.missing import Missing
+from weightsync.modules import segment_view
 from weightsync.plan import Plan, RankLayout, Segment
 from weightsync.rows import bucket_rows, by_tensor
 from weightsync.verify import Digests, tensor_digest
@@ -43,15 +44,15 @@ class LiveWriter:
             for piece in bucket.pieces:
                 self._missing.take(piece.tensor, piece.box)
         on_device = all(memory.is_cuda for memory in (*slots, *live.values()))
-        self._device = _DeviceTables(plan, self._segments, live, slots) if on_device else None
+        self._device = _DeviceTables(plan, self._segments, self._address, slots) if on_device else None
 
     def begin(self, live: Mapping[str, torch.Tensor]) -> None:
         """Before each load, with the buffers as the engine has them now.
 
         Raises StateError when one has moved: what is written and digested would not be what serves.
         """
-        for name, tensor in self._live.items():
-            if live[name].data_ptr() != tensor.data_ptr() or tensor.data_ptr() != self._address[name]:
+        for name, address in self._address.items():
+            if live[name].data_ptr() != address:
                 raise StateError(f"{name} is in other memory than when it was connected: connect() again")
         self._next = 0
 
@@ -91,7 +92,7 @@ class LiveWriter:
             for segment in self._segments[tensor]:
                 part = box.intersect(segment.box)
                 if part is not None:
-                    held = self._view(tensor, segment)[part.slices(segment.box)]
+                    held = segment_view(self._live[segment.buffer], segment)[part.slices(segment.box)]
                     held.copy_(data[part.slices(box)])
         if any(tensor.is_cuda for tensor in self._live.values()):
             torch.cuda.synchronize()
@@ -101,17 +102,9 @@ class LiveWriter:
         for tensor, segments in enumerate(self._segments):
             shape = self._plan.tensors[tensor].shape
             for segment in segments:
-                share = tensor_digest(self._view(tensor, segment), shape, segment.box)
+                share = tensor_digest(segment_view(self._live[segment.buffer], segment), shape, segment.box)
                 digests[tensor : tensor + 1] += np.uint64(share)
         return digests
-
-    def _view(self, tensor: int, segment: Segment) -> torch.Tensor:
-        """The live elements of one segment."""
-        meta = self._plan.tensors[tensor]
-        raw = self._live[segment.buffer].detach()
-        offset = segment.byte_offset // meta.itemsize + raw.storage_offset()
-        strides = tuple(stride // meta.itemsize for stride in segment.strides)
-        return torch.as_strided(raw, segment.box.extent, strides, offset)
 
 
 class _DeviceTables:
@@ -121,13 +114,12 @@ class _DeviceTables:
         self,
         plan: Plan,
         segments: Sequence[Sequence[Segment]],
-        live: Mapping[str, torch.Tensor],
+        address: Mapping[str, int],
         slots: Sequence[torch.Tensor],
     ) -> None:
         from weightsync.kernels import CopyTable, DigestPart, DigestTable
 
         self._stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        address = {name: tensor.data_ptr() for name, tensor in live.items()}
         starts = [slot.data_ptr() for slot in slots]
         self._copies = CopyTable(*bucket_rows(plan, segments, address, starts, into=True))
         parts = [

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-__all__ = ["device_id", "named_tensors"]
+from weightsync.plan import Segment
+
+__all__ = ["device_id", "named_tensors", "segment_view"]
 
 
 def named_tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], tuple[tuple[str, str], ...]]:
@@ -34,3 +36,11 @@ def device_id(device: torch.device) -> str:
     if device.type == "cpu":
         return ""
     return f"{device.type}:{torch.cuda.get_device_properties(device).uuid}"
+
+
+def segment_view(buffer: torch.Tensor, segment: Segment) -> torch.Tensor:
+    """The elements of `segment` in `buffer`, which has their dtype: shape ``segment.box.extent``."""
+    itemsize = buffer.element_size()
+    strides = tuple(stride // itemsize for stride in segment.strides)
+    offset = buffer.storage_offset() + segment.byte_offset // itemsize
+    return torch.as_strided(buffer.detach(), segment.box.extent, strides, offset)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 from weightsync.buffers import Export, Handle
 from weightsync.memory import SharedBuffer
 from weightsync.plan import Plan, Step
+from weightsync.transports import Pending
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Filled", "HostStaging", "Staging"]
-
-
-class Filled(Protocol):
-    """A share of a bucket that is on its way into its slot."""
-
-    def wait(self) -> None:
-        """Return once it is there. Raises DeadlineError."""
+__all__ = ["HostStaging", "Staging"]
 
 
 class Staging(Protocol):
@@ -46,7 +41,7 @@ class Staging(Protocol):
     def queue(self) -> AbstractContextManager[None]:
         """What `fill` and the broadcasts after it have to run in: on a device, a stream."""
 
-    def fill(self, bucket: int, timeout_s: float) -> Filled:
+    def fill(self, bucket: int, timeout_s: float) -> Sequence[Pending]:
         """Begin to put this holder's share of `bucket` where `at` says it is sent from."""
 
     def write(self, bucket: int) -> None:
@@ -84,8 +79,8 @@ class HostStaging:
     def queue(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def fill(self, bucket: int, timeout_s: float) -> Filled:
-        return _There()
+    def fill(self, bucket: int, timeout_s: float) -> Sequence[Pending]:
+        return ()
 
     def write(self, bucket: int) -> None:
         raise AssertionError("nothing is exported to a holder on the host")
@@ -102,8 +97,3 @@ class HostStaging:
     def close(self) -> None:
         for slot in self._slots:
             slot.close()
-
-
-class _There:
-    def wait(self) -> None:
-        """Nothing was on its way."""
