@@ -51,10 +51,23 @@ def save(folder: Path, kind: str, num_versions: int = 2) -> list[tuple[str, PreT
     return [(str(path), save_qwen3(path, kind, seed)) for seed, path in enumerate(paths)]
 
 
-def from_disk(path: str, num_ranks: int) -> Answers:
+def served(checkpoint: str) -> str:
+    """`checkpoint` under the one path by which every vLLM of a test knows its model.
+
+    vLLM compiles once for each path, and its compiler times kernels to choose among them: two that
+    were compiled apart may differ in the last bit of a float, and some tokens later in a word.
+    """
+    link = Path(checkpoint).parent / "served"
+    link.unlink(missing_ok=True)
+    link.symlink_to(checkpoint, target_is_directory=True)
+    return str(link)
+
+
+def from_disk(checkpoint: str, num_ranks: int) -> Answers:
     """Of a vLLM of its own; it has ended when this returns, and its memory is free."""
-    answers = Path(path) / "answers.json"
-    command = [sys.executable, "-m", "tests.gpu.vllm_from_disk", path, str(num_ranks), str(answers)]
+    answers = Path(checkpoint) / "answers.json"
+    model = served(checkpoint)
+    command = [sys.executable, "-m", "tests.gpu.vllm_from_disk", model, str(num_ranks), str(answers)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(answers.read_text())
@@ -86,7 +99,7 @@ def test_one_rank_written_live_and_by_reload(
     (path, first), (other, second) = save(tmp_path, "tied")
     expected, later = from_disk(path, 1), from_disk(other, 1)
     assert expected != later
-    rig = open_rig(path, 1)
+    rig = open_rig(served(path), 1)
     rig.connect(first)
     assert_live(rig)
     addresses = rig.addresses()
@@ -114,7 +127,7 @@ def test_ranks_of_their_own(open_rig: Open, tmp_path: Path, num_ranks: int) -> N
         pytest.skip(f"needs {num_ranks} GPUs")
     (path, first), (other, second) = save(tmp_path, "untied")
     later = from_disk(other, num_ranks)
-    rig = open_rig(path, num_ranks)
+    rig = open_rig(served(path), num_ranks)
     rig.connect(first)
     assert_live(rig)
     addresses = rig.addresses()
@@ -128,7 +141,7 @@ def test_ranks_of_their_own(open_rig: Open, tmp_path: Path, num_ranks: int) -> N
 def test_experts(open_rig: Open, tmp_path: Path) -> None:
     (path, first), (other, second) = save(tmp_path, "moe")
     later = from_disk(other, 1)
-    rig = open_rig(path, 1)
+    rig = open_rig(served(path), 1)
     rig.connect(first)
     assert_live(rig)
     addresses = rig.addresses()
