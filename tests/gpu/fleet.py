@@ -113,8 +113,22 @@ def spawn(
     visible: Sequence[str] = (),
 ) -> Any:
     """An actor on bundle `gpu`, with a `share` of its GPU; with none, it sees the `visible` ones."""
-    strategy = PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=gpu)
-    options = {"num_cpus": 0, "num_gpus": share, "max_restarts": 0, "scheduling_strategy": strategy}
+    options = {"num_cpus": 0, "num_gpus": share, "max_restarts": 0, "scheduling_strategy": _at(bundles, gpu)}
     if visible:
         options["runtime_env"] = {"env_vars": {"CUDA_VISIBLE_DEVICES": ",".join(visible)}}
     return ray.remote(cls).options(**options).remote(*args)
+
+
+def visible_devices(bundles: PlacementGroup, gpus: Sequence[int]) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES says on each of these bundles."""
+    asked = [_visible.options(scheduling_strategy=_at(bundles, gpu)).remote() for gpu in gpus]
+    return ray.get(asked, timeout=60)
+
+
+@ray.remote(num_cpus=0, num_gpus=0.01)
+def _visible() -> str:
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+def _at(bundles: PlacementGroup, gpu: int) -> PlacementGroupSchedulingStrategy:
+    return PlacementGroupSchedulingStrategy(bundles, placement_group_bundle_index=gpu)

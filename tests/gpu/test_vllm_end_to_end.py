@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from tests.gpu.fleet import Trainer, VllmEngine, spawn
+from tests.gpu.fleet import Trainer, VllmEngine, spawn, visible_devices
 from tests.gpu.test_vllm import assert_same, from_disk, served
 from tests.gpu.vllm_models import save_qwen3
 from weightsync import SyncConfig, WeightSync
@@ -40,6 +39,7 @@ CASES = {
     "same_gpu": Case("tied", (0,), (0,)),
     "other_gpu": Case("moe", (0,), (1,)),
     "same_two_gpus": Case("untied", (0, 1), (0, 1)),
+    "other_two_gpus": Case("untied", (0, 1), (2, 3)),
 }
 
 
@@ -61,13 +61,12 @@ class Fleet:
             spawn(Trainer, bundles, gpu, path, rank, num_trainers, "bfloat16", "device")
             for rank, gpu in enumerate(case.trainer_gpus)
         ]
-        gpus = [t.__ray_call__.remote(lambda _: os.environ["CUDA_VISIBLE_DEVICES"]) for t in self.trainers]
-        visible = ray.get(gpus)
         joined = [trainer.join.remote(str(folder / "meeting")) for trainer in self.trainers]
         arguments = (path, "e0", self.num_ranks)
         if self.num_ranks == 1:
             self.engine = spawn(VllmEngine, bundles, case.engine_gpus[0], *arguments)
-        else:  # further ranks are vLLM's own processes, so that one actor has to see all GPUs
+        else:  # further ranks are vLLM's own processes, so that one actor has to see all its GPUs
+            visible = visible_devices(bundles, case.engine_gpus)
             self.engine = spawn(VllmEngine, bundles, 0, *arguments, share=0, visible=visible)
         ray.get([*joined, self.engine.info.remote()], timeout=200)
 
