@@ -39,7 +39,7 @@ setup(
         "cuda13": ["cupy-cuda13x>=14"],
         "vllm": ["vllm>=0.24"],
         "sglang": ["sglang>=0.5.17"],
-        "rdma": ["mooncake-transfer-engine>=0.3.13"],
+        "mooncake": ["mooncake-transfer-engine>=0.3.13"],
         "dev": [
             "pytest>=8",
             "pytest-timeout>=2.3",

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from actors.seat import Seat
 from weightsync.engines import Rollout, choose_engine, make_engine
+from weightsync.faults import arm, strike
 
 if TYPE_CHECKING:
     from weightsync.buffers import Attached
+    from weightsync.faults import Fault
     from weightsync.feed import FeedTicket
     from weightsync.plan import Plan, RankLayout
     from weightsync.verify import Digests
@@ -67,6 +69,7 @@ class EngineActor:
 
     async def sync_pause(self, mode: str, timeout_s: float) -> None:
         """See `Engine.pause`."""
+        strike("pause")
         await asyncio.to_thread(self._engine.pause, mode, timeout_s)
 
     async def sync_load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
@@ -75,7 +78,23 @@ class EngineActor:
 
     async def sync_resume(self, version: int) -> None:
         """See `Engine.resume`."""
+        strike("commit", version=version)
         await asyncio.to_thread(self._engine.resume, version)
+
+    async def sync_serving(self) -> int:
+        """See `Engine.serving`."""
+        return self._engine.serving()
+
+    async def sync_watch(self) -> None:
+        """Ends with this process: Ray fails a call that waits in it as soon as it is gone."""
+        await asyncio.Event().wait()
+
+    async def sync_arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+        """See `weightsync.faults.arm`."""
+        arm(who, faults, seed)
+
+    async def sync_ping(self) -> None:
+        """An answer, while this process is able to give one."""
 
     async def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
         """Complete token-id prompts; see `Engine.generate`."""

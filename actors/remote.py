@@ -13,10 +13,14 @@ from weightsync.errors import ConfigError, PeerError, PeerLostError, WeightSyncE
 
 if TYPE_CHECKING:
     from weightsync.buffers import Attached, Export
+    from weightsync.faults import Fault
     from weightsync.feed import FeedTicket
     from weightsync.holder import Group, Prepared
+    from weightsync.keeper import Share
     from weightsync.memory import BufferHandle
     from weightsync.plan import Plan, RankLayout
+    from weightsync.readers import Offer
+    from weightsync.refill import Kept, Refilled
     from weightsync.verify import Digests
 
 __all__ = ["RemoteEngine", "RemoteHolder", "RemoteTrainer", "answer"]
@@ -49,6 +53,10 @@ def _cause(text: str) -> str:
 class _Remote:
     def __init__(self, name: str, handle: ActorHandle[Any]) -> None:
         self.name, self.handle = name, handle
+
+    async def arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+        """See `weightsync.faults.arm`."""
+        await self._call("sync_arm", who, faults, seed)
 
     async def _call(self, method: str, *args: object) -> Any:  # noqa: ANN401 (whatever the actor returns)
         try:
@@ -104,12 +112,23 @@ class RemoteEngine(_Remote):
     async def resume(self, version: int) -> None:
         await self._call("sync_resume", version)
 
+    async def serving(self) -> int:
+        version: int = await self._call("sync_serving")
+        return version
+
+    async def watch(self) -> None:
+        await self._call("sync_watch")
+
+    async def ping(self) -> None:
+        await self._call("sync_ping")
+
 
 class RemoteHolder(_Remote):
     """A HolderPeer."""
 
-    async def ready(self) -> None:
-        await self._call("ready")
+    async def ready(self) -> tuple[str, str]:
+        identity: tuple[str, str] = await self._call("ready")
+        return identity
 
     async def prepare(self, plan: Plan, index: int, source: str) -> Prepared:
         prepared: Prepared = await self._call("prepare", plan, index, source)
@@ -131,5 +150,43 @@ class RemoteHolder(_Remote):
     async def abort(self, cause: str) -> None:
         await self._call("abort", cause)
 
+    async def adopt(self, plan: Plan, engine: str) -> FeedTicket:
+        ticket: FeedTicket = await self._call("adopt", plan, engine)
+        return ticket
+
+    async def link(self, engine: Export | None) -> None:
+        await self._call("link", engine)
+
     async def drop_engine(self) -> None:
         await self._call("drop_engine")
+
+    async def lend(self, protocol: str, rdma_device: str) -> None:
+        await self._call("lend", protocol, rdma_device)
+
+    async def keep(
+        self, version: int, layout: str, expected: Digests, protocol: str, rdma_device: str
+    ) -> Offer:
+        offer: Offer = await self._call("keep", version, layout, expected, protocol, rdma_device)
+        return offer
+
+    async def mirror(
+        self, share: Share, nbytes: int, protocol: str, rdma_device: str, timeout_s: float
+    ) -> Offer:
+        mirrored: Offer = await self._call("mirror", share, nbytes, protocol, rdma_device, timeout_s)
+        return mirrored
+
+    async def kept(self) -> list[Share]:
+        shares: list[Share] = await self._call("kept")
+        return shares
+
+    async def refill(
+        self, attempt: int, kept: Kept, direct: bool, timeout_s: float, limit_s: float
+    ) -> Refilled:
+        refilled: Refilled = await self._call("refill", attempt, kept, direct, timeout_s, limit_s)
+        return refilled
+
+    async def stop_refill(self, cause: str) -> None:
+        await self._call("stop_refill", cause)
+
+    async def watch(self) -> None:
+        await self._call("watch")

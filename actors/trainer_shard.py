@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from actors.seat import Seat
 from weightsync.errors import StateError
+from weightsync.faults import arm, strike
 from weightsync.sources.module import ModuleSource
 
 if TYPE_CHECKING:
     from weightsync.buffers import Attached
+    from weightsync.faults import Fault
     from weightsync.memory import BufferHandle
     from weightsync.plan import Plan, RankLayout
     from weightsync.verify import Digests
@@ -64,4 +66,9 @@ class TrainerShard:
     def sync_publish(self) -> Digests:
         """Hand this rank's share to its holder: a copy, or, on a GPU, the memory as it is."""
         assert self._source is not None
+        strike("publish")
         return self._source.publish()
+
+    def sync_arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+        """See `weightsync.faults.arm`."""
+        arm(who, faults, seed)

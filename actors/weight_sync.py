@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import ray
 from ray.actor import ActorHandle
 
-from actors.remote import RemoteEngine, RemoteHolder, RemoteTrainer
-from actors.seat import Seat, seat_everybody
-from actors.weight_holder import spawn_holder
+from actors.detached import run_prefix
+from actors.membership import Membership
+from actors.remote import RemoteEngine
 from weightsync.config import SyncConfig
 from weightsync.controller import Controller
 from weightsync.deadline import gather_named
-from weightsync.errors import ConfigError, StateError, WeightSyncError, nearest
-from weightsync.peers import EngineSeat, Fleet
+from weightsync.errors import ConfigError, DeadlineError, PlanError, StateError, WeightSyncError, nearest
+from weightsync.healer import Healer
+from weightsync.peers import Fleet
 from weightsync.plan import Plan
-from weightsync.report import SyncReport
-from weightsync.states import EngineRecord, EngineState
+from weightsync.report import HealReport, SyncReport
+from weightsync.states import EngineState
+
+if TYPE_CHECKING:
+    from weightsync.faults import FaultPlan
 
 __all__ = ["WeightSync"]
 
 T = TypeVar("T")
+
+_POLL_S = 0.02
 
 
 class WeightSync:
@@ -45,16 +51,28 @@ class WeightSync:
     Errors are those of `weightsync.errors`.
     """
 
-    def __init__(self, config: SyncConfig | None = None) -> None:
+    def __init__(self, config: SyncConfig | None = None, *, name: str | None = None) -> None:
+        """With a `name`, the holders outlive this process, until `close`.
+
+        They are detached actors ``weightsync/<name>/<node>/<device>`` in Ray's namespace
+        ``weightsync``. If this driver dies, one that is given the same name, trainers and engines
+        finds them: `connect` then takes their committed version over. One driver at a time may use a
+        name. Raises ConfigError for a setting, or a name, that is not valid.
+        """
         if not isinstance(config, SyncConfig | None):
             raise ConfigError("config", config, "give a SyncConfig, or SyncConfig.from_dict(…)")
+        if name is not None:
+            run_prefix(name)
+        self.name = name
         self.config = config or SyncConfig()
-        self._trainers: list[ActorHandle[Any]] = []
-        self._engines: dict[str, ActorHandle[Any]] = {}
-        self._holders: dict[tuple[str, str], RemoteHolder] = {}
-        self._transport = ""
         self._fleet = Fleet([], {}, [])
         self._controller = Controller(self.config, self._fleet)
+        self._members = members = Membership(self.config, self._fleet, self._controller, name)
+        self._healer = Healer(
+            self.config, self._fleet, self._controller, members.respawn, members.can_respawn
+        )
+        self._faults: FaultPlan | None = None
+        self._armed: set[int] = set()
         self._lock = threading.Lock()
         self._last: Future[Any] = Future()
         self._last.set_result(None)
@@ -67,18 +85,30 @@ class WeightSync:
         """All trainer ranks, in rank order. Raises ConfigError when there are none."""
         if not handles:
             raise ConfigError("trainers", list(handles), "give at least one actor handle")
-        self._trainers = list(handles)
+        self._members.trainers = list(handles)
         self._controller.connected = False
 
-    def register_engines(self, handles: Mapping[str, ActorHandle[Any]]) -> None:
-        """All engines, by the names that reports use. Raises ConfigError when there are none."""
+    def register_engines(
+        self,
+        handles: Mapping[str, ActorHandle[Any]],
+        respawn: Callable[[str], ActorHandle[Any]] | None = None,
+    ) -> None:
+        """All engines, by the names that reports use. Raises ConfigError when there are none.
+
+        `respawn` starts another actor for the engine of that name, with dummy weights, on the same
+        resources; engines whose process is gone are brought back with it.
+        """
         if not handles:
             raise ConfigError("engines", dict(handles), "give at least one actor handle")
-        self._engines = dict(handles)
+        self._members.engines, self._members.respawner = dict(handles), respawn
         self._controller.connected = False
 
     def connect(self) -> None:
         """Start holders, make the plan, open and use every path once.
+
+        With a `name`, holders that an earlier driver left are taken over. `version` is then the newest
+        that an engine serves or that they keep whole; engines that serve another, or none, are filled
+        with it from the holders if they keep it, else by the next update.
 
         Raises:
             PlanError: the trainers' tensors are not what the engines need; names the tensor.
@@ -106,6 +136,48 @@ class WeightSync:
     def engine_states(self) -> dict[str, EngineState]:
         """The state of each engine."""
         return {name: seat.record.state for name, seat in self._fleet.engines.items()}
+
+    def serving(self) -> dict[str, ActorHandle[Any]]:
+        """The engines that serve a committed version: whom to hand a request."""
+        serves = (EngineState.SERVING, EngineState.PAUSED)
+        seats = self._fleet.engines
+        return {
+            name: handle
+            for name, handle in self._members.engines.items()
+            if name in seats and seats[name].record.version and seats[name].record.state in serves
+        }
+
+    @property
+    def heals(self) -> tuple[HealReport, ...]:
+        """Every engine that failed and came back, in the order of their return."""
+        return tuple(self._healer.heals)
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until no engine is being healed, and holders and mirrors keep the committed version.
+
+        Raises DeadlineError, which names the engines that are not.
+        """
+        deadline = time.monotonic() + timeout_s
+
+        async def settled() -> None:
+            while (busy := self._healer.busy()) and time.monotonic() < deadline:
+                await asyncio.sleep(_POLL_S)
+            if busy:
+                raise DeadlineError("heal", [f"engine {name}" for name in busy], timeout_s)
+            await self._controller.keeping.settled()
+
+        asyncio.run_coroutine_threadsafe(settled(), self._loop).result()
+
+    def inject(self, plan: FaultPlan) -> None:
+        """Have faults happen to this fleet, each when its version is made: see `weightsync.testing`.
+
+        Raises ConfigError for a fault of somebody who does not take part; StateError before `connect`.
+        """
+        if self._controller.plan is None:
+            raise StateError("connect() has to come before inject()")
+        plan.check_who(self._members.who())
+        self._faults, self._armed = plan, set()
+        self._submit(lambda: self._members.arm(plan, 0)).result()
 
     def update_weights(self, version: int) -> SyncReport:
         """Publish, pause, move, verify, commit, resume; returns when it is served.
@@ -142,7 +214,7 @@ class WeightSync:
     def remove_engine(self, name: str) -> None:
         """Let an engine go. Its actor is not touched. Raises ConfigError for the last one."""
         self._known(name)
-        if len(self._engines) == 1:
+        if len(self._members.engines) == 1:
             raise ConfigError("engine", name, "it is the last one: close() instead")
         self._submit(lambda: self._part(name)).result()
 
@@ -155,12 +227,14 @@ class WeightSync:
         return self._submit(lambda: self._heal(name)).result()
 
     def close(self) -> None:
-        """End the holders and the thread. Engines and trainers are the caller's. Safe to call twice."""
+        """End the holders, named ones too, and the thread. Engines and trainers are the caller's.
+
+        Safe to call twice.
+        """
         if self._closed:
             return
         self._closed = True
-        for holder in self._holders.values():
-            ray.kill(holder.handle)
+        self._members.close()
         asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -174,113 +248,65 @@ class WeightSync:
     ) -> None:
         self.close()
 
-    async def _update(self, version: int, held: Future[None]) -> SyncReport:
-        await self._reconnect()
-        return await self._controller.update(version, lambda: held.set_result(None))
+    async def _connect(self) -> None:
+        async with self._controller.alone():
+            await self._members.connect()
+            found_any = self.name is not None and not self._controller.version
+            stale = await self._controller.restore() if found_any else []
+        if self._controller.refillable:
+            refills = (self._controller.refill(name) for name in stale)
+            for error in await asyncio.gather(*refills, return_exceptions=True):
+                # Who failed is healed, or takes the next version.
+                if isinstance(error, BaseException) and not isinstance(error, WeightSyncError):
+                    raise error
 
-    async def _reconnect(self) -> None:
-        """Connect again when a member was lost or exchanged since."""
-        if not self._controller.connected and self._controller.plan is not None:
-            await self._connect()
+    async def _update(self, version: int, held: Future[None]) -> SyncReport:
+        async with self._controller.alone():
+            await self._members.reconnect()
+            if self._faults and version not in self._armed:
+                self._armed.add(version)
+                await self._members.arm(self._faults, version)
+            return await self._controller.update(version, lambda: held.set_result(None))
 
     async def _heal(self, name: str) -> SyncReport:
-        await self._reconnect()
         if self.engine_states()[name] is EngineState.DEAD:
             raise StateError(f"engine {name} is dead: bring another with add_engine()")
+        await self._controller.adopt(name)
         return await self._controller.refill(name)
 
     async def _join(self, name: str, handle: ActorHandle[Any]) -> SyncReport | None:
-        if name in self._engines and await self._is_alive(name):
-            raise ConfigError("engine", name, f"choose a name other than {', '.join(self._engines)}")
-        before = dict(self._engines)
-        self._fleet.engines.pop(name, None)
-        self._engines[name] = handle
+        if name in self._members.engines and await self._is_alive(name):
+            raise ConfigError("engine", name, f"choose a name other than {', '.join(self._members.engines)}")
+        before = self._members.engines.pop(name, None), self._fleet.engines.pop(name, None)
+        self._healer.forget(name)
         try:
-            await self._connect()
+            await self._members.take_seat(name, handle)
+            try:
+                await self._controller.adopt(name)
+            except PlanError:  # unlike all others: the plan has to have a place for it
+                async with self._controller.alone():
+                    await self._members.connect()
             return await self._controller.refill(name) if self._controller.refillable else None
         except WeightSyncError:
-            self._engines = {other: known for other, known in before.items() if other != name}
+            self._members.engines.pop(name, None)
             self._fleet.engines.pop(name, None)
-            self._controller.connected = False
+            if before[0] is not None and before[1] is not None:
+                self._members.engines[name], self._fleet.engines[name] = before[0], before[1]
             raise
+
+    async def _part(self, name: str) -> None:
+        self._healer.forget(name)
+        await self._members.part(name)
 
     async def _is_alive(self, name: str) -> bool:
         if self.engine_states().get(name) is EngineState.DEAD:
             return False
-        ping = {name: RemoteEngine(f"engine {name}", self._engines[name]).seats()}
+        ping = {name: RemoteEngine(f"engine {name}", self._members.engines[name]).seats()}
         return not (await gather_named(ping, "ping", self.config.timeout_s)).failures
 
-    async def _part(self, name: str) -> None:
-        del self._engines[name]
-        await self._connect()
-
-    async def _connect(self) -> None:
-        await self._seat()
-        await self._controller.connect()
-
-    async def _seat(self) -> None:
-        """Ask everybody where they sit, and start a holder on every seat that has none."""
-        if not self._trainers or not self._engines:
-            raise StateError("register_trainers() and register_engines() have to come before connect()")
-        known = {name: seat.record for name, seat in self._fleet.engines.items()}
-        records = {name: known.get(name, EngineRecord()) for name in self._engines}
-        trainers = {f"trainer {i}": RemoteTrainer(f"trainer {i}", h) for i, h in enumerate(self._trainers)}
-        engines = {name: RemoteEngine(f"engine {name}", h) for name, h in self._engines.items()}
-        asked = {
-            f"engine {name}": engine.seats()
-            for name, engine in engines.items()
-            if records[name].state is not EngineState.DEAD
-        }
-        # Engines take long to start, but those that were connected before should answer at once.
-        again = known.keys() >= self._engines.keys()
-        timeout_s = self.config.timeout_s if again else self.config.connect_timeout_s
-        trainer_seats, engine_seats = await asyncio.gather(
-            gather_named({name: trainer.seat() for name, trainer in trainers.items()}, "start", timeout_s),
-            gather_named(asked, "start", timeout_s),
-        )
-        for name, error in engine_seats.failures.items():
-            bare = name.removeprefix("engine ")
-            if bare not in known or not engine_seats.answers:
-                raise error
-            records[bare].enter(EngineState.DEAD)
-        seating = seat_everybody(trainer_seats.require(), engine_seats.answers)
-        await self._start_holders(seating.seats)
-        self._fleet.holders[:] = [self._holders[seat.key] for seat in seating.seats]
-        self._fleet.trainers[:] = [(t, seating.holder_of[name][0]) for name, t in trainers.items()]
-        self._fleet.engines.clear()
-        for name, engine in engines.items():
-            holders = seating.holder_of.get(f"engine {name}", ())
-            self._fleet.engines[name] = EngineSeat(engine, holders, records[name])
-
-    async def _start_holders(self, seats: Sequence[Seat]) -> None:
-        # Who has lost its engine may have its memory mapped, which the next one on that GPU needs.
-        for key in self._holders.keys() - {seat.key for seat in seats}:
-            ray.kill(self._holders.pop(key).handle)
-        running = {f"holder on {seat.device}": seat for seat in seats if seat.key in self._holders}
-        pings = {name: self._holders[seat.key].ready() for name, seat in running.items()}
-        for name in (await gather_named(pings, "ping", self.config.timeout_s)).failures:
-            ray.kill(self._holders.pop(running[name].key).handle)
-        transport = self._choose_transport(seats)
-        if transport != self._transport:
-            self._transport = transport
-            while self._holders:
-                ray.kill(self._holders.popitem()[1].handle)
-        for index, seat in enumerate(seats):
-            if seat.key not in self._holders:
-                name = f"holder {index}"
-                self._holders[seat.key] = RemoteHolder(name, spawn_holder(name, seat, transport))
-
-    def _choose_transport(self, seats: Sequence[Seat]) -> str:
-        slots = [seat.device for seat in seats if not seat.gpu]
-        if self.config.transport == "nccl" and slots:
-            raise ConfigError("sync.transport", "nccl", f"{slots[0]} has no GPU: give auto")
-        if self.config.transport != "auto":
-            return self.config.transport
-        return "gloo" if slots else "nccl"
-
     def _known(self, name: str) -> None:
-        if name not in self._engines:
-            raise ConfigError("engine", name, nearest(name, self._engines))
+        if name not in self._members.engines:
+            raise ConfigError("engine", name, nearest(name, self._members.engines))
 
     def _submit(self, work: Callable[[], Coroutine[object, object, T]]) -> Future[T]:
         """Run `work` on the loop's thread, alone; its future cannot be cancelled half-way."""

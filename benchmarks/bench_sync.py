@@ -37,6 +37,8 @@ from benchmarks import bench_gpu
 from benchmarks.common import environment, print_table, write_json
 from weightsync import SyncConfig, WeightSync
 
+__all__ = ["Trainer", "main", "save_config", "spawn", "start_ray"]
+
 _HIDDEN, _LAYERS = 512, 4
 
 
@@ -94,7 +96,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     where = environment(("torch", "ray", "numpy"))
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env=_runtime_env())
+    start_ray()
     try:
         rows = [
             _measure(int(size * 1e6), args.engines, args.rounds, args.bucket_mib << 20)
@@ -109,15 +111,15 @@ def main() -> None:
 
 def _measure(nbytes: int, num_engines: int, num_rounds: int, bucket_bytes: int) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as directory:
-        _save_config(directory, nbytes)
-        trainer = _spawn(Trainer, directory)
-        engines = {f"e{i}": _spawn(EngineActor, "torch", directory, f"e{i}") for i in range(num_engines)}
+        save_config(directory, nbytes)
+        trainer = spawn(Trainer, directory)
+        engines = {f"e{i}": spawn(EngineActor, "torch", directory, f"e{i}") for i in range(num_engines)}
         with WeightSync(SyncConfig(bucket_bytes=bucket_bytes)) as sync:
             sync.register_trainers([trainer])
             sync.register_engines(engines)
             sync.connect()
             moved = sync.plan.total_nbytes
-            bare = _join([_spawn(Bare) for _ in range(num_engines + 1)], moved)
+            bare = _join([spawn(Bare) for _ in range(num_engines + 1)], moved)
             times: dict[str, list[float]] = {"update": [], "broadcast": [], "copy": []}
             for version in range(1, num_rounds + 3):
                 ray.get(trainer.change.remote())
@@ -148,7 +150,7 @@ def _join(ranks: Sequence[ActorHandle[Any]], nbytes: int) -> Sequence[ActorHandl
     return ranks
 
 
-def _save_config(directory: str, nbytes: int) -> None:
+def save_config(directory: str, nbytes: int) -> None:
     """A Qwen3 of about `nbytes` in float32: a part of it layers, the rest its embedding."""
     from transformers import Qwen3Config
 
@@ -169,13 +171,18 @@ def _save_config(directory: str, nbytes: int) -> None:
     ).save_pretrained(directory)
 
 
-def _spawn(cls: type, *args: object) -> ActorHandle[Any]:
+def spawn(cls: type, *args: object) -> ActorHandle[Any]:
+    """An actor that reserves nothing and is not restarted."""
     return ray.remote(cls).options(num_cpus=0, max_restarts=0).remote(*args)
 
 
-def _runtime_env() -> dict[str, object]:
+def start_ray() -> None:
+    """A cluster of this process's own, one thread an actor."""
     root = str(Path(__file__).parent.parent)
-    return {"env_vars": {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}}
+    env = {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    ray.init(
+        include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env={"env_vars": env}
+    )
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from actors.remote import answer
-from weightsync.deadline import gather_named
+from weightsync.deadline import Outcome, gather_named
 
-__all__ = ["collect"]
+__all__ = ["collect", "gather"]
 
 
 def collect(calls: Mapping[str, Awaitable[Any]], phase: str, timeout_s: float) -> dict[str, Any]:
@@ -20,10 +20,14 @@ def collect(calls: Mapping[str, Awaitable[Any]], phase: str, timeout_s: float) -
             `timeout_s` seconds, DeadlineError otherwise; all name who failed.
     """
 
-    async def wait() -> dict[str, Any]:
-        outcome = await gather_named(
-            {name: answer(name, reference) for name, reference in calls.items()}, phase, timeout_s
-        )
-        return outcome.require()
+    return gather(calls, phase, timeout_s).require()
+
+
+def gather(calls: Mapping[str, Awaitable[Any]], phase: str, timeout_s: float) -> Outcome[Any]:
+    """As `collect`, but what each of `calls` failed with is kept beside the answers of the others."""
+
+    async def wait() -> Outcome[Any]:
+        answers = {name: answer(name, reference) for name, reference in calls.items()}
+        return await gather_named(answers, phase, timeout_s)
 
     return asyncio.run(wait())

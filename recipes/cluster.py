@@ -1,4 +1,4 @@
-"""A Ray cluster of this process's own, for as long as a run takes."""
+"""The Ray cluster of a run: one that is there, or one of this process's own for as long as it takes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["local_cluster"]
+__all__ = ["existing_cluster", "local_cluster"]
 
 OBJECT_STORE_BYTES = 256 << 20  # rollouts and reports only; weights never pass through it
 
 
+def existing_cluster() -> str:
+    """The cluster that ``RAY_ADDRESS`` names, as it does under ``ray job submit``; else nothing."""
+    address = os.environ.get("RAY_ADDRESS", "")
+    return "" if address == "local" else address
+
+
 @contextmanager
 def local_cluster(logs: Path, *, threads_per_actor: int) -> Iterator[None]:
-    """Start Ray on this host, and end it whatever happens inside.
+    """Start Ray on this host, and end it whatever happens inside; or take part in `existing_cluster`.
 
     Nothing that actors print reaches the terminal; it lies in `logs` afterwards. Import Ray only
     inside: it reads its credentials as it is imported.
@@ -26,22 +32,22 @@ def local_cluster(logs: Path, *, threads_per_actor: int) -> Iterator[None]:
     with _environment(_quiet() | _credentials()):
         import ray
 
-        session = None
+        session, job = None, ""
+        own = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
         try:
             context = ray.init(
-                address="local",
-                include_dashboard=False,
+                address=existing_cluster() or "local",
                 log_to_driver=False,
                 logging_level=logging.ERROR,
-                object_store_memory=OBJECT_STORE_BYTES,
                 runtime_env={"env_vars": _actor_environment(threads_per_actor)},
+                **({} if existing_cluster() else own),
             )
-            session = Path(context.address_info["session_dir"])
+            session, job = Path(context.address_info["session_dir"]), ray.get_runtime_context().get_job_id()
             yield
         finally:
             ray.shutdown()
             if session:
-                _keep_logs(session / "logs", logs)
+                _keep_logs(session / "logs", job, logs)
 
 
 def _quiet() -> dict[str, str]:
@@ -54,7 +60,7 @@ def _credentials() -> dict[str, str]:
     Left to itself, ``ray.init`` writes one to the home folder, and every later ``ray job submit``
     of a shell that does not know of it is refused.
     """
-    if "RAY_AUTH_MODE" in os.environ or "ray" in sys.modules:
+    if existing_cluster() or "RAY_AUTH_MODE" in os.environ or "ray" in sys.modules:
         return {}
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
@@ -82,8 +88,9 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _keep_logs(session: Path, logs: Path) -> None:
+def _keep_logs(session: Path, job: str, logs: Path) -> None:
+    """What this job's actors on this host wrote."""
     logs.mkdir(parents=True, exist_ok=True)
-    for source in sorted(session.glob("worker-*.[oe][ur][tr]")):
+    for source in sorted(session.glob(f"worker-*-{job}-*.[oe][ur][tr]")):
         if source.stat().st_size:
             shutil.copy(source, logs)

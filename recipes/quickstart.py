@@ -8,103 +8,151 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import ray
 from transformers.utils.logging import disable_progress_bar
 
+from actors.detached import end_all
 from actors.engine import EngineActor
 from recipes.calls import collect
 from recipes.grpo import Group
 from recipes.model import build_checkpoint
 from recipes.recipe import Recipe
+from recipes.rollouts import roll_out
 from recipes.run_report import RunReport, StepRow
 from recipes.screen import Screen
-from recipes.task import Problem, ProblemSampler, reward
+from recipes.survival import actor_options, find_actors, read_back, take_trainers
+from recipes.task import ProblemSampler
 from recipes.trainer import GrpoTrainer
-from weightsync import WeightSync
+from weightsync import SyncReport, WeightSync, WeightSyncError
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
+
+    from weightsync.faults import FaultPlan
 
     Actor: TypeAlias = ActorHandle[Any]
 
 __all__ = ["run"]
 
 
-def run(recipe: Recipe, folder: Path, screen: Screen) -> RunReport:
-    """The whole loop; needs a Ray cluster. ``report.json`` is written to `folder` however it ends."""
+def run(recipe: Recipe, folder: Path, screen: Screen, chaos: FaultPlan | None = None) -> RunReport:
+    """The whole loop; needs a Ray cluster. ``report.json`` is written to `folder` however it ends.
+
+    `chaos` is injected as soon as everybody is connected; the run then ends when all are healed.
+
+    With ``resume: true``, the run goes on after the version that an earlier driver, which died, had
+    committed. A step in whose midst it died is done anew. Raises StateError when trainers are gone.
+    """
     loop = recipe.loop
     report = RunReport(name=recipe.name, seed=loop.seed)
-    sync = WeightSync(recipe.sync)
+    healed: list[Mapping[str, object]] = []
+    sync = WeightSync(recipe.sync, name=recipe.name if recipe.resume else None)
     try:
         disable_progress_bar()
+        left = find_actors(recipe)
+        if left:
+            read_back(folder / "report.json", report)
+        report.write(folder / "report.json")
+        healed += report.heals
         with screen.stage("build the model"):
             model = build_checkpoint(folder / "model", recipe.model, seed=loop.seed)
         with screen.stage(f"start {recipe.trainers.count} trainers and {len(recipe.engine_specs)} engines"):
-            engines = _start_engines(recipe, model)
-            trainers = _start_trainers(recipe, model)
+            start = partial(_start_engine, recipe, model)
+            engines = {name: left.get(f"engine {name}") or start(name) for name in recipe.engine_specs}
+            trainers = take_trainers(left, recipe) or _start_trainers(recipe, model)
             infos = {name: engine.info.remote() for name, engine in engines.items()}
             report.engines = collect(infos, "start", recipe.sync.connect_timeout_s)
         for name, info in report.engines.items():
             screen.line(f"engine {name}: {info['kind']} ({info['why']})")
         with screen.stage("connect"):
             sync.register_trainers(list(trainers.values()))
-            sync.register_engines(engines)
+            sync.register_engines(engines, respawn=start)
             sync.connect()
+        if chaos is not None:
+            sync.inject(chaos)
         screen.line(str(sync.plan.explain()))
-        screen.line(str(sync.update_weights(version=1)))
+        if left:
+            served_by = ", ".join(sync.serving()) or "nobody"
+            screen.line(f"taken over from a driver that died: version {sync.version}, served by {served_by}")
+        if not sync.serving():
+            last = max([sync.version, *(row.version for row in report.steps)])
+            screen.line(str(sync.update_weights(version=last + 1)))
+        report.steps = [row for row in report.steps if row.version <= sync.version]
 
         problems, seeds = ProblemSampler(loop.seed), random.Random(loop.seed)
-        for step in range(1, loop.steps + 1):
-            groups, versions = _roll_out(problems.sample(loop.prompts_per_step), engines, recipe, seeds)
-            _train(groups, trainers, recipe)
-            update = sync.update_weights(version=step + 1)
+        for _ in range(1, sync.version):  # what was drawn for the steps that are done
+            problems.sample(loop.prompts_per_step)
+            for _ in engines:
+                seeds.getrandbits(32)
+        for step in range(sync.version, loop.steps + 1):
+            prompts = problems.sample(loop.prompts_per_step)
+            rollouts = roll_out(prompts, sync.serving, loop, seeds, recipe.sync.timeout_s)
+            for error in rollouts.lost.values():
+                screen.line(f"{error}; others took over its prompts")
+            _train(rollouts.groups, trainers, recipe)
+            update = _update(sync, step + 1, recipe, screen)
             row = StepRow(
                 step=step,
                 version=update.version,
-                reward=_mean_reward(groups),
+                reward=_mean_reward(rollouts.groups),
                 sync_seconds=update.seconds,
                 bytes=update.nbytes,
                 verified=update.verified,
                 engines=dict(update.engines),
-                rollout_versions=versions,
+                rollout_versions=rollouts.versions,
             )
             report.steps.append(row)
+            report.heals = [*healed, *(heal.to_dict() for heal in sync.heals)]
             report.write(folder / "report.json")
             screen.step(row, loop.steps)
+        if chaos is not None:
+            with screen.stage("heal"):
+                sync.settle(recipe.sync.connect_timeout_s)
         report.status = "done" if report.final_reward >= loop.target_reward else "below target"
-        screen.summary(report, loop.target_reward)
+        screen.summary(report, loop.target_reward, sync.heals)
         screen.line(f"report: {folder / 'report.json'}")
     finally:
         if report.status == "running":
             report.status = "failed"
+        report.heals = [*healed, *(heal.to_dict() for heal in sync.heals)]
         report.write(folder / "report.json")
         sync.close()
+        if recipe.resume:
+            end_all(recipe.name)
     return report
 
 
-def _start_engines(recipe: Recipe, model: Path) -> dict[str, Actor]:
-    actor = ray.remote(EngineActor).options(num_cpus=0, max_restarts=0)
-    return {
-        name: actor.remote(
-            spec.kind,
-            str(model),
-            name,
-            {"tensor_parallel_size": spec.tensor_parallel_size},
-            _slot(recipe, index),
-        )
-        for index, (name, spec) in enumerate(recipe.engine_specs.items())
-    }
+def _update(sync: WeightSync, version: int, recipe: Recipe, screen: Screen) -> SyncReport:
+    """One update; what too few engines took is tried once more when they are healed."""
+    try:
+        return sync.update_weights(version)
+    except WeightSyncError as error:
+        screen.line(f"version {version} did not commit: {error}")
+        sync.settle(recipe.sync.connect_timeout_s)
+        return sync.update_weights(version)
+
+
+def _start_engine(recipe: Recipe, model: Path, name: str) -> Actor:
+    spec = recipe.engine_specs[name]
+    actor = ray.remote(EngineActor).options(**actor_options(recipe, f"engine {name}"))
+    options = {"tensor_parallel_size": spec.tensor_parallel_size}
+    slot = _slot(recipe, list(recipe.engine_specs).index(name))
+    engine: Actor = actor.remote(spec.kind, str(model), name, options, slot)
+    return engine
 
 
 def _start_trainers(recipe: Recipe, model: Path) -> dict[str, Actor]:
-    actor = ray.remote(GrpoTrainer).options(num_cpus=0, max_restarts=0)
+    actor = ray.remote(GrpoTrainer)
     count, timeout_s = recipe.trainers.count, recipe.sync.connect_timeout_s
     trainers = {
-        f"trainer {rank}": actor.remote(rank, count, str(model), recipe.loop, _slot(recipe, rank))
-        for rank in range(count)
+        who: actor.options(**actor_options(recipe, who)).remote(
+            rank, count, str(model), recipe.loop, _slot(recipe, rank)
+        )
+        for rank, who in enumerate(f"trainer {rank}" for rank in range(count))
     }
     (port,) = collect({"trainer 0": trainers["trainer 0"].listen.remote()}, "listen", timeout_s).values()
     collect({name: trainer.join.remote(port) for name, trainer in trainers.items()}, "join", timeout_s)
@@ -113,31 +161,6 @@ def _start_trainers(recipe: Recipe, model: Path) -> dict[str, Actor]:
 
 def _slot(recipe: Recipe, index: int) -> str | None:
     return str(index) if recipe.placement == "colocated" else None
-
-
-def _roll_out(
-    problems: Sequence[Problem], engines: Mapping[str, Actor], recipe: Recipe, seeds: random.Random
-) -> tuple[list[Group], list[int]]:
-    """A group of completions for each problem, shared out among the engines; and who made them.
-
-    Each call has a seed of its own: engines that share one would explore the same way.
-    """
-    size = recipe.loop.group_size
-    shares = {name: problems[i :: len(engines)] for i, name in enumerate(engines)}
-    calls = {
-        name: engine.generate.remote(
-            [problem.prompt for problem in shares[name] for _ in range(size)],
-            {"max_tokens": 1, "temperature": recipe.loop.temperature, "seed": seeds.getrandbits(32)},
-        )
-        for name, engine in engines.items()
-    }
-    groups, versions = [], set()
-    for name, rollout in collect(calls, "generate", recipe.sync.timeout_s).items():
-        versions.add(rollout.version)
-        for index, problem in enumerate(shares[name]):
-            tokens = rollout.tokens[index * size : (index + 1) * size]
-            groups.append(Group(problem.prompt, tokens, [reward(problem, done) for done in tokens]))
-    return groups, sorted(versions)
 
 
 def _train(groups: Sequence[Group], trainers: Mapping[str, Actor], recipe: Recipe) -> None:

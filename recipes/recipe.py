@@ -125,7 +125,8 @@ class Recipe:
     """One run, all of it on this host.
 
     `placement` says who shares a holder: ``colocated`` pairs the i-th trainer with the i-th engine,
-    ``disaggregated`` gives everybody one of its own.
+    ``disaggregated`` gives everybody one of its own. `resume` takes over the engines and holders that
+    the dead driver of an earlier run of the same name left.
     """
 
     name: str
@@ -135,6 +136,7 @@ class Recipe:
     placement: Literal["colocated", "disaggregated"] = "colocated"
     sync: SyncConfig = field(default_factory=SyncConfig)
     loop: LoopSpec = field(default_factory=LoopSpec)
+    resume: bool = False
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name or self.name.startswith("."):
@@ -160,6 +162,18 @@ class Recipe:
     def engine_specs(self) -> dict[str, EngineSpec]:
         """``main-0``, ``main-1``, … with the group that each belongs to."""
         return {f"{group}-{i}": spec for group, spec in self.engines.items() for i in range(spec.count)}
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Every process of the run, as a fault plan names it."""
+        num_trainers, num_engines = self.trainers.count, len(self.engine_specs)
+        apart = self.placement == "disaggregated"
+        num_holders = num_trainers + num_engines if apart else max(num_trainers, num_engines)
+        return (
+            *(f"trainer {i}" for i in range(num_trainers)),
+            *(f"engine {name}" for name in self.engine_specs),
+            *(f"holder {i}" for i in range(num_holders)),
+        )
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -40,7 +40,12 @@ class StepRow:
 
 @dataclass(kw_only=True)
 class RunReport:
-    """Filled while the run goes on; :meth:`write` may be called at any time."""
+    """Filled while the run goes on; :meth:`write` may be called at any time.
+
+    Attributes:
+        engines: what each said of itself as it was first started.
+        heals: of each healed engine, :meth:`weightsync.report.HealReport.to_dict`.
+    """
 
     name: str
     seed: int
@@ -49,7 +54,7 @@ class RunReport:
     packages: dict[str, str] = field(default_factory=lambda: _packages(PACKAGES))
     engines: dict[str, Mapping[str, object]] = field(default_factory=dict)
     steps: list[StepRow] = field(default_factory=list)
-    heals: list[object] = field(default_factory=list)
+    heals: list[Mapping[str, object]] = field(default_factory=list)
     status: str = "running"
 
     @property

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from recipes.run_report import RunReport, StepRow
+
+if TYPE_CHECKING:
+    from weightsync.report import HealReport
 
 __all__ = ["Screen"]
 
@@ -44,8 +48,8 @@ class Screen:
             f"  sync {row.sync_seconds * 1e3:4.0f} ms  {proof}"
         )
 
-    def summary(self, report: RunReport, target: float) -> None:
-        """The table at the end."""
+    def summary(self, report: RunReport, target: float, heals: Sequence[HealReport] = ()) -> None:
+        """The table at the end, then a line for each of `heals`."""
         steps = report.steps
         seconds = sorted(row.sync_seconds for row in steps)
         kinds = Counter(str(info.get("kind")) for info in report.engines.values())
@@ -60,6 +64,8 @@ class Screen:
         table.add_row("bytes of one update", _size(steps[-1].bytes))
         table.add_row("engines", ", ".join(f"{count} {kind}" for kind, count in kinds.items()))
         self._console.print(table)
+        for heal in heals:
+            self.line(str(heal))
 
 
 def _size(nbytes: int) -> str:

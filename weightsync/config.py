@@ -74,7 +74,7 @@ def load_dataclass(cls: type[T], data: object, *, field: str) -> T:
 
     Args:
         cls: a dataclass whose annotations are ``int``, ``float``, ``bool``, ``str``, :data:`Size`,
-            ``Literal``, ``X | None``, ``dict[str, X]``, ``tuple[X, ...]`` or another such dataclass.
+            ``Literal``, ``X | Y | None``, ``dict[str, X]``, ``tuple[X, ...]`` or another such dataclass.
         data: what ``yaml.safe_load`` gives.
         field: where `data` stands in the file, for the errors; ``""`` at the top.
 
@@ -116,8 +116,7 @@ def _convert(hint: object, value: object, field: str) -> object:
     if origin is Literal:
         return _choice(args, value, field)
     if origin in (Union, UnionType):
-        (inner,) = (arg for arg in args if arg is not NoneType)
-        return None if value is None else _convert(inner, value, field)
+        return _either(args, value, field)
     if origin in (dict, Mapping):
         return {
             key: _convert(args[1], item, _join(field, key)) for key, item in _mapping(value, field).items()
@@ -151,6 +150,21 @@ def _choice(choices: tuple[object, ...], value: object, field: str) -> object:
     if not any(type(value) is type(choice) and value == choice for choice in choices):
         raise ConfigError(field, value, nearest(str(value), map(str, choices)))
     return value
+
+
+def _either(hints: tuple[object, ...], value: object, field: str) -> object:
+    if value is None and NoneType in hints:
+        return None
+    kinds = [hint for hint in hints if hint is not NoneType]
+    if len(kinds) == 1:
+        return _convert(kinds[0], value, field)
+    remedies = []
+    for kind in kinds:
+        try:
+            return _convert(kind, value, field)
+        except ConfigError as error:
+            remedies.append(error.remedy)
+    raise ConfigError(field, value, ", or ".join(remedies))
 
 
 def _mapping(value: object, field: str) -> Mapping[str, object]:
@@ -193,6 +207,16 @@ class SyncConfig:
         min_engines: a version commits when at least this many engines took it.
         pause: requests in flight: ``keep`` freezes them and goes on with the new weights, ``wait``
             lets them finish first.
+        keep_versions: copies that holders keep: 1 is what was published last, 2 is also the
+            committed version, from which engines are refilled while the next one is published.
+        mirrors: copies of each share on holders of other hosts, where there are any; 0 keeps none.
+        heal_attempts: how often an engine that failed is healed before it is given up; 0 heals none.
+        heal_backoff_s: the first attempt does not wait, the second twice as many seconds as this, and
+            each further one twice as long as the one before it, 60 at most.
+        heartbeat_s: an engine that does not answer for so many seconds while it is idle has hung.
+        refill: how holders read each other's copies: ``rdma`` or ``tcp`` through Mooncake, or
+            ``zeromq``; ``auto`` maps them where both are on one host, else takes the first that works.
+        rdma_device: the network device that ``rdma`` reads through; empty takes what is found.
 
     Raises:
         ConfigError: naming the field, as ``sync.<field>``.
@@ -207,6 +231,13 @@ class SyncConfig:
     connect_timeout_s: float = 300.0
     min_engines: int = 1
     pause: Literal["keep", "wait"] = "keep"
+    keep_versions: int = 2
+    mirrors: int = 1
+    heal_attempts: int = 3
+    heal_backoff_s: float = 1.0
+    heartbeat_s: float = 10.0
+    refill: Literal["auto", "rdma", "tcp", "zeromq"] = "auto"
+    rdma_device: str = ""
 
     def __post_init__(self) -> None:
         check_fields(self, field="sync")
@@ -214,14 +245,19 @@ class SyncConfig:
             raise ConfigError("sync.bucket_bytes", self.bucket_bytes, "give at least 4KiB")
         if self.max_staging_bytes < 1:
             raise ConfigError("sync.max_staging_bytes", self.max_staging_bytes, "give at least one byte")
-        for name in ("timeout_s", "connect_timeout_s"):
+        for name in ("timeout_s", "connect_timeout_s", "heartbeat_s"):
             seconds: float = getattr(self, name)
             if not (math.isfinite(seconds) and seconds > 0):
                 raise ConfigError(f"sync.{name}", seconds, "give seconds, more than 0 and finite")
-        if self.num_slots < 1:
-            raise ConfigError("sync.num_slots", self.num_slots, "give at least 1")
-        if self.min_engines < 1:
-            raise ConfigError("sync.min_engines", self.min_engines, "give at least 1")
+        if not (math.isfinite(self.heal_backoff_s) and self.heal_backoff_s >= 0):
+            raise ConfigError(
+                "sync.heal_backoff_s", self.heal_backoff_s, "give seconds, 0 or more and finite"
+            )
+        for name, least in (("num_slots", 1), ("min_engines", 1), ("mirrors", 0), ("heal_attempts", 0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"sync.{name}", getattr(self, name), f"give at least {least}")
+        if self.keep_versions not in (1, 2):
+            raise ConfigError("sync.keep_versions", self.keep_versions, "give 1 or 2")
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> SyncConfig:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from weightsync.clock import PhaseClock
@@ -12,16 +12,15 @@ from weightsync.config import SyncConfig
 from weightsync.deadline import GRACE_S, gather_named
 from weightsync.errors import PlanError, StateError
 from weightsync.fold import Fold
-from weightsync.peers import Fleet
+from weightsync.peers import Fleet, HolderPeer
 from weightsync.plan import Layout, Members, Plan, make_plan
 
 if TYPE_CHECKING:
     from weightsync.buffers import Attached
     from weightsync.holder import Prepared
-    from weightsync.memory import BufferHandle
     from weightsync.plan import RankLayout
 
-__all__ = ["Connection", "connect"]
+__all__ = ["Connection", "adopt", "connect"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +31,14 @@ class Connection:
         plan: held by every member.
         folds: per engine, how its ranks' digests add up.
         in_place: trainers' memory is read in place, so the holders keep no version of their own.
-        arenas: where each trainer rank publishes; one that is equal later still holds what it held.
+        layouts: what each engine said; one that is to take part later has to say the same as one of them.
         seconds: of each phase.
     """
 
     plan: Plan
-    folds: Mapping[str, Fold]
+    folds: dict[str, Fold]
     in_place: bool
-    arenas: Sequence[BufferHandle | None]
+    layouts: Mapping[str, Sequence[RankLayout]]
     seconds: Mapping[str, float]
 
 
@@ -74,6 +73,7 @@ async def connect(fleet: Fleet, config: SyncConfig, epoch: int) -> Connection:
             for i, holder in enumerate(fleet.holders)
         }
         prepared = list((await gather_named(calls, "prepare", timeout_s)).require().values())
+        await _lend(fleet, config)
     with clock.phase("join"):
         offers = {group: offer for answer in prepared for group, offer in answer.offers.items()}
         # The communicators keep this deadline for every broadcast.
@@ -100,8 +100,9 @@ async def connect(fleet: Fleet, config: SyncConfig, epoch: int) -> Connection:
             for i, holder in enumerate(fleet.holders)
         }
         (await gather_named(warm_ups, "warm-up", timeout_s + GRACE_S)).require()
-    arenas = [prepared[holder].arena for _, holder in fleet.trainers]
-    return Connection(plan, folds, any(read.values()), arenas, clock.seconds)
+    for seat in fleet.live().values():
+        seat.attached = True
+    return Connection(plan, folds, any(read.values()), layouts.engines, clock.seconds)
 
 
 async def _layouts(fleet: Fleet, timeout_s: float) -> _Layouts:
@@ -133,6 +134,14 @@ def _plan(fleet: Fleet, layouts: _Layouts, config: SyncConfig, epoch: int) -> Pl
     )
 
 
+async def _lend(fleet: Fleet, config: SyncConfig) -> None:
+    """What is wrong with how peers are to be read is said before anything is sent."""
+    if config.keep_versions > 1:
+        holders = fleet.named_holders()
+        calls = {who: holder.lend(config.refill, config.rdma_device) for who, holder in holders.items()}
+        (await gather_named(calls, "prepare", config.connect_timeout_s)).require()
+
+
 async def _attach_trainers(
     fleet: Fleet, plan: Plan, prepared: Sequence[Prepared], timeout_s: float
 ) -> Mapping[str, Attached]:
@@ -151,14 +160,56 @@ async def _attach_engines(
     for name, seat in fleet.live().items():
         tickets = [ticket for holder in seat.holders if (ticket := prepared[holder].ticket)]
         engines[f"engine {name}"] = seat.peer.attach(plan, tickets, timeout_s)
-    accepts = {name: holder.accept(timeout_s) for name, holder in fleet.named_holders().items()}
+    answers = await _meet(engines, fleet.named_holders(), timeout_s)
+    return {name.removeprefix("engine "): found for name, found in answers.items()}
+
+
+async def _meet(
+    engines: Mapping[str, Coroutine[object, object, Sequence[Attached]]],
+    holders: Mapping[str, HolderPeer],
+    timeout_s: float,
+) -> dict[str, Sequence[Attached]]:
+    accepts = {name: holder.accept(timeout_s) for name, holder in holders.items()}
     served, accepted = await asyncio.gather(
         gather_named(engines, "attach", timeout_s + GRACE_S),
         gather_named(accepts, "accept", timeout_s + GRACE_S),
     )
     answers = served.require()
     accepted.require()
-    return {name.removeprefix("engine "): found for name, found in answers.items()}
+    return answers
+
+
+async def adopt(fleet: Fleet, connection: Connection, name: str, timeout_s: float) -> None:
+    """Connect an engine with its holders alone: trainers and all others are not asked.
+
+    Raises PlanError when its layout is not that of an engine that the plan was made for, so that
+    everybody has to connect anew; else as `connect`.
+    """
+    seat, plan = fleet.engines[name], connection.plan
+    named = f"engine {name}"
+    asked = await gather_named({named: seat.peer.layout()}, "layout", timeout_s)
+    layouts = asked.require()[named]
+    if not any(_alike(layouts, known) for known in connection.layouts.values()):
+        raise PlanError(named, "its layout is new to the plan")
+    holders = {f"holder {i}": fleet.holders[i] for i in seat.holders}
+    calls = {who: holder.adopt(plan, name) for who, holder in holders.items()}
+    tickets = list((await gather_named(calls, "adopt", timeout_s)).require().values())
+    engines = {named: seat.peer.attach(plan, tickets, timeout_s)}
+    attached = (await _meet(engines, holders, timeout_s))[named]
+    _compare(plan, {named: [each.plan_digest for each in attached]})
+    links = {
+        who: holder.link(each.export)
+        for (who, holder), each in zip(holders.items(), attached, strict=True)
+        if each.export
+    }
+    (await gather_named(links, "link", timeout_s)).require()
+    connection.folds[name] = Fold(plan, layouts)
+    seat.attached = True
+
+
+def _alike(layouts: Sequence[RankLayout], known: Sequence[RankLayout]) -> bool:
+    """The same but for the devices that they lie on."""
+    return [replace(each, device="") for each in layouts] == [replace(each, device="") for each in known]
 
 
 def _compare(plan: Plan, digests: Mapping[str, list[str]]) -> None:

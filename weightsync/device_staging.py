@@ -61,6 +61,8 @@ class DeviceStaging:
         self._pack: CopyTable | None = None
         self._casts: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._unpack: CopyTable | None = None
+        self._engine: list[DeviceBuffer] = []
+        self._targets: list[SharedBuffer] = []
 
     @property
     def slots(self) -> tuple[Handle, ...]:
@@ -73,7 +75,7 @@ class DeviceStaging:
     def connect(self, trainer: Export | None, engine: Export | None) -> None:
         starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
         if trainer:
-            memory = self._map(trainer)
+            memory = self._map(trainer, self._mapped)
             segments = by_tensor(self._plan, trainer.layout)
             dtypes = {meta.name: meta.dtype for meta in trainer.layout.tensors}
             cast = {
@@ -98,7 +100,8 @@ class DeviceStaging:
                     pairs = self._cast(piece, held, memory, dtypes[held[0].tensor])
                     self._casts.setdefault(piece.bucket, []).extend(pairs)
         if engine:
-            address = {name: buffer.data_ptr() for name, buffer in self._map(engine).items()}
+            self._let_go_of_engine()
+            address = {name: buffer.data_ptr() for name, buffer in self._map(engine, self._engine).items()}
             segments = by_tensor(self._plan, engine.layout)
             rows = bucket_rows(self._plan, segments, address, starts, into=True)
             self._unpack = CopyTable(*rows, _NUM_BLOCKS)
@@ -123,6 +126,19 @@ class DeviceStaging:
                     self.at(step).copy_(held, non_blocking=True)
         return [_Event(stream.record_event(), f"filling of bucket {bucket}", self._index, timeout_s)]
 
+    def targets(self) -> Sequence[SharedBuffer]:
+        while len(self._targets) < len(self._buffers):
+            self._targets.append(SharedBuffer.create(self._plan.max_bucket_nbytes))
+        return self._targets
+
+    def put(self, bucket: int, timeout_s: float) -> None:
+        if free := self._free.get(bucket % len(self._buffers)):
+            self._filling.wait_event(free)
+        held = self._targets[bucket % len(self._targets)].tensor
+        self._slot(bucket)[: len(held)].copy_(held, non_blocking=True)
+        event = self._filling.record_event()
+        _Event(event, f"filling of bucket {bucket}", self._index, timeout_s).wait()
+
     def write(self, bucket: int) -> None:
         assert self._unpack is not None
         self._unpack.launch(bucket, self._writing)
@@ -137,16 +153,26 @@ class DeviceStaging:
     def close(self) -> None:
         """Let go of others' memory. The slots are the holder's, and outlive an epoch."""
         torch.cuda.synchronize()
-        self._pack, self._casts, self._unpack = None, {}, None
+        self._pack, self._casts = None, {}
+        self._let_go_of_engine()
         for buffer in self._mapped:
             buffer.close()
-        self._mapped = []
+        for target in self._targets:
+            target.close()
+        self._mapped, self._targets = [], []
 
-    def _map(self, export: Export) -> dict[str, torch.Tensor]:
+    def _let_go_of_engine(self) -> None:
+        self._unpack = None
+        for buffer in self._engine:
+            buffer.close()
+        self._engine = []
+
+    @staticmethod
+    def _map(export: Export, mapped: list[DeviceBuffer]) -> dict[str, torch.Tensor]:
         memory = {}
         for name, handle in export.buffers.items():
             buffer = DeviceBuffer.open(handle)
-            self._mapped.append(buffer)  # at once: the next may fail
+            mapped.append(buffer)  # at once: the next may fail
             memory[name] = buffer.tensor
         return memory
 

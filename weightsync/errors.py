@@ -8,6 +8,7 @@
     ├── PeerLostError         a process that we need is gone
     ├── PeerError             a process that we need raised something that is not in this tree
     ├── TransportError        bytes could not be moved
+    │   └── ReadError         a peer's memory could not be read: names the peer
     ├── WireError             bytes on one of our sockets that are no message of ours
     ├── EngineError           an engine refused or failed: names it, its rank and the phase
     └── VerifyError           what arrived is not what was sent: names the tensors
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 __all__ = [
     "ConfigError",
@@ -37,17 +39,38 @@ __all__ = [
     "PeerError",
     "PeerLostError",
     "PlanError",
+    "ReadError",
     "StateError",
     "TransportError",
     "VerifyError",
     "WeightSyncError",
+    "Where",
     "WireError",
     "nearest",
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Which engine failed, which of its ranks if one said so, on the way to which version, and when."""
+
+    engine: str
+    rank: int | None
+    version: int
+    phase: str
+
+    def __str__(self) -> str:
+        rank = "" if self.rank is None else f", rank {self.rank}"
+        return f"engine {self.engine}{rank}, version {self.version}, {self.phase}"
+
+
 class WeightSyncError(Exception):
-    """Base of every error raised on purpose."""
+    """Base of every error raised on purpose.
+
+    `where` is set on the failure of an engine in an update or a refill.
+    """
+
+    where: Where | None = None
 
 
 class ConfigError(WeightSyncError, ValueError):
@@ -114,19 +137,31 @@ class TransportError(WeightSyncError):
     """Bytes could not be moved between two ranks."""
 
 
+class ReadError(TransportError):
+    """The memory that ``peer`` offers could not be read."""
+
+    def __init__(self, peer: str, cause: str) -> None:
+        super().__init__(peer, cause)
+        self.peer, self.cause = peer, cause
+
+    def __str__(self) -> str:
+        return f"{self.peer} could not be read: {self.cause}"
+
+
 class WireError(WeightSyncError):
     """A message that is not ours, too long, or out of turn."""
 
 
 class EngineError(WeightSyncError):
-    """``engine`` failed in ``phase``."""
+    """``engine``, or one ``rank`` of it, failed in ``phase``."""
 
-    def __init__(self, engine: str, phase: str, cause: str) -> None:
-        super().__init__(engine, phase, cause)
-        self.engine, self.phase, self.cause = engine, phase, cause
+    def __init__(self, engine: str, phase: str, cause: str, rank: int | None = None) -> None:
+        super().__init__(engine, phase, cause, rank)
+        self.engine, self.phase, self.cause, self.rank = engine, phase, cause, rank
 
     def __str__(self) -> str:
-        return f"engine {self.engine} failed in {self.phase}: {self.cause}"
+        rank = "" if self.rank is None else f", rank {self.rank},"
+        return f"engine {self.engine}{rank} failed in {self.phase}: {self.cause}"
 
 
 class VerifyError(WeightSyncError):

@@ -25,6 +25,7 @@ import zmq
 
 from weightsync.buffers import Handle, open_buffer
 from weightsync.errors import DeadlineError, EngineError, TransportError, WeightSyncError, WireError
+from weightsync.faults import armed, strike
 from weightsync.memory import BufferHandle, SharedBuffer
 from weightsync.plan import Box, Plan
 from weightsync.verify import Digests, warm_up
@@ -50,6 +51,7 @@ __all__ = ["EngineFeed", "FeedTicket", "HolderFeed", "PieceView"]
 logger = logging.getLogger("weightsync.feed")
 
 _POLL_MS = 50
+_LATE_MS = 1000
 _END_S = 5.0
 
 PieceView = tuple[int, Box, torch.Tensor]
@@ -116,9 +118,9 @@ class HolderFeed:
                 self._send(Welcome(self.ticket.holder))
         self._directory.remove()
 
-    def offer(self, attempt: int, bucket: int) -> None:
-        """Tell the engine rank that a bucket may be read."""
-        self._send(Ready(attempt, bucket))
+    def offer(self, attempt: int, bucket: int, whole: bool = False) -> None:
+        """Tell the engine rank that a bucket may be read; all of it from its slot, if that is `whole`."""
+        self._send(Ready(attempt, bucket, whole))
 
     def written(self, attempt: int) -> None:
         """Tell the engine rank that all buckets lie in its memory."""
@@ -149,6 +151,7 @@ class HolderFeed:
     def drop(self) -> None:
         """Give the engine rank up: waits for it end at once, now and later."""
         self._dropped.set()
+        self._directory.remove()
 
     def close(self) -> None:
         """Close the socket and remove what is left of it."""
@@ -189,7 +192,9 @@ class EngineFeed:
         self._slots = tuple(open_buffer(handle) for handle in ticket.slots)
         self._arena = SharedBuffer.open(ticket.arena) if ticket.arena else None
         self._busy, self._closing = threading.Lock(), threading.Event()
-        self._buckets = [self._views(plan, index) for index in range(plan.num_buckets)]
+        self._buckets = [self._views(plan, index, self._arena) for index in range(plan.num_buckets)]
+        # What a refill reads: the arena may hold the trainer's next version by then.
+        self._whole = [self._views(plan, index, None) for index in range(plan.num_buckets)]
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -198,16 +203,30 @@ class EngineFeed:
 
     @classmethod
     def open(cls, ticket: FeedTicket, plan: Plan, timeout_s: float) -> EngineFeed:
-        """Map, connect and exchange the first message. Raises PeerLostError or DeadlineError."""
+        """Map, connect and exchange the first message.
+
+        Raises PeerLostError, DeadlineError, or TransportError when the holder gave this rank up.
+        """
         warm_up()
         feed = cls(ticket, plan)
         feed._send(Hello(ticket.secret, ticket.engine, plan.digest()))
         try:
-            feed._receive(time.monotonic() + timeout_s, "welcome", timeout_s)
+            feed._await_welcome(timeout_s)
         except WeightSyncError:
             feed.close()
             raise
         return feed
+
+    def _await_welcome(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        path = Path(self._ticket.endpoint.removeprefix("ipc://"))
+        while not self._socket.poll(_POLL_MS):
+            # The file goes when the holder gives up, and when it has sent its welcome.
+            if not path.exists() and not self._socket.poll(_LATE_MS):
+                raise TransportError(f"{self._ticket.holder} gave up {self._ticket.engine}")
+            if time.monotonic() > deadline:
+                raise DeadlineError("welcome", (self._ticket.holder,), timeout_s)
+        decode(self._socket.recv())
 
     @property
     def slots(self) -> tuple[torch.Tensor, ...]:
@@ -225,11 +244,16 @@ class EngineFeed:
             raise EngineError(self._ticket.engine, "move", "an earlier load has not ended yet")
         try:
             for expected, pieces in enumerate(self._buckets):
-                if self._wait_ready(attempt, expected, timeout_s) == Written(attempt):
+                ready = self._wait_ready(attempt, expected, timeout_s)
+                if isinstance(ready, Written):
                     sink.written()
                     break
-                sink.take(expected, pieces)
-                self._send(Done(attempt, expected))
+                views = self._whole[expected] if ready.whole else pieces
+                dropped = self._strike("refill" if ready.whole else "move", expected, views)
+                sink.take(expected, views)
+                if not dropped:
+                    self._send(Done(attempt, expected))
+            strike("verify")
             return sink.finish()
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
@@ -250,33 +274,44 @@ class EngineFeed:
         try:
             self._context.destroy(linger=0)
             self._buckets.clear()
+            self._whole.clear()
             for buffer in (*self._slots, *([self._arena] if self._arena else [])):
                 buffer.close()
         finally:
             self._busy.release()
 
-    def _views(self, plan: Plan, index: int) -> list[PieceView]:
+    def _views(self, plan: Plan, index: int, arena: SharedBuffer | None) -> list[PieceView]:
         """Where the pieces of a bucket will lie each time that it comes: worked out once."""
         views = []
         slot = self._slots[index % len(self._slots)].tensor
         for piece in plan.bucket(index).pieces:
             memory, at = slot, piece.offset
-            if self._arena is not None and piece.trainer == self._ticket.trainer:
-                memory, at = self._arena.tensor, piece.arena_offset
+            if arena is not None and piece.trainer == self._ticket.trainer:
+                memory, at = arena.tensor, piece.arena_offset
             dtype: torch.dtype = getattr(torch, plan.tensors[piece.tensor].dtype)
             views.append(
                 (piece.tensor, piece.box, memory[at : at + piece.nbytes].view(dtype).view(piece.box.extent))
             )
         return views
 
-    def _wait_ready(self, attempt: int, bucket: int, timeout_s: float) -> Message:
+    def _strike(self, at: str, bucket: int, views: list[PieceView]) -> bool:
+        """Faults that are armed here; what corrupts finds a piece in the slot, not the arena's own."""
+        data = None
+        if armed():
+            both = zip(views, self._whole[bucket], strict=True)
+            data = next((v[2] for v, slot in both if v[2].data_ptr() == slot[2].data_ptr()), None)
+        return strike(at, bucket=bucket, num_buckets=len(self._buckets), data=data)
+
+    def _wait_ready(self, attempt: int, bucket: int, timeout_s: float) -> Ready | Written:
         deadline = time.monotonic() + timeout_s
         while True:
             message = self._receive(deadline, f"bucket {bucket}", timeout_s)
             if isinstance(message, Cancel) and message.attempt == attempt:
                 raise TransportError(f"{self._ticket.holder} gave up: {message.cause}")
             # What an earlier, abandoned attempt left in the queue is read past.
-            if message in (Ready(attempt, bucket), Written(attempt)):
+            if isinstance(message, Written) and message.attempt == attempt:
+                return message
+            if isinstance(message, Ready) and (message.attempt, message.bucket) == (attempt, bucket):
                 return message
 
     def _send(self, message: Message) -> None:
@@ -284,10 +319,11 @@ class EngineFeed:
 
     def _receive(self, deadline: float, phase: str, timeout_s: float) -> Message:
         while (left := deadline - time.monotonic()) > 0:
-            if self._socket.poll(int(min(left * 1000 + 1, _POLL_MS))):
-                return decode(self._socket.recv())
-            if self._closing.is_set():
+            came = self._socket.poll(int(min(left * 1000 + 1, _POLL_MS)))
+            if self._closing.is_set():  # the memory may be another load's by now
                 raise TransportError(f"{self._ticket.engine} is being connected anew")
+            if came:
+                return decode(self._socket.recv())
         raise DeadlineError(phase, (self._ticket.holder,), timeout_s)
 
 

@@ -7,49 +7,34 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from weightsync.buffers import Export
-from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError
+from weightsync.errors import ConfigError, StateError
+from weightsync.faults import arm, strike
 from weightsync.feed import FeedTicket, HolderFeed
-from weightsync.memory import BufferHandle, SharedBuffer
+from weightsync.keeper import Keeper, Label, Share
+from weightsync.memory import SharedBuffer
 from weightsync.modules import device_id
+from weightsync.outlet import open_outlet
 from weightsync.plan import Plan, broadcast_groups
+from weightsync.prepared import Group, Prepared
+from weightsync.readers import Offer
+from weightsync.refill import Kept, Refill, Refilled, strike_bucket
 from weightsync.staging import HostStaging, Staging
 from weightsync.transports import Broadcast, Pending, Transport, transport_class
 
 if TYPE_CHECKING:
     from weightsync.device_memory import DeviceBuffer
+    from weightsync.faults import Fault
+    from weightsync.verify import Digests
 
 __all__ = ["Group", "Holder", "Prepared"]
 
 logger = logging.getLogger("weightsync.holder")
-
-_PATIENCE = 0.9
-"""Of a move's time, what an engine rank may take of it: the rest is for the buckets still to come."""
-
-Group = tuple[int, ...]
-"""The holders of one communicator, ascending; a holder's rank is its place."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """What a holder has ready for one membership epoch.
-
-    Attributes:
-        plan_digest: as this holder computed it.
-        arena: where its trainer rank publishes; None if it serves none, or reads its memory in place.
-        ticket: how its engine rank reaches it, if it serves one.
-        offers: rendezvous of the communicators whose first rank it is, by their members.
-    """
-
-    plan_digest: str
-    arena: BufferHandle | None
-    ticket: FeedTicket | None
-    offers: Mapping[Group, str]
+_PATIENCE = 0.9  # of a move's time, what an engine rank may take: the rest is for the buckets to come
 
 
 class Holder:
@@ -62,9 +47,9 @@ class Holder:
         sees; they lie in host memory where it is empty.
         """
         self.name, self._host, self._device = name, host, device
-        self._transport = transport_class(transport)
+        self._transport_name, self._transport = transport, transport_class(transport)
         self._plan: Plan | None = None
-        self._plan_digest, self._index = "", -1
+        self._plan_digest, self._index, self._trainer = "", -1, -1
         self._group_of: dict[int, Group] = {}
         self._groups: dict[Group, Transport] = {}
         self._arena: SharedBuffer | None = None
@@ -72,12 +57,29 @@ class Holder:
         self._slots: Sequence[DeviceBuffer] = ()
         self._retired: Sequence[DeviceBuffer] = ()
         self._feed: HolderFeed | None = None
-        self._moving = threading.Lock()
+        self._keeper: Keeper | None = None
+        self._refill: Refill | None = None
+        self._moving, self._preparing = threading.Lock(), threading.Lock()
+        self._watched = threading.Event()
 
-    def ready(self) -> None:
-        """Whether it can go on. Raises what its device says: an error there stays until the process ends."""
+    def ready(self) -> tuple[str, str]:
+        """Its name and its transport, if it can go on.
+
+        Raises what its device says: an error there stays until the process ends.
+        """
         if self._device:
             torch.cuda.current_stream().query()
+        return self.name, self._transport_name
+
+    def watch(self) -> None:
+        """Ends with this process, or when somebody else watches it: its controller has died then."""
+        self._watched.set()
+        self._watched = watched = threading.Event()
+        watched.wait()
+
+    def sync_arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+        """See `weightsync.faults.arm`."""
+        arm(who, faults, seed)
 
     def prepare(self, plan: Plan, index: int, source: str) -> Prepared:
         """Take memory for `plan` as holder `index`, and leave what an earlier plan used.
@@ -86,6 +88,10 @@ class Holder:
         is this holder's, else published into an arena. An arena whose bytes the new plan lays out
         the same way is kept with what it holds. Raises TransportError when memory does not suffice.
         """
+        with self._preparing:  # for a controller that has died, it may be running still
+            return self._prepare(plan, index, source)
+
+    def _prepare(self, plan: Plan, index: int, source: str) -> Prepared:
         self._leave()
         before, self._plan = self._plan, None  # what fails half-way leaves nothing to be kept
         digest = plan.digest()
@@ -94,18 +100,41 @@ class Holder:
         in_place = bool(self._device) and source == self._device
         self._keep_arena(before, plan, -1 if in_place else trainer)
         engine = next((name for name, holders in engines.items() if index in holders), None)
-        self._staging = staging = self._stage(plan, index, engine is not None)
-        arena = self._arena.handle if self._arena else None
+        self._staging = self._stage(plan, index, engine is not None)
+        self._plan, self._plan_digest, self._index, self._trainer = plan, digest, index, trainer
         if engine is not None:
-            beside = None if self._device else arena
-            self._feed = HolderFeed(self.name, engine, staging.slots, beside, trainer)
-        self._plan, self._plan_digest, self._index = plan, digest, index
+            self._feed = self._open_feed(engine, self._staging)
         # On devices every holder has slots to receive into, and NCCL's communicators are dear.
         groups = broadcast_groups(plan.members, together=bool(self._device))
         self._group_of = {root: group for root, group in groups.items() if index in group and len(group) > 1}
         self._groups = {group: self._transport() for group in sorted(set(self._group_of.values()))}
         offers = {g: transport.offer(self._host) for g, transport in self._groups.items() if g[0] == index}
+        arena = self._arena.handle if self._arena else None
         return Prepared(digest, arena, self._feed.ticket if self._feed else None, offers)
+
+    def adopt(self, plan: Plan, engine: str) -> FeedTicket:
+        """A ticket for an engine rank that takes another's place here, or that came after the connecting.
+
+        What else this holder does in `plan` goes on. One that had no part in it only serves this rank.
+        """
+        self.drop_engine()
+        with self._moving:
+            if self._plan is None or self._plan_digest != plan.digest():
+                self._plan, self._plan_digest, self._index, self._trainer = plan, plan.digest(), -1, -1
+                self._groups, self._group_of = {}, {}
+                self._staging = self._stage(plan, -1, receives=True)
+            elif self._staging is None or not self._staging.slots:
+                self._staging = self._stage(plan, self._index, receives=True)
+            if self._feed:
+                self._feed.close()
+            self._feed = self._open_feed(engine, self._staging)
+            return self._feed.ticket
+
+    def link(self, engine: Export | None) -> None:
+        """Map what an adopted engine rank exports. Raises TransportError."""
+        assert self._staging is not None
+        with self._moving, self._staging.queue():
+            self._staging.connect(None, engine)
 
     def join(self, offers: Mapping[Group, str], timeout_s: float) -> None:
         """Open every communicator, in the same order on every holder. Raises TransportError."""
@@ -156,17 +185,16 @@ class Holder:
 
     def _run(self, plan: Plan, staging: Staging, attempt: int, feeding: bool, timeout_s: float) -> float:
         begun = time.perf_counter()
-        outlet: _Feeding | _Writing
-        if staging.writes and self._feed:
-            outlet = _Writing(staging, self._feed if feeding else None, attempt, timeout_s)
-        else:
-            outlet = _Feeding(self._feed if feeding else None, attempt, plan.slots, timeout_s)
+        # The others wait for us at each bucket, and the controller for all of them.
+        limits_s = timeout_s / 2, _PATIENCE * timeout_s
+        outlet = open_outlet(staging, self._feed, feeding, attempt, plan.slots, *limits_s)
         ahead: deque[tuple[int, Sequence[Pending]]] = deque()
 
         def hand_over() -> None:
             bucket, started = ahead.popleft()
             for pending in started:
                 pending.wait()
+            strike_bucket("move", plan, staging, bucket, self._index)
             outlet.offer(bucket)
 
         try:
@@ -185,6 +213,58 @@ class Holder:
             outlet.cancel(cause)
             raise
         return time.perf_counter() - begun
+
+    def lend(self, protocol: str, rdma_device: str) -> None:
+        """Be ready to `keep`. Raises ConfigError when the protocol cannot be had: see `choose_protocol`."""
+        self._keep_with(protocol, rdma_device)
+
+    def keep(self, version: int, layout: str, expected: Digests, protocol: str, rdma_device: str) -> Offer:
+        """Copy what its trainer published, for others to read. Raises TransportError, ConfigError.
+
+        `layout` is `Plan.content` of the plan in use, `version` what was committed, `expected` the
+        digests of all its tensors.
+        """
+        assert self._arena is not None
+        strike("commit", version=version)
+        keeper = self._keep_with(protocol, rdma_device)
+        return keeper.keep(Label(version, layout, self._trainer), expected, self._arena.tensor)
+
+    def mirror(self, share: Share, nbytes: int, protocol: str, rdma_device: str, timeout_s: float) -> Offer:
+        """Keep what another holder keeps, too. Raises as `Keeper.mirror`."""
+        return self._keep_with(protocol, rdma_device).mirror(share, nbytes, timeout_s)
+
+    def kept(self) -> list[Share]:
+        """See `Keeper.kept`."""
+        return self._keeper.kept() if self._keeper else []
+
+    def refill(self, attempt: int, kept: Kept, direct: bool, timeout_s: float, limit_s: float) -> Refilled:
+        """Bring the engine rank to a version that others keep, bucket by bucket.
+
+        `timeout_s` is for a bucket, `limit_s` for all. Raises ReadError or DeadlineError naming the
+        holder that failed when nobody else keeps the same; TransportError when it was stopped.
+        """
+        plan, staging = self._plan, self._staging
+        if plan is None or staging is None or self._feed is None:
+            raise StateError(f"{self.name} has no engine to refill: connect first")
+        with self._moving, staging.queue():
+            outlet = open_outlet(
+                staging, self._feed, True, attempt, plan.slots, timeout_s, limit_s, whole=True
+            )
+            try:
+                self._refill = Refill(plan, kept, staging, direct, timeout_s)
+                return self._refill.run(outlet)
+            except Exception as error:
+                outlet.cancel(f"{self.name}: {type(error).__name__}: {error}")
+                raise
+            finally:
+                if self._refill:
+                    self._refill.close()
+                    self._refill = None
+
+    def stop_refill(self, cause: str) -> None:
+        """End a running `refill`, which then raises TransportError."""
+        if refill := self._refill:
+            refill.stop(cause)
 
     def abort(self, cause: str) -> None:
         """Leave the communicators at once, also out of a running `move`, which then raises TransportError."""
@@ -205,7 +285,18 @@ class Holder:
         if self._arena:
             self._arena.close()
             self._arena = None
-        self._plan = None
+        if self._keeper:
+            self._keeper.close()
+        self._plan = self._keeper = None
+
+    def _open_feed(self, engine: str, staging: Staging) -> HolderFeed:
+        beside = None if self._device or self._arena is None else self._arena.handle
+        return HolderFeed(self.name, engine, staging.slots, beside, self._trainer)
+
+    def _keep_with(self, protocol: str, rdma_device: str) -> Keeper:
+        if self._keeper is None:
+            self._keeper = Keeper(self.name, self._host, protocol, rdma_device)
+        return self._keeper
 
     def _start(self, plan: Plan, staging: Staging, bucket: int, timeout_s: float) -> list[Pending]:
         """Queue the filling of this holder's share of a bucket, and its broadcasts."""
@@ -252,67 +343,3 @@ class Holder:
             if self._staging:
                 self._staging.close()
         self._group_of, self._groups, self._feed, self._staging = {}, {}, None, None
-
-
-class _Feeding:
-    """The engine rank's side of one move; without a feed, or after its first failure, it does nothing."""
-
-    def __init__(self, feed: HolderFeed | None, attempt: int, num_slots: int, timeout_s: float) -> None:
-        self._feed, self._attempt, self._timeout_s = feed, attempt, timeout_s
-        self._until = time.monotonic() + _PATIENCE * timeout_s
-        self._num_slots = num_slots
-        self._read = 0
-
-    def wait_free(self, bucket: int) -> None:
-        """Wait until the slot that `bucket` goes to has been read."""
-        self.finish(bucket - self._num_slots + 1)
-
-    def offer(self, bucket: int) -> None:
-        if self._feed:
-            self._feed.offer(self._attempt, bucket)
-
-    def finish(self, num_buckets: int) -> None:
-        """Wait until the first `num_buckets` buckets have been read."""
-        while self._feed and self._read < num_buckets:
-            try:
-                # The others wait for us at each bucket, and the controller for all of them.
-                left = min(self._timeout_s / 2, self._until - time.monotonic())
-                self._feed.wait_done(self._attempt, self._read, left)
-                self._read += 1
-            except (EngineError, DeadlineError) as error:
-                logger.warning("going on without an engine: %s", error)
-                self.cancel(str(error))
-                self._feed = None
-
-    def cancel(self, cause: str) -> None:
-        if self._feed:
-            self._feed.cancel(self._attempt, cause)
-
-
-class _Writing:
-    """The engine rank's side of one move where its memory is written from here, if it takes part."""
-
-    def __init__(self, staging: Staging, feed: HolderFeed | None, attempt: int, timeout_s: float) -> None:
-        self._staging, self._feed = staging, feed
-        self._attempt, self._timeout_s = attempt, timeout_s
-
-    def wait_free(self, bucket: int) -> None:
-        """The filling waits on the device."""
-
-    def offer(self, bucket: int) -> None:
-        if self._feed and not self._feed.dropped:
-            self._staging.write(bucket)
-
-    def finish(self, num_buckets: int) -> None:
-        """Wait until everything is written, and say so."""
-        self._staging.settle(self._timeout_s)
-        if self._feed and not self._feed.dropped:
-            self._feed.written(self._attempt)
-
-    def cancel(self, cause: str) -> None:
-        if self._feed:
-            try:
-                self._staging.settle(self._timeout_s)
-            except Exception as error:  # noqa: BLE001 - the first cause is the one to tell
-                logger.warning("what was begun may still be written: %s", error)
-            self._feed.cancel(self._attempt, cause)

@@ -13,7 +13,7 @@ import torch
 
 from weightsync.errors import PeerLostError, TransportError
 
-__all__ = ["BufferHandle", "SharedBuffer"]
+__all__ = ["BufferHandle", "SharedBuffer", "open_memory"]
 
 
 class BufferHandle(msgspec.Struct, frozen=True, tag="host"):
@@ -59,19 +59,11 @@ class SharedBuffer:
     @classmethod
     def open(cls, handle: BufferHandle) -> SharedBuffer:
         """Map a neighbour's buffer. Raises PeerLostError when its process is gone."""
-        path = f"/proc/{handle.pid}/fd/{handle.fd}"
-        try:
-            # A pid is used again after its process ended; the random name is not.
-            if f"memfd:{handle.name} " not in os.readlink(path) + " ":
-                raise PeerLostError(
-                    f"process {handle.pid}", "its shared memory belongs to another process now"
-                )
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            raise PeerLostError(
-                f"process {handle.pid}", f"its shared memory cannot be opened: {error}"
-            ) from error
-        return cls(fd, handle)
+        return cls(open_memory(handle, os.O_RDWR), handle)
+
+    def fileno(self) -> int:
+        """The descriptor of the memory, for a child that maps it too."""
+        return self._fd
 
     def close(self) -> None:
         """Drop this process's view. The memory goes with the last view of any process."""
@@ -92,6 +84,23 @@ class SharedBuffer:
         if self.handle.pid == os.getpid() and torch.cuda.is_available() and self.handle.nbytes:
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             torch.cuda.check_error(int(runtime.cudaHostUnregister(self.tensor.data_ptr())))
+
+
+def open_memory(handle: BufferHandle, flags: int) -> int:
+    """A descriptor of a neighbour's memory, with `flags` as of `os.open`.
+
+    Raises PeerLostError when its process is gone, or may not be looked into (then from a PermissionError).
+    """
+    path = f"/proc/{handle.pid}/fd/{handle.fd}"
+    try:
+        # A pid is used again after its process ended; the random name is not.
+        if f"memfd:{handle.name} " not in os.readlink(path) + " ":
+            raise PeerLostError(f"process {handle.pid}", "its shared memory belongs to another process now")
+        return os.open(path, flags | os.O_CLOEXEC)
+    except OSError as error:
+        raise PeerLostError(
+            f"process {handle.pid}", f"its shared memory cannot be opened: {error}"
+        ) from error
 
 
 def _available_nbytes() -> int:

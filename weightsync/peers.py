@@ -12,8 +12,11 @@ if TYPE_CHECKING:
     from weightsync.buffers import Attached, Export
     from weightsync.feed import FeedTicket
     from weightsync.holder import Group, Prepared
+    from weightsync.keeper import Share
     from weightsync.memory import BufferHandle
     from weightsync.plan import Plan, RankLayout
+    from weightsync.readers import Offer
+    from weightsync.refill import Kept, Refilled
     from weightsync.verify import Digests
 
 __all__ = ["EnginePeer", "EngineSeat", "Fleet", "HolderPeer", "TrainerPeer"]
@@ -36,7 +39,21 @@ class HolderPeer(Protocol):
     async def warm_up(self, trainer: Export | None, engine: Export | None, timeout_s: float) -> None: ...
     async def move(self, attempt: int, feeding: bool, timeout_s: float) -> float: ...
     async def abort(self, cause: str) -> None: ...
+    async def adopt(self, plan: Plan, engine: str) -> FeedTicket: ...
+    async def link(self, engine: Export | None) -> None: ...
     async def drop_engine(self) -> None: ...
+    async def lend(self, protocol: str, rdma_device: str) -> None: ...
+    async def keep(
+        self, version: int, layout: str, expected: Digests, protocol: str, rdma_device: str
+    ) -> Offer: ...
+    async def mirror(
+        self, share: Share, nbytes: int, protocol: str, rdma_device: str, timeout_s: float
+    ) -> Offer: ...
+    async def kept(self) -> list[Share]: ...
+    async def refill(
+        self, attempt: int, kept: Kept, direct: bool, timeout_s: float, limit_s: float
+    ) -> Refilled: ...
+    async def stop_refill(self, cause: str) -> None: ...
 
 
 class EnginePeer(Protocol):
@@ -49,15 +66,20 @@ class EnginePeer(Protocol):
     async def pause(self, mode: str, timeout_s: float) -> None: ...
     async def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]: ...
     async def resume(self, version: int) -> None: ...
+    async def serving(self) -> int: ...
 
 
 @dataclass(slots=True)
 class EngineSeat:
-    """An engine, the holders of its ranks in order, and what is known of it."""
+    """An engine, the holders of its ranks in order, and what is known of it.
+
+    `attached`: whether its ranks are connected with their holders.
+    """
 
     peer: EnginePeer
     holders: tuple[int, ...]
     record: EngineRecord = field(default_factory=EngineRecord)
+    attached: bool = False
 
 
 @dataclass(slots=True)
@@ -67,12 +89,14 @@ class Fleet:
     Attributes:
         trainers: trainer ranks in order, each with the index of its holder.
         engines: by name.
-        holders: in order.
+        holders: in order; those behind the plan's `num_holders` came after it was made.
+        nodes: the host of each holder, by any name; where it is short, all are on one.
     """
 
     trainers: list[tuple[TrainerPeer, int]]
     engines: dict[str, EngineSeat]
     holders: list[HolderPeer]
+    nodes: list[str] = field(default_factory=list)
 
     def live(self) -> dict[str, EngineSeat]:
         """Every engine that is not DEAD."""
@@ -81,3 +105,7 @@ class Fleet:
     def named_holders(self) -> dict[str, HolderPeer]:
         """Holders by the names that errors give them."""
         return {f"holder {i}": holder for i, holder in enumerate(self.holders)}
+
+    def node(self, holder: int) -> str:
+        """The host that a holder is on."""
+        return self.nodes[holder] if holder < len(self.nodes) else ""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
-__all__ = ["SyncReport"]
+__all__ = ["HealReport", "SyncReport"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +29,8 @@ class SyncReport:
         epoch: the membership's count; it grows whenever an engine joins or leaves.
         connect_phases: seconds of each phase of connecting that membership, once: ``warm_up`` is
             what this and every later update of the epoch did not have to pay.
+        bytes_from: in a refill, the bytes that were read from each holder.
+        ways: in a refill, how each holder was read: ``direct``, ``rdma``, ``tcp`` or ``zeromq``.
     """
 
     version: int
@@ -43,6 +45,8 @@ class SyncReport:
     num_buckets: int
     epoch: int
     connect_phases: Mapping[str, float]
+    bytes_from: Mapping[str, int] = field(default_factory=dict)
+    ways: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def gb_per_s(self) -> float:
@@ -63,6 +67,53 @@ class SyncReport:
         return (
             f"version {self.version}: {_size(self.nbytes)} to {serving} of {len(self.engines)} engines"
             f" in {self.seconds:.3g} s ({self.gb_per_s:.3g} GB/s), {proof}{failed}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HealReport:
+    """How one engine that failed came back. Times are seconds since 1970.
+
+    Attributes:
+        cause: what it failed of.
+        version: what it serves now; 0 if it is ready and the next update has to bring it a version.
+        died_at: when the failure was found.
+        respawned_at: when its new process was ready, if it needed one.
+        serving_at: when it served again, if it does.
+        bytes_from: bytes that were read from each holder; none if an update came first.
+        ways: how each holder was read: ``direct``, ``rdma``, ``tcp`` or ``zeromq``.
+        gb_per_s: the model's bytes over the seconds of reading and loading, in 1e9 bytes.
+        verified: its digests are those of the committed version.
+    """
+
+    engine: str
+    cause: str
+    version: int
+    died_at: float
+    respawned_at: float | None
+    serving_at: float | None
+    bytes_from: Mapping[str, int]
+    ways: Mapping[str, str]
+    gb_per_s: float
+    verified: bool
+
+    def to_dict(self) -> dict[str, object]:
+        """Every field, in types that JSON knows."""
+        values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+
+    def __str__(self) -> str:
+        new = "" if self.respawned_at is None else f", new process {self.respawned_at - self.died_at:.1f} s"
+        if self.serving_at is None:
+            return f"engine {self.engine} is ready for the next version{new}; it had failed: {self.cause}"
+        read = ", ".join(
+            f"{_size(nbytes)} from {holder} ({self.ways.get(holder, '')})"
+            for holder, nbytes in self.bytes_from.items()
+        )
+        how = f"{read}, {self.gb_per_s:.3g} GB/s, verified" if read else "an update"
+        return (
+            f"engine {self.engine} serves version {self.version} again after"
+            f" {self.serving_at - self.died_at:.1f} s{new}; {how}; it had failed: {self.cause}"
         )
 
 

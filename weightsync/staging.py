@@ -44,6 +44,12 @@ class Staging(Protocol):
     def fill(self, bucket: int, timeout_s: float) -> Sequence[Pending]:
         """Begin to put this holder's share of `bucket` where `at` says it is sent from."""
 
+    def targets(self) -> Sequence[SharedBuffer]:
+        """Host memory that a refill reads buckets into, in turn."""
+
+    def put(self, bucket: int, timeout_s: float) -> None:
+        """Bring a bucket from its target to its slot. Raises DeadlineError."""
+
     def write(self, bucket: int) -> None:
         """Begin to write a bucket, which is there, to the engine rank. Later filling waits for it."""
 
@@ -81,6 +87,12 @@ class HostStaging:
 
     def fill(self, bucket: int, timeout_s: float) -> Sequence[Pending]:
         return ()
+
+    def targets(self) -> Sequence[SharedBuffer]:
+        return self._slots
+
+    def put(self, bucket: int, timeout_s: float) -> None:
+        """The targets are the slots."""
 
     def write(self, bucket: int) -> None:
         raise AssertionError("nothing is exported to a holder on the host")

@@ -2,7 +2,7 @@
 
 EMPTY → PAUSED → WRITING → SERVING(v) → PAUSED(v) → WRITING → SERVING(w)
                     └→ STALE → PAUSED → WRITING → …         (load failed, digest wrong, too late)
-DEAD from anywhere.
+DEAD from anywhere. A refill is PAUSED → REFILLING → SERVING(v).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ class EngineState(enum.Enum):
     SERVING = "SERVING"
     PAUSED = "PAUSED"
     WRITING = "WRITING"
+    REFILLING = "REFILLING"
     STALE = "STALE"
     DEAD = "DEAD"
 
@@ -27,8 +28,14 @@ class EngineState(enum.Enum):
 _NEXT = {
     EngineState.EMPTY: {EngineState.PAUSED},
     EngineState.SERVING: {EngineState.PAUSED},
-    EngineState.PAUSED: {EngineState.PAUSED, EngineState.WRITING, EngineState.SERVING},
+    EngineState.PAUSED: {
+        EngineState.PAUSED,
+        EngineState.WRITING,
+        EngineState.REFILLING,
+        EngineState.SERVING,
+    },
     EngineState.WRITING: {EngineState.SERVING},
+    EngineState.REFILLING: {EngineState.SERVING},
     EngineState.STALE: {EngineState.PAUSED},
     EngineState.DEAD: set(),
 }
@@ -42,8 +49,13 @@ class EngineRecord:
     version: int = 0
 
     def enter(self, state: EngineState, version: int = 0) -> None:
-        """Go to `state`. STALE and DEAD are open to all; any other wrong turn is a bug of ours."""
-        fall = state in (EngineState.STALE, EngineState.DEAD) and self.state is not EngineState.DEAD
+        """Go to `state`. STALE and DEAD are open to all; any other wrong turn is a bug of ours.
+
+        Who is DEAD stays so, whatever it answered before: its death may be found beside an update.
+        """
+        if self.state is EngineState.DEAD:
+            return
+        fall = state in (EngineState.STALE, EngineState.DEAD)
         assert fall or state in _NEXT[self.state], f"{self.state} to {state}"
         self.state = state
         if state is EngineState.SERVING:

@@ -1,4 +1,4 @@
-"""Parts for tests, yours and ours: an engine without a model, and peers without Ray."""
+"""Parts for tests, yours and ours: an engine without a model, peers without Ray, and faults on purpose."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import torch
 from weightsync.buffers import Attached
 from weightsync.engines.base import Rollout
 from weightsync.errors import StateError
+from weightsync.faults import Fault, FaultPlan
 from weightsync.feed import EngineFeed, FeedTicket, PieceView
 from weightsync.plan import Box, Plan, RankLayout, Segment, TensorMeta
 from weightsync.verify import Digests, tensor_digest
 
-__all__ = ["DictEngine", "LocalPeer"]
+__all__ = ["DictEngine", "Fault", "FaultPlan", "LocalPeer"]
 
 
 class DictEngine:
@@ -30,7 +31,7 @@ class DictEngine:
         self.name = name
         self.tensors = dict(tensors)
         self.version = 0
-        self.serving = False
+        self.paused = True
         self.on_write: Callable[[str], None] = lambda _: None
         self._feed: EngineFeed | None = None
         self._plan: Plan | None = None
@@ -61,7 +62,7 @@ class DictEngine:
 
     def pause(self, mode: str, timeout_s: float) -> None:
         """Nothing runs, so nothing is waited for."""
-        self.serving = False
+        self.paused = True
 
     def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
         """Copy every piece to where it belongs."""
@@ -88,11 +89,15 @@ class DictEngine:
 
     def resume(self, version: int) -> None:
         """Serve `version`."""
-        self.version, self.serving = version, True
+        self.version, self.paused = version, False
+
+    def serving(self) -> int:
+        """See `Engine.serving`."""
+        return 0 if self.paused else self.version
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
         """One token per prompt: the version."""
-        if not self.serving:
+        if self.paused:
             raise StateError(f"engine {self.name} serves no version")
         return Rollout([[self.version] for _ in prompts], [(self.version, self.version) for _ in prompts])
 

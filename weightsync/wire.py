@@ -42,10 +42,14 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Holder → engine rank: bucket `bucket` of this attempt may be read; the plan says where it lies."""
+    """Holder → engine rank: bucket `bucket` of this attempt may be read; the plan says where it lies.
+
+    In a refill it is `whole`: also what the holder's own trainer sent lies in the slot.
+    """
 
     attempt: int
     bucket: int
+    whole: bool = False
 
 
 class Written(msgspec.Struct, frozen=True, tag="written"):

@@ -14,6 +14,7 @@ def cluster() -> Iterator[None]:
     root = str(Path(__file__).parents[2])
     env = {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
     ray.init(
+        address="local",
         num_cpus=2,
         include_dashboard=False,
         log_to_driver=False,

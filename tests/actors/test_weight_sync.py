@@ -64,8 +64,8 @@ def make(pool: Pool) -> Iterator[Make]:
 
 
 def holds(sync: WeightSync, name: str) -> bool:
-    wanted = ray.get(sync._trainers[0].weights.remote())
-    found = ray.get(sync._engines[name].weights.remote())
+    wanted = ray.get(sync._members.trainers[0].weights.remote())
+    found = ray.get(sync._members.engines[name].weights.remote())
     return all(torch.equal(wanted[tensor], found[tensor]) for tensor in wanted)
 
 
@@ -77,16 +77,16 @@ def pid(actor) -> int:
 def test_trainers_teach_and_engines_serve_each_version(make: Make, colocated: bool) -> None:
     sync = make(trainers=2, engines=2, colocated=colocated)
     sync.connect()
-    assert len(sync._holders) == (2 if colocated else 4)
+    assert len(sync._fleet.holders) == (2 if colocated else 4)
     assert "broadcast" in str(sync.plan.explain())
     for version in (1, 2, 3):
-        ray.get([trainer.train.remote(version) for trainer in sync._trainers])
+        ray.get([trainer.train.remote(version) for trainer in sync._members.trainers])
         report = sync.update_weights(version)
         assert report.engines == {"e0": version, "e1": version}
         assert report.verified
         assert holds(sync, "e0")
         assert holds(sync, "e1")
-        rollout = ray.get(sync._engines["e1"].generate.remote([[1, 2]], {}))
+        rollout = ray.get(sync._members.engines["e1"].generate.remote([[1, 2]], {}))
         assert rollout.version == version
     assert sync.engine_versions() == {"e0": 3, "e1": 3}
 
@@ -98,7 +98,7 @@ def test_the_order_of_calls_is_held(make: Make) -> None:
     with pytest.raises(StateError, match="connect"):
         _ = sync.plan
     sync.connect()
-    with pytest.raises(StateError, match="no committed version"):
+    with pytest.raises(StateError, match="keeps the committed version"):
         sync.heal("e0")
     first = sync.update_weights_async(1)
     with pytest.raises(StateError, match="an update is running"):
@@ -116,7 +116,7 @@ def test_the_order_of_calls_is_held(make: Make) -> None:
 def test_trainers_may_train_on_while_the_version_travels(make: Make) -> None:
     sync = make(engines=1)
     sync.connect()
-    trainer = sync._trainers[0]
+    trainer = sync._members.trainers[0]
     for version in range(1, 6):
         ray.get(trainer.train.remote(version))
         published = ray.get(trainer.weights.remote())
@@ -124,7 +124,7 @@ def test_trainers_may_train_on_while_the_version_travels(make: Make) -> None:
         trained = trainer.train.remote(100 + version)
         assert future.result(10).version == version
         ray.get(trained)
-        found = ray.get(sync._engines["e0"].weights.remote())
+        found = ray.get(sync._members.engines["e0"].weights.remote())
         assert all(torch.equal(published[name], found[name]) for name in published)
         assert not holds(sync, "e0")
 
@@ -141,7 +141,7 @@ def test_nothing_registered_is_refused() -> None:
 
 def test_two_engines_on_one_slot_are_refused(make: Make) -> None:
     sync = make(engines=1)
-    sync.register_engines({"e0": sync._engines["e0"], "twin": spawn(Engine, WIDTH, "twin", "x0")})
+    sync.register_engines({"e0": sync._members.engines["e0"], "twin": spawn(Engine, WIDTH, "twin", "x0")})
     with pytest.raises(ConfigError, match="twin: 'slot:x0' is not valid; engine e0 has it"):
         sync.connect()
 
@@ -164,19 +164,19 @@ def test_engines_join_leave_and_heal_without_the_trainer(make: Make) -> None:
     sync = make(engines=1)
     sync.connect()
     sync.update_weights(4)
-    published = ray.get(sync._trainers[0].weights.remote())
-    ray.get(sync._trainers[0].train.remote(99))
+    published = ray.get(sync._members.trainers[0].weights.remote())
+    ray.get(sync._members.trainers[0].train.remote(99))
     report = sync.add_engine("late", spawn(Engine, WIDTH, "late", "x9"))
     assert report is not None
     assert report.engines == {"e0": 4, "late": 4}
-    found = ray.get(sync._engines["late"].weights.remote())
+    found = ray.get(sync._members.engines["late"].weights.remote())
     assert all(torch.equal(published[name], found[name]) for name in published)
     with pytest.raises(ConfigError, match="choose a name"):
-        sync.add_engine("late", sync._engines["late"])
-    num_holders = len(sync._holders)
+        sync.add_engine("late", sync._members.engines["late"])
+    num_holders = len(sync._fleet.holders)
     sync.remove_engine("e0")
-    assert len(sync._holders) == num_holders - 1
     assert sync.update_weights(5).engines == {"late": 5}
+    assert len(sync._fleet.holders) == num_holders - 1
     with pytest.raises(ConfigError, match="last one"):
         sync.remove_engine("late")
     with pytest.raises(ConfigError, match="did you mean 'late'"):
@@ -187,7 +187,7 @@ def test_a_killed_engine_is_dead_and_the_others_go_on(make: Make, pool: Pool) ->
     sync = make(engines=2)
     sync.connect()
     sync.update_weights(1)
-    pool.kill(sync._engines["e1"])
+    pool.kill(sync._members.engines["e1"])
     report = sync.update_weights(2)
     assert report.engines == {"e0": 2, "e1": 0}
     assert report.states["e1"] == "DEAD"
@@ -201,12 +201,12 @@ def test_a_killed_engine_is_dead_and_the_others_go_on(make: Make, pool: Pool) ->
 
 def test_engines_that_die_one_after_another_do_not_stop_the_last_one(make: Make, pool: Pool) -> None:
     sync = make(engines=2)
-    sync.register_engines(sync._engines | {"spare": pool.get(Engine, "spare", "x8")})
+    sync.register_engines(sync._members.engines | {"spare": pool.get(Engine, "spare", "x8")})
     sync.connect()
     sync.update_weights(1)
-    pool.kill(sync._engines["e1"])
+    pool.kill(sync._members.engines["e1"])
     sync.update_weights(2)
-    pool.kill(sync._engines["e0"])  # noticed by nobody before the next update connects again
+    pool.kill(sync._members.engines["e0"])  # noticed by nobody before the next update connects again
     report = sync.update_weights(3)
     assert report.engines == {"e0": 0, "e1": 0, "spare": 3}
     assert {sync.engine_states()[name] for name in ("e0", "e1")} == {EngineState.DEAD}
@@ -224,7 +224,7 @@ def test_an_engine_that_does_not_fit_has_not_joined(make: Make, pool: Pool) -> N
     with pytest.raises(PlanError, match=r"0\.weight"):
         sync.add_engine("wrong", wrong)
     assert sync.update_weights(2).engines == {"e0": 2}
-    pool.kill(sync._engines["e0"])
+    pool.kill(sync._members.engines["e0"])
     replaced = sync.add_engine("e0", pool.get(Engine, "e0", "x0"))  # its death was not noticed yet
     assert replaced is not None
     assert replaced.engines == {"e0": 2}
@@ -233,7 +233,7 @@ def test_an_engine_that_does_not_fit_has_not_joined(make: Make, pool: Pool) -> N
 def test_trainers_that_were_lost_can_be_replaced(make: Make, pool: Pool) -> None:
     sync = make(engines=1)
     sync.connect()
-    pool.kill(sync._trainers[0])
+    pool.kill(sync._members.trainers[0])
     with pytest.raises(PeerLostError, match="trainer 0"):
         sync.update_weights(1)
     sync.register_trainers([pool.get(Trainer, "", "s0")])
@@ -256,7 +256,7 @@ def test_fewer_living_engines_than_min_engines_is_refused_before_anything_moves(
     sync = make(engines=2, min_engines=2)
     sync.connect()
     sync.update_weights(1)
-    pool.kill(sync._engines["e1"])
+    pool.kill(sync._members.engines["e1"])
     with pytest.raises(PeerLostError, match="engine e1"):
         sync.update_weights(2)
     with pytest.raises(StateError, match="1 engines are alive"):
@@ -267,7 +267,7 @@ def test_a_killed_holder_fails_the_update_and_is_replaced_for_the_next(make: Mak
     sync = make(engines=2, timeout_s=5)
     sync.connect()
     sync.update_weights(1)
-    holder = next(h for key, h in sync._holders.items() if key[1] == "slot:x1")
+    holder = next(h for key, h in sync._members._holders._on.items() if key[1] == "slot:x1")
     os.kill(pid(holder.handle), signal.SIGKILL)
     with pytest.raises(WeightSyncError):
         sync.update_weights(2)

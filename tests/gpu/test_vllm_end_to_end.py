@@ -84,7 +84,7 @@ class Fleet:
             assert layout.buffers, "vLLM reloads here, see the log of weightsync.engines.vllm"
         writing = [
             holder.handle.__ray_call__.remote(lambda it: it._feed is not None and it._staging.writes)
-            for holder in sync._holders.values()
+            for holder in sync._fleet.holders
         ]
         assert sum(ray.get(writing)) == self.num_ranks, "the engine copies, see the log of weightsync.live"
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -18,6 +18,12 @@ class Wheel:
     spokes: int
     radius_m: float = 0.3
     kind: Literal["road", "track"] = "road"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tyre:
+    pressure: int | Literal["soft", "hard"] | None = None
+    width: int | Literal["wide"] = 28
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +182,25 @@ def test_check_fields_holds_python_to_the_same_types() -> None:
     assert caught.value.field == "wheel.spokes"
 
 
+@pytest.mark.parametrize("pressure", [3, "soft", None])
+def test_a_field_may_have_several_kinds(pressure: Any) -> None:
+    assert load_dataclass(Tyre, {"pressure": pressure}, field="tyre") == Tyre(pressure=pressure)
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        ({"pressure": "sotf"}, "give a whole number, or did you mean 'soft'?"),
+        ({"pressure": True}, "give a whole number, or valid: hard, soft"),
+        ({"width": None}, "give a whole number, or valid: wide"),
+    ],
+)
+def test_what_is_none_of_several_kinds_is_told_of_all(change: dict[str, object], remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_dataclass(Tyre, change, field="tyre")
+    assert remedy in caught.value.remedy
+
+
 def test_sync_config_from_yaml_equals_the_one_from_python() -> None:
     given = {"bucket_bytes": "64MiB", "timeout_s": 30, "pause": "wait"}
     assert SyncConfig.from_dict(given) == SyncConfig(bucket_bytes=64 << 20, timeout_s=30.0, pause="wait")
@@ -192,7 +217,18 @@ def test_sync_config_from_yaml_equals_the_one_from_python() -> None:
         ("timeout_s", math.nan, "finite"),
         ("connect_timeout_s", math.inf, "finite"),
         ("min_engines", 0, "at least 1"),
+        ("num_slots", 0, "at least 1"),
         ("pause", "abort", "valid: keep, wait"),
+        ("keep_versions", 0, "give 1 or 2"),
+        ("keep_versions", 3, "give 1 or 2"),
+        ("keep_versions", True, "a whole number"),
+        ("mirrors", -1, "at least 0"),
+        ("heal_attempts", -1, "at least 0"),
+        ("heal_backoff_s", -0.5, "0 or more"),
+        ("heal_backoff_s", math.inf, "finite"),
+        ("heartbeat_s", 0.0, "more than 0"),
+        ("refill", "rmda", "did you mean 'rdma'?"),
+        ("rdma_device", None, "give a text"),
     ],
 )
 def test_sync_config_refuses(name: str, value: object, remedy: str) -> None:
@@ -205,6 +241,11 @@ def test_sync_config_refuses(name: str, value: object, remedy: str) -> None:
 
 def test_the_smallest_bucket_is_allowed() -> None:
     assert SyncConfig(bucket_bytes=4096, max_staging_bytes=1, min_engines=1).bucket_bytes == 4096
+
+
+def test_healing_may_be_turned_off_and_need_not_wait() -> None:
+    config = SyncConfig(heal_attempts=0, heal_backoff_s=0, mirrors=0, keep_versions=1)
+    assert (config.heal_attempts, config.heal_backoff_s, config.mirrors) == (0, 0, 0)
 
 
 def test_a_text_as_a_size_in_python_is_told_what_to_write() -> None:

@@ -169,7 +169,8 @@ def test_a_flipped_bit_is_caught_before_commit_and_names_the_tensor() -> None:
         report = await loop.controller.update(1)
         assert report.engines == {"e0": 1, "e1": 0}
         assert "wrong bytes in 0.weight" in report.failures["e1"]
-        assert not loop.engines["e1"].serving
+        assert "(engine e1, version 1, verify)" in report.failures["e1"]
+        assert not loop.engines["e1"].serving()
 
     drive(work)
 
@@ -253,7 +254,7 @@ def test_engines_paused_in_vain_go_on_with_the_version_that_they_have() -> None:
             await loop.controller.update(2)
         assert loop.engines["e0"].generate([[1]], {}).version == 1
         assert loop.fleet.engines["e0"].record.state is EngineState.SERVING
-        with pytest.raises(StateError, match="no committed version"):
+        with pytest.raises(DeadlineError, match="engine e1"):
             await loop.controller.refill("e1")
         del loop.engines["e1"].pause
         assert (await loop.controller.update(3)).engines == {"e0": 3, "e1": 3}
@@ -338,7 +339,7 @@ def test_what_is_read_in_place_is_held_only_once_it_was_moved_and_is_not_kept() 
         assert list(report.phases) == ["publish", "move", "verify", "commit"]
         assert loop.holds_the_models_weights("e0")
         assert not loop.controller.refillable
-        with pytest.raises(StateError, match="keep no committed version"):
+        with pytest.raises(StateError, match="keeps the committed version"):
             await loop.controller.refill("e0")
 
     drive(work)
@@ -353,7 +354,7 @@ def test_engines_that_paused_for_a_publish_that_failed_serve_on() -> None:
         with pytest.raises(StateError, match="moved"):
             await loop.controller.update(2)
         assert [seat.record.state for seat in loop.fleet.engines.values()] == [EngineState.SERVING] * 2
-        assert all(engine.serving and engine.version == 1 for engine in loop.engines.values())
+        assert all(engine.serving() == 1 for engine in loop.engines.values())
         del loop.source.publish
         assert (await loop.controller.update(2)).engines == {"e0": 2, "e1": 2}
 

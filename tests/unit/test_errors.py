@@ -12,10 +12,12 @@ from weightsync.errors import (
     PeerError,
     PeerLostError,
     PlanError,
+    ReadError,
     StateError,
     TransportError,
     VerifyError,
     WeightSyncError,
+    Where,
     WireError,
     nearest,
 )
@@ -29,8 +31,10 @@ EXAMPLES = [
     (PeerLostError("holder 3", "killed"), "holder 3 is gone: killed"),
     (PeerError("trainer 0", "KeyError: 'w'"), "trainer 0 failed: KeyError: 'w'"),
     (TransportError("short read"), "short read"),
+    (ReadError("holder 3", "its connection broke"), "holder 3 could not be read: its connection broke"),
     (WireError("too long"), "too long"),
     (EngineError("e0", "verify", "out of memory"), "engine e0 failed in verify: out of memory"),
+    (EngineError("e0", "load", "a bad bucket", 2), "engine e0, rank 2, failed in load: a bad bucket"),
     (VerifyError("e0", 7, ["a", "b"]), "engine e0, version 7: wrong bytes in a, b"),
 ]
 
@@ -46,8 +50,16 @@ def test_every_error_survives_pickling_with_its_fields_and_message(
     assert str(rebuilt) == str(error) == message
 
 
+def test_where_an_engine_failed_survives_pickling() -> None:
+    error = PeerLostError("engine e0", "killed")
+    error.where = Where("e0", 1, 8, "move")
+    rebuilt = pickle.loads(pickle.dumps(error))
+    assert rebuilt.where == error.where
+    assert str(rebuilt.where) == "engine e0, rank 1, version 8, move"
+
+
 def test_the_examples_cover_every_error() -> None:
-    classes = {getattr(errors, name) for name in errors.__all__} - {nearest}
+    classes = {getattr(errors, name) for name in errors.__all__} - {nearest, Where}
     assert {type(error) for error, _ in EXAMPLES} == classes
 
 

@@ -227,3 +227,13 @@ def test_closing_ends_a_load_that_waits(holder: HolderFeed, plan: Plan) -> None:
     thread.join()
     assert "connected anew" in str(raised[0])
     assert time.monotonic() - begun < 5
+
+
+def test_an_engine_whose_holder_gives_it_up_before_the_welcome_does_not_wait(
+    plan: Plan, holder: HolderFeed
+) -> None:
+    holder.drop()
+    begun = time.monotonic()
+    with pytest.raises(TransportError, match="holder 1 gave up e0"):
+        EngineFeed.open(holder.ticket, plan, 30)
+    assert time.monotonic() - begun < 5

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from recipes.calls import collect
+from recipes.calls import collect, gather
 from weightsync.errors import ConfigError, DeadlineError
 
 
@@ -35,3 +35,12 @@ def test_a_deadline_names_who_is_missing_and_in_what() -> None:
         collect({"a": say(1), "b": never()}, "train", 0.01)
     assert caught.value.missing == ("b",)
     assert caught.value.phase == "train"
+
+
+def test_who_fails_does_not_take_the_answers_of_the_others_along() -> None:
+    outcome = gather({"a": say(1), "b": refuse(), "c": never()}, "generate", 0.1)
+    assert outcome.answers == {"a": 1}
+    assert {name: type(error) for name, error in outcome.failures.items()} == {
+        "b": ConfigError,
+        "c": DeadlineError,
+    }

@@ -7,12 +7,13 @@ import sys
 
 import pytest
 
-from recipes.cluster import _credentials, _environment
+from recipes.cluster import _credentials, _environment, existing_cluster
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.delitem(sys.modules, "ray", raising=False)
 
 
@@ -30,6 +31,15 @@ def test_a_users_own_choice_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_ray_that_read_its_credentials_already_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", os)
+    assert _credentials() == {}
+
+
+def test_a_cluster_that_is_there_is_taken_with_its_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert existing_cluster() == ""
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert existing_cluster() == ""
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert existing_cluster() == "10.0.0.1:6379"
     assert _credentials() == {}
 
 

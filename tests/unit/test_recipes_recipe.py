@@ -8,7 +8,8 @@ import recipes
 from recipes.recipe import EngineSpec, Recipe, load_recipe
 from weightsync.errors import ConfigError
 
-SHIPPED = sorted(Path(recipes.__file__).parent.glob("*.yaml"))
+FILES = sorted(Path(recipes.__file__).parent.glob("*.yaml"))
+SHIPPED = [path for path in FILES if not path.stem.startswith("chaos")]
 
 
 def write(folder: Path, text: str) -> Path:
@@ -35,6 +36,19 @@ def test_engines_are_named_by_their_group(minimal: Path) -> None:
     names = load_recipe(minimal).engine_specs
     assert list(names) == ["main-0", "main-1", "spare-0"]
     assert names["main-1"] == EngineSpec(kind="torch", count=2)
+
+
+def test_the_members_are_those_that_run(minimal: Path) -> None:
+    names = ["trainer 0", "trainer 1", "engine main-0", "engine main-1", "engine spare-0"]
+    shared = load_recipe(minimal)
+    assert list(shared.members) == [*names, "holder 0", "holder 1", "holder 2"]
+    apart = load_recipe(minimal, ["placement=disaggregated"])
+    assert list(apart.members) == [*names, *(f"holder {i}" for i in range(5))]
+
+
+def test_resuming_has_to_be_asked_for(minimal: Path) -> None:
+    assert load_recipe(minimal).resume is False
+    assert load_recipe(minimal, ["resume=true"]).resume is True
 
 
 def test_overrides_are_laid_over_the_file(minimal: Path) -> None:
@@ -91,6 +105,7 @@ def test_no_override_changes_nothing(minimal: Path) -> None:
         ("name: x\nengines: {main: {}}\nloop: {clip: .nan}", "loop.clip", None, "above 0"),
         ("name: x\nengines: {main: {}}\nloop: {group_size: 1}", "loop.group_size", 1, "at least 2"),
         ("name: x\nengines: {main: {}}\nloop: {target_reward: 80}", "loop.target_reward", 80.0, "0 to 1"),
+        ("name: x\nengines: {main: {}}\nresume: maybe", "resume", "maybe", "true or false"),
         ("- a list", "top level", ["a list"], "mapping"),
     ],
 )

@@ -56,7 +56,7 @@ def test_a_report_replaces_the_last_and_leaves_nothing_else(tmp_path: Path) -> N
 def test_a_report_that_cannot_be_written_leaves_the_last(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     RunReport(name="x", seed=1).write(path)
-    broken = RunReport(name="x", seed=2, heals=[object()])
+    broken = RunReport(name="x", seed=2, heals=[{"engine": object()}])
     with pytest.raises(TypeError):
         broken.write(path)
     assert json.loads(path.read_text())["seed"] == 1

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from recipes.run_report import RunReport, StepRow
 from recipes.screen import Screen
+from weightsync.report import HealReport
 
 
 @pytest.fixture
@@ -59,3 +60,23 @@ def test_the_summary_counts_what_was_verified(screen: Screen, shown: io.StringIO
     text = shown.getvalue()
     for expected in ("quickstart: done", "1 of 2", "2 vllm", "0.500 (target 0.8)"):
         assert expected in text
+
+
+def test_the_summary_ends_with_a_line_for_each_heal(screen: Screen, shown: io.StringIO) -> None:
+    report = RunReport(name="chaos", seed=0, status="done", steps=[row(verified=True)])
+    heal = HealReport(
+        engine="main-1",
+        cause="engine main-1 is gone: killed",
+        version=8,
+        died_at=100.0,
+        respawned_at=101.0,
+        serving_at=102.5,
+        bytes_from={"holder 0": 1_250_000},
+        ways={"holder 0": "tcp"},
+        gb_per_s=1.5,
+        verified=True,
+    )
+    screen.summary(report, 0.0, (heal, heal))
+    *_, last, again, end = shown.getvalue().split("\n")
+    assert (last, end) == (again, "")
+    assert last == str(heal)

@@ -69,6 +69,9 @@ class Engine(Protocol):
     def resume(self, version: int) -> None:
         """Serve `version`: drop caches that earlier weights filled, go on with frozen requests."""
 
+    def serving(self) -> int:
+        """The version of the last `resume`; 0 before the first, and from `pause` until the next."""
+
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
         """Complete token-id prompts. `sampling`: max_tokens, temperature (0 is greedy), seed, stop_token_ids.
 

@@ -126,6 +126,10 @@ class TorchEngine:
             raise StateError(f"engine {self._name} has no whole weights: load them first")
         self._gate.open(version)
 
+    def serving(self) -> int:
+        """See `Engine.serving`."""
+        return self._gate.serving
+
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
         """Complete all prompts in one batch; calls run one after another."""
         settings = Sampling.of(sampling)
@@ -182,6 +186,11 @@ class _Gate:
     def quiet(self) -> bool:
         """Nobody is in and nobody gets in."""
         return self._shut and not self._busy
+
+    @property
+    def serving(self) -> int:
+        """The version that who enters gets at once; 0 while nobody does."""
+        return 0 if self._shut or self._version is None else self._version
 
     def enter(self, name: str) -> int:
         with self._changed:

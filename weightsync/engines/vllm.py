@@ -83,6 +83,10 @@ class VllmEngine:
             raise StateError(f"engine {self._name} has no whole weights: load them first")
         self._loop.thaw(version)
 
+    def serving(self) -> int:
+        """See `Engine.serving`."""
+        return self._loop.serving
+
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
         """See `Engine.generate`; requests of concurrent calls share vLLM's batches."""
         settings = Sampling.of(sampling)

@@ -75,6 +75,11 @@ class EngineLoop:
         """No request is stepped."""
         return self._frozen
 
+    @property
+    def serving(self) -> int:
+        """The version that requests are admitted to; 0 while they are not."""
+        return 0 if self._frozen or self._drained or self._version is None else self._version
+
     def call(self, work: Callable[[Steppable], T]) -> T:
         """Run `work` on the loop's thread between two steps."""
         return self._submit(lambda: work(self._engine)).result()

@@ -57,7 +57,8 @@ class WeightSyncWorker:
             # An answer in any case: vLLM reads the ranks' answers in turn, and would give what is left
             # of these to the next call.
             logger.exception("rank %d: %s failed", self.rank, method)
-            outcome = EngineError(f"rank {self.rank}", method, f"{type(error).__name__}: {error}")
+            named = self._ws_rank.engine if hasattr(self, "_ws_rank") else ""
+            outcome = EngineError(named, method, f"{type(error).__name__}: {error}", self.rank)
         return pickle.dumps(outcome)
 
 
@@ -71,7 +72,7 @@ class _Rank:
         self._feed: EngineFeed | None = None
         self._plan: Plan | None = None
         self._writer: LiveWriter | None = None
-        self._engine = ""
+        self.engine = ""
 
     def layout(self) -> RankLayout:
         """Where the loader puts what, if that can be proven; otherwise whole tensors, without live buffers.
@@ -94,7 +95,7 @@ class _Rank:
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Attached:
         self.close()
         layout, ticket = self.layout(), tickets[self._rank]
-        self._feed, self._plan, self._engine = EngineFeed.open(ticket, plan, timeout_s), plan, ticket.engine
+        self._feed, self._plan, self.engine = EngineFeed.open(ticket, plan, timeout_s), plan, ticket.engine
         if not layout.buffers:
             return Attached(plan.digest(), None)
         self._writer = LiveWriter(plan, layout, self._live, self._feed.slots)
@@ -115,7 +116,7 @@ class _Rank:
         except WeightSyncError as error:
             if isinstance(error, DeadlineError | EngineError):
                 raise
-            raise EngineError(self._engine, "load", str(error)) from error
+            raise EngineError(self.engine, "load", str(error), self._rank) from error
 
     def close(self) -> None:
         self._writer = None

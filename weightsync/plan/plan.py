@@ -137,6 +137,13 @@ class Plan:
             "holders": self.members.num_holders,
             "trainers": self.members.trainers,
             "engines": sorted(self.members.engines),
+            "content": self.content(),
+        }
+        return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
+
+    def content(self) -> str:
+        """SHA-256, in hex, of what lies where in arenas and buckets, whoever the members are."""
+        header = {
             "tensors": [(meta.name, meta.dtype, meta.shape) for meta in self.tensors],
             "tied": self.tied,
             "bucket_bytes": self.bucket_bytes,

@@ -146,7 +146,8 @@ class _Spread:
             self._work.wait(_SLICE)
         except RuntimeError:
             if self.is_done():
-                raise
+                # Failed, or done a moment after the slice ended: asked again, it says which.
+                self._work.wait(_SLICE)
         return self.is_done()
 
 

@@ -1,0 +1,69 @@
+"""Actors that outlive their driver: under which name the next one finds them, and how they end."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.util import list_named_actors
+
+from weightsync.errors import ConfigError, StateError
+
+__all__ = ["actor_name", "detached", "end", "end_all", "find", "names", "run_prefix"]
+
+NAMESPACE = "weightsync"
+_PATIENCE_S = 10.0
+
+
+def run_prefix(run: object) -> str:
+    """What the names of a run's actors begin with. Raises ConfigError for what cannot be a part of one."""
+    if not isinstance(run, str) or not run or "/" in run:
+        raise ConfigError("name", run, "give a text without a slash")
+    return f"weightsync/{run}/"
+
+
+def actor_name(run: str, *who: str) -> str:
+    """The name of one of a run's actors."""
+    return run_prefix(run) + "/".join(who)
+
+
+def detached(name: str) -> dict[str, str]:
+    """Ray's options for an actor of that name which outlives its driver."""
+    return {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
+
+
+def find(name: str) -> ActorHandle[Any] | None:
+    """The living actor of that name."""
+    try:
+        handle: ActorHandle[Any] = ray.get_actor(name, NAMESPACE)
+    except ValueError:
+        return None
+    return handle
+
+
+def names(prefix: str) -> list[str]:
+    """Of all living actors whose names begin with `prefix`, sorted."""
+    listed: list[Any] = list_named_actors(all_namespaces=True)
+    found = (each["name"] for each in listed if each["namespace"] == NAMESPACE)
+    return sorted(name for name in found if name.startswith(prefix))
+
+
+def end(name: str) -> None:
+    """Kill the actor of that name, if there is one; returns when another may have its name.
+
+    Raises StateError when that takes ten seconds.
+    """
+    deadline = time.monotonic() + _PATIENCE_S
+    while handle := find(name):
+        ray.kill(handle)
+        if time.monotonic() > deadline:
+            raise StateError(f"actor {name} does not end")
+        time.sleep(0.01)
+
+
+def end_all(run: str) -> None:
+    """Kill whatever lives under the run's name."""
+    for name in names(run_prefix(run)):
+        end(name)

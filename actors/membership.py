@@ -1,0 +1,180 @@
+"""Who takes part: actors on their seats, with the holders that serve them, as they come and go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ray.actor import ActorHandle
+
+from actors.holders import Holders
+from actors.process import end_process
+from actors.remote import RemoteEngine, RemoteHolder, RemoteTrainer
+from actors.seat import Seat, seat_everybody
+from actors.watch import Watches
+from weightsync.config import SyncConfig
+from weightsync.controller import Controller
+from weightsync.deadline import gather_named
+from weightsync.errors import StateError, WeightSyncError
+from weightsync.peers import EngineSeat, Fleet
+from weightsync.states import EngineRecord, EngineState
+
+if TYPE_CHECKING:
+    from weightsync.faults import FaultPlan
+
+__all__ = ["Membership"]
+
+
+class Membership:
+    """Keeps `fleet` in step with the actors that are registered.
+
+    Attributes:
+        trainers, engines: the actors, in rank order and by name.
+        respawner: starts another actor for an engine; None if nobody can.
+    """
+
+    def __init__(self, config: SyncConfig, fleet: Fleet, controller: Controller, run: str | None) -> None:
+        """`run`: under which name holders outlive this process, if they do."""
+        self._config, self._fleet, self._controller = config, fleet, controller
+        self.trainers: list[ActorHandle[Any]] = []
+        self.engines: dict[str, ActorHandle[Any]] = {}
+        self.respawner: Callable[[str], ActorHandle[Any]] | None = None
+        self._seats: dict[str, list[Seat]] = {}
+        self._holders = Holders(config, run)
+        self._watches = Watches(config.heartbeat_s)
+
+    async def reconnect(self) -> None:
+        """Connect again when a holder was lost or came new since."""
+        if not self._controller.connected and self._controller.plan is not None:
+            await self.connect()
+
+    def can_respawn(self, name: str) -> bool:
+        return self.respawner is not None and name in self.engines
+
+    async def respawn(self, name: str) -> None:
+        """End an engine's process, which may hang or be gone, and seat another in its place."""
+        assert self.respawner is not None
+        await asyncio.to_thread(end_process, self.engines[name], self._seats.get(name, ()))
+        await self.take_seat(name, await asyncio.to_thread(self.respawner, name))
+
+    async def take_seat(self, name: str, handle: ActorHandle[Any]) -> None:
+        """Once the engine answers, it has the holders of its seats: those that were there, or new ones."""
+        if self._controller.plan is None:
+            raise StateError("connect() has to come first")
+        engine, who = RemoteEngine(f"engine {name}", handle), f"engine {name}"
+        started = await gather_named({who: engine.seats()}, "start", self._config.connect_timeout_s)
+        seats = started.require()[who]
+        async with self._controller.beside(name):
+            left = self._seats.get(name, [])
+            holders = tuple(
+                self._seat_rank(seat, left[rank] if rank < len(left) else None)
+                for rank, seat in enumerate(seats)
+            )
+            self.engines[name], self._seats[name] = handle, seats
+            self._fleet.engines[name] = EngineSeat(engine, holders)
+            self._watch(name, engine)
+
+    def _seat_rank(self, seat: Seat, left: Seat | None) -> int:
+        """The place in the fleet of the holder of `seat`."""
+        known = self._fleet.holders
+        holder = self._holders.take(seat, left, len(known))
+        if holder not in known:
+            known.append(holder)
+            self._fleet.nodes.append(seat.node)
+            self._watches.holder(holder, self._when_lost(holder))
+            self._controller.connected = False  # its communicators are made with the next update
+        return known.index(holder)
+
+    def _watch(self, name: str, engine: RemoteEngine) -> None:
+        def lost(error: WeightSyncError) -> None:
+            if self.engines.get(name) is engine.handle:
+                self._controller.crew.lost(name, error)
+
+        self._watches.engine(engine, lost)
+
+    def _when_lost(self, holder: RemoteHolder) -> Callable[[WeightSyncError], None]:
+        def lost(_: WeightSyncError) -> None:
+            if holder in self._fleet.holders:
+                self._controller.connected = False
+                self._controller.keeping.lost(holder.name)
+                self._holders.lost(holder)
+
+        return lost
+
+    async def connect(self) -> None:
+        await self._seat()
+        await self._controller.connect()
+
+    async def _seat(self) -> None:
+        """Ask everybody where they sit, and start a holder on every seat that has none."""
+        if not self.trainers or not self.engines:
+            raise StateError("register_trainers() and register_engines() have to come before connect()")
+        known = {name: seat.record for name, seat in self._fleet.engines.items()}
+        records = {name: known.get(name, EngineRecord()) for name in self.engines}
+        trainers = {f"trainer {i}": RemoteTrainer(f"trainer {i}", h) for i, h in enumerate(self.trainers)}
+        engines = {name: RemoteEngine(f"engine {name}", h) for name, h in self.engines.items()}
+        asked = {
+            f"engine {name}": engine.seats()
+            for name, engine in engines.items()
+            if records[name].state is not EngineState.DEAD
+        }
+        # Engines take long to start, but those that were connected before should answer at once.
+        again = known.keys() >= self.engines.keys()
+        timeout_s = self._config.timeout_s if again else self._config.connect_timeout_s
+        trainer_seats, engine_seats = await asyncio.gather(
+            gather_named({name: trainer.seat() for name, trainer in trainers.items()}, "start", timeout_s),
+            gather_named(asked, "start", timeout_s),
+        )
+        for name, error in engine_seats.failures.items():
+            bare = name.removeprefix("engine ")
+            if bare not in known or not engine_seats.answers:
+                raise error
+            records[bare].enter(EngineState.DEAD)
+        seating = seat_everybody(trainer_seats.require(), engine_seats.answers)
+        holders = await self._holders.settle(seating.seats)
+        for holder in holders:
+            self._watches.holder(holder, self._when_lost(holder))
+        self._fleet.holders[:] = holders
+        self._fleet.nodes[:] = [seat.node for seat in seating.seats]
+        self._fleet.trainers[:] = [(t, seating.holder_of[name][0]) for name, t in trainers.items()]
+        self._fleet.engines.clear()
+        for name, engine in engines.items():
+            at = seating.holder_of.get(f"engine {name}", ())
+            # Its own, by which its process is ended: a holder's may be of the trainer beside it.
+            self._seats[name] = engine_seats.answers.get(f"engine {name}", self._seats.get(name, []))
+            self._fleet.engines[name] = EngineSeat(engine, at, records[name])
+            if records[name].state is not EngineState.DEAD:
+                self._watch(name, engine)
+
+    async def part(self, name: str) -> None:
+        """Let an engine go; the others are not asked, and its holder stays until the next connecting."""
+        async with self._controller.beside(name):
+            del self.engines[name]
+            self._seats.pop(name, None)
+            seat = self._fleet.engines.pop(name)
+            calls = {f"holder {i}": self._fleet.holders[i].drop_engine() for i in seat.holders}
+            await gather_named(calls, "drop", self._config.timeout_s)
+
+    def who(self) -> list[str]:
+        """Everybody, as errors and fault plans name them."""
+        trainers = [f"trainer {i}" for i in range(len(self.trainers))]
+        holders = [*self._fleet.named_holders()]
+        return [*trainers, *holders, *(f"engine {name}" for name in self.engines)]
+
+    async def arm(self, plan: FaultPlan, version: int) -> None:
+        """Arm the faults of `version`, or with 0 those of any, in the processes that suffer them."""
+        named: dict[str, Any] = {f"trainer {i}": peer for i, (peer, _) in enumerate(self._fleet.trainers)}
+        named |= self._fleet.named_holders()
+        named |= {f"engine {name}": seat.peer for name, seat in self._fleet.engines.items()}
+        calls = {}
+        for who, peer in named.items():
+            due = [fault for fault in plan.for_(who) if fault.version == (version or None)]
+            if due:
+                calls[who] = peer.arm(who, [replace(fault, version=None) for fault in due], plan.seed)
+        (await gather_named(calls, "arm", self._config.timeout_s)).require()
+
+    def close(self) -> None:
+        """End the holders."""
+        self._holders.close()

@@ -1,0 +1,113 @@
+"""One step's rollouts: prompts shared out among the engines that serve, anew where one fails."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from recipes.calls import gather
+from recipes.grpo import Group
+from recipes.task import Problem, reward
+from weightsync.errors import (
+    DeadlineError,
+    EngineError,
+    PeerError,
+    PeerLostError,
+    StateError,
+    WeightSyncError,
+)
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+    from recipes.recipe import LoopSpec
+
+    Actor: TypeAlias = ActorHandle[Any]
+
+__all__ = ["Rollouts", "roll_out"]
+
+_THEIR_FAULT = (PeerLostError, PeerError, EngineError, DeadlineError)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """A group of completions for each problem.
+
+    Attributes:
+        groups: in no order.
+        versions: that made them, ascending.
+        lost: the engines whose prompts others had to take, and why.
+    """
+
+    groups: list[Group]
+    versions: list[int]
+    lost: Mapping[str, WeightSyncError]
+
+
+def roll_out(
+    problems: Sequence[Problem],
+    serving: Callable[[], Mapping[str, Actor]],
+    loop: LoopSpec,
+    seeds: random.Random,
+    timeout_s: float,
+) -> Rollouts:
+    """Sample completions of all `problems` from the engines that `serving` names.
+
+    Raises:
+        WeightSyncError: what the first engine failed with, when none is left; at once, what is not
+            an engine's own fault.
+    """
+    groups: list[Group] = []
+    versions: set[int] = set()
+    lost: dict[str, WeightSyncError] = {}
+    left = list(problems)
+    while left:
+        engines = {name: engine for name, engine in serving().items() if name not in lost}
+        if not engines:
+            raise next(iter(lost.values()), StateError("no engine serves a version: update them first"))
+        shares = {name: left[i :: len(engines)] for i, name in enumerate(engines) if left[i :: len(engines)]}
+        made, failures = _generate(shares, engines, loop, seeds, timeout_s)
+        for name, (version, of_engine) in made.items():
+            versions.add(version)
+            groups += _groups(shares[name], of_engine, loop.group_size)
+        lost |= failures
+        left = [problem for name in failures for problem in shares[name]]
+    return Rollouts(groups, sorted(versions), lost)
+
+
+def _generate(
+    shares: Mapping[str, Sequence[Problem]],
+    engines: Mapping[str, Actor],
+    loop: LoopSpec,
+    seeds: random.Random,
+    timeout_s: float,
+) -> tuple[dict[str, tuple[int, Sequence[list[int]]]], dict[str, WeightSyncError]]:
+    """By engine, the version and the completions that it made, or why it made none.
+
+    Each call has a seed of its own: engines that share one would explore the same way.
+    """
+    calls = {
+        f"engine {name}": engines[name].generate.remote(
+            [problem.prompt for problem in share for _ in range(loop.group_size)],
+            {"max_tokens": 1, "temperature": loop.temperature, "seed": seeds.getrandbits(32)},
+        )
+        for name, share in shares.items()
+    }
+    outcome = gather(calls, "generate", timeout_s)
+    for error in outcome.failures.values():
+        if not isinstance(error, _THEIR_FAULT):
+            raise error
+    bare = {who: who.removeprefix("engine ") for who in calls}
+    made = {bare[who]: (rollout.version, rollout.tokens) for who, rollout in outcome.answers.items()}
+    return made, {bare[who]: error for who, error in outcome.failures.items()}
+
+
+def _groups(problems: Sequence[Problem], tokens: Sequence[list[int]], size: int) -> list[Group]:
+    """`size` completions belong to each problem, in order."""
+    groups = []
+    for index, problem in enumerate(problems):
+        own = list(tokens[index * size : (index + 1) * size])
+        groups.append(Group(problem.prompt, own, [reward(problem, done) for done in own]))
+    return groups

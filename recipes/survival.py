@@ -1,0 +1,55 @@
+"""What a run leaves behind for its next driver, should this one die, and how that one finds it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from actors.detached import actor_name, detached, find
+from recipes.run_report import RunReport, StepRow
+from weightsync.errors import StateError
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+    from recipes.recipe import Recipe
+
+__all__ = ["actor_options", "find_actors", "read_back", "take_trainers"]
+
+
+def actor_options(recipe: Recipe, who: str) -> dict[str, Any]:
+    """Ray's options for ``trainer 0``, ``engine main-0`` and the like; they reserve nothing."""
+    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
+    return options | (detached(actor_name(recipe.name, who)) if recipe.resume else {})
+
+
+def find_actors(recipe: Recipe) -> Mapping[str, ActorHandle[Any]]:
+    """The trainers and engines of an earlier driver that live, as ``trainer 0`` and ``engine main-0``."""
+    everybody = [who for who in recipe.members if recipe.resume and not who.startswith("holder ")]
+    return {who: actor for who in everybody if (actor := find(actor_name(recipe.name, who)))}
+
+
+def take_trainers(left: Mapping[str, ActorHandle[Any]], recipe: Recipe) -> dict[str, ActorHandle[Any]]:
+    """The trainers among those that are `left`, in rank order; none where nobody is left.
+
+    Raises StateError when not all trainers of the recipe are.
+    """
+    trainers = [who for who in recipe.members if who.startswith("trainer ")]
+    gone = [who for who in trainers if left and who not in left]
+    if gone:
+        raise StateError(
+            f"{', '.join(gone)} of run {recipe.name} is gone, and with it the state of the training: what"
+            " is left of the run is ended now, and the same command starts it from the beginning"
+        )
+    return {who: left[who] for who in trainers if left}
+
+
+def read_back(path: Path, report: RunReport) -> None:
+    """Begin `report` with what an earlier driver wrote to `path`; it may not have come to that."""
+    if path.exists():
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        report.started = earlier["started"]
+        report.steps = [StepRow(**row) for row in earlier["steps"]]
+        report.heals = earlier["heals"]

@@ -1,0 +1,218 @@
+"""A fleet that things are done to: spare engines wait, and what was ever published is remembered."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import GetTimeoutError, RayActorError
+
+from tests.actors.fleet import Counting, Engine, spawn
+from weightsync import SyncConfig, WeightSync
+from weightsync.errors import StateError, WeightSyncError
+from weightsync.faults import Fault, FaultPlan
+from weightsync.report import SyncReport
+from weightsync.states import EngineState
+from weightsync.verify import warm_up
+
+WIDTH = 64
+TIMEOUT_S = 2.0
+LIMIT_S = 4 * TIMEOUT_S
+"""What an update may take: one phase's deadline, the grace of who waits for it, and a busy host's delays."""
+SETTINGS: dict[str, Any] = {
+    "bucket_bytes": 4096,
+    "timeout_s": TIMEOUT_S,
+    "connect_timeout_s": 60.0,
+    "heartbeat_s": 1.0,
+    "heal_backoff_s": 0.05,
+}
+_NUMBERS = count()
+
+
+class Spare(Engine):
+    """Has everything compiled before it is needed."""
+
+    def __init__(self, width: int, name: str, slot: str) -> None:
+        warm_up()
+        super().__init__(width, name, slot)
+
+
+class Faulty:
+    """Two trainers; engine e0 sits with trainer 0, e1 alone: holders 0 and 2 serve them."""
+
+    def __init__(self, **settings: object) -> None:
+        self._number = next(_NUMBERS)
+        self._slots = {"e0": f"faulty-{self._number}-0", "e1": f"faulty-{self._number}-x"}
+        self.log = Heard()
+        self.version, self.committed = 0, {0}
+        self.published: dict[int, Mapping[str, torch.Tensor]] = {}
+        self.trainers = [self._trainer(rank) for rank in range(2)]
+        engines = {name: self._spare(name) for name in self._slots}
+        self.sync = WeightSync(SyncConfig(**SETTINGS | settings))
+        self.sync.register_trainers(self.trainers)
+        self.sync.register_engines(engines, respawn=self._respawn)
+        self.sync.connect()
+        assert self.sync.plan.num_buckets >= 5
+        self._spares = {name: self._spare(name) for name in self._slots}
+
+    def close(self) -> None:
+        self.log.close()
+        self.sync.close()
+        for actor in (*self.trainers, *self.sync._members.engines.values(), *self._spares.values()):
+            ray.kill(actor)
+
+    def update(self) -> SyncReport | WeightSyncError:
+        """The next version, or why it was not had, which is known after LIMIT_S at the latest."""
+        self.version += 1
+        ray.get([trainer.train.remote(self.version) for trainer in self.trainers if answers(trainer)])
+        alive = next((trainer for trainer in self.trainers if answers(trainer)), None)
+        if alive:
+            self.published[self.version] = ray.get(alive.weights.remote())
+        begun = time.monotonic()
+        try:
+            outcome: SyncReport | WeightSyncError = self.sync.update_weights(self.version)
+        except WeightSyncError as error:
+            outcome = error
+        # Connecting anew has a deadline of its own: a holder's process takes seconds to start.
+        took = outcome.seconds if isinstance(outcome, SyncReport) else time.monotonic() - begun
+        assert took < LIMIT_S, f"{took:.1f} s until {outcome}"
+        assert (self.sync.version == self.version) == isinstance(outcome, SyncReport)
+        self.committed.add(self.sync.version)
+        self.log.add(str(outcome))
+        return outcome
+
+    def update_all(self) -> SyncReport:
+        """The next version, which has to reach everybody."""
+        report = self.update()
+        assert isinstance(report, SyncReport), report
+        assert report.engines == dict.fromkeys(self._slots, self.version), report
+        assert set(report.states.values()) == {"SERVING"}
+        self.check()
+        return report
+
+    def check(self) -> None:
+        """Who serves holds one committed version, bit for bit, and says so; nobody else answers."""
+        serving, versions = self.sync.serving(), self.sync.engine_versions()
+        for name, handle in serving.items():
+            assert versions[name] in self.committed
+            wanted, found = self.published[versions[name]], ray.get(handle.weights.remote(), timeout=5)
+            assert all(torch.equal(wanted[tensor], found[tensor]) for tensor in wanted), name
+            assert ray.get(handle.generate.remote([[1]], {}), timeout=5).version == versions[name]
+        for name in versions.keys() - serving.keys():
+            assert self._is_silent(name), name
+
+    def settle(self) -> None:
+        """Until everything is healed that can be."""
+        self.sync.settle(30)
+        self.check()
+
+    def inject(self, *faults: Fault) -> None:
+        self.sync.inject(FaultPlan(faults))
+
+    def pid(self, who: str) -> int:
+        """Of ``engine e0``, ``holder 0`` or ``trainer 0``."""
+        kind, name = who.split(" ")
+        if kind == "engine":
+            return pid(self.sync._members.engines[name])
+        return pid(
+            self.trainers[int(name)] if kind == "trainer" else self.sync._fleet.holders[int(name)].handle
+        )
+
+    def replace_trainers(self) -> None:
+        """Others for those that do not answer."""
+        for rank, trainer in enumerate(self.trainers):
+            if not answers(trainer):
+                self.trainers[rank] = self._trainer(rank)
+        ray.get([trainer.__ray_ready__.remote() for trainer in self.trainers])
+        self.sync.register_trainers(self.trainers)
+
+    def _is_silent(self, name: str) -> bool:
+        handle = self.sync._members.engines[name]
+        try:
+            ray.get(handle.generate.remote([[1]], {}), timeout=2)
+        except (StateError, RayActorError, GetTimeoutError):
+            return True
+        # It answers before the controller has heard that it may.
+        return until(lambda: name in self.sync.serving(), 2)
+
+    def _trainer(self, rank: int) -> Any:
+        return spawn(Counting, WIDTH, f"faulty-{self._number}-{rank}")
+
+    def _spare(self, name: str) -> Any:
+        return spawn(Spare, WIDTH, name, self._slots[name])
+
+    def _respawn(self, name: str) -> Any:
+        taken, self._spares[name] = self._spares[name], self._spare(name)
+        return taken
+
+
+class Heard(logging.Handler):
+    """What this process is told while a test runs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._lines: list[str] = []
+        logging.getLogger("weightsync").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.add(record.getMessage())
+
+    def add(self, text: str) -> None:
+        self._lines.append(text)
+
+    def text(self) -> str:
+        return "\n".join(self._lines)
+
+    def clear(self) -> None:
+        self._lines.clear()
+
+    def close(self) -> None:
+        logging.getLogger("weightsync").removeHandler(self)
+        super().close()
+
+
+def pid(actor: Any) -> int:
+    found: int = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=20)
+    return found
+
+
+def answers(actor: Any) -> bool:
+    try:
+        ray.get(actor.__ray_ready__.remote(), timeout=1)
+    except (RayActorError, GetTimeoutError):
+        return False
+    return True
+
+
+def process_state(number: int) -> str:
+    """As ps has it, ``T`` for stopped; nothing if there is no such process any more."""
+    try:
+        state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+    return "" if state in "XZ" else state
+
+
+def end(number: int) -> None:
+    if process_state(number):
+        os.kill(number, signal.SIGKILL)
+
+
+def until(true: Callable[[], bool], timeout_s: float) -> bool:
+    """Whether it came true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not (now := true()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return now
+
+
+def healthy(fleet: Faulty) -> bool:
+    return set(fleet.sync.engine_states().values()) == {EngineState.SERVING}

@@ -1,0 +1,137 @@
+"""Drivers of one run, one after another, on a cluster that outlives them.
+
+python -m tests.actors.lasting first|second|third ADDRESS
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from actors.detached import actor_name, detached, end_all, find, names, run_prefix
+from tests.actors.fleet import Engine, Trainer, build
+from weightsync import SyncConfig, WeightSync
+from weightsync.faults import Fault, FaultPlan
+from weightsync.states import EngineState
+
+RUN, WIDTH = "lasting", 256
+SYNC = SyncConfig(bucket_bytes=64 << 10, timeout_s=20)
+
+
+class CountingEngine(Engine):
+    """Counts the loads that were asked of it."""
+
+    num_loads = 0
+
+    async def sync_load(self, attempt: int, timeout_s: float) -> Any:
+        self.num_loads += 1
+        return await super().sync_load(attempt, timeout_s)
+
+
+def first(sync: WeightSync) -> None:
+    update(sync, 1)
+    update(sync, 2)
+    update(sync, 3)
+    sync.settle(20)
+    say(sync)
+
+
+def second(sync: WeightSync) -> None:
+    say(sync)
+    update(sync, 4)
+    sync.settle(20)
+    slow = Fault(who="engine e1", action="slow", at="move", bucket="middle", seconds=5.0, version=5)
+    sync.inject(FaultPlan((slow,)))
+    train(sync, 5)
+    sync.update_weights_async(5)
+    while sync.engine_states()["e1"] is not EngineState.WRITING:
+        time.sleep(0.01)
+    time.sleep(0.3)  # into the bucket
+    say(sync)
+
+
+def third(sync: WeightSync) -> None:
+    say(sync)
+    update(sync, 5)
+    say(sync)
+    sync.close()
+    sync.close()
+    left = names(run_prefix(RUN))
+    end_all(RUN)
+    write(json.dumps({"left": left, "after": names(run_prefix(RUN))}))
+
+
+def drive(address: str, stage: str) -> None:
+    env = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    ray.init(address, log_to_driver=False, logging_level="ERROR", runtime_env={"env_vars": env})
+    sync = WeightSync(SYNC, name=RUN)
+    sync.register_trainers([member(Trainer, f"trainer {i}", WIDTH, str(i)) for i in range(2)])
+    engines = {f"e{i}": member(CountingEngine, f"engine e{i}", WIDTH, f"e{i}", str(i)) for i in range(2)}
+    sync.register_engines(engines)
+    sync.connect()
+    {"first": first, "second": second, "third": third}[stage](sync)
+    sys.stdin.read()
+
+
+def member(cls: type, who: str, *args: object) -> Any:
+    name = actor_name(RUN, who)
+    actor = ray.remote(cls).options(num_cpus=0, max_restarts=0, **detached(name))
+    return find(name) or actor.remote(*args)
+
+
+def train(sync: WeightSync, version: int) -> None:
+    ray.get([trainer.train.remote(version) for trainer in sync._members.trainers])
+
+
+def update(sync: WeightSync, version: int) -> None:
+    train(sync, version)
+    sync.update_weights(version)
+
+
+def trained(version: int) -> dict[str, torch.Tensor]:
+    """What `train` makes."""
+    model = build(WIDTH)
+    torch.manual_seed(version)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    return model.state_dict()
+
+
+def say(sync: WeightSync) -> None:
+    """What is to be seen from outside, as one line of JSON."""
+    engines = sync._members.engines
+    weights = {name: ray.get(engine.weights.remote()) for name, engine in engines.items()}
+    wanted = trained(sync.version)
+    everybody = {f"trainer {i}": handle for i, handle in enumerate(sync._members.trainers)}
+    everybody |= engines | {holder.name: holder.handle for holder in sync._members._holders.all()}
+    said = {
+        "version": sync.version,
+        "serving": sorted(sync.serving()),
+        "engines": sync.engine_versions(),
+        "states": {name: state.value for name, state in sync.engine_states().items()},
+        "exact": {n: all(torch.equal(wanted[t], found[t]) for t in wanted) for n, found in weights.items()},
+        "loads": {n: ray.get(e.__ray_call__.remote(lambda self: self.num_loads)) for n, e in engines.items()},
+        "pids": {who: ray.get(handle.__ray_call__.remote(_pid)) for who, handle in everybody.items()},
+    }
+    write(json.dumps(said))
+
+
+def write(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _pid(_: object) -> int:
+    return os.getpid()
+
+
+if __name__ == "__main__":
+    drive(sys.argv[2], sys.argv[1])

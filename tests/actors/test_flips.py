@@ -1,0 +1,54 @@
+"""A wrong bit anywhere in an engine's live memory, between load and verify, is found before it is served."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import nn
+
+from tests.unit.test_controller import CONFIG, Loop, drive
+
+NUM_FLIPS = 1000
+
+
+class Mixed(Loop):
+    """Tensors of every width of element, with ragged ends and of one element."""
+
+    def make(self) -> nn.Module:
+        model = nn.Sequential(nn.Linear(40, 131), nn.Linear(131, 1), nn.Linear(97, 43).bfloat16())
+        model.register_buffer("counts", torch.arange(77))
+        model.register_buffer("mask", torch.arange(301) % 3 == 0)
+        model.register_buffer("tokens", torch.arange(259, dtype=torch.uint8))
+        return model
+
+
+def _train(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+
+
+def test_a_thousand_flipped_bits_of_live_memory_are_all_found() -> None:
+    draw = random.Random(7)
+
+    async def work(loop: Loop) -> None:
+        await loop.controller.connect()
+        _train(loop.model)
+        await loop.controller.update(1)
+        assert loop.holds_the_models_weights("e0")
+        engine, expected = loop.engines["e0"], loop.controller.keeping.expected or loop.controller._expected
+        assert loop.controller.plan is not None
+        names = [meta.name for meta in loop.controller.plan.tensors]
+        assert (engine.finish() == expected).all()
+        for _ in range(NUM_FLIPS):
+            victim = draw.choice(names)
+            live = engine.tensors[victim].view(-1).view(torch.uint8)
+            byte, bit = draw.randrange(len(live)), draw.randrange(8)
+            live[byte] ^= 1 << bit
+            wrong = engine.finish() != expected
+            live[byte] ^= 1 << bit
+            assert [name for name, is_wrong in zip(names, wrong, strict=True) if is_wrong] == [victim]
+        assert (engine.finish() == expected).all()
+
+    drive(work, CONFIG, Mixed)

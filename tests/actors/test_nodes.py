@@ -1,0 +1,23 @@
+"""Hosts that go away with all that is on them; in a process of its own, for a cluster of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(240)
+def test_lost_hosts_are_survived_and_engines_are_filled_elsewhere_from_mirrors() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.actors.nodes"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=220,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]

@@ -1,0 +1,335 @@
+"""Faults on purpose: what a plan may say, and what each action does to a process."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weightsync import faults
+from weightsync.errors import ConfigError
+from weightsync.faults import arm, strike
+from weightsync.testing import Fault, FaultPlan
+
+VICTIM = "engine main-0"
+KILL = {"who": VICTIM, "action": "kill", "at": "move"}
+
+
+def fault(**changes: Any) -> Fault:
+    return Fault(**{"who": VICTIM, "action": "drop", "at": "move"} | changes)
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Iterator[None]:
+    yield
+    arm(VICTIM, (), 0)
+
+
+def test_a_plan_reads_from_a_file_as_it_is_built_in_python(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(
+        "seed: 3\n"
+        "faults:\n"
+        "  - {who: engine main-0, action: kill, at: move, bucket: middle, version: 8}\n"
+        "  - {who: holder 1, action: slow, at: refill, bucket: 3, seconds: 2, times: 4}\n",
+        encoding="utf-8",
+    )
+    kill = Fault(who="engine main-0", action="kill", at="move", bucket="middle", version=8)
+    slow = Fault(who="holder 1", action="slow", at="refill", bucket=3, seconds=2.0, times=4)
+    plan = FaultPlan.from_yaml(path)
+    assert plan == FaultPlan((kill, slow), seed=3)
+    assert plan.for_("holder 1") == (slow,)
+    assert plan.for_("holder 2") == ()
+    assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "remedy"),
+    [
+        ({"action": "kil"}, "action", "did you mean 'kill'? valid: corrupt, drop, error"),
+        ({"at": "moving"}, "at", "did you mean 'move'?"),
+        ({"when": 3}, "when", "the key is unknown"),
+        ({"who": "main-0"}, "who", "engine NAME"),
+        ({"who": "holder one"}, "who", "holder 0"),
+        ({"who": "trainer 0"}, "at", "trainer 0 is not there; valid: idle, publish"),
+        ({"who": "engine e0", "at": "publish"}, "at", "engine e0 is not there"),
+        ({"who": "holder 0", "at": "pause"}, "at", "holder 0 is not there"),
+        ({"at": "idle", "action": "slow"}, "action", "give kill or hang"),
+        ({"at": "idle", "version": 3}, "version", "leave it out"),
+        ({"at": "commit", "bucket": 3}, "bucket", "leave it out"),
+        ({"bucket": "frist"}, "bucket", "did you mean 'first'?"),
+        ({"bucket": 1.5}, "bucket", "give a whole number"),
+        ({"bucket": -1}, "bucket", "at least 0"),
+        ({"version": 0}, "version", "at least 1"),
+        ({"times": 0}, "times", "at least 1"),
+        ({"seconds": 0}, "seconds", "more than 0"),
+        ({"seconds": float("inf")}, "seconds", "finite"),
+    ],
+)
+def test_a_mistake_is_refused_by_its_place_in_the_plan(
+    change: dict[str, object], field: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        FaultPlan.from_dict({"faults": [KILL, KILL | change]})
+    assert caught.value.field == f"chaos.faults[1].{field}"
+    assert remedy in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("data", "field"),
+    [
+        ({}, "chaos.faults"),
+        ([KILL], "chaos"),
+        ({"faults": [KILL], "sead": 1}, "chaos.sead"),
+        ({"faults": KILL}, "chaos.faults"),
+        ({"faults": [{"who": VICTIM, "at": "move"}]}, "chaos.faults[0].action"),
+    ],
+)
+def test_a_plan_that_is_none_is_refused(data: Any, field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        FaultPlan.from_dict(data)
+    assert caught.value.field == field
+
+
+def test_a_plan_built_in_python_is_held_to_the_same() -> None:
+    with pytest.raises(ConfigError, match=r"^chaos\.faults\[0\]\.times: 0 is not valid"):
+        FaultPlan((fault(times=0),))
+
+
+def test_a_file_that_is_missing_or_no_yaml_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bad.yaml").write_text("faults: [", encoding="utf-8")
+    for path in (tmp_path / "none.yaml", tmp_path / "bad.yaml"):
+        with pytest.raises(ConfigError) as caught:
+            FaultPlan.from_yaml(path)
+        assert caught.value.value == str(path)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_victim_that_nobody_is_called_is_told_the_names() -> None:
+    plan = FaultPlan((fault(), fault(who="engine main-9")))
+    plan.check_who(["engine main-0", "engine main-9"])
+    with pytest.raises(ConfigError) as caught:
+        plan.check_who(["engine main-0", "holder 0"])
+    assert caught.value.field == "chaos.faults[1].who"
+    assert caught.value.remedy.endswith("valid: engine main-0, holder 0")
+
+
+def test_nothing_strikes_where_nothing_is_armed() -> None:
+    assert not strike("move", bucket=0, num_buckets=1, version=1)
+
+
+def test_a_message_is_dropped_as_often_as_asked() -> None:
+    arm(VICTIM, [fault(at="commit", times=2)], 0)
+    assert not strike("pause", version=1)
+    assert [strike("commit", version=version) for version in (1, 2, 3)] == [True, True, False]
+
+
+def test_a_fault_of_one_version_waits_for_it() -> None:
+    arm(VICTIM, [fault(version=8)], 0)
+    assert [strike("move", bucket=0, num_buckets=2, version=v) for v in (0, 7, 8, 8)] == [0, 0, 1, 0]
+
+
+@given(num_buckets=st.integers(1, 9), wanted=st.sampled_from(["first", "middle", "last", 0, 3, None]))
+def test_a_fault_strikes_in_its_bucket_once(num_buckets: int, wanted: Any) -> None:
+    arm(VICTIM, [fault(bucket=wanted)], 0)
+    hit = [bucket for bucket in range(num_buckets) if strike("move", bucket=bucket, num_buckets=num_buckets)]
+    named = {"first": 0, "middle": num_buckets // 2, "last": num_buckets - 1, None: 0}
+    bucket = named.get(wanted, wanted)
+    assert hit == ([bucket] if bucket < num_buckets else [])
+
+
+@pytest.mark.parametrize("bucket", ["first", "middle", "last", 0])
+def test_a_fault_in_a_bucket_does_not_strike_where_there_is_none(bucket: Any) -> None:
+    arm(VICTIM, [fault(bucket=bucket)], 0)
+    assert not strike("move", version=1)
+
+
+def test_arming_again_replaces_what_was_armed() -> None:
+    arm(VICTIM, [fault(at="pause")], 0)
+    arm(VICTIM, [fault(at="commit")], 0)
+    assert not strike("pause")
+    assert strike("commit")
+
+
+def test_all_that_is_due_strikes_at_once() -> None:
+    data = torch.zeros(8, dtype=torch.uint8)
+    arm(VICTIM, [fault(), fault(action="corrupt")], 0)
+    assert strike("move", data=data)
+    assert data.any()
+
+
+def test_an_error_names_its_victim_and_its_place() -> None:
+    arm(VICTIM, [fault(action="error", at="verify")], 0)
+    with pytest.raises(RuntimeError, match="injected into engine main-0 at verify"):
+        strike("verify")
+    assert not strike("verify")
+
+
+def test_slow_waits_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    arm(VICTIM, [fault(action="slow", seconds=2.5)], 0)
+    assert not strike("move")
+    assert slept == [2.5]
+
+
+@given(
+    seed=st.integers(0, 99),
+    dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float32]),
+    shape=st.lists(st.integers(1, 4), max_size=3),
+)
+def test_corruption_flips_one_bit_and_the_same_one_for_the_same_seed(
+    seed: int, dtype: torch.dtype, shape: list[int]
+) -> None:
+    def corrupted() -> torch.Tensor:
+        data = torch.zeros(shape, dtype=dtype)
+        arm(VICTIM, [fault(action="corrupt")], seed)
+        assert not strike("move", data=data)
+        return data.view(-1).view(torch.uint8)
+
+    first, second = corrupted(), corrupted()
+    assert sum(int(byte).bit_count() for byte in first) == 1
+    assert torch.equal(first, second)
+
+
+def test_seeds_and_victims_differ_in_what_they_corrupt() -> None:
+    def spot(who: str, seed: int) -> int:
+        data = torch.zeros(1 << 16, dtype=torch.uint8)
+        arm(who, [fault(action="corrupt")], seed)
+        strike("move", data=data)
+        return int(data.nonzero())
+
+    spots = {spot(who, seed) for who in ("engine main-0", "engine main-1") for seed in range(8)}
+    assert len(spots) > 12
+
+
+def test_corruption_waits_for_data() -> None:
+    arm(VICTIM, [fault(action="corrupt")], 0)
+    strike("move")
+    strike("move", data=torch.zeros(0))
+    data = torch.zeros(1)
+    strike("move", data=data)
+    assert data.view(torch.uint8).any()
+
+
+def test_threads_share_what_is_left() -> None:
+    arm(VICTIM, [fault(times=100)], 0)
+    with ThreadPoolExecutor(8) as pool:
+        struck = list(pool.map(lambda _: strike("move"), range(1000)))
+    assert sum(struck) == 100
+
+
+def test_who_is_slow_holds_no_other_thread_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    asleep, wake = threading.Event(), threading.Event()
+
+    def sleep(_: float) -> None:
+        asleep.set()
+        wake.wait(30)
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    arm(VICTIM, [fault(action="slow"), fault(at="commit")], 0)
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(strike, "move")
+        assert asleep.wait(30)
+        assert strike("commit")
+        wake.set()
+        assert slow.result(30) is False
+
+
+def test_a_fault_at_idle_strikes_after_the_call_unless_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[_Timer] = []
+
+    class _Timer:
+        def __init__(self, seconds: float, function: Any, args: tuple[object, ...]) -> None:
+            self.seconds, self.function, self.args = seconds, function, args
+            self.daemon = self.started = self.cancelled = False
+            timers.append(self)
+
+        def start(self) -> None:
+            self.started = True
+
+        def cancel(self) -> None:
+            self.cancelled = True
+
+    monkeypatch.setattr(threading, "Timer", _Timer)
+    ended: list[int] = []
+    monkeypatch.setattr(signal, "raise_signal", ended.append)
+    arm(VICTIM, [fault(action="kill", at="idle")], 0)
+    assert (timers[0].started, timers[0].daemon, ended) == (True, True, [])
+    assert timers[0].seconds > 0
+    arm(VICTIM, [fault(action="kill", at="idle"), fault()], 0)
+    assert timers[0].cancelled
+    timers[1].function(*timers[1].args)
+    assert ended == [signal.SIGKILL]
+    arm(VICTIM, [fault()], 0)
+    assert not timers[2].started
+
+
+def _victim(code: str) -> subprocess.Popen[bytes]:
+    code = f"import sys\nfrom weightsync.faults import Fault, arm, strike\n{code}\nsys.stdin.read()\n"
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, cwd=Path(__file__).parents[2]
+    )
+
+
+@pytest.fixture
+def victims() -> Iterator[list[subprocess.Popen[bytes]]]:
+    started: list[subprocess.Popen[bytes]] = []
+    yield started
+    for victim in started:
+        victim.kill()
+        victim.communicate()
+
+
+@pytest.mark.parametrize("at", ["idle", "move"])
+def test_a_killed_process_is_gone_without_a_word(victims: list[subprocess.Popen[bytes]], at: str) -> None:
+    victims.append(
+        _victim(f"arm('engine e', [Fault(who='engine e', action='kill', at={at!r})], 0)\nstrike('move')")
+    )
+    assert victims[0].wait(60) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("at", ["idle", "move"])
+def test_a_hung_process_stops_with_all_its_threads(victims: list[subprocess.Popen[bytes]], at: str) -> None:
+    victims.append(
+        _victim(
+            "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+            f"arm('engine e', [Fault(who='engine e', action='hang', at={at!r})], 0)\nstrike('move')"
+        )
+    )
+    pid = victims[0].pid
+    _, status = os.waitpid(pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+    assert os.WSTOPSIG(status) == signal.SIGSTOP
+    threads = list(Path(f"/proc/{pid}/task").iterdir())
+    assert len(threads) >= 2
+    assert {(thread / "stat").read_text().rsplit(")")[1].split()[0] for thread in threads} == {"T"}
+    victims[0].send_signal(signal.SIGCONT)
+    victims[0].communicate(timeout=60)
+    assert victims[0].returncode == 0
+
+
+def test_the_module_imports_neither_torch_nor_yaml() -> None:
+    code = "import sys, weightsync.faults; print(*{'torch', 'yaml', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_the_places_are_those_that_a_fault_may_name() -> None:
+    for who, places in faults._PLACES.items():
+        for at in places:
+            number = "0" if who != "engine" else "main-0"
+            FaultPlan((fault(who=f"{who} {number}", at=at, action="kill"),))

@@ -1,0 +1,177 @@
+"""Who heals an engine, and what comes of it when more goes wrong meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from tests.unit.test_controller import Loop, drive
+from weightsync.config import SyncConfig
+from weightsync.errors import DeadlineError, PeerLostError
+from weightsync.healer import Healer
+from weightsync.peers import EngineSeat
+from weightsync.states import EngineState
+from weightsync.testing import LocalPeer
+
+CONFIG = SyncConfig(bucket_bytes=4096, timeout_s=5, connect_timeout_s=20, heal_backoff_s=0.01)
+GONE = PeerLostError("engine e1", "killed")
+
+
+class Respawned:
+    """The same engine in a new seat, as a new process would have; `before` may fail."""
+
+    def __init__(self, loop: Loop, before: Callable[[], Awaitable[None]] | None = None) -> None:
+        self._loop, self._before = loop, before
+        self.times = 0
+
+    async def __call__(self, name: str) -> None:
+        self.times += 1
+        if self._before:
+            await self._before()
+        self._loop.engines[name].serving = False
+        old = self._loop.fleet.engines[name]
+        self._loop.fleet.engines[name] = EngineSeat(LocalPeer(self._loop.engines[name]), old.holders)
+
+
+def _healer(loop: Loop, respawn: Callable[[str], Awaitable[None]], can_respawn: bool = True) -> Healer:
+    return Healer(CONFIG, loop.fleet, loop.controller, respawn, lambda _: can_respawn)
+
+
+async def _healed(healer: Healer) -> None:
+    for task in [*healer._tasks.values()]:
+        await asyncio.wait([task], timeout=20)
+    assert not healer.busy()
+
+
+def state(loop: Loop) -> EngineState:
+    return loop.fleet.engines["e1"].record.state
+
+
+def test_an_engine_that_is_lost_while_it_is_filled_is_healed_once_more() -> None:
+    async def work(loop: Loop) -> None:
+        respawn = Respawned(loop)
+        healer = _healer(loop, respawn)
+        await loop.controller.connect()
+        await loop.controller.update(1)
+        running = asyncio.get_running_loop()
+
+        def lose(_: str) -> None:
+            loop.engines["e1"].on_write = lambda _: None
+            deaf = DeadlineError("heartbeat", ("engine e1",), 1.0)
+            running.call_soon_threadsafe(loop.controller.crew.lost, "e1", deaf)
+
+        async def lost_again() -> None:
+            if respawn.times == 1:
+                loop.engines["e1"].on_write = lose
+
+        respawn._before = lost_again
+        loop.controller.crew.lost("e1", GONE)
+        await _healed(healer)
+        assert respawn.times == 2
+        assert state(loop) is EngineState.SERVING
+        assert [heal.version for heal in healer.heals] == [1]
+        assert loop.engines["e1"].generate([[1]], {}).version == 1
+
+    drive(work, CONFIG)
+
+
+def test_what_the_callers_code_raises_is_one_attempt_and_not_the_end() -> None:
+    async def work(loop: Loop) -> None:
+        async def fail() -> None:
+            if respawn.times < 3:
+                raise KeyError("no host is free")
+
+        respawn = Respawned(loop, fail)
+        healer = _healer(loop, respawn)
+        await loop.controller.connect()
+        await loop.controller.update(1)
+        loop.controller.crew.lost("e1", GONE)
+        await _healed(healer)
+        assert respawn.times == 3
+        assert state(loop) is EngineState.SERVING
+        respawn._before = refuse
+        loop.controller.crew.lost("e1", GONE)
+        await _healed(healer)
+        assert respawn.times == 3 + CONFIG.heal_attempts
+        assert "no host is free" in str(healer.given_up["e1"])
+
+    async def refuse() -> None:
+        raise KeyError("no host is free")
+
+    drive(work, CONFIG)
+
+
+def test_a_deaf_engine_that_nobody_can_start_anew_does_not_answer_again() -> None:
+    async def work(loop: Loop) -> None:
+        healer = _healer(loop, Respawned(loop), can_respawn=False)
+        await loop.controller.connect()
+        await loop.controller.update(1)
+        loop.engines["e1"].serving = False
+        loop.controller.crew.lost("e1", DeadlineError("heartbeat", ("engine e1",), 1.0))
+        await _healed(healer)
+        assert "e1" in healer.given_up
+        assert not healer.heals
+        assert state(loop) is EngineState.DEAD
+        assert not loop.engines["e1"].serving
+
+    drive(work, CONFIG)
+
+
+def test_an_engine_that_leaves_is_not_brought_back() -> None:
+    async def work(loop: Loop) -> None:
+        begun = asyncio.Event()
+
+        async def forever() -> None:
+            begun.set()
+            await asyncio.Event().wait()
+
+        healer = _healer(loop, Respawned(loop, forever))
+        await loop.controller.connect()
+        await loop.controller.update(1)
+        loop.controller.crew.lost("e1", GONE)
+        await begun.wait()
+        healer.forget("e1")
+        await _healed(healer)
+        assert not healer.heals
+        assert not healer.given_up
+
+    drive(work, CONFIG)
+
+
+def test_an_update_that_comes_between_connecting_and_filling_is_what_the_engine_gets() -> None:
+    async def work(loop: Loop) -> None:
+        respawn = Respawned(loop)
+        healer = _healer(loop, respawn)
+        await loop.controller.connect()
+        await loop.controller.update(1)
+        adopt, updates = loop.controller.adopt, []
+
+        async def update(inside: asyncio.Event) -> None:
+            async with loop.controller.alone():
+                inside.set()
+                await asyncio.sleep(0.1)  # so that the filling waits for its turn
+                await loop.controller.connect()
+                await loop.controller.update(3)
+
+        async def adopt_then_update(name: str) -> None:
+            await adopt(name)
+            if not updates:
+                inside = asyncio.Event()
+                updates.append(asyncio.create_task(update(inside)))
+                await inside.wait()
+
+        def fail(_: str) -> None:
+            loop.engines["e1"].on_write = lambda _: None
+            raise MemoryError
+
+        loop.controller.adopt = adopt_then_update
+        loop.engines["e1"].on_write = fail
+        assert (await loop.controller.update(2)).engines == {"e0": 2, "e1": 0}
+        await _healed(healer)
+        await updates[0]
+        assert respawn.times == 0
+        assert loop.fleet.engines["e1"].record.version == 3
+        assert loop.holds_the_models_weights("e1")
+        assert (await loop.controller.update(4)).engines == {"e0": 4, "e1": 4}
+
+    drive(work, CONFIG)

@@ -1,0 +1,56 @@
+"""What the next driver of a run makes of what it finds; actors are stood in for by their names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from recipes.cli import SHIPPED
+from recipes.recipe import load_recipe
+from recipes.run_report import RunReport, StepRow
+from recipes.survival import actor_options, read_back, take_trainers
+from weightsync.errors import StateError
+
+RECIPE = load_recipe(SHIPPED / "quickstart.yaml", ["trainers.count=2"])
+
+
+def test_only_a_run_that_is_to_be_resumed_leaves_actors_behind() -> None:
+    assert actor_options(RECIPE, "trainer 0") == {"num_cpus": 0, "max_restarts": 0}
+    options = actor_options(replace(RECIPE, resume=True), "trainer 0")
+    assert options["name"] == "weightsync/quickstart/trainer 0"
+    assert options["namespace"] == "weightsync"
+    assert options["lifetime"] == "detached"
+
+
+def test_trainers_are_all_there_in_order_or_the_missing_one_is_named() -> None:
+    left: dict[str, Any] = {"engine main-0": "e0", "trainer 1": "t1", "trainer 0": "t0"}
+    assert list(take_trainers(left, RECIPE).items()) == [("trainer 0", "t0"), ("trainer 1", "t1")]
+    assert take_trainers({}, RECIPE) == {}
+    del left["trainer 1"]
+    with pytest.raises(StateError, match=r"^trainer 1 of run quickstart is gone, and with it the state"):
+        take_trainers(left, RECIPE)
+
+
+def test_a_report_goes_on_from_the_earlier_drivers(tmp_path: Path) -> None:
+    row = StepRow(
+        step=1,
+        version=2,
+        reward=0.25,
+        sync_seconds=0.01,
+        bytes=4096,
+        verified=True,
+        engines={"main-0": 2},
+        rollout_versions=[1],
+    )
+    path = tmp_path / "report.json"
+    earlier = RunReport(name="x", seed=0, started="then", steps=[row], heals=[{"engine": "main-0"}])
+    later = RunReport(name="x", seed=0)
+    read_back(path, later)
+    assert later.steps == []
+    earlier.write(path)
+    read_back(path, later)
+    assert (later.started, later.steps, later.heals) == ("then", [row], [{"engine": "main-0"}])
+    assert later.status == "running"

@@ -1,0 +1,147 @@
+"""The fleet's engines as the controller asks them: all at once, and who fails is blamed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from weightsync.config import SyncConfig
+from weightsync.connect import Connection
+from weightsync.deadline import GRACE_S, gather_named
+from weightsync.errors import EngineError, PeerLostError, TransportError, VerifyError, WeightSyncError, Where
+from weightsync.peers import EnginePeer, EngineSeat, Fleet
+from weightsync.states import EngineState
+from weightsync.verify import Digests
+
+__all__ = ["Crew", "remoteness"]
+
+logger = logging.getLogger("weightsync.controller")
+
+T = TypeVar("T")
+
+
+class Crew:
+    """What happens to engines, whoever writes them.
+
+    Attributes:
+        failures: of the update or refill that an engine took part in last.
+        on_failure: told of every engine that fails, with its error.
+    """
+
+    def __init__(self, config: SyncConfig, fleet: Fleet) -> None:
+        self._config, self._fleet = config, fleet
+        self._attempt = 0
+        self.failures: dict[str, WeightSyncError] = {}
+        self._version: dict[str, int] = {}
+        self.on_failure: Callable[[str, WeightSyncError], None] = lambda _name, _error: None
+
+    def next_attempt(self) -> int:
+        """A number that no message of an earlier attempt has."""
+        self._attempt += 1
+        return self._attempt
+
+    def begin(self, names: Iterable[str], version: int) -> None:
+        """These engines are to take `version`."""
+        for name in names:
+            self.failures.pop(name, None)
+            self._version[name] = version
+
+    async def pause(self, takers: Mapping[str, EngineSeat]) -> Sequence[str]:
+        mode, timeout_s = self._config.pause, self._config.timeout_s
+        paused = list(await self.ask(takers, "pause", lambda peer: peer.pause(mode, timeout_s)))
+        self.enter(paused, EngineState.PAUSED)
+        return paused
+
+    async def resume(self, names: Iterable[str], version: int) -> int:
+        """Let engines serve `version`, which they hold; how many do. Who was lost meanwhile does not."""
+        live = self._fleet.live()
+        seats = {name: live[name] for name in names if name in live}
+        serving = await self.ask(seats, "commit", lambda peer: peer.resume(version))
+        self.enter(serving, EngineState.SERVING, version)
+        return len(serving)
+
+    async def go_on(self, names: Iterable[str]) -> None:
+        """Let engines that were paused in vain serve what they have."""
+        for name in names:
+            if version := self._fleet.engines[name].record.version:
+                await self.resume([name], version)
+
+    def verify(
+        self,
+        connection: Connection,
+        version: int,
+        digests: Mapping[str, Sequence[Digests]],
+        expected: Digests,
+    ) -> list[str]:
+        """Compare every rank's digests with the trainers'; returns the engines that hold `version`."""
+        plan, good = connection.plan, []
+        for name, ranks in digests.items():
+            wrong = (connection.folds[name](ranks) != expected).any(axis=0)
+            if wrong.any():
+                tensors = [plan.tensors[i].name for i in np.flatnonzero(wrong)]
+                self._blame(name, "verify", VerifyError(name, version, tensors))
+            else:
+                good.append(name)
+        return good
+
+    async def ask(
+        self,
+        seats: Mapping[str, EngineSeat],
+        phase: str,
+        call: Callable[[EnginePeer], Coroutine[object, object, T]],
+        when_lost: Callable[[EngineSeat], Coroutine[object, object, None]] | None = None,
+        timeout_s: float | None = None,
+    ) -> dict[str, T]:
+        """The answers of the engines that answered; the others are blamed."""
+
+        async def one(seat: EngineSeat) -> T:
+            try:
+                return await call(seat.peer)
+            except PeerLostError:
+                if when_lost:
+                    await when_lost(seat)
+                raise
+
+        calls = {f"engine {name}": one(seat) for name, seat in seats.items()}
+        outcome = await gather_named(calls, phase, (timeout_s or self._config.timeout_s) + GRACE_S)
+        for name in seats:
+            if error := outcome.failures.get(f"engine {name}"):
+                self._blame(name, phase, error)
+        return {
+            name: outcome.answers[f"engine {name}"] for name in seats if f"engine {name}" in outcome.answers
+        }
+
+    async def drop(self, seat: EngineSeat) -> None:
+        """The holders of a dead engine stop waiting for it, as far as they are there."""
+        calls = {f"holder {i}": self._fleet.holders[i].drop_engine() for i in seat.holders}
+        await gather_named(calls, "drop", GRACE_S)
+
+    def lost(self, name: str, error: WeightSyncError) -> None:
+        """An engine was found dead or deaf while nobody asked it anything."""
+        error.where = Where(name, None, self._fleet.engines[name].record.version, "idle")
+        self.failures[name] = error
+        self.enter([name], EngineState.DEAD)
+        self.on_failure(name, error)
+
+    def _blame(self, name: str, phase: str, error: WeightSyncError) -> None:
+        rank = error.rank if isinstance(error, EngineError) else None
+        error.where = Where(name, rank, self._version.get(name, 0), phase)
+        logger.warning("%s: %s", error.where, error)
+        self.failures[name] = error
+        seat, gone = self._fleet.engines[name], isinstance(error, PeerLostError)
+        if gone or phase != "pause":  # who did not pause serves on what it had
+            self.enter([name], EngineState.DEAD if gone else EngineState.STALE)
+            self.on_failure(name, error)
+        seat.attached = seat.attached and not gone
+
+    def enter(self, names: Iterable[str], state: EngineState, version: int = 0) -> None:
+        for name in names:
+            self._fleet.engines[name].record.enter(state, version)
+
+
+def remoteness(error: WeightSyncError) -> int:
+    """From the cause: who is lost, then what a holder says of itself, then that others are missed."""
+    return 0 if isinstance(error, PeerLostError) else 2 if isinstance(error, TransportError) else 1

@@ -1,0 +1,244 @@
+"""Faults on purpose: a plan says who suffers what and where, and the victim's own process does it.
+
+    plan = FaultPlan.from_yaml(Path("recipes/chaos.yaml"))
+    sync.inject(plan)                       # each victim: arm(who, plan.for_(who), plan.seed)
+
+An update calls :func:`strike` at each place where a fault may be armed. Where none is, that costs
+one look at a module's variable.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from weightsync.config import check_fields, load_dataclass
+from weightsync.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Fault", "FaultPlan", "arm", "armed", "strike"]
+
+_ANSWER_S = 0.05
+"""Time for the call that armed a fault at ``idle`` to be answered before it strikes."""
+
+_WHO = re.compile(r"(engine) .+|(holder|trainer) \d+")
+_PLACES = {
+    "engine": ("idle", "pause", "move", "verify", "commit", "refill"),
+    "holder": ("idle", "move", "commit", "refill"),
+    "trainer": ("idle", "publish"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """One thing that goes wrong.
+
+    Attributes:
+        who: ``engine main-0``, ``holder 1`` or ``trainer 0``.
+        action: ``kill`` ends the process as ``kill -9`` does, ``hang`` stops it with all its threads
+            until it gets SIGCONT, ``error`` raises a RuntimeError, ``corrupt`` flips one bit of the
+            data at hand, ``drop`` keeps a message from being sent, ``slow`` waits for `seconds`.
+        at: where it strikes; ``idle`` is at once, outside an update. ``refill`` is on either side.
+        bucket: at ``move`` and ``refill`` only in this bucket, else in the first that comes.
+        version: only while this version is made.
+        seconds: how long ``slow`` waits.
+        times: how often it strikes. A process that takes the victim's place has nothing armed.
+    """
+
+    who: str
+    action: Literal["kill", "hang", "error", "corrupt", "drop", "slow"]
+    at: Literal["idle", "publish", "pause", "move", "verify", "commit", "refill"]
+    bucket: int | Literal["first", "middle", "last"] | None = None
+    version: int | None = None
+    seconds: float = 1.0
+    times: int = 1
+
+    def hits(self, bucket: int, num_buckets: int) -> bool:
+        """Whether `bucket` of `num_buckets` is one that it waits for."""
+        if self.bucket is None:
+            return True
+        named = {"first": 0, "middle": num_buckets // 2, "last": num_buckets - 1}
+        wanted = named[self.bucket] if isinstance(self.bucket, str) else self.bucket
+        return bucket == wanted and 0 <= bucket < num_buckets
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """Faults, and the seed of what is random about them.
+
+    Raises:
+        ConfigError: naming the field, as ``chaos.faults[0].action``.
+    """
+
+    faults: tuple[Fault, ...]
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self, field="chaos")
+        for index, fault in enumerate(self.faults):
+            _check(fault, f"chaos.faults[{index}]")
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object]) -> FaultPlan:
+        """From a mapping, such as a YAML file's.
+
+        Raises:
+            ConfigError: see :func:`weightsync.config.load_dataclass`.
+        """
+        return load_dataclass(cls, data, field="chaos")
+
+    @classmethod
+    def from_yaml(cls, path: Path) -> FaultPlan:
+        """From a file. Raises ConfigError also when it cannot be read."""
+        import yaml
+
+        try:
+            data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            remedy = f"give a YAML file; {' '.join(str(error).split())}"
+            raise ConfigError("chaos", str(path), remedy) from error
+        return cls.from_dict(data)
+
+    def for_(self, who: str) -> tuple[Fault, ...]:
+        """The faults of one process."""
+        return tuple(fault for fault in self.faults if fault.who == who)
+
+    def check_who(self, known: Collection[str]) -> None:
+        """Raises ConfigError for a fault of somebody who is not among `known`."""
+        for index, fault in enumerate(self.faults):
+            if fault.who not in known:
+                raise ConfigError(f"chaos.faults[{index}].who", fault.who, nearest(fault.who, known))
+
+
+def arm(who: str, faults: Sequence[Fault], seed: int) -> None:
+    """Arm this process, which is `who`, with `faults`; what was armed before is not any more."""
+    global _armed
+    if _armed is not None:
+        _armed.disarm()
+    _armed = _Armed(who, faults, seed) if faults else None
+
+
+def armed() -> bool:
+    """Whether anything may strike here: for what takes effort to hand to :func:`strike`."""
+    return _armed is not None
+
+
+def strike(
+    at: str,
+    *,
+    bucket: int = -1,
+    num_buckets: int = 0,
+    version: int = 0,
+    data: torch.Tensor | None = None,
+) -> bool:
+    """Suffer what is armed for this place.
+
+    Args:
+        at: as in :class:`Fault`.
+        bucket: which one is under way, at ``move`` and ``refill``.
+        num_buckets: of how many.
+        version: the one that is being made; 0 where that is not known.
+        data: contiguous bytes to corrupt, any dtype, on any device. They are changed themselves:
+            give memory that nobody else reads.
+
+    Returns:
+        Whether to drop the message that is about to be sent.
+
+    Raises:
+        RuntimeError: the fault is an ``error``.
+    """
+    armed = _armed
+    return armed is not None and armed.strike(at, bucket, num_buckets, version, data)
+
+
+class _Armed:
+    """The faults of this process, and how often each has still to strike."""
+
+    def __init__(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+        self._who = who
+        self._left = [[fault] * fault.times for fault in faults]
+        self._random = random.Random(f"{seed} {who}")
+        self._lock = threading.Lock()
+        self._timer = threading.Timer(_ANSWER_S, self.strike, ("idle", -1, 0, 0, None))
+        self._timer.daemon = True
+        if any(fault.at == "idle" for fault in faults):
+            self._timer.start()
+
+    def disarm(self) -> None:
+        self._timer.cancel()
+
+    def strike(self, at: str, bucket: int, num_buckets: int, version: int, data: torch.Tensor | None) -> bool:
+        with self._lock:
+            due = [
+                left.pop()
+                for left in self._left
+                if left
+                and left[0].at == at
+                and left[0].version in (None, version)
+                and left[0].hits(bucket, num_buckets)
+                and (left[0].action != "corrupt" or (data is not None and data.numel() > 0))
+            ]
+            spots = [self._random.random() for _ in due]
+        # Outside of the lock: whoever is slow here must not hold up the other threads.
+        for fault, spot in zip(due, spots, strict=True):
+            self._suffer(fault, spot, data)
+        return any(fault.action == "drop" for fault in due)
+
+    def _suffer(self, fault: Fault, spot: float, data: torch.Tensor | None) -> None:
+        if fault.action == "kill":
+            signal.raise_signal(signal.SIGKILL)
+        elif fault.action == "hang":
+            # To this thread: the process stops before it returns.
+            signal.raise_signal(signal.SIGSTOP)
+        elif fault.action == "error":
+            raise RuntimeError(f"injected into {self._who} at {fault.at}")
+        elif fault.action == "slow":
+            time.sleep(fault.seconds)
+        elif fault.action == "corrupt":
+            assert data is not None
+            _flip(data, spot)
+
+
+_armed: _Armed | None = None
+
+
+def _flip(data: torch.Tensor, spot: float) -> None:
+    """Flip the bit at `spot`, from 0 to 1, of all bits of `data`."""
+    import torch
+
+    flat = data.view(-1).view(torch.uint8)
+    byte, bit = divmod(int(spot * flat.numel() * 8), 8)
+    flat[byte] ^= 1 << bit
+
+
+def _check(fault: Fault, field: str) -> None:
+    check_fields(fault, field=field)
+    match = _WHO.fullmatch(fault.who)
+    if match is None:
+        raise ConfigError(f"{field}.who", fault.who, "give 'engine NAME', 'holder 0' or 'trainer 0'")
+    places = _PLACES[match[1] or match[2]]
+    if fault.at not in places:
+        raise ConfigError(f"{field}.at", fault.at, f"{fault.who} is not there; {nearest(fault.at, places)}")
+    if fault.at == "idle":
+        if fault.action not in ("kill", "hang"):
+            raise ConfigError(f"{field}.action", fault.action, "at idle, give kill or hang")
+        if fault.version is not None:
+            raise ConfigError(f"{field}.version", fault.version, "idle is at once: leave it out")
+    if fault.bucket is not None and fault.at not in ("move", "refill"):
+        raise ConfigError(f"{field}.bucket", fault.bucket, f"there are none at {fault.at}: leave it out")
+    for name, least in (("bucket", 0), ("version", 1), ("times", 1)):
+        value = getattr(fault, name)
+        if isinstance(value, int) and value < least:
+            raise ConfigError(f"{field}.{name}", value, f"give at least {least}")
+    if not (math.isfinite(fault.seconds) and fault.seconds > 0):
+        raise ConfigError(f"{field}.seconds", fault.seconds, "give seconds, more than 0 and finite")

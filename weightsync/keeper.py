@@ -1,0 +1,149 @@
+"""The shares of committed versions that a holder keeps, and lets other holders read."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+
+from weightsync.errors import ReadError
+from weightsync.memory import SharedBuffer
+from weightsync.readers import Offer, Read, Reader, Server, choose_protocol, open_reader, serve
+from weightsync.verify import Digests
+
+__all__ = ["LABEL_NBYTES", "Keeper", "Label", "Share", "read_labels"]
+
+logger = logging.getLogger("weightsync.keeper")
+
+LABEL_NBYTES = 4096
+"""In front of a share: what it is. All zero while it changes."""
+
+
+class Label(msgspec.Struct, frozen=True):
+    """Which share of what: `layout` is `Plan.content`, by which the bytes lie."""
+
+    version: int
+    layout: str
+    trainer: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A share that is kept, where it can be read, and the digests of the whole version that it is of."""
+
+    label: Label
+    offer: Offer
+    expected: Digests
+
+
+class Keeper:
+    """At most one version of each trainer's share; the next takes the place of the last."""
+
+    def __init__(self, name: str, host: str, protocol: str, rdma_device: str) -> None:
+        """`host` is this host's address as others reach it; the rest see `choose_protocol`.
+
+        Raises ConfigError when the protocol cannot be had here.
+        """
+        self._name, self._host = name, host
+        self._protocol, self._rdma_device = choose_protocol(protocol, rdma_device), rdma_device
+        self._shares: dict[int, tuple[SharedBuffer, Server]] = {}
+        self._kept: dict[int, Share] = {}
+        self._changing: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+
+    def keep(self, label: Label, expected: Digests, share: torch.Tensor) -> Offer:
+        """Copy `share`, uint8[nbytes]. Raises TransportError when memory does not suffice."""
+        with self._changing[label.trainer]:
+            buffer, server = self._place(label.trainer, len(share))
+            # By this thread alone, and without torch's: they belong to whoever computes here.
+            np.copyto(_body(buffer).numpy(), share.numpy())
+            _write_label(buffer, label)
+            self._kept[label.trainer] = Share(label, server.offer, expected)
+        return server.offer
+
+    def mirror(self, share: Share, nbytes: int, timeout_s: float) -> Offer:
+        """Keep what another holder keeps. Raises ReadError or DeadlineError, naming it."""
+        trainer = share.label.trainer
+        with self._changing[trainer]:
+            buffer, server = self._place(trainer, nbytes)
+            self._copy(share, nbytes, buffer, timeout_s)
+            self._kept[trainer] = Share(share.label, server.offer, share.expected)
+        return server.offer
+
+    def kept(self) -> list[Share]:
+        """Everything that is whole, once what changes just now has changed."""
+        for changing in [*self._changing.values()]:
+            with changing:
+                pass
+        return [*self._kept.values()]
+
+    def _copy(self, share: Share, nbytes: int, buffer: SharedBuffer, timeout_s: float) -> None:
+        offer, wanted = share.offer, share.label
+        reader = open_reader([buffer], {offer.holder: offer})
+        try:
+            reader.read([Read(offer.holder, LABEL_NBYTES, 0, LABEL_NBYTES, nbytes)], timeout_s)
+            # Its label lands in front of the bytes that it was read after: they are what it says.
+            found = read_labels(reader, [offer.holder], buffer, 0, timeout_s)[offer.holder]
+        finally:
+            reader.close()
+        if found != wanted:
+            _write_label(buffer, None)
+            raise ReadError(offer.holder, f"it keeps {found or 'nothing now'}, not {wanted}")
+
+    def close(self) -> None:
+        for trainer in [*self._shares]:
+            self._drop(trainer)
+
+    def _place(self, trainer: int, nbytes: int) -> tuple[SharedBuffer, Server]:
+        """Where the share is to be, without a label."""
+        self._kept.pop(trainer, None)
+        if trainer in self._shares and self._shares[trainer][0].handle.nbytes != LABEL_NBYTES + nbytes:
+            self._drop(trainer)
+        if trainer not in self._shares:
+            buffer = SharedBuffer.create(LABEL_NBYTES + nbytes)
+            try:
+                server = serve(buffer, self._name, self._host, self._protocol, self._rdma_device)
+            except BaseException:
+                buffer.close()
+                raise
+            self._shares[trainer] = (buffer, server)
+        _write_label(self._shares[trainer][0], None)
+        return self._shares[trainer]
+
+    def _drop(self, trainer: int) -> None:
+        buffer, server = self._shares.pop(trainer)
+        server.close()
+        buffer.close()
+
+
+def read_labels(
+    reader: Reader, peers: Sequence[str], scratch: SharedBuffer, target: int, timeout_s: float
+) -> Mapping[str, Label | None]:
+    """What each peer has now; `scratch` is the reader's target number `target`."""
+    reads = [Read(peer, 0, target, i * LABEL_NBYTES, LABEL_NBYTES) for i, peer in enumerate(peers)]
+    reader.read(reads, timeout_s)
+    return {
+        peer: _label(scratch.tensor[i * LABEL_NBYTES : (i + 1) * LABEL_NBYTES])
+        for i, peer in enumerate(peers)
+    }
+
+
+def _label(memory: torch.Tensor) -> Label | None:
+    data = memory.numpy().tobytes().rstrip(b"\0")
+    return msgspec.json.decode(data, type=Label) if data else None
+
+
+def _write_label(buffer: SharedBuffer, label: Label | None) -> None:
+    data = msgspec.json.encode(label) if label else b""
+    buffer.tensor[:LABEL_NBYTES] = torch.frombuffer(
+        bytearray(data.ljust(LABEL_NBYTES, b"\0")), dtype=torch.uint8
+    )
+
+
+def _body(buffer: SharedBuffer) -> torch.Tensor:
+    return buffer.tensor[LABEL_NBYTES:]

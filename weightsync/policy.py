@@ -1,0 +1,136 @@
+"""What follows from the failure of one engine. A table, and nothing but a table:
+
+======================================  ================  ==================  ====================
+failure                                 first attempt     later attempts      if that cannot be had
+======================================  ================  ==================  ====================
+the engine's process is gone            RESPAWN           RESPAWN             give up
+(PeerLostError)
+the engine hung (DeadlineError)         RESPAWN           RESPAWN             REFILL, else give up
+the engine broke, or holds wrong bytes  REFILL            RESPAWN             first: give up
+(EngineError, VerifyError, any other)                                         later: REFILL, else give up
+a peer failed it (TransportError, of    REFILL            REFILL              give up
+which ReadError is one; PeerLostError
+and DeadlineError that name only
+holders and trainers)
+it would fail again just so             give up           give up
+(ConfigError, PlanError)
+======================================  ================  ==================  ====================
+
+To give up is DROP where the other engines are enough, else RAISE; after the last attempt nothing
+else is left. A respawned engine needs no refill to be worth it: without one it serves from the next
+update on.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from weightsync.errors import (
+    ConfigError,
+    DeadlineError,
+    PeerError,
+    PeerLostError,
+    PlanError,
+    TransportError,
+    WeightSyncError,
+)
+
+__all__ = ["Action", "Decision", "decide"]
+
+_LONGEST_S = 60.0
+
+
+class Action(enum.Enum):
+    """What to do about an engine.
+
+    REFILL fills the same process with the committed version. RESPAWN ends the process, if it still
+    lives, and starts another. DROP goes on without the engine: a dead one leaves the fleet, a live
+    one stays STALE and takes part in the next update. RAISE hands the failure to the caller.
+    """
+
+    REFILL = "REFILL"
+    RESPAWN = "RESPAWN"
+    DROP = "DROP"
+    RAISE = "RAISE"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Do `action` after `delay_s` seconds; DROP and RAISE never wait."""
+
+    action: Action
+    delay_s: float
+
+
+class _Kind(enum.Enum):
+    GONE = enum.auto()
+    HUNG = enum.auto()
+    BROKEN = enum.auto()
+    PEER = enum.auto()
+    HOPELESS = enum.auto()
+
+
+# Of each kind: what is wished for on the first attempt, and on the later ones, best first.
+_WISHES: dict[_Kind, tuple[tuple[Action, ...], tuple[Action, ...]]] = {
+    _Kind.GONE: ((Action.RESPAWN,), (Action.RESPAWN,)),
+    _Kind.HUNG: ((Action.RESPAWN, Action.REFILL), (Action.RESPAWN, Action.REFILL)),
+    _Kind.BROKEN: ((Action.REFILL,), (Action.RESPAWN, Action.REFILL)),
+    _Kind.PEER: ((Action.REFILL,), (Action.REFILL,)),
+    _Kind.HOPELESS: ((), ()),
+}
+
+
+def decide(
+    failure: WeightSyncError,
+    *,
+    attempt: int,
+    max_attempts: int,
+    backoff_s: float,
+    can_refill: bool,
+    can_respawn: bool,
+    num_live: int,
+    min_engines: int,
+) -> Decision:
+    """What to do about an engine that failed with `failure`.
+
+    Args:
+        failure: why it holds no version now.
+        attempt: which healing of this engine would come next, counted from 1.
+        max_attempts: how many there may be; 0 heals nothing.
+        backoff_s: attempt n waits for ``backoff_s * 2 ** (n - 1)`` seconds, 60 at most; the first
+            does not wait.
+        can_refill: somebody keeps the committed version.
+        can_respawn: there is a way to start the engine's process again.
+        num_live: engines that serve, this one not counted.
+        min_engines: as many have to.
+    """
+    assert attempt >= 1
+    kind = _kind(failure)
+    possible = {Action.REFILL: can_refill, Action.RESPAWN: can_respawn}
+    wishes = _WISHES[kind][attempt > 1] if attempt <= max_attempts else ()
+    for action in wishes:
+        if possible[action]:
+            return Decision(action, _delay(attempt, backoff_s))
+    return Decision(Action.DROP if num_live >= min_engines else Action.RAISE, 0.0)
+
+
+def _kind(failure: WeightSyncError) -> _Kind:
+    if isinstance(failure, PeerLostError):
+        return _Kind.PEER if _is_peer(failure.peer) else _Kind.GONE
+    if isinstance(failure, DeadlineError):
+        return _Kind.PEER if all(map(_is_peer, failure.missing)) else _Kind.HUNG
+    if isinstance(failure, TransportError) or (isinstance(failure, PeerError) and _is_peer(failure.peer)):
+        return _Kind.PEER
+    if isinstance(failure, (ConfigError, PlanError)):
+        return _Kind.HOPELESS
+    return _Kind.BROKEN
+
+
+def _is_peer(name: str) -> bool:
+    return name.startswith(("holder ", "trainer "))
+
+
+def _delay(attempt: int, backoff_s: float) -> float:
+    # 2 ** 63 times any pause worth the name is past the limit; more would not fit a float.
+    return 0.0 if attempt == 1 else min(_LONGEST_S, backoff_s * 2 ** min(attempt - 1, 63))

@@ -1,0 +1,89 @@
+"""Reading peers' memory: serve it on one side, open a reader on the other; see README.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, cast
+
+from weightsync.errors import ConfigError, PeerLostError, ReadError, nearest
+from weightsync.readers.base import Offer, ProtocolName, Read, Reader, Server
+from weightsync.readers.choice import choose_protocol, rdma_devices
+from weightsync.readers.parallel import ParallelReader
+
+if TYPE_CHECKING:
+    from weightsync.memory import SharedBuffer
+
+__all__ = [
+    "WAYS",
+    "Offer",
+    "ProtocolName",
+    "Read",
+    "Reader",
+    "Server",
+    "choose_protocol",
+    "open_reader",
+    "rdma_devices",
+    "serve",
+]
+
+WAYS = {
+    "direct": "weightsync.readers.mapped:MappedReader",
+    "zeromq": "weightsync.readers.zeromq:ZeroMqReader",
+    "tcp": "weightsync.readers.mooncake:MooncakeReader",
+    "rdma": "weightsync.readers.mooncake:MooncakeReader",
+}
+"""How a peer can be read; each is imported on use."""
+
+
+def serve(buffer: SharedBuffer, holder: str, host: str, protocol: str, rdma_device: str = "") -> Server:
+    """Let peers read `buffer`, over `protocol` (as `choose_protocol` says) and on the same host directly.
+
+    `host` is this host's address as peers reach it. Whoever can reach Mooncake's port can read; with
+    ZeroMQ it takes the offer's secret. Raises ConfigError, and TransportError when it does not start.
+    """
+    if protocol == "zeromq":
+        from weightsync.readers.zeromq_server import ZeroMqServer
+
+        return ZeroMqServer(buffer, holder, host)
+    if protocol in ("tcp", "rdma"):
+        from weightsync.readers.mooncake import MooncakeServer
+
+        return MooncakeServer(buffer, holder, host, cast(ProtocolName, protocol), rdma_device)
+    raise ConfigError("protocol", protocol, nearest(protocol, ("rdma", "tcp", "zeromq")))
+
+
+def open_reader(
+    targets: Sequence[SharedBuffer], offers: Mapping[str, Offer], *, direct: bool = True
+) -> Reader:
+    """A reader that fills `targets` from those who made `offers`.
+
+    A peer on the same host is read directly if `direct`, any other by its offer's protocol. Raises
+    ReadError for a peer that is found to be gone, and TransportError when Mooncake does not start.
+    """
+    by_way: dict[str, dict[str, Offer]] = {}
+    for peer, offer in offers.items():
+        by_way.setdefault(_way(peer, offer, direct), {})[peer] = offer
+    readers: list[Reader] = []
+    try:
+        for way, its in by_way.items():
+            readers.append(_reader_class(way)(targets, its))
+    except BaseException:
+        for reader in readers:
+            reader.close()
+        raise
+    return ParallelReader(targets, offers, readers)
+
+
+def _way(peer: str, offer: Offer, direct: bool) -> str:
+    from weightsync.readers.mapped import can_map
+
+    try:
+        return "direct" if direct and can_map(offer) else offer.protocol
+    except PeerLostError as error:
+        raise ReadError(peer, str(error)) from error
+
+
+def _reader_class(way: str) -> Callable[[Sequence[SharedBuffer], Mapping[str, Offer]], Reader]:
+    module, _, name = WAYS[way].partition(":")
+    return cast("Callable[..., Reader]", getattr(import_module(module), name))

@@ -1,0 +1,108 @@
+"""Reads a neighbour's memory by mapping it: nothing is sent, and its process is not asked."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.errors import DeadlineError, PeerLostError, ReadError
+from weightsync.memory import open_memory
+from weightsync.readers.base import Offer, Read, by_peer, host_id, pieces
+from weightsync.readers.ending import Ending
+
+if TYPE_CHECKING:
+    from weightsync.memory import SharedBuffer
+
+__all__ = ["MappedReader", "can_map"]
+
+PIECE_NBYTES = 16 << 20
+"""A deadline is late by as long as a copy of this takes."""
+MAX_THREADS = 4
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def can_map(offer: Offer) -> bool:
+    """Whether this process may map what is offered: same host, same user, and not kept out of /proc.
+
+    Raises PeerLostError when the process that offered it is gone.
+    """
+    if offer.host_id != host_id():
+        return False
+    try:
+        os.close(open_memory(offer.memory, os.O_RDONLY))
+    except PeerLostError as error:
+        if isinstance(error.__cause__, PermissionError):
+            return False
+        raise
+    return True
+
+
+class MappedReader:
+    """The way "direct": copies between two mappings, by a few threads.
+
+    A peer that dies or stops meanwhile changes nothing: the memory lives as long as a mapping of it.
+    """
+
+    def __init__(self, targets: Sequence[SharedBuffer], offers: Mapping[str, Offer]) -> None:
+        """Map every peer's memory, read-only. Raises ReadError for one that is gone."""
+        self.ways = dict.fromkeys(offers, "direct")
+        self._targets: list[Bytes] = [target.tensor.numpy() for target in targets]
+        self._sources = {peer: _map(peer, offer) for peer, offer in offers.items()}
+        self._ending = Ending(self._release)
+        self._num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+
+    def read(self, reads: Sequence[Read], timeout_s: float) -> dict[str, int]:
+        """As `Reader.read`."""
+        with self._ending.reading(), ThreadPoolExecutor(self._num_threads) as threads:
+            copies = {threads.submit(self._copy, piece): piece.peer for piece in _cut(reads)}
+            try:
+                _finish(copies, timeout_s)
+            finally:
+                threads.shutdown(cancel_futures=True)
+        return {peer: sum(read.nbytes for read in its) for peer, its in by_peer(reads).items()}
+
+    def close(self) -> None:
+        """As `Reader.close`."""
+        self._ending.end()
+
+    def _copy(self, piece: Read) -> None:
+        self._ending.check()
+        target = self._targets[piece.target][piece.offset : piece.offset + piece.nbytes]
+        np.copyto(target, self._sources[piece.peer][piece.source : piece.source + piece.nbytes])
+
+    def _release(self) -> None:
+        self._targets.clear()
+        self._sources.clear()
+
+
+def _cut(reads: Sequence[Read]) -> Iterator[Read]:
+    for its in by_peer(reads).values():
+        yield from pieces(its, PIECE_NBYTES)
+
+
+def _finish(copies: Mapping[Future[None], str], timeout_s: float) -> None:
+    done, late = wait(copies, timeout_s, FIRST_EXCEPTION)
+    for copy in done:
+        copy.result()
+    if late:
+        raise DeadlineError("refill", sorted({copies[copy] for copy in late}), timeout_s)
+
+
+def _map(peer: str, offer: Offer) -> Bytes:
+    try:
+        fd = open_memory(offer.memory, os.O_RDONLY)
+        try:
+            # Not populated: a rank reads its share of it, and threads touch pages side by side.
+            view = mmap.mmap(fd, max(offer.memory.nbytes, 1), mmap.MAP_SHARED, mmap.PROT_READ)
+        finally:
+            os.close(fd)
+    except (PeerLostError, ValueError) as error:  # ValueError: it is smaller than the offer says
+        raise ReadError(peer, str(error)) from error
+    return np.frombuffer(view, dtype=np.uint8)

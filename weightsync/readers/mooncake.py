@@ -1,0 +1,131 @@
+"""Reads a peer's memory through Mooncake, over RDMA or TCP, each peer from a process of its own.
+
+So a deadline is kept by SIGKILL, after which nothing lands, and a peer that hangs holds up no other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from weightsync.errors import DeadlineError, ReadError
+from weightsync.readers.base import Offer, ProtocolName, Read, by_peer, host_id, pieces
+from weightsync.readers.ending import Ending
+from weightsync.readers.mooncake_process import MooncakeProcess, readable
+
+if TYPE_CHECKING:
+    from weightsync.memory import SharedBuffer
+
+__all__ = ["MooncakeReader", "MooncakeServer"]
+
+PIECE_NBYTES = 16 << 20
+
+
+class MooncakeServer:
+    """A process that holds the memory registered; peers read it without asking anybody."""
+
+    def __init__(
+        self, buffer: SharedBuffer, holder: str, host: str, protocol: ProtocolName, device: str
+    ) -> None:
+        """Raises TransportError when Mooncake does not work here."""
+        # Whoever reaches the port may write too: over TCP, into a mapping that does not let them.
+        self._child = MooncakeProcess(protocol, host, device, [buffer], writable=protocol == "rdma")
+        self.offer = Offer(
+            holder=holder,
+            protocol=protocol,
+            memory=buffer.handle,
+            host_id=host_id(),
+            endpoint=self._child.endpoint,
+            base=self._child.bases[0],
+        )
+
+    def close(self) -> None:
+        """As `Server.close`."""
+        self._child.close()
+
+
+class MooncakeReader:
+    """The ways "tcp" and "rdma"."""
+
+    def __init__(self, targets: Sequence[SharedBuffer], offers: Mapping[str, Offer]) -> None:
+        """Raises TransportError when Mooncake does not work here."""
+        self.ways = {peer: offer.protocol for peer, offer in offers.items()}
+        self._offers = offers
+        self._children: dict[str, MooncakeProcess] = {}
+        try:
+            for peer, offer in offers.items():
+                host = _address_towards(offer.endpoint)
+                self._children[peer] = MooncakeProcess(offer.protocol, host, "", targets, wait=False)
+            for child in self._children.values():
+                child.wait_ready()
+        except BaseException:
+            self._kill()
+            raise
+        self._ending = Ending(self._kill)
+
+    def read(self, reads: Sequence[Read], timeout_s: float) -> dict[str, int]:
+        """As `Reader.read`."""
+        deadline = time.monotonic() + timeout_s
+        with self._ending.reading(), self._killed_on_error():
+            found = by_peer(reads)
+            for peer, its in found.items():
+                self._order(peer, its)
+            waited, done = set(found), dict[str, int]()
+            while waited:
+                children = {self._children[peer].answers: peer for peer in waited}
+                ready = readable([*children, self._ending.fd], deadline)
+                self._ending.check()
+                if not ready:
+                    raise DeadlineError("refill", sorted(waited), timeout_s)
+                for fd in ready:
+                    if answer := self._children[children[fd]].take():
+                        done[children[fd]] = _nbytes(children[fd], answer)
+                        waited.remove(children[fd])
+            return {peer: done[peer] for peer in found}
+
+    def close(self) -> None:
+        """As `Reader.close`."""
+        self._ending.end()
+
+    def _order(self, peer: str, reads: Sequence[Read]) -> None:
+        offer = self._offers[peer]
+        cut = [
+            (piece.target, piece.offset, offer.base + piece.source, piece.nbytes)
+            for piece in pieces(reads, PIECE_NBYTES)
+        ]
+        try:
+            self._children[peer].order({"endpoint": offer.endpoint, "pieces": cut})
+        except OSError as error:
+            raise ReadError(peer, f"the process that reads it is gone: {error}") from error
+
+    @contextlib.contextmanager
+    def _killed_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._kill()
+            raise
+
+    def _kill(self) -> None:
+        for child in self._children.values():
+            child.kill()
+        for child in self._children.values():
+            child.close()
+
+
+def _nbytes(peer: str, answer: Mapping[str, Any]) -> int:
+    if "error" in answer:
+        raise ReadError(peer, answer["error"])
+    nbytes: int = answer["nbytes"]
+    return nbytes
+
+
+def _address_towards(endpoint: str) -> str:
+    """This host's address as the peer sees it: a reader's name has to be its own among all hosts'."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probing:
+        probing.connect((endpoint.rpartition(":")[0], 9))  # sends nothing
+        address: str = probing.getsockname()[0]
+        return address

@@ -1,0 +1,129 @@
+"""The parent's end of a process that Mooncake runs in."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from weightsync.errors import TransportError
+from weightsync.readers.base import ProtocolName
+
+if TYPE_CHECKING:
+    from weightsync.memory import SharedBuffer
+
+__all__ = ["MooncakeProcess", "probe", "readable"]
+
+logger = logging.getLogger("weightsync.readers")
+
+START_S = 30.0
+_CHILD = "weightsync.readers.mooncake_child"
+_FORCE = {"tcp": "MC_FORCE_TCP", "rdma": "MC_FORCE_HCA"}
+_TIMES = {"MC_TCP_PROGRESS_TIMEOUT_SEC": "5", "MC_TRANSFER_TIMEOUT": "30"}
+"""Seconds after which Mooncake itself gives up: without progress, and a piece as a whole."""
+
+
+class MooncakeProcess:
+    """One process that runs Mooncake."""
+
+    def __init__(
+        self,
+        protocol: ProtocolName,
+        host: str,
+        device: str,
+        memories: Sequence[SharedBuffer] = (),
+        *,
+        writable: bool = True,
+        wait: bool = True,
+    ) -> None:
+        self.endpoint, self.bases = "", list[int]()
+        fds = [memory.fileno() for memory in memories]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", _CHILD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
+            pass_fds=fds,
+            env=_environment(protocol),
+        )
+        assert self._process.stdout
+        self.answers = self._process.stdout.fileno()
+        self._heard = b""
+        sizes = [(fd, memory.handle.nbytes) for fd, memory in zip(fds, memories, strict=True)]
+        with contextlib.suppress(OSError):  # it ended: wait_ready says so
+            self.order({"host": host, "device": device, "memories": sizes, "writable": writable})
+        if wait:
+            self.wait_ready()
+
+    def wait_ready(self) -> None:
+        """Raises TransportError when it does not start."""
+        answer, deadline = None, time.monotonic() + START_S
+        while not answer and readable([self.answers], deadline):
+            answer = self.take()
+        if not answer or "error" in answer:
+            self.close()
+            raise TransportError(str(answer["error"]) if answer else "Mooncake's process does not answer")
+        self.endpoint, self.bases = answer["endpoint"], answer["bases"]
+
+    def order(self, order: Mapping[str, object]) -> None:
+        """Raises OSError when it has ended."""
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def take(self) -> dict[str, Any] | None:
+        """What it has answered, if that is all of a line; an error if it has ended."""
+        data = os.read(self.answers, 1 << 16)
+        if not data:
+            return {"error": f"Mooncake's process ended, status {self._process.wait()}"}
+        self._heard += data
+        if not self._heard.endswith(b"\n"):
+            return None
+        line, self._heard = self._heard, b""
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def kill(self) -> None:
+        """It is not asked: that may take seconds, and what it waits for may never come."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """Returns when it is gone."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe
+            with contextlib.suppress(OSError):  # what it was not told any more
+                pipe.close()
+
+
+def probe(protocol: ProtocolName, device: str) -> str:
+    """Why Mooncake does not work here with this protocol; empty where it does. Takes a process's start."""
+    try:
+        child = MooncakeProcess(protocol, "127.0.0.1", device)
+    except TransportError as error:
+        return str(error)
+    child.close()
+    return ""
+
+
+def _environment(protocol: ProtocolName) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in _FORCE.values()}
+    found = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), _FORCE[protocol]: "1"}
+    return {**_TIMES, **kept, **found}
+
+
+def readable(fds: Sequence[int], deadline: float) -> list[int]:
+    """Those of `fds` that can be read; none after the deadline."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    left = deadline - time.monotonic()
+    return [fd for fd, _ in poll.poll(left * 1e3)] if left > 0 else []

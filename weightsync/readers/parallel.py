@@ -1,0 +1,67 @@
+"""Several ways at once, seen as one reader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING
+
+from weightsync.errors import DeadlineError
+from weightsync.readers.base import Offer, Read, Reader, check_reads
+
+if TYPE_CHECKING:
+    from weightsync.memory import SharedBuffer
+
+__all__ = ["ParallelReader"]
+
+
+class ParallelReader:
+    """Reads each peer its own way, all at once; ends as a whole when one way fails."""
+
+    def __init__(
+        self, targets: Sequence[SharedBuffer], offers: Mapping[str, Offer], readers: Sequence[Reader]
+    ) -> None:
+        """`readers` have every peer of `offers` once."""
+        self._targets, self._offers, self._readers = targets, offers, readers
+        self.ways = {peer: way for reader in readers for peer, way in reader.ways.items()}
+
+    def read(self, reads: Sequence[Read], timeout_s: float) -> dict[str, int]:
+        """As `Reader.read`."""
+        check_reads(reads, self._offers, self._targets)
+        try:
+            return self._read([read for read in reads if read.nbytes], timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """As `Reader.close`."""
+        for reader in self._readers:
+            reader.close()
+
+    def _read(self, reads: Sequence[Read], timeout_s: float) -> dict[str, int]:
+        parts = [(reader, [read for read in reads if read.peer in reader.ways]) for reader in self._readers]
+        parts = [(reader, its) for reader, its in parts if its]
+        if len(parts) == 1:
+            ((reader, its),) = parts
+            return dict(reader.read(its, timeout_s))
+        with ThreadPoolExecutor(max(len(parts), 1)) as threads:
+            futures = [threads.submit(reader.read, its, timeout_s) for reader, its in parts]
+            try:
+                return self._gather(futures)
+            except BaseException:
+                self.close()  # so that the others end too
+                raise
+
+    def _gather(self, futures: Sequence[Future[Mapping[str, int]]]) -> dict[str, int]:
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        if any(isinstance(future.exception(), DeadlineError) for future in done):
+            wait(futures)  # they have one deadline, so all name theirs now
+        errors = [error for future in futures if future.done() and (error := future.exception())]
+        for error in errors:
+            if not isinstance(error, DeadlineError):
+                raise error
+        if late := [error for error in errors if isinstance(error, DeadlineError)]:
+            missing = sorted(peer for error in late for peer in error.missing)
+            raise DeadlineError("refill", missing, late[0].timeout_s)
+        return {peer: nbytes for future in futures for peer, nbytes in future.result().items()}

@@ -1,0 +1,153 @@
+"""Reads a peer's memory over ZeroMQ, in chunks that are asked for one by one.
+
+Bytes get into a target only through this reader's own copy, so none lands once a read has ended."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from weightsync.errors import DeadlineError, ReadError
+from weightsync.readers.base import Offer, Read, by_peer, pieces
+from weightsync.readers.ending import Ending
+from weightsync.readers.zeromq_server import HEADER
+
+if TYPE_CHECKING:
+    from weightsync.memory import SharedBuffer
+
+__all__ = ["ZeroMqReader"]
+
+CHUNK_NBYTES = 1 << 20
+WINDOW = 4
+"""Chunks that are asked of one peer at a time."""
+MAX_IO_THREADS = 4
+
+_LOST = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+
+
+class ZeroMqReader:
+    """The way "zeromq": one connection to each peer, all of them read by the calling thread."""
+
+    def __init__(self, targets: Sequence[SharedBuffer], offers: Mapping[str, Offer]) -> None:
+        self.ways = dict.fromkeys(offers, "zeromq")
+        self._targets = [target.tensor.numpy() for target in targets]
+        self._context = zmq.Context(io_threads=max(1, min(MAX_IO_THREADS, len(offers))))
+        self._peers = {peer: _Peer(self._context, peer, offer) for peer, offer in offers.items()}
+        self._ending = Ending(self._release)
+        self._poller = zmq.Poller()
+        self._poller.register(self._ending.fd, zmq.POLLIN)
+        for peer in self._peers.values():
+            self._poller.register(peer.socket, zmq.POLLIN)
+            self._poller.register(peer.monitor, zmq.POLLIN)
+
+    def read(self, reads: Sequence[Read], timeout_s: float) -> dict[str, int]:
+        """As `Reader.read`."""
+        deadline = time.monotonic() + timeout_s
+        with self._ending.reading():
+            found = by_peer(reads)
+            peers = [self._peers[name] for name in found]
+            for peer in peers:
+                peer.begin(found[peer.name])
+            while waited := [peer for peer in peers if peer.owes]:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise DeadlineError("refill", sorted(peer.name for peer in waited), timeout_s)
+                ready = dict(self._poller.poll(math.ceil(left * 1e3)))
+                self._ending.check()
+                for peer in self._peers.values():
+                    if peer.socket in ready:
+                        peer.take(self._targets)
+                    elif peer.monitor in ready:
+                        peer.heed()
+            return {name: sum(read.nbytes for read in its) for name, its in found.items()}
+
+    def close(self) -> None:
+        """As `Reader.close`."""
+        self._ending.end()
+
+    def _release(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+        self._context.term()
+        self._targets.clear()
+
+
+class _Peer:
+    """One connection, and what is still to come over it."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], name: str, offer: Offer) -> None:
+        self.name, self._secret = name, offer.secret
+        self._todo: deque[Read] = deque()
+        self._asked: dict[int, Read] = {}
+        self._ticket = 0
+        self._lost = ""
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        # Another process may have its port by then.
+        self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self.monitor = self.socket.get_monitor_socket(_LOST)
+        self.socket.connect(offer.endpoint)
+
+    @property
+    def owes(self) -> bool:
+        return bool(self._asked or self._todo)
+
+    def begin(self, reads: Sequence[Read]) -> None:
+        self._todo.extend(pieces(reads, CHUNK_NBYTES))
+        self._check()
+        for _ in range(WINDOW):
+            self._ask()
+
+    def take(self, targets: Sequence[npt.NDArray[np.uint8]]) -> None:
+        """One answer, into its target."""
+        header, *data = self.socket.recv_multipart(copy=False)
+        if len(data) == 2:
+            raise ReadError(self.name, f"it refused: {data[1].bytes.decode(errors='replace')}")
+        read = self._asked.pop(HEADER.unpack(header.buffer)[0], None) if len(header) == HEADER.size else None
+        if read is None or len(data) != 1:
+            raise ReadError(self.name, "it answered what it was not asked")
+        if len(data[0]) != read.nbytes:
+            raise ReadError(self.name, f"it sent {len(data[0])} bytes where {read.nbytes} were asked for")
+        self._ask()
+        source = np.frombuffer(data[0].buffer, dtype=np.uint8)
+        np.copyto(targets[read.target][read.offset : read.offset + read.nbytes], source)
+
+    def heed(self) -> None:
+        """The connection broke, or there is none: an error if anything is still to come over it."""
+        event = recv_monitor_message(self.monitor)["event"]
+        self._lost = "nobody answers there" if event != zmq.EVENT_DISCONNECTED else "its connection broke"
+        self._check()
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close()
+
+    def _check(self) -> None:
+        if self._lost and self.owes:
+            raise ReadError(self.name, self._lost)
+
+    def _ask(self) -> None:
+        if self._todo:
+            read = self._todo.popleft()
+            self._ticket += 1
+            self._asked[self._ticket] = read
+            request = [self._secret, HEADER.pack(self._ticket, read.source, read.nbytes)]
+            try:
+                self.socket.send_multipart(request, zmq.NOBLOCK)
+            except zmq.Again as error:  # it would wait for a connection that does not come back
+                raise ReadError(self.name, "its connection broke") from error
