@@ -57,6 +57,10 @@ class Membership:
         """End an engine's process, which may hang or be gone, and seat another in its place."""
         assert self.respawner is not None
         await asyncio.to_thread(end_process, self.engines[name], self._seats.get(name, ()))
+        # The dead one's memory stays on its GPU for as long as a holder has it mapped.
+        at = self._fleet.engines[name].holders
+        calls = {f"holder {i}": self._fleet.holders[i].link(None) for i in at}
+        await gather_named(calls, "unlink", self._config.timeout_s)
         await self.take_seat(name, await asyncio.to_thread(self.respawner, name))
 
     async def take_seat(self, name: str, handle: ActorHandle[Any]) -> None:

@@ -100,7 +100,12 @@ class DeviceStaging:
                     pairs = self._cast(piece, held, memory, dtypes[held[0].tensor])
                     self._casts.setdefault(piece.bucket, []).extend(pairs)
         if engine:
-            self._let_go_of_engine()
+            self.link(engine)
+
+    def link(self, engine: Export | None) -> None:
+        self._let_go_of_engine()
+        if engine:
+            starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
             address = {name: buffer.data_ptr() for name, buffer in self._map(engine, self._engine).items()}
             segments = by_tensor(self._plan, engine.layout)
             rows = bucket_rows(self._plan, segments, address, starts, into=True)

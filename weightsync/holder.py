@@ -131,10 +131,10 @@ class Holder:
             return self._feed.ticket
 
     def link(self, engine: Export | None) -> None:
-        """Map what an adopted engine rank exports. Raises TransportError."""
-        assert self._staging is not None
-        with self._moving, self._staging.queue():
-            self._staging.connect(None, engine)
+        """Map what an engine rank exports, in place of what the last one did. Raises TransportError."""
+        if self._staging:
+            with self._moving, self._staging.queue():
+                self._staging.link(engine)
 
     def join(self, offers: Mapping[Group, str], timeout_s: float) -> None:
         """Open every communicator, in the same order on every holder. Raises TransportError."""

@@ -38,6 +38,9 @@ class Staging(Protocol):
         Raises TransportError when one cannot be mapped.
         """
 
+    def link(self, engine: Export | None) -> None:
+        """As `connect` does, the engine's memory alone; what was mapped of another's is let go of."""
+
     def queue(self) -> AbstractContextManager[None]:
         """What `fill` and the broadcasts after it have to run in: on a device, a stream."""
 
@@ -81,6 +84,9 @@ class HostStaging:
 
     def connect(self, trainer: Export | None, engine: Export | None) -> None:
         assert trainer is engine is None, "what lies on the host is not exported"
+
+    def link(self, engine: Export | None) -> None:
+        assert engine is None, "what lies on the host is not exported"
 
     def queue(self) -> AbstractContextManager[None]:
         return nullcontext()

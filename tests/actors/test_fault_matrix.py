@@ -63,17 +63,12 @@ def _cases() -> Iterator[Case]:
 
 
 FEW = [
-    Case("engine e0", "idle", "kill"),
     Case("engine e1", "move", "kill", "middle"),
     Case("engine e1", "move", "corrupt", "last"),
     Case("engine e1", "refill", "kill", "first"),
     Case("engine e1", "commit", "error"),
-    Case("engine e1", "move", "drop"),
-    Case("holder 0", "move", "error", "first"),
     Case("holder 2", "refill", "corrupt", "middle"),
     Case("holder 1", "idle", "kill"),
-    Case("holder 0", "commit", "hang"),
-    Case("trainer 0", "publish", "kill"),
     Case("trainer 0", "publish", "error"),
 ]
 

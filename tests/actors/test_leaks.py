@@ -18,6 +18,7 @@ def _sockets() -> int:
     return len(list(Path(tempfile.gettempdir()).glob("weightsync-*")))
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(300)
 def test_five_hundred_updates_leave_memory_files_and_sockets_as_they_were() -> None:
     trainer = spawn(Counting, 256, "leak-0")

@@ -33,7 +33,7 @@ def _groups(version: int) -> list[Group]:
     return [Group(PROMPTS[version % 8], tokens, [1.0, 0.0, 0.0, 1.0])]
 
 
-@pytest.fixture(params=["dense", "moe"])
+@pytest.fixture(params=["dense", pytest.param("moe", marks=pytest.mark.faults)])
 def trained(request: pytest.FixtureRequest, tmp_path: Path):
     model = build_checkpoint(tmp_path / "model", MODELS[request.param], seed=1)
     trainers = [spawn(SharpTrainer, rank, 2, str(model), LOOP, str(rank)) for rank in range(2)]
