@@ -5,10 +5,12 @@
 One trainer and two engines (transformers on the CPU, a Qwen3 of that many bytes in float32) on one
 host. Each round kills one engine while it idles and waits until it serves again. Clocks, by the driver:
 
-- ``kill to serving``: from the signal until the refilled engine serves, verified.
+- ``kill to serving``: from noticing its death, which Ray tells within milliseconds, until the refilled
+  engine serves, verified.
 - ``engine start``: the same actor started by itself before, from the call until it answers.
-- ``ours``: their difference: noticing the death, making sure of it, connecting, reading, loading, verifying.
-- ``refill``: of that, what pausing, reading, loading, verifying and resuming took.
+- ``ours``: their difference.
+- ``refill``: from its new process being ready until it serves: connecting, reading, loading, verifying,
+  resuming.
 
 Medians, with the least and the greatest; every element is compared after each round.
 """

@@ -194,7 +194,7 @@ class Holder:
             bucket, started = ahead.popleft()
             for pending in started:
                 pending.wait()
-            strike_bucket("move", plan, staging, bucket, self._index)
+            strike_bucket("move", plan, bucket, self._index, staging.at)
             outlet.offer(bucket)
 
         try:

@@ -6,8 +6,11 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+
+import torch
 
 from weightsync.errors import DeadlineError, ReadError, TransportError, WeightSyncError
 from weightsync.faults import armed, strike
@@ -76,9 +79,10 @@ class Refill:
         begun = time.perf_counter()
         for bucket in range(self._plan.num_buckets):
             outlet.wait_free(bucket)
-            self._read_bucket(bucket, bucket % (len(self._targets) - 1))
+            target = bucket % (len(self._targets) - 1)
+            self._read_bucket(bucket, target)
+            strike_bucket("refill", self._plan, bucket, -1, partial(self._part, target))
             self._staging.put(bucket, self._timeout_s)
-            strike_bucket("refill", self._plan, self._staging, bucket, -1)
             outlet.offer(bucket)
         self._check(self._open())  # what was read has not been replaced meanwhile
         outlet.finish(self._plan.num_buckets)
@@ -95,6 +99,9 @@ class Refill:
         if self._reader:
             self._reader.close()
         self._scratch.close()
+
+    def _part(self, target: int, step: Step) -> torch.Tensor:
+        return self._targets[target].tensor[step.offset : step.offset + step.nbytes]
 
     def _read_bucket(self, bucket: int, target: int) -> None:
         steps = self._plan.bucket_steps(bucket)
@@ -161,15 +168,15 @@ class Refill:
                 self._reader = None
 
 
-def strike_bucket(at: str, plan: Plan, staging: Staging, bucket: int, index: int) -> None:
-    """Faults that are armed here; what corrupts finds a part of the bucket that came from elsewhere.
+def strike_bucket(at: str, plan: Plan, bucket: int, index: int, view: Callable[[Step], torch.Tensor]) -> None:
+    """Faults that are armed here; what corrupts finds the `view` of a step that came from elsewhere.
 
     `index` is the holder's own, whose share is not to be changed at its source.
     """
     data = None
-    if armed() and staging.slots:  # a holder of a trainer alone receives nothing
+    if armed():
         came = [step for step in plan.bucket_steps(bucket) if step.root != index and step.nbytes]
-        data = staging.at(came[bucket % len(came)]) if came else None
+        data = view(came[bucket % len(came)]) if came else None
     strike(at, bucket=bucket, num_buckets=plan.num_buckets, data=data)
 
 
