@@ -67,10 +67,6 @@ class Holders:
         for key in [key for key, known in self._on.items() if known is holder]:
             self._end(key)
 
-    def all(self) -> list[RemoteHolder]:
-        """Every one that runs."""
-        return [*self._on.values()]
-
     def close(self) -> None:
         """End them all."""
         for key in [*self._on]:

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from weightsync.buffers import Attached, Export
     from weightsync.faults import Fault
     from weightsync.feed import FeedTicket
-    from weightsync.holder import Group, Prepared
     from weightsync.keeper import Share
     from weightsync.memory import BufferHandle
     from weightsync.plan import Plan, RankLayout
+    from weightsync.prepared import Group, Prepared
     from weightsync.readers import Offer
     from weightsync.refill import Kept, Refilled
     from weightsync.verify import Digests

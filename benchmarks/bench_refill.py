@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -84,11 +85,11 @@ def _measure(nbytes: int, num_peers: int, num_rounds: int, mooncake: bool) -> li
             its = {f"peer {i}": offer[protocol] for i, offer in enumerate(offers)}
             reader = open_reader([target], its, direct=way == "direct")
             stack.callback(reader.close)
-            calls[way] = lambda reader=reader: reader.read(reads, _TIMEOUT_S)  # type: ignore[misc]
+            calls[way] = partial(reader.read, reads, _TIMEOUT_S)
         if mooncake:
             bare = _spawn(stack, _read_bare, target.handle, [offer["tcp"] for offer in offers], part)
             for way in _BARE:
-                calls[way] = lambda way=way: _order(bare, way)  # type: ignore[misc]
+                calls[way] = partial(_order, bare, way)
         seconds = _interleave(calls, num_rounds, target.tensor, wanted)
     return _rows(num_peers, part * num_peers, seconds)
 

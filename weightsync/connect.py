@@ -17,8 +17,8 @@ from weightsync.plan import Layout, Members, Plan, make_plan
 
 if TYPE_CHECKING:
     from weightsync.buffers import Attached
-    from weightsync.holder import Prepared
     from weightsync.plan import RankLayout
+    from weightsync.prepared import Prepared
 
 __all__ = ["Connection", "adopt", "connect"]
 
@@ -29,6 +29,7 @@ class Connection:
 
     Attributes:
         plan: held by every member.
+        content: its `Plan.content`.
         folds: per engine, how its ranks' digests add up.
         in_place: trainers' memory is read in place, so the holders keep no version of their own.
         layouts: what each engine said; one that is to take part later has to say the same as one of them.
@@ -36,6 +37,7 @@ class Connection:
     """
 
     plan: Plan
+    content: str
     folds: dict[str, Fold]
     in_place: bool
     layouts: Mapping[str, Sequence[RankLayout]]
@@ -102,7 +104,7 @@ async def connect(fleet: Fleet, config: SyncConfig, epoch: int) -> Connection:
         (await gather_named(warm_ups, "warm-up", timeout_s + GRACE_S)).require()
     for seat in fleet.live().values():
         seat.attached = True
-    return Connection(plan, folds, any(read.values()), layouts.engines, clock.seconds)
+    return Connection(plan, plan.content(), folds, any(read.values()), layouts.engines, clock.seconds)
 
 
 async def _layouts(fleet: Fleet, timeout_s: float) -> _Layouts:

@@ -151,8 +151,8 @@ class Controller:
     @property
     def refillable(self) -> bool:
         """Whether the holders keep the committed version."""
-        plan = self.plan
-        return plan is not None and self.keeping.kept(self.version, plan.content()) is not None
+        now = self._connection
+        return now is not None and self.keeping.kept(self.version, now.content) is not None
 
     async def adopt(self, name: str) -> None:
         """Connect an engine that came, or came back, after ``connect``.

@@ -157,7 +157,6 @@ class HolderFeed:
         """Close the socket and remove what is left of it."""
         self.drop()
         self._context.destroy(linger=0)
-        self._directory.remove()
 
     def _send(self, message: Message) -> None:
         assert self._peer is not None
@@ -194,7 +193,9 @@ class EngineFeed:
         self._busy, self._closing = threading.Lock(), threading.Event()
         self._buckets = [self._views(plan, index, self._arena) for index in range(plan.num_buckets)]
         # What a refill reads: the arena may hold the trainer's next version by then.
-        self._whole = [self._views(plan, index, None) for index in range(plan.num_buckets)]
+        self._whole = self._buckets
+        if self._arena:
+            self._whole = [self._views(plan, index, None) for index in range(plan.num_buckets)]
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from weightsync.faults import Fault
     from weightsync.verify import Digests
 
-__all__ = ["Group", "Holder", "Prepared"]
+__all__ = ["Holder"]
 
 logger = logging.getLogger("weightsync.holder")
 _PATIENCE = 0.9  # of a move's time, what an engine rank may take: the rest is for the buckets to come
@@ -118,10 +118,12 @@ class Holder:
         What else this holder does in `plan` goes on. One that had no part in it only serves this rank.
         """
         self.drop_engine()
+        digest = plan.digest()
+        if unknown := self._plan is None or self._plan_digest != digest:
+            self._leave()
         with self._moving:
-            if self._plan is None or self._plan_digest != plan.digest():
-                self._plan, self._plan_digest, self._index, self._trainer = plan, plan.digest(), -1, -1
-                self._groups, self._group_of = {}, {}
+            if unknown:
+                self._plan, self._plan_digest, self._index, self._trainer = plan, digest, -1, -1
                 self._staging = self._stage(plan, -1, receives=True)
             elif self._staging is None or not self._staging.slots:
                 self._staging = self._stage(plan, self._index, receives=True)

@@ -69,7 +69,7 @@ class Keeping:
         # Who is copying answers when it is done.
         outcome = await gather_named(calls, "kept", self._config.connect_timeout_s)
         found = [outcome.answers.get(name, []) for name in calls]
-        layout = connection.plan.content()
+        layout = connection.content
         versions = {share.label.version for shares in found for share in shares}
         for version in sorted(versions, reverse=True):
             whole = [
@@ -98,7 +98,7 @@ class Keeping:
     async def _copy(self, version: int, connection: Connection, expected: Digests) -> None:
         if self._mirroring:  # what it reads is about to be replaced
             self._mirroring.cancel()
-        layout = connection.plan.content()
+        layout = connection.content
         calls = {
             f"holder {holder}": self._fleet.holders[holder].keep(version, layout, expected, *self._how)
             for _, holder in self._fleet.trainers

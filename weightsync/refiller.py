@@ -59,7 +59,7 @@ class Refiller:
         async with self._beside(name, lambda: self._stop(self._fleet.engines[name])):
             await self._keeping.copied()  # an update may have come in between
             seat, connection, version = self._fleet.engines[name], connected(), committed()
-            kept = self._keeping.kept(version, connection.plan.content())
+            kept = self._keeping.kept(version, connection.content)
             if kept is None or not seat.attached:
                 raise StateError("no holder keeps the committed version: call update_weights() with the next")
             self._crew.begin([name], version)
