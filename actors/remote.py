@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from weightsync.buffers import Attached, Export
     from weightsync.faults import Fault
     from weightsync.feed import FeedTicket
-    from weightsync.keeper import Share
+    from weightsync.keeper import Label, Share
     from weightsync.memory import BufferHandle
     from weightsync.plan import Plan, RankLayout
     from weightsync.prepared import Group, Prepared
@@ -163,16 +163,12 @@ class RemoteHolder(_Remote):
     async def lend(self, protocol: str, rdma_device: str) -> None:
         await self._call("lend", protocol, rdma_device)
 
-    async def keep(
-        self, version: int, layout: str, expected: Digests, protocol: str, rdma_device: str
-    ) -> Offer:
-        offer: Offer = await self._call("keep", version, layout, expected, protocol, rdma_device)
+    async def keep(self, label: Label, is_image: bool, expected: Digests) -> Offer:
+        offer: Offer = await self._call("keep", label, is_image, expected)
         return offer
 
-    async def mirror(
-        self, share: Share, nbytes: int, protocol: str, rdma_device: str, timeout_s: float
-    ) -> Offer:
-        mirrored: Offer = await self._call("mirror", share, nbytes, protocol, rdma_device, timeout_s)
+    async def mirror(self, share: Share, timeout_s: float) -> Offer:
+        mirrored: Offer = await self._call("mirror", share, timeout_s)
         return mirrored
 
     async def kept(self) -> list[Share]:

@@ -253,12 +253,11 @@ class WeightSync:
             await self._members.connect()
             found_any = self.name is not None and not self._controller.version
             stale = await self._controller.restore() if found_any else []
-        if self._controller.refillable:
-            refills = (self._controller.refill(name) for name in stale)
-            for error in await asyncio.gather(*refills, return_exceptions=True):
-                # Who failed is healed, or takes the next version.
-                if isinstance(error, BaseException) and not isinstance(error, WeightSyncError):
-                    raise error
+        refills = (self._controller.refill(name) for name in stale if self._controller.can_refill(name))
+        for error in await asyncio.gather(*refills, return_exceptions=True):
+            # Who failed is healed, or takes the next version.
+            if isinstance(error, BaseException) and not isinstance(error, WeightSyncError):
+                raise error
 
     async def _update(self, version: int, held: Future[None]) -> SyncReport:
         async with self._controller.alone():
@@ -286,7 +285,7 @@ class WeightSync:
             except PlanError:  # unlike all others: the plan has to have a place for it
                 async with self._controller.alone():
                     await self._members.connect()
-            return await self._controller.refill(name) if self._controller.refillable else None
+            return await self._controller.refill(name) if self._controller.can_refill(name) else None
         except WeightSyncError:
             self._members.engines.pop(name, None)
             self._fleet.engines.pop(name, None)

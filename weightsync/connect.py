@@ -12,6 +12,7 @@ from weightsync.config import SyncConfig
 from weightsync.deadline import GRACE_S, gather_named
 from weightsync.errors import PlanError, StateError
 from weightsync.fold import Fold
+from weightsync.image import image_layout
 from weightsync.peers import Fleet, HolderPeer
 from weightsync.plan import Layout, Members, Plan, make_plan
 
@@ -20,7 +21,18 @@ if TYPE_CHECKING:
     from weightsync.plan import RankLayout
     from weightsync.prepared import Prepared
 
-__all__ = ["Connection", "adopt", "connect"]
+__all__ = ["Connection", "Image", "adopt", "connect"]
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """What the ranks of an engine serve, to be kept: its `image_layout`, and the number of rank 0's part.
+
+    Engines of which one can be filled with what another serves have the same.
+    """
+
+    layout: str
+    first: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +43,8 @@ class Connection:
         plan: held by every member.
         content: its `Plan.content`.
         folds: per engine, how its ranks' digests add up.
-        in_place: trainers' memory is read in place, so the holders keep no version of their own.
+        in_place: trainers' memory is read in place, so that it may change once it was moved.
+        images: of engines whose memory their holders write, if nothing else is kept: see `Image`.
         layouts: what each engine said; one that is to take part later has to say the same as one of them.
         seconds: of each phase.
     """
@@ -40,6 +53,7 @@ class Connection:
     content: str
     folds: dict[str, Fold]
     in_place: bool
+    images: dict[str, Image]
     layouts: Mapping[str, Sequence[RankLayout]]
     seconds: Mapping[str, float]
 
@@ -75,7 +89,7 @@ async def connect(fleet: Fleet, config: SyncConfig, epoch: int) -> Connection:
             for i, holder in enumerate(fleet.holders)
         }
         prepared = list((await gather_named(calls, "prepare", timeout_s)).require().values())
-        await _lend(fleet, config)
+        await _lend(fleet.named_holders(), config)
     with clock.phase("join"):
         offers = {group: offer for answer in prepared for group, offer in answer.offers.items()}
         # The communicators keep this deadline for every broadcast.
@@ -104,7 +118,24 @@ async def connect(fleet: Fleet, config: SyncConfig, epoch: int) -> Connection:
         (await gather_named(warm_ups, "warm-up", timeout_s + GRACE_S)).require()
     for seat in fleet.live().values():
         seat.attached = True
-    return Connection(plan, plan.content(), folds, any(read.values()), layouts.engines, clock.seconds)
+    content, in_place = plan.content(), any(read.values())
+    images = _images(content, layouts.engines, served) if in_place else {}
+    return Connection(plan, content, folds, in_place, images, layouts.engines, clock.seconds)
+
+
+def _images(
+    content: str, layouts: Mapping[str, Sequence[RankLayout]], served: Mapping[str, Sequence[Attached]]
+) -> dict[str, Image]:
+    images: dict[str, Image] = {}
+    first, known = 0, dict[str, Image]()
+    for name, ranks in sorted(layouts.items()):
+        if all(each.export for each in served[name]):
+            layout = image_layout(content, ranks)
+            if layout not in known:
+                known[layout] = Image(layout, first)
+                first += len(ranks)
+            images[name] = known[layout]
+    return images
 
 
 async def _layouts(fleet: Fleet, timeout_s: float) -> _Layouts:
@@ -136,10 +167,9 @@ def _plan(fleet: Fleet, layouts: _Layouts, config: SyncConfig, epoch: int) -> Pl
     )
 
 
-async def _lend(fleet: Fleet, config: SyncConfig) -> None:
+async def _lend(holders: Mapping[str, HolderPeer], config: SyncConfig) -> None:
     """What is wrong with how peers are to be read is said before anything is sent."""
     if config.keep_versions > 1:
-        holders = fleet.named_holders()
         calls = {who: holder.lend(config.refill, config.rdma_device) for who, holder in holders.items()}
         (await gather_named(calls, "prepare", config.connect_timeout_s)).require()
 
@@ -181,19 +211,21 @@ async def _meet(
     return answers
 
 
-async def adopt(fleet: Fleet, connection: Connection, name: str, timeout_s: float) -> None:
+async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncConfig) -> None:
     """Connect an engine with its holders alone: trainers and all others are not asked.
 
     Raises PlanError when its layout is not that of an engine that the plan was made for, so that
     everybody has to connect anew; else as `connect`.
     """
-    seat, plan = fleet.engines[name], connection.plan
+    seat, plan, timeout_s = fleet.engines[name], connection.plan, config.timeout_s
     named = f"engine {name}"
     asked = await gather_named({named: seat.peer.layout()}, "layout", timeout_s)
     layouts = asked.require()[named]
-    if not any(_alike(layouts, known) for known in connection.layouts.values()):
+    twins = [other for other, known in connection.layouts.items() if _alike(layouts, known)]
+    if not twins:
         raise PlanError(named, "its layout is new to the plan")
     holders = {f"holder {i}": fleet.holders[i] for i in seat.holders}
+    await _lend(holders, config)
     calls = {who: holder.adopt(plan, name) for who, holder in holders.items()}
     tickets = list((await gather_named(calls, "adopt", timeout_s)).require().values())
     engines = {named: seat.peer.attach(plan, tickets, timeout_s)}
@@ -206,6 +238,10 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, timeout_s: floa
     }
     (await gather_named(links, "link", timeout_s)).require()
     connection.folds[name] = Fold(plan, layouts)
+    image = next((connection.images[twin] for twin in twins if twin in connection.images), None)
+    connection.images.pop(name, None)
+    if image and len(links) == len(holders):
+        connection.images[name] = image
     seat.attached = True
 
 

@@ -138,6 +138,7 @@ class Controller:
         self.crew.begin(takers, version)
         if self._connection.in_place:
             with clock.phase("publish"):
+                await self.keeping.copied()
                 paused = await self._publish_and_pause(takers, version)
             return await self._deliver(version, takers, paused, clock, when_held)
         with clock.phase("publish"):
@@ -148,11 +149,10 @@ class Controller:
             paused = await self.crew.pause(takers)
         return await self._deliver(version, takers, paused, clock)
 
-    @property
-    def refillable(self) -> bool:
-        """Whether the holders keep the committed version."""
+    def can_refill(self, engine: str) -> bool:
+        """Whether the holders keep the committed version as `engine` takes it."""
         now = self._connection
-        return now is not None and self.keeping.kept(self.version, now.content) is not None
+        return now is not None and self.keeping.kept(self.version, now, engine) is not None
 
     async def adopt(self, name: str) -> None:
         """Connect an engine that came, or came back, after ``connect``.

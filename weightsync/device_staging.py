@@ -11,6 +11,7 @@ import torch
 from weightsync.buffers import Export, Handle
 from weightsync.device_memory import DeviceBuffer
 from weightsync.errors import DeadlineError, TransportError
+from weightsync.image import EngineImage
 from weightsync.kernels import CopyTable
 from weightsync.memory import SharedBuffer
 from weightsync.modules import segment_view
@@ -62,6 +63,7 @@ class DeviceStaging:
         self._casts: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._unpack: CopyTable | None = None
         self._engine: list[DeviceBuffer] = []
+        self.image: EngineImage | None = None
         self._targets: list[SharedBuffer] = []
 
     @property
@@ -106,10 +108,12 @@ class DeviceStaging:
         self._let_go_of_engine()
         if engine:
             starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
-            address = {name: buffer.data_ptr() for name, buffer in self._map(engine, self._engine).items()}
+            memory = self._map(engine, self._engine)
+            address = {name: buffer.data_ptr() for name, buffer in memory.items()}
             segments = by_tensor(self._plan, engine.layout)
             rows = bucket_rows(self._plan, segments, address, starts, into=True)
             self._unpack = CopyTable(*rows, _NUM_BLOCKS)
+            self.image = EngineImage(memory)
 
     @contextmanager
     def queue(self) -> Iterator[None]:
@@ -129,7 +133,10 @@ class DeviceStaging:
                 if step.root == self._index:
                     held = self._arena.tensor[step.arena_offset : step.arena_offset + step.nbytes]
                     self.at(step).copy_(held, non_blocking=True)
-        return [_Event(stream.record_event(), f"filling of bucket {bucket}", self._index, timeout_s)]
+        return [self.mark(f"filling of bucket {bucket}", timeout_s)]
+
+    def mark(self, what: str, timeout_s: float) -> Pending:
+        return _Event(self._filling.record_event(), what, self._index, timeout_s)
 
     def targets(self) -> Sequence[SharedBuffer]:
         while len(self._targets) < len(self._buffers):
@@ -141,8 +148,7 @@ class DeviceStaging:
             self._filling.wait_event(free)
         held = self._targets[bucket % len(self._targets)].tensor
         self._slot(bucket)[: len(held)].copy_(held, non_blocking=True)
-        event = self._filling.record_event()
-        _Event(event, f"filling of bucket {bucket}", self._index, timeout_s).wait()
+        self.mark(f"filling of bucket {bucket}", timeout_s).wait()
 
     def write(self, bucket: int) -> None:
         assert self._unpack is not None
@@ -150,6 +156,7 @@ class DeviceStaging:
         self._free[bucket % len(self._buffers)] = self._writing.record_event()
 
     def settle(self, timeout_s: float) -> None:
+        self._writing.wait_event(self._filling.record_event())  # an image is not written out of slots
         _Event(self._writing.record_event(), "writing to the engine", self._index, timeout_s).wait()
 
     def at(self, step: Step) -> torch.Tensor:
@@ -167,7 +174,7 @@ class DeviceStaging:
         self._mapped, self._targets = [], []
 
     def _let_go_of_engine(self) -> None:
-        self._unpack = None
+        self._unpack = self.image = None
         for buffer in self._engine:
             buffer.close()
         self._engine = []

@@ -15,7 +15,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -26,7 +26,9 @@ from weightsync.errors import ConfigError, nearest
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Fault", "FaultPlan", "arm", "armed", "strike"]
+    from weightsync.plan import Plan, Step
+
+__all__ = ["Fault", "FaultPlan", "arm", "armed", "strike", "strike_move"]
 
 _ANSWER_S = 0.05
 """Time for the call that armed a fault at ``idle`` to be answered before it strikes."""
@@ -159,6 +161,18 @@ def strike(
     """
     armed = _armed
     return armed is not None and armed.strike(at, bucket, num_buckets, version, data)
+
+
+def strike_move(plan: Plan, bucket: int, index: int, view: Callable[[Step], torch.Tensor]) -> None:
+    """What is armed in holder `index` for ``move``; what corrupts finds the `view` of a step of another root.
+
+    Its own share is not to be changed at its source.
+    """
+    data = None
+    if armed():
+        came = [step for step in plan.bucket_steps(bucket) if step.root != index and step.nbytes]
+        data = view(came[bucket % len(came)]) if came else None
+    strike("move", bucket=bucket, num_buckets=plan.num_buckets, data=data)
 
 
 class _Armed:

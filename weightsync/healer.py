@@ -134,7 +134,7 @@ class Healer:
             attempt=attempt,
             max_attempts=self._config.heal_attempts,
             backoff_s=self._config.heal_backoff_s,
-            can_refill=self._controller.refillable and not self._is_dead(name),
+            can_refill=self._controller.can_refill(name) and not self._is_dead(name),
             can_respawn=self._can_respawn(name),
             num_live=sum(state not in (EngineState.DEAD, EngineState.STALE) for state in states),
             min_engines=self._config.min_engines,
@@ -149,7 +149,7 @@ class Healer:
                 return None
             try:
                 await self._controller.adopt(name)
-                if not self._controller.refillable:
+                if not self._controller.can_refill(name):
                     return None
                 return await self._controller.refill(name)
             except GaveWayError:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weightsync.arena import arena_for
 from weightsync.buffers import Export
 from weightsync.errors import ConfigError, StateError
-from weightsync.faults import arm, strike
+from weightsync.faults import arm, strike, strike_move
 from weightsync.feed import FeedTicket, HolderFeed
 from weightsync.keeper import Keeper, Label, Share
 from weightsync.memory import SharedBuffer
@@ -22,7 +23,8 @@ from weightsync.outlet import open_outlet
 from weightsync.plan import Plan, broadcast_groups
 from weightsync.prepared import Group, Prepared
 from weightsync.readers import Offer
-from weightsync.refill import Kept, Refill, Refilled, strike_bucket
+from weightsync.refill import Kept, Refill, Refilled
+from weightsync.restore import Restore, open_refill
 from weightsync.staging import HostStaging, Staging
 from weightsync.transports import Broadcast, Pending, Transport, transport_class
 
@@ -58,7 +60,7 @@ class Holder:
         self._retired: Sequence[DeviceBuffer] = ()
         self._feed: HolderFeed | None = None
         self._keeper: Keeper | None = None
-        self._refill: Refill | None = None
+        self._refill: Refill | Restore | None = None
         self._moving, self._preparing = threading.Lock(), threading.Lock()
         self._watched = threading.Event()
 
@@ -98,7 +100,8 @@ class Holder:
         trainers, engines = plan.members.trainers, dict(plan.members.engines)
         trainer = trainers.index(index) if index in trainers else -1
         in_place = bool(self._device) and source == self._device
-        self._keep_arena(before, plan, -1 if in_place else trainer)
+        arena, self._arena = self._arena, None
+        self._arena = arena_for(plan, -1 if in_place else trainer, before, arena)
         engine = next((name for name, holders in engines.items() if index in holders), None)
         self._staging = self._stage(plan, index, engine is not None)
         self._plan, self._plan_digest, self._index, self._trainer = plan, digest, index, trainer
@@ -109,8 +112,8 @@ class Holder:
         self._group_of = {root: group for root, group in groups.items() if index in group and len(group) > 1}
         self._groups = {group: self._transport() for group in sorted(set(self._group_of.values()))}
         offers = {g: transport.offer(self._host) for g, transport in self._groups.items() if g[0] == index}
-        arena = self._arena.handle if self._arena else None
-        return Prepared(digest, arena, self._feed.ticket if self._feed else None, offers)
+        where = self._arena.handle if self._arena else None
+        return Prepared(digest, where, self._feed.ticket if self._feed else None, offers)
 
     def adopt(self, plan: Plan, engine: str) -> FeedTicket:
         """A ticket for an engine rank that takes another's place here, or that came after the connecting.
@@ -196,7 +199,7 @@ class Holder:
             bucket, started = ahead.popleft()
             for pending in started:
                 pending.wait()
-            strike_bucket("move", plan, bucket, self._index, staging.at)
+            strike_move(plan, bucket, self._index, staging.at)
             outlet.offer(bucket)
 
         try:
@@ -218,22 +221,29 @@ class Holder:
 
     def lend(self, protocol: str, rdma_device: str) -> None:
         """Be ready to `keep`. Raises ConfigError when the protocol cannot be had: see `choose_protocol`."""
-        self._keep_with(protocol, rdma_device)
+        if self._keeper is None:
+            self._keeper = Keeper(self.name, self._host, protocol, rdma_device)
 
-    def keep(self, version: int, layout: str, expected: Digests, protocol: str, rdma_device: str) -> Offer:
-        """Copy what its trainer published, for others to read. Raises TransportError, ConfigError.
+    def keep(self, label: Label, is_image: bool, expected: Digests) -> Offer:
+        """Copy what its engine rank serves or, if not `is_image`, its trainer published, for others to read.
 
-        `layout` is `Plan.content` of the plan in use, `version` what was committed, `expected` the
-        digests of all its tensors.
+        `label` says what that is, `expected` are the digests of the whole version. Raises TransportError.
         """
-        assert self._arena is not None
-        strike("commit", version=version)
-        keeper = self._keep_with(protocol, rdma_device)
-        return keeper.keep(Label(version, layout, self._trainer), expected, self._arena.tensor)
+        strike("commit", version=label.version)
+        keeper = self._lent()
+        if not is_image:
+            assert self._arena is not None
+            return keeper.keep_copy(label, expected, self._arena.tensor)
+        staging = self._staging
+        assert staging is not None
+        with self._moving, staging.queue():
+            if staging.image is None:
+                raise StateError(f"{self.name} no longer writes an engine's memory")
+            return keeper.keep(label, expected, staging.image.nbytes, staging.image.save)
 
-    def mirror(self, share: Share, nbytes: int, protocol: str, rdma_device: str, timeout_s: float) -> Offer:
+    def mirror(self, share: Share, timeout_s: float) -> Offer:
         """Keep what another holder keeps, too. Raises as `Keeper.mirror`."""
-        return self._keep_with(protocol, rdma_device).mirror(share, nbytes, timeout_s)
+        return self._lent().mirror(share, timeout_s)
 
     def kept(self) -> list[Share]:
         """See `Keeper.kept`."""
@@ -253,8 +263,9 @@ class Holder:
                 staging, self._feed, True, attempt, plan.slots, timeout_s, limit_s, whole=True
             )
             try:
-                self._refill = Refill(plan, kept, staging, direct, timeout_s)
-                return self._refill.run(outlet)
+                keeper = self._keeper if direct else None
+                self._refill = open_refill(plan, kept, keeper, staging, outlet, direct, timeout_s)
+                return self._refill.run()
             except Exception as error:
                 outlet.cancel(f"{self.name}: {type(error).__name__}: {error}")
                 raise
@@ -295,9 +306,9 @@ class Holder:
         beside = None if self._device or self._arena is None else self._arena.handle
         return HolderFeed(self.name, engine, staging.slots, beside, self._trainer)
 
-    def _keep_with(self, protocol: str, rdma_device: str) -> Keeper:
+    def _lent(self) -> Keeper:
         if self._keeper is None:
-            self._keeper = Keeper(self.name, self._host, protocol, rdma_device)
+            raise StateError(f"{self.name} keeps nothing yet: connect first")
         return self._keeper
 
     def _start(self, plan: Plan, staging: Staging, bucket: int, timeout_s: float) -> list[Pending]:
@@ -320,20 +331,6 @@ class Holder:
         self._slots, retired = take_slots(plan, self._slots)
         self._retired = (*self._retired, *retired)
         return DeviceStaging(plan, index, self._arena, self._slots)
-
-    def _keep_arena(self, old: Plan | None, plan: Plan, trainer: int) -> None:
-        if self._arena is not None:
-            if (
-                trainer >= 0
-                and old
-                and old.tensors == plan.tensors
-                and (old.trainer_pieces(trainer) == plan.trainer_pieces(trainer))
-            ):
-                return
-            self._arena.close()
-            self._arena = None
-        if trainer >= 0:
-            self._arena = SharedBuffer.create(plan.arena_nbytes(trainer))
 
     def _leave(self) -> None:
         self.drop_engine()

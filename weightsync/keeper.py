@@ -1,11 +1,11 @@
-"""The shares of committed versions that a holder keeps, and lets other holders read."""
+"""The parts of committed versions that a holder keeps, and lets other holders read."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -22,20 +22,20 @@ __all__ = ["LABEL_NBYTES", "Keeper", "Label", "Share", "read_labels"]
 logger = logging.getLogger("weightsync.keeper")
 
 LABEL_NBYTES = 4096
-"""In front of a share: what it is. All zero while it changes."""
+"""In front of a part: what it is. All zero while it changes."""
 
 
 class Label(msgspec.Struct, frozen=True):
-    """Which share of what: `layout` is `Plan.content`, by which the bytes lie."""
+    """Which part of what, and by which `layout` its bytes lie: see `Kept`."""
 
     version: int
     layout: str
-    trainer: int
+    part: int
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A share that is kept, where it can be read, and the digests of the whole version that it is of."""
+    """A part that is kept, where it can be read, and the digests of the whole version that it is of."""
 
     label: Label
     offer: Offer
@@ -43,36 +43,47 @@ class Share:
 
 
 class Keeper:
-    """At most one version of each trainer's share; the next takes the place of the last."""
+    """At most one version of each part; the next takes the place of the last."""
 
     def __init__(self, name: str, host: str, protocol: str, rdma_device: str) -> None:
         """`host` is this host's address as others reach it; the rest see `choose_protocol`.
 
         Raises ConfigError when the protocol cannot be had here.
         """
-        self._name, self._host = name, host
+        self.name, self._host = name, host
         self._protocol, self._rdma_device = choose_protocol(protocol, rdma_device), rdma_device
         self._shares: dict[int, tuple[SharedBuffer, Server]] = {}
         self._kept: dict[int, Share] = {}
         self._changing: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
-    def keep(self, label: Label, expected: Digests, share: torch.Tensor) -> Offer:
-        """Copy `share`, uint8[nbytes]. Raises TransportError when memory does not suffice."""
-        with self._changing[label.trainer]:
-            buffer, server = self._place(label.trainer, len(share))
-            # By this thread alone, and without torch's: they belong to whoever computes here.
-            np.copyto(_body(buffer).numpy(), share.numpy())
+    def keep(
+        self, label: Label, expected: Digests, nbytes: int, copy: Callable[[torch.Tensor], None]
+    ) -> Offer:
+        """Let `copy` write the part, uint8[nbytes]. Raises TransportError when memory does not suffice."""
+        with self._changing[label.part]:
+            buffer, server = self._place(label.part, nbytes)
+            copy(_body(buffer))
             _write_label(buffer, label)
-            self._kept[label.trainer] = Share(label, server.offer, expected)
+            self._kept[label.part] = Share(label, server.offer, expected)
         return server.offer
 
-    def mirror(self, share: Share, nbytes: int, timeout_s: float) -> Offer:
+    def keep_copy(self, label: Label, expected: Digests, part: torch.Tensor) -> Offer:
+        """`keep` of what lies on the host, uint8[nbytes]."""
+        # By this thread alone, and without torch's: they belong to whoever computes here.
+        return self.keep(label, expected, len(part), lambda to: np.copyto(to.numpy(), part.numpy()))
+
+    def held(self, label: Label) -> torch.Tensor | None:
+        """The bytes of what is kept here, uint8[nbytes], in page-locked memory where there is a device."""
+        share = self._kept.get(label.part)
+        return _body(self._shares[label.part][0]) if share and share.label == label else None
+
+    def mirror(self, share: Share, timeout_s: float) -> Offer:
         """Keep what another holder keeps. Raises ReadError or DeadlineError, naming it."""
-        trainer = share.label.trainer
-        with self._changing[trainer]:
-            buffer, server = self._place(trainer, nbytes)
+        part, nbytes = share.label.part, share.offer.memory.nbytes - LABEL_NBYTES
+        with self._changing[part]:
+            buffer, server = self._place(part, nbytes)
             self._copy(share, nbytes, buffer, timeout_s)
-            self._kept[trainer] = Share(share.label, server.offer, share.expected)
+            self._kept[part] = Share(share.label, server.offer, share.expected)
         return server.offer
 
     def kept(self) -> list[Share]:
@@ -96,27 +107,27 @@ class Keeper:
             raise ReadError(offer.holder, f"it keeps {found or 'nothing now'}, not {wanted}")
 
     def close(self) -> None:
-        for trainer in [*self._shares]:
-            self._drop(trainer)
+        for part in [*self._shares]:
+            self._drop(part)
 
-    def _place(self, trainer: int, nbytes: int) -> tuple[SharedBuffer, Server]:
-        """Where the share is to be, without a label."""
-        self._kept.pop(trainer, None)
-        if trainer in self._shares and self._shares[trainer][0].handle.nbytes != LABEL_NBYTES + nbytes:
-            self._drop(trainer)
-        if trainer not in self._shares:
+    def _place(self, part: int, nbytes: int) -> tuple[SharedBuffer, Server]:
+        """Where the part is to be, without a label."""
+        self._kept.pop(part, None)
+        if part in self._shares and self._shares[part][0].handle.nbytes != LABEL_NBYTES + nbytes:
+            self._drop(part)
+        if part not in self._shares:
             buffer = SharedBuffer.create(LABEL_NBYTES + nbytes)
             try:
-                server = serve(buffer, self._name, self._host, self._protocol, self._rdma_device)
+                server = serve(buffer, self.name, self._host, self._protocol, self._rdma_device)
             except BaseException:
                 buffer.close()
                 raise
-            self._shares[trainer] = (buffer, server)
-        _write_label(self._shares[trainer][0], None)
-        return self._shares[trainer]
+            self._shares[part] = (buffer, server)
+        _write_label(self._shares[part][0], None)
+        return self._shares[part]
 
-    def _drop(self, trainer: int) -> None:
-        buffer, server = self._shares.pop(trainer)
+    def _drop(self, part: int) -> None:
+        buffer, server = self._shares.pop(part)
         server.close()
         buffer.close()
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from weightsync.config import SyncConfig
 from weightsync.connect import Connection
@@ -14,6 +16,7 @@ from weightsync.keeper import Label, Share
 from weightsync.peers import Fleet
 from weightsync.readers import Offer
 from weightsync.refill import Kept
+from weightsync.states import EngineState
 from weightsync.verify import Digests
 
 __all__ = ["Keeping"]
@@ -21,8 +24,19 @@ __all__ = ["Keeping"]
 logger = logging.getLogger("weightsync.keeping")
 
 
+@dataclass(slots=True)
+class _Version:
+    """Offers of each part of a version, by layout and the part's number."""
+
+    number: int = 0
+    offers: defaultdict[str, dict[int, list[Offer]]] = field(default_factory=lambda: defaultdict(dict))
+
+
 class Keeping:
-    """One committed version: each trainer's share is copied by its holder, then by mirrors elsewhere.
+    """One committed version, in parts, each copied by a holder, then by mirrors on other hosts.
+
+    A part is what a trainer rank published or, where trainers' memory is read in place, what an
+    engine rank serves.
 
     Attributes:
         expected: its digests.
@@ -33,20 +47,18 @@ class Keeping:
         self._config, self._fleet = config, fleet
         self._copying: asyncio.Task[None] | None = None
         self._mirroring: asyncio.Task[None] | None = None
-        self._version = 0
-        self._shares: dict[int, list[Offer]] = {}
-        self._layout = ""
+        self._now = _Version()
         self.expected: Digests | None = None
         self.on_silence: Callable[[], None] = lambda: None
 
     def begin(self, version: int, connection: Connection, expected: Digests) -> None:
-        """`version` has committed, and the arenas still hold it: `copied` says until when they have to."""
-        self._shares, self._version = {}, 0
-        if self._config.keep_versions > 1 and not connection.in_place:
+        """`version` has committed, and what is copied still holds it: `copied` says until when it has to."""
+        self._now = _Version()
+        if self._config.keep_versions > 1 and (connection.images or not connection.in_place):
             self._copying = asyncio.create_task(self._copy(version, connection, expected))
 
     async def copied(self) -> None:
-        """Until the arenas may be written again."""
+        """Until arenas and engines may be written again."""
         if self._copying:
             await asyncio.wait([self._copying], timeout=self._config.timeout_s)
             self._copying.cancel()
@@ -57,83 +69,111 @@ class Keeping:
         if self._mirroring:
             await asyncio.wait([self._mirroring])
 
-    def kept(self, version: int, layout: str) -> Kept | None:
-        """What there is of `version` by the plan whose content is `layout`: all of it, or None."""
-        if (self._version, self._layout) != (version, layout) or not all(self._shares.values()):
+    def kept(self, version: int, connection: Connection, engine: str) -> Kept | None:
+        """What there is of `version` that `engine` can be filled with: all of it, or None."""
+        image = connection.images.get(engine)
+        if version != self._now.number or (connection.in_place and not image):
             return None
-        return Kept(version, layout, {trainer: tuple(offers) for trainer, offers in self._shares.items()})
+        layout = image.layout if image else connection.content
+        parts = self._now.offers.get(layout, {})
+        if not parts or not all(parts.values()):
+            return None
+        return Kept(version, layout, {number: tuple(offers) for number, offers in parts.items()}, bool(image))
 
     async def restore(self, connection: Connection) -> int:
         """Find what an earlier controller had kept: the newest version that is whole, or 0."""
         calls = {name: holder.kept() for name, holder in self._fleet.named_holders().items()}
         # Who is copying answers when it is done.
         outcome = await gather_named(calls, "kept", self._config.connect_timeout_s)
-        found = [outcome.answers.get(name, []) for name in calls]
-        layout = connection.content
-        versions = {share.label.version for shares in found for share in shares}
+        found = {
+            who: {share.label: share for share in outcome.answers.get(name, ())}
+            for who, name in enumerate(calls)
+        }
+        versions = {label.version for shares in found.values() for label in shares}
         for version in sorted(versions, reverse=True):
-            whole = [
-                _of_trainer(Label(version, layout, trainer), [found[home], *found[:home], *found[home + 1 :]])
-                for trainer, (_, home) in enumerate(self._fleet.trainers)
-            ]
-            if all(whole):
-                self._shares = {t: [share.offer for share in shares] for t, shares in enumerate(whole)}
-                self._version, self._layout, self.expected = version, layout, whole[0][0].expected
+            now = _Version(version)
+            for label, homes in self._parts(version, connection, everyone=True):
+                order = [*homes, *(found.keys() - set(homes))]
+                shares = [found[who][label] for who in order if label in found[who]]
+                now.offers[label.layout][label.part] = [share.offer for share in shares]
+                if shares:
+                    self.expected = shares[0].expected
+            if any(all(parts.values()) for parts in now.offers.values()):
+                self._now = now
                 return version
         return 0
 
     def lost(self, holder: str) -> None:
         """A holder is gone, with what it kept."""
-        for trainer, offers in self._shares.items():
-            self._shares[trainer] = [offer for offer in offers if offer.holder != holder]
+        for parts in self._now.offers.values():
+            for number, offers in parts.items():
+                parts[number] = [offer for offer in offers if offer.holder != holder]
 
-    def _tell(self, error: WeightSyncError) -> None:
-        if isinstance(error, (DeadlineError, PeerLostError)):
-            self.on_silence()
+    def _parts(
+        self, version: int, connection: Connection, everyone: bool = False
+    ) -> Iterator[tuple[Label, list[int]]]:
+        """Each part, and the holders that are to copy it: more than one if engines on several hosts serve it.
 
-    @property
-    def _how(self) -> tuple[str, str]:
-        return self._config.refill, self._config.rdma_device
+        `everyone`: not only of engines that serve `version`.
+        """
+        if not connection.in_place:
+            for trainer, (_, home) in enumerate(self._fleet.trainers):
+                yield Label(version, connection.content, trainer), [home]
+            return
+        for image in dict.fromkeys(connection.images.values()):
+            hosts: dict[str, tuple[int, ...]] = {}
+            for name, seat in self._fleet.engines.items():
+                serves = (seat.record.state, seat.record.version) == (EngineState.SERVING, version)
+                if connection.images.get(name) == image and (everyone or serves):
+                    hosts.setdefault(self._fleet.node(seat.holders[0]), seat.holders)
+            copies = [*hosts.values()][: self._config.mirrors + 1]
+            for rank, homes in enumerate(zip(*copies, strict=True)):
+                yield Label(version, image.layout, image.first + rank), list(homes)
 
     async def _copy(self, version: int, connection: Connection, expected: Digests) -> None:
         if self._mirroring:  # what it reads is about to be replaced
             self._mirroring.cancel()
-        layout = connection.content
+        parts = [(label, home) for label, homes in self._parts(version, connection) for home in homes]
         calls = {
-            f"holder {holder}": self._fleet.holders[holder].keep(version, layout, expected, *self._how)
-            for _, holder in self._fleet.trainers
+            f"holder {home}": self._fleet.holders[home].keep(label, connection.in_place, expected)
+            for label, home in parts
         }
         outcome = await gather_named(calls, "keep", self._config.timeout_s)
         for error in outcome.failures.values():
-            logger.warning("version %d cannot be refilled from: %s", version, error)
+            logger.warning("some of version %d cannot be refilled from: %s", version, error)
             self._tell(error)
-        if outcome.failures:
-            return
-        offers = list(outcome.answers.values())
-        self._shares = {trainer: [offer] for trainer, offer in enumerate(offers)}
-        self._version, self._layout, self.expected = version, layout, expected
-        self._mirroring = asyncio.create_task(self._mirror(version, connection, offers, expected))
+        now = _Version(version)
+        homes: dict[Label, list[int]] = {}
+        for label, home in parts:
+            offers = now.offers[label.layout].setdefault(label.part, [])
+            if offer := outcome.answers.get(f"holder {home}"):
+                offers.append(offer)
+                homes.setdefault(label, []).append(home)
+        self._now, self.expected = now, expected
+        num_planned = connection.plan.members.num_holders  # who came since then lends nothing
+        self._mirroring = asyncio.create_task(self._mirror(now, homes, num_planned, expected))
 
     async def _mirror(
-        self, version: int, connection: Connection, offers: list[Offer], expected: Digests
+        self, now: _Version, homes: dict[Label, list[int]], num_holders: int, expected: Digests
     ) -> None:
-        plan, nodes = connection.plan, [self._fleet.node(i) for i in range(len(self._fleet.holders))]
-        for trainer, (_, home) in enumerate(self._fleet.trainers):
-            share = Share(Label(version, self._layout, trainer), offers[trainer], expected)
-            others = [i for i in range(len(nodes)) if nodes[i] != nodes[home]]
-            for step in range(min(self._config.mirrors, len(others))):
-                place = others[(trainer + step) % len(others)]
-                call = self._fleet.holders[place].mirror(
-                    share, plan.arena_nbytes(trainer), *self._how, self._config.timeout_s
-                )
+        nodes = [self._fleet.node(i) for i in range(num_holders)]
+        for label, keep in homes.items():
+            held = {self._fleet.node(home) for home in keep}
+            others = [i for i in range(num_holders) if nodes[i] not in held]
+            offers = now.offers[label.layout][label.part]
+            if not offers:
+                continue  # its holder was lost meanwhile
+            share = Share(label, offers[0], expected)
+            for step in range(min(self._config.mirrors + 1 - len(held), len(others))):
+                place = others[(label.part + step) % len(others)]
+                call = self._fleet.holders[place].mirror(share, self._config.timeout_s)
                 limit_s = self._config.timeout_s + GRACE_S
                 outcome = await gather_named({f"holder {place}": call}, "mirror", limit_s)
                 for error in outcome.failures.values():
-                    logger.warning("holder %d mirrors nothing of trainer %d: %s", place, trainer, error)
+                    logger.warning("holder %d mirrors nothing of part %d: %s", place, label.part, error)
                     self._tell(error)
-                if self._version == version:
-                    self._shares[trainer] += outcome.answers.values()
+                now.offers[label.layout][label.part] += outcome.answers.values()
 
-
-def _of_trainer(label: Label, holders: Iterable[Iterable[Share]]) -> list[Share]:
-    return [share for shares in holders for share in shares if share.label == label]
+    def _tell(self, error: WeightSyncError) -> None:
+        if isinstance(error, (DeadlineError, PeerLostError)):
+            self.on_silence()

@@ -6,22 +6,17 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-
-import torch
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from weightsync.errors import DeadlineError, ReadError, TransportError, WeightSyncError
-from weightsync.faults import armed, strike
+from weightsync.faults import strike
+from weightsync.intake import Intake, Portion
 from weightsync.keeper import LABEL_NBYTES, Label, read_labels
 from weightsync.memory import SharedBuffer
-from weightsync.outlet import Outlet
-from weightsync.plan import Plan, Step
 from weightsync.readers import Offer, Read, Reader, open_reader
-from weightsync.staging import Staging
 
-__all__ = ["Kept", "Refill", "Refilled", "strike_bucket"]
+__all__ = ["Kept", "Refill", "Refilled"]
 
 logger = logging.getLogger("weightsync.refill")
 
@@ -31,16 +26,26 @@ _PATIENCE = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A committed version, and who keeps each trainer's share of it.
+    """A committed version, and who keeps each part of it.
 
     Attributes:
-        layout: `Plan.content` of the plan by which the shares lie.
-        shares: offers by trainer rank; the first is of its own holder, mirrors follow.
+        layout: by which the parts lie: `Plan.content` where each is what one trainer rank published,
+            `image_layout` where each is the `EngineImage` of one engine rank.
+        parts: offers by the part's number; the first is of the holder that copied it, mirrors follow.
+        is_image: which of the two.
     """
 
     version: int
     layout: str
-    shares: Mapping[int, Sequence[Offer]]
+    parts: Mapping[int, Sequence[Offer]]
+    is_image: bool = False
+
+    def of_rank(self, rank: int) -> Kept:
+        """What rank `rank` of an engine needs of it."""
+        if not self.is_image:
+            return self
+        part = min(self.parts) + rank
+        return replace(self, parts={part: self.parts[part]})
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,39 +58,41 @@ class Refilled:
 
 
 class Refill:
-    """One rank's reading. A peer that fails is left for the next that keeps the same share."""
+    """One rank's reading. A peer that fails is left for the next that keeps the same part."""
 
-    def __init__(self, plan: Plan, kept: Kept, staging: Staging, direct: bool, timeout_s: float) -> None:
+    def __init__(self, kept: Kept, intake: Intake, direct: bool, timeout_s: float) -> None:
         """`timeout_s`: how long the engine rank waits for a bucket; `direct`: map memory of this host."""
-        self._plan, self._kept, self._staging, self._direct = plan, kept, staging, direct
+        self._kept, self._intake, self._direct = kept, intake, direct
         self._timeout_s = timeout_s
         self._peers = {
-            trainer: {f"{offer.holder}:{trainer}": offer for offer in offers}
-            for trainer, offers in kept.shares.items()
+            part: {f"{offer.holder}:{part}": offer for offer in offers} for part, offers in kept.parts.items()
         }
         self._scratch = SharedBuffer.create(LABEL_NBYTES * sum(map(len, self._peers.values())))
-        self._targets = [*staging.targets(), self._scratch]
+        self._targets = [*intake.targets, self._scratch]
         self._reader: Reader | None = None
         self._lock, self._stopped = threading.Lock(), ""
         self._nbytes: Counter[str] = Counter()
         self._ways: dict[str, str] = {}
 
-    def run(self, outlet: Outlet) -> Refilled:
-        """Every bucket into the staging's slots, and out: while one is loaded, the next is read.
+    def run(self) -> Refilled:
+        """Every bucket in, one after the other: while one is loaded, the next is read.
 
-        Raises ReadError or DeadlineError, naming the holder, when nobody is left who keeps a share;
+        Raises ReadError or DeadlineError, naming the holder, when nobody is left who keeps a part;
         TransportError when it was stopped.
         """
         begun = time.perf_counter()
-        for bucket in range(self._plan.num_buckets):
-            outlet.wait_free(bucket)
+        num_buckets = self._intake.num_buckets
+        for bucket in range(num_buckets):
+            self._intake.wait_free(bucket)
             target = bucket % (len(self._targets) - 1)
-            self._read_bucket(bucket, target)
-            strike_bucket("refill", self._plan, bucket, -1, partial(self._part, target))
-            self._staging.put(bucket, self._timeout_s)
-            outlet.offer(bucket)
+            portions = self._intake.portions(bucket)
+            self._read_bucket(bucket, portions, target)
+            struck = portions[bucket % len(portions)]
+            data = self._targets[target].tensor[struck.offset : struck.offset + struck.nbytes]
+            strike("refill", bucket=bucket, num_buckets=num_buckets, data=data)
+            self._intake.land(bucket)
         self._check(self._open())  # what was read has not been replaced meanwhile
-        outlet.finish(self._plan.num_buckets)
+        self._intake.finish()
         return Refilled(dict(self._nbytes), dict(self._ways), time.perf_counter() - begun)
 
     def stop(self, cause: str) -> None:
@@ -100,15 +107,12 @@ class Refill:
             self._reader.close()
         self._scratch.close()
 
-    def _part(self, target: int, step: Step) -> torch.Tensor:
-        return self._targets[target].tensor[step.offset : step.offset + step.nbytes]
-
-    def _read_bucket(self, bucket: int, target: int) -> None:
-        steps = self._plan.bucket_steps(bucket)
+    def _read_bucket(self, bucket: int, portions: Sequence[Portion], target: int) -> None:
         while True:
             try:
                 reader = self._open()
-                done = reader.read([self._read(step, target) for step in steps], self._patience)
+                reads = [self._read(bucket + i, portion, target) for i, portion in enumerate(portions)]
+                done = reader.read(reads, self._patience)
             except (ReadError, DeadlineError) as error:
                 self._leave((error.peer,) if isinstance(error, ReadError) else error.missing, error)
             else:
@@ -139,25 +143,25 @@ class Refill:
         return reader
 
     def _check(self, reader: Reader) -> None:
-        peers = {peer: trainer for trainer, known in self._peers.items() for peer in known}
+        peers = {peer: part for part, known in self._peers.items() for peer in known}
         found = read_labels(reader, [*peers], self._scratch, len(self._targets) - 1, self._patience)
-        for peer, trainer in peers.items():
-            wanted = Label(self._kept.version, self._kept.layout, trainer)
+        for peer, part in peers.items():
+            wanted = Label(self._kept.version, self._kept.layout, part)
             if found[peer] != wanted:
                 raise ReadError(peer, f"it keeps {found[peer] or 'nothing now'}, not {wanted}")
 
-    def _read(self, step: Step, target: int) -> Read:
-        peers = [*self._peers[step.trainer]]
+    def _read(self, turn: int, portion: Portion, target: int) -> Read:
+        peers = [*self._peers[portion.part]]
         # In turn, so that several hosts serve at once.
-        peer = peers[step.bucket % len(peers)]
-        return Read(peer, LABEL_NBYTES + step.arena_offset, target, step.offset, step.nbytes)
+        peer = peers[turn % len(peers)]
+        return Read(peer, LABEL_NBYTES + portion.source, target, portion.offset, portion.nbytes)
 
     def _leave(self, peers: Iterable[str], error: WeightSyncError) -> None:
         """Go on without `peers`. Raises `error` when nobody else keeps what one of them does."""
         for peer in peers:
-            trainer = next(t for t, known in self._peers.items() if peer in known)
-            del self._peers[trainer][peer]
-            if not self._peers[trainer]:
+            part = next(number for number, known in self._peers.items() if peer in known)
+            del self._peers[part][peer]
+            if not self._peers[part]:
                 if isinstance(error, ReadError):
                     raise ReadError(_holder(peer), error.cause) from error
                 raise DeadlineError("refill", (_holder(peer),), self._patience) from error
@@ -166,18 +170,6 @@ class Refill:
             if self._reader:
                 self._reader.close()
                 self._reader = None
-
-
-def strike_bucket(at: str, plan: Plan, bucket: int, index: int, view: Callable[[Step], torch.Tensor]) -> None:
-    """Faults that are armed here; what corrupts finds the `view` of a step that came from elsewhere.
-
-    `index` is the holder's own, whose share is not to be changed at its source.
-    """
-    data = None
-    if armed():
-        came = [step for step in plan.bucket_steps(bucket) if step.root != index and step.nbytes]
-        data = view(came[bucket % len(came)]) if came else None
-    strike(at, bucket=bucket, num_buckets=plan.num_buckets, data=data)
 
 
 def _holder(peer: str) -> str:

@@ -41,7 +41,7 @@ class Refiller:
         """
         async with self._beside(name, lambda: self._crew.drop(self._fleet.engines[name])):
             if not self._fleet.engines[name].attached:
-                await adopt(self._fleet, connected(), name, self._config.timeout_s)
+                await adopt(self._fleet, connected(), name, self._config)
 
     async def refill(
         self,
@@ -59,7 +59,7 @@ class Refiller:
         async with self._beside(name, lambda: self._stop(self._fleet.engines[name])):
             await self._keeping.copied()  # an update may have come in between
             seat, connection, version = self._fleet.engines[name], connected(), committed()
-            kept = self._keeping.kept(version, connection.content)
+            kept = self._keeping.kept(version, connection, name)
             if kept is None or not seat.attached:
                 raise StateError("no holder keeps the committed version: call update_weights() with the next")
             self._crew.begin([name], version)
@@ -108,9 +108,9 @@ class Refiller:
         self._crew.enter([name], EngineState.REFILLING)
         reads = {
             f"holder {i}": asyncio.ensure_future(
-                self._fleet.holders[i].refill(attempt, kept, direct, timeout_s, limit_s)
+                self._fleet.holders[i].refill(attempt, kept.of_rank(rank), direct, timeout_s, limit_s)
             )
-            for i in seat.holders
+            for rank, i in enumerate(seat.holders)
         }
 
         async def load(peer: EnginePeer) -> Sequence[Digests]:

@@ -14,6 +14,8 @@ from weightsync.transports import Pending
 if TYPE_CHECKING:
     import torch
 
+    from weightsync.image import EngineImage
+
 __all__ = ["HostStaging", "Staging"]
 
 
@@ -41,8 +43,15 @@ class Staging(Protocol):
     def link(self, engine: Export | None) -> None:
         """As `connect` does, the engine's memory alone; what was mapped of another's is let go of."""
 
+    @property
+    def image(self) -> EngineImage | None:
+        """The engine rank's memory, where it is written from here."""
+
     def queue(self) -> AbstractContextManager[None]:
         """What `fill` and the broadcasts after it have to run in: on a device, a stream."""
+
+    def mark(self, what: str, timeout_s: float) -> Pending:
+        """The end of what was queued so far, called `what` when that takes longer than `timeout_s`."""
 
     def fill(self, bucket: int, timeout_s: float) -> Sequence[Pending]:
         """Begin to put this holder's share of `bucket` where `at` says it is sent from."""
@@ -81,6 +90,7 @@ class HostStaging:
         return tuple(slot.handle for slot in self._slots)
 
     writes = False
+    image: EngineImage | None = None
 
     def connect(self, trainer: Export | None, engine: Export | None) -> None:
         assert trainer is engine is None, "what lies on the host is not exported"
@@ -90,6 +100,9 @@ class HostStaging:
 
     def queue(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def mark(self, what: str, timeout_s: float) -> Pending:
+        return _Done()
 
     def fill(self, bucket: int, timeout_s: float) -> Sequence[Pending]:
         return ()
@@ -115,3 +128,9 @@ class HostStaging:
     def close(self) -> None:
         for slot in self._slots:
             slot.close()
+
+
+class _Done:
+    """The host waits for what it does itself."""
+
+    def wait(self) -> None: ...

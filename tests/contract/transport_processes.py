@@ -131,11 +131,11 @@ class Process:
         assert "value" in answer, answer
         return answer["value"]
 
-    def error(self, timeout_s: float = READY_S) -> tuple[str, float]:
+    def outcome(self, timeout_s: float) -> str:
+        """The error that the last order ended with, if any."""
         answer = self.hear(timeout_s)
         assert isinstance(answer, dict), answer
-        assert "error" in answer, answer
-        return answer["error"], answer["seconds"]
+        return str(answer.get("error", ""))
 
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
@@ -225,11 +225,12 @@ def lose_one_inside(fleet: Fleet, rank: int, number: signal.Signals, timeout_s: 
 def _survive(fleet: Fleet, rank: int, num_ranks: int, timeout_s: float) -> None:
     started = time.monotonic()
     others = fleet.others(rank)
-    for process in others:
-        error, _ = process.error(timeout_s + 20)
-        print(f"after {time.monotonic() - started:.2f} s: {error}")  # noqa: T201
-        assert f"rank {rank} of {num_ranks}" in error
-    assert time.monotonic() - started < timeout_s + 10
+    errors = [process.outcome(2 * timeout_s + 20) for process in others]
+    print(f"after {time.monotonic() - started:.2f} s: {errors}")  # noqa: T201
+    # Who is left by a rank that gave up first may take one broadcast for done: see `Pending.wait`.
+    assert any(errors)
+    assert all(f"rank {rank} of {num_ranks}" in error for error in errors if error)
+    assert time.monotonic() - started < 2 * timeout_s + 10
     fleet.lose(rank)
     fleet.open(timeout_s)
     fleet.broadcast()

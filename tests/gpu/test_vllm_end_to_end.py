@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
+from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 
 from tests.gpu.fleet import Trainer, VllmEngine, spawn, visible_devices
@@ -117,4 +122,37 @@ def test_vllm_answers_as_from_the_trainers_checkpoint(
             assert report.engines == {"e0": version}
             assert report.num_buckets > 8
             assert_same(ray.get(fleet.engine.answers.remote()), answers)
+    fleet.close()
+
+
+def test_a_killed_vllm_comes_back_with_the_committed_weights(bundles: PlacementGroup, tmp_path: Path) -> None:
+    """Dummy weights, then those that its holder keeps: the trainer, which has gone on, is not asked."""
+    paths = [str(tmp_path / str(seed)) for seed in range(2)]
+    for seed, path in enumerate(paths):
+        save_qwen3(Path(path), "tied", seed)
+    fleet = Fleet(CASES["same_gpu"], bundles, served(paths[0]), tmp_path)
+
+    def respawn(name: str) -> ActorHandle[Any]:
+        fleet.engine = spawn(VllmEngine, bundles, 0, served(paths[0]), name, 1)
+        return fleet.engine
+
+    with WeightSync(CONFIG) as sync:
+        sync.register_trainers(fleet.trainers)
+        sync.register_engines({"e0": fleet.engine}, respawn=respawn)
+        sync.connect()
+        fleet.load(paths[0])
+        sync.update_weights(1)
+        answers = ray.get(fleet.engine.answers.remote())
+        sync.settle(60)
+        fleet.load(paths[1])
+        os.kill(ray.get(fleet.engine.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+        deadline = time.monotonic() + 200
+        while not sync.heals and time.monotonic() < deadline:
+            sync.settle(200)
+        (heal,) = sync.heals
+        sys.stdout.write(f"{heal}\n")
+        assert (heal.version, set(heal.ways.values())) == (1, {"own"})
+        assert_same(ray.get(fleet.engine.answers.remote()), answers)
+        sync.update_weights(2)
+        assert ray.get(fleet.engine.answers.remote()) != answers
     fleet.close()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from weightsync.config import SyncConfig
+from weightsync.connect import Image
 from weightsync.controller import Controller
 from weightsync.errors import (
     ConfigError,
@@ -19,10 +20,13 @@ from weightsync.errors import (
     PeerLostError,
     PlanError,
     StateError,
+    VerifyError,
 )
 from weightsync.holder import Holder
+from weightsync.image import EngineImage
 from weightsync.peers import EngineSeat, Fleet
 from weightsync.sources.module import ModuleSource
+from weightsync.staging import HostStaging
 from weightsync.states import EngineState
 from weightsync.testing import DictEngine, LocalPeer
 
@@ -326,7 +330,7 @@ def read_in_place(loop: Loop) -> None:
     loop.controller._connection = replace(loop.controller._connection, in_place=True)
 
 
-def test_what_is_read_in_place_is_held_only_once_it_was_moved_and_is_not_kept() -> None:
+def test_what_is_read_in_place_is_held_only_once_it_was_moved_and_may_not_be_kept() -> None:
     async def work(loop: Loop) -> None:
         await loop.controller.connect()
         read_in_place(loop)
@@ -338,11 +342,85 @@ def test_what_is_read_in_place_is_held_only_once_it_was_moved_and_is_not_kept() 
         assert states == [{EngineState.WRITING}]
         assert list(report.phases) == ["publish", "move", "verify", "commit"]
         assert loop.holds_the_models_weights("e0")
-        assert not loop.controller.refillable
+        assert not loop.controller.can_refill("e0")
         with pytest.raises(StateError, match="keeps the committed version"):
             await loop.controller.refill("e0")
 
     drive(work)
+
+
+class Imaged(Loop):
+    """Holders that write their engine ranks' memory, and keep images of it."""
+
+    def connected(self) -> None:
+        """As if the engines' ranks had exported their memory."""
+        assert self.controller._connection is not None
+        image = Image("the model's", 0)
+        self.controller._connection = replace(
+            self.controller._connection, in_place=True, images=dict.fromkeys(self.engines, image)
+        )
+        for index, engine in enumerate(self.engines.values(), start=1):
+            self.show(index, engine)
+
+    def show(self, holder: int, engine: DictEngine) -> None:
+        staging = self.holders[holder]._staging
+        assert isinstance(staging, HostStaging)
+        staging.image = EngineImage({n: t.view(torch.uint8).flatten() for n, t in engine.tensors.items()})
+
+    def writes(self, name: str) -> None:
+        """From now on its holder does; an update would copy into slots that nobody reads."""
+        self.holders[1 + [*self.engines].index(name)]._staging.writes = True  # type: ignore[misc, union-attr]
+        self.engines[name].written = lambda: None  # type: ignore[method-assign]
+
+
+def test_a_version_read_in_place_is_kept_as_the_engines_serve_it_and_refills_them() -> None:
+    async def work(loop: Loop) -> None:
+        assert isinstance(loop, Imaged)
+        await loop.controller.connect()
+        loop.connected()
+        for version in (1, 2):
+            loop.train()
+            await loop.controller.update(version)
+        await loop.controller.keeping.settled()
+        served = {name: tensor.clone() for name, tensor in loop.model.state_dict().items()}
+        loop.train()
+        keepers = [i for i in (1, 2) if loop.holders[i].kept()]
+        assert keepers == [1], "one copy on a host suffices"
+        for name, way in (("e0", "own"), ("e1", "direct")):
+            loop.writes(name)
+            engine = loop.engines[name]
+            for tensor in engine.tensors.values():
+                tensor.fill_(7)
+            loop.controller.crew.enter([name], EngineState.STALE)
+            assert loop.controller.can_refill(name)
+            report = await loop.controller.refill(name)
+            assert report.verified
+            assert report.engines[name] == 2
+            assert report.ways == {"holder 1": way}
+            assert sum(report.bytes_from.values()) == sum(tensor.nbytes for tensor in served.values())
+            assert all(torch.equal(tensor, engine.tensors[n]) for n, tensor in served.items())
+
+    drive(work, cls=Imaged)
+
+
+def test_an_image_that_changed_after_it_was_kept_refills_nobody() -> None:
+    async def work(loop: Loop) -> None:
+        assert isinstance(loop, Imaged)
+        await loop.controller.connect()
+        loop.connected()
+        await loop.controller.update(1)
+        await loop.controller.keeping.settled()
+        (share,) = loop.holders[1].kept()
+        held = loop.holders[1]._lent().held(share.label)
+        assert held is not None
+        held[-1] ^= 1
+        loop.writes("e0")
+        loop.controller.crew.enter(["e0"], EngineState.STALE)
+        with pytest.raises(VerifyError):
+            await loop.controller.refill("e0")
+        assert loop.fleet.engines["e0"].record.state is EngineState.STALE
+
+    drive(work, cls=Imaged)
 
 
 def test_engines_that_paused_for_a_publish_that_failed_serve_on() -> None:

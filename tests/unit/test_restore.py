@@ -49,7 +49,7 @@ def test_what_serves_the_committed_version_is_left_alone() -> None:
         controller = await loop.next_controller()
         assert await controller.restore() == []
         assert controller.version == 2
-        assert controller.refillable
+        assert controller.can_refill("e1")
         assert [seat.record.state for seat in loop.fleet.engines.values()] == [EngineState.SERVING] * 2
         assert writes == []
         loop.train()
@@ -97,7 +97,7 @@ def test_a_version_that_is_served_but_not_kept_has_committed() -> None:
         controller = await loop.next_controller()
         assert await controller.restore() == ["e1"]
         assert controller.version == 3
-        assert not controller.refillable
+        assert not controller.can_refill("e1")
         loop.train()
         assert (await controller.update(4)).engines == {"e0": 4, "e1": 4}
 

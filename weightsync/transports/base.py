@@ -49,7 +49,9 @@ class Pending(Protocol):
         """Return when this rank's bytes are there (or have left). Blocks the host; called once.
 
         Raises TransportError when a rank is lost or late, naming the ranks that did not come where that
-        can be known, or with the cause of an abort. The communicator is of no further use then.
+        can be known, or with the cause of an abort. The communicator is of no further use then, on any
+        rank: where one gives up first, NCCL's kernels of another can take a broadcast for done that is
+        not. So what came counts only if every rank's wait returned, which somebody above has to ask.
         """
 
 

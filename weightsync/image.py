@@ -1,0 +1,52 @@
+"""An engine rank's live parameters as one run of bytes, to be kept and to be written back."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from weightsync.plan import RankLayout
+
+__all__ = ["EngineImage", "image_layout"]
+
+
+class EngineImage:
+    """The buffers in the order of their names, one right behind the other."""
+
+    def __init__(self, live: Mapping[str, torch.Tensor]) -> None:
+        """`live`: uint8, one dimension, on one device."""
+        self._live = [live[name] for name in sorted(live)]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self._live))
+
+    def save(self, to: torch.Tensor) -> None:
+        """Copy all of it to `to`, uint8[nbytes] on the host; it is there when this returns."""
+        for live, held in self._pairs(to, 0):
+            held.copy_(live, non_blocking=True)
+        if to.is_pinned():
+            torch.cuda.current_stream().synchronize()
+
+    def load(self, held: torch.Tensor, first: int) -> None:
+        """Begin to write `held`, uint8 on the host, over the bytes from `first` on, on the current stream."""
+        for live, part in self._pairs(held, first):
+            live.copy_(part, non_blocking=True)
+
+    def _pairs(self, held: torch.Tensor, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        start, end = 0, first + len(held)
+        for live in self._live:
+            low, high = max(first, start), min(end, start + len(live))
+            if low < high:
+                yield live[low - start : high - start], held[low - first : high - first]
+            start += len(live)
+
+
+def image_layout(content: str, ranks: Sequence[RankLayout]) -> str:
+    """SHA-256, in hex, of what lies where in the images of an engine's ranks; `content` is the plan's."""
+    state = hashlib.sha256(content.encode())
+    for rank in ranks:
+        state.update(repr((rank.segments, rank.buffers, rank.padding)).encode())
+    return state.hexdigest()
