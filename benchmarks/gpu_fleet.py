@@ -171,6 +171,7 @@ class EngineFront:
 
     def __init__(self, ranks: Sequence[ActorHandle[Any]]) -> None:
         self._ranks = ranks
+        self._version = 0
 
     async def sync_seats(self) -> list[Seat]:
         return await _gather([rank.seat.remote() for rank in self._ranks])
@@ -192,6 +193,16 @@ class EngineFront:
 
     async def sync_resume(self, version: int) -> None:
         """Nothing waits."""
+        self._version = version
+
+    async def sync_serving(self) -> int:
+        return self._version
+
+    async def sync_watch(self) -> None:
+        await asyncio.Event().wait()
+
+    async def sync_ping(self) -> None:
+        """It answers."""
 
 
 @dataclass(frozen=True, slots=True)
