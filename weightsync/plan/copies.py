@@ -10,7 +10,7 @@ import numpy as np
 
 from weightsync.plan.buffers import Int64
 
-__all__ = ["Copies", "Copy", "box_copies", "tiles"]
+__all__ = ["Copies", "Copy", "box_copies", "repeated", "tiles"]
 
 Copy = tuple[int, int, int, int, int, int]
 """src, dst, rows, row_nbytes, src_pitch, dst_pitch: see `Copies`."""
@@ -133,7 +133,7 @@ def _cut_columns(table: Int64, max_nbytes: int) -> tuple[Int64, Int64]:
     width = -(-row_nbytes // parts)
     width = np.where(parts > 1, -(-width // _ALIGNMENT) * _ALIGNMENT, width)
     parts = -(-row_nbytes // np.maximum(width, 1))
-    index, part = _repeated(parts)
+    index, part = repeated(parts)
     cut = table[index]
     at = part * width[index]
     cut[:, 0] += at
@@ -146,7 +146,7 @@ def _cut_rows(table: Int64, max_nbytes: int) -> tuple[Int64, Int64]:
     """Copies of more rows than a tile has room for in parts, and which row of `table` each is from."""
     rows, row_nbytes = table[:, 2], table[:, 3]
     height = np.maximum(1, max_nbytes // np.maximum(row_nbytes, 1))
-    index, part = _repeated(-(-rows // height))
+    index, part = repeated(-(-rows // height))
     cut = table[index]
     first = part * height[index]
     cut[:, 0] += first * cut[:, 4]
@@ -155,7 +155,7 @@ def _cut_rows(table: Int64, max_nbytes: int) -> tuple[Int64, Int64]:
     return cut, index
 
 
-def _repeated(parts: Int64) -> tuple[Int64, Int64]:
+def repeated(parts: Int64) -> tuple[Int64, Int64]:
     """For each part of each row: the row, and the part's number in it."""
     index = np.repeat(np.arange(len(parts)), parts)
     return index, np.arange(len(index)) - np.repeat(np.cumsum(parts) - parts, parts)
