@@ -10,7 +10,7 @@ import numpy as np
 
 from weightsync.plan.buffers import Int64
 
-__all__ = ["Copies", "Copy", "box_copies", "repeated", "tiles"]
+__all__ = ["Copies", "Copy", "box_copies", "flattened", "repeated", "tiles"]
 
 Copy = tuple[int, int, int, int, int, int]
 """src, dst, rows, row_nbytes, src_pitch, dst_pitch: see `Copies`."""
@@ -91,7 +91,7 @@ def tiles(copies: Copies, max_nbytes: int) -> tuple[Int64, Int64]:
     """
     assert max_nbytes > 0
     assert max_nbytes % _ALIGNMENT == 0
-    table, number = _cut_columns(_flattened(copies.table()), max_nbytes)
+    table, number = _cut_columns(flattened(copies.table()), max_nbytes)
     table, parent = _cut_rows(table, max_nbytes)
     return table, number[parent]
 
@@ -117,7 +117,7 @@ def _collapsed(
     return row_nbytes, outer[::-1]
 
 
-def _flattened(table: Int64) -> Int64:
+def flattened(table: Int64) -> Int64:
     """Copies whose rows follow each other on both sides as one row each."""
     src, dst, rows, row_nbytes, src_pitch, dst_pitch = table.T
     flat = (rows == 1) | ((src_pitch == row_nbytes) & (dst_pitch == row_nbytes))
