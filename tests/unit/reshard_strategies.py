@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -154,12 +154,11 @@ def part(meta: TensorMeta, cut: Cut, mesh: tuple[int, int], row: int, column: in
     return Box(tuple(offset), tuple(extent))
 
 
-def hold_flat(rank: Rank, held: Iterable[tuple[TensorMeta, Box, np.ndarray]], order: Sequence[int]) -> None:
-    """All boxes one after the other in one buffer, in `order`, as FSDP's flat parameters are."""
-    held, at = list(held), 0
+def hold_flat(rank: Rank, held: Iterable[tuple[TensorMeta, Box, np.ndarray]]) -> None:
+    """All boxes one after the other in one buffer, as FSDP's flat parameters are."""
     chunks: list[np.ndarray] = []
-    for number in order:
-        meta, box, value = held[number]
+    at = 0
+    for meta, box, value in held:
         raw = np.frombuffer(value[box.slices()].tobytes(), np.uint8)
         rank.segments.append(Segment(meta.name, box, "flat", at, contiguous(box.extent, meta.itemsize)))
         chunks.append(raw)
@@ -251,7 +250,7 @@ def _draw_trainers(draw: st.DrawFn, made: Sides, kv_heads: int) -> None:
         mine = [name for name in (order if flat else held) if cut[name].owner in (None, row)]
         boxes = [(by_name[n], part(by_name[n], cut[n], mesh, row, column), made.values[n]) for n in mine]
         if flat:
-            hold_flat(rank, boxes, range(len(boxes)))
+            hold_flat(rank, boxes)
         else:
             for meta, box, value in boxes:
                 hold(rank, meta, box, value)

@@ -36,6 +36,32 @@ class Reads:
     src_pitch: Int64
     dst_pitch: Int64
 
+    @classmethod
+    def of(
+        cls,
+        trainer: Int64 | Int32,
+        src_names: tuple[str, ...],
+        src_buffer: Int64 | Int32,
+        dst_names: tuple[str, ...],
+        dst_buffer: Int64 | Int32,
+        table: Int64,
+    ) -> Reads:
+        """Reads from a table as `table()` gives it."""
+        src, dst, rows, row_nbytes, src_pitch, dst_pitch = table.T.copy()
+        return cls(
+            trainer=trainer.astype(np.int32),
+            src_names=src_names,
+            src_buffer=src_buffer.astype(np.int32),
+            src=src,
+            dst_names=dst_names,
+            dst_buffer=dst_buffer.astype(np.int32),
+            dst=dst,
+            rows=rows,
+            row_nbytes=row_nbytes,
+            src_pitch=src_pitch,
+            dst_pitch=dst_pitch,
+        )
+
     def __len__(self) -> int:
         return len(self.trainer)
 
@@ -49,6 +75,22 @@ class Reads:
         sums = np.zeros(len(ranks), np.int64)
         np.add.at(sums, index, self.rows * self.row_nbytes)
         return dict(zip(ranks.tolist(), sums.tolist(), strict=True))
+
+    def table(self) -> Int64:
+        """int64[N, 6], `Copies`' columns; `src` and `dst` are offsets in the buffers."""
+        columns = (self.src, self.dst, self.rows, self.row_nbytes, self.src_pitch, self.dst_pitch)
+        return np.stack(columns, axis=1)
+
+    def cut(self, part: Int64, table: Int64) -> Reads:
+        """`table` with parts of these reads: row i is part of number `part[i]`."""
+        return Reads.of(
+            self.trainer[part],
+            self.src_names,
+            self.src_buffer[part],
+            self.dst_names,
+            self.dst_buffer[part],
+            table,
+        )
 
     def copies(self, src_address: Mapping[tuple[int, str], int], dst_address: Mapping[str, int]) -> Copies:
         """The copies between addresses.

@@ -113,19 +113,13 @@ class Reshard:
         table, part = tiles(Copies(*table.T), CHUNK_NBYTES)
         trainer, src_buffer = np.divmod(lane[part] // num_dst, num_src)
         order = _turns(trainer, table[:, 2] * table[:, 3], start, near)
-        table = table[order]
-        return Reads(
-            trainer=trainer[order].astype(np.int32),
-            src_names=source.buffer_names,
-            src_buffer=src_buffer[order].astype(np.int32),
-            src=table[:, 0],
-            dst_names=engine.buffer_names,
-            dst_buffer=(lane[part] % num_dst)[order].astype(np.int32),
-            dst=table[:, 1],
-            rows=table[:, 2],
-            row_nbytes=table[:, 3],
-            src_pitch=table[:, 4],
-            dst_pitch=table[:, 5],
+        return Reads.of(
+            trainer[order],
+            source.buffer_names,
+            src_buffer[order],
+            engine.buffer_names,
+            (lane[part] % num_dst)[order],
+            table[order],
         )
 
     def _segments(self, rank: int) -> Int64:
