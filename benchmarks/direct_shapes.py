@@ -202,9 +202,13 @@ def engine_layout(model: Model, num_ranks: int) -> Layout:
     before = np.array(
         [sum(rows // min(most, num_ranks) for rows, most in part.before) for part in model.parts], np.int64
     )
-    local = [part.meta.shape[0] // (num_ranks if part.cut == 0 else 1) for part in model.parts]
+    # Rows of one expert in w13 (its gate's and its up's part), or in w2.
     stacked = np.array(
-        [max(part.expert, 0) * rows * (2 if part.cut == 0 else 1) for part, rows in zip(model.parts, local)]
+        [
+            max(part.expert, 0)
+            * (part.meta.shape[0] * 2 // num_ranks if part.cut == 0 else part.meta.shape[0])
+            for part in model.parts
+        ]
     )
     pitch = extent[:, 1] * columns.itemsize[tensor]
     strides = np.stack([pitch, columns.itemsize[tensor]], axis=1)

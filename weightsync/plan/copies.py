@@ -119,11 +119,15 @@ def _collapsed(
 
 def flattened(table: Int64) -> Int64:
     """Copies whose rows follow each other on both sides as one row each."""
-    src, dst, rows, row_nbytes, src_pitch, dst_pitch = table.T
-    flat = (rows == 1) | ((src_pitch == row_nbytes) & (dst_pitch == row_nbytes))
-    nbytes = rows * row_nbytes
-    one = np.ones_like(rows)
-    return np.where(flat[:, None], np.stack([src, dst, one, nbytes, nbytes, nbytes], axis=1), table)
+    _, _, rows, row_nbytes, src_pitch, dst_pitch = table.T
+    straight = (src_pitch == row_nbytes) & (dst_pitch == row_nbytes)
+    changed = np.flatnonzero((rows == 1) != straight)
+    if not len(changed):
+        return table
+    flat: Int64 = table.copy()
+    flat[changed, 2] = 1
+    flat[changed, 3:] = (rows[changed] * row_nbytes[changed])[:, None]
+    return flat
 
 
 def _cut_columns(table: Int64, max_nbytes: int) -> tuple[Int64, Int64]:
@@ -133,6 +137,8 @@ def _cut_columns(table: Int64, max_nbytes: int) -> tuple[Int64, Int64]:
     width = -(-row_nbytes // parts)
     width = np.where(parts > 1, -(-width // _ALIGNMENT) * _ALIGNMENT, width)
     parts = -(-row_nbytes // np.maximum(width, 1))
+    if (parts == 1).all():
+        return table, np.arange(len(table))
     index, part = repeated(parts)
     cut = table[index]
     at = part * width[index]
@@ -146,7 +152,10 @@ def _cut_rows(table: Int64, max_nbytes: int) -> tuple[Int64, Int64]:
     """Copies of more rows than a tile has room for in parts, and which row of `table` each is from."""
     rows, row_nbytes = table[:, 2], table[:, 3]
     height = np.maximum(1, max_nbytes // np.maximum(row_nbytes, 1))
-    index, part = repeated(-(-rows // height))
+    parts = -(-rows // height)
+    if (parts == 1).all():
+        return table, np.arange(len(table))
+    index, part = repeated(parts)
     cut = table[index]
     first = part * height[index]
     cut[:, 0] += first * cut[:, 4]

@@ -47,7 +47,7 @@ class Reads:
         table: Int64,
     ) -> Reads:
         """Reads from a table as `table()` gives it."""
-        src, dst, rows, row_nbytes, src_pitch, dst_pitch = table.T.copy()
+        src, dst, rows, row_nbytes, src_pitch, dst_pitch = table.T
         return cls(
             trainer=trainer.astype(np.int32),
             src_names=src_names,

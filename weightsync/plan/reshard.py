@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import reduce
 
 import numpy as np
 
@@ -71,6 +72,7 @@ class Reshard:
         _check_only(name, known, only)
         _check_castless(source, matched, only)
         self._source, self._engine = source, engine
+        self._src_origin, self._dst_origin = _origin(source), _origin(engine)
         self._shards = Shards.of(source, matched)
         self._travel = np.array([known[each] for each in engine.names], np.int64)
         if only is not None:
@@ -103,9 +105,11 @@ class Reshard:
         box, segment, low, extent = self._overlaps(rows)
         row = rows[segment]
         itemsize = engine.itemsize[engine.tensor[row]]
-        held = self._pick(box, extent.prod(axis=1) * itemsize, start, np.asarray(near, np.int64))
-        src, src_strides = _place(source, held, low)
-        dst, dst_strides = _place(engine, row, low)
+        held = self._pick(box, _numel(extent) * itemsize, start, np.asarray(near, np.int64))
+        src_strides = _wide(source.strides[held], low.shape[1], 0)
+        dst_strides = _wide(engine.strides[row], low.shape[1], 0)
+        src = self._src_origin[held] + np.einsum("nd,nd->n", low, src_strides)
+        dst = self._dst_origin[row] + np.einsum("nd,nd->n", low, dst_strides)
         table, part = strided_copies(extent, itemsize, src, src_strides, dst, dst_strides)
         num_src, num_dst = len(source.buffer_names), len(engine.buffer_names)
         lane = (source.rank[held].astype(np.int64) * num_src + source.buffer[held]) * num_dst
@@ -143,10 +147,10 @@ class Reshard:
         box = first[segment] + nth
         begin = np.maximum(low[segment], self._low[box])
         common = np.minimum(high[segment], self._high[box]) - begin
-        kept = (common > 0).all(axis=1)
+        kept = np.flatnonzero(reduce(np.logical_and, common.T > 0))
         box, segment, begin, common = box[kept], segment[kept], begin[kept], common[kept]
-        covered = np.bincount(segment, common.prod(axis=1), len(rows))
-        assert (covered == extent.prod(axis=1)).all(), "sources tile every tensor, so they cover a segment"
+        covered = np.bincount(segment, _numel(common), len(rows))
+        assert (covered == _numel(extent)).all(), "sources tile every tensor, so they cover a segment"
         return box, segment, begin, common
 
     def _pick(self, box: Int64, nbytes: Int64, start: int, near: Int64) -> Int64:
@@ -169,12 +173,10 @@ class Reshard:
         return picked
 
 
-def _place(layout: Layout, rows: Int64, low: Int64) -> tuple[Int64, Int64]:
-    """Byte offset of the element at `low` in the buffer of each row's segment, and its strides."""
-    num_dims = low.shape[1]
-    strides = _wide(layout.strides[rows], num_dims, 0)
-    inside = low - _wide(layout.offset[rows], num_dims, 0)
-    return layout.byte_offset[rows] + (inside * strides).sum(axis=1), strides
+def _origin(layout: Layout) -> Int64:
+    """Byte offset in the segment's buffer at which the tensor's element 0 would lie, int64[n]."""
+    origin: Int64 = layout.byte_offset - np.einsum("nd,nd->n", layout.offset, layout.strides)
+    return origin
 
 
 def _turns(trainer: Int64, nbytes: Int64, start: int, near: Sequence[int]) -> Int64:
@@ -191,6 +193,12 @@ def _turns(trainer: Int64, nbytes: Int64, start: int, near: Sequence[int]) -> In
     first = near.index(0) + 1 if 0 in near else start
     order: Int64 = np.lexsort(((trainer - first) % len(near), turn))
     return order
+
+
+def _numel(extent: Int64) -> Int64:
+    """int64[n, D] -> int64[n]; for few columns many times faster than `prod(axis=1)`."""
+    numel: Int64 = reduce(np.multiply, extent.T)
+    return numel
 
 
 def _wide(columns: Int64, num_dims: int, fill: int) -> Int64:

@@ -79,15 +79,17 @@ def join(lane: Int64, table: Int64) -> tuple[Int64, Int64]:
     """
     order = np.lexsort((table[:, 1], lane))
     lane, table = lane[order], table[order]
-    while True:
+    while (lane[1:] == lane[:-1]).any():
+        num_copies = len(table)
         first = np.flatnonzero(~_beside(lane, table))
-        wide = flattened(_widened(table, first))
-        joined_lane = lane[first]
-        first, pitch = _below(joined_lane, wide)
-        joined_lane, joined = joined_lane[first], flattened(_deepened(wide, first, pitch))
-        if len(joined) == len(table):
-            return lane, table
-        lane, table = joined_lane, joined
+        if len(first) < len(table):
+            lane, table = lane[first], flattened(_widened(table, first))
+        first, pitch = _below(lane, table)
+        if len(first) < len(table):
+            lane, table = lane[first], flattened(_deepened(table, first, pitch))
+        if len(table) == num_copies:
+            break
+    return lane, table
 
 
 def _beside(lane: Int64, table: Int64) -> _Bools:
