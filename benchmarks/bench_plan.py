@@ -176,32 +176,30 @@ def direct(
     name: str, model: Model, source_layout: Callable[[], Layout], engine_ranks: int, ranks: range
 ) -> dict[str, object]:
     source, engine = source_layout(), tensor_parallel(model, engine_ranks)
-    near = [1] * source.num_ranks
-
-    def plan_ranks(source: Layout, engine: Layout) -> Reads:
-        reshard = Reshard(source, "e0", engine)
-        return [reshard.reads(rank, near) for rank in ranks][-1]
-
-    prepared, _ = measure(lambda: Reshard(source, "e0", engine))
-    timing, reads = measure(lambda: plan_ranks(source, engine))
-    segments = len(source.tensor), len(engine.tensor)
-    del source, engine
+    once, _ = measure(lambda: Reshard(source, "e0", engine))
+    timing, reads = measure(lambda: plan_ranks(source, engine, ranks))
     tracemalloc.start()
-    plan_ranks(source_layout(), tensor_parallel(model, engine_ranks))
+    plan_ranks(source_layout(), tensor_parallel(model, engine_ranks), ranks)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return {
         "layouts": name,
         "tensors": len(model.parts),
-        "held": segments[0],
-        "taken": segments[1],
+        "held": len(source.tensor),
+        "taken": len(engine.tensor),
         "ranks planned": len(ranks),
         "plan s": timing.median,
-        "of it once s": prepared.median,
+        "of it once s": once.median,
         "copies/rank": len(reads),
         "GiB/rank": reads.nbytes / 2**30,
         "peak MiB": peak / 2**20,
     }
+
+
+def plan_ranks(source: Layout, engine: Layout, ranks: range) -> Reads:
+    """Plans each of `ranks`, and returns what the last one reads."""
+    reshard = Reshard(source, "e0", engine)
+    return [reshard.reads(rank, [1] * source.num_ranks) for rank in ranks][-1]
 
 
 def main() -> None:
