@@ -259,3 +259,34 @@ def _draw_trainers(draw: st.DrawFn, made: Sides, kv_heads: int) -> None:
             local = range(column * each, (column + 1) * each)
             hold_groups(rank, by_name, made.values, local, kv_heads)
         made.trainers.append(rank)
+
+
+@st.composite
+def tilings(draw: st.DrawFn) -> Sides:
+    """Tensors that each side cuts into boxes at will, each box a buffer."""
+    ndim = draw(st.integers(1, 3))
+    shapes = draw(st.lists(st.tuples(*[st.integers(1, 6)] * ndim), min_size=1, max_size=3))
+    tensors = [TensorMeta(f"t{number}", "int8", shape) for number, shape in enumerate(shapes)]
+    made = Sides(tensors, values(tensors, draw(st.integers(0, 99))), [Rank(), Rank()], [Rank()], [[0, 0]])
+    for meta in tensors:
+        whole = Box((0,) * ndim, meta.shape)
+        for box in _split(draw, whole, 6):
+            hold(made.trainers[draw(st.integers(0, 1))], meta, box, made.values[meta.name])
+        for number, box in enumerate(_split(draw, whole, 6)):
+            live(made.ranks[0], f"{meta.name}/{number}", meta.dtype, box.extent)
+            write(made.ranks[0], meta, box, f"{meta.name}/{number}", (0,) * ndim)
+    return made
+
+
+def _split(draw: st.DrawFn, box: Box, depth: int) -> list[Box]:
+    """`box`, or two parts of it, each cut again."""
+    long = [dim for dim, size in enumerate(box.extent) if size > 1]
+    if not long or not depth or not draw(st.integers(0, 3)):
+        return [box]
+    dim = draw(st.sampled_from(long))
+    size = draw(st.integers(1, box.extent[dim] - 1))
+    offset, low, high = list(box.offset), list(box.extent), list(box.extent)
+    offset[dim] += size
+    low[dim], high[dim] = size, high[dim] - size
+    parts = Box(box.offset, tuple(low)), Box(tuple(offset), tuple(high))
+    return [each for part in parts for each in _split(draw, part, depth - 1)]

@@ -18,6 +18,7 @@ from tests.unit.reshard_strategies import (
     reads_by_near,
     run,
     sides,
+    tilings,
 )
 from weightsync.errors import PlanError
 from weightsync.plan import Box, Layout, RankLayout, Segment, TensorMeta
@@ -51,6 +52,18 @@ def test_each_byte_comes_from_the_nearest_that_holds_it(made: Sides) -> None:
     reshard = made.reshard()
     for rank, near in enumerate(made.near):
         assert reads_by_near(made, rank, reshard.reads(rank, near)) == nbytes_by_near(made, rank)
+
+
+@FEW
+@given(tilings())
+def test_any_tiling_to_any_other(made: Sides) -> None:
+    check_live("e0", made.engine())
+    expected = made.expected(0)
+    target, written = np.full_like(expected, PAD), np.zeros_like(expected)
+    reads = made.reshard().reads(0, made.near[0])
+    run(reads.copies(*made.addresses(0)), made.source_line(), target, written)
+    np.testing.assert_array_equal(target, expected)
+    np.testing.assert_array_equal(written, made.live_bytes(0))
 
 
 @FEW
@@ -209,7 +222,7 @@ def test_one_receiver_balances_what_it_reads() -> None:
 
 
 def test_sources_take_turns_and_receivers_start_apart() -> None:
-    metas = [TensorMeta(f"t{i}", "bfloat16", (8192, 1024)) for i in range(8)]
+    metas = [TensorMeta(f"t{i}", "bfloat16", (1 << 15, 1024)) for i in range(8)]
     reshard = Reshard(meshed(metas, 4, 1), "e0", meshed(metas, 1, 4))
     everyone = [reshard.reads(rank, [1] * 4) for rank in range(4)]
     assert [int(reads.trainer[0]) for reads in everyone] == [0, 1, 2, 3]
@@ -297,13 +310,44 @@ def moved(lane: np.ndarray, table: np.ndarray) -> Counter[tuple[int, int, int]]:
     )
 
 
-def test_joining_takes_turns_where_distances_do() -> None:
-    """Pairs of rows, again and again: each pair is one copy, none is lost to its neighbour."""
-    dst = np.cumsum([0, 5, 9] * 6)
-    table = np.stack([dst * 10, dst, *np.broadcast_to([1, 4, 4, 4], (len(dst), 4)).T], axis=1)
-    lane, joined = join(np.zeros(len(dst), np.int64), table)
-    assert moved(lane, joined) == moved(np.zeros(len(dst), np.int64), table)
-    assert len(joined) < len(table)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 3), st.integers(1, 4), st.sampled_from([0, 0, 7]), st.sampled_from([40, 50])
+        ),
+        max_size=8,
+    )
+)
+def test_joining_columns_keeps_each_byte(pieces: list[tuple[int, int, int, int]]) -> None:
+    """Columns of one matrix, some of them less high, some from elsewhere."""
+    at, rows = 0, []
+    for width, height, shift, src_pitch in pieces:
+        rows.append((at + shift, at, height, width, src_pitch, 40))
+        at += width
+    table = np.array(rows, np.int64).reshape(-1, 6)
+    lane, joined = join(np.zeros(len(table), np.int64), table)
+    assert moved(lane, joined) == moved(np.zeros(len(table), np.int64), table)
+
+
+def evenly_wide(gaps: list[int]) -> np.ndarray:
+    """Rows of 4 bytes, so far apart."""
+    dst = np.cumsum([0, *gaps])
+    return np.stack([dst * 10, dst, *np.broadcast_to([1, 4, 4, 4], (len(dst), 4)).T], axis=1)
+
+
+@given(st.lists(st.sampled_from([5, 9]), max_size=24))
+def test_joining_rows_keeps_each_byte(gaps: list[int]) -> None:
+    table = evenly_wide(gaps)
+    lane, joined = join(np.zeros(len(table), np.int64), table)
+    assert moved(lane, joined) == moved(np.zeros(len(table), np.int64), table)
+
+
+@pytest.mark.parametrize(
+    ("gaps", "num_copies"), [([5] * 11, 1), ([5, 9] * 5 + [5], 6), ([5] * 5 + [9] * 6, 2), ([], 1)]
+)
+def test_rows_that_are_equally_far_apart_are_one_copy(gaps: list[int], num_copies: int) -> None:
+    table = evenly_wide(gaps)
+    assert len(join(np.zeros(len(table), np.int64), table)[1]) == num_copies
 
 
 @given(st.lists(st.tuples(*[st.integers(1, 4)] * 3, st.permutations(range(3)), st.permutations(range(3)))))
