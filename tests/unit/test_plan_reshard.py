@@ -44,6 +44,7 @@ def test_what_is_carried_out_equals_gather_then_slice(made: Sides) -> None:
         np.testing.assert_array_equal(target, expected)
         np.testing.assert_array_equal(written, made.live_bytes(rank))
         assert reads.nbytes == written.sum() == sum(reads.by_trainer().values())
+        assert (np.minimum(reads.src_pitch, reads.dst_pitch) >= reads.row_nbytes).all()
 
 
 @FEW
