@@ -10,18 +10,36 @@ each, 1 byte an element), cut to the wanted number of tensors:
 - 16 engines of 8 ranks (128 engine ranks, 256 holders). Each rank holds every eighth expert, whole,
   and row blocks of the dense tensors; each of its tensors is a live parameter, so that coverage
   is proven byte for byte.
+
+And how long direct plans take, on the layouts of `benchmarks.direct_shapes`: of all ranks of an engine, or,
+for Kimi K2 from 256 trainers (experts over 32, 8 stages, the rest tensor parallel over 8) to 16
+engines of 16 ranks, of one rank. Peak memory is what Python and numpy allocate for the layouts of
+both sides and for the plan, beside the list of tensors.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import tracemalloc
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.common import environment, measure, print_table, write_json
+from benchmarks.direct_shapes import (
+    Model,
+    fsdp_layout,
+    kimi_k2,
+    megatron_layout,
+    qwen3_30b_a3b,
+)
+from benchmarks.direct_shapes import (
+    engine_layout as tensor_parallel,
+)
 from weightsync.plan import Layout, Members, Plan, TensorMeta, make_plan
+from weightsync.plan.reads import Reads
+from weightsync.plan.reshard import Reshard
 
 NUM_TRAINERS, GROUP, NUM_ENGINES, TENSOR_PARALLEL = 128, 8, 16, 8
 HIDDEN, EXPERT, NUM_EXPERTS, DENSE = 7168, 2048, 384, 8
@@ -145,6 +163,45 @@ def run(count: int) -> dict[str, object]:
     }
 
 
+def direct_rows() -> list[dict[str, object]]:
+    qwen, kimi = qwen3_30b_a3b(), kimi_k2()
+    return [
+        direct("Qwen3-30B-A3B, FSDP 8 to TP 8", qwen, lambda: fsdp_layout(qwen, 8), 8, range(8)),
+        direct("Qwen3-30B-A3B, FSDP 32 to TP 16", qwen, lambda: fsdp_layout(qwen, 32), 16, range(16)),
+        direct("Kimi-K2, 256 to 256", kimi, lambda: megatron_layout(kimi, 32, 8, 8), 16, range(5, 6)),
+    ]
+
+
+def direct(
+    name: str, model: Model, source_layout: Callable[[], Layout], engine_ranks: int, ranks: range
+) -> dict[str, object]:
+    source, engine = source_layout(), tensor_parallel(model, engine_ranks)
+    once, _ = measure(lambda: Reshard(source, "e0", engine))
+    timing, reads = measure(lambda: plan_ranks(source, engine, ranks))
+    tracemalloc.start()
+    plan_ranks(source_layout(), tensor_parallel(model, engine_ranks), ranks)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return {
+        "layouts": name,
+        "tensors": len(model.parts),
+        "held": len(source.tensor),
+        "taken": len(engine.tensor),
+        "ranks planned": len(ranks),
+        "plan s": timing.median,
+        "of it once s": once.median,
+        "copies/rank": len(reads),
+        "GiB/rank": reads.nbytes / 2**30,
+        "peak MiB": peak / 2**20,
+    }
+
+
+def plan_ranks(source: Layout, engine: Layout, ranks: range) -> Reads:
+    """Plans each of `ranks`, and returns what the last one reads."""
+    reshard = Reshard(source, "e0", engine)
+    return [reshard.reads(rank, [1] * source.num_ranks) for rank in ranks][-1]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -156,8 +213,10 @@ def main() -> None:
     where = environment(("numpy", "torch", "ray"))
     note = f"growth: seconds ~ tensors^{exponent:.2f}; {members().num_holders} ranks, median of 3"
     print_table("make_plan", rows, where, [note])
+    resharded = direct_rows()
+    print_table("Reshard", resharded, where, ["median of 3; the last rank's copies and GiB"])
     if args.json:
-        write_json(args.json, "plan", rows, where)
+        write_json(args.json, "plan", [*rows, *resharded], where)
 
 
 if __name__ == "__main__":

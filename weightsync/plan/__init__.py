@@ -7,6 +7,8 @@ from weightsync.plan.layout import Layout
 from weightsync.plan.make import make_plan
 from weightsync.plan.members import Members
 from weightsync.plan.plan import Bucket, Piece, Plan, Step
+from weightsync.plan.reads import Reads
+from weightsync.plan.reshard import Reshard, castless
 from weightsync.plan.segment import RankLayout, Segment
 from weightsync.plan.tensors import ITEMSIZE, TensorMeta
 
@@ -21,9 +23,12 @@ __all__ = [
     "Piece",
     "Plan",
     "RankLayout",
+    "Reads",
+    "Reshard",
     "Segment",
     "Step",
     "TensorMeta",
     "broadcast_groups",
+    "castless",
     "make_plan",
 ]

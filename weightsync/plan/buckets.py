@@ -92,14 +92,14 @@ def _split_tensor(pieces: Pieces, rows: Int64, itemsize: int, capacity: int) -> 
     )
 
 
-def cut(pieces: Pieces, capacity: int) -> Int64:
-    """The bucket of each piece, int64[n]: units in order, as many as fit.
+def cut(unit: Int64, nbytes: Int64, capacity: int) -> Int64:
+    """The bucket of each piece, int64[n]: units in order, as many as fit; arguments as in `Pieces`.
 
     A unit is charged each of its pieces aligned as a run of its own. That is never less than what
     it takes in the bucket, and more by at most 240 bytes a piece.
     """
-    unit = np.cumsum(np.diff(pieces.unit, prepend=pieces.unit[:1]) != 0)
-    filled = np.cumsum(np.bincount(unit, align(pieces.nbytes, RUN_ALIGN)).astype(np.int64))
+    unit = np.cumsum(np.diff(unit, prepend=unit[:1]) != 0)
+    filled = np.cumsum(np.bincount(unit, align(nbytes, RUN_ALIGN)).astype(np.int64))
     starts = [0]
     while starts[-1] < len(filled):
         before = int(filled[starts[-1] - 1]) if starts[-1] else 0

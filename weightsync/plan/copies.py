@@ -10,7 +10,7 @@ import numpy as np
 
 from weightsync.plan.buffers import Int64
 
-__all__ = ["Copies", "Copy", "box_copies", "tiles"]
+__all__ = ["Copies", "Copy", "box_copies", "flattened", "repeated", "tiles"]
 
 Copy = tuple[int, int, int, int, int, int]
 """src, dst, rows, row_nbytes, src_pitch, dst_pitch: see `Copies`."""
@@ -91,7 +91,7 @@ def tiles(copies: Copies, max_nbytes: int) -> tuple[Int64, Int64]:
     """
     assert max_nbytes > 0
     assert max_nbytes % _ALIGNMENT == 0
-    table, number = _cut_columns(_flattened(copies.table()), max_nbytes)
+    table, number = _cut_columns(flattened(copies.table()), max_nbytes)
     table, parent = _cut_rows(table, max_nbytes)
     return table, number[parent]
 
@@ -117,13 +117,17 @@ def _collapsed(
     return row_nbytes, outer[::-1]
 
 
-def _flattened(table: Int64) -> Int64:
+def flattened(table: Int64) -> Int64:
     """Copies whose rows follow each other on both sides as one row each."""
-    src, dst, rows, row_nbytes, src_pitch, dst_pitch = table.T
-    flat = (rows == 1) | ((src_pitch == row_nbytes) & (dst_pitch == row_nbytes))
-    nbytes = rows * row_nbytes
-    one = np.ones_like(rows)
-    return np.where(flat[:, None], np.stack([src, dst, one, nbytes, nbytes, nbytes], axis=1), table)
+    _, _, rows, row_nbytes, src_pitch, dst_pitch = table.T
+    straight = (src_pitch == row_nbytes) & (dst_pitch == row_nbytes)
+    changed = np.flatnonzero((rows == 1) != straight)
+    if not len(changed):
+        return table
+    flat: Int64 = table.copy()
+    flat[changed, 2] = 1
+    flat[changed, 3:] = (rows[changed] * row_nbytes[changed])[:, None]
+    return flat
 
 
 def _cut_columns(table: Int64, max_nbytes: int) -> tuple[Int64, Int64]:
@@ -133,7 +137,9 @@ def _cut_columns(table: Int64, max_nbytes: int) -> tuple[Int64, Int64]:
     width = -(-row_nbytes // parts)
     width = np.where(parts > 1, -(-width // _ALIGNMENT) * _ALIGNMENT, width)
     parts = -(-row_nbytes // np.maximum(width, 1))
-    index, part = _repeated(parts)
+    if (parts == 1).all():
+        return table, np.arange(len(table))
+    index, part = repeated(parts)
     cut = table[index]
     at = part * width[index]
     cut[:, 0] += at
@@ -146,7 +152,10 @@ def _cut_rows(table: Int64, max_nbytes: int) -> tuple[Int64, Int64]:
     """Copies of more rows than a tile has room for in parts, and which row of `table` each is from."""
     rows, row_nbytes = table[:, 2], table[:, 3]
     height = np.maximum(1, max_nbytes // np.maximum(row_nbytes, 1))
-    index, part = _repeated(-(-rows // height))
+    parts = -(-rows // height)
+    if (parts == 1).all():
+        return table, np.arange(len(table))
+    index, part = repeated(parts)
     cut = table[index]
     first = part * height[index]
     cut[:, 0] += first * cut[:, 4]
@@ -155,7 +164,7 @@ def _cut_rows(table: Int64, max_nbytes: int) -> tuple[Int64, Int64]:
     return cut, index
 
 
-def _repeated(parts: Int64) -> tuple[Int64, Int64]:
+def repeated(parts: Int64) -> tuple[Int64, Int64]:
     """For each part of each row: the row, and the part's number in it."""
     index = np.repeat(np.arange(len(parts)), parts)
     return index, np.arange(len(index)) - np.repeat(np.cumsum(parts) - parts, parts)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-import numpy.typing as npt
 
-from weightsync.errors import ConfigError, PlanError
+from weightsync.errors import ConfigError
 from weightsync.plan.buckets import RUN_ALIGN, Pieces, arrange, cut, split_large
 from weightsync.plan.buffers import Int32, Int64
 from weightsync.plan.layout import Layout
@@ -16,7 +15,7 @@ from weightsync.plan.match import Match, match
 from weightsync.plan.members import Members
 from weightsync.plan.plan import Plan
 from weightsync.plan.replicas import choose
-from weightsync.plan.tiling import check_tiling, first_element
+from weightsync.plan.shards import Shards
 
 __all__ = ["make_plan"]
 
@@ -55,7 +54,7 @@ def make_plan(
     _check_limits(bucket_bytes, slots, itemsize)
     capacity = bucket_bytes // RUN_ALIGN * RUN_ALIGN
     pieces = split_large(_choose_pieces(source, matched, itemsize), itemsize, capacity)
-    bucket = cut(pieces, capacity)
+    bucket = cut(pieces.unit, pieces.nbytes, capacity)
     runs = arrange(bucket, pieces.trainer, pieces.nbytes, np.array(members.trainers, np.int64))
     pieces = pieces.take(runs.order)
     plan = Plan(
@@ -88,50 +87,12 @@ def make_plan(
 
 def _choose_pieces(source: Layout, matched: Match, itemsize: Int64) -> Pieces:
     """One of the replicas of each box, in travel order, proven to tile every tensor."""
-    rows, tensor = _source_rows(source, matched)
-    offset, extent, rank = source.offset[rows], source.extent[rows], source.rank[rows].astype(np.int64)
-    same = np.zeros(len(rows), np.bool_)
-    same[1:] = (
-        (tensor[1:] == tensor[:-1])
-        & (offset[1:] == offset[:-1]).all(axis=1)
-        & (extent[1:] == extent[:-1]).all(axis=1)
-    )
-    _check_twice(matched, same, tensor, rank)
-    start = np.flatnonzero(~same)
-    shape = source.shape[matched.source]
-    check_tiling(matched.tensors, shape, tensor[start], offset[start], extent[start])
-    nbytes = extent[start].prod(axis=1) * itemsize[tensor[start]]
-    chosen = choose(start, np.diff(np.append(start, len(rows))), rank, nbytes, source.num_ranks)
-    return Pieces(tensor[start], rank[chosen], offset[start], extent[start], nbytes, tensor[start])
-
-
-def _source_rows(source: Layout, matched: Match) -> tuple[Int64, Int64]:
-    """Rows of the source's segments and the tensor they are sent as, empty boxes left out.
-
-    Ordered by travelling tensor, then by first element, then by rank.
-    """
-    held: Int64 = np.flatnonzero((source.extent > 0).all(axis=1))
-    numel = source.shape.prod(axis=1)
-    base = np.cumsum(numel) - numel
-    owner = source.tensor[held]
-    key = base[owner] + first_element(source.offset[held], source.shape[owner])
-    held = held[np.argsort(key, kind="stable")]
-    counts = np.bincount(source.tensor[held], minlength=len(source.tensors))
-    first = (np.cumsum(counts) - counts)[matched.source]
-    times = counts[matched.source]
-    tensor: Int64 = np.repeat(np.arange(len(times)), times)
-    nth = np.arange(len(tensor)) - np.repeat(np.cumsum(times) - times, times)
-    return held[first[tensor] + nth], tensor
-
-
-def _check_twice(matched: Match, same: npt.NDArray[np.bool_], tensor: Int64, rank: Int64) -> None:
-    twice = np.flatnonzero(same[1:] & (rank[1:] == rank[:-1]))
-    if len(twice):
-        row = int(twice[0])
-        raise PlanError(
-            matched.tensors[int(tensor[row])].name,
-            f"trainer rank {int(rank[row])} declares one box of it twice; declare each box once",
-        )
+    shards = Shards.of(source, matched)
+    offset, extent = source.offset[shards.first], source.extent[shards.first]
+    nbytes = extent.prod(axis=1) * itemsize[shards.tensor]
+    rank = source.rank[shards.rows].astype(np.int64)
+    chosen = choose(shards.start, shards.size, rank, nbytes, source.num_ranks)
+    return Pieces(shards.tensor, rank[chosen], offset, extent, nbytes, shards.tensor)
 
 
 def _check_members(source: Layout, engines: Mapping[str, Layout], members: Members) -> None:

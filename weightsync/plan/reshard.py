@@ -1,0 +1,221 @@
+"""Direct: each byte of an engine's live parameters, from the trainer that holds it to where it ends up."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import reduce
+
+import numpy as np
+
+from weightsync.errors import PlanError
+from weightsync.plan.buffers import Int64
+from weightsync.plan.copies import Copies, repeated, tiles
+from weightsync.plan.layout import Layout
+from weightsync.plan.match import Match, match
+from weightsync.plan.reads import Reads
+from weightsync.plan.replicas import choose
+from weightsync.plan.shards import Shards
+from weightsync.plan.strided import join, strided_copies
+
+__all__ = ["CHUNK_NBYTES", "Reshard", "castless"]
+
+CHUNK_NBYTES = 4 << 20
+"""Most bytes of one copy: large enough for a copy engine, small enough to take turns."""
+
+
+def castless(source: Layout, name: str, engine: Layout) -> tuple[frozenset[str], dict[str, str]]:
+    """Names of the tensors of engine `name` that can go as they are, and why the others cannot.
+
+    Raises:
+        PlanError: the tensors of the two sides do not pair up.
+    """
+    matched = match(source, [(name, engine)])
+    reasons = _reasons(source, matched)
+    return frozenset(meta.name for meta in matched.tensors if meta.name not in reasons), reasons
+
+
+def _reasons(source: Layout, matched: Match) -> dict[str, str]:
+    """Why tensors, by the engine's name for them, cannot be copied byte by byte."""
+    pairs = zip(matched.tensors, matched.source.tolist(), strict=True)
+    return {
+        meta.name: f"{source.tensors[number].dtype} at the trainers, {meta.dtype} at the engine"
+        for meta, number in pairs
+        if source.tensors[number].dtype != meta.dtype
+    }
+
+
+class Reshard:
+    """What the ranks of one engine read from the trainers; made once, asked for each rank.
+
+    Sources are proven to tile every tensor, and each rank's reads to cover each of its segments.
+    That the segments write each byte of the live parameters once is for the caller to prove: see
+    `check_live`.
+    """
+
+    def __init__(
+        self, source: Layout, name: str, engine: Layout, *, only: Collection[str] | None = None
+    ) -> None:
+        """Pairs the two sides.
+
+        Args:
+            source: what the trainer ranks hold.
+            name: the engine's, for messages.
+            engine: what its ranks take.
+            only: the engine's names of the tensors that go directly; by default all.
+
+        Raises:
+            PlanError: names a tensor that is missing or left over, of another shape or dtype, or
+                that the sources do not tile.
+        """
+        matched = match(source, [(name, engine)])
+        known = {meta.name: number for number, meta in enumerate(matched.tensors)}
+        _check_only(name, known, only)
+        _check_castless(source, matched, only)
+        self._source, self._engine = source, engine
+        self._src_origin, self._dst_origin = _origin(source), _origin(engine)
+        self._shards = Shards.of(source, matched)
+        self._travel = np.array([known[each] for each in engine.names], np.int64)
+        if only is not None:
+            self._travel[[each not in only for each in engine.names]] = -1
+        num_dims = max(source.offset.shape[1], engine.offset.shape[1])
+        held = self._shards.first
+        self._low = _wide(source.offset[held], num_dims, 0)
+        self._high = self._low + _wide(source.extent[held], num_dims, 1)
+        # Each tensor has a stretch of one line, as long as its first dimension. Boxes are ordered by
+        # where they begin on it; where any box up to here ends only grows as well.
+        lengths = source.shape[matched.source, 0]
+        self._base = np.cumsum(lengths) - lengths
+        self._begins = self._base[self._shards.tensor] + self._low[:, 0]
+        self._ends = np.maximum.accumulate(self._base[self._shards.tensor] + self._high[:, 0])
+
+    def reads(self, rank: int, near: Sequence[int], *, start: int | None = None) -> Reads:
+        """What engine rank `rank` reads, and from whom: each byte of its segments once.
+
+        Args:
+            near: how far each trainer rank is, in growing numbers: 0 the same device, 1 the same
+                host, 2 another host. The nearest of several replicas is read; among equally near
+                ones the bytes are balanced.
+            start: the trainer rank that is asked first. By default the engine's ranks are spread
+                over the trainers; where there are several engines, spread the ranks of all.
+        """
+        source, engine = self._source, self._engine
+        start = rank * source.num_ranks // engine.num_ranks if start is None else start
+        assert len(near) == source.num_ranks, (len(near), source.num_ranks)
+        rows = self._segments(rank)
+        box, segment, low, extent = self._overlaps(rows)
+        row = rows[segment]
+        itemsize = engine.itemsize[engine.tensor[row]]
+        held = self._pick(box, _numel(extent) * itemsize, start, np.asarray(near, np.int64))
+        src_strides = _wide(source.strides[held], low.shape[1], 0)
+        dst_strides = _wide(engine.strides[row], low.shape[1], 0)
+        src = self._src_origin[held] + np.einsum("nd,nd->n", low, src_strides)
+        dst = self._dst_origin[row] + np.einsum("nd,nd->n", low, dst_strides)
+        table, part = strided_copies(extent, itemsize, src, src_strides, dst, dst_strides)
+        num_src, num_dst = len(source.buffer_names), len(engine.buffer_names)
+        lane = (source.rank[held].astype(np.int64) * num_src + source.buffer[held]) * num_dst
+        lane, table = join((lane + engine.buffer[row])[part], table)
+        table, part = tiles(Copies(*table.T), CHUNK_NBYTES)
+        trainer, src_buffer = np.divmod(lane[part] // num_dst, num_src)
+        order = _turns(trainer, table[:, 2] * table[:, 3], start, near)
+        return Reads.of(
+            trainer[order],
+            source.buffer_names,
+            src_buffer[order],
+            engine.buffer_names,
+            (lane[part] % num_dst)[order],
+            table[order],
+        )
+
+    def _segments(self, rank: int) -> Int64:
+        """Rows of the engine's layout that `rank` fills directly."""
+        engine = self._engine
+        rows = np.arange(*np.searchsorted(engine.rank, [rank, rank + 1]).tolist())
+        wanted = (engine.extent[rows] > 0).all(axis=1) & (self._travel[engine.tensor[rows]] >= 0)
+        found: Int64 = rows[wanted]
+        return found
+
+    def _overlaps(self, rows: Int64) -> tuple[Int64, Int64, Int64, Int64]:
+        """Each overlap of a box and a segment: both numbers, and its offset and extent [P, D]."""
+        engine, num_dims = self._engine, self._low.shape[1]
+        low = _wide(engine.offset[rows], num_dims, 0)
+        extent = _wide(engine.extent[rows], num_dims, 1)
+        high = low + extent
+        base = self._base[self._travel[engine.tensor[rows]]]
+        first = np.searchsorted(self._ends, base + low[:, 0], side="right")
+        last = np.searchsorted(self._begins, base + high[:, 0], side="left")
+        segment, nth = repeated(last - first)
+        box = first[segment] + nth
+        begin = np.maximum(low[segment], self._low[box])
+        common = np.minimum(high[segment], self._high[box]) - begin
+        kept = np.flatnonzero(reduce(np.logical_and, common.T > 0))
+        box, segment, begin, common = box[kept], segment[kept], begin[kept], common[kept]
+        covered = np.bincount(segment, _numel(common), len(rows))
+        assert (covered == _numel(extent)).all(), "sources tile every tensor, so they cover a segment"
+        return box, segment, begin, common
+
+    def _pick(self, box: Int64, nbytes: Int64, start: int, near: Int64) -> Int64:
+        """The row of the source's layout that each overlap is read from."""
+        shards, num_ranks = self._shards, self._source.num_ranks
+        size = shards.size[box]
+        if (size == 1).all():
+            return shards.first[box]
+        overlap, nth = repeated(size)
+        rows = shards.rows[shards.start[box[overlap]] + nth]
+        trainer = self._source.rank[rows].astype(np.int64)
+        nearest = near[trainer] == np.minimum.reduceat(near[trainer], np.cumsum(size) - size)[overlap]
+        overlap, rows, trainer = overlap[nearest], rows[nearest], trainer[nearest]
+        # Receivers of equal needs differ in whom they ask first, so together they load all alike.
+        turned = (trainer - start) % num_ranks
+        order = np.argsort(overlap * num_ranks + turned)
+        rows, turned = rows[order], turned[order]
+        size = np.bincount(overlap, minlength=len(box))
+        picked: Int64 = rows[choose(np.cumsum(size) - size, size, turned, nbytes, num_ranks)]
+        return picked
+
+
+def _origin(layout: Layout) -> Int64:
+    """Byte offset in the segment's buffer at which the tensor's element 0 would lie, int64[n]."""
+    origin: Int64 = layout.byte_offset - np.einsum("nd,nd->n", layout.offset, layout.strides)
+    return origin
+
+
+def _turns(trainer: Int64, nbytes: Int64, start: int, near: Sequence[int]) -> Int64:
+    """In which order to copy; `trainer` ascends.
+
+    In rounds, in each of which every trainer gives the same part of all that it gives: all are busy
+    until the end. A receiver starts each round with the trainer after its own, where it has one, or
+    with `start`, so that at any time the receivers read from different ones.
+    """
+    total = np.bincount(trainer, nbytes, len(near)).astype(np.int64)
+    before = np.cumsum(nbytes) - nbytes - (np.cumsum(total) - total)[trainer]
+    num_rounds = -(-int(total.max(initial=0)) // CHUNK_NBYTES)
+    turn = before * num_rounds // total[trainer]
+    first = near.index(0) + 1 if 0 in near else start
+    order: Int64 = np.lexsort(((trainer - first) % len(near), turn))
+    return order
+
+
+def _numel(extent: Int64) -> Int64:
+    """int64[n, D] -> int64[n]; for few columns many times faster than `prod(axis=1)`."""
+    numel: Int64 = reduce(np.multiply, extent.T)
+    return numel
+
+
+def _wide(columns: Int64, num_dims: int, fill: int) -> Int64:
+    """`columns` int64[n, d] with missing trailing dimensions."""
+    missing = num_dims - columns.shape[1]
+    if not missing:
+        return columns
+    return np.hstack([columns, np.full((len(columns), missing), fill, np.int64)])
+
+
+def _check_only(name: str, known: Collection[str], only: Collection[str] | None) -> None:
+    unknown = sorted(set(only or ()) - set(known))
+    if unknown:
+        raise PlanError(unknown[0], f"to be sent directly, but engine {name} takes no such tensor")
+
+
+def _check_castless(source: Layout, matched: Match, only: Collection[str] | None) -> None:
+    for name, reason in _reasons(source, matched).items():
+        if only is None or name in only:
+            raise PlanError(name, f"{reason}; bytes are copied, not cast: send it by broadcast")
