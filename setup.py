@@ -21,6 +21,11 @@ setup(
         include=["weightsync", "weightsync.*", "actors", "actors.*", "recipes", "recipes.*"]
     ),
     package_data={"weightsync": ["py.typed", "kernels.cu"], "recipes": ["*.yaml"]},
+    # Their names are too common for a package: they go to share/ of the environment.
+    data_files=[
+        (f"share/weightsync/{folder}", [str(file) for file in Path(folder).glob("*.yaml")])
+        for folder in ("configs/models", "configs/clusters")
+    ],
     entry_points={"console_scripts": ["weightsync = recipes.cli:main"]},
     install_requires=[
         "torch>=2.9",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from recipes.catalog import load
+from recipes.shapes import ModelShape, checkpoint_tensors
 from weightsync.plan import Box
 
 __all__ = [
@@ -18,11 +20,21 @@ __all__ = [
     "llama_like",
     "model_of",
     "poison",
-    "qwen3",
-    "qwen3_moe",
     "rank_box",
 ]
 
+_TINY = ModelShape(
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    head_dim=16,
+    intermediate_size=128,
+    vocab_size=256,
+    qk_norm=True,
+)
+_CUTS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"), 0)
+_CUTS |= dict.fromkeys(("o_proj", "down_proj"), 1)
 _CHUNK_NUMEL = 1 << 25
 _MASK = 0x3FFF  # as the bits of a bfloat16: finite, positive and below 2, so that no model overflows
 _FACTORS = (0x9E3779B1, 0x85EBCA77)
@@ -50,11 +62,11 @@ def model_of(name: str, gib: float, num_layers: int | None = None) -> tuple[Tens
     if name == "llama":
         return llama_like(gib)
     if name == "tiny":
-        return qwen3(hidden=64, num_layers=2, num_heads=4, num_kv_heads=4, inter=128, vocab=256, head_dim=16)
-    if name in ("moe", "moe-stacked"):
-        return qwen3_moe(stacked=name == "moe-stacked", num_layers=num_layers or 48)
-    assert name == "8b", name
-    return qwen3(hidden=4096, num_layers=num_layers or 36, num_heads=32, num_kv_heads=8, inter=12288)
+        return _tensors(_TINY)
+    shipped = {"8b": "qwen3-8b", "moe": "qwen3-30b-a3b", "moe-stacked": "qwen3-30b-a3b"}[name]
+    shape = load(ModelShape, shipped, field="model", kind="models")
+    tensors = _tensors(replace(shape, num_hidden_layers=num_layers or shape.num_hidden_layers))
+    return _stacked(tensors, shape) if name == "moe-stacked" else tensors
 
 
 def llama_like(gib: float, hidden: int = 5120) -> tuple[Tensor, ...]:
@@ -75,61 +87,25 @@ def llama_like(gib: float, hidden: int = 5120) -> tuple[Tensor, ...]:
     )
 
 
-def qwen3(
-    *,
-    hidden: int,
-    num_layers: int,
-    num_heads: int,
-    num_kv_heads: int,
-    inter: int,
-    vocab: int = 151936,
-    head_dim: int = 128,
-) -> tuple[Tensor, ...]:
-    """A dense Qwen3 with a head of its own, by the names of its checkpoint."""
-    tensors = [Tensor("model.embed_tokens.weight", (vocab, hidden), 0)]
-    for i in range(num_layers):
-        at = f"model.layers.{i}"
-        tensors += _attention(at, hidden, num_heads, num_kv_heads, head_dim)
-        tensors += _feed_forward(f"{at}.mlp", hidden, inter)
-    return (*tensors, Tensor("model.norm.weight", (hidden,)), Tensor("lm_head.weight", (vocab, hidden), 0))
+def _tensors(shape: ModelShape) -> tuple[Tensor, ...]:
+    metas = checkpoint_tensors(shape)
+    assert {meta.dtype for meta in metas} == {"bfloat16"}
+    return tuple(Tensor(meta.name, meta.shape, _CUTS.get(meta.name.split(".")[-2])) for meta in metas)
 
 
-def qwen3_moe(*, stacked: bool, num_layers: int) -> tuple[Tensor, ...]:
-    """Qwen3-30B-A3B. Stacked experts are dealt out whole, single ones are cut like a dense layer."""
-    hidden, inter, vocab, num_experts = 2048, 768, 151936, 128
-    tensors = [Tensor("model.embed_tokens.weight", (vocab, hidden), 0)]
-    for i in range(num_layers):
-        at = f"model.layers.{i}"
-        tensors += _attention(at, hidden, 32, 4, 128)
-        tensors.append(Tensor(f"{at}.mlp.gate.weight", (num_experts, hidden)))
-        if stacked:
-            tensors.append(Tensor(f"{at}.mlp.experts.gate_up_proj", (num_experts, 2 * inter, hidden), 0))
-            tensors.append(Tensor(f"{at}.mlp.experts.down_proj", (num_experts, hidden, inter), 0))
-        else:
-            for expert in range(num_experts):
-                tensors += _feed_forward(f"{at}.mlp.experts.{expert}", hidden, inter)
-    return (*tensors, Tensor("model.norm.weight", (hidden,)), Tensor("lm_head.weight", (vocab, hidden), 0))
-
-
-def _attention(at: str, hidden: int, num_heads: int, num_kv_heads: int, head_dim: int) -> list[Tensor]:
-    return [
-        Tensor(f"{at}.self_attn.q_proj.weight", (num_heads * head_dim, hidden), 0),
-        Tensor(f"{at}.self_attn.k_proj.weight", (num_kv_heads * head_dim, hidden), 0),
-        Tensor(f"{at}.self_attn.v_proj.weight", (num_kv_heads * head_dim, hidden), 0),
-        Tensor(f"{at}.self_attn.o_proj.weight", (hidden, num_heads * head_dim), 1),
-        Tensor(f"{at}.self_attn.q_norm.weight", (head_dim,)),
-        Tensor(f"{at}.self_attn.k_norm.weight", (head_dim,)),
-        Tensor(f"{at}.input_layernorm.weight", (hidden,)),
-        Tensor(f"{at}.post_attention_layernorm.weight", (hidden,)),
-    ]
-
-
-def _feed_forward(at: str, hidden: int, inter: int) -> list[Tensor]:
-    return [
-        Tensor(f"{at}.gate_proj.weight", (inter, hidden), 0),
-        Tensor(f"{at}.up_proj.weight", (inter, hidden), 0),
-        Tensor(f"{at}.down_proj.weight", (hidden, inter), 1),
-    ]
+def _stacked(tensors: tuple[Tensor, ...], shape: ModelShape) -> tuple[Tensor, ...]:
+    """The experts of a layer in two tensors, which are dealt out whole; single ones are cut."""
+    assert shape.moe is not None
+    num_experts, inter, hidden = shape.moe.num_experts, shape.moe.intermediate_size, shape.hidden_size
+    stacked: list[Tensor] = []
+    for tensor in tensors:
+        home, expert, leaf = tensor.name.partition(".experts.")
+        if leaf == "0.gate_proj.weight":
+            stacked.append(Tensor(f"{home}.experts.gate_up_proj", (num_experts, 2 * inter, hidden), 0))
+            stacked.append(Tensor(f"{home}.experts.down_proj", (num_experts, hidden, inter), 0))
+        elif not expert:
+            stacked.append(tensor)
+    return tuple(stacked)
 
 
 def rank_box(tensor: Tensor, rank: int, num_ranks: int) -> Box:

@@ -1,4 +1,4 @@
-"""The command line: ``weightsync run RECIPE``."""
+"""The command line: ``weightsync run RECIPE`` and ``weightsync plan``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from recipes.catalog import find, load
 from recipes.cluster import existing_cluster, local_cluster
+from recipes.forecast import Scene, forecast, recipe_scene
+from recipes.hosts import HostSpec
+from recipes.parallel import parse_engine, parse_trainers
 from recipes.recipe import Recipe, load_recipe
 from recipes.screen import Screen
+from recipes.shapes import ModelShape
 from weightsync.engines import choose_engine
-from weightsync.errors import ConfigError, WeightSyncError, nearest
+from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.faults import FaultPlan
 
 __all__ = ["app", "main"]
@@ -45,7 +50,7 @@ def run(
 ) -> None:
     """Run a recipe. Exits with 0 when it did its work, 1 when it failed, 2 for bad input."""
     try:
-        loaded = load_recipe(_find(recipe, "recipe", _shipped(plans=False)), set_ or [])
+        loaded = load_recipe(find(recipe, "recipe", _shipped(plans=False)), set_ or [])
         for group, spec in loaded.engines.items():
             choose_engine(spec.kind, field=f"engines.{group}.kind")
         _check_cluster(loaded)
@@ -53,6 +58,57 @@ def run(
     except ConfigError as error:
         raise typer.Exit(_complain(error, BAD_INPUT)) from None
     raise typer.Exit(_execute(loaded, out or Path("runs") / loaded.name, faults))
+
+
+@app.command()
+def plan(
+    recipe: Annotated[
+        str | None, typer.Argument(help="A YAML file, or the name of a shipped recipe; or give --model.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A YAML file, or a model of configs/models, such as qwen3-8b.")
+    ] = None,
+    trainers: Annotated[
+        str | None, typer.Option(help="fsdp=8, hsdp=4x8 (4 replicas of 8 shards) or tp=8,ep=8,pp=2,dp=1.")
+    ] = None,
+    engine: Annotated[str | None, typer.Option(help="tp=8, tp=8,ep=8 or tp=4,dp=4,ep=16.")] = None,
+    engines: Annotated[int | None, typer.Option(help="How many such engines; 1 if not given.")] = None,
+    apart: Annotated[
+        bool, typer.Option("--apart", help="Engines have GPUs of their own, and do not share the trainers'.")
+    ] = False,
+    offloaded: Annotated[
+        bool, typer.Option("--offloaded", help="Trainers publish into host memory, not on their GPUs.")
+    ] = False,
+    cluster: Annotated[
+        str | None, typer.Option(help="A YAML file, or hosts of configs/clusters, such as 8xh200.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace one value of RECIPE.")
+    ] = None,
+) -> None:
+    """Say what an update moves and how fast it can be, for a recipe or a model. Needs no GPU."""
+    try:
+        host = (cluster, load(HostSpec, cluster, field="--cluster", kind="clusters")) if cluster else None
+        if recipe is not None:
+            said = {"--model": model, "--trainers": trainers, "--engine": engine, "--engines": engines}
+            _refuse(said | {"--apart": apart or None}, "RECIPE says it; give one or the other")
+            loaded = load_recipe(find(recipe, "recipe", _shipped(plans=False)), set_ or [])
+            scene = recipe_scene(loaded, host, offloaded=offloaded)
+        else:
+            _refuse({"--set": set_}, "it replaces a value of RECIPE, and none is given")
+            scene = Scene(
+                name=_required("--model", model),
+                model=load(ModelShape, _required("--model", model), field="--model", kind="models"),
+                trainers=parse_trainers(_required("--trainers", trainers)),
+                engine=parse_engine(_required("--engine", engine)),
+                num_engines=1 if engines is None else engines,
+                apart=apart,
+                offloaded=offloaded,
+                cluster=host,
+            )
+        print(forecast(scene))
+    except ConfigError as error:
+        raise typer.Exit(_complain(error, BAD_INPUT)) from None
 
 
 def main() -> None:
@@ -67,23 +123,26 @@ def _check_cluster(recipe: Recipe) -> None:
 
 
 def _load_plan(chaos: str, recipe: Recipe) -> FaultPlan:
-    plan = FaultPlan.from_yaml(_find(chaos, "chaos", _shipped(plans=True)))
+    plan = FaultPlan.from_yaml(find(chaos, "chaos", _shipped(plans=True)))
     plan.check_who(recipe.members)
     return plan
+
+
+def _refuse(options: Mapping[str, object], remedy: str) -> None:
+    for option, value in options.items():
+        if value is not None:
+            raise ConfigError(option, value, remedy)
+
+
+def _required(option: str, value: str | None) -> str:
+    if value is None:
+        raise ConfigError(option, value, "give RECIPE, or --model, --trainers and --engine")
+    return value
 
 
 def _shipped(*, plans: bool) -> dict[str, Path]:
     """Fault plans are called chaos…, every other file is a recipe."""
     return {file.stem: file for file in SHIPPED.glob("*.yaml") if file.stem.startswith("chaos") is plans}
-
-
-def _find(given: str, field: str, shipped: Mapping[str, Path]) -> Path:
-    path = Path(given)
-    if path.suffix or path.exists():
-        return path
-    if given not in shipped:
-        raise ConfigError(field, given, f"give a YAML file or a shipped name; {nearest(given, shipped)}")
-    return shipped[given]
 
 
 def _execute(recipe: Recipe, folder: Path, chaos: FaultPlan | None) -> int:

@@ -44,6 +44,9 @@ def test_every_package_is_shipped_with_its_data(metadata: Path) -> None:
         for path in (ROOT / name).rglob("*.py")
     }
     assert modules <= shipped
+    configs = {str(path.relative_to(ROOT)) for path in (ROOT / "configs").rglob("*.yaml")}
+    assert configs
+    assert configs <= shipped
     assert {"weightsync/py.typed", "recipes/quickstart.yaml", "LICENSE"} <= shipped
 
 

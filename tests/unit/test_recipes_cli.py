@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -151,3 +153,86 @@ def test_bad_input_needs_neither_ray_nor_torch() -> None:
     code += "except SystemExit as end: print(end.code, *{'ray', 'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["2"]
+
+
+MODEL = ["--model", "qwen3-8b", "--trainers", "fsdp=4", "--engine", "tp=2"]
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_plan_in_the_readme_is_what_is_printed() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.search(r"```sh\n\.venv/bin/weightsync (plan .+)\n```[^`]+```\n([^`]+)```", text)
+    assert shown is not None
+    result = RUNNER.invoke(cli.app, shlex.split(shown[1]))
+    assert result.exit_code == 0
+    assert result.stdout == shown[2]
+
+
+@pytest.mark.parametrize(
+    "command",
+    re.findall(
+        r"^\.venv/bin/weightsync (plan .+)$", (ROOT / "recipes/README.md").read_text(encoding="utf-8"), re.M
+    ),
+)
+def test_plans_of_the_recipes_page_run(command: str) -> None:
+    result = RUNNER.invoke(cli.app, shlex.split(command))
+    assert result.exit_code == 0
+    assert "\nbroadcast\n" in result.stdout
+
+
+def test_a_plan_between_hosts_says_what_crosses() -> None:
+    """16.38 GB on 8 trainers of one host and 2 engines of 4 on the next: all of it crosses once."""
+    arguments = ["plan", "--model", "qwen3-8b", "--trainers", "fsdp=8", "--engine", "tp=4", "--engines", "2"]
+    result = RUNNER.invoke(cli.app, [*arguments, "--apart", "--cluster", "8xh100", "--offloaded"])
+    assert result.exit_code == 0
+    assert "8 trainer ranks, 2 engines of 4 ranks, on 16 GPUs in 2 hosts\n" in result.stdout
+    assert "floor 36.4 ms; broadcast 36.4 ms, host to device 32.0 ms" in result.stdout
+    assert "between 2 hosts: floor 41.0 ms; 16.38 GB into one of them, 16.38 GB out of one" in result.stdout
+
+
+def test_a_host_with_trainers_of_its_own_takes_only_what_it_lacks() -> None:
+    arguments = ["plan", "--model", "qwen3-8b", "--trainers", "fsdp=16", "--engine", "tp=8", "--engines", "2"]
+    result = RUNNER.invoke(cli.app, [*arguments, "--cluster", "8xh100"])
+    assert "between 2 hosts: floor 20.5 ms; 8.19 GB into one of them, 8.19 GB out of one" in result.stdout
+
+
+def test_the_plan_of_a_recipe_moves_what_its_run_moves() -> None:
+    result = RUNNER.invoke(cli.app, ["plan", "quickstart", "--set", "placement=disaggregated"])
+    assert result.exit_code == 0
+    assert "2 trainer ranks, 2 engines of 1 ranks, on 4 GPUs\n" in result.stdout
+    assert "2 holders receive up to 1.2 MiB" in result.stdout
+    assert "floor" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "--model: None is not valid; give RECIPE, or --model, --trainers and --engine"),
+        (MODEL[:4], "--engine: None is not valid"),
+        (["quikstart"], "did you mean 'quickstart'?"),
+        (["quickstart", *MODEL[:2]], "--model: 'qwen3-8b' is not valid; RECIPE says it"),
+        (["quickstart", "--engines", "2"], "--engines: 2 is not valid; RECIPE says it"),
+        (["quickstart", "--apart"], "--apart: True is not valid; RECIPE says it"),
+        (["quickstart", "--set", "sync.max_staging_bytes=4KiB"], "sync.max_staging_bytes: "),
+        ([*MODEL, "--set", "trainers.count=1"], "--set: ['trainers.count=1'] is not valid"),
+        ([*MODEL, "--engines", "0"], "--engines: 0 is not valid; give at least 1"),
+        ([*MODEL, "--cluster", "8xh2000"], "did you mean '8xh200'?"),
+        ([*MODEL, "--cluster", "no/such.yaml"], "--cluster: 'no/such.yaml' is not valid"),
+        (["--model", "qwen3-30b-a33b", *MODEL[2:]], "did you mean 'qwen3-30b-a3b'?"),
+        ([*MODEL[:2], "--trainers", "fsdq=4", *MODEL[4:]], "did you mean 'fsdp'?"),
+        ([*MODEL[:4], "--engine", "tp=6"], "--engine tp: 6 is not valid; the 32 attention heads"),
+    ],
+)
+def test_a_bad_plan_is_one_line(arguments: list[str], says: str) -> None:
+    result = RUNNER.invoke(cli.app, ["plan", *arguments])
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_a_plan_needs_neither_ray_nor_torch() -> None:
+    code = f"import sys; from recipes.cli import app\ntry: app(['plan', *{MODEL!r}])\n"
+    code += "except SystemExit as end: print(end.code, *{'ray', 'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0"

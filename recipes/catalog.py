@@ -1,0 +1,55 @@
+"""Models and clusters that are described by data: YAML files by path, or shipped ones by name."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import yaml
+
+from weightsync.config import load_dataclass
+from weightsync.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+__all__ = ["find", "load", "shipped"]
+
+T = TypeVar("T", bound="DataclassInstance")
+
+
+def shipped(kind: str) -> dict[str, Path]:
+    """The files of ``configs/<kind>`` by name, in a checkout or where an installation puts them."""
+    homes = (Path(__file__).parents[1], Path(sysconfig.get_path("data")) / "share" / "weightsync")
+    home = next((home for home in homes if (home / "configs" / kind).is_dir()), homes[0])
+    return {file.stem: file for file in sorted((home / "configs" / kind).glob("*.yaml"))}
+
+
+def find(given: str, field: str, known: Mapping[str, Path]) -> Path:
+    """The file that `given` is the path of, or that is `known` by that name.
+
+    Raises:
+        ConfigError: it is neither; names the nearest.
+    """
+    if given in known:
+        return known[given]
+    path = Path(given)
+    if path.suffix in (".yaml", ".yml") or path.exists():
+        return path
+    raise ConfigError(field, given, f"give a YAML file or a shipped name; {nearest(given, known)}")
+
+
+def load(cls: type[T], given: str, *, field: str, kind: str) -> T:
+    """`cls` from a YAML file, or from the file that is shipped as ``configs/<kind>/<given>.yaml``.
+
+    Raises:
+        ConfigError: there is no such file, or what it says is no `cls`.
+    """
+    path = find(given, field, shipped(kind))
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(field, str(path), f"give a YAML file; {' '.join(str(error).split())}") from error
+    return load_dataclass(cls, data, field=field)

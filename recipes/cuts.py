@@ -1,0 +1,243 @@
+"""From "who takes which part" to a layout: a cut per kind of tensor, a seat per rank, all else in arrays."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.errors import ConfigError
+from weightsync.plan import Layout, TensorMeta
+from weightsync.plan.buffers import Int64
+
+__all__ = ["BEHIND", "Cut", "Kind", "Seat", "deal", "lay_out"]
+
+_NAME = re.compile(
+    r"(?P<home>(?:model\.layers\.(?P<layer>\d+)\.)?(?:\w+\.)*?)"
+    r"(?:experts\.(?P<expert>\d+)\.)?(?P<leaf>\w+)\.(?P<what>\w+)"
+)
+BEHIND = 1 << 30
+"""The layer of what comes after all layers, however many of them are given."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Kind:
+    """Tensors that are alike but for their layer and expert.
+
+    Attributes:
+        leaf, what: the last two parts of their names, as ``q_proj`` and ``weight``.
+        is_expert: they belong to one expert each.
+        meta: the first of them, for shape and dtype.
+        rows: int64[k], their positions in the list of tensors, ascending.
+        layer, expert: int64[k]; layer 0 is also of what comes before the layers, see `BEHIND` for the rest.
+        homes: k prefixes of names, up to the module that they are in, ``experts.N.`` left out.
+    """
+
+    leaf: str
+    what: str
+    is_expert: bool
+    meta: TensorMeta
+    rows: Int64
+    layer: Int64
+    expert: Int64
+    homes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """How the ranks share one kind of tensor, and where in which buffer of a rank its part lies.
+
+    Attributes:
+        parts: into how many equal parts `axis` is cut; ranks take them in turn, or one after
+            another several ranks the same one.
+        size: of a part; the last ones may be shorter or empty. 0 is an exact division.
+        blocks: pieces that a part falls into, `pitch` rows apart in the buffer.
+        buffer: the parameter that it lies in, in its own module; empty if it is one of its own.
+        start: rows of the buffer before it.
+        depth: rows of the buffer per expert, if the experts of a rank are stacked in one parameter.
+        live: the buffer's local shape, without the stack's dimension, on the one kind that declares it.
+    """
+
+    axis: int = 0
+    parts: int = 1
+    size: int = 0
+    blocks: int = 1
+    pitch: int = 0
+    buffer: str = ""
+    start: int = 0
+    depth: int = 0
+    live: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """What one rank takes: place `dense[0]` of `dense[1]` of everything, place `sparse[0]` of `sparse[1]`
+    of each of its experts, and only the layers and experts from the first to before the second number."""
+
+    rank: int
+    dense: tuple[int, int]
+    sparse: tuple[int, int]
+    layers: tuple[int, int] | None = None
+    experts: tuple[int, int] | None = None
+
+
+def deal(count: int, parts: int) -> list[tuple[int, int]]:
+    """`count` things in `parts` runs, as (first, behind the last); the first ones may be longer by one."""
+    each, rest = divmod(count, parts)
+    bounds = [each * part + min(part, rest) for part in range(parts + 1)]
+    return list(itertools.pairwise(bounds))
+
+
+def lay_out(
+    tensors: Sequence[TensorMeta],
+    cut: Callable[[Kind], Cut],
+    seats: Sequence[Seat],
+    num_ranks: int,
+    tied: tuple[tuple[str, str], ...] = (),
+) -> Layout:
+    """The layout of `num_ranks` ranks of which those at `seats` hold something."""
+    columns = _Columns()
+    for kind in _kinds(tensors):
+        how = cut(kind)
+        place = _Place(kind, how, columns)
+        for seat in seats:
+            place.add(seat)
+    return columns.layout(tuple(tensors), num_ranks, tied)
+
+
+def _kinds(tensors: Sequence[TensorMeta]) -> Iterator[Kind]:
+    groups: dict[tuple[object, ...], list[tuple[int, re.Match[str]]]] = {}
+    for number, meta in enumerate(tensors):
+        match = _NAME.fullmatch(meta.name)
+        if match is None:
+            raise ConfigError("tensors", meta.name, "give names such as model.layers.0.mlp.up_proj.weight")
+        key = (match["leaf"], match["what"], match["expert"] is None, meta.shape, meta.dtype)
+        groups.setdefault(key, []).append((number, match))
+    for group in groups.values():
+        number, match = group[0]
+        outside = BEHIND if match["leaf"] in ("norm", "lm_head") else 0
+        yield Kind(
+            leaf=match["leaf"],
+            what=match["what"],
+            is_expert=match["expert"] is not None,
+            meta=tensors[number],
+            rows=np.array([number for number, _ in group], np.int64),
+            layer=np.array([int(m["layer"] or outside) for _, m in group], np.int64),
+            expert=np.array([int(m["expert"] or 0) for _, m in group], np.int64),
+            homes=tuple(m["home"] for _, m in group),
+        )
+
+
+@dataclass(slots=True)
+class _Columns:
+    """What `Layout.from_columns` takes, while it grows."""
+
+    tensor: list[Int64] = field(default_factory=list)
+    rank: list[Int64] = field(default_factory=list)
+    offset: list[Int64] = field(default_factory=list)
+    extent: list[Int64] = field(default_factory=list)
+    buffer: list[Int64] = field(default_factory=list)
+    start: list[Int64] = field(default_factory=list)
+    names: dict[str, int] = field(default_factory=dict)
+    live: list[tuple[int, TensorMeta]] = field(default_factory=list)
+    padding: list[tuple[int, str, int, int]] = field(default_factory=list)
+
+    def layout(
+        self, tensors: tuple[TensorMeta, ...], num_ranks: int, tied: tuple[tuple[str, str], ...]
+    ) -> Layout:
+        empty = np.zeros(0, np.int64)
+        tensor, rank, buffer, start = (
+            np.concatenate([empty, *column]) for column in (self.tensor, self.rank, self.buffer, self.start)
+        )
+        offset, extent = (
+            np.concatenate([np.zeros((0, 2), np.int64), *column]) for column in (self.offset, self.extent)
+        )
+        # Parts of one fused parameter one after another: the order in which an engine is sent them.
+        order = np.lexsort((tensor, rank))
+        return Layout.from_columns(
+            tensors=tensors,
+            num_ranks=num_ranks,
+            tensor=tensor[order].astype(np.int32),
+            rank=rank[order].astype(np.int32),
+            offset=offset[order],
+            extent=extent[order],
+            buffer=buffer[order].astype(np.int32),
+            buffer_names=tuple(self.names),
+            byte_offset=start[order],
+            tied=tied,
+            buffers=tuple(self.live),
+            padding=tuple(self.padding),
+        )
+
+
+class _Place:
+    """One kind of tensor with its cut, put on rank after rank."""
+
+    def __init__(self, kind: Kind, cut: Cut, columns: _Columns) -> None:
+        self._kind, self._cut, self._columns = kind, cut, columns
+        self._names = [
+            self._buffer(home, expert) for home, expert in zip(kind.homes, kind.expert.tolist(), strict=True)
+        ]
+        known = columns.names
+        self._numbers = np.array([known.setdefault(name, len(known)) for name in self._names], np.int64)
+
+    def _buffer(self, home: str, expert: int) -> str:
+        kind, cut = self._kind, self._cut
+        if cut.depth:
+            return f"{home}experts.{cut.buffer}_{kind.what}"
+        inside = f"experts.{expert}." if kind.is_expert else ""
+        return f"{home}{inside}{cut.buffer or kind.leaf}.{kind.what}"
+
+    def add(self, seat: Seat) -> None:
+        kind, cut, columns = self._kind, self._cut, self._columns
+        taken = np.flatnonzero(self._taken(seat))
+        place, places = seat.sparse if kind.is_expert else seat.dense
+        offset, extent, size = self._box(place * cut.parts // places)
+        width = extent[1] * kind.meta.itemsize
+        first = seat.experts[0] if seat.experts else 0
+        base = (cut.start + cut.depth * (kind.expert[taken] - first)) * width
+        if len(taken) and cut.live is not None:
+            self._declare(seat, taken, (size - extent[0]) * width)
+        if not all(extent):
+            return
+        rows = extent[0] // cut.blocks
+        for block in range(cut.blocks):
+            columns.tensor.append(kind.rows[taken])
+            columns.rank.append(np.full(len(taken), seat.rank))
+            columns.offset.append(np.tile((offset[0] + block * rows, offset[1]), (len(taken), 1)))
+            columns.extent.append(np.tile((rows, extent[1]), (len(taken), 1)))
+            columns.buffer.append(self._numbers[taken])
+            columns.start.append(base + block * cut.pitch * width)
+
+    def _taken(self, seat: Seat) -> npt.NDArray[np.bool_]:
+        kind = self._kind
+        taken = np.ones(len(kind.rows), np.bool_)
+        if seat.layers is not None:
+            taken &= (kind.layer >= seat.layers[0]) & (kind.layer < seat.layers[1])
+        if kind.is_expert and seat.experts is not None:
+            taken &= (kind.expert >= seat.experts[0]) & (kind.expert < seat.experts[1])
+        return taken
+
+    def _box(self, part: int) -> tuple[list[int], list[int], int]:
+        """Offset and extent of one part, in two dimensions, and its rows if the tensor did not end before."""
+        cut, shape = self._cut, [*self._kind.meta.shape, 1][:2]
+        size = cut.size or shape[cut.axis] // cut.parts
+        offset, extent = [0, 0], list(shape)
+        offset[cut.axis] = min(part * size, shape[cut.axis])
+        extent[cut.axis] = min(size, shape[cut.axis] - offset[cut.axis])
+        return offset, extent, size if cut.axis == 0 else shape[0]
+
+    def _declare(self, seat: Seat, taken: Int64, missing: int) -> None:
+        kind, cut, columns = self._kind, self._cut, self._columns
+        assert cut.live is not None
+        first, last = seat.experts or (0, int(kind.expert.max()) + 1)
+        shape = (last - first, *cut.live) if cut.depth else cut.live
+        for name in dict.fromkeys(self._names[row] for row in taken.tolist()):
+            meta = TensorMeta(name, kind.meta.dtype, shape)
+            columns.live.append((seat.rank, meta))
+            if missing:
+                columns.padding.append((seat.rank, name, meta.nbytes - missing, missing))

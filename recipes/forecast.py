@@ -1,0 +1,183 @@
+"""What an update would move, and how fast it could be, on hosts that need not be there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from recipes.grids import engine_layout, trainer_layout
+from recipes.hosts import HostSpec
+from recipes.parallel import EngineParallel, Fsdp, Megatron
+from recipes.recipe import MoeSpec, Recipe
+from recipes.shapes import MixtureShape, ModelShape, checkpoint_tensors
+from weightsync.config import SyncConfig
+from weightsync.errors import ConfigError
+from weightsync.plan import Cluster, Explanation, Layout, Members, TensorMeta, make_plan
+
+__all__ = ["Scene", "forecast", "recipe_scene"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """Who would take part.
+
+    Attributes:
+        engine: each of `num_engines`.
+        apart: engines have GPUs of their own, behind the trainers'; else both share GPUs, from the first on.
+        offloaded: trainers publish into host memory.
+        cluster: its name and its hosts, which are filled one after another; None gives no times.
+    """
+
+    name: str
+    model: ModelShape
+    trainers: Fsdp | Megatron
+    engine: EngineParallel
+    num_engines: int = 1
+    apart: bool = False
+    offloaded: bool = False
+    cluster: tuple[str, HostSpec] | None = None
+    sync: SyncConfig = field(default_factory=SyncConfig)
+
+    def __post_init__(self) -> None:
+        if self.num_engines < 1:
+            raise ConfigError("--engines", self.num_engines, "give at least 1")
+
+    def members(self) -> Members:
+        """One holder for each GPU."""
+        num_trainers, num_ranks = self.trainers.num_ranks, self.engine.num_ranks
+        first = num_trainers if self.apart else 0
+        num_holders = max(num_trainers, first + self.num_engines * num_ranks)
+        starts = range(first, first + self.num_engines * num_ranks, num_ranks)
+        engines = tuple(
+            (f"engine-{number}", tuple(range(start, start + num_ranks)))
+            for number, start in enumerate(starts)
+        )
+        return Members(num_holders, tuple(range(num_trainers)), engines)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sides:
+    """The scene's layouts: what every way of moving is planned from."""
+
+    scene: Scene
+    members: Members
+    source: Layout
+    engines: Mapping[str, Layout]
+
+
+def recipe_scene(recipe: Recipe, cluster: tuple[str, HostSpec] | None, *, offloaded: bool) -> Scene:
+    """What `recipe` would run. Its engines have one rank each."""
+    spec = recipe.model
+    shape = ModelShape(
+        hidden_size=spec.hidden_size,
+        num_hidden_layers=spec.num_hidden_layers,
+        num_attention_heads=spec.num_attention_heads,
+        num_key_value_heads=spec.num_key_value_heads,
+        head_dim=spec.head_dim,
+        intermediate_size=spec.intermediate_size,
+        vocab_size=spec.vocab_size,
+        tie_word_embeddings=spec.tie_word_embeddings,
+        qk_norm=True,
+        moe=_mixture(spec.moe),
+        dtype="float32",
+    )
+    return Scene(
+        name=recipe.name,
+        model=shape,
+        trainers=Fsdp(recipe.trainers.count),
+        engine=EngineParallel(),
+        num_engines=len(recipe.engine_specs),
+        apart=recipe.placement == "disaggregated",
+        offloaded=offloaded,
+        cluster=cluster,
+        sync=recipe.sync,
+    )
+
+
+def _mixture(spec: MoeSpec | None) -> MixtureShape | None:
+    if spec is None:
+        return None
+    return MixtureShape(num_experts=spec.num_experts, intermediate_size=spec.intermediate_size)
+
+
+def forecast(scene: Scene) -> str:
+    """Who takes part, then a section for each way of moving the weights.
+
+    Raises:
+        ConfigError: the model cannot be cut as the scene wants, or the limits of `sync` are too small.
+    """
+    tensors = checkpoint_tensors(scene.model)
+    members = scene.members()
+    engine = engine_layout(tensors, scene.model, scene.engine)
+    sides = _Sides(
+        scene,
+        members,
+        trainer_layout(tensors, scene.model, scene.trainers),
+        {name: engine for name, _ in members.engines},
+    )
+    lines = [
+        f"{scene.name}: {_parameters(scene.model, tensors)}",
+        f"{_ranks(scene)}, on {members.num_holders} GPUs{_on_hosts(scene, members)}",
+    ]
+    return "\n".join([*lines, "", "broadcast", *(f"  {line}" for line in _broadcast(sides))])
+
+
+def _broadcast(sides: _Sides) -> list[str]:
+    scene, sync = sides.scene, sides.scene.sync
+    plan = make_plan(
+        sides.source,
+        sides.engines,
+        sides.members,
+        bucket_bytes=sync.bucket_bytes,
+        max_staging_bytes=sync.max_staging_bytes,
+        slots=sync.num_slots,
+    )
+    if scene.cluster is None:
+        return str(plan.explain()).splitlines()
+    name, host = scene.cluster
+    from_host = host.host.gb_per_s if scene.offloaded else None
+    shown = plan.explain(Cluster(name, host.nvlink.gb_per_s, from_host))
+    return [*str(shown).splitlines(), *_between_hosts(shown, host)]
+
+
+def _parameters(model: ModelShape, tensors: Sequence[TensorMeta]) -> str:
+    numel = sum(meta.numel for meta in tensors)
+    count = f"{numel / 1e9:.2f} billion" if numel >= 1e9 else f"{numel / 1e6:.2f} million"
+    published = f", published {model.published_billions:g}" if model.published_billions else ""
+    return f"{len(tensors)} tensors of {model.dtype}, {count} parameters{published}"
+
+
+def _ranks(scene: Scene) -> str:
+    engines = "1 engine" if scene.num_engines == 1 else f"{scene.num_engines} engines"
+    return f"{scene.trainers.num_ranks} trainer ranks, {engines} of {scene.engine.num_ranks} ranks"
+
+
+def _on_hosts(scene: Scene, members: Members) -> str:
+    if scene.cluster is None:
+        return ""
+    name, host = scene.cluster
+    rates = ", ".join(
+        f"{what} {rate.gb_per_s:g} GB/s ({rate.source})"
+        for what, rate in (("NVLink", host.nvlink), ("host", host.host), ("NIC", host.nic))
+    )
+    num_hosts = host.num_hosts(members.num_holders)
+    return f" in {num_hosts} {'host' if num_hosts == 1 else 'hosts'}\n{name}, per GPU: {host.gpu}, {rates}"
+
+
+def _between_hosts(shown: Explanation, host: HostSpec) -> list[str]:
+    """A host takes each byte that it lacks once at least, and gives what others lack, over all its NICs."""
+    num_hosts = host.num_hosts(max(*shown.sent, *shown.received) + 1)
+    if num_hosts == 1:
+        return []
+    sent, total = [0] * num_hosts, sum(shown.sent.values())
+    for holder, nbytes in shown.sent.items():
+        sent[holder // host.gpus_per_host] += nbytes
+    takers = {holder // host.gpus_per_host for holder in shown.received}
+    into = max(total - sent[taker] for taker in takers)
+    out = max(sent[giver] for giver in range(num_hosts) if takers - {giver})
+    seconds = max(into, out) / (host.gpus_per_host * host.nic.gb_per_s * 1e9)
+    shown_time = f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+    return [
+        f"between {num_hosts} hosts: floor {shown_time}; {into / 1e9:.2f} GB into one of them, "
+        f"{out / 1e9:.2f} GB out of one, through {host.gpus_per_host} NICs"
+    ]

@@ -1,0 +1,52 @@
+"""What the hosts of a cluster can move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from weightsync.config import check_fields
+from weightsync.errors import ConfigError
+
+__all__ = ["HostSpec", "Rate"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rate:
+    """A bandwidth in 1e9 bytes per second, and whether it was measured or is the datasheet's."""
+
+    gb_per_s: float
+    source: Literal["measured", "datasheet"]
+
+    def __post_init__(self) -> None:
+        check_fields(self, field="cluster")
+        if not self.gb_per_s > 0:
+            raise ConfigError("cluster: gb_per_s", self.gb_per_s, "give a number above 0")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostSpec:
+    """One of the equal hosts of a cluster; rates are per GPU, and per direction where there are two.
+
+    Attributes:
+        hbm: of the GPU's memory, read and written bytes together.
+        nvlink: to the other GPUs of the host.
+        host: between the host's memory and the GPU.
+        nic: from the GPU to other hosts.
+    """
+
+    gpu: str
+    gpus_per_host: int
+    hbm: Rate
+    nvlink: Rate
+    host: Rate
+    nic: Rate
+
+    def __post_init__(self) -> None:
+        check_fields(self, field="cluster")
+        if self.gpus_per_host < 1:
+            raise ConfigError("cluster.gpus_per_host", self.gpus_per_host, "give at least 1")
+
+    def num_hosts(self, num_gpus: int) -> int:
+        """Hosts that so many GPUs fill, the last perhaps in part."""
+        return -(-num_gpus // self.gpus_per_host)

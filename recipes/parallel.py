@@ -1,0 +1,113 @@
+"""How many ranks a side has and what they share out, as it is spelled on the command line."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from weightsync.errors import ConfigError, nearest
+
+__all__ = ["EngineParallel", "Fsdp", "Megatron", "parse_engine", "parse_trainers"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fsdp:
+    """Each tensor cut by rows over `shards` ranks, and that `replicas` times (HSDP)."""
+
+    shards: int
+    replicas: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.shards * self.replicas
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Megatron:
+    """Ranks in Megatron's order: tensor parallel innermost, then data parallel, then pipeline stages.
+
+    Experts are dealt whole to `ep` of the tp x dp ranks of a stage and repeated over the others;
+    with an `ep` of 1, each is cut over `tp` ranks like a dense MLP.
+    """
+
+    tp: int = 1
+    ep: int = 1
+    pp: int = 1
+    dp: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tp * self.dp % self.ep:
+            raise ConfigError("--trainers ep", self.ep, f"give a divisor of tp x dp, {self.tp * self.dp}")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.dp * self.pp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineParallel:
+    """One engine of `dp` x `tp` ranks: `dp` copies of everything but experts, each cut over `tp`.
+
+    Experts are dealt to `ep` groups of ranks and cut over the ranks of each. That is vLLM's way with an
+    `ep` of 1 (experts cut over all ranks) or dp x tp (whole experts).
+    """
+
+    tp: int = 1
+    ep: int = 1
+    dp: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_ranks % self.ep:
+            raise ConfigError("--engine ep", self.ep, f"give a divisor of tp x dp, {self.num_ranks}")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.dp
+
+
+def parse_trainers(text: str) -> Fsdp | Megatron:
+    """``fsdp=8``, ``hsdp=4x8`` (4 replicas of 8 shards) or ``tp=8,ep=8,pp=2,dp=1``, any part left out.
+
+    Raises:
+        ConfigError: an unknown key, one given twice, or a number that is none.
+    """
+    pairs = _pairs("--trainers", text, ("fsdp", "hsdp", "tp", "ep", "pp", "dp"))
+    alone = next((key for key in ("fsdp", "hsdp") if key in pairs), None)
+    if alone and len(pairs) > 1:
+        raise ConfigError("--trainers", text, f"give {alone} alone, or tp, ep, pp and dp")
+    if alone == "fsdp":
+        return Fsdp(_count("--trainers fsdp", pairs["fsdp"]))
+    if alone == "hsdp":
+        replicas, _, shards = pairs["hsdp"].partition("x")
+        if not shards:
+            raise ConfigError("--trainers hsdp", pairs["hsdp"], "give replicas x shards, such as 4x8")
+        return Fsdp(_count("--trainers hsdp", shards), _count("--trainers hsdp", replicas))
+    return Megatron(**{key: _count(f"--trainers {key}", value) for key, value in pairs.items()})
+
+
+def parse_engine(text: str) -> EngineParallel:
+    """``tp=8``, ``tp=8,ep=8`` or ``tp=8,dp=2,ep=16``, any part left out.
+
+    Raises:
+        ConfigError: an unknown key, one given twice, or a number that is none.
+    """
+    pairs = _pairs("--engine", text, ("tp", "ep", "dp"))
+    return EngineParallel(**{key: _count(f"--engine {key}", value) for key, value in pairs.items()})
+
+
+def _pairs(field: str, text: str, known: tuple[str, ...]) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for part in text.split(","):
+        key, equals, value = part.partition("=")
+        if key not in known:
+            raise ConfigError(field, part, f"give key=number, separated by commas; {nearest(key, known)}")
+        if not equals or key in pairs:
+            raise ConfigError(field, text, f"give {key} once, with a number: {key}=8")
+        pairs[key] = value
+    return pairs
+
+
+def _count(field: str, text: str) -> int:
+    if not re.fullmatch(r"[1-9]\d{0,6}", text, re.ASCII):
+        raise ConfigError(field, text, "give a whole number of at least 1")
+    return int(text)

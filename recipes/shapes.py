@@ -1,0 +1,181 @@
+"""The tensors of a model's checkpoint, by formula from the few numbers of its config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from weightsync.config import check_fields
+from weightsync.errors import ConfigError, nearest
+from weightsync.plan import ITEMSIZE, TensorMeta
+
+__all__ = ["MixtureShape", "MlaShape", "ModelShape", "checkpoint_tensors"]
+
+_Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MlaShape:
+    """Multi-head latent attention: queries, keys and values through two small ranks."""
+
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    def __post_init__(self) -> None:
+        check_fields(self, field="model.mla")
+        for name in self.__slots__:
+            _at_least(1, getattr(self, name), f"model.mla.{name}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MixtureShape:
+    """Experts, in all layers but the first `first_k_dense`.
+
+    Attributes:
+        intermediate_size: of one expert.
+        num_shared_experts: experts that take every token; they are one MLP of so many times the size.
+        router_bias: the router has a float32 `e_score_correction_bias`, a buffer and no parameter.
+    """
+
+    num_experts: int
+    intermediate_size: int
+    num_shared_experts: int = 0
+    first_k_dense: int = 0
+    router_bias: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, field="model.moe")
+        for name in ("num_experts", "intermediate_size"):
+            _at_least(1, getattr(self, name), f"model.moe.{name}")
+        for name in ("num_shared_experts", "first_k_dense"):
+            _at_least(0, getattr(self, name), f"model.moe.{name}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """A decoder of the families Qwen3, Qwen3-MoE, GLM4-MoE or DeepSeek-V3, as transformers names its tensors.
+
+    Attributes:
+        num_key_value_heads, head_dim: of grouped-query attention; unused with `mla`.
+        intermediate_size: of the dense MLPs; unused where all layers have experts.
+        attention_bias: on the query, key and value projections.
+        published_billions: parameters that the model's authors state, 0 if they state none.
+    """
+
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    vocab_size: int
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    intermediate_size: int = 0
+    tie_word_embeddings: bool = False
+    qk_norm: bool = False
+    attention_bias: bool = False
+    mla: MlaShape | None = None
+    moe: MixtureShape | None = None
+    dtype: str = "bfloat16"
+    published_billions: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields(self, field="model")
+        needed = ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
+        needed += [] if self.mla else ["num_key_value_heads", "head_dim"]
+        needed += ["intermediate_size"] if self.num_dense_layers else []
+        for name in needed:
+            _at_least(1, getattr(self, name), f"model.{name}")
+        if not self.mla and self.num_attention_heads % self.num_key_value_heads:
+            remedy = f"give a multiple of model.num_key_value_heads, {self.num_key_value_heads}"
+            raise ConfigError("model.num_attention_heads", self.num_attention_heads, remedy)
+        if self.dtype not in ITEMSIZE:
+            raise ConfigError("model.dtype", self.dtype, nearest(self.dtype, ITEMSIZE))
+
+    @property
+    def num_dense_layers(self) -> int:
+        """Layers, the first ones, that have a dense MLP."""
+        return self.num_hidden_layers if self.moe is None else self.moe.first_k_dense
+
+    @property
+    def tied(self) -> tuple[tuple[str, str], ...]:
+        """(alias, canonical) pairs, as `Layout` has them."""
+        return (("lm_head.weight", "model.embed_tokens.weight"),) if self.tie_word_embeddings else ()
+
+
+def checkpoint_tensors(model: ModelShape) -> tuple[TensorMeta, ...]:
+    """Every tensor by its name in a Hugging Face checkpoint, each expert's by itself, in layer order.
+
+    The names and shapes are those of transformers' Qwen3, Qwen3Moe, Glm4Moe and DeepseekV3 models,
+    without layers for multi-token prediction and without scales of quantised checkpoints.
+    """
+    vocab = (model.vocab_size, model.hidden_size)
+    dense = _layer(model, None) if model.num_dense_layers else []
+    sparse = _layer(model, model.moe)
+    named: list[tuple[str, _Shape]] = [("model.embed_tokens.weight", vocab)]
+    for layer in range(model.num_hidden_layers):
+        kind = dense if layer < model.num_dense_layers else sparse
+        named += [(f"model.layers.{layer}.{name}", shape) for name, shape in kind]
+    named.append(("model.norm.weight", vocab[1:]))
+    named += [] if model.tie_word_embeddings else [("lm_head.weight", vocab)]
+    return tuple(
+        TensorMeta(name, "float32" if name.endswith("e_score_correction_bias") else model.dtype, shape)
+        for name, shape in named
+    )
+
+
+def _layer(model: ModelShape, moe: MixtureShape | None) -> list[tuple[str, _Shape]]:
+    hidden = model.hidden_size
+    attention = _attention(model) if model.mla is None else _latent_attention(model, model.mla)
+    return [
+        *((f"self_attn.{name}", shape) for name, shape in attention),
+        *(_mlp("mlp", hidden, model.intermediate_size) if moe is None else _mixture(moe, hidden)),
+        ("input_layernorm.weight", (hidden,)),
+        ("post_attention_layernorm.weight", (hidden,)),
+    ]
+
+
+def _attention(model: ModelShape) -> Iterator[tuple[str, _Shape]]:
+    queries = model.num_attention_heads * model.head_dim
+    keys = model.num_key_value_heads * model.head_dim
+    for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+        yield f"{name}.weight", (rows, model.hidden_size)
+        if model.attention_bias:
+            yield f"{name}.bias", (rows,)
+    yield "o_proj.weight", (model.hidden_size, queries)
+    if model.qk_norm:
+        yield "q_norm.weight", (model.head_dim,)
+        yield "k_norm.weight", (model.head_dim,)
+
+
+def _latent_attention(model: ModelShape, mla: MlaShape) -> Iterator[tuple[str, _Shape]]:
+    heads, hidden = model.num_attention_heads, model.hidden_size
+    yield "q_a_proj.weight", (mla.q_lora_rank, hidden)
+    yield "q_a_layernorm.weight", (mla.q_lora_rank,)
+    yield "q_b_proj.weight", (heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), mla.q_lora_rank)
+    yield "kv_a_proj_with_mqa.weight", (mla.kv_lora_rank + mla.qk_rope_head_dim, hidden)
+    yield "kv_a_layernorm.weight", (mla.kv_lora_rank,)
+    yield "kv_b_proj.weight", (heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank)
+    yield "o_proj.weight", (hidden, heads * mla.v_head_dim)
+
+
+def _mixture(moe: MixtureShape, hidden: int) -> Iterator[tuple[str, _Shape]]:
+    yield "mlp.gate.weight", (moe.num_experts, hidden)
+    if moe.router_bias:
+        yield "mlp.gate.e_score_correction_bias", (moe.num_experts,)
+    for expert in range(moe.num_experts):
+        yield from _mlp(f"mlp.experts.{expert}", hidden, moe.intermediate_size)
+    if moe.num_shared_experts:
+        yield from _mlp("mlp.shared_experts", hidden, moe.num_shared_experts * moe.intermediate_size)
+
+
+def _mlp(at: str, hidden: int, inter: int) -> Iterator[tuple[str, _Shape]]:
+    yield f"{at}.gate_proj.weight", (inter, hidden)
+    yield f"{at}.up_proj.weight", (inter, hidden)
+    yield f"{at}.down_proj.weight", (hidden, inter)
+
+
+def _at_least(least: int, value: int, name: str) -> None:
+    if value < least:
+        raise ConfigError(name, value, f"give at least {least}")
