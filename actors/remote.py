@@ -13,12 +13,13 @@ from weightsync.errors import ConfigError, PeerError, PeerLostError, WeightSyncE
 
 if TYPE_CHECKING:
     from weightsync.buffers import Attached, Export
+    from weightsync.device_memory import DeviceHandle
     from weightsync.faults import Fault
     from weightsync.feed import FeedTicket
     from weightsync.keeper import Label, Share
     from weightsync.memory import BufferHandle
-    from weightsync.plan import Plan, RankLayout
-    from weightsync.prepared import Group, Prepared
+    from weightsync.plan import Plan, RankLayout, Reads
+    from weightsync.prepared import Group, Prepared, Way
     from weightsync.readers import Offer
     from weightsync.refill import Kept, Refilled
     from weightsync.verify import Digests
@@ -143,8 +144,11 @@ class RemoteHolder(_Remote):
     async def warm_up(self, trainer: Export | None, engine: Export | None, timeout_s: float) -> None:
         await self._call("warm_up", trainer, engine, timeout_s)
 
-    async def move(self, attempt: int, feeding: bool, timeout_s: float) -> float:
-        seconds: float = await self._call("move", attempt, feeding, timeout_s)
+    async def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
+        await self._call("route", reads, memory)
+
+    async def move(self, attempt: int, feeding: bool, way: Way, timeout_s: float) -> float:
+        seconds: float = await self._call("move", attempt, feeding, way, timeout_s)
         return seconds
 
     async def abort(self, cause: str) -> None:

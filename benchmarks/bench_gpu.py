@@ -37,8 +37,17 @@ from benchmarks.gpu_bare import bare_rates
 from benchmarks.gpu_fleet import Fleet, start_fleet
 from benchmarks.isolate import emit, run_part
 from benchmarks.models import model_of
-from benchmarks.updates import Round, WrongWeightsError, config, new_version, timed_rounds, update_row
-from weightsync import WeightSync
+from benchmarks.updates import (
+    MODES,
+    Mode,
+    Round,
+    WrongWeightsError,
+    config,
+    new_version,
+    timed_rounds,
+    update_row,
+)
+from weightsync import SyncConfig, WeightSync
 from weightsync.errors import WeightSyncError
 
 __all__ = ["main"]
@@ -80,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--world", type=int, nargs="+", help="numbers of GPUs (all)")
     parser.add_argument("--placement", nargs="+", default=["colocated"], choices=_PLACEMENTS)
     parser.add_argument("--source", nargs="+", default=["device", "host"], choices=["device", "host"])
+    parser.add_argument("--mode", nargs="+", default=["auto"], choices=MODES)
     parser.add_argument("--bucket-mib", type=int, nargs="+", default=[256])
     parser.add_argument("--slots", type=int, nargs="+", default=[2])
     parser.add_argument("--model", default="llama", choices=["8b", "llama", "moe", "moe-stacked", "tiny"])
@@ -101,7 +111,7 @@ _PLACEMENTS = ("colocated", "disaggregated")
 def _parts(args: argparse.Namespace, worlds: Sequence[int], *, cpu: bool) -> Iterator[dict[str, Any]]:
     """What each process measures."""
     common = {"gib": args.gib, "layers": args.layers, "rounds": args.rounds, "cpu": cpu}
-    common |= {"bucket_mib": args.bucket_mib, "slots": args.slots}
+    common |= {"mode": args.mode, "bucket_mib": args.bucket_mib, "slots": args.slots}
     for world in worlds:
         if world > 1 and not (args.no_bare or cpu):
             yield {"kind": "bare", "world": world, **common}
@@ -111,7 +121,7 @@ def _parts(args: argparse.Namespace, worlds: Sequence[int], *, cpu: bool) -> Ite
             fleet = {"world": world, "source": source, "placement": placement, **common}
             yield {"kind": "matrix", "model": args.model, **fleet}
         fleet = {"world": world, "source": args.source[0], "placement": args.placement[0], **common}
-        fleet |= {"bucket_mib": args.bucket_mib[:1], "slots": args.slots[:1]}
+        fleet |= {"mode": args.mode[:1], "bucket_mib": args.bucket_mib[:1], "slots": args.slots[:1]}
         if args.empty:
             yield {"kind": "empty", "model": "tiny", **fleet, "rounds": max(args.rounds, 30)}
         if args.long:
@@ -127,8 +137,8 @@ def _run_part(spec: Mapping[str, Any]) -> None:
                 emit({"table": "one bucket", **row})
             return
         fleet = _fleet(spec, gpus)
-        for bucket_mib, num_slots in itertools.product(spec["bucket_mib"], spec["slots"]):
-            emit(_case(spec, fleet, bucket_mib, num_slots))
+        for setting in itertools.product(spec["bucket_mib"], spec["slots"], spec["mode"]):
+            emit(_case(spec, fleet, *setting))
         fleet.close()
     finally:
         ray.shutdown()
@@ -147,7 +157,9 @@ def _fleet(spec: Mapping[str, Any], gpus: Sequence[str]) -> Fleet:
     return fleet
 
 
-def _case(spec: Mapping[str, Any], fleet: Fleet, bucket_mib: int, num_slots: int) -> dict[str, object]:
+def _case(
+    spec: Mapping[str, Any], fleet: Fleet, bucket_mib: int, num_slots: int, mode: Mode
+) -> dict[str, object]:
     row: dict[str, object] = {
         "table": {"matrix": "update_weights", "empty": "control", "long": "many updates"}[spec["kind"]],
         "model": spec["model"],
@@ -156,18 +168,19 @@ def _case(spec: Mapping[str, Any], fleet: Fleet, bucket_mib: int, num_slots: int
         "world": spec["world"],
         "bucket MiB": bucket_mib,
         "slots": num_slots,
+        "mode": mode,
     }
     try:
-        return row | _measure(spec, fleet, bucket_mib, num_slots)
+        return row | _measure(spec, fleet, config(bucket_mib, num_slots, mode))
     except (WrongWeightsError, WeightSyncError) as error:
         return row | {"failed": f"{type(error).__name__}: {error}"}
 
 
-def _measure(spec: Mapping[str, Any], fleet: Fleet, bucket_mib: int, num_slots: int) -> dict[str, object]:
+def _measure(spec: Mapping[str, Any], fleet: Fleet, settings: SyncConfig) -> dict[str, object]:
     before = fleet.used()
     rounds: list[Round] = []
     extra: dict[str, object] = {}
-    with WeightSync(config(bucket_mib, num_slots)) as sync:
+    with WeightSync(settings) as sync:
         sync.register_trainers(fleet.trainers)
         sync.register_engines({"engine": fleet.front})
         sync.connect()

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import tempfile
 import time
@@ -44,7 +45,18 @@ from benchmarks.isolate import emit, run_part
 from benchmarks.models import model_of
 from benchmarks.peer_checkpoint_engine import CheckpointEngine, start_checkpoint_engine
 from benchmarks.peer_vllm import VllmTrainer, VllmUnderTest, save_config
-from benchmarks.updates import Round, applied, check, config, new_version, spread, timed_rounds, update_row
+from benchmarks.updates import (
+    MODES,
+    Mode,
+    Round,
+    applied,
+    check,
+    config,
+    new_version,
+    spread,
+    timed_rounds,
+    update_row,
+)
 from weightsync import SyncReport, WeightSync
 from weightsync.errors import WeightSyncError
 
@@ -96,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--slots", type=int, nargs="+", default=[2], help="ours; more than one: after another"
     )
+    parser.add_argument("--mode", nargs="+", default=["auto"], choices=MODES, help="ours, likewise")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--part-timeout", type=float, default=240, help="seconds for each comparison")
     parser.add_argument("--json", type=Path)
@@ -103,7 +116,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _parts(args: argparse.Namespace, num_gpus: int, notes: list[str]) -> Iterator[dict[str, Any]]:
-    common = {"rounds": args.rounds, "bucket_mib": args.bucket_mib, "slots": args.slots}
+    common = {"rounds": args.rounds, "bucket_mib": args.bucket_mib}
+    common |= {"settings": [*itertools.product(args.mode, args.slots)]}
     for peer in args.only:
         if importlib.util.find_spec(_PACKAGE[peer]) is None:
             notes.append(f"{peer}: not installed, left out")
@@ -149,7 +163,7 @@ def _checkpoint_engine(spec: Mapping[str, Any], gpus: Sequence[str]) -> None:
     ours: list[Round] = []
     theirs: list[dict[str, float]] = []
     try:
-        with _connected(fleet, spec["bucket_mib"], spec["slots"][0]) as sync:
+        with _connected(fleet, spec["bucket_mib"], *spec["settings"][0]) as sync:
             for each in timed_rounds(sync, fleet, spec["rounds"], _NUM_WARM):
                 ours.append(each)
                 theirs.append(_their_round(peer))
@@ -157,7 +171,7 @@ def _checkpoint_engine(spec: Mapping[str, Any], gpus: Sequence[str]) -> None:
         print(f"ours: given up after {len(ours)} rounds: {error}", flush=True)
     theirs += [_their_round(peer) for _ in range(spec["rounds"] - len(theirs))]
     if ours:
-        emit(row | ours_named | {"slots": spec["slots"][0]} | update_row(ours))
+        emit(row | ours_named | _setting(*spec["settings"][0]) | update_row(ours))
     total = spread("total", [sum(phases.values()) for phases in theirs])
     phases = [spread(name, [taken[name] for taken in theirs]) for name in ("register", "gather", "update")]
     nbytes = sum(tensor.nbytes for tensor in model)
@@ -166,14 +180,18 @@ def _checkpoint_engine(spec: Mapping[str, Any], gpus: Sequence[str]) -> None:
     named = {"system": "checkpoint-engine", "bucket": f"{best:g} GB", "GB": nbytes / 1e9, "GB/s": rate}
     emit(row | named | merged | {"sweep s": {str(size): seconds for size, seconds in sizes.items()}})
     peer.close()
-    for slots in spec["slots"][1:]:
-        with _connected(fleet, spec["bucket_mib"], slots) as sync:
+    for setting in spec["settings"][1:]:
+        with _connected(fleet, spec["bucket_mib"], *setting) as sync:
             again = list(timed_rounds(sync, fleet, spec["rounds"], _NUM_WARM))
-        emit(row | ours_named | {"slots": slots} | update_row(again))
+        emit(row | ours_named | _setting(*setting) | update_row(again))
 
 
-def _connected(fleet: Fleet, bucket_mib: int, slots: int) -> WeightSync:
-    sync = WeightSync(config(bucket_mib, slots))
+def _setting(mode: Mode, slots: int) -> dict[str, object]:
+    return {"mode": mode, "slots": slots}
+
+
+def _connected(fleet: Fleet, bucket_mib: int, mode: Mode, slots: int) -> WeightSync:
+    sync = WeightSync(config(bucket_mib, slots, mode))
     sync.register_trainers(fleet.trainers)
     sync.register_engines({"engine": fleet.front})
     sync.connect()
@@ -205,7 +223,8 @@ def _vllm(spec: Mapping[str, Any], gpus: Sequence[str]) -> None:
         gpu = gpus[1] if backend == "nccl" else gpus[0]
         engine = spawn(VllmUnderTest, directory, model, options, gpu=gpu, env=env)
         ray.get([engine.info.remote(), trainer.used.remote()])  # started
-        with WeightSync(config(spec["bucket_mib"], spec["slots"][0])) as sync:
+        mode, slots = spec["settings"][0]
+        with WeightSync(config(spec["bucket_mib"], slots, mode)) as sync:
             sync.register_trainers([trainer])
             sync.register_engines({"vllm": engine})
             ways = _ours(sync) | _theirs(backend, trainer, engine)

@@ -7,12 +7,15 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from benchmarks.gpu_fleet import Fleet
 from weightsync import SyncConfig, SyncReport, WeightSync
 
 __all__ = [
+    "MODES",
     "PHASES",
+    "Mode",
     "WrongWeightsError",
     "applied",
     "check",
@@ -27,6 +30,9 @@ PHASES = ("publish", "pause", "move", "verify", "commit")
 _APPLIED = ("pause", "move", "verify")
 
 _versions = itertools.count(1)
+
+Mode = Literal["auto", "broadcast"]
+MODES: tuple[Mode, ...] = ("auto", "broadcast")
 
 
 class WrongWeightsError(RuntimeError):
@@ -47,9 +53,10 @@ def new_version() -> int:
     return next(_versions)
 
 
-def config(bucket_mib: int, num_slots: int) -> SyncConfig:
+def config(bucket_mib: int, num_slots: int, mode: Mode = "auto") -> SyncConfig:
     """Buckets as asked; limits wide enough for the largest of them."""
     return SyncConfig(
+        mode=mode,
         bucket_bytes=bucket_mib << 20,
         num_slots=num_slots,
         max_staging_bytes=16 << 30,
@@ -87,6 +94,7 @@ def update_row(rounds: Sequence[Round]) -> dict[str, object]:
     row["GB"] = reports[0].nbytes / 1e9
     row["GB/s"] = reports[0].nbytes / statistics.median(total) / 1e9
     row["buckets"] = reports[0].num_buckets
+    row["route"] = ", ".join(sorted(set(reports[0].routes.values())))
     row["last report"] = reports[-1].to_dict()
     return row
 

@@ -195,8 +195,9 @@ class SyncConfig:
     """How weights are moved. ``SyncConfig()`` is a good start.
 
     Attributes:
-        mode: how bytes travel: ``broadcast`` sends whole tensors, which any engine takes; ``auto``
-            takes the best there is, which so far is broadcast.
+        mode: how bytes travel: ``broadcast`` sends whole tensors, which any engine takes; ``direct``
+            has each engine's GPU read its own part out of the trainers' memory, which must be on GPUs
+            of the same host, and is refused where an engine cannot; ``auto`` chooses for each engine.
         transport: between holders: ``nccl`` between GPUs, ``gloo`` between hosts' memories; ``auto``
             takes nccl where every trainer and engine has a GPU.
         bucket_bytes: bytes that travel as one message.
@@ -222,7 +223,7 @@ class SyncConfig:
         ConfigError: naming the field, as ``sync.<field>``.
     """
 
-    mode: Literal["auto", "broadcast"] = "auto"
+    mode: Literal["auto", "broadcast", "direct"] = "auto"
     transport: Literal["auto", "gloo", "nccl"] = "auto"
     bucket_bytes: Size = 256 << 20
     num_slots: int = 2

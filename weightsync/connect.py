@@ -15,6 +15,7 @@ from weightsync.fold import Fold
 from weightsync.image import image_layout
 from weightsync.peers import Fleet, HolderPeer
 from weightsync.plan import Layout, Members, Plan, make_plan
+from weightsync.router import Router
 
 if TYPE_CHECKING:
     from weightsync.buffers import Attached
@@ -45,6 +46,7 @@ class Connection:
         folds: per engine, how its ranks' digests add up.
         in_place: trainers' memory is read in place, so that it may change once it was moved.
         images: of engines whose memory their holders write, if nothing else is kept: see `Image`.
+        router: which engines read the trainers' memory.
         layouts: what each engine said; one that is to take part later has to say the same as one of them.
         seconds: of each phase.
     """
@@ -54,6 +56,7 @@ class Connection:
     folds: dict[str, Fold]
     in_place: bool
     images: dict[str, Image]
+    router: Router
     layouts: Mapping[str, Sequence[RankLayout]]
     seconds: Mapping[str, float]
 
@@ -116,11 +119,14 @@ async def connect(fleet: Fleet, config: SyncConfig, epoch: int) -> Connection:
             for i, holder in enumerate(fleet.holders)
         }
         (await gather_named(warm_ups, "warm-up", timeout_s + GRACE_S)).require()
+        router = Router(fleet, config, plan, layouts.trainers, [each.export for each in attached.values()])
+        for name, ranks in served.items():
+            await router.add(name, layouts.engines[name], [each.export for each in ranks])
     for seat in fleet.live().values():
         seat.attached = True
     content, in_place = plan.content(), any(read.values())
     images = _images(content, layouts.engines, served) if in_place else {}
-    return Connection(plan, content, folds, in_place, images, layouts.engines, clock.seconds)
+    return Connection(plan, content, folds, in_place, images, router, layouts.engines, clock.seconds)
 
 
 def _images(
@@ -242,6 +248,7 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     connection.images.pop(name, None)
     if image and len(links) == len(holders):
         connection.images[name] = image
+    await connection.router.add(name, layouts, [each.export for each in attached])
     seat.attached = True
 
 

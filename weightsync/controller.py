@@ -19,6 +19,7 @@ from weightsync.errors import ConfigError, PeerLostError, StateError, WeightSync
 from weightsync.keeping import Keeping
 from weightsync.peers import EngineSeat, Fleet, HolderPeer
 from weightsync.plan import Plan
+from weightsync.prepared import Way
 from weightsync.refill import Refilled
 from weightsync.refiller import Refiller
 from weightsync.report import SyncReport
@@ -234,16 +235,16 @@ class Controller:
         seats = {name: self._fleet.engines[name] for name in takers}
         fed = {holder for seat in seats.values() for holder in seat.holders}
 
-        async def move(index: int, holder: HolderPeer) -> float:
+        async def move(index: int, holder: HolderPeer, way: Way) -> float:
             try:
-                return await holder.move(attempt, index in fed, timeout_s)
+                return await holder.move(attempt, index in fed, way, timeout_s)
             except PeerLostError as error:
                 await self._abort(str(error))
                 raise
 
         assert self._connection is not None
-        members = self._fleet.holders[: self._connection.plan.members.num_holders]
-        moves = {f"holder {i}": move(i, holder) for i, holder in enumerate(members)}
+        ways = self._connection.router.ways({name: seat.holders for name, seat in seats.items()})
+        moves = {f"holder {i}": move(i, self._fleet.holders[i], way) for i, way in ways.items()}
         loaded, moved = await asyncio.gather(
             self.crew.ask(seats, "move", lambda peer: peer.load(attempt, timeout_s), self.crew.drop),
             gather_named(moves, "move", timeout_s + GRACE_S),
@@ -281,6 +282,7 @@ class Controller:
             num_buckets=plan.num_buckets,
             epoch=plan.epoch,
             connect_phases=self._connection.seconds,
+            routes=dict(self._connection.router.routes),
             bytes_from=refilled.bytes_from if refilled else {},
             ways=refilled.ways if refilled else {},
         )

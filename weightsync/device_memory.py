@@ -11,7 +11,7 @@ from weightsync import cuda
 from weightsync.errors import TransportError
 from weightsync.modules import device_id
 
-__all__ = ["DeviceBuffer", "DeviceHandle", "export_tensor"]
+__all__ = ["DeviceBuffer", "DeviceHandle", "PeerMemory", "export_tensor"]
 
 _GRANULE = 2 << 20
 
@@ -73,6 +73,20 @@ class DeviceBuffer:
                 cuda.free(self._address)
             else:
                 cuda.close_handle(self.handle.ipc)
+
+
+class PeerMemory:
+    """Another process's memory on any GPU of this host, to be read and written by our GPU's kernels."""
+
+    def __init__(self, handle: DeviceHandle) -> None:
+        """Raises TransportError where our GPU does not reach its, or the process is gone."""
+        self._handle, self._device = handle, torch.cuda.current_device()
+        self.address = cuda.open_handle(handle.ipc) + handle.offset
+
+    def close(self) -> None:
+        """Unmap it, once. Nothing may still be using it."""
+        with torch.cuda.device(self._device):
+            cuda.close_handle(self._handle.ipc)
 
 
 def export_tensor(tensor: torch.Tensor) -> DeviceHandle:

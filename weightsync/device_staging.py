@@ -9,13 +9,14 @@ from contextlib import contextmanager
 import torch
 
 from weightsync.buffers import Export, Handle
-from weightsync.device_memory import DeviceBuffer
+from weightsync.device_memory import DeviceBuffer, DeviceHandle, PeerMemory
 from weightsync.errors import DeadlineError, TransportError
 from weightsync.image import EngineImage
 from weightsync.kernels import CopyTable
 from weightsync.memory import SharedBuffer
 from weightsync.modules import segment_view
-from weightsync.plan import Piece, Plan, Segment, Step
+from weightsync.plan import Piece, Plan, Reads, Segment, Step
+from weightsync.plan.copies import Copies
 from weightsync.rows import bucket_rows, by_tensor
 from weightsync.transports import Pending
 
@@ -23,6 +24,10 @@ __all__ = ["DeviceStaging", "take_slots"]
 
 _NUM_BLOCKS = 64
 """Thread blocks of a copy: near full speed, and NCCL's own find multiprocessors that are free."""
+
+
+_PULL_BLOCKS = 264
+"""Of a pull, which has the device for itself."""
 
 
 def take_slots(
@@ -63,6 +68,9 @@ class DeviceStaging:
         self._casts: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._unpack: CopyTable | None = None
         self._engine: list[DeviceBuffer] = []
+        self._address: dict[str, int] = {}
+        self._trainers: list[PeerMemory] = []
+        self._pull: CopyTable | None = None
         self.image: EngineImage | None = None
         self._targets: list[SharedBuffer] = []
 
@@ -109,11 +117,32 @@ class DeviceStaging:
         if engine:
             starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
             memory = self._map(engine, self._engine)
-            address = {name: buffer.data_ptr() for name, buffer in memory.items()}
+            self._address = {name: buffer.data_ptr() for name, buffer in memory.items()}
             segments = by_tensor(self._plan, engine.layout)
-            rows = bucket_rows(self._plan, segments, address, starts, into=True)
+            rows = bucket_rows(self._plan, segments, self._address, starts, into=True)
             self._unpack = CopyTable(*rows, _NUM_BLOCKS)
             self.image = EngineImage(memory)
+
+    def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
+        self._let_go_of_trainers()
+        address = {}
+        for key, handle in memory.items():
+            self._trainers.append(PeerMemory(handle))
+            address[key] = self._trainers[-1].address
+        self._touch()
+        self._pull = CopyTable(reads.copies(address, self._address), (0, len(reads)), _PULL_BLOCKS)
+
+    def _touch(self) -> None:
+        """Read from each mapping once, so that no update pays its first use."""
+        scratch = torch.empty(len(self._trainers), dtype=torch.uint8, device="cuda")
+        starts = [memory.address for memory in self._trainers]
+        copies = [(start, scratch.data_ptr() + i, 1, 1, 1, 1) for i, start in enumerate(starts)]
+        CopyTable(Copies.of(copies), (0, len(copies))).launch(0, self._writing)
+        self._writing.synchronize()
+
+    def pull(self) -> None:
+        assert self._pull is not None
+        self._pull.launch(0, self._writing)
 
     @contextmanager
     def queue(self) -> Iterator[None]:
@@ -174,10 +203,17 @@ class DeviceStaging:
         self._mapped, self._targets = [], []
 
     def _let_go_of_engine(self) -> None:
+        self._let_go_of_trainers()
         self._unpack = self.image = None
         for buffer in self._engine:
             buffer.close()
         self._engine = []
+
+    def _let_go_of_trainers(self) -> None:
+        self._pull = None
+        for memory in self._trainers:
+            memory.close()
+        self._trainers = []
 
     @staticmethod
     def _map(export: Export, mapped: list[DeviceBuffer]) -> dict[str, torch.Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,8 +19,9 @@ from weightsync.keeper import Keeper, Label, Share
 from weightsync.memory import SharedBuffer
 from weightsync.modules import device_id
 from weightsync.outlet import open_outlet
-from weightsync.plan import Plan, broadcast_groups
-from weightsync.prepared import Group, Prepared
+from weightsync.plan import Plan, Reads, broadcast_groups
+from weightsync.prepared import Group, Prepared, Way
+from weightsync.pump import pump
 from weightsync.readers import Offer
 from weightsync.refill import Kept, Refill, Refilled
 from weightsync.restore import Restore, open_refill
@@ -29,7 +29,7 @@ from weightsync.staging import HostStaging, Staging
 from weightsync.transports import Broadcast, Pending, Transport, transport_class
 
 if TYPE_CHECKING:
-    from weightsync.device_memory import DeviceBuffer
+    from weightsync.device_memory import DeviceBuffer, DeviceHandle
     from weightsync.faults import Fault
     from weightsync.verify import Digests
 
@@ -174,8 +174,14 @@ class Holder:
             for pending in self._start(plan, staging, 0, timeout_s) if plan.num_buckets else ():
                 pending.wait()
 
-    def move(self, attempt: int, feeding: bool, timeout_s: float) -> float:
-        """Run the plan once: broadcast every bucket and, if `feeding`, hand it to the engine rank.
+    def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
+        """See `Staging.route`; it holds until the engine rank is linked anew."""
+        if self._staging:
+            with self._moving, self._staging.queue():
+                self._staging.route(reads, memory)
+
+    def move(self, attempt: int, feeding: bool, way: Way, timeout_s: float) -> float:
+        """Run the plan once: broadcast every bucket and, if `feeding`, bring them to the engine rank.
 
         Returns the seconds it took. Raises TransportError when the broadcast fails. Whatever is raised,
         the communicators are left with it as the cause, so that nobody waits for this holder. An
@@ -186,30 +192,29 @@ class Holder:
         if plan is None or staging is None:
             raise StateError(f"{self.name} has no plan: connect first")
         with self._moving, staging.queue():
-            return self._run(plan, staging, attempt, feeding, timeout_s)
+            return self._run(plan, staging, attempt, feeding, way, timeout_s)
 
-    def _run(self, plan: Plan, staging: Staging, attempt: int, feeding: bool, timeout_s: float) -> float:
+    def _run(
+        self, plan: Plan, staging: Staging, attempt: int, feeding: bool, way: Way, timeout_s: float
+    ) -> float:
         begun = time.perf_counter()
         # The others wait for us at each bucket, and the controller for all of them.
         limits_s = timeout_s / 2, _PATIENCE * timeout_s
-        outlet = open_outlet(staging, self._feed, feeding, attempt, plan.slots, *limits_s)
-        ahead: deque[tuple[int, Sequence[Pending]]] = deque()
-
-        def hand_over() -> None:
-            bucket, started = ahead.popleft()
-            for pending in started:
-                pending.wait()
-            strike_move(plan, bucket, self._index, staging.at)
-            outlet.offer(bucket)
-
+        only = way.cast if way.pulls else None
+        outlet = open_outlet(staging, self._feed, feeding, attempt, plan.slots, *limits_s, only=only)
+        buckets = range(plan.num_buckets) if way.broadcasts_all else sorted(way.cast)
         try:
-            for bucket in range(plan.num_buckets):
-                outlet.wait_free(bucket)
-                ahead.append((bucket, self._start(plan, staging, bucket, timeout_s)))
-                if len(ahead) == plan.slots:
-                    hand_over()
-            while ahead:
-                hand_over()
+            if feeding and way.pulls:
+                strike("move", bucket=0, num_buckets=1)
+                staging.pull()
+            pump(
+                buckets,
+                # A slot is filled again once it was written out, and not all of them have their turn here.
+                plan.slots if way.broadcasts_all else 1,
+                lambda bucket: self._start(plan, staging, bucket, timeout_s),
+                lambda bucket: strike_move(plan, bucket, self._index, staging.at),
+                outlet,
+            )
             outlet.finish(plan.num_buckets)
         except Exception as error:
             # Also one of the device or of NCCL: who waits for this holder would wait for its deadline.

@@ -40,11 +40,12 @@ def open_outlet(
     timeout_s: float,
     limit_s: float,
     whole: bool = False,
+    only: frozenset[int] | None = None,
 ) -> Outlet:
-    """To the engine rank behind `feed`, if it takes part; see `Feeding`, for what the slots are read from."""
+    """To the engine rank behind `feed`, if it takes part; see `Feeding` and `Writing` for the rest."""
     taker = feed if feeding else None
     if staging.writes and feed:
-        return Writing(staging, taker, attempt, limit_s)
+        return Writing(staging, taker, attempt, limit_s, only)
     return Feeding(taker, attempt, num_slots, timeout_s, limit_s, whole)
 
 
@@ -92,17 +93,24 @@ class Feeding:
 
 
 class Writing:
-    """The engine rank's memory is written from here, if it takes part."""
+    """The engine rank's memory is written from here, if it takes part; `only` these buckets, if given."""
 
-    def __init__(self, staging: Staging, feed: HolderFeed | None, attempt: int, timeout_s: float) -> None:
-        self._staging, self._feed = staging, feed
+    def __init__(
+        self,
+        staging: Staging,
+        feed: HolderFeed | None,
+        attempt: int,
+        timeout_s: float,
+        only: frozenset[int] | None = None,
+    ) -> None:
+        self._staging, self._feed, self._only = staging, feed, only
         self._attempt, self._timeout_s = attempt, timeout_s
 
     def wait_free(self, bucket: int) -> None:
         """The filling waits on the device."""
 
     def offer(self, bucket: int) -> None:
-        if self._feed and not self._feed.dropped:
+        if self._feed and not self._feed.dropped and (self._only is None or bucket in self._only):
             self._staging.write(bucket)
 
     def finish(self, num_buckets: int) -> None:

@@ -1,4 +1,4 @@
-"""What a holder has ready for one membership epoch."""
+"""What a holder has ready for one membership epoch, and what an update asks of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from weightsync.feed import FeedTicket
 from weightsync.memory import BufferHandle
 
-__all__ = ["Group", "Prepared"]
+__all__ = ["Group", "Prepared", "Way"]
 
 Group = tuple[int, ...]
 """The holders of one communicator, ascending; a holder's rank is its place."""
@@ -29,3 +29,18 @@ class Prepared:
     arena: BufferHandle | None
     ticket: FeedTicket | None
     offers: Mapping[Group, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """What one update does on a holder.
+
+    Attributes:
+        pulls: its engine rank reads its part out of the trainers' memory.
+        broadcasts_all: every bucket is broadcast, since not all engines can do that.
+        cast: buckets that such engines take all the same: they have tensors of another dtype there.
+    """
+
+    pulls: bool = False
+    broadcasts_all: bool = True
+    cast: frozenset[int] = frozenset()

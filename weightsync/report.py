@@ -29,6 +29,7 @@ class SyncReport:
         epoch: the membership's count; it grows whenever an engine joins or leaves.
         connect_phases: seconds of each phase of connecting that membership, once: ``warm_up`` is
             what this and every later update of the epoch did not have to pay.
+        routes: per engine ``direct``, where its GPUs read the trainers' memory, or why it takes broadcasts.
         bytes_from: in a refill, the bytes that were read from each holder.
         ways: in a refill, how each holder was read: ``direct``, ``rdma``, ``tcp`` or ``zeromq``.
     """
@@ -45,6 +46,7 @@ class SyncReport:
     num_buckets: int
     epoch: int
     connect_phases: Mapping[str, float]
+    routes: Mapping[str, str] = field(default_factory=dict)
     bytes_from: Mapping[str, int] = field(default_factory=dict)
     ways: Mapping[str, str] = field(default_factory=dict)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,7 +14,9 @@ from weightsync.transports import Pending
 if TYPE_CHECKING:
     import torch
 
+    from weightsync.device_memory import DeviceHandle
     from weightsync.image import EngineImage
+    from weightsync.plan import Reads
 
 __all__ = ["HostStaging", "Staging"]
 
@@ -46,6 +48,12 @@ class Staging(Protocol):
     @property
     def image(self) -> EngineImage | None:
         """The engine rank's memory, where it is written from here."""
+
+    def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
+        """Be ready to `pull`: `memory` is the trainers', by rank and buffer. Raises TransportError."""
+
+    def pull(self) -> None:
+        """Begin to copy the engine rank's part out of the trainers' memory into its own."""
 
     def queue(self) -> AbstractContextManager[None]:
         """What `fill` and the broadcasts after it have to run in: on a device, a stream."""
@@ -97,6 +105,12 @@ class HostStaging:
 
     def link(self, engine: Export | None) -> None:
         assert engine is None, "what lies on the host is not exported"
+
+    def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
+        raise AssertionError("what lies on the host is not exported")
+
+    def pull(self) -> None:
+        raise AssertionError("what lies on the host is not exported")
 
     def queue(self) -> AbstractContextManager[None]:
         return nullcontext()

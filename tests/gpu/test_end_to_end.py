@@ -9,7 +9,7 @@ import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import ray
@@ -93,34 +93,38 @@ class Case:
     engine_gpus: list[int]
     dtype: str
     source: str
+    mode: Literal["auto", "broadcast"]
 
 
 @pytest.fixture(
     params=[
-        ("colocated", "bfloat16", "device"),
-        ("colocated", "float32", "device"),
-        ("colocated", "bfloat16", "host"),
-        ("apart", "bfloat16", "device"),
-        ("apart", "float32", "host"),
-        ("overlapping", "bfloat16", "device"),
+        ("colocated", "bfloat16", "device", "auto"),
+        ("colocated", "bfloat16", "device", "broadcast"),
+        ("colocated", "float32", "device", "broadcast"),
+        ("colocated", "bfloat16", "host", "auto"),
+        ("apart", "bfloat16", "device", "auto"),
+        ("apart", "bfloat16", "device", "broadcast"),
+        ("apart", "float32", "host", "broadcast"),
+        ("overlapping", "bfloat16", "device", "auto"),
     ],
     ids="-".join,
 )
 def case(request: pytest.FixtureRequest, num_gpus: int) -> Case:
     """On whatever number of GPUs there is."""
-    placement, dtype, source = request.param
+    placement, dtype, source, mode = request.param
     if placement == "colocated":
-        return Case(num_gpus, list(range(num_gpus)), dtype, source)
+        return Case(num_gpus, list(range(num_gpus)), dtype, source, mode)
     if num_gpus == 1:
         pytest.skip("needs another GPU")
     if placement == "apart":
-        return Case(num_gpus // 2, list(range(num_gpus // 2, num_gpus)), dtype, source)
-    return Case(num_gpus - 1, list(range(1, num_gpus)), dtype, source)
+        return Case(num_gpus // 2, list(range(num_gpus // 2, num_gpus)), dtype, source, mode)
+    return Case(num_gpus - 1, list(range(1, num_gpus)), dtype, source, mode)
 
 
 def test_each_version_arrives_bit_for_bit(case: Case, bundles: PlacementGroup, path: str) -> None:
     fleet = Fleet(bundles, path, case.num_trainers, case.engine_gpus, case.dtype, case.source)
-    with WeightSync(SyncConfig(bucket_bytes=4 << 20, timeout_s=30, connect_timeout_s=60)) as sync:
+    config = SyncConfig(mode=case.mode, bucket_bytes=4 << 20, timeout_s=30, connect_timeout_s=60)
+    with WeightSync(config) as sync:
         fleet.register(sync)
         sync.connect()
         for version in (1, 2, 3):
@@ -130,6 +134,8 @@ def test_each_version_arrives_bit_for_bit(case: Case, bundles: PlacementGroup, p
             assert report.verified
             assert set(report.engines.values()) == {version}
             assert report.num_buckets > 8
+            direct = (case.mode, case.source) == ("auto", "device")
+            assert all((route == "direct") == direct for route in report.routes.values()), report.routes
             fleet.check()
         assert report.connect_phases["warm_up"] > 0
     fleet.close()
@@ -167,7 +173,7 @@ def pid_of(actor: Any) -> int:
     return ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
 
 
-MANY_BUCKETS = SyncConfig(bucket_bytes=64 << 10, timeout_s=20, connect_timeout_s=60)
+MANY_BUCKETS = SyncConfig(mode="broadcast", bucket_bytes=64 << 10, timeout_s=20, connect_timeout_s=60)
 
 
 def test_a_holder_killed_in_an_update_is_named_and_the_next_update_works(

@@ -7,9 +7,9 @@ import os
 import signal
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import ray
@@ -33,18 +33,22 @@ CONFIG = SyncConfig(bucket_bytes=1 << 20, timeout_s=30, connect_timeout_s=60)
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and the GPUs of the trainer's and of the engine's ranks."""
+    """A model, the GPUs of the trainer's and of the engine's ranks, and how its weights travel."""
 
     kind: str
     trainer_gpus: tuple[int, ...]
     engine_gpus: tuple[int, ...]
+    mode: Literal["broadcast", "direct"]
 
 
 CASES = {
-    "same_gpu": Case("tied", (0,), (0,)),
-    "other_gpu": Case("moe", (0,), (1,)),
-    "same_two_gpus": Case("untied", (0, 1), (0, 1)),
-    "other_two_gpus": Case("untied", (0, 1), (2, 3)),
+    "same_gpu": Case("tied", (0,), (0,), "broadcast"),
+    "same_gpu_direct": Case("moe", (0,), (0,), "direct"),
+    "other_gpu": Case("moe", (0,), (1,), "broadcast"),
+    "same_two_gpus": Case("untied", (0, 1), (0, 1), "broadcast"),
+    "same_two_gpus_direct": Case("untied", (0, 1), (0, 1), "direct"),
+    "same_two_gpus_moe_direct": Case("moe", (0, 1), (0, 1), "direct"),
+    "other_two_gpus": Case("untied", (0, 1), (2, 3), "broadcast"),
 }
 
 
@@ -111,7 +115,7 @@ def test_vllm_answers_as_from_the_trainers_checkpoint(
     expected = [from_disk(path, len(case.engine_gpus)) for path in paths]
     assert expected[0] != expected[1]
     fleet = Fleet(case, bundles, served(paths[0]), tmp_path)
-    with WeightSync(CONFIG) as sync:
+    with WeightSync(replace(CONFIG, mode=case.mode)) as sync:
         fleet.connect(sync)
         fleet.assert_live(sync)
         for version, (path, answers) in enumerate(zip(paths, expected, strict=True), start=1):

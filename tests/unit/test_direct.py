@@ -1,0 +1,273 @@
+"""Direct updates over real holders and engines; memory that no GPU maps is copied by numpy instead."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.test_controller import CONFIG, Loop
+from weightsync.buffers import Attached, Export
+from weightsync.config import SyncConfig
+from weightsync.device_memory import DeviceHandle
+from weightsync.errors import ConfigError, TransportError
+from weightsync.feed import FeedTicket
+from weightsync.holder import Holder
+from weightsync.memory import BufferHandle
+from weightsync.plan import Plan, RankLayout, Reads
+from weightsync.sources.module import ModuleSource
+from weightsync.staging import HostStaging
+from weightsync.states import EngineState
+from weightsync.testing import DictEngine, LocalPeer
+
+Memory = Mapping[str, torch.Tensor]
+
+
+class Shared:
+    """The live memory of all ranks, by the `ipc` of their handles."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[bytes, np.ndarray[tuple[int], np.dtype[np.uint8]]] = {}
+
+    def export(self, layout: RankLayout, live: Memory) -> Export:
+        handles = {}
+        for name, tensor in live.items():
+            ipc = str(tensor.data_ptr()).encode()
+            self._arrays[ipc] = tensor.detach().view(torch.uint8).reshape(-1).numpy()
+            handles[name] = DeviceHandle("cuda:fake", 0, ipc, 0, tensor.nbytes)
+        return Export(layout, handles)
+
+    def copy(self, reads: Reads, sources: Mapping[tuple[int, str], DeviceHandle], into: Export) -> None:
+        columns = (reads.trainer.tolist(), reads.src_buffer.tolist(), reads.dst_buffer.tolist())
+        for trainer, src_name, dst_name, row in zip(*columns, reads.table().tolist(), strict=True):
+            src, dst, rows, nbytes, src_pitch, dst_pitch = row
+            source = self._arrays[sources[trainer, reads.src_names[src_name]].ipc]
+            target = self._arrays[into.buffers[reads.dst_names[dst_name]].ipc]
+            for i in range(rows):
+                at = src + i * src_pitch
+                target[dst + i * dst_pitch :][:nbytes] = source[at : at + nbytes]
+
+
+class Source(ModuleSource):
+    """Publishes on the host, and shows where its weights lie as if that were a GPU."""
+
+    shared: Shared
+
+    def attach(self, plan: Plan, trainer: int, arena: BufferHandle | None) -> Attached:
+        attached = super().attach(plan, trainer, arena)
+        return replace(attached, export=self.shared.export(self.layout(), self._live()))
+
+
+class Engine(DictEngine):
+    """Its memory is written by its holder."""
+
+    shared: Shared
+    export: Export
+    num_written = 0
+
+    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
+        (attached,) = super().attach(plan, tickets, timeout_s)
+        self.export = self.shared.export(self.layout()[0], self.tensors)
+        return [replace(attached, export=self.export)]
+
+    def written(self) -> None:
+        self.num_written += 1
+
+
+class Staging(HostStaging):
+    """Buckets go out to engines by `write`, and `pull` copies."""
+
+    shared: Shared
+    engine: Engine
+    written: list[int]
+    writes = True  # type: ignore[assignment]
+    unreachable = False
+
+    def connect(self, trainer: Export | None, engine: Export | None) -> None: ...
+
+    def link(self, engine: Export | None) -> None: ...
+
+    def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
+        if self.unreachable:
+            raise TransportError("no peer access")
+        self._reads, self._memory = reads, memory
+
+    def pull(self) -> None:
+        self.shared.copy(self._reads, self._memory, self.engine.export)
+
+    def write(self, bucket: int) -> None:
+        self.written.append(bucket)
+        plan = self.engine._plan
+        assert plan is not None
+        slot = self._slots[bucket % len(self._slots)].tensor
+        for piece in plan.bucket(bucket).pieces:
+            meta = plan.tensors[piece.tensor]
+            data = slot[piece.offset : piece.offset + piece.nbytes].view(getattr(torch, meta.dtype))
+            self.engine.tensors[meta.name][piece.box.slices()].copy_(data.view(piece.box.extent))
+
+
+class Direct(Loop):
+    """Two engines whose memory their holders write, and a trainer that they can read."""
+
+    def __init__(self, config: SyncConfig) -> None:
+        super().__init__(config)
+        shared = Shared()
+        self.source = Source(self.model)
+        self.source.shared = shared
+        self.fleet.trainers[0] = (LocalPeer(self.source), 0)
+        self.holders[0]._stage = self.staging(self.holders[0])  # type: ignore[method-assign]
+        for holder, (name, plain) in zip(self.holders[1:], self.engines.items(), strict=True):
+            engine = Engine(name, plain.tensors)
+            engine.shared, self.engines[name] = shared, engine
+            self.fleet.engines[name].peer = LocalPeer(engine)
+            holder._stage = self.staging(holder, engine)  # type: ignore[method-assign]
+
+    def staging(self, holder: Holder, engine: Engine | None = None) -> Callable[[Plan, int, bool], Staging]:
+        def stage(plan: Plan, index: int, receives: bool) -> Staging:
+            made = Staging(plan, index, holder._arena, receives)
+            made.written = []
+            if engine:
+                made.shared, made.engine = engine.shared, engine
+            return made
+
+        return stage
+
+    def broadcasts(self) -> list[int]:
+        """Every bucket that any holder begins to broadcast from now on."""
+        begun: list[int] = []
+        for holder in self.holders:
+            start = holder._start
+
+            def started(plan: Plan, staging: Staging, bucket: int, timeout_s: float, start=start) -> object:  # type: ignore[no-untyped-def]
+                begun.append(bucket)
+                return start(plan, staging, bucket, timeout_s)
+
+            holder._start = started  # type: ignore[method-assign, assignment]
+        return begun
+
+
+def drive(work: Callable[[Direct], Coroutine[object, object, None]], config: SyncConfig = CONFIG) -> None:
+    loop = Direct(config)
+    try:
+        asyncio.run(work(loop))
+    finally:
+        loop.close()
+
+
+def test_engines_read_their_parts_and_nothing_is_broadcast() -> None:
+    async def work(loop: Direct) -> None:
+        await loop.controller.connect()
+        begun = loop.broadcasts()
+        for version in (1, 2):
+            loop.train()
+            report = await loop.controller.update(version)
+            assert report.routes == {"e0": "direct", "e1": "direct"}
+            assert report.verified
+            assert report.engines == {"e0": version, "e1": version}
+            assert loop.holds_the_models_weights("e0")
+            assert loop.holds_the_models_weights("e1")
+        assert begun == []
+        assert loop.engines["e0"].num_written == 2
+
+    drive(work)
+
+
+def test_tensors_of_another_dtype_are_broadcast_in_the_same_update() -> None:
+    async def work(loop: Direct) -> None:
+        for engine in loop.engines.values():
+            engine.tensors["1.weight"] = torch.zeros(5, 30, dtype=torch.bfloat16)
+        await loop.controller.connect()
+        begun = loop.broadcasts()
+        loop.train()
+        report = await loop.controller.update(1)
+        assert set(report.routes.values()) == {"direct"}
+        assert report.verified
+        assert loop.controller.plan is not None
+        names = [meta.name for meta in loop.controller.plan.tensors]
+        cast = {
+            bucket.index
+            for bucket in loop.controller.plan.buckets()
+            if "1.weight" in {names[piece.tensor] for piece in bucket.pieces}
+        }
+        assert set(begun) == cast
+        assert len(cast) < loop.controller.plan.num_buckets
+        for name, tensor in loop.model.state_dict().items():
+            held = loop.engines["e1"].tensors[name]
+            assert torch.equal(tensor.to(held.dtype), held)
+
+    drive(work)
+
+
+def test_one_that_cannot_read_takes_broadcasts_beside_one_that_does() -> None:
+    async def work(loop: Direct) -> None:
+        stage = loop.holders[2]._stage
+
+        def unreachable(plan: Plan, index: int, receives: bool) -> Staging:
+            made = stage(plan, index, receives)
+            assert isinstance(made, Staging)
+            made.unreachable = True
+            return made
+
+        loop.holders[2]._stage = unreachable  # type: ignore[method-assign, assignment]
+        await loop.controller.connect()
+        begun = loop.broadcasts()
+        loop.train()
+        report = await loop.controller.update(1)
+        assert report.routes == {"e0": "direct", "e1": "no peer access"}
+        assert loop.controller.plan is not None
+        assert set(begun) == set(range(loop.controller.plan.num_buckets))
+        for index, name in enumerate(loop.engines, start=1):
+            staging = loop.holders[index]._staging
+            assert isinstance(staging, Staging)
+            assert (staging.written == []) == (report.routes[name] == "direct")
+            assert loop.holds_the_models_weights(name)
+
+    drive(work)
+
+
+def test_direct_alone_is_refused_where_an_engine_cannot_read() -> None:
+    async def work(loop: Direct) -> None:
+        loop.fleet.nodes = ["here", "here", "there"]
+        with pytest.raises(ConfigError, match=r"sync\.mode.*engine e1.*several hosts"):
+            await loop.controller.connect()
+
+    drive(work, replace(CONFIG, mode="direct"))
+
+
+def test_broadcast_alone_is_what_it_says() -> None:
+    async def work(loop: Direct) -> None:
+        await loop.controller.connect()
+        loop.train()
+        report = await loop.controller.update(1)
+        assert set(report.routes.values()) == {"sync.mode is broadcast"}
+        assert loop.holds_the_models_weights("e0")
+
+    drive(work, replace(CONFIG, mode="broadcast"))
+
+
+def test_a_read_that_failed_leaves_the_engine_stale_and_the_next_update_works() -> None:
+    async def work(loop: Direct) -> None:
+        await loop.controller.connect()
+        staging = loop.holders[2]._staging
+        assert isinstance(staging, Staging)
+        pull = staging.pull
+
+        def half() -> None:
+            pull()
+            next(iter(loop.engines["e1"].tensors.values())).view(torch.uint8)[0] ^= 1
+
+        staging.pull = half  # type: ignore[method-assign]
+        loop.train()
+        report = await loop.controller.update(1)
+        assert report.states == {"e0": "SERVING", "e1": "STALE"}
+        staging.pull = pull  # type: ignore[method-assign]
+        loop.train()
+        assert (await loop.controller.update(2)).engines == {"e0": 2, "e1": 2}
+        assert loop.fleet.engines["e1"].record.state is EngineState.SERVING
+        assert loop.holds_the_models_weights("e1")
+
+    drive(work)

@@ -1,0 +1,128 @@
+"""Which engines read their parts out of the trainers' memory, and what each rank of them reads."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from weightsync.deadline import gather_named
+from weightsync.errors import ConfigError
+from weightsync.peers import Fleet
+from weightsync.plan import Layout, Plan, Reshard, castless
+from weightsync.prepared import Way
+
+if TYPE_CHECKING:
+    from weightsync.buffers import Export
+    from weightsync.config import SyncConfig
+    from weightsync.device_memory import DeviceHandle
+    from weightsync.plan import RankLayout, Reads
+
+__all__ = ["DIRECT", "Router"]
+
+logger = logging.getLogger("weightsync.router")
+
+DIRECT = "direct"
+
+
+class Router:
+    """Made once a connection.
+
+    Attributes:
+        routes: per engine `DIRECT`, or why it takes broadcasts.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        config: SyncConfig,
+        plan: Plan,
+        trainers: Sequence[RankLayout],
+        exports: Sequence[Export | None],
+    ) -> None:
+        """`exports` are the trainer ranks', where their holders map their memory."""
+        self._fleet, self._config, self._plan = fleet, config, plan
+        self._layouts, self._exports = trainers, exports
+        self._source: Layout | None = None
+        self._cast: dict[str, frozenset[int]] = {}
+        self.routes: dict[str, str] = {}
+
+    async def add(self, name: str, ranks: Sequence[RankLayout], exports: Sequence[Export | None]) -> None:
+        """Route an engine, if it can be; its holders have mapped what it `exports`.
+
+        Raises ConfigError when ``sync.mode`` is direct, and it cannot.
+        """
+        reason = self._obstacle(name, exports) or await self._route(name, ranks)
+        self.routes[name] = reason or DIRECT
+        if reason and self._config.mode == DIRECT:
+            raise ConfigError("sync.mode", DIRECT, f"engine {name}: {reason}; auto takes what there is")
+        if reason and self._exports and self._config.mode == "auto":
+            logger.info("engine %s takes broadcasts: %s", name, reason)
+
+    def ways(self, takers: Mapping[str, Sequence[int]]) -> dict[int, Way]:
+        """What each holder does in an update of the engines `takers`, whose holders are given.
+
+        Who is not in it has nothing to do.
+        """
+        direct = {name for name in takers if self.routes.get(name) == DIRECT}
+        broadcasts_all = direct != set(takers)
+        cast = frozenset[int]().union(*(self._cast[name] for name in direct))
+        pulling = {holder for name in direct for holder in takers[name]}
+        # Every member of a communicator has to come to its broadcasts.
+        members = range(self._plan.members.num_holders) if broadcasts_all or cast else pulling
+        return {holder: Way(holder in pulling, broadcasts_all, cast) for holder in sorted(members)}
+
+    def _obstacle(self, name: str, exports: Sequence[Export | None]) -> str:
+        if self._config.mode == "broadcast":
+            return "sync.mode is broadcast"
+        if not all(self._exports):
+            return "the trainers' weights are not read in place"
+        if not all(exports):
+            return "its memory is not written by its holders: quantised, offloaded, or not to be shared"
+        here = {self._fleet.node(holder) for holder in self._fleet.engines[name].holders}
+        if {self._fleet.node(holder) for _, holder in self._fleet.trainers} - here or len(here) > 1:
+            return "trainers and engine are on several hosts"
+        return ""
+
+    async def _route(self, name: str, ranks: Sequence[RankLayout]) -> str:
+        """Has each rank's holder map what it is to read; why it cannot, if so."""
+        if self._source is None:
+            self._source = Layout.from_ranks(self._layouts)
+        engine = Layout.from_ranks(ranks)
+        names, reasons = castless(self._source, name, engine)
+        if not names:
+            return next(iter(reasons.values()))
+        reshard = Reshard(self._source, name, engine, only=names)
+        calls = {}
+        for rank, holder in enumerate(self._fleet.engines[name].holders):
+            reads = reshard.reads(rank, self._near(ranks[rank].device), start=self._start(holder))
+            calls[f"holder {holder}"] = self._fleet.holders[holder].route(reads, self._memory(reads))
+        outcome = await gather_named(calls, "route", self._config.connect_timeout_s)
+        for error in outcome.failures.values():
+            return str(error)
+        self._cast[name] = self._buckets(reasons.keys())
+        return ""
+
+    def _near(self, device: str) -> list[int]:
+        return [0 if layout.device == device else 1 for layout in self._layouts]
+
+    def _start(self, holder: int) -> int:
+        """Receivers that need the same begin with different trainers."""
+        return holder * len(self._layouts) // len(self._fleet.holders)
+
+    def _memory(self, reads: Reads) -> dict[tuple[int, str], DeviceHandle]:
+        pairs = set(zip(reads.trainer.tolist(), reads.src_buffer.tolist(), strict=True))
+        memory = {}
+        for trainer, buffer in sorted(pairs):
+            export, name = self._exports[trainer], reads.src_names[buffer]
+            assert export is not None
+            memory[trainer, name] = export.buffers[name]
+        return memory
+
+    def _buckets(self, tensors: Collection[str]) -> frozenset[int]:
+        """Those that bring any of `tensors`."""
+        numbers = {number for number, meta in enumerate(self._plan.tensors) if meta.name in tensors}
+        if not numbers:
+            return frozenset()
+        buckets = self._plan.buckets()
+        return frozenset(b.index for b in buckets if any(piece.tensor in numbers for piece in b.pieces))
