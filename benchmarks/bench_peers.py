@@ -219,9 +219,9 @@ def _vllm(spec: Mapping[str, Any], gpus: Sequence[str]) -> None:
         }
         meeting = f"{directory}/meeting"
         env = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-        trainer = spawn(VllmTrainer, model, 0, 1, meeting, "device", None, gpu=gpus[0], env=env)
-        gpu = gpus[1] if backend == "nccl" else gpus[0]
-        engine = spawn(VllmUnderTest, directory, model, options, gpu=gpu, env=env)
+        pair = gpus[:2] if backend == "nccl" else (gpus[-1], gpus[-1])
+        trainer = spawn(VllmTrainer, model, 0, 1, meeting, "device", None, gpu=pair[0], env=env)
+        engine = spawn(VllmUnderTest, directory, model, options, gpu=pair[1], env=env)
         ray.get([engine.info.remote(), trainer.used.remote()])  # started
         mode, slots = spec["settings"][0]
         with WeightSync(config(spec["bucket_mib"], slots, mode)) as sync:
