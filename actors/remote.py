@@ -175,9 +175,6 @@ class RemoteHolder(_Remote):
         mirrored: Offer = await self._call("mirror", share, timeout_s)
         return mirrored
 
-    async def map(self, part: int, offer: Offer) -> None:
-        await self._call("map", part, offer)
-
     async def kept(self) -> list[Share]:
         shares: list[Share] = await self._call("kept")
         return shares

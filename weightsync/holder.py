@@ -230,25 +230,25 @@ class Holder:
             self._keeper = Keeper(self.name, self._host, protocol, rdma_device)
 
     def keep(self, label: Label, is_image: bool, expected: Digests) -> Offer:
-        """See `Keeper.keep`: what its trainer published or, if `is_image`, what its engine rank serves."""
+        """Copy what its engine rank serves or, if not `is_image`, its trainer published, for others to read.
+
+        `label` says what that is, `expected` are the digests of the whole version. Raises TransportError.
+        """
         strike("commit", version=label.version)
         keeper = self._lent()
         if not is_image:
             assert self._arena is not None
             return keeper.keep_copy(label, expected, self._arena.tensor)
-        assert self._staging is not None
-        with self._moving, self._staging.queue():
-            if (image := self._staging.image) is None:
+        staging = self._staging
+        assert staging is not None
+        with self._moving, staging.queue():
+            if staging.image is None:
                 raise StateError(f"{self.name} no longer writes an engine's memory")
-            return keeper.keep(label, expected, image.nbytes, image.save)
+            return keeper.keep(label, expected, staging.image.nbytes, staging.image.save)
 
     def mirror(self, share: Share, timeout_s: float) -> Offer:
         """Keep what another holder keeps, too. Raises as `Keeper.mirror`."""
         return self._lent().mirror(share, timeout_s)
-
-    def map(self, part: int, offer: Offer) -> None:
-        """See `Keeper.map`."""
-        self._lent().map(part, offer)
 
     def kept(self) -> list[Share]:
         """See `Keeper.kept`."""
@@ -264,8 +264,9 @@ class Holder:
         if plan is None or staging is None or self._feed is None:
             raise StateError(f"{self.name} has no engine to refill: connect first")
         with self._moving, staging.queue():
-            limits_s = timeout_s, limit_s
-            outlet = open_outlet(staging, self._feed, True, attempt, plan.slots, *limits_s, whole=True)
+            outlet = open_outlet(
+                staging, self._feed, True, attempt, plan.slots, timeout_s, limit_s, whole=True
+            )
             try:
                 keeper = self._keeper if direct else None
                 self._refill = open_refill(plan, kept, keeper, staging, outlet, direct, timeout_s)

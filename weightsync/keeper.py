@@ -17,7 +17,7 @@ from weightsync.memory import SharedBuffer
 from weightsync.readers import Offer, Read, Reader, Server, choose_protocol, open_reader, serve
 from weightsync.verify import Digests
 
-__all__ = ["LABEL_NBYTES", "Held", "Keeper", "Label", "Share", "read_labels"]
+__all__ = ["LABEL_NBYTES", "Keeper", "Label", "Share", "read_labels"]
 
 logger = logging.getLogger("weightsync.keeper")
 
@@ -42,24 +42,6 @@ class Share:
     expected: Digests
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """A part in memory of this host, page-locked where there is a device; whose, and how it got there."""
-
-    holder: str
-    way: str
-    buffer: SharedBuffer
-
-    @property
-    def label(self) -> Label | None:
-        return _label(self.buffer.tensor[:LABEL_NBYTES])
-
-    @property
-    def bytes(self) -> torch.Tensor:
-        """uint8[nbytes], of what the label says if that is the same before and after."""
-        return _body(self.buffer)
-
-
 class Keeper:
     """At most one version of each part; the next takes the place of the last."""
 
@@ -72,16 +54,12 @@ class Keeper:
         self._protocol, self._rdma_device = choose_protocol(protocol, rdma_device), rdma_device
         self._shares: dict[int, tuple[SharedBuffer, Server]] = {}
         self._kept: dict[int, Share] = {}
-        self._mapped: dict[int, Held] = {}
         self._changing: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
     def keep(
         self, label: Label, expected: Digests, nbytes: int, copy: Callable[[torch.Tensor], None]
     ) -> Offer:
-        """Let `copy` write the part, uint8[nbytes], for others to read; `expected` is of the whole version.
-
-        Raises TransportError when memory does not suffice.
-        """
+        """Let `copy` write the part, uint8[nbytes]. Raises TransportError when memory does not suffice."""
         with self._changing[label.part]:
             buffer, server = self._place(label.part, nbytes)
             copy(_body(buffer))
@@ -94,26 +72,10 @@ class Keeper:
         # By this thread alone, and without torch's: they belong to whoever computes here.
         return self.keep(label, expected, len(part), lambda to: np.copyto(to.numpy(), part.numpy()))
 
-    def map(self, part: int, offer: Offer) -> None:
-        """Map what a holder of this host keeps, so that it can be copied from at once.
-
-        Raises PeerLostError when that holder is gone.
-        """
-        mapped = self._mapped.get(part)
-        if mapped and mapped.buffer.handle == offer.memory:
-            return
-        if mapped:
-            del self._mapped[part]
-            mapped.buffer.close()
-        buffer = SharedBuffer.open(offer.memory)
-        buffer.pin()
-        self._mapped[part] = Held(offer.holder, "direct", buffer)
-
-    def held(self, label: Label) -> Held | None:
-        """What is kept or mapped here, if it is that."""
-        mapped = self._mapped.get(label.part)
-        own = Held(self.name, "own", self._shares[label.part][0]) if label.part in self._shares else None
-        return next((held for held in (own, mapped) if held and held.label == label), None)
+    def held(self, label: Label) -> torch.Tensor | None:
+        """The bytes of what is kept here, uint8[nbytes], in page-locked memory where there is a device."""
+        share = self._kept.get(label.part)
+        return _body(self._shares[label.part][0]) if share and share.label == label else None
 
     def mirror(self, share: Share, timeout_s: float) -> Offer:
         """Keep what another holder keeps. Raises ReadError or DeadlineError, naming it."""
@@ -147,8 +109,6 @@ class Keeper:
     def close(self) -> None:
         for part in [*self._shares]:
             self._drop(part)
-        while self._mapped:
-            self._mapped.popitem()[1].buffer.close()
 
     def _place(self, part: int, nbytes: int) -> tuple[SharedBuffer, Server]:
         """Where the part is to be, without a label."""

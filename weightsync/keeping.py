@@ -150,32 +150,8 @@ class Keeping:
                 offers.append(offer)
                 homes.setdefault(label, []).append(home)
         self._now, self.expected = now, expected
-        self._mirroring = asyncio.create_task(self._spread(now, homes, connection, expected))
-
-    async def _spread(
-        self, now: _Version, homes: dict[Label, list[int]], connection: Connection, expected: Digests
-    ) -> None:
-        if self._config.refill == "auto":
-            await self._map(homes, connection, now)
         num_planned = connection.plan.members.num_holders  # who came since then lends nothing
-        await self._mirror(now, homes, num_planned, expected)
-
-    async def _map(self, homes: dict[Label, list[int]], connection: Connection, now: _Version) -> None:
-        """Engines of one host that serve the same are filled from one copy, which takes a while to map."""
-        calls = {}
-        for name, image in connection.images.items():
-            for rank, holder in enumerate(
-                self._fleet.engines[name].holders if name in self._fleet.engines else ()
-            ):
-                label = Label(now.number, image.layout, image.first + rank)
-                keep = homes.get(label, [])
-                for home, offer in zip(keep, now.offers[image.layout].get(label.part, ()), strict=False):
-                    if holder not in keep and self._fleet.node(home) == self._fleet.node(holder):
-                        calls[f"holder {holder}"] = self._fleet.holders[holder].map(label.part, offer)
-        outcome = await gather_named(calls, "map", self._config.timeout_s)
-        for error in outcome.failures.values():
-            logger.warning("a copy of this host is not mapped: %s", error)
-            self._tell(error)
+        self._mirroring = asyncio.create_task(self._mirror(now, homes, num_planned, expected))
 
     async def _mirror(
         self, now: _Version, homes: dict[Label, list[int]], num_holders: int, expected: Digests

@@ -35,7 +35,7 @@ class SharedBuffer:
 
     def __init__(self, fd: int, handle: BufferHandle) -> None:
         self.handle = handle
-        self._fd, self._pinned = fd, False
+        self._fd = fd
         # Touching pages for the first time is many times slower than writing them: never in an update.
         view = mmap.mmap(fd, max(handle.nbytes, 1), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.tensor = torch.frombuffer(view, dtype=torch.uint8)[: handle.nbytes]
@@ -53,7 +53,7 @@ class SharedBuffer:
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
         os.ftruncate(fd, max(nbytes, 1))
         buffer = cls(fd, BufferHandle(os.getpid(), fd, name, nbytes))
-        buffer.pin()
+        buffer._pin()
         return buffer
 
     @classmethod
@@ -73,17 +73,15 @@ class SharedBuffer:
             self._fd = -1
             self.tensor = self.tensor[:0].clone()
 
-    def pin(self) -> None:
-        """Lock its pages for copies of this process to and from a device, where there is one."""
-        if torch.cuda.is_available() and self.handle.nbytes and not self._pinned:
+    def _pin(self) -> None:
+        if torch.cuda.is_available() and self.handle.nbytes:
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             torch.cuda.check_error(
                 int(runtime.cudaHostRegister(self.tensor.data_ptr(), self.handle.nbytes, 0))
             )
-            self._pinned = True
 
     def _unpin(self) -> None:
-        if self._pinned:
+        if self.handle.pid == os.getpid() and torch.cuda.is_available() and self.handle.nbytes:
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             torch.cuda.check_error(int(runtime.cudaHostUnregister(self.tensor.data_ptr())))
 
