@@ -17,7 +17,7 @@ __all__ = ["main"]
 
 Row = Mapping[str, Any]
 
-_LABELS = ("system", "call", "model", "source", "placement", "bucket", "bucket MiB", "slots")
+_LABELS = ("system", "route", "call", "model", "source", "placement", "bucket", "bucket MiB", "slots")
 _BEFORE = ("publish ms", "register ms", "gather ms")
 """What comes before the engines have to wait."""
 _OURS, _OTHERS = "#1b6ca8", "#b9c0c7"
@@ -110,6 +110,8 @@ def _labels(rows: Sequence[Row]) -> list[str]:
 
 
 def _part(key: str, value: object) -> str:
+    if key == "route":  # else it says why not
+        return "direct" if value == "direct" else "broadcast"
     units = {"bucket MiB": "{} MiB", "slots": "{} slots", "world": "{} GPUs", "source": "{} source"}
     return units.get(key, "{}").format(value)
 
