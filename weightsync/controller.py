@@ -15,7 +15,7 @@ from weightsync.config import SyncConfig
 from weightsync.connect import Connection, connect
 from weightsync.crew import Crew, remoteness
 from weightsync.deadline import GRACE_S, gather_named
-from weightsync.errors import ConfigError, PeerLostError, StateError, WeightSyncError
+from weightsync.errors import ConfigError, PeerLostError, StateError, VerifyError, WeightSyncError
 from weightsync.keeping import Keeping
 from weightsync.peers import EngineSeat, Fleet, HolderPeer
 from weightsync.plan import Plan
@@ -55,7 +55,7 @@ class Controller:
         self.keeping.on_silence = self._disconnect
         self._turns = Turns(GRACE_S)
         self._refiller = Refiller(config, fleet, self.crew, self.keeping, self._turns)
-        self._epoch = 0
+        self._epoch = self._num_buckets = 0
         self._expected: Digests | None = None
         self._connection: Connection | None = None
 
@@ -216,6 +216,9 @@ class Controller:
         when_moved()
         with clock.phase("verify"):
             verified = self.crew.verify(self._connection, version, digests, self._expected)
+        for name, error in self.crew.failures.items():
+            if isinstance(error, VerifyError):
+                self._connection.router.demote(name, error)
         if len(verified) < least:
             self.crew.enter(verified, EngineState.STALE)
             raise next(iter(self.crew.failures.values()))
@@ -244,6 +247,8 @@ class Controller:
 
         assert self._connection is not None
         ways = self._connection.router.ways({name: seat.holders for name, seat in seats.items()})
+        plan, every = self._connection.plan, next(iter(ways.values()))
+        self._num_buckets = plan.num_buckets if every.broadcasts_all else len(every.cast)
         moves = {f"holder {i}": move(i, self._fleet.holders[i], way) for i, way in ways.items()}
         loaded, moved = await asyncio.gather(
             self.crew.ask(seats, "move", lambda peer: peer.load(attempt, timeout_s), self.crew.drop),
@@ -279,7 +284,7 @@ class Controller:
             states={name: record.state.value for name, record in records.items()},
             failures={name: _told(error) for name, error in self.crew.failures.items()},
             digest=f"{int(np.add.reduce(digests, dtype=np.uint64)):016x}",
-            num_buckets=plan.num_buckets,
+            num_buckets=plan.num_buckets if refilled else self._num_buckets,
             epoch=plan.epoch,
             connect_phases=self._connection.seconds,
             routes=dict(self._connection.router.routes),

@@ -25,7 +25,7 @@ class SyncReport:
         states: the state of each engine now.
         failures: engine → the error that kept it from `version`.
         digest: the model's digest, in hexadecimal.
-        num_buckets: messages that one receiver took.
+        num_buckets: messages that were broadcast, to one receiver.
         epoch: the membership's count; it grows whenever an engine joins or leaves.
         connect_phases: seconds of each phase of connecting that membership, once: ``warm_up`` is
             what this and every later update of the epoch did not have to pay.

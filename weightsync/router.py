@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from weightsync.deadline import gather_named
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, VerifyError
 from weightsync.peers import Fleet
 from weightsync.plan import Layout, Plan, Reshard, castless
 from weightsync.prepared import Way
@@ -58,6 +58,12 @@ class Router:
             raise ConfigError("sync.mode", DIRECT, f"engine {name}: {reason}; auto takes what there is")
         if reason and self._exports and self._config.mode == "auto":
             logger.info("engine %s takes broadcasts: %s", name, reason)
+
+    def demote(self, name: str, error: VerifyError) -> None:
+        """What engine `name` read was wrong: unless it has to, it does not read until all connect anew."""
+        if self.routes.get(name) == DIRECT and self._config.mode == "auto":
+            logger.warning("engine %s takes broadcasts from now on: %s", name, error)
+            self.routes[name] = f"what it read was wrong: {error}"
 
     def ways(self, takers: Mapping[str, Sequence[int]]) -> dict[int, Way]:
         """What each holder does in an update of the engines `takers`, whose holders are given.

@@ -170,6 +170,7 @@ def test_engines_read_their_parts_and_nothing_is_broadcast() -> None:
             assert report.engines == {"e0": version, "e1": version}
             assert loop.holds_the_models_weights("e0")
             assert loop.holds_the_models_weights("e1")
+            assert report.num_buckets == 0
         assert begun == []
         assert loop.engines["e0"].num_written == 2
 
@@ -194,6 +195,7 @@ def test_tensors_of_another_dtype_are_broadcast_in_the_same_update() -> None:
             if "1.weight" in {names[piece.tensor] for piece in bucket.pieces}
         }
         assert set(begun) == cast
+        assert report.num_buckets == len(cast)
         assert len(cast) < loop.controller.plan.num_buckets
         for name, tensor in loop.model.state_dict().items():
             held = loop.engines["e1"].tensors[name]
@@ -249,7 +251,7 @@ def test_broadcast_alone_is_what_it_says() -> None:
     drive(work, replace(CONFIG, mode="broadcast"))
 
 
-def test_a_read_that_failed_leaves_the_engine_stale_and_the_next_update_works() -> None:
+def test_an_engine_that_read_what_was_not_sent_is_stale_and_takes_broadcasts_from_then_on() -> None:
     async def work(loop: Direct) -> None:
         await loop.controller.connect()
         staging = loop.holders[2]._staging
@@ -264,9 +266,11 @@ def test_a_read_that_failed_leaves_the_engine_stale_and_the_next_update_works() 
         loop.train()
         report = await loop.controller.update(1)
         assert report.states == {"e0": "SERVING", "e1": "STALE"}
-        staging.pull = pull  # type: ignore[method-assign]
         loop.train()
-        assert (await loop.controller.update(2)).engines == {"e0": 2, "e1": 2}
+        report = await loop.controller.update(2)
+        assert report.engines == {"e0": 2, "e1": 2}
+        assert report.routes["e0"] == "direct"
+        assert "what it read was wrong" in report.routes["e1"]
         assert loop.fleet.engines["e1"].record.state is EngineState.SERVING
         assert loop.holds_the_models_weights("e1")
 
