@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import count
 from typing import Any
 
 import ray
@@ -101,7 +102,7 @@ class Holders:
 
     def _start(self, seat: Seat, index: int) -> RemoteHolder:
         if seat.key not in self._on:
-            name = f"holder {index}"
+            name = _unused(index, {holder.name for holder in self._on.values()})
             outlives_as = actor_name(self._run, *seat.key) if self._run else ""
             handle = spawn_holder(name, seat, self._transport, outlives_as)
             self._on[seat.key] = RemoteHolder(name, handle)
@@ -133,6 +134,11 @@ class Holders:
         if self._config.transport != "auto":
             return self._config.transport
         return "gloo" if slots else "nccl"
+
+
+def _unused(index: int, names: Collection[str]) -> str:
+    """`index` may be the number under which one that moved up in the order was started."""
+    return next(name for number in count(index) if (name := f"holder {number}") not in names)
 
 
 def _pid(_: object) -> int:

@@ -51,9 +51,10 @@ def second(sync: WeightSync) -> None:
     sync.inject(FaultPlan((slow,)))
     train(sync, 5)
     sync.update_weights_async(5)
-    while sync.engine_states()["e1"] is not EngineState.WRITING:
-        time.sleep(0.01)
-    time.sleep(0.3)  # into the bucket
+    written, deadline = trained(4), time.monotonic() + 20
+    while all(torch.equal(written[name], tensor) for name, tensor in weights(sync, "e1").items()):
+        assert time.monotonic() < deadline, "no bucket came"
+    assert sync.engine_states()["e1"] is EngineState.WRITING
     say(sync)
 
 
@@ -105,19 +106,24 @@ def trained(version: int) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
+def weights(sync: WeightSync, name: str) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = ray.get(sync._members.engines[name].weights.remote())
+    return found
+
+
 def say(sync: WeightSync) -> None:
     """What is to be seen from outside, as one line of JSON."""
     engines = sync._members.engines
-    weights = {name: ray.get(engine.weights.remote()) for name, engine in engines.items()}
+    held = {name: weights(sync, name) for name in engines}
     wanted = trained(sync.version)
     everybody = {f"trainer {i}": handle for i, handle in enumerate(sync._members.trainers)}
-    everybody |= engines | {holder.name: holder.handle for holder in sync._members._holders.all()}
+    everybody |= engines | {holder.name: holder.handle for holder in sync._fleet.holders}
     said = {
         "version": sync.version,
         "serving": sorted(sync.serving()),
         "engines": sync.engine_versions(),
         "states": {name: state.value for name, state in sync.engine_states().items()},
-        "exact": {n: all(torch.equal(wanted[t], found[t]) for t in wanted) for n, found in weights.items()},
+        "exact": {n: all(torch.equal(wanted[t], found[t]) for t in wanted) for n, found in held.items()},
         "loads": {n: ray.get(e.__ray_call__.remote(lambda self: self.num_loads)) for n, e in engines.items()},
         "pids": {who: ray.get(handle.__ray_call__.remote(_pid)) for who, handle in everybody.items()},
     }
