@@ -1,14 +1,19 @@
 """Drivers of one run, one after another, on a cluster that outlives them.
 
-python -m tests.actors.lasting first|second|third ADDRESS
+python -m tests.actors.lasting first|second|third|last ADDRESS
+python -m tests.actors.lasting PHASE ADDRESS            dies by its own hand in that phase of the next update
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import random
+import signal
 import sys
 import time
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +67,16 @@ def third(sync: WeightSync) -> None:
     say(sync)
     update(sync, 5)
     say(sync)
+    end(sync)
+
+
+def last(sync: WeightSync) -> None:
+    sync.settle(20)
+    say(sync)
+    end(sync)
+
+
+def end(sync: WeightSync) -> None:
     sync.close()
     sync.close()
     left = names(run_prefix(RUN))
@@ -77,8 +92,45 @@ def drive(address: str, stage: str) -> None:
     engines = {f"e{i}": member(CountingEngine, f"engine e{i}", WIDTH, f"e{i}", str(i)) for i in range(2)}
     sync.register_engines(engines)
     sync.connect()
-    {"first": first, "second": second, "third": third}[stage](sync)
+    stages = {"first": first, "second": second, "third": third, "last": last}
+    stages.get(stage, lambda sync: die(sync, stage))(sync)
     sys.stdin.read()
+
+
+def die(sync: WeightSync, phase: str) -> None:
+    """Say what was found, then die in the next update, or in what follows it."""
+    sync.settle(20)
+    say(sync)
+    controller = sync._controller
+    owner, method = {
+        "publish": (controller, "_publish"),
+        "pause": (controller.crew, "pause"),
+        "move": (controller, "_move"),
+        "verify": (controller.crew, "verify"),
+        "commit": (controller.crew, "resume"),
+        "keep": (controller.keeping, "_copy"),
+        "refill": (controller._refiller, "_read"),
+    }[phase]
+    work = getattr(owner, method)
+
+    def begin_and_die(*args: Any) -> Any:
+        begun = work(*args)
+        if not asyncio.iscoroutine(begun):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return dying(begun)
+
+    setattr(owner, method, begin_and_die)
+    version = sync.version + 1
+    if phase == "refill":
+        sync.inject(FaultPlan((Fault(who="engine e1", action="error", at="move", version=version),)))
+    update(sync, version)
+
+
+async def dying(work: Coroutine[object, object, object]) -> None:
+    """Where the work has got to by then is left to chance: the next driver has to cope with all of it."""
+    begun = asyncio.ensure_future(work)
+    await asyncio.wait([begun], timeout=random.uniform(0.0, 0.02))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def member(cls: type, who: str, *args: object) -> Any:

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+PHASES = ("publish", "pause", "move", "verify", "commit", "keep", "refill")
+
 
 class Process:
     """A cluster, or a driver."""
@@ -35,6 +37,10 @@ class Process:
     def reports(self) -> dict[str, Any]:
         report: dict[str, Any] = json.loads(self.says())
         return report
+
+    def ended(self) -> None:
+        """It has killed itself."""
+        assert self._process.wait(timeout=60) == -signal.SIGKILL
 
     def kill(self) -> None:
         self._process.kill()
@@ -93,6 +99,31 @@ def test_the_next_driver_goes_on_where_the_last_was_killed(address: str) -> None
     who = [name.removeprefix("weightsync/lasting/") for name in ended["left"]]
     assert who == ["engine e0", "engine e1", "trainer 0", "trainer 1"]
     assert ended["after"] == []
+    _gone(*before["pids"].values())
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(300)
+def test_a_driver_may_die_in_any_phase(address: str) -> None:
+    """One after another: each finds exactly one committed version everywhere, and goes on with the next."""
+    with process("lasting", "first", address) as first:
+        before = first.reports()
+        first.kill()
+    committed = before["version"]
+    for phase in (*PHASES, *PHASES):
+        with process("lasting", phase, address) as driver:
+            found = driver.reports()
+            assert found["version"] in (committed, committed + 1), phase
+            assert found["engines"] == dict.fromkeys(("e0", "e1"), found["version"]), phase
+            assert found["exact"] == {"e0": True, "e1": True}, phase
+            assert found["serving"] == ["e0", "e1"], phase
+            assert found["pids"] == before["pids"], phase
+            driver.ended()
+            committed = found["version"]
+    with process("lasting", "last", address) as last:
+        found = last.reports()
+        assert found["exact"] == {"e0": True, "e1": True}
+        last.reports()
     _gone(*before["pids"].values())
 
 
