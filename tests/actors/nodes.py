@@ -1,7 +1,11 @@
-"""Three hosts, on one: python -m tests.actors.nodes. Fails if losing two of them is not survived."""
+"""Several hosts, on one: python -m tests.actors.nodes idle|phases. Fails if losing some is not survived."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import random
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +17,8 @@ from ray.cluster_utils import Cluster
 
 from tests.actors.fleet import Engine, Trainer
 from weightsync import SyncConfig, WeightSync
+from weightsync.errors import WeightSyncError
+from weightsync.faults import Fault, FaultPlan
 
 WIDTH = 64
 SOON = {
@@ -23,7 +29,7 @@ SOON = {
 Weights = Mapping[str, torch.Tensor]
 
 
-def main() -> None:
+def main(when: str) -> None:
     cluster = Cluster(
         initialize_head=True,
         head_node_args={"num_cpus": 1, "resources": {"head": 1}, "_system_config": SOON},
@@ -36,13 +42,23 @@ def main() -> None:
     )
     try:
         with WeightSync(config) as sync:
-            run(sync, lambda name: cluster.remove_node(hosts[name], allow_graceful=False))
+
+            def lose(name: str) -> None:
+                cluster.remove_node(hosts[name], allow_graceful=False)
+
+            def gain(name: str) -> None:
+                hosts[name] = cluster.add_node(num_cpus=1, resources={name: 1})
+
+            if when == "idle":
+                idle(sync, lose)
+            else:
+                phases(sync, gain, lose)
     finally:
         ray.shutdown()
         cluster.shutdown()
 
 
-def run(sync: WeightSync, lose: Callable[[str], None]) -> None:
+def idle(sync: WeightSync, lose: Callable[[str], None]) -> None:
     trainer = put("west", Trainer, "t")
     engines = {"near": put("head", Engine, "near", "a"), "far": put("east", Engine, "far", "b")}
     sync.register_trainers([trainer])
@@ -67,6 +83,63 @@ def run(sync: WeightSync, lose: Callable[[str], None]) -> None:
     trainer = put("head", Trainer, "t")
     sync.register_trainers([trainer])
     update(sync, trainer, 3)
+
+
+def phases(sync: WeightSync, gain: Callable[[str], None], lose: Callable[[str], None]) -> None:
+    """In each phase of an update the host of an engine and its holder goes; its next one is elsewhere."""
+    slots = (f"slot-{number}" for number in itertools.count())
+    trainer = put("head", Trainer, "t")
+    sync.register_trainers([trainer])
+    engines = {
+        "near": put("head", Engine, "near", next(slots)),
+        "far": put("east", Engine, "far", next(slots)),
+    }
+    sync.register_engines(engines, respawn=lambda name: put("head", Engine, name, next(slots)))
+    sync.connect()
+    update(sync, trainer, 1)
+    controller = sync._controller
+    for phase, owner, method in (
+        ("publish", controller, "_publish"),
+        ("pause", controller.crew, "pause"),
+        ("move", controller, "_move"),
+        ("commit", controller.crew, "resume"),
+        ("keep", controller.keeping, "_copy"),
+        ("refill", controller._refiller, "_read"),
+    ):
+        gain(phase)
+        sync.remove_engine("far")
+        sync.add_engine("far", put(phase, Engine, "far", next(slots)))
+        update(sync, trainer, sync.version + 1)
+        num_heals, version = len(sync.heals), sync.version + 1
+        if phase == "refill":
+            sync.inject(FaultPlan((Fault(who="engine far", action="error", at="move", version=version),)))
+        work = getattr(owner, method)
+        setattr(owner, method, losing(work, lambda name=phase: lose(name)))
+        before: Weights = ray.get(trainer.weights.remote())
+        ray.get(trainer.train.remote(version))
+        published: Weights = ray.get(trainer.weights.remote())
+        try:
+            sync.update_weights(version)
+        except WeightSyncError as error:
+            print(f"{phase}: {error}")
+        setattr(owner, method, work)
+        healed(sync, num_heals + 1)
+        print(phase, sync.version, version, sync.engine_states())
+        for handle in sync.serving().values():
+            exact(handle, published if sync.version == version else before)
+        update(sync, trainer, version + 1)
+
+
+def losing(work: Callable[..., Any], lose: Callable[[], None]) -> Callable[..., Any]:
+    """`work`, begun; then a host is lost, and it is waited for."""
+
+    async def both(*args: Any) -> Any:
+        begun = asyncio.ensure_future(work(*args))
+        await asyncio.wait([begun], timeout=random.uniform(0.0, 0.02))
+        await asyncio.to_thread(lose)
+        return await begun
+
+    return both
 
 
 def put(node: str, cls: type, *args: object) -> Any:
@@ -95,9 +168,13 @@ def healed(sync: WeightSync, num_heals: int) -> None:
 def check(sync: WeightSync, published: Weights) -> None:
     assert sorted(sync.serving()) == ["far", "near"], sync.engine_states()
     for handle in sync.serving().values():
-        found = ray.get(handle.weights.remote())
-        assert all(torch.equal(published[name], found[name]) for name in published)
+        exact(handle, published)
+
+
+def exact(handle: Any, published: Weights) -> None:
+    found = ray.get(handle.weights.remote())
+    assert all(torch.equal(published[name], found[name]) for name in published)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -10,14 +10,15 @@ import pytest
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(240)
-def test_lost_hosts_are_survived_and_engines_are_filled_elsewhere_from_mirrors() -> None:
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("when", ["idle", "phases"])
+def test_lost_hosts_are_survived_and_engines_are_filled_elsewhere_from_mirrors(when: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.actors.nodes"],
+        [sys.executable, "-m", "tests.actors.nodes", when],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=220,
+        timeout=380,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
