@@ -162,7 +162,7 @@ def _direct(sides: _Sides) -> list[str]:
 
 
 def _floor(sides: _Sides, tensors: Collection[str]) -> DirectFloor:
-    """Of all engine ranks, or of some, evenly spread, where all would be too many copies to plan."""
+    """Of all engine ranks, or of those of some hosts where all would be too many copies to plan."""
     scene, members = sides.scene, sides.members
     per_host = scene.cluster[1].gpus_per_host if scene.cluster else members.num_holders
     # The scene's engines are all alike.
@@ -179,8 +179,21 @@ def _floor(sides: _Sides, tensors: Collection[str]) -> DirectFloor:
 
     first = receiver(0)
     num_planned = min(len(every), max(_LEAST_RANKS, _MOST_COPIES // max(first.num_copies, 1)))
-    rest = (receiver(number * len(every) // num_planned) for number in range(1, num_planned))
+    rest = map(receiver, _sample(len(every), num_planned, per_host)[1:])
     return direct_floor([first, *rest], members.trainers, per_host, _link_rates(scene), num_ranks=len(every))
+
+
+def _sample(num_ranks: int, num_planned: int, per_host: int) -> list[int]:
+    """At most `num_planned` of the ranks, the first one among them: whole hosts, evenly spread.
+
+    Of whole hosts, since what limits them is mostly what all of a host's ranks read together.
+    """
+    if num_planned >= num_ranks:
+        return list(range(num_ranks))
+    block = min(per_host, num_planned)
+    num_blocks, num_planned_blocks = -(-num_ranks // block), num_planned // block
+    starts = [number * num_blocks // num_planned_blocks * block for number in range(num_planned_blocks)]
+    return [rank for start in starts for rank in range(start, min(start + block, num_ranks))]
 
 
 def _link_rates(scene: Scene) -> LinkRates | None:
