@@ -48,9 +48,9 @@ def make_case(name: str, rows: int = 1031) -> Case:
     ]
     held = values(tensors, seed=len(name))
     senders = [Rank() for _ in range(num_senders)]
-    for rank, sender in enumerate(senders):
+    for number, sender in enumerate(senders):
         for meta in tensors:
-            start, size = cuts(meta.shape[0], num_senders)[rank]
+            start, size = cuts(meta.shape[0], num_senders)[number]
             hold(
                 sender,
                 meta,
