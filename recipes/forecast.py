@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from recipes.grids import engine_layout, trainer_layout
@@ -12,9 +12,16 @@ from recipes.recipe import MoeSpec, Recipe
 from recipes.shapes import MixtureShape, ModelShape, checkpoint_tensors
 from weightsync.config import SyncConfig
 from weightsync.errors import ConfigError
-from weightsync.plan import Cluster, Explanation, Layout, Members, TensorMeta, make_plan
+from weightsync.plan import Cluster, Explanation, Layout, Members, Reshard, TensorMeta, castless, make_plan
+from weightsync.plan.direct_floor import DirectFloor, LinkRates, Receiver, direct_floor, distances
+from weightsync.plan.figures import time_text
 
 __all__ = ["Scene", "forecast", "recipe_scene"]
+
+_MOST_COPIES = 10_000_000
+"""Planning so many takes about six seconds."""
+_LEAST_RANKS = 2
+_MOST_REASONS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +126,9 @@ def forecast(scene: Scene) -> str:
         f"{scene.name}: {_parameters(scene.model, tensors)}",
         f"{_ranks(scene)}, on {members.num_holders} GPUs{_on_hosts(scene, members)}",
     ]
-    return "\n".join([*lines, "", "broadcast", *(f"  {line}" for line in _broadcast(sides))])
+    for title, section in (("broadcast", _broadcast(sides)), ("direct", _direct(sides))):
+        lines += ["", title, *(f"  {line}" for line in section)]
+    return "\n".join(lines)
 
 
 def _broadcast(sides: _Sides) -> list[str]:
@@ -138,6 +147,60 @@ def _broadcast(sides: _Sides) -> list[str]:
     from_host = host.host.gb_per_s if scene.offloaded else None
     shown = plan.explain(Cluster(name, host.nvlink.gb_per_s, from_host))
     return [*str(shown).splitlines(), *_between_hosts(shown, host)]
+
+
+def _direct(sides: _Sides) -> list[str]:
+    scene = sides.scene
+    if scene.offloaded:
+        return ["none: the trainers publish into host memory, which engines do not read"]
+    name, engine = next(iter(sides.engines.items()))
+    names, reasons = castless(sides.source, name, engine)
+    lines = [f"{tensor}, by broadcast: {reason}" for tensor, reason in list(reasons.items())[:_MOST_REASONS]]
+    if len(reasons) > _MOST_REASONS:
+        lines.append(f"and {len(reasons) - _MOST_REASONS} more tensors by broadcast")
+    return [*str(_floor(sides, names)).splitlines(), *lines] if names else lines
+
+
+def _floor(sides: _Sides, tensors: Collection[str]) -> DirectFloor:
+    """Of all engine ranks, or of those of some hosts where all would be too many copies to plan."""
+    scene, members = sides.scene, sides.members
+    per_host = scene.cluster[1].gpus_per_host if scene.cluster else members.num_holders
+    # The scene's engines are all alike.
+    name, engine = next(iter(sides.engines.items()))
+    reshard = Reshard(sides.source, name, engine, only=tensors)
+    every = [(name, rank, gpu) for name, gpus in members.engines for rank, gpu in enumerate(gpus)]
+
+    def receiver(number: int) -> Receiver:
+        name, rank, gpu = every[number]
+        near = distances(gpu, members.trainers, per_host)
+        start = gpu * len(members.trainers) // members.num_holders
+        reads = reshard.reads(rank, near, start=start)
+        return Receiver.of(f"{name} rank {rank}", gpu, reads)
+
+    first = receiver(0)
+    num_planned = min(len(every), max(_LEAST_RANKS, _MOST_COPIES // max(first.num_copies, 1)))
+    rest = map(receiver, _sample(len(every), num_planned, per_host)[1:])
+    return direct_floor([first, *rest], members.trainers, per_host, _link_rates(scene), num_ranks=len(every))
+
+
+def _sample(num_ranks: int, num_planned: int, per_host: int) -> list[int]:
+    """At most `num_planned` of the ranks, the first one among them: whole hosts, evenly spread.
+
+    Of whole hosts, since what limits them is mostly what all of a host's ranks read together.
+    """
+    if num_planned >= num_ranks:
+        return list(range(num_ranks))
+    block = min(per_host, num_planned)
+    num_blocks, num_planned_blocks = -(-num_ranks // block), num_planned // block
+    starts = [number * num_blocks // num_planned_blocks * block for number in range(num_planned_blocks)]
+    return [rank for start in starts for rank in range(start, min(start + block, num_ranks))]
+
+
+def _link_rates(scene: Scene) -> LinkRates | None:
+    if scene.cluster is None:
+        return None
+    name, host = scene.cluster
+    return LinkRates(name=name, hbm=host.hbm.gb_per_s, nvlink=host.nvlink.gb_per_s, nic=host.nic.gb_per_s)
 
 
 def _parameters(model: ModelShape, tensors: Sequence[TensorMeta]) -> str:
@@ -176,8 +239,7 @@ def _between_hosts(shown: Explanation, host: HostSpec) -> list[str]:
     into = max(total - sent[taker] for taker in takers)
     out = max(sent[giver] for giver in range(num_hosts) if takers - {giver})
     seconds = max(into, out) / (host.gpus_per_host * host.nic.gb_per_s * 1e9)
-    shown_time = f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
     return [
-        f"between {num_hosts} hosts: floor {shown_time}; {into / 1e9:.2f} GB into one of them, "
+        f"between {num_hosts} hosts: floor {time_text(seconds)}; {into / 1e9:.2f} GB into one of them, "
         f"{out / 1e9:.2f} GB out of one, through {host.gpus_per_host} NICs"
     ]

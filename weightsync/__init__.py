@@ -31,7 +31,9 @@ if TYPE_CHECKING:
         WeightSyncError,
     )
     from weightsync.plan import Box, Layout, Plan, Segment, make_plan
+    from weightsync.plan.shuffle import ShufflePlan
     from weightsync.report import SyncReport
+    from weightsync.shuffle import Shuffle, gather_send, scatter_recv
 
 __version__ = "0.1.0"
 
@@ -45,6 +47,8 @@ __all__ = [
     "Plan",
     "PlanError",
     "Segment",
+    "Shuffle",
+    "ShufflePlan",
     "StateError",
     "SyncConfig",
     "SyncReport",
@@ -52,8 +56,10 @@ __all__ = [
     "WeightSync",
     "WeightSyncError",
     "__version__",
+    "gather_send",
     "make_plan",
     "parse_size",
+    "scatter_recv",
 ]
 
 _HOMES = {
@@ -66,14 +72,18 @@ _HOMES = {
     "Plan": "weightsync.plan",
     "PlanError": "weightsync.errors",
     "Segment": "weightsync.plan",
+    "Shuffle": "weightsync.shuffle",
+    "ShufflePlan": "weightsync.plan.shuffle",
     "StateError": "weightsync.errors",
     "SyncConfig": "weightsync.config",
     "SyncReport": "weightsync.report",
     "VerifyError": "weightsync.errors",
     "WeightSync": "actors.weight_sync",
     "WeightSyncError": "weightsync.errors",
+    "gather_send": "weightsync.shuffle",
     "make_plan": "weightsync.plan",
     "parse_size": "weightsync.config",
+    "scatter_recv": "weightsync.shuffle",
 }
 
 

@@ -69,6 +69,12 @@ class Rank:
                 say("begun")
         return 0
 
+    def shuffle(self, case: str, rows: int, max_message_bytes: int, rank: int) -> dict[str, object]:
+        from tests.shuffle_cases import shuffle_case
+
+        assert self._transport is not None
+        return shuffle_case(case, rows, max_message_bytes, rank, self._transport, self._device)
+
     def close(self) -> float:
         started = time.monotonic()
         if self._transport:
@@ -185,6 +191,14 @@ class Fleet:
             for process in self.members:
                 assert process.hear() == "begun"
                 assert process.value() == (root + 1) * nbytes
+
+    def shuffle(self, case: str, rows: int, max_message_bytes: int) -> list[dict[str, object]]:
+        """Every member's answer to its part of a case of `tests.shuffle_cases`."""
+        for rank, process in enumerate(self.members):
+            process.order("shuffle", case, rows, max_message_bytes, rank)
+        answers = [process.value() for process in self.members]
+        assert all(isinstance(answer, dict) for answer in answers)
+        return answers  # type: ignore[return-value]
 
     def lose(self, rank: int) -> None:
         """Go on without `rank`."""

@@ -11,8 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from recipes import cli
+from recipes.forecast import _sample
 from recipes.recipe import Recipe, load_recipe
 from weightsync.faults import Fault, FaultPlan
+from weightsync.plan import Layout
 
 RUNNER = CliRunner()
 
@@ -178,6 +180,7 @@ def test_plans_of_the_recipes_page_run(command: str) -> None:
     result = RUNNER.invoke(cli.app, shlex.split(command))
     assert result.exit_code == 0
     assert "\nbroadcast\n" in result.stdout
+    assert "\ndirect\n" in result.stdout
 
 
 def test_a_plan_between_hosts_says_what_crosses() -> None:
@@ -194,6 +197,75 @@ def test_a_host_with_trainers_of_its_own_takes_only_what_it_lacks() -> None:
     arguments = ["plan", "--model", "qwen3-8b", "--trainers", "fsdp=16", "--engine", "tp=8", "--engines", "2"]
     result = RUNNER.invoke(cli.app, [*arguments, "--cluster", "8xh100"])
     assert "between 2 hosts: floor 20.5 ms; 8.19 GB into one of them, 8.19 GB out of one" in result.stdout
+
+
+def direct_section(*arguments: str) -> list[str]:
+    result = RUNNER.invoke(cli.app, ["plan", *arguments])
+    assert result.exit_code == 0
+    return result.stdout.partition("\ndirect\n")[2].splitlines()
+
+
+def test_direct_reads_of_two_engine_ranks_apart_take_half_the_model_each() -> None:
+    """61.06 GB over two NVLinks of 382 GB/s."""
+    arguments = ["--model", "qwen3-30b-a3b", "--trainers", "fsdp=2", "--engine", "tp=2", "--apart"]
+    lines = direct_section(*arguments, "--cluster", "4xh200")
+    assert "  all: own GPU 0 B, own host 56.9 GiB, other hosts 0 B" in lines
+    assert lines[-1] == "  on 4xh200: floor 80.0 ms; NVLink into GPU 2"
+
+
+def test_direct_reads_from_another_host_cross_as_often_as_they_are_read() -> None:
+    arguments = [
+        "--model",
+        "qwen3-8b",
+        "--trainers",
+        "fsdp=8",
+        "--engine",
+        "tp=4",
+        "--engines",
+        "2",
+        "--apart",
+    ]
+    lines = direct_section(*arguments, "--cluster", "8xh100")
+    assert lines[0].startswith("  8 engine ranks read 30.5 GiB in ")
+    assert lines[1] == "  all: own GPU 0 B, own host 0 B, other hosts 30.5 GiB"
+    assert lines[-1] == "  on 8xh100: floor 81.9 ms; NICs into host 1"
+
+
+def test_of_very_many_copies_only_some_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recipes.forecast._MOST_COPIES", 5_000)
+    arguments = ["--model", "qwen3-8b", "--trainers", "fsdp=4", "--engine", "tp=8", "--cluster", "8xh100"]
+    lines = direct_section(*arguments)
+    assert lines[0].startswith("  3 of 8 engine ranks")
+    assert "floor at least " in lines[-2]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks"),
+    [
+        ((5, 7, 4), [0, 1, 2, 3, 4]),
+        ((9, 3, 4), [0, 1, 2]),
+        ((16, 9, 4), [0, 1, 2, 3, 8, 9, 10, 11]),
+        ((14, 12, 4), [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]),
+    ],
+)
+def test_whole_hosts_are_planned(sizes: tuple[int, int, int], ranks: list[int]) -> None:
+    assert _sample(*sizes) == ranks
+
+
+def test_tensors_that_bytes_alone_cannot_bring_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def castless(source: Layout, name: str, engine: Layout) -> tuple[frozenset[str], dict[str, str]]:
+        rest = [each for each in source.names if each.endswith("layernorm.weight")]
+        return frozenset(source.names) - {*rest}, dict.fromkeys(rest, "float32 here, bfloat16 there")
+
+    monkeypatch.setattr("recipes.forecast.castless", castless)
+    lines = direct_section(*MODEL)
+    assert "  model.layers.0.input_layernorm.weight, by broadcast: float32 here, bfloat16 there" in lines
+    assert lines[-1].endswith(" more tensors by broadcast")
+
+
+def test_trainers_in_host_memory_are_not_read_directly() -> None:
+    lines = direct_section(*MODEL, "--offloaded")
+    assert lines == ["  none: the trainers publish into host memory, which engines do not read"]
 
 
 def test_the_plan_of_a_recipe_moves_what_its_run_moves() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from weightsync.plan.figures import size_text, time_text
+
 __all__ = ["Cluster", "Explanation"]
 
 
@@ -54,28 +56,15 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.num_tensors} tensors, {_size(self.payload_nbytes)}, in {self.num_pieces} pieces, "
+            f"{self.num_tensors} tensors, {size_text(self.payload_nbytes)}, in {self.num_pieces} pieces, "
             f"{self.num_buckets} buckets, {self.num_steps} broadcasts",
-            f"{len(self.sent)} roots send up to {_size(max(self.sent.values(), default=0))} each "
+            f"{len(self.sent)} roots send up to {size_text(max(self.sent.values(), default=0))} each "
             f"(imbalance {self.imbalance:.2f})",
-            f"{len(self.received)} holders receive up to {_size(max(self.received.values(), default=0))}",
-            f"memory per holder: staging up to {_size(max(self.staging.values(), default=0))}, "
-            f"arena up to {_size(max(self.arena.values(), default=0))}",
+            f"{len(self.received)} holders receive up to {size_text(max(self.received.values(), default=0))}",
+            f"memory per holder: staging up to {size_text(max(self.staging.values(), default=0))}, "
+            f"arena up to {size_text(max(self.arena.values(), default=0))}",
         ]
         if self.cluster is not None and self.stage_seconds is not None:
-            stages = ", ".join(f"{name} {_time(value)}" for name, value in self.stage_seconds.items())
-            lines.append(f"on {self.cluster.name}: floor {_time(self.floor_seconds or 0.0)}; {stages}")
+            stages = ", ".join(f"{name} {time_text(value)}" for name, value in self.stage_seconds.items())
+            lines.append(f"on {self.cluster.name}: floor {time_text(self.floor_seconds or 0.0)}; {stages}")
         return "\n".join(lines)
-
-
-def _size(nbytes: int) -> str:
-    value, unit = float(nbytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

@@ -1,0 +1,29 @@
+"""A shuffle between processes over gloo, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.contract.transport_processes import Fleet
+from tests.shuffle_cases import CASES, make_case
+
+pytestmark = pytest.mark.slow
+
+ROWS, MAX_MESSAGE_BYTES = 1031, 64 << 10
+
+
+@pytest.mark.parametrize("name", ["apart", "both"])
+def test_every_receiver_has_what_it_wants_and_nothing_else(name: str) -> None:
+    num_senders, num_receivers, both = CASES[name]
+    fleet = Fleet("gloo", num_senders if both else num_senders + num_receivers)
+    try:
+        fleet.open(20)
+        answers = fleet.shuffle(name, ROWS, MAX_MESSAGE_BYTES)
+    finally:
+        fleet.end()
+    plan = make_case(name, ROWS).plan(MAX_MESSAGE_BYTES)
+    assert plan.num_rounds >= 5
+    for answer in answers:
+        assert answer["right"] == [True] * 3
+        assert answer["digest"] == plan.digest()
+        assert 0 < answer["staging"] <= (1 + both) * 2 * MAX_MESSAGE_BYTES

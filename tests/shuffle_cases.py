@@ -1,0 +1,121 @@
+"""Small models between ranks that lay them out differently, for tests with a process for each rank."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tests.unit.plan_strategies import PAD, Rank, cuts, hold, live, values, write
+from weightsync.plan import Box, RankLayout, TensorMeta
+from weightsync.plan.shuffle import ShufflePlan
+from weightsync.shuffle import Shuffle, gather_send, scatter_recv
+from weightsync.transports import Transport
+
+CASES = {"apart": (2, 3, False), "both": (2, 2, True), "one": (1, 1, False)}
+"""Senders, receivers, and whether the receivers are the senders."""
+
+
+@dataclass
+class Case:
+    """Senders hold uneven rows; receivers take columns into a fused parameter, and the rest whole."""
+
+    tensors: list[TensorMeta]
+    senders: list[Rank]
+    ranks: list[Rank]
+    receivers: list[int]
+    expected: list[dict[str, np.ndarray]]
+
+    def plan(self, max_message_bytes: int) -> ShufflePlan:
+        source, target = (list(map(self._layout, side)) for side in (self.senders, self.ranks))
+        return ShufflePlan.from_layouts(
+            source, target, max_message_bytes=max_message_bytes, receivers=self.receivers
+        )
+
+    def _layout(self, rank: Rank) -> RankLayout:
+        return rank.layout(self.tensors)
+
+
+def make_case(name: str, rows: int = 1031) -> Case:
+    num_senders, num_receivers, both = CASES[name]
+    tensors = [
+        TensorMeta("gate", "bfloat16", (rows, 300)),
+        TensorMeta("up", "bfloat16", (rows, 300)),
+        TensorMeta("norm", "float32", (301,)),
+        TensorMeta("bias", "int8", (7, 13)),
+    ]
+    held = values(tensors, seed=len(name))
+    senders = [Rank() for _ in range(num_senders)]
+    for number, sender in enumerate(senders):
+        for meta in tensors:
+            start, size = cuts(meta.shape[0], num_senders)[number]
+            hold(
+                sender,
+                meta,
+                Box((start, *[0] * (len(meta.shape) - 1)), (size, *meta.shape[1:])),
+                held[meta.name],
+            )
+    ranks = [Rank() for _ in range(num_receivers)]
+    for number, rank in enumerate(ranks):
+        start, size = cuts(300, num_receivers)[number]
+        live(rank, "gate_up", "bfloat16", (2 * rows, size))
+        for half, meta in enumerate(tensors[:2]):
+            write(rank, meta, Box((0, start), (rows, size)), "gate_up", (half * rows, 0))
+        for meta in tensors[2:]:
+            live(rank, meta.name, meta.dtype, meta.shape)
+            write(rank, meta, Box((0,) * len(meta.shape), meta.shape), meta.name, (0,) * len(meta.shape))
+    first = 0 if both else num_senders
+    expected = [_expected(rank, tensors, held) for rank in ranks]
+    return Case(tensors, senders, ranks, list(range(first, first + num_receivers)), expected)
+
+
+def _expected(rank: Rank, tensors: list[TensorMeta], held: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What the rank's buffers hold after each tensor was gathered and sliced."""
+    dtypes = {meta.name: meta.dtype for meta in tensors}
+    for segment in rank.segments:
+        rank.view(segment, dtypes[segment.tensor])[...] = held[segment.tensor][segment.box.slices()]
+    expected = {name: memory.copy() for name, memory in rank.memory.items()}
+    for memory in rank.memory.values():
+        memory[:] = PAD
+    return expected
+
+
+def shuffle_case(
+    name: str, rows: int, max_message_bytes: int, rank: int, transport: Transport, device: str
+) -> dict[str, object]:
+    """Carry out `rank`'s part once by its function, twice by one `Shuffle`; what is right, what it took."""
+    case = make_case(name, rows)
+    plan = case.plan(max_message_bytes)
+    sends, receives = rank < plan.num_senders, rank in plan.receivers
+    source = _upload(case.senders[rank].memory, device) if sends else None
+    number = plan.receivers.index(rank) if receives else -1
+    target = _upload(case.ranks[number].memory, device) if receives else None
+    if source is None and target is not None:
+        scatter_recv(plan, rank, target, transport)
+    elif source is not None and target is None:
+        gather_send(plan, rank, source, transport)
+    shuffle = Shuffle(plan, rank, transport, source=source, target=target)
+    right = [target is None or source is not None or _is(target, case.expected[number])]
+    for _ in range(2):
+        for tensor in (target or {}).values():
+            tensor.fill_(PAD)
+        started = time.perf_counter()
+        shuffle.run()
+        seconds = time.perf_counter() - started
+        right.append(target is None or _is(target, case.expected[number]))
+    return {
+        "right": right,
+        "seconds": seconds,
+        "staging": shuffle.staging_nbytes,
+        "digest": plan.digest(),
+    }
+
+
+def _upload(memory: dict[str, np.ndarray], device: str) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(held).to(device) for name, held in memory.items()}
+
+
+def _is(target: dict[str, torch.Tensor], expected: dict[str, np.ndarray]) -> bool:
+    return all(torch.equal(target[name].cpu(), torch.from_numpy(held)) for name, held in expected.items())

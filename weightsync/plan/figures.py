@@ -1,0 +1,20 @@
+"""Bytes and seconds as text."""
+
+from __future__ import annotations
+
+__all__ = ["size_text", "time_text"]
+
+
+def size_text(nbytes: int) -> str:
+    """``17 B``, ``1.5 GiB``."""
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def time_text(seconds: float) -> str:
+    """``8.3 ms``, ``1.20 s``."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"

@@ -1,0 +1,200 @@
+"""Two layouts to messages between ranks, such that the layout changes on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from weightsync.errors import ConfigError, PlanError
+from weightsync.plan.buckets import PIECE_ALIGN, RUN_ALIGN, align
+from weightsync.plan.copies import Copies, tiles
+from weightsync.plan.layout import Layout
+from weightsync.plan.live import check_live
+from weightsync.plan.messages import Messages, messages
+from weightsync.plan.reads import Reads
+from weightsync.plan.reshard import Reshard
+from weightsync.plan.segment import RankLayout
+
+__all__ = ["Lane", "ShufflePlan"]
+
+_PARTS = 8
+"""Pieces are at most this part of a message, so that few bytes of each message stay empty."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lane:
+    """The messages from one rank to one other, number k of them in round k."""
+
+    sender: int
+    receiver: int
+    messages: Messages
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class ShufflePlan:
+    """Who sends what to whom, in rounds; every rank of a transport makes the same one.
+
+    Ranks are the transport's. Rank s of the source is rank s; rank t of the target is
+    ``receivers[t]``.
+
+    Attributes:
+        num_senders: ranks of the source.
+        receivers: one for each rank of the target.
+        max_message_bytes: what one rank sends, or receives, in a round is at most this.
+        lanes: between different ranks, by sender, then receiver.
+        local: per rank that is both, what it copies from its own memory to its own.
+    """
+
+    num_senders: int
+    receivers: tuple[int, ...]
+    max_message_bytes: int
+    lanes: tuple[Lane, ...]
+    local: tuple[tuple[int, Reads], ...]
+
+    @classmethod
+    def from_layouts(
+        cls,
+        source: Layout | Sequence[RankLayout],
+        target: Layout | Sequence[RankLayout],
+        *,
+        max_message_bytes: int,
+        receivers: Sequence[int] | None = None,
+    ) -> ShufflePlan:
+        """Plans every byte of the target from one source rank that holds it, once.
+
+        Of several source ranks that hold the same, the receiver itself is preferred; among others
+        the bytes are balanced.
+
+        Args:
+            source: what the ranks hold that send.
+            target: what the ranks take that receive. Where it declares live buffers, each of their
+                bytes is proven to be written once.
+            max_message_bytes: bound of one round on each side; staging takes twice this.
+            receivers: the transport's rank of each target rank; by default they follow the senders.
+                ``range(len(target))`` where the same ranks do both.
+
+        Raises:
+            PlanError: names a tensor that is missing or left over, of another shape or dtype on the
+                two sides, or that the source does not tile; or a live buffer with a hole or overlap.
+            ConfigError: `receivers` do not fit, or `max_message_bytes` has no room for 256 bytes
+                from each peer.
+        """
+        source = source if isinstance(source, Layout) else Layout.from_ranks(source)
+        target = target if isinstance(target, Layout) else Layout.from_ranks(target)
+        given = range(source.num_ranks, source.num_ranks + target.num_ranks)
+        ranks = tuple(given if receivers is None else receivers)
+        _check_receivers(ranks, target.num_ranks)
+        check_live("target", target)
+        parts, local = _parts(source, target, ranks)
+        return cls(
+            num_senders=source.num_ranks,
+            receivers=ranks,
+            max_message_bytes=max_message_bytes,
+            lanes=_lanes(parts, max_message_bytes),
+            local=local,
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        """The least that a transport must have."""
+        return max(self.num_senders, *(rank + 1 for rank in self.receivers))
+
+    @property
+    def num_rounds(self) -> int:
+        return max((lane.messages.num_rounds for lane in self.lanes), default=0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors that are sent, without what is copied locally."""
+        return sum(lane.messages.reads.nbytes for lane in self.lanes)
+
+    def sends(self, rank: int) -> tuple[Lane, ...]:
+        return tuple(lane for lane in self.lanes if lane.sender == rank)
+
+    def receives(self, rank: int) -> tuple[Lane, ...]:
+        return tuple(lane for lane in self.lanes if lane.receiver == rank)
+
+    def digest(self) -> str:
+        """SHA-256, in hex, of everything that the ranks must agree on."""
+        header = {
+            "senders": self.num_senders,
+            "receivers": self.receivers,
+            "max_message_bytes": self.max_message_bytes,
+            "lanes": [(lane.sender, lane.receiver) for lane in self.lanes],
+            "local": [rank for rank, _ in self.local],
+        }
+        state = hashlib.sha256(json.dumps(header).encode())
+        for lane in self.lanes:
+            moved = lane.messages
+            for column in (moved.round, moved.offset, moved.nbytes, moved.bounds, moved.wire):
+                state.update(np.ascontiguousarray(column).tobytes())
+            _hash_reads(state, moved.reads)
+        for _, reads in self.local:
+            _hash_reads(state, reads)
+        return state.hexdigest()
+
+
+def _check_receivers(ranks: tuple[int, ...], num_ranks: int) -> None:
+    if len(ranks) != num_ranks or len(set(ranks)) != len(ranks) or min(ranks, default=0) < 0:
+        remedy = f"give one rank of the transport, 0 or more, for each of the {num_ranks} target ranks"
+        raise ConfigError("receivers", ranks, remedy)
+    if not ranks:
+        raise PlanError("target", "no rank receives; give the layout of at least one")
+
+
+def _parts(
+    source: Layout, target: Layout, ranks: tuple[int, ...]
+) -> tuple[dict[tuple[int, int], Reads], tuple[tuple[int, Reads], ...]]:
+    """What each rank reads from each other one, and from itself."""
+    reshard = Reshard(source, "target", target)
+    parts, local = {}, []
+    for number, receiver in enumerate(ranks):
+        near = [int(sender != receiver) for sender in range(source.num_ranks)]
+        reads = reshard.reads(number, near)
+        table = reads.table()
+        for sender in np.unique(reads.trainer).tolist():
+            these = np.flatnonzero(reads.trainer == sender)
+            part = reads.cut(these, table[these])
+            if sender == receiver:
+                local.append((receiver, part))
+            else:
+                parts[sender, receiver] = part
+    return dict(sorted(parts.items())), tuple(sorted(local, key=lambda entry: entry[0]))
+
+
+def _lanes(parts: dict[tuple[int, int], Reads], max_message_bytes: int) -> tuple[Lane, ...]:
+    """Each lane gets that share of a round that it has of the bytes of its busier end.
+
+    So lanes of one bottleneck end together, and a round's bytes fit on either side.
+    """
+    sizes = {pair: int(align(r.rows * r.row_nbytes, PIECE_ALIGN).sum()) for pair, r in parts.items()}
+    totals: dict[tuple[int, int], int] = {}
+    peers: dict[tuple[int, int], int] = {}
+    for pair, nbytes in sizes.items():
+        for end in enumerate(pair):  # (0, sender) and (1, receiver)
+            totals[end] = totals.get(end, 0) + nbytes
+            peers[end] = peers.get(end, 0) + 1
+    least = RUN_ALIGN * max(peers.values(), default=1)
+    if max_message_bytes < least:
+        raise ConfigError("max_message_bytes", max_message_bytes, f"give at least {least}")
+    shared = max_message_bytes - least
+    lanes = []
+    for pair, reads in parts.items():
+        busier = max(totals[end] for end in enumerate(pair))
+        capacity = (RUN_ALIGN + shared * sizes[pair] // busier) // RUN_ALIGN * RUN_ALIGN
+        piece = max(RUN_ALIGN, capacity // _PARTS // RUN_ALIGN * RUN_ALIGN)
+        table, part = tiles(Copies(*reads.table().T), piece)
+        lanes.append(Lane(*pair, messages(reads.cut(part, table), capacity)))
+    return tuple(lanes)
+
+
+def _hash_reads(state: hashlib._Hash, reads: Reads) -> None:
+    state.update(json.dumps([reads.src_names, reads.dst_names]).encode())
+    for field in fields(reads):
+        column = getattr(reads, field.name)
+        if isinstance(column, np.ndarray):
+            state.update(np.ascontiguousarray(column).tobytes())
