@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import random
 import sys
@@ -118,13 +119,10 @@ def phases(sync: WeightSync, gain: Callable[[str], None], lose: Callable[[str], 
         before: Weights = ray.get(trainer.weights.remote())
         ray.get(trainer.train.remote(version))
         published: Weights = ray.get(trainer.weights.remote())
-        try:
+        with contextlib.suppress(WeightSyncError):  # it went on without the lost one, or did not commit
             sync.update_weights(version)
-        except WeightSyncError as error:
-            print(f"{phase}: {error}")
         setattr(owner, method, work)
-        healed(sync, num_heals + 1)
-        print(phase, sync.version, version, sync.engine_states())
+        healed(sync, num_heals + (2 if phase == "refill" else 1))
         for handle in sync.serving().values():
             exact(handle, published if sync.version == version else before)
         update(sync, trainer, version + 1)
