@@ -158,6 +158,8 @@ def _direct(sides: _Sides) -> list[str]:
     lines = [f"{tensor}, by broadcast: {reason}" for tensor, reason in list(reasons.items())[:_MOST_REASONS]]
     if len(reasons) > _MOST_REASONS:
         lines.append(f"and {len(reasons) - _MOST_REASONS} more tensors by broadcast")
+    if scene.cluster and scene.cluster[1].num_hosts(sides.members.num_holders) > 1:
+        lines.append("so far on one host only: between hosts, updates are broadcast")
     return [*str(_floor(sides, names)).splitlines(), *lines] if names else lines
 
 

@@ -121,20 +121,22 @@ def phases(sync: WeightSync, gain: Callable[[str], None], lose: Callable[[str], 
         published: Weights = ray.get(trainer.weights.remote())
         with contextlib.suppress(WeightSyncError):  # it went on without the lost one, or did not commit
             sync.update_weights(version)
-        setattr(owner, method, work)
         healed(sync, num_heals + (2 if phase == "refill" else 1))
+        setattr(owner, method, work)
         for handle in sync.serving().values():
             exact(handle, published if sync.version == version else before)
         update(sync, trainer, version + 1)
 
 
 def losing(work: Callable[..., Any], lose: Callable[[], None]) -> Callable[..., Any]:
-    """`work`, begun; then a host is lost, and it is waited for."""
+    """`work`, begun; the first time a host is lost meanwhile."""
+    there = [lose]
 
     async def both(*args: Any) -> Any:
         begun = asyncio.ensure_future(work(*args))
         await asyncio.wait([begun], timeout=random.uniform(0.0, 0.02))
-        await asyncio.to_thread(lose)
+        if there:
+            await asyncio.to_thread(there.pop())
         return await begun
 
     return both
