@@ -69,6 +69,7 @@ class Controller:
         self.connected = False
         self._epoch += 1
         self._connection = made = await connect(self._fleet, self._config, self._epoch)
+        await self.keeping.reserve(made)
         self.connected = True
         logger.info("epoch %d: %d buckets, %s", self._epoch, made.plan.num_buckets, made.seconds)
 

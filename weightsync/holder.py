@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ from weightsync.buffers import Export
 from weightsync.errors import ConfigError, StateError
 from weightsync.faults import arm, strike, strike_move
 from weightsync.feed import FeedTicket, HolderFeed
-from weightsync.keeper import Keeper, Label, Share
+from weightsync.keeper import Copy, Keepable, Keeper, Label, Share
 from weightsync.memory import SharedBuffer
 from weightsync.modules import device_id
 from weightsync.outlet import open_outlet
@@ -65,10 +66,7 @@ class Holder:
         self._watched = threading.Event()
 
     def ready(self) -> tuple[str, str]:
-        """Its name and its transport, if it can go on.
-
-        Raises what its device says: an error there stays until the process ends.
-        """
+        """Its name and its transport. Raises what its device says: an error there stays for good."""
         if self._device:
             torch.cuda.current_stream().query()
         return self.name, self._transport_name
@@ -230,21 +228,21 @@ class Holder:
             self._keeper = Keeper(self.name, self._host, protocol, rdma_device)
 
     def keep(self, label: Label, is_image: bool, expected: Digests) -> Offer:
-        """Copy what its engine rank serves or, if not `is_image`, its trainer published, for others to read.
-
-        `label` says what that is, `expected` are the digests of the whole version. Raises TransportError.
-        """
+        """See `Keeper.keep`: what its trainer published or, if `is_image`, what its engine rank serves."""
         strike("commit", version=label.version)
-        keeper = self._lent()
-        if not is_image:
-            assert self._arena is not None
-            return keeper.keep_copy(label, expected, self._arena.tensor)
-        staging = self._staging
-        assert staging is not None
-        with self._moving, staging.queue():
-            if staging.image is None:
-                raise StateError(f"{self.name} no longer writes an engine's memory")
-            return keeper.keep(label, expected, staging.image.nbytes, staging.image.save)
+        assert self._staging is not None
+        with self._moving if is_image else nullcontext(), self._staging.queue():
+            return self._lent().keep(label, expected, self._keepable(is_image))
+
+    def reserve(self, part: int, is_image: bool) -> None:
+        """Take the memory that `keep` needs. Raises TransportError when there is not that much."""
+        self._lent().reserve(part, self._keepable(is_image).nbytes)
+
+    def _keepable(self, is_image: bool) -> Keepable:
+        found = (self._staging and self._staging.image) if is_image else (self._arena and Copy(self._arena))
+        if not found:
+            raise StateError(f"{self.name} has nothing to keep: it is being connected anew")
+        return found
 
     def mirror(self, share: Share, timeout_s: float) -> Offer:
         """Keep what another holder keeps, too. Raises as `Keeper.mirror`."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -17,7 +18,7 @@ from weightsync.memory import SharedBuffer
 from weightsync.readers import Offer, Read, Reader, Server, choose_protocol, open_reader, serve
 from weightsync.verify import Digests
 
-__all__ = ["LABEL_NBYTES", "Keeper", "Label", "Share", "read_labels"]
+__all__ = ["LABEL_NBYTES", "Copy", "Keepable", "Keeper", "Label", "Share", "read_labels"]
 
 logger = logging.getLogger("weightsync.keeper")
 
@@ -42,6 +43,31 @@ class Share:
     expected: Digests
 
 
+class Keepable(Protocol):
+    """What can be kept."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def save(self, to: torch.Tensor) -> None:
+        """Copy all of it to `to`, uint8[nbytes] on the host; it is there when this returns."""
+
+
+class Copy:
+    """What lies on the host."""
+
+    def __init__(self, buffer: SharedBuffer) -> None:
+        self._buffer = buffer
+
+    @property
+    def nbytes(self) -> int:
+        return self._buffer.handle.nbytes
+
+    def save(self, to: torch.Tensor) -> None:
+        # By this thread alone, and without torch's: they belong to whoever computes here.
+        np.copyto(to.numpy(), self._buffer.tensor.numpy())
+
+
 class Keeper:
     """At most one version of each part; the next takes the place of the last."""
 
@@ -56,21 +82,26 @@ class Keeper:
         self._kept: dict[int, Share] = {}
         self._changing: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
-    def keep(
-        self, label: Label, expected: Digests, nbytes: int, copy: Callable[[torch.Tensor], None]
-    ) -> Offer:
-        """Let `copy` write the part, uint8[nbytes]. Raises TransportError when memory does not suffice."""
+    def reserve(self, part: int, nbytes: int) -> None:
+        """Take the memory of a part, so that no update waits for that; what is kept there stays.
+
+        Raises TransportError when there is not that much.
+        """
+        with self._changing[part]:
+            if part not in self._shares or self._shares[part][0].handle.nbytes != LABEL_NBYTES + nbytes:
+                self._place(part, nbytes)
+
+    def keep(self, label: Label, expected: Digests, part: Keepable) -> Offer:
+        """Save `part` for others to read; `expected` is of the whole version that `label` names.
+
+        Raises TransportError when memory does not suffice.
+        """
         with self._changing[label.part]:
-            buffer, server = self._place(label.part, nbytes)
-            copy(_body(buffer))
+            buffer, server = self._place(label.part, part.nbytes)
+            part.save(_body(buffer))
             _write_label(buffer, label)
             self._kept[label.part] = Share(label, server.offer, expected)
         return server.offer
-
-    def keep_copy(self, label: Label, expected: Digests, part: torch.Tensor) -> Offer:
-        """`keep` of what lies on the host, uint8[nbytes]."""
-        # By this thread alone, and without torch's: they belong to whoever computes here.
-        return self.keep(label, expected, len(part), lambda to: np.copyto(to.numpy(), part.numpy()))
 
     def held(self, label: Label) -> torch.Tensor | None:
         """The bytes of what is kept here, uint8[nbytes], in page-locked memory where there is a device."""

@@ -51,6 +51,20 @@ class Keeping:
         self.expected: Digests | None = None
         self.on_silence: Callable[[], None] = lambda: None
 
+    async def reserve(self, connection: Connection) -> None:
+        """Have the holders that are to copy take the memory for it: page-locking takes a second for 2 GB."""
+        if self._config.keep_versions < 2:
+            return
+        calls = {
+            f"holder {home}": self._fleet.holders[home].reserve(label.part, connection.in_place)
+            for label, homes in self._parts(0, connection, everyone=True)
+            for home in homes
+        }
+        outcome = await gather_named(calls, "prepare", self._config.connect_timeout_s)
+        for error in outcome.failures.values():
+            logger.warning("not all of a version can be kept: %s", error)
+            self._tell(error)
+
     def begin(self, version: int, connection: Connection, expected: Digests) -> None:
         """`version` has committed, and what is copied still holds it: `copied` says until when it has to."""
         self._now = _Version()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 
 from tests.unit.test_controller import Loop, drive
@@ -58,7 +59,10 @@ def test_an_engine_that_is_lost_while_it_is_filled_is_healed_once_more() -> None
         def lose(_: str) -> None:
             loop.engines["e1"].on_write = lambda _: None
             deaf = DeadlineError("heartbeat", ("engine e1",), 1.0)
+            noticed = threading.Event()
             running.call_soon_threadsafe(loop.controller.crew.lost, "e1", deaf)
+            running.call_soon_threadsafe(noticed.set)
+            assert noticed.wait(5)
 
         async def lost_again() -> None:
             if respawn.times == 1:
