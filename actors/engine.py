@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from actors.seat import Seat
 from weightsync.engines import Rollout, choose_engine, make_engine
-from weightsync.faults import arm, strike
+from weightsync.faults import strike
 
 if TYPE_CHECKING:
     from weightsync.buffers import Attached
@@ -30,8 +30,8 @@ class EngineActor:
         model_path: a Hugging Face model directory; its config and tokenizer are read, its weights are not.
         name: as registered with WeightSync.
         options: passed to the adapter, see `weightsync/engines/README.md`.
-        slot: where weights lie in host memory, the name of the slot; the trainer with the same slot
-            shares its holder. On GPUs, it is the trainer with the same GPU.
+        slot: where weights lie in host memory, the name of the slot, of rank r > 0 ``<slot>.<r>``; the
+            trainer with the same slot shares its holder. On GPUs, it is the trainer with the same GPU.
     """
 
     def __init__(
@@ -53,7 +53,8 @@ class EngineActor:
 
     async def sync_seats(self) -> list[Seat]:
         """Where each rank sits: on the device that its layout names."""
-        return [self._seat(layout.device) for layout in await self.sync_layout()]
+        layouts = await self.sync_layout()
+        return [self._seat(layout.device, rank) for rank, layout in enumerate(layouts)]
 
     async def sync_layout(self) -> Sequence[RankLayout]:
         """See `Engine.layout`; asked for once, since what it says does not change."""
@@ -90,11 +91,12 @@ class EngineActor:
         await asyncio.Event().wait()
 
     async def sync_arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
-        """See `weightsync.faults.arm`."""
-        arm(who, faults, seed)
+        """See `Engine.arm`."""
+        await asyncio.to_thread(self._engine.arm, who, faults, seed)
 
     async def sync_ping(self) -> None:
-        """An answer, while this process is able to give one."""
+        """An answer, while this process is able to give one; see `Engine.check`."""
+        self._engine.check()
 
     async def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
         """Complete token-id prompts; see `Engine.generate`."""
@@ -104,8 +106,8 @@ class EngineActor:
         """End the engine."""
         await asyncio.to_thread(self._engine.close)
 
-    def _seat(self, device: str) -> Seat:
+    def _seat(self, device: str, rank: int) -> Seat:
         # Always by a slot, which leaves CUDA alone: further ranks have processes of their own.
         slot = f"pid-{os.getpid()}" if self._slot is None else self._slot
-        seat = Seat.here(slot)
+        seat = Seat.here(f"{slot}.{rank}" if rank else slot)
         return dataclasses.replace(seat, device=device) if device else seat

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
-__all__ = ["build_tiny_qwen3", "greedy"]
+__all__ = ["build_tiny_qwen3", "greedy", "redraw"]
 
 # head_dim 32 is the smallest that vLLM's CPU attention takes.
 _SHAPE = {
@@ -37,14 +37,19 @@ def build_tiny_qwen3(path: Path, moe: bool = False, seed: int = 0) -> PreTrained
     """
     config = Qwen3MoeConfig(**_SHAPE, **_EXPERTS) if moe else Qwen3Config(**_SHAPE, tie_word_embeddings=True)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=draw) * _scale(name, parameter))
-            if "norm" in name:
-                parameter.add_(1)
+    redraw(model, seed)
     model.save_pretrained(path)
     return model
+
+
+@torch.no_grad()
+def redraw(model: PreTrainedModel, seed: int) -> None:
+    """Give it other random weights."""
+    draw = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=draw) * _scale(name, parameter))
+        if "norm" in name:
+            parameter.add_(1)
 
 
 def _scale(name: str, parameter: torch.Tensor) -> float:

@@ -11,7 +11,15 @@ import numpy as np
 from weightsync.config import SyncConfig
 from weightsync.connect import Connection
 from weightsync.deadline import GRACE_S, gather_named
-from weightsync.errors import EngineError, PeerLostError, TransportError, VerifyError, WeightSyncError, Where
+from weightsync.errors import (
+    EngineError,
+    PeerLostError,
+    RankLostError,
+    TransportError,
+    VerifyError,
+    WeightSyncError,
+    Where,
+)
 from weightsync.peers import EnginePeer, EngineSeat, Fleet
 from weightsync.states import EngineState
 from weightsync.verify import Digests
@@ -21,6 +29,9 @@ __all__ = ["Crew", "remoteness"]
 logger = logging.getLogger("weightsync.controller")
 
 T = TypeVar("T")
+
+_GONE = (PeerLostError, RankLostError)
+"""The engine's process, or one of its ranks': it is DEAD."""
 
 
 class Crew:
@@ -100,7 +111,7 @@ class Crew:
         async def one(seat: EngineSeat) -> T:
             try:
                 return await call(seat.peer)
-            except PeerLostError:
+            except _GONE:
                 if when_lost:
                     await when_lost(seat)
                 raise
@@ -121,17 +132,16 @@ class Crew:
 
     def lost(self, name: str, error: WeightSyncError) -> None:
         """An engine was found dead or deaf while nobody asked it anything."""
-        error.where = Where(name, None, self._fleet.engines[name].record.version, "idle")
+        error.where = Where(name, _rank(error), self._fleet.engines[name].record.version, "idle")
         self.failures[name] = error
         self.enter([name], EngineState.DEAD)
         self.on_failure(name, error)
 
     def _blame(self, name: str, phase: str, error: WeightSyncError) -> None:
-        rank = error.rank if isinstance(error, EngineError) else None
-        error.where = Where(name, rank, self._version.get(name, 0), phase)
+        error.where = Where(name, _rank(error), self._version.get(name, 0), phase)
         logger.warning("%s: %s", error.where, error)
         self.failures[name] = error
-        seat, gone = self._fleet.engines[name], isinstance(error, PeerLostError)
+        seat, gone = self._fleet.engines[name], isinstance(error, _GONE)
         if gone or phase != "pause":  # who did not pause serves on what it had
             self.enter([name], EngineState.DEAD if gone else EngineState.STALE)
             self.on_failure(name, error)
@@ -140,6 +150,10 @@ class Crew:
     def enter(self, names: Iterable[str], state: EngineState, version: int = 0) -> None:
         for name in names:
             self._fleet.engines[name].record.enter(state, version)
+
+
+def _rank(error: WeightSyncError) -> int | None:
+    return error.rank if isinstance(error, EngineError) else None
 
 
 def remoteness(error: WeightSyncError) -> int:

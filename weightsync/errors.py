@@ -11,6 +11,7 @@
     │   └── ReadError         a peer's memory could not be read: names the peer
     ├── WireError             bytes on one of our sockets that are no message of ours
     ├── EngineError           an engine refused or failed: names it, its rank and the phase
+    │   └── RankLostError     a rank's own process ended or is stopped: names the rank
     └── VerifyError           what arrived is not what was sent: names the tensors
 
 Catch broadly, recover narrowly::
@@ -39,6 +40,7 @@ __all__ = [
     "PeerError",
     "PeerLostError",
     "PlanError",
+    "RankLostError",
     "ReadError",
     "StateError",
     "TransportError",
@@ -162,6 +164,13 @@ class EngineError(WeightSyncError):
     def __str__(self) -> str:
         rank = "" if self.rank is None else f", rank {self.rank},"
         return f"engine {self.engine}{rank} failed in {self.phase}: {self.cause}"
+
+
+class RankLostError(EngineError):
+    """The process of one ``rank`` of ``engine`` ended or is stopped, and the engine is of no use any more."""
+
+    def __str__(self) -> str:
+        return f"engine {self.engine}, rank {self.rank}, is lost: {self.cause}"
 
 
 class VerifyError(WeightSyncError):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from weightsync.plan import Plan, Step
 
-__all__ = ["Fault", "FaultPlan", "arm", "armed", "strike", "strike_move"]
+__all__ = ["Fault", "FaultPlan", "arm", "armed", "shares", "strike", "strike_move"]
 
 _ANSWER_S = 0.05
 """Time for the call that armed a fault at ``idle`` to be answered before it strikes."""
@@ -39,6 +39,8 @@ _PLACES = {
     "holder": ("idle", "move", "commit", "refill"),
     "trainer": ("idle", "publish"),
 }
+_RANK_PLACES = ("idle", "move", "verify", "refill")
+"""Where the process of an engine's rank comes by; to all but the first it comes instead of the engine's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +55,9 @@ class Fault:
         at: where it strikes; ``idle`` is at once, outside an update. ``refill`` is on either side.
         bucket: at ``move`` and ``refill`` only in this bucket, else in the first that comes.
         version: only while this version is made.
+        rank: of an engine of several ranks that have processes of their own, the rank whose process
+            it strikes in, at ``move``, ``verify`` and ``refill``; by default 0. Of itself, ``idle`` is
+            of the process that drives the ranks, with a rank it is of that rank's.
         seconds: how long ``slow`` waits.
         times: how often it strikes. A process that takes the victim's place has nothing armed.
     """
@@ -62,6 +67,7 @@ class Fault:
     at: Literal["idle", "publish", "pause", "move", "verify", "commit", "refill"]
     bucket: int | Literal["first", "middle", "last"] | None = None
     version: int | None = None
+    rank: int | None = None
     seconds: float = 1.0
     times: int = 1
 
@@ -128,6 +134,26 @@ def arm(who: str, faults: Sequence[Fault], seed: int) -> None:
     if _armed is not None:
         _armed.disarm()
     _armed = _Armed(who, faults, seed) if faults else None
+
+
+def shares(
+    faults: Sequence[Fault], num_ranks: int
+) -> tuple[tuple[Fault, ...], tuple[tuple[Fault, ...], ...]]:
+    """What strikes in an engine's own process, and in that of each of its ranks.
+
+    One rank lives in the engine's process, several have processes of their own. Raises ConfigError for a
+    fault of a rank that is not there.
+    """
+    for fault in faults:
+        if fault.rank is not None and fault.rank >= num_ranks:
+            raise ConfigError("fault.rank", fault.rank, f"{fault.who} has ranks 0 to {num_ranks - 1}")
+    if num_ranks == 1:
+        return tuple(faults), ((),)
+    there = [fault for fault in faults if fault.rank is not None or fault.at in _RANK_PLACES[1:]]
+    here = tuple(fault for fault in faults if fault not in there)
+    return here, tuple(
+        tuple(fault for fault in there if (fault.rank or 0) == rank) for rank in range(num_ranks)
+    )
 
 
 def armed() -> bool:
@@ -250,7 +276,12 @@ def _check(fault: Fault, field: str) -> None:
             raise ConfigError(f"{field}.version", fault.version, "idle is at once: leave it out")
     if fault.bucket is not None and fault.at not in ("move", "refill"):
         raise ConfigError(f"{field}.bucket", fault.bucket, f"there are none at {fault.at}: leave it out")
-    for name, least in (("bucket", 0), ("version", 1), ("times", 1)):
+    if fault.rank is not None:
+        if match[1] is None:
+            raise ConfigError(f"{field}.rank", fault.rank, f"{fault.who} has none: leave it out")
+        if fault.at not in _RANK_PLACES:
+            raise ConfigError(f"{field}.rank", fault.rank, f"no rank is at {fault.at}: leave it out")
+    for name, least in (("bucket", 0), ("version", 1), ("rank", 0), ("times", 1)):
         value = getattr(fault, name)
         if isinstance(value, int) and value < least:
             raise ConfigError(f"{field}.{name}", value, f"give at least {least}")

@@ -3,8 +3,9 @@
 ======================================  ================  ==================  ====================
 failure                                 first attempt     later attempts      if that cannot be had
 ======================================  ================  ==================  ====================
-the engine's process is gone            RESPAWN           RESPAWN             give up
-(PeerLostError)
+the engine's process is gone, or one    RESPAWN           RESPAWN             give up
+of its ranks' (PeerLostError,
+RankLostError)
 the engine hung (DeadlineError)         RESPAWN           RESPAWN             REFILL, else give up
 the engine broke, or holds wrong bytes  REFILL            RESPAWN             first: give up
 (EngineError, VerifyError, any other)                                         later: REFILL, else give up
@@ -32,6 +33,7 @@ from weightsync.errors import (
     PeerError,
     PeerLostError,
     PlanError,
+    RankLostError,
     TransportError,
     WeightSyncError,
 )
@@ -118,6 +120,8 @@ def decide(
 def _kind(failure: WeightSyncError) -> _Kind:
     if isinstance(failure, PeerLostError):
         return _Kind.PEER if _is_peer(failure.peer) else _Kind.GONE
+    if isinstance(failure, RankLostError):
+        return _Kind.GONE
     if isinstance(failure, DeadlineError):
         return _Kind.PEER if all(map(_is_peer, failure.missing)) else _Kind.HUNG
     if isinstance(failure, TransportError) or (isinstance(failure, PeerError) and _is_peer(failure.peer)):

@@ -12,7 +12,7 @@ import torch
 from weightsync.buffers import Attached
 from weightsync.engines.base import Rollout
 from weightsync.errors import StateError
-from weightsync.faults import Fault, FaultPlan
+from weightsync.faults import Fault, FaultPlan, arm, shares
 from weightsync.feed import EngineFeed, FeedTicket, PieceView
 from weightsync.plan import Box, Plan, RankLayout, Segment, TensorMeta
 from weightsync.verify import Digests, tensor_digest
@@ -100,6 +100,13 @@ class DictEngine:
         if self.paused:
             raise StateError(f"engine {self.name} serves no version")
         return Rollout([[self.version] for _ in prompts], [(self.version, self.version) for _ in prompts])
+
+    def check(self) -> None:
+        """Its one rank lives in this process."""
+
+    def arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+        """See `Engine.arm`."""
+        arm(who, shares(faults, 1)[0], seed)
 
     def close(self) -> None:
         """Drop the feed."""

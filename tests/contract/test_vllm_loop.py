@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from weightsync.engines.vllm_loop import Completion, EngineLoop
-from weightsync.errors import DeadlineError, EngineError, StateError
+from weightsync.errors import DeadlineError, EngineError, RankLostError, StateError
 
 TIMEOUT_S = 10.0
 
@@ -170,6 +170,25 @@ def test_close_wakes_who_waits(llm, loop, threads) -> None:
     loop.close()
     with pytest.raises(StateError, match="closed"):
         held.result(TIMEOUT_S)
+    assert llm.stops == 1
+
+
+def test_whoever_waits_for_a_lost_rank_is_told_and_so_is_who_comes(llm, loop, threads) -> None:
+    loop.thaw(1)
+    stuck = threading.Event()
+    calling = threads.submit(loop.call, lambda _: stuck.wait(TIMEOUT_S))
+    asked = [threads.submit(loop.complete, [[1]], [1]), threads.submit(loop.freeze, "keep", TIMEOUT_S)]
+    loop.fail(RankLostError("e0", "watch", "killed", 1))
+    for waiting in (calling, *asked):
+        with pytest.raises(RankLostError, match="rank 1"):
+            waiting.result(TIMEOUT_S)
+    for call in (lambda: loop.thaw(2), lambda: loop.complete([[1]], [1]), loop.require_ranks, loop.void):
+        with pytest.raises(RankLostError, match="rank 1"):
+            call()
+    assert not loop.close(0.01)
+    assert llm.stops == 0
+    stuck.set()
+    assert loop.close(TIMEOUT_S)
     assert llm.stops == 1
 
 

@@ -12,6 +12,7 @@ from weightsync.errors import (
     PeerError,
     PeerLostError,
     PlanError,
+    RankLostError,
     ReadError,
     StateError,
     TransportError,
@@ -35,6 +36,7 @@ EXAMPLES = [
     (WireError("too long"), "too long"),
     (EngineError("e0", "verify", "out of memory"), "engine e0 failed in verify: out of memory"),
     (EngineError("e0", "load", "a bad bucket", 2), "engine e0, rank 2, failed in load: a bad bucket"),
+    (RankLostError("e0", "watch", "killed", 1), "engine e0, rank 1, is lost: killed"),
     (VerifyError("e0", 7, ["a", "b"]), "engine e0, version 7: wrong bytes in a, b"),
 ]
 

@@ -74,6 +74,9 @@ def test_a_plan_reads_from_a_file_as_it_is_built_in_python(tmp_path: Path) -> No
         ({"bucket": 1.5}, "bucket", "give a whole number"),
         ({"bucket": -1}, "bucket", "at least 0"),
         ({"version": 0}, "version", "at least 1"),
+        ({"rank": -1}, "rank", "at least 0"),
+        ({"rank": 0, "at": "commit"}, "rank", "no rank is at commit"),
+        ({"rank": 0, "who": "holder 0"}, "rank", "holder 0 has none"),
         ({"times": 0}, "times", "at least 1"),
         ({"seconds": 0}, "seconds", "more than 0"),
         ({"seconds": float("inf")}, "seconds", "finite"),
@@ -116,6 +119,17 @@ def test_a_file_that_is_missing_or_no_yaml_is_named(tmp_path: Path) -> None:
             FaultPlan.from_yaml(path)
         assert caught.value.value == str(path)
         assert "\n" not in str(caught.value)
+
+
+def test_an_engines_faults_are_shared_out_among_its_processes() -> None:
+    move, second = fault(), fault(rank=1)
+    pause, idle = fault(at="pause"), fault(at="idle", action="kill")
+    rank_idle = fault(at="idle", action="kill", rank=1)
+    everything = (move, second, pause, idle, rank_idle)
+    assert faults.shares(everything, 2) == ((pause, idle), ((move,), (second, rank_idle)))
+    assert faults.shares((move, pause, idle), 1) == ((move, pause, idle), ((),))
+    with pytest.raises(ConfigError, match="engine main-0 has ranks 0 to 1"):
+        faults.shares([fault(rank=2)], 2)
 
 
 def test_a_victim_that_nobody_is_called_is_told_the_names() -> None:

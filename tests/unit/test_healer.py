@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from tests.unit.test_controller import Loop, drive
 from weightsync.config import SyncConfig
-from weightsync.errors import DeadlineError, PeerLostError
+from weightsync.errors import DeadlineError, PeerLostError, RankLostError, Where
 from weightsync.healer import Healer
 from weightsync.peers import EngineSeat
 from weightsync.states import EngineState
@@ -117,6 +117,33 @@ def test_a_deaf_engine_that_nobody_can_start_anew_does_not_answer_again() -> Non
         assert not healer.heals
         assert state(loop) is EngineState.DEAD
         assert not loop.engines["e1"].serving
+
+    drive(work, CONFIG)
+
+
+def test_an_engine_that_lost_a_rank_is_dead_and_started_anew_at_once() -> None:
+    async def work(loop: Loop) -> None:
+        respawn = Respawned(loop)
+        healer = _healer(loop, respawn)
+        await loop.controller.connect()
+        await loop.controller.update(1)
+        lost = RankLostError("e1", "watch", "killed", 1)
+
+        def lose(_: str) -> None:
+            loop.engines["e1"].on_write = lambda _: None
+            raise lost
+
+        loop.engines["e1"].on_write = lose
+        loop.train()
+        assert (await loop.controller.update(2)).engines == {"e0": 2, "e1": 0}
+        assert lost.where == Where("e1", 1, 2, "move")
+        await _healed(healer)
+        assert (respawn.times, state(loop)) == (1, EngineState.SERVING)
+        loop.controller.crew.lost("e1", lost)
+        assert lost.where == Where("e1", 1, 2, "idle")
+        await _healed(healer)
+        assert (respawn.times, state(loop)) == (2, EngineState.SERVING)
+        assert loop.holds_the_models_weights("e1")
 
     drive(work, CONFIG)
 

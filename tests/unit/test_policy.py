@@ -13,6 +13,7 @@ from weightsync.errors import (
     PeerError,
     PeerLostError,
     PlanError,
+    RankLostError,
     ReadError,
     StateError,
     TransportError,
@@ -24,6 +25,7 @@ from weightsync.policy import Action, decide
 REFILL, RESPAWN, DROP, RAISE = Action
 
 GONE = PeerLostError("engine e0", "killed")
+RANK_GONE = RankLostError("e0", "watch", "killed", 1)
 HUNG = DeadlineError("move", ("engine e0",), 60.0)
 HUNG_AND_LATE = DeadlineError("move", ("engine e0", "holder 1"), 60.0)
 BROKEN = EngineError("e0", "move", "no kernel")
@@ -37,7 +39,7 @@ HOLDER_LATE = DeadlineError("move", ("holder 1", "trainer 0"), 60.0)
 MISFIT = PlanError("lm_head.weight", "has another shape")
 BAD_INPUT = ConfigError("sync.transport", "nccl", "give auto")
 
-ENGINE_GONE = [GONE, HUNG, HUNG_AND_LATE]
+ENGINE_GONE = [GONE, RANK_GONE, HUNG, HUNG_AND_LATE]
 ENGINE_BROKEN = [BROKEN, WRONG, THEIR_OWN, CLOSED]
 PEER_FAILED = [UNREADABLE, CUT, HOLDER_LOST, HOLDER_LATE]
 HOPELESS = [MISFIT, BAD_INPUT]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from weightsync.buffers import Attached
+    from weightsync.faults import Fault
     from weightsync.feed import FeedTicket, PieceView
     from weightsync.plan import Plan, RankLayout
     from weightsync.verify import Digests
@@ -76,6 +77,15 @@ class Engine(Protocol):
         """Complete token-id prompts. `sampling`: max_tokens, temperature (0 is greedy), seed, stop_token_ids.
 
         Raises StateError while the engine holds no committed version.
+        """
+
+    def check(self) -> None:
+        """Raises RankLostError once the process of a rank ended or is stopped. Never waits."""
+
+    def arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+        """Arm each process of this engine with its share of `faults`, see `weightsync.faults.shares`.
+
+        Raises ConfigError for a rank that it has not.
         """
 
     def close(self) -> None:

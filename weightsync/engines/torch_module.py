@@ -22,12 +22,14 @@ from weightsync.errors import (
     WeightSyncError,
     WireError,
 )
+from weightsync.faults import arm, shares
 from weightsync.feed import EngineFeed
 from weightsync.live import LiveWriter
 from weightsync.modules import device_id, named_tensors
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 
 if TYPE_CHECKING:
+    from weightsync.faults import Fault
     from weightsync.feed import FeedTicket
     from weightsync.plan import Plan
     from weightsync.verify import Digests
@@ -139,6 +141,13 @@ class TorchEngine:
         finally:
             self._gate.leave()
         return Rollout(tokens, [(version, version)] * len(tokens))
+
+    def check(self) -> None:
+        """See `Engine.check`: its one rank lives in this process."""
+
+    def arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+        """See `Engine.arm`."""
+        arm(who, shares(faults, 1)[0], seed)
 
     def close(self) -> None:
         """Wake who waits for a resume, then drop the connection."""

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from weightsync.engines.base import Rollout
+from weightsync.engines.ranks import RankProcess, RankWatch
 from weightsync.engines.sampling import Sampling
 from weightsync.engines.vllm_api import engine_args, sampling_params, set_environment, start, stop
 from weightsync.engines.vllm_loop import EngineLoop
 from weightsync.engines.vllm_worker import WeightSyncWorker
 from weightsync.errors import EngineError, StateError, WeightSyncError
+from weightsync.faults import arm, shares
 
 if TYPE_CHECKING:
     from weightsync.buffers import Attached
     from weightsync.engines.vllm_loop import Steppable
+    from weightsync.faults import Fault
     from weightsync.feed import FeedTicket
     from weightsync.plan import Plan, RankLayout
     from weightsync.verify import Digests
@@ -24,6 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["VllmEngine"]
 
 logger = logging.getLogger("weightsync.engines.vllm")
+
+_END_S = 20.0
+"""For vLLM to end by itself; it gives its workers about ten seconds."""
 
 
 class VllmEngine:
@@ -45,6 +52,20 @@ class VllmEngine:
         worker = f"{WeightSyncWorker.__module__}.{WeightSyncWorker.__qualname__}"
         arguments = engine_args(model_path, options, worker)
         self._loop = EngineLoop(name, lambda: start(arguments), _stop)
+        ranks: list[RankProcess | None] = self._on_ranks("join", os.getpid())
+        self._num_ranks = len(ranks)
+        self._watch = RankWatch(name, [rank for rank in ranks if rank], self._loop.fail)
+
+    def check(self) -> None:
+        """See `Engine.check`."""
+        self._loop.require_ranks()
+
+    def arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+        """See `Engine.arm`."""
+        here, ranks = shares(faults, self._num_ranks)
+        if self._num_ranks > 1:
+            self._on_ranks("arm", who, ranks, seed)
+        arm(who, here, seed)
 
     def layout(self) -> Sequence[RankLayout]:
         """See `Engine.layout`. A rank without buffers takes whole tensors: vLLM's loader cuts its shard."""
@@ -96,7 +117,11 @@ class VllmEngine:
 
     def close(self) -> None:
         """See `Engine.close`."""
-        self._loop.close()
+        self._watch.close()
+        if self._loop.is_lost or not self._loop.close(_END_S):
+            self._watch.end()  # or vLLM would wait for what a rank that is stopped should answer
+            if not self._loop.close(_END_S):
+                logger.warning("engine %s does not end", self._name)
 
     def _on_ranks(self, method: str, *args: object) -> list[Any]:
         # Bytes of our own pickling pass between vLLM's processes without its insecure mode.

@@ -7,12 +7,12 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from weightsync.errors import DeadlineError, EngineError, StateError, WeightSyncError
+from weightsync.errors import DeadlineError, EngineError, RankLostError, StateError, WeightSyncError
 
 __all__ = ["Completion", "EngineLoop", "Steppable"]
 
@@ -63,6 +63,7 @@ class EngineLoop:
         self._lock = threading.Lock()
         self._closing = False
         self._ended: WeightSyncError | None = None
+        self._lost: Future[RankLostError] = Future()
         started: Future[Steppable] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(start, started), name=f"engine-{name}", daemon=True
@@ -82,7 +83,21 @@ class EngineLoop:
 
     def call(self, work: Callable[[Steppable], T]) -> T:
         """Run `work` on the loop's thread between two steps."""
-        return self._submit(lambda: work(self._engine)).result()
+        return self._result(self._submit(lambda: work(self._engine)))
+
+    def fail(self, lost: RankLostError) -> None:
+        """The engine has lost a rank: all that wait are told now, and all that come. Call it once."""
+        self._lost.set_result(lost)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has lost a rank."""
+        return self._lost.done()
+
+    def require_ranks(self) -> None:
+        """Raises RankLostError once the engine has failed."""
+        if self.is_lost:
+            raise RankLostError(*self._lost.result().args)
 
     def complete(self, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> list[Completion]:
         """Run requests, batched with those of other callers; while frozen, they wait.
@@ -90,8 +105,8 @@ class EngineLoop:
         Raises StateError before the first `thaw` and after `close`, EngineError when vLLM fails.
         """
         requests = [_Request(list(prompt), each) for prompt, each in zip(prompts, params, strict=True)]
-        self._submit(lambda: self._admit(requests)).result()
-        return [request.done.result() for request in requests]
+        self._result(self._submit(lambda: self._admit(requests)))
+        return [self._result(request.done) for request in requests]
 
     def freeze(self, mode: str, timeout_s: float) -> None:
         """Stop stepping: at once with mode ``keep``, with ``wait`` after the running requests.
@@ -101,26 +116,35 @@ class EngineLoop:
         drained: Future[None] = Future()
         asked = self._submit(lambda: self._freeze(mode, drained))
         try:
-            asked.result(timeout_s)
-            drained.result(timeout_s)
+            self._result(asked, timeout_s)
+            self._result(drained, timeout_s)
         except FutureTimeoutError as error:
-            if not asked.cancel() and not self._submit(self._undo_drain).result():
+            if not asked.cancel() and not self._result(self._submit(self._undo_drain)):
                 return  # drained meanwhile
             raise DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s) from error
 
     def thaw(self, version: int) -> None:
         """Serve `version`: forget what earlier weights cached, recompute the frozen requests."""
-        self._submit(lambda: self._thaw(version)).result()
+        self._result(self._submit(lambda: self._thaw(version)))
 
     def void(self) -> None:
         """Turn everybody away until `thaw`: the frozen requests, those that wait, and those that come."""
-        self._submit(self._void).result()
+        self._result(self._submit(self._void))
 
-    def close(self) -> None:
-        """End the engine and its thread. Waiting callers get a StateError."""
+    def close(self, patience_s: float | None = None) -> bool:
+        """End the engine and its thread; whether they ended in time. Waiting callers get a StateError."""
         self._closing = True
         self._commands.put(lambda: None)
-        self._thread.join()
+        self._thread.join(patience_s)
+        return not self._thread.is_alive()
+
+    def _result(self, future: Future[T], timeout_s: float | None = None) -> T:
+        """What comes of `future`, or RankLostError if a rank is lost first: vLLM may wait for it for ever."""
+        either: tuple[Future[Any], ...] = (future, self._lost)
+        wait(either, timeout_s, return_when=FIRST_COMPLETED)
+        if not future.done():
+            self.require_ranks()
+        return future.result(0)
 
     def _submit(self, work: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
@@ -136,6 +160,7 @@ class EngineLoop:
             except Exception as error:  # noqa: BLE001 - the caller's thread raises it
                 future.set_exception(error)
 
+        self.require_ranks()
         with self._lock:
             if self._ended:
                 raise self._ended

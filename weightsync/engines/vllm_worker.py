@@ -11,11 +11,13 @@ import numpy as np
 import torch
 
 from weightsync.buffers import Attached
+from weightsync.engines.ranks import RankProcess
 from weightsync.engines.vllm_api import ModelRunner, Reload, stored_otherwise
 from weightsync.engines.vllm_experts import as_loaded
 from weightsync.engines.vllm_segments import UnprovableError
 from weightsync.engines.vllm_trace import trace
 from weightsync.errors import DeadlineError, EngineError, StateError, WeightSyncError
+from weightsync.faults import Fault, arm
 from weightsync.feed import EngineFeed, PieceView
 from weightsync.live import LiveWriter
 from weightsync.missing import Missing
@@ -73,6 +75,14 @@ class _Rank:
         self._plan: Plan | None = None
         self._writer: LiveWriter | None = None
         self.engine = ""
+
+    def join(self, engine_pid: int) -> RankProcess | None:
+        """See `RankProcess.join`."""
+        return RankProcess.join(self._rank, engine_pid)
+
+    def arm(self, who: str, faults: Sequence[Sequence[Fault]], seed: int) -> None:
+        """Take this rank's share of what strikes in the ranks' processes."""
+        arm(who, faults[self._rank], seed)
 
     def layout(self) -> RankLayout:
         """Where the loader puts what, if that can be proven; otherwise whole tensors, without live buffers.
