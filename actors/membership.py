@@ -168,10 +168,13 @@ class Membership:
         return [*trainers, *holders, *(f"engine {name}" for name in self.engines)]
 
     async def arm(self, plan: FaultPlan, version: int) -> None:
-        """Arm the faults of `version`, or with 0 those of any, in the processes that suffer them."""
+        """Arm the faults of `version`; with 0 those of any, in place of all that was armed before."""
         named: dict[str, Any] = {f"trainer {i}": peer for i, (peer, _) in enumerate(self._fleet.trainers)}
         named |= self._fleet.named_holders()
         named |= {f"engine {name}": seat.peer for name, seat in self._fleet.engines.items()}
+        if not version:
+            calls = {who: peer.arm(who, (), plan.seed) for who, peer in named.items()}
+            (await gather_named(calls, "arm", self._config.timeout_s)).require()
         calls = {}
         for who, peer in named.items():
             due = [fault for fault in plan.for_(who) if fault.version == (version or None)]

@@ -129,11 +129,16 @@ class FaultPlan:
 
 
 def arm(who: str, faults: Sequence[Fault], seed: int) -> None:
-    """Arm this process, which is `who`, with `faults`; what was armed before is not any more."""
+    """Arm this process, which is `who`, with `faults` beside those that it has; with none, disarm it."""
     global _armed
-    if _armed is not None:
-        _armed.disarm()
-    _armed = _Armed(who, faults, seed) if faults else None
+    if not faults:
+        if _armed is not None:
+            _armed.disarm()
+        _armed = None
+        return
+    if _armed is None:
+        _armed = _Armed(who, seed)
+    _armed.add(faults)
 
 
 def shares(
@@ -204,18 +209,25 @@ def strike_move(plan: Plan, bucket: int, index: int, view: Callable[[Step], torc
 class _Armed:
     """The faults of this process, and how often each has still to strike."""
 
-    def __init__(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+    def __init__(self, who: str, seed: int) -> None:
         self._who = who
-        self._left = [[fault] * fault.times for fault in faults]
+        self._left: list[list[Fault]] = []
         self._random = random.Random(f"{seed} {who}")
         self._lock = threading.Lock()
-        self._timer = threading.Timer(_ANSWER_S, self.strike, ("idle", -1, 0, 0, None))
-        self._timer.daemon = True
+        self._timers: list[threading.Timer] = []
+
+    def add(self, faults: Sequence[Fault]) -> None:
+        with self._lock:
+            self._left += [[fault] * fault.times for fault in faults]
         if any(fault.at == "idle" for fault in faults):
-            self._timer.start()
+            timer = threading.Timer(_ANSWER_S, self.strike, ("idle", -1, 0, 0, None))
+            timer.daemon = True
+            timer.start()
+            self._timers.append(timer)
 
     def disarm(self) -> None:
-        self._timer.cancel()
+        for timer in self._timers:
+            timer.cancel()
 
     def strike(self, at: str, bucket: int, num_buckets: int, version: int, data: torch.Tensor | None) -> bool:
         with self._lock:

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.faults
 @pytest.mark.timeout(120)
 def test_updates_of_a_fleet_without_gpus_are_measured_and_right(tmp_path: Path) -> None:
     out = tmp_path / "sync.json"

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from weightsync import faults
 from weightsync.errors import ConfigError
-from weightsync.faults import arm, strike
+from weightsync.faults import arm, armed, strike
 from weightsync.testing import Fault, FaultPlan
 
 VICTIM = "engine main-0"
@@ -141,24 +141,30 @@ def test_a_victim_that_nobody_is_called_is_told_the_names() -> None:
     assert caught.value.remedy.endswith("valid: engine main-0, holder 0")
 
 
+def rearm(who: str, faults: list[Fault], seed: int) -> None:
+    """With these alone."""
+    arm(who, (), seed)
+    arm(who, faults, seed)
+
+
 def test_nothing_strikes_where_nothing_is_armed() -> None:
     assert not strike("move", bucket=0, num_buckets=1, version=1)
 
 
 def test_a_message_is_dropped_as_often_as_asked() -> None:
-    arm(VICTIM, [fault(at="commit", times=2)], 0)
+    rearm(VICTIM, [fault(at="commit", times=2)], 0)
     assert not strike("pause", version=1)
     assert [strike("commit", version=version) for version in (1, 2, 3)] == [True, True, False]
 
 
 def test_a_fault_of_one_version_waits_for_it() -> None:
-    arm(VICTIM, [fault(version=8)], 0)
+    rearm(VICTIM, [fault(version=8)], 0)
     assert [strike("move", bucket=0, num_buckets=2, version=v) for v in (0, 7, 8, 8)] == [0, 0, 1, 0]
 
 
 @given(num_buckets=st.integers(1, 9), wanted=st.sampled_from(["first", "middle", "last", 0, 3, None]))
 def test_a_fault_strikes_in_its_bucket_once(num_buckets: int, wanted: Any) -> None:
-    arm(VICTIM, [fault(bucket=wanted)], 0)
+    rearm(VICTIM, [fault(bucket=wanted)], 0)
     hit = [bucket for bucket in range(num_buckets) if strike("move", bucket=bucket, num_buckets=num_buckets)]
     named = {"first": 0, "middle": num_buckets // 2, "last": num_buckets - 1, None: 0}
     bucket = named.get(wanted, wanted)
@@ -167,26 +173,33 @@ def test_a_fault_strikes_in_its_bucket_once(num_buckets: int, wanted: Any) -> No
 
 @pytest.mark.parametrize("bucket", ["first", "middle", "last", 0])
 def test_a_fault_in_a_bucket_does_not_strike_where_there_is_none(bucket: Any) -> None:
-    arm(VICTIM, [fault(bucket=bucket)], 0)
+    rearm(VICTIM, [fault(bucket=bucket)], 0)
     assert not strike("move", version=1)
 
 
-def test_arming_again_replaces_what_was_armed() -> None:
-    arm(VICTIM, [fault(at="pause")], 0)
+def test_what_is_armed_later_strikes_beside_what_was_armed_before() -> None:
+    rearm(VICTIM, [fault(at="pause", times=2)], 0)
+    assert strike("pause")
     arm(VICTIM, [fault(at="commit")], 0)
+    assert [strike("pause"), strike("pause"), strike("commit")] == [True, False, True]
+
+
+def test_arming_with_nothing_disarms() -> None:
+    rearm(VICTIM, [fault(at="pause")], 0)
+    arm(VICTIM, [], 0)
+    assert not armed()
     assert not strike("pause")
-    assert strike("commit")
 
 
 def test_all_that_is_due_strikes_at_once() -> None:
     data = torch.zeros(8, dtype=torch.uint8)
-    arm(VICTIM, [fault(), fault(action="corrupt")], 0)
+    rearm(VICTIM, [fault(), fault(action="corrupt")], 0)
     assert strike("move", data=data)
     assert data.any()
 
 
 def test_an_error_names_its_victim_and_its_place() -> None:
-    arm(VICTIM, [fault(action="error", at="verify")], 0)
+    rearm(VICTIM, [fault(action="error", at="verify")], 0)
     with pytest.raises(RuntimeError, match="injected into engine main-0 at verify"):
         strike("verify")
     assert not strike("verify")
@@ -195,7 +208,7 @@ def test_an_error_names_its_victim_and_its_place() -> None:
 def test_slow_waits_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
-    arm(VICTIM, [fault(action="slow", seconds=2.5)], 0)
+    rearm(VICTIM, [fault(action="slow", seconds=2.5)], 0)
     assert not strike("move")
     assert slept == [2.5]
 
@@ -210,7 +223,7 @@ def test_corruption_flips_one_bit_and_the_same_one_for_the_same_seed(
 ) -> None:
     def corrupted() -> torch.Tensor:
         data = torch.zeros(shape, dtype=dtype)
-        arm(VICTIM, [fault(action="corrupt")], seed)
+        rearm(VICTIM, [fault(action="corrupt")], seed)
         assert not strike("move", data=data)
         return data.view(-1).view(torch.uint8)
 
@@ -222,7 +235,7 @@ def test_corruption_flips_one_bit_and_the_same_one_for_the_same_seed(
 def test_seeds_and_victims_differ_in_what_they_corrupt() -> None:
     def spot(who: str, seed: int) -> int:
         data = torch.zeros(1 << 16, dtype=torch.uint8)
-        arm(who, [fault(action="corrupt")], seed)
+        rearm(who, [fault(action="corrupt")], seed)
         strike("move", data=data)
         return int(data.nonzero())
 
@@ -231,7 +244,7 @@ def test_seeds_and_victims_differ_in_what_they_corrupt() -> None:
 
 
 def test_corruption_waits_for_data() -> None:
-    arm(VICTIM, [fault(action="corrupt")], 0)
+    rearm(VICTIM, [fault(action="corrupt")], 0)
     strike("move")
     strike("move", data=torch.zeros(0))
     data = torch.zeros(1)
@@ -240,7 +253,7 @@ def test_corruption_waits_for_data() -> None:
 
 
 def test_threads_share_what_is_left() -> None:
-    arm(VICTIM, [fault(times=100)], 0)
+    rearm(VICTIM, [fault(times=100)], 0)
     with ThreadPoolExecutor(8) as pool:
         struck = list(pool.map(lambda _: strike("move"), range(1000)))
     assert sum(struck) == 100
@@ -254,7 +267,7 @@ def test_who_is_slow_holds_no_other_thread_up(monkeypatch: pytest.MonkeyPatch) -
         wake.wait(30)
 
     monkeypatch.setattr(time, "sleep", sleep)
-    arm(VICTIM, [fault(action="slow"), fault(at="commit")], 0)
+    rearm(VICTIM, [fault(action="slow"), fault(at="commit")], 0)
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(strike, "move")
         assert asleep.wait(30)
@@ -263,7 +276,7 @@ def test_who_is_slow_holds_no_other_thread_up(monkeypatch: pytest.MonkeyPatch) -
         assert slow.result(30) is False
 
 
-def test_a_fault_at_idle_strikes_after_the_call_unless_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_at_idle_strikes_after_the_call_unless_disarmed(monkeypatch: pytest.MonkeyPatch) -> None:
     timers: list[_Timer] = []
 
     class _Timer:
@@ -281,15 +294,15 @@ def test_a_fault_at_idle_strikes_after_the_call_unless_replaced(monkeypatch: pyt
     monkeypatch.setattr(threading, "Timer", _Timer)
     ended: list[int] = []
     monkeypatch.setattr(signal, "raise_signal", ended.append)
-    arm(VICTIM, [fault(action="kill", at="idle")], 0)
+    rearm(VICTIM, [fault(action="kill", at="idle")], 0)
     assert (timers[0].started, timers[0].daemon, ended) == (True, True, [])
     assert timers[0].seconds > 0
-    arm(VICTIM, [fault(action="kill", at="idle"), fault()], 0)
+    rearm(VICTIM, [fault(action="kill", at="idle"), fault()], 0)
     assert timers[0].cancelled
     timers[1].function(*timers[1].args)
     assert ended == [signal.SIGKILL]
-    arm(VICTIM, [fault()], 0)
-    assert not timers[2].started
+    rearm(VICTIM, [fault()], 0)
+    assert len(timers) == 2
 
 
 def _victim(code: str) -> subprocess.Popen[bytes]:

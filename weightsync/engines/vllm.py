@@ -65,7 +65,8 @@ class VllmEngine:
         here, ranks = shares(faults, self._num_ranks)
         if self._num_ranks > 1:
             self._on_ranks("arm", who, ranks, seed)
-        arm(who, here, seed)
+        if here or not faults:
+            arm(who, here, seed)
 
     def layout(self) -> Sequence[RankLayout]:
         """See `Engine.layout`. A rank without buffers takes whole tensors: vLLM's loader cuts its shard."""

@@ -82,7 +82,8 @@ class _Rank:
 
     def arm(self, who: str, faults: Sequence[Sequence[Fault]], seed: int) -> None:
         """Take this rank's share of what strikes in the ranks' processes."""
-        arm(who, faults[self._rank], seed)
+        if faults[self._rank] or not any(faults):
+            arm(who, faults[self._rank], seed)
 
     def layout(self) -> RankLayout:
         """Where the loader puts what, if that can be proven; otherwise whole tensors, without live buffers.
