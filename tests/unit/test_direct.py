@@ -13,6 +13,7 @@ import torch
 from tests.unit.test_controller import CONFIG, Loop
 from weightsync.buffers import Attached, Export
 from weightsync.config import SyncConfig
+from weightsync.controller import Controller
 from weightsync.device_memory import DeviceHandle
 from weightsync.errors import ConfigError, TransportError
 from weightsync.feed import FeedTicket
@@ -272,6 +273,47 @@ def test_an_engine_that_read_what_was_not_sent_is_stale_and_takes_broadcasts_fro
         assert report.routes["e0"] == "direct"
         assert "what it read was wrong" in report.routes["e1"]
         assert loop.fleet.engines["e1"].record.state is EngineState.SERVING
+        assert loop.holds_the_models_weights("e1")
+
+    drive(work)
+
+
+def test_what_is_published_on_the_host_is_broadcast_and_direct_is_refused() -> None:
+    loop = Loop(CONFIG)
+    refused = Controller(replace(CONFIG, mode="direct"), loop.fleet)
+
+    async def work() -> None:
+        with pytest.raises(ConfigError, match=r"sync\.mode.*engine e0: .*not read in place.*auto takes"):
+            await refused.connect()
+        await loop.controller.connect()
+        report = await loop.controller.update(1)
+        assert set(report.routes.values()) == {"the trainers' weights are not read in place"}
+        assert report.num_buckets > 0
+        assert loop.holds_the_models_weights("e1")
+
+    try:
+        asyncio.run(work())
+    finally:
+        loop.close()
+
+
+def test_an_engine_whose_holder_cannot_write_takes_broadcasts() -> None:
+    async def work(loop: Direct) -> None:
+        engine = loop.engines["e1"]
+        attach = engine.attach
+
+        def alone(plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
+            return [replace(each, export=None) for each in attach(plan, tickets, timeout_s)]
+
+        engine.attach = alone  # type: ignore[method-assign]
+        loop.holders[2]._stage = lambda plan, index, receives: HostStaging(plan, index, None, receives)  # type: ignore[method-assign]
+        await loop.controller.connect()
+        loop.train()
+        report = await loop.controller.update(1)
+        assert report.routes["e0"] == "direct"
+        assert report.routes["e1"].startswith("its memory is not written by its holders: quantised")
+        assert report.verified
+        assert loop.holds_the_models_weights("e0")
         assert loop.holds_the_models_weights("e1")
 
     drive(work)
