@@ -19,6 +19,7 @@ from weightsync.errors import ConfigError, TransportError
 from weightsync.feed import FeedTicket
 from weightsync.holder import Holder
 from weightsync.memory import BufferHandle
+from weightsync.peers import EngineSeat
 from weightsync.plan import Plan, RankLayout, Reads
 from weightsync.sources.module import ModuleSource
 from weightsync.staging import HostStaging
@@ -314,6 +315,29 @@ def test_an_engine_whose_holder_cannot_write_takes_broadcasts() -> None:
         assert report.routes["e1"].startswith("its memory is not written by its holders: quantised")
         assert report.verified
         assert loop.holds_the_models_weights("e0")
+        assert loop.holds_the_models_weights("e1")
+
+    drive(work)
+
+
+def test_one_that_comes_later_in_anothers_place_reads_directly_too() -> None:
+    async def work(loop: Direct) -> None:
+        await loop.controller.connect()
+        await loop.controller.update(1)
+        staging, dead = loop.holders[2]._staging, loop.engines["e1"]
+        assert isinstance(staging, Staging)
+        engine = Engine("e1", {name: torch.zeros_like(tensor) for name, tensor in dead.tensors.items()})
+        engine.shared = staging.shared
+        dead.close()
+        staging.engine = loop.engines["e1"] = engine
+        loop.fleet.engines["e1"] = EngineSeat(LocalPeer(engine), (2,))
+        await loop.controller.adopt("e1")
+        begun = loop.broadcasts()
+        loop.train()
+        report = await loop.controller.update(2)
+        assert report.routes == {"e0": "direct", "e1": "direct"}
+        assert report.engines == {"e0": 2, "e1": 2}
+        assert begun == []
         assert loop.holds_the_models_weights("e1")
 
     drive(work)
