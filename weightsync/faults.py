@@ -194,13 +194,13 @@ def strike(
     return armed is not None and armed.strike(at, bucket, num_buckets, version, data)
 
 
-def strike_move(plan: Plan, bucket: int, index: int, view: Callable[[Step], torch.Tensor]) -> None:
+def strike_move(plan: Plan, bucket: int, index: int, view: Callable[[Step], torch.Tensor] | None) -> None:
     """What is armed in holder `index` for ``move``; what corrupts finds the `view` of a step of another root.
 
-    Its own share is not to be changed at its source.
+    Its own share is not to be changed at its source. Without a `view`, it receives nothing.
     """
     data = None
-    if armed():
+    if view and armed():
         came = [step for step in plan.bucket_steps(bucket) if step.root != index and step.nbytes]
         data = view(came[bucket % len(came)]) if came else None
     strike("move", bucket=bucket, num_buckets=plan.num_buckets, data=data)

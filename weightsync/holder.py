@@ -210,7 +210,7 @@ class Holder:
                 # A slot is filled again once it was written out, and not all of them have their turn here.
                 plan.slots if way.broadcasts_all else 1,
                 lambda bucket: self._start(plan, staging, bucket, timeout_s),
-                lambda bucket: strike_move(plan, bucket, self._index, staging.at),
+                lambda bucket: strike_move(plan, bucket, self._index, staging.at if staging.slots else None),
                 outlet,
             )
             outlet.finish(plan.num_buckets)
