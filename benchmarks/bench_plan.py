@@ -11,32 +11,25 @@ each, 1 byte an element), cut to the wanted number of tensors:
   and row blocks of the dense tensors; each of its tensors is a live parameter, so that coverage
   is proven byte for byte.
 
-And how long direct plans take, on the layouts of `benchmarks.direct_shapes`: of all ranks of an engine, or,
-for Kimi K2 from 256 trainers (experts over 32, 8 stages, the rest tensor parallel over 8) to 16
-engines of 16 ranks, of one rank. Peak memory is what Python and numpy allocate for the layouts of
-both sides and for the plan, beside the list of tensors.
+And how long direct plans take, on the layouts that `weightsync plan` makes: of all ranks of an engine,
+or, for Kimi K2 from 256 trainers to engines of 16 ranks, of one rank. Peak memory is what Python and
+numpy allocate for the layouts of both sides and for the plan, beside the list of tensors.
 """
 
 from __future__ import annotations
 
 import argparse
 import tracemalloc
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from benchmarks.common import environment, measure, print_table, write_json
-from benchmarks.direct_shapes import (
-    Model,
-    fsdp_layout,
-    kimi_k2,
-    megatron_layout,
-    qwen3_30b_a3b,
-)
-from benchmarks.direct_shapes import (
-    engine_layout as tensor_parallel,
-)
+from recipes import grids
+from recipes.catalog import load
+from recipes.parallel import parse_engine, parse_trainers
+from recipes.shapes import ModelShape, checkpoint_tensors
 from weightsync.plan import Layout, Members, Plan, TensorMeta, make_plan
 from weightsync.plan.reads import Reads
 from weightsync.plan.reshard import Reshard
@@ -163,28 +156,28 @@ def run(count: int) -> dict[str, object]:
     }
 
 
-def direct_rows() -> list[dict[str, object]]:
-    qwen, kimi = qwen3_30b_a3b(), kimi_k2()
-    return [
-        direct("Qwen3-30B-A3B, FSDP 8 to TP 8", qwen, lambda: fsdp_layout(qwen, 8), 8, range(8)),
-        direct("Qwen3-30B-A3B, FSDP 32 to TP 16", qwen, lambda: fsdp_layout(qwen, 32), 16, range(16)),
-        direct("Kimi-K2, 256 to 256", kimi, lambda: megatron_layout(kimi, 32, 8, 8), 16, range(5, 6)),
-    ]
+DIRECT = (
+    ("qwen3-30b-a3b", "fsdp=8", "tp=8", None),
+    ("qwen3-30b-a3b", "fsdp=32", "tp=16", None),
+    ("kimi-k2", "tp=8,ep=32,pp=8,dp=4", "tp=16", 5),
+)
+"""Model, trainers, engine, and the rank that is planned, or all."""
 
 
-def direct(
-    name: str, model: Model, source_layout: Callable[[], Layout], engine_ranks: int, ranks: range
-) -> dict[str, object]:
-    source, engine = source_layout(), tensor_parallel(model, engine_ranks)
+def direct(model_name: str, trainers: str, engine_cut: str, only: int | None) -> dict[str, object]:
+    model = load(ModelShape, model_name, field="model", kind="models")
+    metas, seats, cut = checkpoint_tensors(model), parse_trainers(trainers), parse_engine(engine_cut)
+    ranks = range(cut.num_ranks) if only is None else range(only, only + 1)
+    source, engine = grids.trainer_layout(metas, model, seats), grids.engine_layout(metas, model, cut)
     once, _ = measure(lambda: Reshard(source, "e0", engine))
     timing, reads = measure(lambda: plan_ranks(source, engine, ranks))
     tracemalloc.start()
-    plan_ranks(source_layout(), tensor_parallel(model, engine_ranks), ranks)
+    plan_ranks(grids.trainer_layout(metas, model, seats), grids.engine_layout(metas, model, cut), ranks)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return {
-        "layouts": name,
-        "tensors": len(model.parts),
+        "layouts": f"{model_name}, {trainers} to {engine_cut}",
+        "tensors": len(metas),
         "held": len(source.tensor),
         "taken": len(engine.tensor),
         "ranks planned": len(ranks),
@@ -213,7 +206,7 @@ def main() -> None:
     where = environment(("numpy", "torch", "ray"))
     note = f"growth: seconds ~ tensors^{exponent:.2f}; {members().num_holders} ranks, median of 3"
     print_table("make_plan", rows, where, [note])
-    resharded = direct_rows()
+    resharded = [direct(*case) for case in DIRECT]
     print_table("Reshard", resharded, where, ["median of 3; the last rank's copies and GiB"])
     if args.json:
         write_json(args.json, "plan", [*rows, *resharded], where)

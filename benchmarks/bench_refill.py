@@ -29,6 +29,7 @@ from contextlib import ExitStack
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -44,6 +45,20 @@ _BARE = ("Mooncake sync", "Mooncake async")
 
 Piece = tuple[str, int, int, int]
 """Endpoint, address there, address here, bytes."""
+
+
+class Bare(Protocol):
+    """What is called of Mooncake's, which has no types. Returns 0 for success, and a batch's number."""
+
+    def batch_transfer_sync_read(
+        self, endpoint: str, ours: Sequence[int], theirs: Sequence[int], sizes: Sequence[int]
+    ) -> int: ...
+
+    def batch_transfer_async_read(
+        self, endpoint: str, ours: Sequence[int], theirs: Sequence[int], sizes: Sequence[int]
+    ) -> int: ...
+
+    def transfer_check_status(self, batch: int) -> int: ...
 
 
 def main() -> None:
@@ -171,18 +186,17 @@ def _read_bare(connection: Connection, handle: BufferHandle, offers: Sequence[Of
     os._exit(0)  # an engine takes a second to end
 
 
-def _sync(engine: object, parts: Sequence[Sequence[Piece]]) -> None:
+def _sync(engine: Bare, parts: Sequence[Sequence[Piece]]) -> None:
     def one(pieces: Sequence[Piece]) -> int:
         endpoints, theirs, ours, sizes = zip(*pieces, strict=True)
-        status: int = engine.batch_transfer_sync_read(endpoints[0], ours, theirs, sizes)  # type: ignore[attr-defined]
-        return status
+        return engine.batch_transfer_sync_read(endpoints[0], ours, theirs, sizes)
 
     with ThreadPoolExecutor(len(parts)) as threads:
         assert not any(threads.map(one, parts))
 
 
-def _async(engine: object, parts: Sequence[Sequence[Piece]]) -> None:
-    start, check = engine.batch_transfer_async_read, engine.transfer_check_status  # type: ignore[attr-defined]
+def _async(engine: Bare, parts: Sequence[Sequence[Piece]]) -> None:
+    start, check = engine.batch_transfer_async_read, engine.transfer_check_status
     todo = [deque(pieces) for pieces in parts]
     flying: list[set[int]] = [set() for _ in parts]
     pause = MIN_PAUSE_S

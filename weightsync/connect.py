@@ -63,8 +63,12 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class _Layouts:
+    """What the ranks of both sides declare, and the same of each side joined."""
+
     trainers: Sequence[RankLayout]
     engines: Mapping[str, Sequence[RankLayout]]
+    source: Layout
+    joined: Mapping[str, Layout]
 
 
 async def connect(fleet: Fleet, config: SyncConfig, epoch: int) -> Connection:
@@ -119,9 +123,10 @@ async def connect(fleet: Fleet, config: SyncConfig, epoch: int) -> Connection:
             for i, holder in enumerate(fleet.holders)
         }
         (await gather_named(warm_ups, "warm-up", timeout_s + GRACE_S)).require()
-        router = Router(fleet, config, plan, layouts.trainers, [each.export for each in attached.values()])
+        exports = [each.export for each in attached.values()]
+        router = Router(fleet, config, plan, layouts.source, exports)
         for name, ranks in served.items():
-            await router.add(name, layouts.engines[name], [each.export for each in ranks])
+            await router.add(name, layouts.joined[name], [each.export for each in ranks])
     for seat in fleet.live().values():
         seat.attached = True
     content, in_place = plan.content(), any(read.values())
@@ -133,14 +138,12 @@ def _images(
     content: str, layouts: Mapping[str, Sequence[RankLayout]], served: Mapping[str, Sequence[Attached]]
 ) -> dict[str, Image]:
     images: dict[str, Image] = {}
-    first, known = 0, dict[str, Image]()
+    first = 0
     for name, ranks in sorted(layouts.items()):
         if all(each.export for each in served[name]):
-            layout = image_layout(content, ranks)
-            if layout not in known:
-                known[layout] = Image(layout, first)
-                first += len(ranks)
-            images[name] = known[layout]
+            twin = next((image for other, image in images.items() if _alike(ranks, layouts[other])), None)
+            images[name] = twin or Image(image_layout(content, ranks), first)
+            first += 0 if twin else len(ranks)
     return images
 
 
@@ -154,13 +157,15 @@ async def _layouts(fleet: Fleet, timeout_s: float) -> _Layouts:
         gather_named(asked, "layout", timeout_s), gather_named(wanted, "layout", timeout_s)
     )
     sources, needs = trainers.require(), engines.require()
-    return _Layouts(list(sources.values()), {name: needs[f"engine {name}"] for name in live})
+    ranks = {name: needs[f"engine {name}"] for name in live}
+    joined = {name: Layout.from_ranks(its) for name, its in ranks.items()}
+    return _Layouts([*sources.values()], ranks, Layout.from_ranks([*sources.values()]), joined)
 
 
 def _plan(fleet: Fleet, layouts: _Layouts, config: SyncConfig, epoch: int) -> Plan:
     return make_plan(
-        Layout.from_ranks(layouts.trainers),
-        {name: Layout.from_ranks(ranks) for name, ranks in layouts.engines.items()},
+        layouts.source,
+        layouts.joined,
         Members(
             num_holders=len(fleet.holders),
             trainers=tuple(holder for _, holder in fleet.trainers),
@@ -248,7 +253,7 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     connection.images.pop(name, None)
     if image and len(links) == len(holders):
         connection.images[name] = image
-    await connection.router.add(name, layouts, [each.export for each in attached])
+    await connection.router.add(name, Layout.from_ranks(layouts), [each.export for each in attached])
     seat.attached = True
 
 

@@ -230,8 +230,7 @@ class Holder:
     def keep(self, label: Label, is_image: bool, expected: Digests) -> Offer:
         """See `Keeper.keep`: what its trainer published or, if `is_image`, what its engine rank serves."""
         strike("commit", version=label.version)
-        assert self._staging is not None
-        with self._moving if is_image else nullcontext(), self._staging.queue():
+        with self._moving if is_image else nullcontext():
             return self._lent().keep(label, expected, self._keepable(is_image))
 
     def reserve(self, part: int, is_image: bool) -> None:

@@ -27,7 +27,7 @@ class EngineImage:
         """Copy all of it to `to`, uint8[nbytes] on the host; it is there when this returns."""
         for live, held in self._pairs(to, 0):
             held.copy_(live, non_blocking=True)
-        if to.is_pinned():
+        if any(live.is_cuda for live in self._live):
             torch.cuda.current_stream().synchronize()
 
     def load(self, held: torch.Tensor, first: int) -> None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from weightsync.buffers import Export
     from weightsync.config import SyncConfig
     from weightsync.device_memory import DeviceHandle
-    from weightsync.plan import RankLayout, Reads
+    from weightsync.plan import Reads
 
 __all__ = ["DIRECT", "Router"]
 
@@ -37,26 +37,25 @@ class Router:
         fleet: Fleet,
         config: SyncConfig,
         plan: Plan,
-        trainers: Sequence[RankLayout],
+        source: Layout,
         exports: Sequence[Export | None],
     ) -> None:
-        """`exports` are the trainer ranks', where their holders map their memory."""
+        """`source` is the trainers' layout, `exports` are of those ranks whose memory their holders map."""
         self._fleet, self._config, self._plan = fleet, config, plan
-        self._layouts, self._exports = trainers, exports
-        self._source: Layout | None = None
+        self._source, self._exports = source, exports
         self._cast: dict[str, frozenset[int]] = {}
         self.routes: dict[str, str] = {}
 
-    async def add(self, name: str, ranks: Sequence[RankLayout], exports: Sequence[Export | None]) -> None:
-        """Route an engine, if it can be; its holders have mapped what it `exports`.
+    async def add(self, name: str, engine: Layout, exports: Sequence[Export | None]) -> None:
+        """Route an engine, if it can be; its holders have mapped what its ranks' `exports` say.
 
         Raises ConfigError when ``sync.mode`` is direct, and it cannot.
         """
-        reason = self._obstacle(name, exports) or await self._route(name, ranks)
+        reason = self._obstacle(name, exports) or await self._route(name, engine, exports)
         self.routes[name] = reason or DIRECT
         if reason and self._config.mode == DIRECT:
             raise ConfigError("sync.mode", DIRECT, f"engine {name}: {reason}; auto takes what there is")
-        if reason and self._exports and self._config.mode == "auto":
+        if reason and self._config.mode == "auto":
             logger.info("engine %s takes broadcasts: %s", name, reason)
 
     def demote(self, name: str, error: VerifyError) -> None:
@@ -90,18 +89,16 @@ class Router:
             return "trainers and engine are on several hosts"
         return ""
 
-    async def _route(self, name: str, ranks: Sequence[RankLayout]) -> str:
+    async def _route(self, name: str, engine: Layout, exports: Sequence[Export | None]) -> str:
         """Has each rank's holder map what it is to read; why it cannot, if so."""
-        if self._source is None:
-            self._source = Layout.from_ranks(self._layouts)
-        engine = Layout.from_ranks(ranks)
         names, reasons = castless(self._source, name, engine)
         if not names:
             return next(iter(reasons.values()))
         reshard = Reshard(self._source, name, engine, only=names)
         calls = {}
-        for rank, holder in enumerate(self._fleet.engines[name].holders):
-            reads = reshard.reads(rank, self._near(ranks[rank].device), start=self._start(holder))
+        for rank, (holder, export) in enumerate(zip(self._fleet.engines[name].holders, exports, strict=True)):
+            near = [0 if _device(each) == _device(export) else 1 for each in self._exports]
+            reads = reshard.reads(rank, near, start=self._start(holder))
             calls[f"holder {holder}"] = self._fleet.holders[holder].route(reads, self._memory(reads))
         outcome = await gather_named(calls, "route", self._config.connect_timeout_s)
         for error in outcome.failures.values():
@@ -109,12 +106,9 @@ class Router:
         self._cast[name] = self._buckets(reasons.keys())
         return ""
 
-    def _near(self, device: str) -> list[int]:
-        return [0 if layout.device == device else 1 for layout in self._layouts]
-
     def _start(self, holder: int) -> int:
         """Receivers that need the same begin with different trainers."""
-        return holder * len(self._layouts) // len(self._fleet.holders)
+        return holder * len(self._exports) // len(self._fleet.holders)
 
     def _memory(self, reads: Reads) -> dict[tuple[int, str], DeviceHandle]:
         pairs = set(zip(reads.trainer.tolist(), reads.src_buffer.tolist(), strict=True))
@@ -132,3 +126,8 @@ class Router:
             return frozenset()
         buckets = self._plan.buckets()
         return frozenset(b.index for b in buckets if any(piece.tensor in numbers for piece in b.pieces))
+
+
+def _device(export: Export | None) -> str:
+    assert export is not None
+    return export.layout.device
