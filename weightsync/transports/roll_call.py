@@ -84,6 +84,8 @@ class RollCall:
         while not self._store.check(keys):
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                if not missing:
+                    return  # the last one came while we looked
                 raise TransportError(
                     f"rank {self._rank} of {self._num_ranks} could not join: "
                     f"{ranks_text(missing, self._num_ranks)} did not come within {timeout_s:g} s"
