@@ -167,8 +167,12 @@ class RemoteHolder(_Remote):
     async def lend(self, protocol: str, rdma_device: str) -> None:
         await self._call("lend", protocol, rdma_device)
 
-    async def reserve(self, part: int, is_image: bool) -> None:
-        await self._call("reserve", part, is_image)
+    async def reserve(self, part: int, is_image: bool) -> Offer:
+        offer: Offer = await self._call("reserve", part, is_image)
+        return offer
+
+    async def map(self, part: int, offer: Offer) -> None:
+        await self._call("map", part, offer)
 
     async def keep(self, label: Label, is_image: bool, expected: Digests) -> Offer:
         offer: Offer = await self._call("keep", label, is_image, expected)

@@ -233,9 +233,13 @@ class Holder:
         with self._moving if is_image else nullcontext():
             return self._lent().keep(label, expected, self._keepable(is_image))
 
-    def reserve(self, part: int, is_image: bool) -> None:
+    def reserve(self, part: int, is_image: bool) -> Offer:
         """Take the memory that `keep` needs. Raises TransportError when there is not that much."""
-        self._lent().reserve(part, self._keepable(is_image).nbytes)
+        return self._lent().reserve(part, self._keepable(is_image).nbytes)
+
+    def map(self, part: int, offer: Offer) -> None:
+        """See `Keeper.map`."""
+        self._lent().map(part, offer)
 
     def _keepable(self, is_image: bool) -> Keepable:
         found = (self._staging and self._staging.image) if is_image else (self._arena and Copy(self._arena))
@@ -261,9 +265,8 @@ class Holder:
         if plan is None or staging is None or self._feed is None:
             raise StateError(f"{self.name} has no engine to refill: connect first")
         with self._moving, staging.queue():
-            outlet = open_outlet(
-                staging, self._feed, True, attempt, plan.slots, timeout_s, limit_s, whole=True
-            )
+            limits_s = timeout_s, limit_s
+            outlet = open_outlet(staging, self._feed, True, attempt, plan.slots, *limits_s, whole=True)
             try:
                 keeper = self._keeper if direct else None
                 self._refill = open_refill(plan, kept, keeper, staging, outlet, direct, timeout_s)

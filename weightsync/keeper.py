@@ -7,7 +7,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -18,7 +18,7 @@ from weightsync.memory import SharedBuffer
 from weightsync.readers import Offer, Read, Reader, Server, choose_protocol, open_reader, serve
 from weightsync.verify import Digests
 
-__all__ = ["LABEL_NBYTES", "Copy", "Keepable", "Keeper", "Label", "Share", "read_labels"]
+__all__ = ["LABEL_NBYTES", "Copy", "Held", "Keepable", "Keeper", "Label", "Share", "read_labels"]
 
 logger = logging.getLogger("weightsync.keeper")
 
@@ -68,6 +68,25 @@ class Copy:
         np.copyto(to.numpy(), self._buffer.tensor.numpy())
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A part in memory that this process maps, page-locked where there is a device."""
+
+    holder: str
+    way: Literal["own", "direct"]
+    buffer: SharedBuffer
+
+    @property
+    def label(self) -> Label | None:
+        """What it is now: `bytes` were that if it is the same after they were read."""
+        return _label(self.buffer.tensor[:LABEL_NBYTES])
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """uint8[nbytes]."""
+        return _body(self.buffer)
+
+
 class Keeper:
     """At most one version of each part; the next takes the place of the last."""
 
@@ -80,9 +99,10 @@ class Keeper:
         self._protocol, self._rdma_device = choose_protocol(protocol, rdma_device), rdma_device
         self._shares: dict[int, tuple[SharedBuffer, Server]] = {}
         self._kept: dict[int, Share] = {}
+        self._mapped: dict[int, Held] = {}
         self._changing: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
-    def reserve(self, part: int, nbytes: int) -> None:
+    def reserve(self, part: int, nbytes: int) -> Offer:
         """Take the memory of a part, so that no update waits for that; what is kept there stays.
 
         Raises TransportError when there is not that much.
@@ -90,6 +110,20 @@ class Keeper:
         with self._changing[part]:
             if part not in self._shares or self._shares[part][0].handle.nbytes != LABEL_NBYTES + nbytes:
                 self._place(part, nbytes)
+            return self._shares[part][1].offer
+
+    def map(self, part: int, offer: Offer) -> None:
+        """Map and page-lock what a holder of this host keeps, so that no refill waits for that.
+
+        Raises PeerLostError when that holder is gone.
+        """
+        before = self._mapped.get(part)
+        if before is None or before.buffer.handle != offer.memory:
+            buffer = SharedBuffer.open(offer.memory)
+            buffer.pin()
+            self._mapped[part] = Held(offer.holder, "direct", buffer)
+            if before:
+                before.buffer.close()
 
     def keep(self, label: Label, expected: Digests, part: Keepable) -> Offer:
         """Save `part` for others to read; `expected` is of the whole version that `label` names.
@@ -103,10 +137,11 @@ class Keeper:
             self._kept[label.part] = Share(label, server.offer, expected)
         return server.offer
 
-    def held(self, label: Label) -> torch.Tensor | None:
-        """The bytes of what is kept here, uint8[nbytes], in page-locked memory where there is a device."""
-        share = self._kept.get(label.part)
-        return _body(self._shares[label.part][0]) if share and share.label == label else None
+    def held(self, label: Label) -> Held | None:
+        """What `label` names, if it is kept here or mapped."""
+        here = self._shares.get(label.part)
+        either = Held(self.name, "own", here[0]) if here else None, self._mapped.get(label.part)
+        return next((held for held in either if held and held.label == label), None)
 
     def mirror(self, share: Share, timeout_s: float) -> Offer:
         """Keep what another holder keeps. Raises ReadError or DeadlineError, naming it."""
@@ -140,6 +175,8 @@ class Keeper:
     def close(self) -> None:
         for part in [*self._shares]:
             self._drop(part)
+        while self._mapped:
+            self._mapped.popitem()[1].buffer.close()
 
     def _place(self, part: int, nbytes: int) -> tuple[SharedBuffer, Server]:
         """Where the part is to be, without a label."""

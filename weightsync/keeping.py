@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from weightsync.config import SyncConfig
@@ -55,14 +55,33 @@ class Keeping:
         """Have the holders that are to copy take the memory for it: page-locking takes a second for 2 GB."""
         if self._config.keep_versions < 2:
             return
+        parts = {
+            home: label.part for label, homes in self._parts(0, connection, everyone=True) for home in homes
+        }
         calls = {
-            f"holder {home}": self._fleet.holders[home].reserve(label.part, connection.in_place)
-            for label, homes in self._parts(0, connection, everyone=True)
-            for home in homes
+            f"holder {home}": self._fleet.holders[home].reserve(part, connection.in_place)
+            for home, part in parts.items()
         }
         outcome = await gather_named(calls, "prepare", self._config.connect_timeout_s)
         for error in outcome.failures.values():
             logger.warning("not all of a version can be kept: %s", error)
+            self._tell(error)
+        if self._config.refill == "auto":
+            offers = {home: outcome.answers.get(f"holder {home}") for home in parts}
+            await self._map(connection, {(parts[home], home): o for home, o in offers.items() if o})
+
+    async def _map(self, connection: Connection, offers: Mapping[tuple[int, int], Offer]) -> None:
+        """Engines of one host that serve the same are filled from one copy: see `Keeper.map`."""
+        calls = {}
+        for name, image in connection.images.items():
+            for part, holder in enumerate(self._fleet.engines[name].holders, start=image.first):
+                for (kept, home), offer in offers.items():
+                    near = self._fleet.node(home) == self._fleet.node(holder)
+                    if kept == part and near and (part, holder) not in offers:
+                        calls[f"holder {holder}"] = self._fleet.holders[holder].map(part, offer)
+        outcome = await gather_named(calls, "map", self._config.connect_timeout_s)
+        for error in outcome.failures.values():
+            logger.warning("a copy on this host is not mapped: %s", error)
             self._tell(error)
 
     def begin(self, version: int, connection: Connection, expected: Digests) -> None:

@@ -29,13 +29,13 @@ class SharedBuffer:
     """An anonymous memory file (memfd), mapped and touched once, seen as a uint8 tensor.
 
     It has no name in any file system, so nothing is left when its last process ends, however it
-    ends. `tensor` has shape ``[nbytes]``. Where CUDA is present the memory is page-locked, so that
-    copies to and from a device run at link speed.
+    ends. `tensor` has shape ``[nbytes]``. Where CUDA is present it is page-locked for the process that
+    made it, and for others once they `pin` it, so that copies to and from a device run at link speed.
     """
 
     def __init__(self, fd: int, handle: BufferHandle) -> None:
         self.handle = handle
-        self._fd = fd
+        self._fd, self._pinned = fd, False
         # Touching pages for the first time is many times slower than writing them: never in an update.
         view = mmap.mmap(fd, max(handle.nbytes, 1), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.tensor = torch.frombuffer(view, dtype=torch.uint8)[: handle.nbytes]
@@ -53,7 +53,7 @@ class SharedBuffer:
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
         os.ftruncate(fd, max(nbytes, 1))
         buffer = cls(fd, BufferHandle(os.getpid(), fd, name, nbytes))
-        buffer._pin()
+        buffer.pin()
         return buffer
 
     @classmethod
@@ -73,15 +73,17 @@ class SharedBuffer:
             self._fd = -1
             self.tensor = self.tensor[:0].clone()
 
-    def _pin(self) -> None:
-        if torch.cuda.is_available() and self.handle.nbytes:
+    def pin(self) -> None:
+        """Lock its pages, for this process's copies to and from a device, where there is one."""
+        if torch.cuda.is_available() and self.handle.nbytes and not self._pinned:
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             torch.cuda.check_error(
                 int(runtime.cudaHostRegister(self.tensor.data_ptr(), self.handle.nbytes, 0))
             )
+            self._pinned = True
 
     def _unpin(self) -> None:
-        if self.handle.pid == os.getpid() and torch.cuda.is_available() and self.handle.nbytes:
+        if self._pinned:
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             torch.cuda.check_error(int(runtime.cudaHostUnregister(self.tensor.data_ptr())))
 

@@ -1,17 +1,15 @@
-"""Filling an engine rank, from what its own holder keeps where it does: then nobody else is asked."""
+"""Filling an engine rank, from this host's memory where it is mapped: then nobody is asked."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 
-import torch
-
-from weightsync.errors import StateError, TransportError
+from weightsync.errors import ReadError, StateError, TransportError
 from weightsync.faults import strike
 from weightsync.image import EngineImage
 from weightsync.intake import ImageIntake, SlotIntake
-from weightsync.keeper import Keeper, Label
+from weightsync.keeper import Held, Keeper, Label
 from weightsync.outlet import Outlet
 from weightsync.plan import Plan
 from weightsync.refill import Kept, Refill, Refilled
@@ -25,36 +23,45 @@ _NUM_AHEAD = 2
 
 
 class Restore:
-    """From `held`, the image that holder `name` keeps, to the live memory that `image` is of."""
+    """From `held`, which is `label`, to the live memory that `image` is of."""
 
     def __init__(
         self,
-        name: str,
-        held: torch.Tensor,
+        held: Held,
+        label: Label,
         image: EngineImage,
         staging: Staging,
         outlet: Outlet,
         timeout_s: float,
     ) -> None:
-        self._name, self._held, self._image = name, held, image
+        self._held, self._label, self._image = held, label, image
         self._staging, self._outlet, self._timeout_s = staging, outlet, timeout_s
         self._stopped = ""
 
     def run(self) -> Refilled:
-        """Raises TransportError when it was stopped, DeadlineError when the device does not go on."""
+        """Raises TransportError when it was stopped, DeadlineError when the device does not go on.
+
+        ReadError when the holder that keeps it replaced it meanwhile.
+        """
         begun = time.perf_counter()
-        firsts = range(0, len(self._held), _STEP_NBYTES)
+        data = self._held.bytes
+        firsts = range(0, len(data), _STEP_NBYTES)
         under_way: deque[Pending] = deque()
         for number, first in enumerate(firsts):
             strike("refill", bucket=number, num_buckets=len(firsts))
             if self._stopped:
                 raise TransportError(self._stopped)
-            self._image.load(self._held[first : first + _STEP_NBYTES], first)
+            self._image.load(data[first : first + _STEP_NBYTES], first)
             under_way.append(self._staging.mark(f"filling from byte {first} on", self._timeout_s))
             if len(under_way) > _NUM_AHEAD:
                 under_way.popleft().wait()
+        while under_way:
+            under_way.popleft().wait()
+        who = self._held.holder
+        if (found := self._held.label) != self._label:
+            raise ReadError(who, f"it keeps {found or 'nothing now'}, not {self._label}")
         self._outlet.finish(0)
-        return Refilled({self._name: len(self._held)}, {self._name: "own"}, time.perf_counter() - begun)
+        return Refilled({who: len(data)}, {who: self._held.way}, time.perf_counter() - begun)
 
     def stop(self, cause: str) -> None:
         """End a `run`, from any thread."""
@@ -73,7 +80,7 @@ def open_refill(
     direct: bool,
     timeout_s: float,
 ) -> Refill | Restore:
-    """What brings `kept` to the engine rank; `keeper` is this holder's own, if that may be read.
+    """What brings `kept` to the engine rank; `keeper` is this holder's, if its memory may be read.
 
     Raises StateError when an image is kept, and the engine rank's memory is not written from here.
     """
@@ -82,7 +89,7 @@ def open_refill(
     if staging.image is None:
         raise StateError("this engine copies buckets by itself, so that no image of its memory can be used")
     (part,) = kept.parts
-    held = keeper.held(Label(kept.version, kept.layout, part)) if keeper else None
-    if keeper is not None and held is not None:
-        return Restore(keeper.name, held, staging.image, staging, outlet, timeout_s)
+    label = Label(kept.version, kept.layout, part)
+    if keeper and (held := keeper.held(label)):
+        return Restore(held, label, staging.image, staging, outlet, timeout_s)
     return Refill(kept, ImageIntake(staging.image, part, staging, outlet, timeout_s), direct, timeout_s)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -19,6 +21,7 @@ from weightsync.errors import (
     EngineError,
     PeerLostError,
     PlanError,
+    ReadError,
     StateError,
     VerifyError,
 )
@@ -352,7 +355,7 @@ def test_what_is_read_in_place_is_held_only_once_it_was_moved_and_may_not_be_kep
 class Imaged(Loop):
     """Holders that write their engine ranks' memory, and keep images of it."""
 
-    def connected(self) -> None:
+    async def connected(self) -> None:
         """As if the engines' ranks had exported their memory."""
         assert self.controller._connection is not None
         image = Image("the model's", 0)
@@ -361,6 +364,7 @@ class Imaged(Loop):
         )
         for index, engine in enumerate(self.engines.values(), start=1):
             self.show(index, engine)
+        await self.controller.keeping.reserve(self.controller._connection)
 
     def show(self, holder: int, engine: DictEngine) -> None:
         staging = self.holders[holder]._staging
@@ -377,7 +381,7 @@ def test_a_version_read_in_place_is_kept_as_the_engines_serve_it_and_refills_the
     async def work(loop: Loop) -> None:
         assert isinstance(loop, Imaged)
         await loop.controller.connect()
-        loop.connected()
+        await loop.connected()
         for version in (1, 2):
             loop.train()
             await loop.controller.update(version)
@@ -386,6 +390,7 @@ def test_a_version_read_in_place_is_kept_as_the_engines_serve_it_and_refills_the
         loop.train()
         keepers = [i for i in (1, 2) if loop.holders[i].kept()]
         assert keepers == [1], "one copy on a host suffices"
+        assert [held.holder for held in loop.holders[2]._lent()._mapped.values()] == ["holder 1"]
         for name, way in (("e0", "own"), ("e1", "direct")):
             loop.writes(name)
             engine = loop.engines[name]
@@ -403,17 +408,39 @@ def test_a_version_read_in_place_is_kept_as_the_engines_serve_it_and_refills_the
     drive(work, cls=Imaged)
 
 
+def test_an_image_that_is_replaced_while_it_is_read_refills_nobody() -> None:
+    async def work(loop: Loop) -> None:
+        assert isinstance(loop, Imaged)
+        await loop.controller.connect()
+        await loop.connected()
+        await loop.controller.update(1)
+        await loop.controller.keeping.settled()
+        (share,) = loop.holders[1].kept()
+        loop.writes("e1")
+        images = [
+            staging.image for holder in loop.holders if isinstance(staging := holder._staging, HostStaging)
+        ]
+        newer = msgspec.structs.replace(share.label, version=2)
+        images[2].load = lambda *_: loop.holders[1]._lent().keep(newer, share.expected, images[1])
+        loop.controller.crew.enter(["e1"], EngineState.STALE)
+        with pytest.raises(ReadError, match=f"holder 1.*not {re.escape(str(share.label))}"):
+            await loop.controller.refill("e1")
+        assert loop.fleet.engines["e1"].record.state is EngineState.STALE
+
+    drive(work, cls=Imaged)
+
+
 def test_an_image_that_changed_after_it_was_kept_refills_nobody() -> None:
     async def work(loop: Loop) -> None:
         assert isinstance(loop, Imaged)
         await loop.controller.connect()
-        loop.connected()
+        await loop.connected()
         await loop.controller.update(1)
         await loop.controller.keeping.settled()
         (share,) = loop.holders[1].kept()
         held = loop.holders[1]._lent().held(share.label)
         assert held is not None
-        held[-1] ^= 1
+        held.bytes[-1] ^= 1
         loop.writes("e0")
         loop.controller.crew.enter(["e0"], EngineState.STALE)
         with pytest.raises(VerifyError):
