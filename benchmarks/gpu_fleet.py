@@ -124,7 +124,10 @@ class Destination:
 
     def wrong(self, version: int) -> int:
         """Elements that differ from `version`."""
-        return sum(count_wrong(self.live[tensor.name], tensor, box, version) for tensor, box in self.held)
+        # Added up where they are: to ask for each of many thousand tensors takes longer than to compare it.
+        return int(
+            sum(count_wrong(self.live[tensor.name], tensor, box, version) for tensor, box in self.held)
+        )
 
     def used(self) -> tuple[str, int]:
         """See `device_used`."""
@@ -261,7 +264,7 @@ def _register(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
     *path, leaf = name.split(".")
     module = root
     for part in path:
-        if part not in dict(module.named_children()):
+        if not hasattr(module, part):
             module.add_module(part, nn.Module())
         module = module.get_submodule(part)
     module.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))

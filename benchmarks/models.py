@@ -131,14 +131,14 @@ def poison(out: torch.Tensor) -> None:
     out.view(torch.int16).fill_(-1)
 
 
-def count_wrong(found: torch.Tensor, tensor: Tensor, box: Box, version: int) -> int:
-    """How many elements are not, bit for bit, what `fill` writes."""
+def count_wrong(found: torch.Tensor, tensor: Tensor, box: Box, version: int) -> torch.Tensor:
+    """How many elements are not, bit for bit, what `fill` writes: int64[], where `found` is."""
     words = found.view(torch.int16)
     wrong = [
         (words[rows] != expected.to(words.device)).sum()
         for rows, expected in _expected(tensor, box, version, words.device)
     ]
-    return int(torch.stack(wrong).sum()) if wrong else 0
+    return torch.stack(wrong).sum() if wrong else torch.zeros((), dtype=torch.int64, device=words.device)
 
 
 def _expected(

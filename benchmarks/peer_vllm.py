@@ -187,8 +187,13 @@ def _poison(worker: Any) -> None:  # noqa: ANN401 (vLLM's Worker)
 def _wrong(worker: Any, places: Sequence[tuple[Tensor, str, int]], version: int) -> int:  # noqa: ANN401
     live = dict(worker.model_runner.model.named_parameters())
     assert set(live) == {name for _, name, _ in places}, set(live) ^ {name for _, name, _ in places}
-    found = 0
-    for tensor, name, first in places:
-        held = live[name].data[first : first + tensor.shape[0]]
-        found += count_wrong(held, tensor, Box((0,) * len(tensor.shape), tensor.shape), version)
-    return found
+    found = [
+        count_wrong(
+            live[name].data[first : first + tensor.shape[0]],
+            tensor,
+            Box((0,) * len(tensor.shape), tensor.shape),
+            version,
+        )
+        for tensor, name, first in places
+    ]
+    return int(torch.stack(found).sum())
