@@ -9,14 +9,14 @@ from contextlib import contextmanager
 import torch
 
 from weightsync.buffers import Export, Handle
-from weightsync.device_memory import DeviceBuffer, DeviceHandle, PeerMemory
+from weightsync.device_memory import DeviceBuffer, DeviceHandle
 from weightsync.errors import DeadlineError, TransportError
 from weightsync.image import EngineImage
 from weightsync.kernels import CopyTable
 from weightsync.memory import SharedBuffer
 from weightsync.modules import segment_view
 from weightsync.plan import Piece, Plan, Reads, Segment, Step
-from weightsync.plan.copies import Copies
+from weightsync.pull import Pull
 from weightsync.rows import bucket_rows, by_tensor
 from weightsync.transports import Pending
 
@@ -24,10 +24,6 @@ __all__ = ["DeviceStaging", "take_slots"]
 
 _NUM_BLOCKS = 64
 """Thread blocks of a copy: near full speed, and NCCL's own find multiprocessors that are free."""
-
-
-_PULL_BLOCKS = 264
-"""Of a pull, which has the device for itself."""
 
 
 def take_slots(
@@ -69,8 +65,7 @@ class DeviceStaging:
         self._unpack: CopyTable | None = None
         self._engine: list[DeviceBuffer] = []
         self._address: dict[str, int] = {}
-        self._trainers: list[PeerMemory] = []
-        self._pull: CopyTable | None = None
+        self._pull: Pull | None = None
         self.image: EngineImage | None = None
         self._targets: list[SharedBuffer] = []
 
@@ -125,24 +120,11 @@ class DeviceStaging:
 
     def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
         self._let_go_of_trainers()
-        address = {}
-        for key, handle in memory.items():
-            self._trainers.append(PeerMemory(handle))
-            address[key] = self._trainers[-1].address
-        self._touch()
-        self._pull = CopyTable(reads.copies(address, self._address), (0, len(reads)), _PULL_BLOCKS)
-
-    def _touch(self) -> None:
-        """Read from each mapping once, so that no update pays its first use."""
-        scratch = torch.empty(len(self._trainers), dtype=torch.uint8, device="cuda")
-        starts = [memory.address for memory in self._trainers]
-        copies = [(start, scratch.data_ptr() + i, 1, 1, 1, 1) for i, start in enumerate(starts)]
-        CopyTable(Copies.of(copies), (0, len(copies))).launch(0, self._writing)
-        self._writing.synchronize()
+        self._pull = Pull(reads, memory, self._address)
 
     def pull(self) -> None:
         assert self._pull is not None
-        self._pull.launch(0, self._writing)
+        self._pull.begin(self._writing)
 
     @contextmanager
     def queue(self) -> Iterator[None]:
@@ -210,10 +192,9 @@ class DeviceStaging:
         self._engine = []
 
     def _let_go_of_trainers(self) -> None:
-        self._pull = None
-        for memory in self._trainers:
-            memory.close()
-        self._trainers = []
+        if self._pull:
+            self._pull.close()
+            self._pull = None
 
     @staticmethod
     def _map(export: Export, mapped: list[DeviceBuffer]) -> dict[str, torch.Tensor]:
