@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from weightsync.errors import PlanError, StateError
 from weightsync.fold import Fold
 from weightsync.image import image_layout
 from weightsync.peers import Fleet, HolderPeer
-from weightsync.plan import Layout, Members, Plan, make_plan
+from weightsync.plan import Layout, Members, Plan, castless, make_plan
 from weightsync.router import Router
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from weightsync.prepared import Prepared
 
 __all__ = ["Connection", "Image", "adopt", "connect"]
+
+logger = logging.getLogger("weightsync.connect")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +74,13 @@ class _Layouts:
     joined: Mapping[str, Layout]
 
 
-async def connect(fleet: Fleet, config: SyncConfig, epoch: int) -> Connection:
+async def connect(
+    fleet: Fleet, config: SyncConfig, epoch: int, demoted: Mapping[str, str] | None = None
+) -> Connection:
     """Layouts → plan → memory → communicators → digests compared → warm-up.
+
+    Where every engine can read directly, there are neither buckets nor communicators; engines in
+    `demoted` cannot, see `Router`.
 
     Raises:
         PlanError, ConfigError: the two sides do not fit, or a member computed another plan.
@@ -80,11 +88,39 @@ async def connect(fleet: Fleet, config: SyncConfig, epoch: int) -> Connection:
         StateError: no engine is alive.
     """
     clock = PhaseClock()
-    timeout_s = config.connect_timeout_s
     with clock.phase("layouts"):
-        layouts = await _layouts(fleet, timeout_s)
+        layouts = await _layouts(fleet, config.connect_timeout_s)
+    if config.mode != "broadcast" and not demoted and _may_read(fleet, layouts):
+        made = await _open(fleet, config, layouts, epoch, 0, {}, clock)
+        if made.router.suffices:
+            return made
+        logger.info("connecting again, with buckets: %s", made.router.routes)
+    return await _open(fleet, config, layouts, epoch, config.num_slots, demoted or {}, clock)
+
+
+def _may_read(fleet: Fleet, layouts: _Layouts) -> bool:
+    """Whether nothing in the layouts keeps any engine from reading all of its tensors directly."""
+    ranks = [*layouts.trainers, *(rank for its in layouts.engines.values() for rank in its)]
+    return (
+        len({fleet.node(i) for i in range(len(fleet.holders))}) == 1
+        and all(rank.device for rank in ranks)
+        and all(rank.buffers for its in layouts.engines.values() for rank in its)
+        and not any(castless(layouts.source, name, engine)[1] for name, engine in layouts.joined.items())
+    )
+
+
+async def _open(
+    fleet: Fleet,
+    config: SyncConfig,
+    layouts: _Layouts,
+    epoch: int,
+    num_slots: int,
+    demoted: Mapping[str, str],
+    clock: PhaseClock,
+) -> Connection:
+    timeout_s = config.connect_timeout_s
     with clock.phase("plan"):
-        plan = _plan(fleet, layouts, config, epoch)
+        plan = _plan(fleet, layouts, config, epoch, num_slots)
         folds = {name: Fold(plan, ranks) for name, ranks in layouts.engines.items()}
     with clock.phase("prepare"):
         devices = {
@@ -124,7 +160,7 @@ async def connect(fleet: Fleet, config: SyncConfig, epoch: int) -> Connection:
         }
         (await gather_named(warm_ups, "warm-up", timeout_s + GRACE_S)).require()
         exports = [each.export for each in attached.values()]
-        router = Router(fleet, config, plan, layouts.source, exports)
+        router = Router(fleet, config, plan, layouts.source, exports, demoted)
         for name, ranks in served.items():
             await router.add(name, layouts.joined[name], [each.export for each in ranks])
     for seat in fleet.live().values():
@@ -162,7 +198,7 @@ async def _layouts(fleet: Fleet, timeout_s: float) -> _Layouts:
     return _Layouts([*sources.values()], ranks, Layout.from_ranks([*sources.values()]), joined)
 
 
-def _plan(fleet: Fleet, layouts: _Layouts, config: SyncConfig, epoch: int) -> Plan:
+def _plan(fleet: Fleet, layouts: _Layouts, config: SyncConfig, epoch: int, num_slots: int) -> Plan:
     return make_plan(
         layouts.source,
         layouts.joined,
@@ -173,7 +209,7 @@ def _plan(fleet: Fleet, layouts: _Layouts, config: SyncConfig, epoch: int) -> Pl
         ),
         bucket_bytes=config.bucket_bytes,
         max_staging_bytes=config.max_staging_bytes,
-        slots=config.num_slots,
+        slots=num_slots,
         epoch=epoch,
     )
 
@@ -225,8 +261,8 @@ async def _meet(
 async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncConfig) -> None:
     """Connect an engine with its holders alone: trainers and all others are not asked.
 
-    Raises PlanError when its layout is not that of an engine that the plan was made for, so that
-    everybody has to connect anew; else as `connect`.
+    Raises PlanError when its layout is not that of an engine that the plan was made for, or it needs
+    buckets and there are none, so that everybody has to connect anew; else as `connect`.
     """
     seat, plan, timeout_s = fleet.engines[name], connection.plan, config.timeout_s
     named = f"engine {name}"
@@ -254,6 +290,10 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     if image and len(links) == len(holders):
         connection.images[name] = image
     await connection.router.add(name, Layout.from_ranks(layouts), [each.export for each in attached])
+    if not connection.router.suffices:
+        raise PlanError(
+            named, f"it takes broadcasts, for which the plan has no buckets: {connection.router.routes[name]}"
+        )
     seat.attached = True
 
 

@@ -68,7 +68,8 @@ class Controller:
         """Plan and connect the fleet as it is now. Raises as `connect` does."""
         self.connected = False
         self._epoch += 1
-        self._connection = made = await connect(self._fleet, self._config, self._epoch)
+        demoted = self._connection.router.demoted if self._connection else {}
+        self._connection = made = await connect(self._fleet, self._config, self._epoch, demoted)
         await self.keeping.reserve(made)
         self.connected = True
         logger.info("epoch %d: %d buckets, %s", self._epoch, made.plan.num_buckets, made.seconds)
@@ -220,6 +221,7 @@ class Controller:
         for name, error in self.crew.failures.items():
             if isinstance(error, VerifyError):
                 self._connection.router.demote(name, error)
+        self.connected = self.connected and self._connection.router.suffices
         if len(verified) < least:
             self.crew.enter(verified, EngineState.STALE)
             raise next(iter(self.crew.failures.values()))

@@ -24,6 +24,8 @@ __all__ = ["DeviceStaging", "take_slots"]
 
 _NUM_BLOCKS = 64
 """Thread blocks of a copy: near full speed, and NCCL's own find multiprocessors that are free."""
+_MIN_TARGETS = 2
+"""While one is read into, the other is copied from."""
 
 
 def take_slots(
@@ -99,7 +101,7 @@ class DeviceStaging:
                 ),
                 _NUM_BLOCKS,
             )
-            for piece in (piece for bucket in self._plan.buckets() for piece in bucket.pieces):
+            for piece in (piece for bucket in self._plan.buckets() for piece in bucket.pieces if cast):
                 if self._is_own(piece) and piece.tensor in cast:
                     held = segments[piece.tensor]
                     pairs = self._cast(piece, held, memory, dtypes[held[0].tensor])
@@ -150,7 +152,7 @@ class DeviceStaging:
         return _Event(self._filling.record_event(), what, self._index, timeout_s)
 
     def targets(self) -> Sequence[SharedBuffer]:
-        while len(self._targets) < len(self._buffers):
+        while len(self._targets) < max(len(self._buffers), _MIN_TARGETS):
             self._targets.append(SharedBuffer.create(self._plan.max_bucket_nbytes))
         return self._targets
 

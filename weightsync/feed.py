@@ -191,11 +191,12 @@ class EngineFeed:
         self._slots = tuple(open_buffer(handle) for handle in ticket.slots)
         self._arena = SharedBuffer.open(ticket.arena) if ticket.arena else None
         self._busy, self._closing = threading.Lock(), threading.Event()
-        self._buckets = [self._views(plan, index, self._arena) for index in range(plan.num_buckets)]
+        self._num_buckets, buckets = plan.num_buckets, range(plan.num_buckets if self._slots else 0)
+        self._buckets = [self._views(plan, index, self._arena) for index in buckets]
         # What a refill reads: the arena may hold the trainer's next version by then.
         self._whole = self._buckets
         if self._arena:
-            self._whole = [self._views(plan, index, None) for index in range(plan.num_buckets)]
+            self._whole = [self._views(plan, index, None) for index in buckets]
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -244,12 +245,12 @@ class EngineFeed:
         if not self._busy.acquire(blocking=False):
             raise EngineError(self._ticket.engine, "move", "an earlier load has not ended yet")
         try:
-            for expected, pieces in enumerate(self._buckets):
+            for expected in range(self._num_buckets):
                 ready = self._wait_ready(attempt, expected, timeout_s)
                 if isinstance(ready, Written):
                     sink.written()
                     break
-                views = self._whole[expected] if ready.whole else pieces
+                views = (self._whole if ready.whole else self._buckets)[expected]
                 dropped = self._strike("refill" if ready.whole else "move", expected, views)
                 sink.take(expected, views)
                 if not dropped:
@@ -301,7 +302,7 @@ class EngineFeed:
         if armed():
             both = zip(views, self._whole[bucket], strict=True)
             data = next((v[2] for v, slot in both if v[2].data_ptr() == slot[2].data_ptr()), None)
-        return strike(at, bucket=bucket, num_buckets=len(self._buckets), data=data)
+        return strike(at, bucket=bucket, num_buckets=self._num_buckets, data=data)
 
     def _wait_ready(self, attempt: int, bucket: int, timeout_s: float) -> Ready | Written:
         deadline = time.monotonic() + timeout_s

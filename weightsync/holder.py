@@ -106,7 +106,7 @@ class Holder:
         if engine is not None:
             self._feed = self._open_feed(engine, self._staging)
         # On devices every holder has slots to receive into, and NCCL's communicators are dear.
-        groups = broadcast_groups(plan.members, together=bool(self._device))
+        groups = broadcast_groups(plan.members, together=bool(self._device)) if plan.slots else {}
         self._group_of = {root: group for root, group in groups.items() if index in group and len(group) > 1}
         self._groups = {group: self._transport() for group in sorted(set(self._group_of.values()))}
         offers = {g: transport.offer(self._host) for g, transport in self._groups.items() if g[0] == index}
@@ -126,7 +126,7 @@ class Holder:
             if unknown:
                 self._plan, self._plan_digest, self._index, self._trainer = plan, digest, -1, -1
                 self._staging = self._stage(plan, -1, receives=True)
-            elif self._staging is None or not self._staging.slots:
+            elif self._staging is None or len(self._staging.slots) < plan.slots:
                 self._staging = self._stage(plan, self._index, receives=True)
             if self._feed:
                 self._feed.close()
@@ -169,7 +169,9 @@ class Holder:
                     for root in range(len(group))
                 ]
                 transport.start(ops).wait()
-            for pending in self._start(plan, staging, 0, timeout_s) if plan.num_buckets else ():
+            for pending in (
+                self._start(plan, staging, 0, timeout_s) if plan.slots and plan.num_buckets else ()
+            ):
                 pending.wait()
 
     def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
@@ -300,12 +302,10 @@ class Holder:
         for slot in (*self._slots, *self._retired):
             slot.close()
         self._slots = self._retired = ()
-        if self._arena:
-            self._arena.close()
-            self._arena = None
-        if self._keeper:
-            self._keeper.close()
-        self._plan = self._keeper = None
+        for taken in (self._arena, self._keeper):
+            if taken:
+                taken.close()
+        self._arena = self._plan = self._keeper = None
 
     def _open_feed(self, engine: str, staging: Staging) -> HolderFeed:
         beside = None if self._device or self._arena is None else self._arena.handle

@@ -40,9 +40,8 @@ class LiveWriter:
         self._address = {name: tensor.data_ptr() for name, tensor in live.items()}
         self._next = 0
         self._missing = Missing(plan)
-        for bucket in plan.buckets():
-            for piece in bucket.pieces:
-                self._missing.take(piece.tensor, piece.box)
+        for piece in (piece for bucket in plan.buckets() for piece in bucket.pieces):
+            self._missing.take(piece.tensor, piece.box)
         on_device = all(memory.is_cuda for memory in (*slots, *live.values()))
         self._device = _DeviceTables(plan, self._segments, self._address, slots) if on_device else None
 

@@ -30,6 +30,7 @@ class Router:
 
     Attributes:
         routes: per engine `DIRECT`, or why it takes broadcasts.
+        demoted: engines that do not read any longer, and why.
     """
 
     def __init__(
@@ -39,10 +40,15 @@ class Router:
         plan: Plan,
         source: Layout,
         exports: Sequence[Export | None],
+        demoted: Mapping[str, str],
     ) -> None:
-        """`source` is the trainers' layout, `exports` are of those ranks whose memory their holders map."""
+        """`source` is the trainers' layout, `exports` are of those ranks whose memory their holders map.
+
+        `demoted` is an earlier router's.
+        """
         self._fleet, self._config, self._plan = fleet, config, plan
         self._source, self._exports = source, exports
+        self.demoted = dict(demoted)
         self._cast: dict[str, frozenset[int]] = {}
         self.routes: dict[str, str] = {}
 
@@ -59,10 +65,15 @@ class Router:
             logger.info("engine %s takes broadcasts: %s", name, reason)
 
     def demote(self, name: str, error: VerifyError) -> None:
-        """What engine `name` read was wrong: unless it has to, it does not read until all connect anew."""
+        """What engine `name` read was wrong: unless it has to, it does not read from now on."""
         if self.routes.get(name) == DIRECT and self._config.mode == "auto":
             logger.warning("engine %s takes broadcasts from now on: %s", name, error)
-            self.routes[name] = f"what it read was wrong: {error}"
+            self.routes[name] = self.demoted[name] = f"what it read was wrong: {error}"
+
+    @property
+    def suffices(self) -> bool:
+        """Whether every engine reads, or the plan has buckets for those that do not."""
+        return self._plan.slots > 0 or all(route == DIRECT for route in self.routes.values())
 
     def ways(self, takers: Mapping[str, Sequence[int]]) -> dict[int, Way]:
         """What each holder does in an update of the engines `takers`, whose holders are given.
@@ -80,6 +91,8 @@ class Router:
     def _obstacle(self, name: str, exports: Sequence[Export | None]) -> str:
         if self._config.mode == "broadcast":
             return "sync.mode is broadcast"
+        if name in self.demoted:
+            return self.demoted[name]
         if not all(self._exports):
             return "the trainers' weights are not read in place"
         if not all(exports):

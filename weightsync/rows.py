@@ -69,11 +69,11 @@ def bucket_rows(
 ) -> tuple[Copies, list[int]]:
     """All copies between the slots, whose addresses are given, and one rank's segments, bucket by bucket.
 
-    Returns them, and the first copy of each bucket, with the end as the last entry.
+    Returns them, and the first copy of each bucket, with the end as the last entry. Without slots, none.
     """
     rows: list[Copy] = []
     bounds = [0]
-    for index in range(plan.num_buckets):
+    for index in range(plan.num_buckets if slots else 0):
         base = slots[index % len(slots)]
         for piece in plan.bucket(index).pieces:
             if only(piece):

@@ -141,7 +141,7 @@ def test_an_engine_must_not_tie_two_tensors() -> None:
     ("changes", "field", "says"),
     [
         ({"bucket_bytes": 255}, "sync.bucket_bytes", "largest element has 2 bytes"),
-        ({"slots": 0}, "sync.slots", "at least 1"),
+        ({"slots": -1}, "sync.slots", "at least 0"),
         ({"max_staging_bytes": 511}, "sync.max_staging_bytes", "need 512"),
         ({"max_staging_bytes": 767, "slots": 3}, "sync.max_staging_bytes", "need 768"),
     ],

@@ -38,7 +38,8 @@ def make_plan(
             segments of the engine whose name sorts first.
         bucket_bytes: most bytes that travel together; at least 256.
         max_staging_bytes: most bytes that a receiving holder gives for its `slots` buckets.
-        slots: buckets that a holder has at once; while one is read, the next is filled.
+        slots: buckets that a holder has at once; while one is read, the next is filled. 0 where every
+            engine reads directly: nothing is broadcast then.
         epoch: number of the membership.
 
     Raises:
@@ -117,8 +118,8 @@ def _check_limits(bucket_bytes: int, slots: int, itemsize: Int64) -> None:
             f"give at least {RUN_ALIGN}: what a root sends is aligned to that, its largest element "
             f"has {largest} bytes",
         )
-    if slots < 1:
-        raise ConfigError("sync.slots", slots, "give at least 1")
+    if slots < 0:
+        raise ConfigError("sync.slots", slots, "give at least 0")
 
 
 def _narrow(values: Int64) -> Int32 | Int64:
