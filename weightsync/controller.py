@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from weightsync.clock import PhaseClock
+from weightsync.clock import PhaseClock, Span
 from weightsync.config import SyncConfig
 from weightsync.connect import Connection, connect
 from weightsync.crew import Crew, remoteness
@@ -239,7 +239,7 @@ class Controller:
         seats = {name: self._fleet.engines[name] for name in takers}
         fed = {holder for seat in seats.values() for holder in seat.holders}
 
-        async def move(index: int, holder: HolderPeer, way: Way) -> float:
+        async def move(index: int, holder: HolderPeer, way: Way) -> Span:
             try:
                 return await holder.move(attempt, index in fed, way, timeout_s)
             except PeerLostError as error:
@@ -280,6 +280,7 @@ class Controller:
             nbytes=plan.total_nbytes,
             seconds=clock.total(),
             phases=clock.seconds,
+            spans={"driver": tuple(clock.spans)},
             verified=True,
             engines={name: record.version for name, record in records.items()},
             states={name: record.state.value for name, record in records.items()},

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+
+from weightsync.clock import Span
 
 __all__ = ["HealReport", "SyncReport"]
 
@@ -32,6 +34,8 @@ class SyncReport:
         routes: per engine ``direct``, where its GPUs read the trainers' memory, or why it takes broadcasts.
         bytes_from: in a refill, the bytes that were read from each holder.
         ways: in a refill, how each holder was read: ``direct``, ``rdma``, ``tcp`` or ``zeromq``.
+        spans: what took how long where: the phases of ``driver``, ``publish`` of ``trainer 0``, ``move`` of
+            ``holder 0``, ``load`` and ``verify`` of ``engine e0 rank 0``. Who failed has none.
     """
 
     version: int
@@ -49,6 +53,7 @@ class SyncReport:
     routes: Mapping[str, str] = field(default_factory=dict)
     bytes_from: Mapping[str, int] = field(default_factory=dict)
     ways: Mapping[str, str] = field(default_factory=dict)
+    spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
 
     @property
     def gb_per_s(self) -> float:
@@ -60,7 +65,8 @@ class SyncReport:
         """Every field and ``gb_per_s``, in types that JSON knows."""
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
-        return plain | {"gb_per_s": self.gb_per_s}
+        spans = {who: [asdict(span) for span in spans] for who, spans in self.spans.items()}
+        return plain | {"spans": spans, "gb_per_s": self.gb_per_s}
 
     def __str__(self) -> str:
         serving = sum(version == self.version for version in self.engines.values())
