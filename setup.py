@@ -23,7 +23,7 @@ setup(
     package_data={
         "weightsync": ["py.typed", "kernels.cu"],
         "actors": ["dashboards/*.json"],
-        "recipes": ["*.yaml"],
+        "recipes": ["*.yaml", "*.j2"],
     },
     # Their names are too common for a package: they go to share/ of the environment.
     data_files=[
@@ -42,6 +42,7 @@ setup(
         "pyyaml>=6.0",
         "rich>=13",
         "typer>=0.15",
+        "jinja2>=3.1",
     ],
     extras_require={
         "cuda12": ["cupy-cuda12x>=14"],

@@ -24,7 +24,7 @@ from weightsync.errors import ConfigError, DeadlineError, PlanError, StateError,
 from weightsync.healer import Healer
 from weightsync.peers import Fleet
 from weightsync.plan import Cluster, Plan
-from weightsync.report import HealReport, SyncReport
+from weightsync.report import HealReport, Link, SyncReport
 from weightsync.states import EngineState
 
 if TYPE_CHECKING:
@@ -124,6 +124,10 @@ class WeightSync:
         if self._controller.plan is None:
             raise StateError("connect() has to come before plan")
         return self._controller.plan
+
+    def links(self) -> list[Link]:
+        """The bytes of an update by where they go. Raises StateError before `connect`."""
+        return self._controller.links()
 
     @property
     def version(self) -> int:

@@ -17,12 +17,13 @@ from weightsync.crew import Crew, remoteness
 from weightsync.deadline import GRACE_S, gather_named
 from weightsync.errors import ConfigError, PeerLostError, StateError, VerifyError, WeightSyncError
 from weightsync.keeping import Keeping
+from weightsync.links import links
 from weightsync.peers import EngineSeat, Fleet, HolderPeer
 from weightsync.plan import Plan
 from weightsync.prepared import Way
 from weightsync.refill import Refilled
 from weightsync.refiller import Refiller
-from weightsync.report import SyncReport
+from weightsync.report import Link, SyncReport
 from weightsync.states import EngineRecord, EngineState
 from weightsync.turns import Turns
 from weightsync.verify import Digests, combine
@@ -63,6 +64,10 @@ class Controller:
     def plan(self) -> Plan | None:
         """Of the present membership epoch, None before ``connect``."""
         return self._connection.plan if self._connection else None
+
+    def links(self) -> list[Link]:
+        """See `links`. Raises StateError before ``connect``."""
+        return links(self._connected(), self._fleet)
 
     async def connect(self) -> None:
         """Plan and connect the fleet as it is now. Raises as `connect` does."""

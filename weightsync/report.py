@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from typing import Literal
 
 from weightsync.clock import Span
 
-__all__ = ["HealReport", "SyncReport"]
+__all__ = ["Distance", "HealReport", "Link", "SyncReport", "bytes_text"]
+
+Distance = Literal["same GPU or slot", "same host", "other host"]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """`nbytes` of an update: from a trainer that is read, or a broadcasting holder, to an engine's rank."""
+
+    source: str
+    target: str
+    distance: Distance
+    nbytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +86,7 @@ class SyncReport:
         proof = "verified" if self.verified else "not verified"
         failed = "".join(f"; {engine} failed: {error}" for engine, error in sorted(self.failures.items()))
         return (
-            f"version {self.version}: {_size(self.nbytes)} to {serving} of {len(self.engines)} engines"
+            f"version {self.version}: {bytes_text(self.nbytes)} to {serving} of {len(self.engines)} engines"
             f" in {self.seconds:.3g} s ({self.gb_per_s:.3g} GB/s), {proof}{failed}"
         )
 
@@ -115,7 +128,7 @@ class HealReport:
         if self.serving_at is None:
             return f"engine {self.engine} is ready for the next version{new}; it had failed: {self.cause}"
         read = ", ".join(
-            f"{_size(nbytes)} from {holder} ({self.ways.get(holder, '')})"
+            f"{bytes_text(nbytes)} from {holder} ({self.ways.get(holder, '')})"
             for holder, nbytes in self.bytes_from.items()
         )
         how = f"{read}, {self.gb_per_s:.3g} GB/s, verified" if read else "an update"
@@ -125,7 +138,8 @@ class HealReport:
         )
 
 
-def _size(nbytes: int) -> str:
+def bytes_text(nbytes: int) -> str:
+    """``1.25 MB``: three digits, in units of 1000."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= scale:
             return f"{nbytes / scale:.3g} {unit}"

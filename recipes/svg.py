@@ -1,0 +1,189 @@
+"""Charts as inline SVG. Colours are the page's: series i has the class ``s<i>``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup, escape
+
+__all__ = ["NUM_COLOURS", "Bar", "Line", "Row", "columns", "lanes", "lines"]
+
+NUM_COLOURS = 8
+_LEFT, _RIGHT, _TOP, _BOTTOM = 44, 12, 10, 26
+_BAR, _GAP, _LABEL = 16, 10, 18
+_CHARACTER = 6.8
+"""Of a label in the page's font, about."""
+_SIDE_FROM = 700
+"""Wider charts have labels beside their bars, narrower ones above them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Points of a series, from left to right; None where there is a gap."""
+
+    name: str
+    points: Sequence[tuple[float, float | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """From `start` on, `size` long; `text` says what it is."""
+
+    colour: int
+    start: float
+    size: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Bars on one line."""
+
+    name: str
+    bars: Sequence[Bar]
+
+
+def lines(
+    title: str, series: Sequence[Line], width: int, y_max: float, target: float = 0.0, *, steps: bool = False
+) -> Markup:
+    """Each of `series` as a line, or as `steps`; a dashed line at `target`, if there is one."""
+    height = 220
+    xs = [x for line in series for x, _ in line.points]
+    x_min, x_max = min(xs), max(max(xs), min(xs) + 1)
+    scale_x = (width - _LEFT - _RIGHT) / (x_max - x_min)
+    scale_y = (height - _TOP - _BOTTOM) / (y_max or 1)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return _LEFT + (x - x_min) * scale_x, height - _BOTTOM - y * scale_y
+
+    parts = _grid(width, height, y_max)
+    parts += [_x_label(place(x, 0)[0], height, x) for x in _ticks(x_min, x_max, width // 90)]
+    if target:
+        (x, y), (end, _) = place(x_min, target), place(x_max, target)
+        parts.append(_tag("line", {"class": "target", "x1": x, "x2": end, "y1": y, "y2": y}))
+    for number, line in enumerate(series):
+        # Lines on top of one another stay visible: each is thinner than the one below.
+        thickness = 2 + 3 * min(len(series) - 1 - number, 3)
+        path = _path([None if y is None else place(x, y) for x, y in line.points], steps)
+        attributes = {"class": f"line s{number % NUM_COLOURS}", "d": path, "stroke-width": thickness}
+        parts.append(_tag("path", attributes, _tag("title", {}, line.name)))
+    return _svg(title, width, height, parts)
+
+
+def columns(title: str, stacks: Sequence[tuple[str, Sequence[Bar]]], width: int, y_max: float) -> Markup:
+    """A column of stacked bars for each of `stacks`, labelled with its first part."""
+    height = 220
+    each = (width - _LEFT - _RIGHT) / max(len(stacks), 1)
+    scale = (height - _TOP - _BOTTOM) / (y_max or 1)
+    parts = _grid(width, height, y_max)
+    every = -(-len(stacks) // max(width // 60, 1))
+    for number, (label, bars) in enumerate(stacks):
+        x = _LEFT + number * each
+        parts += [
+            _rectangle(
+                bar,
+                x + each * 0.1,
+                height - _BOTTOM - (bar.start + bar.size) * scale,
+                each * 0.8,
+                bar.size * scale,
+            )
+            for bar in bars
+        ]
+        if number % every == 0:
+            parts.append(_x_label(x + each / 2, height, label))
+    return _svg(title, width, height, parts)
+
+
+def lanes(title: str, rows: Sequence[Row], width: int, x_max: float, unit: str) -> Markup:
+    """A line of bars for each of `rows`; the axis goes to `x_max` in `unit`."""
+    side = width >= _SIDE_FROM
+    left = 190 if side else 2
+    room = width - left - _RIGHT
+    pitch = _BAR + _GAP + (0 if side else _LABEL)
+    height = _TOP + pitch * len(rows) + _BOTTOM
+    parts: list[Markup] = []
+    for x in _ticks(0, x_max, room // 80):
+        at = left + x / x_max * room
+        parts.append(_tag("line", {"class": "grid", "x1": at, "x2": at, "y1": _TOP, "y2": height - _BOTTOM}))
+        parts.append(_x_label(at, height, f"{x:g}", "start" if x == 0 and not side else "middle"))
+    parts.append(_tag("text", {"x": width - 2, "y": height - 8, "text-anchor": "end", "class": "unit"}, unit))
+    for number, row in enumerate(rows):
+        y = _TOP + number * pitch + (0 if side else _LABEL)
+        label = _fit(row.name, left - 16 if side else width)
+        at_label = {"x": left - 10, "y": y + 12, "text-anchor": "end"} if side else {"x": left, "y": y - 5}
+        parts.append(_tag("text", at_label, _tag("title", {}, row.name), label))
+        parts.append(
+            _tag("line", {"class": "grid", "x1": left, "x2": left + room, "y1": y + _BAR, "y2": y + _BAR})
+        )
+        scale = room / x_max
+        parts += [
+            _rectangle(bar, left + bar.start * scale, y, max(bar.size * scale, 1.5), _BAR) for bar in row.bars
+        ]
+    return _svg(title, width, height, parts)
+
+
+def _svg(title: str, width: int, height: int, parts: Sequence[Markup]) -> Markup:
+    size = {"viewBox": f"0 0 {width} {height}", "width": width, "height": height}
+    return _tag("svg", {"role": "img", "aria-label": title, **size}, _tag("title", {}, title), *parts)
+
+
+def _grid(width: int, height: int, y_max: float) -> list[Markup]:
+    """Horizontal lines with what they stand for."""
+    parts = []
+    for y in _ticks(0, y_max, 4):
+        at = height - _BOTTOM - y / (y_max or 1) * (height - _TOP - _BOTTOM)
+        parts.append(_tag("line", {"class": "grid", "x1": _LEFT, "x2": width - _RIGHT, "y1": at, "y2": at}))
+        parts.append(_tag("text", {"x": _LEFT - 8, "y": at + 4, "text-anchor": "end"}, f"{y:g}"))
+    return parts
+
+
+def _x_label(x: float, height: int, what: object, anchor: str = "middle") -> Markup:
+    text = f"{what:g}" if isinstance(what, float) else str(what)
+    return _tag("text", {"x": x, "y": height - 8, "text-anchor": anchor}, text)
+
+
+def _rectangle(bar: Bar, x: float, y: float, width: float, height: float) -> Markup:
+    place = {"x": x, "y": y, "width": width, "height": max(height, 0.0), "rx": min(2.0, width / 3)}
+    return _tag("rect", {"class": f"s{bar.colour % NUM_COLOURS}", **place}, _tag("title", {}, bar.text))
+
+
+def _path(points: Sequence[tuple[float, float] | None], steps: bool) -> str:
+    parts, before = [], None
+    for point in points:
+        if point:
+            x, y = (f"{value:.1f}" for value in point)
+            parts.append(f"M{x} {y}" if before is None else f"H{x}V{y}" if steps else f"L{x} {y}")
+            parts += ["h0"] if before is None else []  # a single point is a dot
+        before = point
+    return "".join(parts)
+
+
+def _ticks(least: float, most: float, about: int) -> list[float]:
+    """Round numbers from `least` to `most`, at most `about` of them or a few more."""
+    rough = (most - least) / max(about, 1)
+    if rough <= 0:
+        return [least]
+    power = 10.0 ** _exponent(rough)
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
+    first = -(-least // step) * step
+    return [round(first + number * step, 10) for number in range(int((most - first) / step + 1.0001))]
+
+
+def _exponent(value: float) -> int:
+    return int(f"{value:e}".partition("e")[2])
+
+
+def _fit(text: str, width: float) -> str:
+    most = max(int(width / _CHARACTER), 4)
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _tag(name: str, attributes: Mapping[str, object], *inside: str) -> Markup:
+    """An element; texts and attributes are escaped."""
+    pairs = Markup("").join(
+        Markup(' {}="{}"').format(key, f"{value:.2f}" if isinstance(value, float) else value)
+        for key, value in attributes.items()
+    )
+    content = Markup("").join(escape(part) for part in inside)
+    return Markup("<{0}{1}>{2}</{0}>").format(Markup(name), pairs, content)
