@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from recipes.run_report import RunReport
-from recipes.svg import NUM_COLOURS, Bar, Line, Row, columns, lanes, lines
+from recipes.run_report import NUM_LAST, RunReport, StepRow
+from recipes.svg import Axis, Bar, Line, Row, columns, lanes, lines
 from weightsync.clock import Span
 from weightsync.errors import ConfigError
 from weightsync.report import bytes_text
@@ -23,6 +25,7 @@ __all__ = ["page", "write_page"]
 _NARROW, _WIDE = 336, 980
 _PHASES = ("publish", "pause", "move", "load", "verify", "commit")
 _MOST_COLUMNS, _MOST_ROWS = 60, 48
+_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 _DISTANCES = ("same GPU or slot", "same host", "other host")
 
 
@@ -69,7 +72,7 @@ def page(report: RunReport) -> str:
         since=min((span.began for spans in ranks.values() for span in spans), default=0.0),
         num_left_out=len(report.spans) - len(ranks),
         links=_links(report) if report.links else None,
-        failures=[(row, name, cause) for row in report.steps for name, cause in row.failures.items()],
+        failed=[row for row in report.steps if row.failures or row.retried],
     )
 
 
@@ -80,10 +83,14 @@ def _facts(report: RunReport) -> list[tuple[str, str, str]]:
         return [("Steps", "0", "no update was committed after a step")]
     seconds = [row.sync_seconds for row in rows]
     verified = sum(row.verified for row in rows)
-    num_failures = sum(len(row.failures) for row in rows)
+    num_failures = sum(len(row.failures) + bool(row.retried) for row in rows)
     target = f"target {report.target_reward:g}; " if report.target_reward else ""
     return [
-        ("Reward", f"{report.final_reward:.3f}", f"{target}{report.first_reward:.3f} at first"),
+        (
+            f"Reward, last {min(NUM_LAST, len(rows))} steps",
+            f"{report.final_reward:.3f}",
+            f"{target}{report.first_reward:.3f} at first",
+        ),
         ("Updates verified", f"{verified} of {len(rows)}", f"version {rows[-1].version} is the newest"),
         (
             "Update, median",
@@ -91,7 +98,7 @@ def _facts(report: RunReport) -> list[tuple[str, str, str]]:
             f"{_milliseconds(max(seconds))} the longest",
         ),
         ("Bytes of an update", bytes_text(rows[-1].bytes), f"{rows[-1].gb_per_s:.3g} GB/s while moving"),
-        ("Failures", f"{num_failures}", f"{len(report.heals)} engines came back"),
+        ("Failures", f"{num_failures}", f"{len(report.heals)} heals"),
     ]
 
 
@@ -102,12 +109,31 @@ def _rewards(report: RunReport) -> Chart:
 
 def _versions(report: RunReport) -> Chart:
     names = sorted({name for row in report.steps for name in row.engines})
-    series = [
-        Line(name, [(row.step, row.engines.get(name) or None) for row in report.steps]) for name in names
-    ]
-    newest = max(row.version for row in report.steps)
-    title = "Version that each engine serves, by step"
-    return _chart(lambda width: lines(title, series, width, newest, steps=True), names)
+    first = report.steps[0].version
+    rows = [Row(name, list(_served(report.steps, name, first))) for name in names]
+    num_versions = report.steps[-1].version - first + 1
+    title = "Versions that each engine served after their update"
+    axis = Axis(num_versions, "version", first)
+    return _chart(
+        lambda width: lanes(title, rows, width, axis), ["the version just committed", "an older one"]
+    )
+
+
+def _served(steps: Sequence[StepRow], name: str, first: int) -> Iterator[Bar]:
+    """A bar for each stretch of updates after which engine `name` served what they committed, or older."""
+
+    def colour(row: StepRow) -> int | None:
+        return int(row.engines[name] != row.version) if row.engines.get(name) else None
+
+    for found, group in groupby(steps, key=colour):
+        rows = list(group)
+        if found is not None:
+            when = " to ".join(
+                f"version {row.engines[name]} at {_clock(row.committed_at)}" for row in (rows[0], rows[-1])
+            )
+            yield Bar(
+                found, rows[0].version - first, rows[-1].version - rows[0].version + 1, f"{name}: {when}"
+            )
 
 
 def _seconds(report: RunReport) -> Chart:
@@ -155,20 +181,17 @@ def _timeline(ranks: Mapping[str, Sequence[Span]]) -> Chart:
         )
         for who, each in ranks.items()
     ]
-    most = max((end - begin) * 1e3, 1e-3)
+    axis = Axis(max((end - begin) * 1e3, 1e-3), "ms")
     title = "What each rank did in the last update"
-    return _chart(
-        lambda width: lanes(title, rows, width, most, "ms"), _known(_PHASES, {s.name for s in spans})
-    )
+    return _chart(lambda width: lanes(title, rows, width, axis), _known(_PHASES, {s.name for s in spans}))
 
 
 def _links(report: RunReport) -> Chart:
     rows: dict[str, list[Bar]] = {}
-    unit, scale = max(
-        (pair for pair in (("B", 1), ("MB", 10**6), ("GB", 10**9)) if report.links[0].nbytes >= pair[1]),
-        key=lambda pair: pair[1],
-        default=("B", 1),
-    )
+    taken: Counter[str] = Counter()
+    for link in report.links:
+        taken[link.target] += link.nbytes
+    unit, scale = next(each for each in _UNITS if max(taken.values()) >= each[1] or each[0] == "B")
     order = sorted(report.links, key=lambda link: _DISTANCES.index(link.distance))
     for name in dict.fromkeys(link.target for link in report.links):
         at = 0.0
@@ -178,17 +201,15 @@ def _links(report: RunReport) -> Chart:
                 Bar(_DISTANCES.index(link.distance), at, link.nbytes / scale, text)
             )
             at += link.nbytes / scale
-    most = max(bars[-1].start + bars[-1].size for bars in rows.values())
+    axis = Axis(max(taken.values()) / scale or 1, unit)
     listed = [Row(name, bars) for name, bars in rows.items()]
     found = {link.distance for link in report.links}
     title = "Bytes that each engine rank takes in an update, by distance"
-    return _chart(lambda width: lanes(title, listed, width, most or 1, unit), _known(_DISTANCES, found))
+    return _chart(lambda width: lanes(title, listed, width, axis), _known(_DISTANCES, found))
 
 
 def _chart(draw: Callable[[int], Markup], legend: Sequence[str | tuple[int, str]] = ()) -> Chart:
-    named = [
-        each if isinstance(each, tuple) else (place % NUM_COLOURS, each) for place, each in enumerate(legend)
-    ]
+    named = [each if isinstance(each, tuple) else (place, each) for place, each in enumerate(legend)]
     return Chart(draw(_NARROW), draw(_WIDE), named)
 
 

@@ -103,9 +103,9 @@ def run(
             for error in rollouts.lost.values():
                 screen.line(f"{error}; others took over its prompts")
             _train(rollouts.groups, trainers, recipe)
-            update = _update(sync, step + 1, recipe, screen)
+            update, retried = _update(sync, step + 1, recipe, screen)
             updates.append(update)
-            row = StepRow.of(step, _mean_reward(rollouts.groups), rollouts.versions, update)
+            row = StepRow.of(step, _mean_reward(rollouts.groups), rollouts.versions, update, retried)
             report.steps.append(row)
             report.heals, report.links = [*healed, *sync.heals], sync.links()
             report.spans = update.spans
@@ -132,14 +132,14 @@ def run(
     return report
 
 
-def _update(sync: WeightSync, version: int, recipe: Recipe, screen: Screen) -> SyncReport:
-    """One update; what too few engines took is tried once more when they are healed."""
+def _update(sync: WeightSync, version: int, recipe: Recipe, screen: Screen) -> tuple[SyncReport, str]:
+    """One update; what too few engines took is tried once more when they are healed, and why is returned."""
     try:
-        return sync.update_weights(version)
+        return sync.update_weights(version), ""
     except WeightSyncError as error:
         screen.line(f"version {version} did not commit: {error}")
         sync.settle(recipe.sync.connect_timeout_s)
-        return sync.update_weights(version)
+        return sync.update_weights(version), str(error)
 
 
 def _start_engine(recipe: Recipe, model: Path, name: str) -> Actor:

@@ -35,6 +35,7 @@ class StepRow:
         rollout_versions: the versions that made the rollouts behind `reward`.
         committed_at: seconds since 1970.
         gb_per_s, phases, routes, failures: as in `SyncReport`.
+        retried: why the update was tried once more; empty if it was not.
     """
 
     step: int
@@ -50,9 +51,12 @@ class StepRow:
     phases: Mapping[str, float] = field(default_factory=dict)
     routes: Mapping[str, str] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)
+    retried: str = ""
 
     @classmethod
-    def of(cls, step: int, reward: float, rollout_versions: list[int], update: SyncReport) -> StepRow:
+    def of(
+        cls, step: int, reward: float, rollout_versions: list[int], update: SyncReport, retried: str
+    ) -> StepRow:
         """The row of a step whose `update` has just committed."""
         return cls(
             step=step,
@@ -68,6 +72,7 @@ class StepRow:
             phases=dict(update.phases),
             routes=dict(update.routes),
             failures=dict(update.failures),
+            retried=retried,
         )
 
 

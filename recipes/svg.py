@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
-__all__ = ["NUM_COLOURS", "Bar", "Line", "Row", "columns", "lanes", "lines"]
+__all__ = ["Axis", "Bar", "Line", "Row", "columns", "lanes", "lines"]
 
-NUM_COLOURS = 8
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 12, 10, 26
 _BAR, _GAP, _LABEL = 16, 10, 18
 _CHARACTER = 6.8
@@ -20,10 +19,10 @@ _SIDE_FROM = 700
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Points of a series, from left to right; None where there is a gap."""
+    """Points of a series, from left to right."""
 
     name: str
-    points: Sequence[tuple[float, float | None]]
+    points: Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +36,15 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
+class Axis:
+    """`size` of `unit`; it begins with `first`."""
+
+    size: float
+    unit: str
+    first: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """Bars on one line."""
 
@@ -44,10 +52,8 @@ class Row:
     bars: Sequence[Bar]
 
 
-def lines(
-    title: str, series: Sequence[Line], width: int, y_max: float, target: float = 0.0, *, steps: bool = False
-) -> Markup:
-    """Each of `series` as a line, or as `steps`; a dashed line at `target`, if there is one."""
+def lines(title: str, series: Sequence[Line], width: int, y_max: float, target: float = 0.0) -> Markup:
+    """Each of `series` as a line over its steps; a dashed line at `target`, if there is one."""
     height = 220
     xs = [x for line in series for x, _ in line.points]
     x_min, x_max = min(xs), max(max(xs), min(xs) + 1)
@@ -58,16 +64,16 @@ def lines(
         return _LEFT + (x - x_min) * scale_x, height - _BOTTOM - y * scale_y
 
     parts = _grid(width, height, y_max)
-    parts += [_x_label(place(x, 0)[0], height, x) for x in _ticks(x_min, x_max, width // 90)]
+    ticks = _ticks(x_min, x_max, width // 90)
+    parts += [
+        _x_label(place(x, 0)[0], height, f"step {x:g}" if x == ticks[-1] else f"{x:g}", width) for x in ticks
+    ]
     if target:
         (x, y), (end, _) = place(x_min, target), place(x_max, target)
         parts.append(_tag("line", {"class": "target", "x1": x, "x2": end, "y1": y, "y2": y}))
     for number, line in enumerate(series):
-        # Lines on top of one another stay visible: each is thinner than the one below.
-        thickness = 2 + 3 * min(len(series) - 1 - number, 3)
-        path = _path([None if y is None else place(x, y) for x, y in line.points], steps)
-        attributes = {"class": f"line s{number % NUM_COLOURS}", "d": path, "stroke-width": thickness}
-        parts.append(_tag("path", attributes, _tag("title", {}, line.name)))
+        path = _path([place(x, y) for x, y in line.points])
+        parts.append(_tag("path", {"class": f"line s{number}", "d": path}, _tag("title", {}, line.name)))
     return _svg(title, width, height, parts)
 
 
@@ -91,32 +97,29 @@ def columns(title: str, stacks: Sequence[tuple[str, Sequence[Bar]]], width: int,
             for bar in bars
         ]
         if number % every == 0:
-            parts.append(_x_label(x + each / 2, height, label))
+            parts.append(_x_label(x + each / 2, height, label, width))
     return _svg(title, width, height, parts)
 
 
-def lanes(title: str, rows: Sequence[Row], width: int, x_max: float, unit: str) -> Markup:
-    """A line of bars for each of `rows`; the axis goes to `x_max` in `unit`."""
+def lanes(title: str, rows: Sequence[Row], width: int, axis: Axis) -> Markup:
+    """A line of bars for each of `rows`."""
     side = width >= _SIDE_FROM
     left = 190 if side else 2
-    room = width - left - _RIGHT
+    scale = (width - left - _RIGHT) / axis.size
     pitch = _BAR + _GAP + (0 if side else _LABEL)
     height = _TOP + pitch * len(rows) + _BOTTOM
     parts: list[Markup] = []
-    for x in _ticks(0, x_max, room // 80):
-        at = left + x / x_max * room
-        parts.append(_tag("line", {"class": "grid", "x1": at, "x2": at, "y1": _TOP, "y2": height - _BOTTOM}))
-        parts.append(_x_label(at, height, f"{x:g}", "start" if x == 0 and not side else "middle"))
-    parts.append(_tag("text", {"x": width - 2, "y": height - 8, "text-anchor": "end", "class": "unit"}, unit))
+    ticks = _ticks(axis.first, axis.first + axis.size, int(axis.size * scale) // 80)
+    for tick in ticks:
+        x = left + (tick - axis.first) * scale
+        parts.append(_tag("line", {"class": "grid", "x1": x, "x2": x, "y1": _TOP, "y2": height - _BOTTOM}))
+        label = f"{tick:g} {axis.unit}" if tick == ticks[-1] else f"{tick:g}"
+        parts.append(_x_label(x, height, label, width))
     for number, row in enumerate(rows):
         y = _TOP + number * pitch + (0 if side else _LABEL)
         label = _fit(row.name, left - 16 if side else width)
-        at_label = {"x": left - 10, "y": y + 12, "text-anchor": "end"} if side else {"x": left, "y": y - 5}
-        parts.append(_tag("text", at_label, _tag("title", {}, row.name), label))
-        parts.append(
-            _tag("line", {"class": "grid", "x1": left, "x2": left + room, "y1": y + _BAR, "y2": y + _BAR})
-        )
-        scale = room / x_max
+        at = {"x": left - 10, "y": y + 12, "text-anchor": "end"} if side else {"x": left, "y": y - 5}
+        parts.append(_tag("text", at, _tag("title", {}, row.name), label))
         parts += [
             _rectangle(bar, left + bar.start * scale, y, max(bar.size * scale, 1.5), _BAR) for bar in row.bars
         ]
@@ -138,25 +141,20 @@ def _grid(width: int, height: int, y_max: float) -> list[Markup]:
     return parts
 
 
-def _x_label(x: float, height: int, what: object, anchor: str = "middle") -> Markup:
-    text = f"{what:g}" if isinstance(what, float) else str(what)
+def _x_label(x: float, height: int, text: str, width: int) -> Markup:
+    half = len(text) * _CHARACTER / 2
+    anchor = "start" if x < half else "end" if x > width - half else "middle"
     return _tag("text", {"x": x, "y": height - 8, "text-anchor": anchor}, text)
 
 
 def _rectangle(bar: Bar, x: float, y: float, width: float, height: float) -> Markup:
     place = {"x": x, "y": y, "width": width, "height": max(height, 0.0), "rx": min(2.0, width / 3)}
-    return _tag("rect", {"class": f"s{bar.colour % NUM_COLOURS}", **place}, _tag("title", {}, bar.text))
+    return _tag("rect", {"class": f"s{bar.colour}", **place}, _tag("title", {}, bar.text))
 
 
-def _path(points: Sequence[tuple[float, float] | None], steps: bool) -> str:
-    parts, before = [], None
-    for point in points:
-        if point:
-            x, y = (f"{value:.1f}" for value in point)
-            parts.append(f"M{x} {y}" if before is None else f"H{x}V{y}" if steps else f"L{x} {y}")
-            parts += ["h0"] if before is None else []  # a single point is a dot
-        before = point
-    return "".join(parts)
+def _path(points: Sequence[tuple[float, float]]) -> str:
+    texts = [f"{x:.1f} {y:.1f}" for x, y in points]
+    return "M" + "L".join([*texts, texts[-1]])  # a single point is a dot
 
 
 def _ticks(least: float, most: float, about: int) -> list[float]:
