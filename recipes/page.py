@@ -98,7 +98,11 @@ def _facts(report: RunReport) -> list[tuple[str, str, str]]:
             f"{_milliseconds(max(seconds))} the longest",
         ),
         ("Bytes of an update", bytes_text(rows[-1].bytes), f"{rows[-1].gb_per_s:.3g} GB/s while moving"),
-        ("Failures", f"{num_failures}", f"{len(report.heals)} heals"),
+        (
+            "Failures",
+            f"{num_failures}",
+            f"{len(report.heals)} {'heal' if len(report.heals) == 1 else 'heals'}",
+        ),
     ]
 
 
@@ -113,7 +117,7 @@ def _versions(report: RunReport) -> Chart:
     rows = [Row(name, list(_served(report.steps, name, first))) for name in names]
     num_versions = report.steps[-1].version - first + 1
     title = "Versions that each engine served after their update"
-    axis = Axis(num_versions, "version", first)
+    axis = Axis(num_versions, "version {:g}", first - 0.5)
     return _chart(
         lambda width: lanes(title, rows, width, axis), ["the version just committed", "an older one"]
     )
@@ -181,7 +185,7 @@ def _timeline(ranks: Mapping[str, Sequence[Span]]) -> Chart:
         )
         for who, each in ranks.items()
     ]
-    axis = Axis(max((end - begin) * 1e3, 1e-3), "ms")
+    axis = Axis(max((end - begin) * 1e3, 1e-3), "{:g} ms")
     title = "What each rank did in the last update"
     return _chart(lambda width: lanes(title, rows, width, axis), _known(_PHASES, {s.name for s in spans}))
 
@@ -201,7 +205,7 @@ def _links(report: RunReport) -> Chart:
                 Bar(_DISTANCES.index(link.distance), at, link.nbytes / scale, text)
             )
             at += link.nbytes / scale
-    axis = Axis(max(taken.values()) / scale or 1, unit)
+    axis = Axis(max(taken.values()) / scale or 1, f"{{:g}} {unit}")
     listed = [Row(name, bars) for name, bars in rows.items()]
     found = {link.distance for link in report.links}
     title = "Bytes that each engine rank takes in an update, by distance"

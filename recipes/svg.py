@@ -11,7 +11,7 @@ __all__ = ["Axis", "Bar", "Line", "Row", "columns", "lanes", "lines"]
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 12, 10, 26
 _BAR, _GAP, _LABEL = 16, 10, 18
-_CHARACTER = 6.8
+_CHARACTER = 7.4
 """Of a label in the page's font, about."""
 _SIDE_FROM = 700
 """Wider charts have labels beside their bars, narrower ones above them."""
@@ -37,10 +37,10 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """`size` of `unit`; it begins with `first`."""
+    """`size` from `first` on; the last number on it is told as `label` has it."""
 
     size: float
-    unit: str
+    label: str
     first: float = 0.0
 
 
@@ -113,13 +113,13 @@ def lanes(title: str, rows: Sequence[Row], width: int, axis: Axis) -> Markup:
     for tick in ticks:
         x = left + (tick - axis.first) * scale
         parts.append(_tag("line", {"class": "grid", "x1": x, "x2": x, "y1": _TOP, "y2": height - _BOTTOM}))
-        label = f"{tick:g} {axis.unit}" if tick == ticks[-1] else f"{tick:g}"
-        parts.append(_x_label(x, height, label, width))
+        label = axis.label if tick == ticks[-1] else "{:g}"
+        parts.append(_x_label(x, height, label.format(tick), width))
     for number, row in enumerate(rows):
         y = _TOP + number * pitch + (0 if side else _LABEL)
-        label = _fit(row.name, left - 16 if side else width)
+        name = _fit(row.name, left - 16 if side else width)
         at = {"x": left - 10, "y": y + 12, "text-anchor": "end"} if side else {"x": left, "y": y - 5}
-        parts.append(_tag("text", at, _tag("title", {}, row.name), label))
+        parts.append(_tag("text", at, _tag("title", {}, row.name), name))
         parts += [
             _rectangle(bar, left + bar.start * scale, y, max(bar.size * scale, 1.5), _BAR) for bar in row.bars
         ]
