@@ -23,7 +23,7 @@ from recipes.run_report import read_report
 from recipes.screen import Screen
 from recipes.shapes import ModelShape
 from weightsync.engines import choose_engine
-from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.errors import ConfigError, WeightSyncError, nearest
 from weightsync.faults import FaultPlan
 
 __all__ = ["app", "main"]
@@ -122,7 +122,7 @@ def report(
 ) -> None:
     """Make a run's report.html again from its report.json, and say in short what it shows."""
     try:
-        made = read_report(folder / "report.json")
+        made = read_report(_report_in(folder))
         write_page(made, folder / "report.html")
     except ConfigError as error:
         raise typer.Exit(_complain(error, BAD_INPUT)) from None
@@ -146,6 +146,15 @@ def _load_plan(chaos: str, recipe: Recipe) -> FaultPlan:
     plan = FaultPlan.from_yaml(find(chaos, "chaos", _shipped(plans=True)))
     plan.check_who(recipe.members)
     return plan
+
+
+def _report_in(folder: Path) -> Path:
+    path = folder / "report.json"
+    if not path.is_file():
+        beside = [each.parent.name for each in folder.parent.glob("*/report.json")]
+        hint = f"; {nearest(folder.name, beside)}" if beside else ""
+        raise ConfigError("DIR", str(folder), f"give the folder of a run{hint}")
+    return path
 
 
 def _refuse(options: Mapping[str, object], remedy: str) -> None:

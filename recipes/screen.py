@@ -47,21 +47,22 @@ class Screen:
 
     def summary(self, report: RunReport) -> None:
         """The table at the end, then a line for each heal."""
-        steps = report.steps
-        seconds = sorted(row.sync_seconds for row in steps)
         kinds = Counter(str(info.get("kind")) for info in report.engines.values())
         table = Table(title=f"{report.name}: {report.status}", show_header=False, title_justify="left")
-        table.add_row("reward, first step", f"{report.first_reward:.3f}")
-        table.add_row(
-            "reward, mean of the last steps", f"{report.final_reward:.3f} (target {report.target_reward:g})"
-        )
-        table.add_row("updates verified", f"{sum(row.verified for row in steps)} of {len(steps)}")
-        table.add_row(
-            "sync, median and longest",
-            f"{seconds[len(seconds) // 2] * 1e3:.0f} ms, {seconds[-1] * 1e3:.0f} ms",
-        )
-        table.add_row("bytes of one update", bytes_text(steps[-1].bytes))
+        for row in _figures(report) if report.steps else ():
+            table.add_row(*row)
         table.add_row("engines", ", ".join(f"{count} {kind}" for kind, count in kinds.items()))
         self._console.print(table)
         for heal in report.heals:
             self.line(str(heal))
+
+
+def _figures(report: RunReport) -> Iterator[tuple[str, str]]:
+    steps = report.steps
+    seconds = sorted(row.sync_seconds for row in steps)
+    yield "reward, first step", f"{report.first_reward:.3f}"
+    yield "reward, mean of the last steps", f"{report.final_reward:.3f} (target {report.target_reward:g})"
+    yield "updates verified", f"{sum(row.verified for row in steps)} of {len(steps)}"
+    longest = seconds[-1] * 1e3
+    yield "sync, median and longest", f"{seconds[len(seconds) // 2] * 1e3:.0f} ms, {longest:.0f} ms"
+    yield "bytes of one update", bytes_text(steps[-1].bytes)

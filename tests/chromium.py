@@ -34,7 +34,7 @@ class Shown:
 
 @contextmanager
 def chromium(profile: Path) -> Iterator[int]:
-    """Start one, with its files in `profile`: the port that it listens on. Skips the test if there is none."""
+    """Start one, with its files in `profile`: the port that it listens on. Skips if there is none."""
     found = next(filter(None, map(shutil.which, _NAMES)), None)
     if found is None:
         pytest.skip(f"no Chromium here: none of {', '.join(_NAMES)} is on the PATH")
