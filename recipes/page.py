@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from recipes.run_report import NUM_LAST, RunReport, StepRow
-from recipes.svg import Axis, Bar, Line, Row, columns, lanes, lines
+from recipes.svg import Axis, Bar, Row, columns, lanes, line
 from weightsync.clock import Span
 from weightsync.errors import ConfigError
 from weightsync.report import bytes_text
@@ -24,13 +24,14 @@ __all__ = ["page", "write_page"]
 
 _NARROW, _WIDE = 336, 980
 _PHASES = ("publish", "pause", "move", "load", "verify", "commit")
+_SERVED = ("the version just committed", "an older one")
 _MOST_COLUMNS, _MOST_ROWS = 60, 48
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 _DISTANCES = ("same GPU or slot", "same host", "other host")
 
 
 @dataclass(frozen=True, slots=True)
-class Chart:
+class _Chart:
     """For a phone and for a desk; the page shows one of them. `legend`: a colour's number and its meaning."""
 
     narrow: Markup
@@ -106,21 +107,19 @@ def _facts(report: RunReport) -> list[tuple[str, str, str]]:
     ]
 
 
-def _rewards(report: RunReport) -> Chart:
-    line = Line("reward", [(row.step, row.reward) for row in report.steps])
-    return _chart(lambda width: lines("Mean reward by step", [line], width, 1.0, report.target_reward))
+def _rewards(report: RunReport) -> _Chart:
+    points = [(row.step, row.reward) for row in report.steps]
+    return _chart(lambda width: line("Mean reward by step", points, width, 1.0, report.target_reward))
 
 
-def _versions(report: RunReport) -> Chart:
+def _versions(report: RunReport) -> _Chart:
     names = sorted({name for row in report.steps for name in row.engines})
     first = report.steps[0].version
     rows = [Row(name, list(_served(report.steps, name, first))) for name in names]
     num_versions = report.steps[-1].version - first + 1
     title = "Versions that each engine served after their update"
     axis = Axis(num_versions, "version {:g}", first - 0.5)
-    return _chart(
-        lambda width: lanes(title, rows, width, axis), ["the version just committed", "an older one"]
-    )
+    return _chart(lambda width: lanes(title, rows, width, axis), [*enumerate(_SERVED)])
 
 
 def _served(steps: Sequence[StepRow], name: str, first: int) -> Iterator[Bar]:
@@ -132,15 +131,13 @@ def _served(steps: Sequence[StepRow], name: str, first: int) -> Iterator[Bar]:
     for found, group in groupby(steps, key=colour):
         rows = list(group)
         if found is not None:
-            when = " to ".join(
-                f"version {row.engines[name]} at {_clock(row.committed_at)}" for row in (rows[0], rows[-1])
-            )
-            yield Bar(
-                found, rows[0].version - first, rows[-1].version - rows[0].version + 1, f"{name}: {when}"
-            )
+            ends = rows if len(rows) == 1 else (rows[0], rows[-1])
+            said = [f"version {row.engines[name]} at {_clock(row.committed_at)}" for row in ends]
+            size = rows[-1].version - rows[0].version + 1
+            yield Bar(found, rows[0].version - first, size, f"{name}: {' to '.join(said)}")
 
 
-def _seconds(report: RunReport) -> Chart:
+def _seconds(report: RunReport) -> _Chart:
     stacks = []
     for row in report.steps[-_MOST_COLUMNS:]:
         bars, at = [], 0.0
@@ -167,7 +164,7 @@ def _slowest(ranks: Mapping[str, Sequence[Span]]) -> dict[str, Sequence[Span]]:
     return {who: spans for who, spans in ranks.items() if who in most and spans}
 
 
-def _timeline(ranks: Mapping[str, Sequence[Span]]) -> Chart:
+def _timeline(ranks: Mapping[str, Sequence[Span]]) -> _Chart:
     spans = [span for each in ranks.values() for span in each]
     begin, end = min(s.began for s in spans), max(s.began + s.seconds for s in spans)
     rows = [
@@ -190,7 +187,7 @@ def _timeline(ranks: Mapping[str, Sequence[Span]]) -> Chart:
     return _chart(lambda width: lanes(title, rows, width, axis), _known(_PHASES, {s.name for s in spans}))
 
 
-def _links(report: RunReport) -> Chart:
+def _links(report: RunReport) -> _Chart:
     rows: dict[str, list[Bar]] = {}
     taken: Counter[str] = Counter()
     for link in report.links:
@@ -212,9 +209,8 @@ def _links(report: RunReport) -> Chart:
     return _chart(lambda width: lanes(title, listed, width, axis), _known(_DISTANCES, found))
 
 
-def _chart(draw: Callable[[int], Markup], legend: Sequence[str | tuple[int, str]] = ()) -> Chart:
-    named = [each if isinstance(each, tuple) else (place, each) for place, each in enumerate(legend)]
-    return Chart(draw(_NARROW), draw(_WIDE), named)
+def _chart(draw: Callable[[int], Markup], legend: Sequence[tuple[int, str]] = ()) -> _Chart:
+    return _Chart(draw(_NARROW), draw(_WIDE), legend)
 
 
 def _known(names: Sequence[str], found: Collection[str]) -> list[tuple[int, str]]:

@@ -82,6 +82,7 @@ def run(
             sync.connect()
         if chaos is not None:
             sync.inject(chaos)
+        report.links = sync.links()
         screen.line(str(sync.plan.explain()))
         if left:
             served_by = ", ".join(sync.serving()) or "nobody"
@@ -107,8 +108,7 @@ def run(
             updates.append(update)
             row = StepRow.of(step, _mean_reward(rollouts.groups), rollouts.versions, update, retried)
             report.steps.append(row)
-            report.heals, report.links = [*healed, *sync.heals], sync.links()
-            report.spans = update.spans
+            report.heals, report.spans = [*healed, *sync.heals], update.spans
             report.write(folder / "report.json")
             screen.step(row, loop.steps)
         if chaos is not None:

@@ -83,7 +83,7 @@ class RunReport:
     Attributes:
         engines: what each said of itself as it was first started.
         heals: each engine that failed and came back.
-        links: the bytes of one update by where they go, as planned last.
+        links: the bytes of one update by where they go, as connected first.
         spans: of the last update, see `SyncReport.spans`.
     """
 

@@ -1,4 +1,4 @@
-"""Charts as inline SVG. Colours are the page's: series i has the class ``s<i>``."""
+"""Charts as inline SVG. Colours are the page's: number i is its class ``s<i>``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
-__all__ = ["Axis", "Bar", "Line", "Row", "columns", "lanes", "lines"]
+__all__ = ["Axis", "Bar", "Row", "columns", "lanes", "line"]
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 12, 10, 26
 _BAR, _GAP, _LABEL = 16, 10, 18
@@ -15,14 +15,6 @@ _CHARACTER = 7.4
 """Of a label in the page's font, about."""
 _SIDE_FROM = 700
 """Wider charts have labels beside their bars, narrower ones above them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Points of a series, from left to right."""
-
-    name: str
-    points: Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +44,12 @@ class Row:
     bars: Sequence[Bar]
 
 
-def lines(title: str, series: Sequence[Line], width: int, y_max: float, target: float = 0.0) -> Markup:
-    """Each of `series` as a line over its steps; a dashed line at `target`, if there is one."""
+def line(
+    title: str, points: Sequence[tuple[int, float]], width: int, y_max: float, target: float = 0.0
+) -> Markup:
+    """A line through `points`, by step; a dashed one at `target`, if there is one."""
     height = 220
-    xs = [x for line in series for x, _ in line.points]
+    xs = [x for x, _ in points]
     x_min, x_max = min(xs), max(max(xs), min(xs) + 1)
     scale_x = (width - _LEFT - _RIGHT) / (x_max - x_min)
     scale_y = (height - _TOP - _BOTTOM) / (y_max or 1)
@@ -71,9 +65,7 @@ def lines(title: str, series: Sequence[Line], width: int, y_max: float, target: 
     if target:
         (x, y), (end, _) = place(x_min, target), place(x_max, target)
         parts.append(_tag("line", {"class": "target", "x1": x, "x2": end, "y1": y, "y2": y}))
-    for number, line in enumerate(series):
-        path = _path([place(x, y) for x, y in line.points])
-        parts.append(_tag("path", {"class": f"line s{number}", "d": path}, _tag("title", {}, line.name)))
+    parts.append(_tag("path", {"class": "line s0", "d": _path([place(x, y) for x, y in points])}))
     return _svg(title, width, height, parts)
 
 
