@@ -50,6 +50,7 @@ def test_every_package_is_shipped_with_its_data(metadata: Path) -> None:
     assert {
         "weightsync/py.typed",
         "actors/dashboards/grafana.json",
+        "recipes/report.html.j2",
         "recipes/quickstart.yaml",
         "LICENSE",
     } <= shipped
