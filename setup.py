@@ -20,7 +20,11 @@ setup(
     packages=find_packages(
         include=["weightsync", "weightsync.*", "actors", "actors.*", "recipes", "recipes.*"]
     ),
-    package_data={"weightsync": ["py.typed", "kernels.cu"], "recipes": ["*.yaml"]},
+    package_data={
+        "weightsync": ["py.typed", "kernels.cu"],
+        "actors": ["dashboards/*.json"],
+        "recipes": ["*.yaml", "*.j2"],
+    },
     # Their names are too common for a package: they go to share/ of the environment.
     data_files=[
         (f"share/weightsync/{folder}", [str(file) for file in Path(folder).glob("*.yaml")])
@@ -38,6 +42,7 @@ setup(
         "pyyaml>=6.0",
         "rich>=13",
         "typer>=0.15",
+        "jinja2>=3.1",
     ],
     extras_require={
         "cuda12": ["cupy-cuda12x>=14"],

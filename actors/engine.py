@@ -14,6 +14,7 @@ from weightsync.faults import strike
 
 if TYPE_CHECKING:
     from weightsync.buffers import Attached
+    from weightsync.clock import Span
     from weightsync.faults import Fault
     from weightsync.feed import FeedTicket
     from weightsync.plan import Plan, RankLayout
@@ -73,9 +74,12 @@ class EngineActor:
         strike("pause")
         await asyncio.to_thread(self._engine.pause, mode, timeout_s)
 
-    async def sync_load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
-        """See `Engine.load`."""
-        return await asyncio.to_thread(self._engine.load, attempt, timeout_s)
+    async def sync_load(
+        self, attempt: int, timeout_s: float
+    ) -> tuple[Sequence[Digests], Sequence[Sequence[Span]]]:
+        """See `Engine.load`, and `Engine.spans` for what it took."""
+        digests = await asyncio.to_thread(self._engine.load, attempt, timeout_s)
+        return digests, self._engine.spans()
 
     async def sync_resume(self, version: int) -> None:
         """See `Engine.resume`."""

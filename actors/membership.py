@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from weightsync.peers import EngineSeat, Fleet
 from weightsync.states import EngineRecord, EngineState
 
 if TYPE_CHECKING:
+    from weightsync.clock import Span
     from weightsync.faults import FaultPlan
 
 __all__ = ["Membership"]
@@ -160,6 +161,12 @@ class Membership:
             seat = self._fleet.engines.pop(name)
             calls = {f"holder {i}": self._fleet.holders[i].drop_engine() for i in seat.holders}
             await gather_named(calls, "drop", self._config.timeout_s)
+
+    def take_spans(self) -> dict[str, Sequence[Span]]:
+        """See `RemoteHolder.take_spans`; of everybody: trainers, then holders, then engines."""
+        engines = [seat.peer for seat in self._fleet.engines.values()]
+        peers: list[Any] = [*(peer for peer, _ in self._fleet.trainers), *self._fleet.holders, *engines]
+        return {who: spans for peer in peers for who, spans in peer.take_spans().items()}
 
     def who(self) -> list[str]:
         """Everybody, as errors and fault plans name them."""

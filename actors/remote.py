@@ -13,6 +13,7 @@ from weightsync.errors import ConfigError, PeerError, PeerLostError, WeightSyncE
 
 if TYPE_CHECKING:
     from weightsync.buffers import Attached, Export
+    from weightsync.clock import Span
     from weightsync.device_memory import DeviceHandle
     from weightsync.faults import Fault
     from weightsync.feed import FeedTicket
@@ -54,6 +55,12 @@ def _cause(text: str) -> str:
 class _Remote:
     def __init__(self, name: str, handle: ActorHandle[Any]) -> None:
         self.name, self.handle = name, handle
+        self._spans: list[tuple[str, Sequence[Span]]] = []
+
+    def take_spans(self) -> dict[str, Sequence[Span]]:
+        """What each rank here took over its part of an update, since this was asked last."""
+        spans, self._spans = self._spans, []
+        return dict(spans)
 
     async def arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
         """See `weightsync.faults.arm`."""
@@ -84,7 +91,9 @@ class RemoteTrainer(_Remote):
         return attached
 
     async def publish(self) -> Digests:
-        digests: Digests = await self._call("sync_publish")
+        digests: Digests
+        digests, spans = await self._call("sync_publish")
+        self._spans = [(self.name, spans)]
         return digests
 
 
@@ -107,7 +116,9 @@ class RemoteEngine(_Remote):
         await self._call("sync_pause", mode, timeout_s)
 
     async def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
-        digests: Sequence[Digests] = await self._call("sync_load", attempt, timeout_s)
+        digests: Sequence[Digests]
+        digests, ranks = await self._call("sync_load", attempt, timeout_s)
+        self._spans = [(f"{self.name} rank {rank}", spans) for rank, spans in enumerate(ranks)]
         return digests
 
     async def resume(self, version: int) -> None:
@@ -147,9 +158,10 @@ class RemoteHolder(_Remote):
     async def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
         await self._call("route", reads, memory)
 
-    async def move(self, attempt: int, feeding: bool, way: Way, timeout_s: float) -> float:
-        seconds: float = await self._call("move", attempt, feeding, way, timeout_s)
-        return seconds
+    async def move(self, attempt: int, feeding: bool, way: Way, timeout_s: float) -> Span:
+        span: Span = await self._call("move", attempt, feeding, way, timeout_s)
+        self._spans = [(self.name, [span])]
+        return span
 
     async def abort(self, cause: str) -> None:
         await self._call("abort", cause)

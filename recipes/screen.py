@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from recipes.run_report import RunReport, StepRow
-
-if TYPE_CHECKING:
-    from weightsync.report import HealReport
+from weightsync.report import bytes_text
 
 __all__ = ["Screen"]
 
@@ -44,29 +41,28 @@ class Screen:
         proof = "verified" if row.verified else "NOT VERIFIED"
         self.line(
             f"step {row.step:{width}}/{num_steps}  reward {row.reward:.3f} {bar:<10}"
-            f"  version {row.version:{width}}  {_size(row.bytes)}"
+            f"  version {row.version:{width}}  {bytes_text(row.bytes)}"
             f"  sync {row.sync_seconds * 1e3:4.0f} ms  {proof}"
         )
 
-    def summary(self, report: RunReport, target: float, heals: Sequence[HealReport] = ()) -> None:
-        """The table at the end, then a line for each of `heals`."""
-        steps = report.steps
-        seconds = sorted(row.sync_seconds for row in steps)
+    def summary(self, report: RunReport) -> None:
+        """The table at the end, then a line for each heal."""
         kinds = Counter(str(info.get("kind")) for info in report.engines.values())
         table = Table(title=f"{report.name}: {report.status}", show_header=False, title_justify="left")
-        table.add_row("reward, first step", f"{report.first_reward:.3f}")
-        table.add_row("reward, mean of the last steps", f"{report.final_reward:.3f} (target {target:g})")
-        table.add_row("updates verified", f"{sum(row.verified for row in steps)} of {len(steps)}")
-        table.add_row(
-            "sync, median and longest",
-            f"{seconds[len(seconds) // 2] * 1e3:.0f} ms, {seconds[-1] * 1e3:.0f} ms",
-        )
-        table.add_row("bytes of one update", _size(steps[-1].bytes))
+        for row in _figures(report) if report.steps else ():
+            table.add_row(*row)
         table.add_row("engines", ", ".join(f"{count} {kind}" for kind, count in kinds.items()))
         self._console.print(table)
-        for heal in heals:
+        for heal in report.heals:
             self.line(str(heal))
 
 
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e6:.2f} MB"
+def _figures(report: RunReport) -> Iterator[tuple[str, str]]:
+    steps = report.steps
+    seconds = sorted(row.sync_seconds for row in steps)
+    yield "reward, first step", f"{report.first_reward:.3f}"
+    yield "reward, mean of the last steps", f"{report.final_reward:.3f} (target {report.target_reward:g})"
+    yield "updates verified", f"{sum(row.verified for row in steps)} of {len(steps)}"
+    longest = seconds[-1] * 1e3
+    yield "sync, median and longest", f"{seconds[len(seconds) // 2] * 1e3:.0f} ms, {longest:.0f} ms"
+    yield "bytes of one update", bytes_text(steps[-1].bytes)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.detached import actor_name, detached, find
-from recipes.run_report import RunReport, StepRow
+from recipes.run_report import RunReport, read_report
 from weightsync.errors import StateError
 
 if TYPE_CHECKING:
@@ -49,7 +48,6 @@ def take_trainers(left: Mapping[str, ActorHandle[Any]], recipe: Recipe) -> dict[
 def read_back(path: Path, report: RunReport) -> None:
     """Begin `report` with what an earlier driver wrote to `path`; it may not have come to that."""
     if path.exists():
-        earlier = json.loads(path.read_text(encoding="utf-8"))
-        report.started = earlier["started"]
-        report.steps = [StepRow(**row) for row in earlier["steps"]]
-        report.heals = earlier["heals"]
+        earlier = read_report(path)
+        report.started = earlier.started
+        report.steps, report.heals = earlier.steps, earlier.heals

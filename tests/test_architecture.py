@@ -28,6 +28,7 @@ MAX_LINES = 350
 
 PURE = (
     "weightsync.plan",
+    "weightsync.clock",
     "weightsync.errors",
     "weightsync.config",
     "weightsync.policy",

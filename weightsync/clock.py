@@ -5,25 +5,46 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-__all__ = ["PhaseClock"]
+__all__ = ["PhaseClock", "Span"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What one process did, and when.
+
+    Attributes:
+        began: seconds since 1970, by the clock of the process's host: spans of one host compare to the
+            microsecond, those of several as well as their clocks agree.
+        seconds: by a clock that is never set.
+    """
+
+    name: str
+    began: float
+    seconds: float
 
 
 class PhaseClock:
-    """Wall clock of the phases of one piece of work; `seconds` keeps them in order."""
+    """Wall clock of the phases of one piece of work; `spans` keeps them in order."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
-        self.seconds: dict[str, float] = {}
+        self.spans: list[Span] = []
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of each phase that is over."""
+        return {span.name: span.seconds for span in self.spans}
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the body's time as `name`, also when it raises."""
-        started = time.perf_counter()
+        began, started = time.time(), time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[name] = time.perf_counter() - started
+            self.spans.append(Span(name, began, time.perf_counter() - started))
 
     def total(self) -> float:
         """Seconds since the clock was made."""

@@ -10,19 +10,20 @@ from typing import TypeVar
 
 import numpy as np
 
-from weightsync.clock import PhaseClock
+from weightsync.clock import PhaseClock, Span
 from weightsync.config import SyncConfig
 from weightsync.connect import Connection, connect
 from weightsync.crew import Crew, remoteness
 from weightsync.deadline import GRACE_S, gather_named
 from weightsync.errors import ConfigError, PeerLostError, StateError, VerifyError, WeightSyncError
 from weightsync.keeping import Keeping
+from weightsync.links import links
 from weightsync.peers import EngineSeat, Fleet, HolderPeer
 from weightsync.plan import Plan
 from weightsync.prepared import Way
 from weightsync.refill import Refilled
 from weightsync.refiller import Refiller
-from weightsync.report import SyncReport
+from weightsync.report import Link, SyncReport
 from weightsync.states import EngineRecord, EngineState
 from weightsync.turns import Turns
 from weightsync.verify import Digests, combine
@@ -63,6 +64,10 @@ class Controller:
     def plan(self) -> Plan | None:
         """Of the present membership epoch, None before ``connect``."""
         return self._connection.plan if self._connection else None
+
+    def links(self) -> list[Link]:
+        """See `links`. Raises StateError before ``connect``."""
+        return links(self._connected(), self._fleet)
 
     async def connect(self) -> None:
         """Plan and connect the fleet as it is now. Raises as `connect` does."""
@@ -241,7 +246,7 @@ class Controller:
         seats = {name: self._fleet.engines[name] for name in takers}
         fed = {holder for seat in seats.values() for holder in seat.holders}
 
-        async def move(index: int, holder: HolderPeer, way: Way) -> float:
+        async def move(index: int, holder: HolderPeer, way: Way) -> Span:
             try:
                 return await holder.move(attempt, index in fed, way, timeout_s)
             except PeerLostError as error:
@@ -282,6 +287,7 @@ class Controller:
             nbytes=plan.total_nbytes,
             seconds=clock.total(),
             phases=clock.seconds,
+            spans={"driver": tuple(clock.spans)},
             verified=True,
             engines={name: record.version for name, record in records.items()},
             states={name: record.state.value for name, record in records.items()},

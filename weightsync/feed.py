@@ -11,11 +11,9 @@ from __future__ import annotations
 import hmac
 import logging
 import secrets
-import shutil
-import subprocess
-import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,10 +22,12 @@ import torch
 import zmq
 
 from weightsync.buffers import Handle, open_buffer
+from weightsync.clock import PhaseClock, Span
 from weightsync.errors import DeadlineError, EngineError, TransportError, WeightSyncError, WireError
 from weightsync.faults import armed, strike
 from weightsync.memory import BufferHandle, SharedBuffer
 from weightsync.plan import Box, Plan
+from weightsync.private_directory import PrivateDirectory
 from weightsync.verify import Digests, warm_up
 from weightsync.wire import (
     MAX_MESSAGE_NBYTES,
@@ -88,7 +88,7 @@ class HolderFeed:
         arena: BufferHandle | None,
         trainer: int,
     ) -> None:
-        self._directory = _PrivateDirectory()
+        self._directory = PrivateDirectory()
         endpoint = f"ipc://{self._directory.path}/feed"
         self.ticket = FeedTicket(holder, engine, endpoint, secrets.token_bytes(32), slots, arena, trainer)
         self._context = zmq.Context(io_threads=1)
@@ -184,10 +184,15 @@ class HolderFeed:
 
 
 class EngineFeed:
-    """The engine rank's end: the buffers mapped, the socket connected. Used by one thread at a time."""
+    """The engine rank's end: the buffers mapped, the socket connected. Used by one thread at a time.
+
+    Attributes:
+        spans: of the last `receive`: ``load``, the waiting for buckets with it, and ``verify``.
+    """
 
     def __init__(self, ticket: FeedTicket, plan: Plan) -> None:
         self._ticket = ticket
+        self.spans: Sequence[Span] = ()
         self._slots = tuple(open_buffer(handle) for handle in ticket.slots)
         self._arena = SharedBuffer.open(ticket.arena) if ticket.arena else None
         self._busy, self._closing = threading.Lock(), threading.Event()
@@ -244,19 +249,14 @@ class EngineFeed:
         """
         if not self._busy.acquire(blocking=False):
             raise EngineError(self._ticket.engine, "move", "an earlier load has not ended yet")
+        clock = PhaseClock()
+        self.spans = clock.spans
         try:
-            for expected in range(self._num_buckets):
-                ready = self._wait_ready(attempt, expected, timeout_s)
-                if isinstance(ready, Written):
-                    sink.written()
-                    break
-                views = (self._whole if ready.whole else self._buckets)[expected]
-                dropped = self._strike("refill" if ready.whole else "move", expected, views)
-                sink.take(expected, views)
-                if not dropped:
-                    self._send(Done(attempt, expected))
-            strike("verify")
-            return sink.finish()
+            with clock.phase("load"):
+                self._take_all(attempt, sink, timeout_s)
+            with clock.phase("verify"):
+                strike("verify")
+                return sink.finish()
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
             self._send(Failed(attempt, cause))
@@ -265,6 +265,18 @@ class EngineFeed:
             raise EngineError(self._ticket.engine, "move", cause) from error
         finally:
             self._busy.release()
+
+    def _take_all(self, attempt: int, sink: Sink, timeout_s: float) -> None:
+        for expected in range(self._num_buckets):
+            ready = self._wait_ready(attempt, expected, timeout_s)
+            if isinstance(ready, Written):
+                sink.written()
+                return
+            views = (self._whole if ready.whole else self._buckets)[expected]
+            dropped = self._strike("refill" if ready.whole else "move", expected, views)
+            sink.take(expected, views)
+            if not dropped:
+                self._send(Done(attempt, expected))
 
     def close(self) -> None:
         """End a load that is still waiting, close the socket and drop the mappings. Safe to call twice."""
@@ -327,23 +339,3 @@ class EngineFeed:
             if came:
                 return decode(self._socket.recv())
         raise DeadlineError(phase, (self._ticket.holder,), timeout_s)
-
-
-class _PrivateDirectory:
-    """A directory of mode 0700 that goes with this process, also when that is killed."""
-
-    def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="weightsync-"))
-        # The shell outlives us by a moment: its standard input ends when we do. It is nobody's child,
-        # since children of a Ray worker may be ended with it.
-        script = 'exec 3<&0; (read -r _ <&3; rm -rf "$1") >/dev/null 2>&1 &'
-        self._janitor = subprocess.Popen(
-            ["/bin/sh", "-c", script, "sh", str(self.path)], stdin=subprocess.PIPE, start_new_session=True
-        )
-        self._janitor.wait()
-
-    def remove(self) -> None:
-        """Remove it now. Safe to call twice."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        assert self._janitor.stdin is not None
-        self._janitor.stdin.close()

@@ -27,6 +27,7 @@ class Healer:
     Attributes:
         heals: what was brought back, and by what.
         given_up: engine → its last failure.
+        on_heal: told of each engine that was brought back.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Healer:
         self._missed: dict[str, WeightSyncError] = {}
         self.heals: list[HealReport] = []
         self.given_up: dict[str, WeightSyncError] = {}
+        self.on_heal: Callable[[HealReport], None] = lambda _heal: None
         controller.crew.on_failure = self.engine_failed
 
     def engine_failed(self, name: str, failure: WeightSyncError) -> None:
@@ -109,6 +111,7 @@ class Healer:
             self.heals.append(self._describe(name, cause, died_at, respawned_at, report))
             self.given_up.pop(name, None)
             logger.warning("%s", self.heals[-1])
+            self.on_heal(self.heals[-1])
             return
 
     def _is_newest(self, name: str) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ import torch
 
 from weightsync.arena import arena_for
 from weightsync.buffers import Export
+from weightsync.clock import PhaseClock, Span
 from weightsync.errors import ConfigError, StateError
 from weightsync.faults import arm, strike, strike_move
 from weightsync.feed import FeedTicket, HolderFeed
@@ -180,24 +180,25 @@ class Holder:
             with self._moving, self._staging.queue():
                 self._staging.route(reads, memory)
 
-    def move(self, attempt: int, feeding: bool, way: Way, timeout_s: float) -> float:
+    def move(self, attempt: int, feeding: bool, way: Way, timeout_s: float) -> Span:
         """Run the plan once: broadcast every bucket and, if `feeding`, bring them to the engine rank.
 
-        Returns the seconds it took. Raises TransportError when the broadcast fails. Whatever is raised,
-        the communicators are left with it as the cause, so that nobody waits for this holder. An
-        engine rank that fails or falls silent is left behind and does not hold the others up: its own
+        Returns when it began and what it took. Raises TransportError when the broadcast fails. Whatever
+        is raised, the communicators are left with it as the cause, so that nobody waits for this holder.
+        An engine rank that fails or falls silent is left behind and does not hold the others up: its own
         `load` reports it.
         """
         plan, staging = self._plan, self._staging
         if plan is None or staging is None:
             raise StateError(f"{self.name} has no plan: connect first")
-        with self._moving, staging.queue():
-            return self._run(plan, staging, attempt, feeding, way, timeout_s)
+        clock = PhaseClock()
+        with clock.phase("move"), self._moving, staging.queue():
+            self._run(plan, staging, attempt, feeding, way, timeout_s)
+        return clock.spans[0]
 
     def _run(
         self, plan: Plan, staging: Staging, attempt: int, feeding: bool, way: Way, timeout_s: float
-    ) -> float:
-        begun = time.perf_counter()
+    ) -> None:
         # The others wait for us at each bucket, and the controller for all of them.
         limits_s = timeout_s / 2, _PATIENCE * timeout_s
         only = way.cast if way.pulls else None
@@ -222,7 +223,6 @@ class Holder:
             self.abort(cause)
             outlet.cancel(cause)
             raise
-        return time.perf_counter() - begun
 
     def lend(self, protocol: str, rdma_device: str) -> None:
         """Be ready to `keep`. Raises ConfigError when the protocol cannot be had: see `choose_protocol`."""

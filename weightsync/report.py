@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Literal
 
-__all__ = ["HealReport", "SyncReport"]
+from weightsync.clock import Span
+
+__all__ = ["Distance", "HealReport", "Link", "SyncReport", "bytes_text"]
+
+Distance = Literal["same GPU or slot", "same host", "other host"]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """`nbytes` of an update: from a trainer that is read, or a broadcasting holder, to an engine's rank."""
+
+    source: str
+    target: str
+    distance: Distance
+    nbytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +47,8 @@ class SyncReport:
         routes: per engine ``direct``, where its GPUs read the trainers' memory, or why it takes broadcasts.
         bytes_from: in a refill, the bytes that were read from each holder.
         ways: in a refill, how each holder was read: ``direct``, ``rdma``, ``tcp`` or ``zeromq``.
+        spans: what took how long where: the phases of ``driver``, ``publish`` of ``trainer 0``, ``move`` of
+            ``holder 0``, ``load`` and ``verify`` of ``engine e0 rank 0``. Who failed has none.
     """
 
     version: int
@@ -49,6 +66,7 @@ class SyncReport:
     routes: Mapping[str, str] = field(default_factory=dict)
     bytes_from: Mapping[str, int] = field(default_factory=dict)
     ways: Mapping[str, str] = field(default_factory=dict)
+    spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
 
     @property
     def gb_per_s(self) -> float:
@@ -60,14 +78,15 @@ class SyncReport:
         """Every field and ``gb_per_s``, in types that JSON knows."""
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
-        return plain | {"gb_per_s": self.gb_per_s}
+        spans = {who: [asdict(span) for span in spans] for who, spans in self.spans.items()}
+        return plain | {"spans": spans, "gb_per_s": self.gb_per_s}
 
     def __str__(self) -> str:
         serving = sum(version == self.version for version in self.engines.values())
         proof = "verified" if self.verified else "not verified"
         failed = "".join(f"; {engine} failed: {error}" for engine, error in sorted(self.failures.items()))
         return (
-            f"version {self.version}: {_size(self.nbytes)} to {serving} of {len(self.engines)} engines"
+            f"version {self.version}: {bytes_text(self.nbytes)} to {serving} of {len(self.engines)} engines"
             f" in {self.seconds:.3g} s ({self.gb_per_s:.3g} GB/s), {proof}{failed}"
         )
 
@@ -109,7 +128,7 @@ class HealReport:
         if self.serving_at is None:
             return f"engine {self.engine} is ready for the next version{new}; it had failed: {self.cause}"
         read = ", ".join(
-            f"{_size(nbytes)} from {holder} ({self.ways.get(holder, '')})"
+            f"{bytes_text(nbytes)} from {holder} ({self.ways.get(holder, '')})"
             for holder, nbytes in self.bytes_from.items()
         )
         how = f"{read}, {self.gb_per_s:.3g} GB/s, verified" if read else "an update"
@@ -119,7 +138,8 @@ class HealReport:
         )
 
 
-def _size(nbytes: int) -> str:
+def bytes_text(nbytes: int) -> str:
+    """``1.25 MB``: three digits, in units of 1000."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= scale:
             return f"{nbytes / scale:.3g} {unit}"

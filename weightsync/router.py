@@ -31,6 +31,7 @@ class Router:
     Attributes:
         routes: per engine `DIRECT`, or why it takes broadcasts.
         demoted: engines that do not read any longer, and why.
+        read: of engines that were routed, the bytes that each rank reads of each trainer.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Router:
         self.demoted = dict(demoted)
         self._cast: dict[str, frozenset[int]] = {}
         self.routes: dict[str, str] = {}
+        self.read: dict[str, list[dict[int, int]]] = {}
 
     async def add(self, name: str, engine: Layout, exports: Sequence[Export | None]) -> None:
         """Route an engine, if it can be; its holders have mapped what its ranks' `exports` say.
@@ -108,14 +110,16 @@ class Router:
         if not names:
             return next(iter(reasons.values()))
         reshard = Reshard(self._source, name, engine, only=names)
-        calls = {}
+        calls, read = {}, []
         for rank, (holder, export) in enumerate(zip(self._fleet.engines[name].holders, exports, strict=True)):
             near = [0 if _device(each) == _device(export) else 1 for each in self._exports]
             reads = reshard.reads(rank, near, start=self._start(holder))
+            read.append(reads.by_trainer())
             calls[f"holder {holder}"] = self._fleet.holders[holder].route(reads, self._memory(reads))
         outcome = await gather_named(calls, "route", self._config.connect_timeout_s)
         for error in outcome.failures.values():
             return str(error)
+        self.read[name] = read
         self._cast[name] = self._buckets(reasons.keys())
         return ""
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from weightsync.buffers import Attached
+from weightsync.clock import Span
 from weightsync.engines.base import Rollout
 from weightsync.errors import StateError
 from weightsync.faults import Fault, FaultPlan, arm, shares
@@ -86,6 +87,10 @@ class DictEngine:
         assert self._plan is not None
         metas = self._plan.tensors
         return np.array([tensor_digest(self.tensors[m.name], m.shape) for m in metas], dtype=np.uint64)
+
+    def spans(self) -> Sequence[Sequence[Span]]:
+        """See `Engine.spans`."""
+        return [self._feed.spans] if self._feed else []
 
     def resume(self, version: int) -> None:
         """Serve `version`."""

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ def weightsync(*args: str) -> subprocess.CompletedProcess[str]:
 def test_a_short_run_does_its_work_and_reports_it(tmp_path: Path) -> None:
     small = ["engines.main.kind=torch", "loop.steps=2", "loop.prompts_per_step=4", "loop.target_reward=0"]
     sets = [part for setting in small for part in ("--set", setting)]
-    done = weightsync("run", "quickstart", *sets, "--out", str(tmp_path / "run"))
+    done = weightsync("run", "quickstart", *sets, "--trace", "--out", str(tmp_path / "run"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "step 2/2" in done.stdout
     assert "2 of 2" in done.stdout
@@ -41,6 +42,32 @@ def test_a_short_run_does_its_work_and_reports_it(tmp_path: Path) -> None:
     assert report["heals"] == []
     assert {"seed", "host", "packages", "name"} <= set(report)
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+    assert {link["distance"] for link in report["links"]} == {"same GPU or slot", "same host"}
+    assert sum(link["nbytes"] for link in report["links"]) >= 2 * report["steps"][-1]["bytes"]
+    assert "2 of 2" in (tmp_path / "run" / "report.html").read_text()
+    holds_the_spans_of_three_updates(json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"])
+
+
+def holds_the_spans_of_three_updates(events: list[dict[str, Any]]) -> None:
+    who = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert sorted(who.values()) == [
+        "driver",
+        *(f"engine main-{i} rank 0" for i in (0, 1)),
+        *(f"holder {i}" for i in (0, 1)),
+        *(f"trainer {i}" for i in (0, 1)),
+    ]
+    for version in (1, 2, 3):
+        spans = {
+            (who[e["pid"], e["tid"]], e["name"]): (e["ts"], e["ts"] + e["dur"])
+            for e in events
+            if e["ph"] == "X" and e["args"]["version"] == version
+        }
+        # On one host all clocks are one: what a rank does lies inside the driver's phase.
+        for (name, what), (begin, end) in spans.items():
+            phase = "publish" if what == "publish" else "move"
+            if name != "driver":
+                assert spans["driver", phase][0] - 1000 <= begin < end <= spans["driver", phase][1] + 1000
+        assert {what for name, what in spans if name == "engine main-1 rank 0"} == {"load", "verify"}
 
 
 def test_what_cannot_work_is_refused_before_anything_starts(tmp_path: Path) -> None:

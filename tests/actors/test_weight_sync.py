@@ -74,8 +74,12 @@ def pid(actor) -> int:
 
 
 @pytest.mark.parametrize("colocated", [True, False])
-def test_trainers_teach_and_engines_serve_each_version(make: Make, colocated: bool) -> None:
+def test_trainers_teach_and_engines_serve_each_version(
+    make: Make, monkeypatch: pytest.MonkeyPatch, colocated: bool
+) -> None:
     sync = make(trainers=2, engines=2, colocated=colocated)
+    measured: list[int] = []
+    monkeypatch.setattr(sync._metrics, "update", lambda report, plan: measured.append(report.version))
     sync.connect()
     assert len(sync._fleet.holders) == (2 if colocated else 4)
     assert "broadcast" in str(sync.plan.explain())
@@ -84,11 +88,19 @@ def test_trainers_teach_and_engines_serve_each_version(make: Make, colocated: bo
         report = sync.update_weights(version)
         assert report.engines == {"e0": version, "e1": version}
         assert report.verified
+        assert list(report.spans) == [
+            "driver",
+            *(f"trainer {i}" for i in (0, 1)),
+            *(f"holder {i}" for i in range(len(sync._fleet.holders))),
+            *(f"engine e{i} rank 0" for i in (0, 1)),
+        ]
+        assert [span.name for span in report.spans["engine e1 rank 0"]] == ["load", "verify"]
         assert holds(sync, "e0")
         assert holds(sync, "e1")
         rollout = ray.get(sync._members.engines["e1"].generate.remote([[1, 2]], {}))
         assert rollout.version == version
     assert sync.engine_versions() == {"e0": 3, "e1": 3}
+    assert measured == [1, 2, 3]
 
 
 def test_the_order_of_calls_is_held(make: Make) -> None:

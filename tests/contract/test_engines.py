@@ -61,6 +61,15 @@ def test_greedy_tokens_are_diverse(rig: Rig) -> None:
     assert min(len(set(tokens)) for tokens in greedy(rig.models[0], PROMPTS)) >= 6
 
 
+def test_each_rank_says_what_its_load_took(rig: Rig) -> None:
+    before = time.time()
+    rig.update(rig.models[0], 1)
+    ((load, verify),) = rig.engine.spans()
+    assert (load.name, verify.name) == ("load", "verify")
+    assert before <= load.began < load.began + load.seconds <= verify.began + 1e-3
+    assert verify.began + verify.seconds <= time.time() + 1e-3
+
+
 def test_a_request_lives_through_an_update(rig: Rig) -> None:
     old, new = rig.models
     rig.update(old, 1)

@@ -28,6 +28,7 @@ from weightsync.errors import (
 from weightsync.holder import Holder
 from weightsync.image import EngineImage
 from weightsync.peers import EngineSeat, Fleet
+from weightsync.report import Link
 from weightsync.sources.module import ModuleSource
 from weightsync.staging import HostStaging
 from weightsync.states import EngineState
@@ -98,6 +99,21 @@ def test_each_version_arrives_bit_for_bit_and_the_report_says_so() -> None:
             digests.add(report.digest)
             assert loop.engines["e0"].generate([[1]], {}).version == version
         assert len(digests) == 3
+
+    drive(work)
+
+
+def test_links_say_who_takes_how_much_from_how_far_away() -> None:
+    async def work(loop: Loop) -> None:
+        with pytest.raises(StateError, match="connect"):
+            loop.controller.links()
+        loop.fleet.nodes[:] = ["a", "a", "b"]
+        await loop.controller.connect()
+        sent = sum(t.nbytes for t in loop.model.state_dict().values())
+        near, far = loop.controller.links()
+        assert near.nbytes >= sent
+        assert replace(near, nbytes=0) == Link("holder 0", "engine e0 rank 0", "same host", 0)
+        assert far == Link("holder 0", "engine e1 rank 0", "other host", near.nbytes)
 
     drive(work)
 

@@ -21,6 +21,7 @@ from weightsync.holder import Holder
 from weightsync.memory import BufferHandle
 from weightsync.peers import EngineSeat
 from weightsync.plan import Plan, RankLayout, Reads
+from weightsync.report import Link
 from weightsync.sources.module import ModuleSource
 from weightsync.staging import HostStaging
 from weightsync.states import EngineState
@@ -175,6 +176,10 @@ def test_engines_read_their_parts_and_nothing_is_broadcast() -> None:
             assert report.num_buckets == 0
         assert begun == []
         assert loop.engines["e0"].num_written == 2
+        nbytes = sum(tensor.nbytes for tensor in loop.model.state_dict().values())
+        assert loop.controller.links() == [
+            Link("trainer 0", f"engine {name} rank 0", "same host", nbytes) for name in ("e0", "e1")
+        ]
 
     drive(work)
 

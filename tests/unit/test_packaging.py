@@ -47,7 +47,13 @@ def test_every_package_is_shipped_with_its_data(metadata: Path) -> None:
     configs = {str(path.relative_to(ROOT)) for path in (ROOT / "configs").rglob("*.yaml")}
     assert configs
     assert configs <= shipped
-    assert {"weightsync/py.typed", "recipes/quickstart.yaml", "LICENSE"} <= shipped
+    assert {
+        "weightsync/py.typed",
+        "actors/dashboards/grafana.json",
+        "recipes/report.html.j2",
+        "recipes/quickstart.yaml",
+        "LICENSE",
+    } <= shipped
 
 
 def test_no_index_accepts_an_upload(metadata: Path) -> None:

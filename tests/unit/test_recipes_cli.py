@@ -12,14 +12,17 @@ from typer.testing import CliRunner
 
 from recipes import cli
 from recipes.forecast import _sample
+from recipes.page import page
 from recipes.recipe import Recipe, load_recipe
+from recipes.run_report import RunReport, read_report
+from tests.unit.test_recipes_page import run_report
 from weightsync.faults import Fault, FaultPlan
 from weightsync.plan import Layout
 
 RUNNER = CliRunner()
 
 
-Call = tuple[Recipe, Path, FaultPlan | None]
+Call = tuple[Recipe, Path, FaultPlan | None, bool]
 
 
 @pytest.fixture
@@ -27,8 +30,8 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
     """What the command line would have run."""
     calls: list[Call] = []
 
-    def execute(recipe: Recipe, folder: Path, chaos: FaultPlan | None) -> int:
-        calls.append((recipe, folder, chaos))
+    def execute(recipe: Recipe, folder: Path, chaos: FaultPlan | None, trace: bool) -> int:
+        calls.append((recipe, folder, chaos, trace))
         return 0
 
     monkeypatch.setattr(cli, "_execute", execute)
@@ -38,8 +41,9 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
 def test_a_shipped_recipe_runs_by_its_name(executed: list[Call]) -> None:
     result = RUNNER.invoke(cli.app, ["run", "quickstart", "--set", "loop.steps=3", "--set", "loop.seed=4"])
     assert result.exit_code == 0
-    ((recipe, folder, chaos),) = executed
+    ((recipe, folder, chaos, trace),) = executed
     assert chaos is None
+    assert not trace
     assert (recipe.name, recipe.loop.steps, recipe.loop.seed) == ("quickstart", 3, 4)
     assert folder == Path("runs/quickstart")
 
@@ -49,13 +53,13 @@ def test_a_recipe_runs_by_its_path_into_the_folder_given(executed: list[Call], t
     path.write_text("name: mine\nengines: {main: {}}\n", encoding="utf-8")
     result = RUNNER.invoke(cli.app, ["run", str(path), "--out", str(tmp_path / "there")])
     assert result.exit_code == 0
-    ((recipe, folder, _),) = executed
+    ((recipe, folder, _, _),) = executed
     assert (recipe.name, folder) == ("mine", tmp_path / "there")
 
 
 @pytest.mark.parametrize("code", [0, 1, 130])
 def test_the_exit_code_is_what_the_run_says(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    monkeypatch.setattr(cli, "_execute", lambda recipe, folder, chaos: code)
+    monkeypatch.setattr(cli, "_execute", lambda recipe, folder, chaos, trace: code)
     assert RUNNER.invoke(cli.app, ["run", "quickstart"]).exit_code == code
 
 
@@ -118,13 +122,13 @@ def test_a_fault_plan_comes_with_the_run(executed: list[Call], tmp_path: Path) -
     path = tmp_path / "plan.yaml"
     path.write_text("faults: [{who: trainer 1, action: hang, at: publish}]\n", encoding="utf-8")
     assert RUNNER.invoke(cli.app, ["run", "quickstart", "--chaos", str(path)]).exit_code == 0
-    ((_, _, chaos),) = executed
+    ((_, _, chaos, _),) = executed
     assert chaos == FaultPlan((Fault(who="trainer 1", action="hang", at="publish"),))
 
 
 def test_the_shipped_fault_plan_strikes_in_the_middle_of_the_quickstart(executed: list[Call]) -> None:
     assert RUNNER.invoke(cli.app, ["run", "quickstart", "--chaos", "chaos"]).exit_code == 0
-    ((recipe, _, chaos),) = executed
+    ((recipe, _, chaos, _),) = executed
     assert chaos is not None
     assert recipe == load_recipe(cli.SHIPPED / "quickstart.yaml")
     assert [(fault.who, fault.action, fault.at, fault.version) for fault in chaos.faults] == [
@@ -132,6 +136,56 @@ def test_the_shipped_fault_plan_strikes_in_the_middle_of_the_quickstart(executed
         ("engine main-0", "corrupt", "move", 14),
     ]
     assert all(1 < (fault.version or 0) <= recipe.loop.steps for fault in chaos.faults)
+
+
+def test_a_trace_is_written_where_it_is_asked_for(executed: list[Call]) -> None:
+    assert RUNNER.invoke(cli.app, ["run", "quickstart", "--trace"]).exit_code == 0
+    assert executed[0][3]
+
+
+def test_the_page_of_a_run_is_made_again(tmp_path: Path) -> None:
+    run_report().write(tmp_path / "report.json")
+    result = RUNNER.invoke(cli.app, ["report", str(tmp_path)])
+    assert result.exit_code == 0
+    assert (tmp_path / "report.html").read_text() == page(read_report(tmp_path / "report.json"))
+    lines = result.stdout.splitlines()
+    assert lines[0].strip() == "quickstart: done"
+    assert any("15 of 16" in line for line in lines)
+    assert lines[-1] == f"report: {tmp_path / 'report.html'}"
+
+
+def test_a_run_that_came_to_no_step_has_a_page_too(tmp_path: Path) -> None:
+    RunReport(name="early", seed=0, status="failed").write(tmp_path / "report.json")
+    result = RUNNER.invoke(cli.app, ["report", str(tmp_path)])
+    assert (result.exit_code, result.stdout.splitlines()[0].strip()) == (0, "early: failed")
+
+
+@pytest.mark.parametrize(
+    ("folder", "text", "says"),
+    [
+        (
+            "quikstart",
+            None,
+            "DIR: '{0}/quikstart' is not valid; give the folder of a run; did you mean 'quickstart'?",
+        ),
+        ("bad", "{", "report.json: '{0}/bad/report.json' is not valid; run the recipe again: "),
+        ("bad", '{"name": "x"}', "missing required field `seed`"),
+        ("bad", '{"name": "x", "seed": 0, "steps": [{"step": "1"}]}', "`$.steps[0].step`"),
+        ("bad", '{"name": "x", "seed": 0, "links": [["a", "b", "near", 1]]}', "`$.links[0]`"),
+    ],
+)
+def test_a_folder_that_is_not_a_runs_is_one_line(
+    tmp_path: Path, folder: str, text: str | None, says: str
+) -> None:
+    RunReport(name="x", seed=0).write(tmp_path / "quickstart" / "report.json")
+    if text is not None:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "report.json").write_text(text)
+    result = RUNNER.invoke(cli.app, ["report", str(tmp_path / folder)])
+    assert result.exit_code == 2
+    assert says.format(tmp_path) in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / folder / "report.html").exists()
 
 
 def test_resuming_needs_a_cluster_that_outlives_the_driver(
@@ -146,7 +200,7 @@ def test_resuming_needs_a_cluster_that_outlives_the_driver(
     assert not executed
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     assert RUNNER.invoke(cli.app, arguments).exit_code == 0
-    ((recipe, _, _),) = executed
+    ((recipe, _, _, _),) = executed
     assert recipe.resume
 
 

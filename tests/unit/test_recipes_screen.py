@@ -53,10 +53,10 @@ def test_a_stage_says_how_long_it_took(screen: Screen, shown: io.StringIO) -> No
 
 
 def test_the_summary_counts_what_was_verified(screen: Screen, shown: io.StringIO) -> None:
-    report = RunReport(name="quickstart", seed=0, status="done")
+    report = RunReport(name="quickstart", seed=0, status="done", target_reward=0.8)
     report.engines = {"main-0": {"kind": "vllm"}, "main-1": {"kind": "vllm"}}
     report.steps = [row(verified=True), row(verified=False)]
-    screen.summary(report, 0.8)
+    screen.summary(report)
     text = shown.getvalue()
     for expected in ("quickstart: done", "1 of 2", "2 vllm", "0.500 (target 0.8)"):
         assert expected in text
@@ -76,7 +76,8 @@ def test_the_summary_ends_with_a_line_for_each_heal(screen: Screen, shown: io.St
         gb_per_s=1.5,
         verified=True,
     )
-    screen.summary(report, 0.0, (heal, heal))
+    report.heals = [heal, heal]
+    screen.summary(report)
     *_, last, again, end = shown.getvalue().split("\n")
     assert (last, end) == (again, "")
     assert last == str(heal)

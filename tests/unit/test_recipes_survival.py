@@ -13,7 +13,20 @@ from recipes.recipe import load_recipe
 from recipes.run_report import RunReport, StepRow
 from recipes.survival import actor_options, read_back, take_trainers
 from weightsync.errors import StateError
+from weightsync.report import HealReport
 
+HEAL = HealReport(
+    engine="main-0",
+    cause="killed",
+    version=2,
+    died_at=100.0,
+    respawned_at=None,
+    serving_at=101.0,
+    bytes_from={"holder 0": 4096},
+    ways={"holder 0": "tcp"},
+    gb_per_s=1.5,
+    verified=True,
+)
 RECIPE = load_recipe(SHIPPED / "quickstart.yaml", ["trainers.count=2"])
 
 
@@ -46,11 +59,11 @@ def test_a_report_goes_on_from_the_earlier_drivers(tmp_path: Path) -> None:
         rollout_versions=[1],
     )
     path = tmp_path / "report.json"
-    earlier = RunReport(name="x", seed=0, started="then", steps=[row], heals=[{"engine": "main-0"}])
+    earlier = RunReport(name="x", seed=0, started="then", steps=[row], heals=[HEAL])
     later = RunReport(name="x", seed=0)
     read_back(path, later)
     assert later.steps == []
     earlier.write(path)
     read_back(path, later)
-    assert (later.started, later.steps, later.heals) == ("then", [row], [{"engine": "main-0"}])
+    assert (later.started, later.steps, later.heals) == ("then", [row], [HEAL])
     assert later.status == "running"

@@ -7,6 +7,7 @@ from types import MappingProxyType
 import pytest
 
 from weightsync import SyncReport
+from weightsync.clock import Span
 
 REPORT = SyncReport(
     version=7,
@@ -21,6 +22,7 @@ REPORT = SyncReport(
     num_buckets=62,
     epoch=1,
     connect_phases=MappingProxyType({"warm_up": 1.5}),
+    spans={"driver": (Span("publish", 1.7e9, 0.1),), "engine e0 rank 0": (Span("load", 1.7e9, 0.2),)},
 )
 
 
@@ -43,6 +45,7 @@ def test_to_dict_is_json_and_complete() -> None:
     data = json.loads(json.dumps(REPORT.to_dict()))
     speed = data.pop("gb_per_s")
     assert speed == REPORT.gb_per_s
-    assert SyncReport(**data) == replace(
+    spans = {who: tuple(Span(**span) for span in spans) for who, spans in data.pop("spans").items()}
+    assert SyncReport(**data, spans=spans) == replace(
         REPORT, phases=dict(REPORT.phases), connect_phases=dict(REPORT.connect_phases)
     )

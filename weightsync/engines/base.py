@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from weightsync.buffers import Attached
+    from weightsync.clock import Span
     from weightsync.faults import Fault
     from weightsync.feed import FeedTicket, PieceView
     from weightsync.plan import Plan, RankLayout
@@ -66,6 +67,9 @@ class Engine(Protocol):
         of its `layout`), shape ``[num_tensors]``, uint64, as found in the engine. Raises EngineError
         or DeadlineError; the engine's weights are then undefined until a later ``load`` succeeds.
         """
+
+    def spans(self) -> Sequence[Sequence[Span]]:
+        """Per rank, what the last `load` that succeeded took: see `EngineFeed.spans`."""
 
     def resume(self, version: int) -> None:
         """Serve `version`: drop caches that earlier weights filled, go on with frozen requests."""

@@ -29,6 +29,7 @@ from weightsync.modules import device_id, named_tensors
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 
 if TYPE_CHECKING:
+    from weightsync.clock import Span
     from weightsync.faults import Fault
     from weightsync.feed import FeedTicket
     from weightsync.plan import Plan
@@ -121,6 +122,10 @@ class TorchEngine:
             raise
         self._whole = True
         return digests
+
+    def spans(self) -> Sequence[Sequence[Span]]:
+        """See `Engine.spans`."""
+        return [self._feed.spans] if self._feed else []
 
     def resume(self, version: int) -> None:
         """See `Engine.resume`. Raises StateError while the weights are dummies or a mix."""

@@ -19,6 +19,7 @@ from weightsync.faults import arm, shares
 
 if TYPE_CHECKING:
     from weightsync.buffers import Attached
+    from weightsync.clock import Span
     from weightsync.engines.vllm_loop import Steppable
     from weightsync.faults import Fault
     from weightsync.feed import FeedTicket
@@ -48,6 +49,7 @@ class VllmEngine:
         """Start vLLM with the model's config and dummy weights."""
         self._name = name
         self._whole = False
+        self._spans: list[Sequence[Span]] = []
         set_environment()
         worker = f"{WeightSyncWorker.__module__}.{WeightSyncWorker.__qualname__}"
         arguments = engine_args(model_path, options, worker)
@@ -92,12 +94,17 @@ class VllmEngine:
             raise StateError(f"engine {self._name} is serving: pause it first")
         self._whole = False
         try:
-            digests = self._on_ranks("load", attempt, timeout_s)
+            loaded = self._on_ranks("load", attempt, timeout_s)
         except WeightSyncError:
             self._loop.void()
             raise
         self._whole = True
-        return digests
+        self._spans = [spans for _, spans in loaded]
+        return [digests for digests, _ in loaded]
+
+    def spans(self) -> Sequence[Sequence[Span]]:
+        """See `Engine.spans`."""
+        return self._spans
 
     def resume(self, version: int) -> None:
         """See `Engine.resume`. Raises StateError while the weights are dummies or a mix."""

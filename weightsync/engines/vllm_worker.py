@@ -26,6 +26,7 @@ from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 from weightsync.verify import tensor_digest
 
 if TYPE_CHECKING:
+    from weightsync.clock import Span
     from weightsync.feed import FeedTicket
     from weightsync.plan import Plan
     from weightsync.verify import Digests
@@ -116,14 +117,16 @@ class _Rank:
         """Wait for a step that may still run with the old weights."""
         _synchronize(self._device)
 
-    def load(self, attempt: int, timeout_s: float) -> Digests:
+    def load(self, attempt: int, timeout_s: float) -> tuple[Digests, Sequence[Span]]:
         if self._feed is None or self._plan is None:
             raise StateError("a rank is not attached: connect first")
         try:
             if self._writer:
                 self._writer.begin(self._current())
-                return self._feed.receive(attempt, self._writer, timeout_s)
-            return self._reload(self._feed, self._plan, attempt, timeout_s)
+                digests = self._feed.receive(attempt, self._writer, timeout_s)
+            else:
+                digests = self._reload(self._feed, self._plan, attempt, timeout_s)
+            return digests, self._feed.spans
         except WeightSyncError as error:
             if isinstance(error, DeadlineError | EngineError):
                 raise

@@ -1,0 +1,95 @@
+"""What a dashboard shows of updates: gauges, counters and histograms of `ray.util.metrics`.
+
+Ray exports each on its nodes' Prometheus endpoints, under the name here with ``ray_`` before it.
+`dashboards/grafana.json` is made for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ray.util.metrics import Counter, Gauge, Histogram
+
+if TYPE_CHECKING:
+    from weightsync.errors import WeightSyncError
+    from weightsync.plan import Cluster, Plan
+    from weightsync.report import HealReport, SyncReport
+
+__all__ = ["Metrics"]
+
+# Ray adds up a histogram from its buckets, so that close ones make its sum, and quantiles, good.
+_SECONDS = [step * 10.0**power for power in range(-4, 3) for step in (1, 1.5, 2, 3, 5, 7)]
+
+
+class Metrics:
+    """Told by `WeightSync` of what happens; a microsecond or two for each value."""
+
+    def __init__(self, cluster: Cluster | None) -> None:
+        """`cluster`: what broadcasts are judged by; None if that is not known."""
+        self._cluster, self._floor = cluster, (0, 0.0)
+        engine, phase = ("engine",), ("phase",)
+        self._versions = Gauge(
+            "weightsync_engine_version", "Version that an engine serves, 0 if none", engine
+        )
+        self._updates = Counter("weightsync_updates_total", "Versions that committed")
+        self._failed = Counter("weightsync_failed_updates_total", "Updates that raised an error")
+        self._seconds = Histogram("weightsync_update_seconds", "Whole updates", _SECONDS)
+        self._phases = Histogram("weightsync_phase_seconds", "Phases of an update", _SECONDS, phase)
+        self._moved = Counter("weightsync_update_bytes_total", "Payload of the model, once an update")
+        self._speed = Gauge("weightsync_move_gigabytes_per_second", "Payload over the seconds of moving")
+        self._share = Gauge("weightsync_floor_share_ratio", "Floor of a broadcast over the seconds of moving")
+        self._failures = Counter("weightsync_engine_failures_total", "Engines that failed", engine + phase)
+        self._heals = Counter("weightsync_heals_total", "Engines that came back", engine)
+        self._heal_seconds = Histogram("weightsync_heal_seconds", "From failure to serving", _SECONDS, engine)
+        self._refills = Counter("weightsync_refills_total", "Heals out of what holders keep", engine)
+        self._refilled = Counter("weightsync_refill_bytes_total", "Bytes that heals read", engine)
+
+    def serve(self, versions: Mapping[str, int]) -> None:
+        """Which version each engine serves now; 0 for one that has left."""
+        for engine, version in versions.items():
+            self._versions.set(version, {"engine": engine})
+
+    def update(self, report: SyncReport, plan: Plan) -> None:
+        """A version has committed."""
+        self._updates.inc()
+        self._seconds.observe(report.seconds)
+        for phase, seconds in report.phases.items():
+            self._phases.observe(seconds, {"phase": phase})
+        if report.nbytes:
+            self._moved.inc(report.nbytes)
+        self._speed.set(report.gb_per_s)
+        if floor := self._floor_seconds(report, plan):
+            self._share.set(floor / report.phases["move"])
+        for engine in report.failures:
+            if report.states.get(engine) == "SERVING":  # it did not pause, and is not counted as failed
+                self._failures.inc(tags={"engine": engine, "phase": "pause"})
+        self.serve(report.engines)
+
+    def update_failed(self) -> None:
+        """An update has raised an error."""
+        self._failed.inc()
+
+    def failure(self, engine: str, error: WeightSyncError) -> None:
+        """An engine went out of service."""
+        self._failures.inc(tags={"engine": engine, "phase": error.where.phase if error.where else "move"})
+        self.serve({engine: 0})
+
+    def heal(self, heal: HealReport) -> None:
+        """An engine that had failed is back."""
+        tags = {"engine": heal.engine}
+        self._heals.inc(tags=tags)
+        self.serve({heal.engine: heal.version})
+        if heal.serving_at is not None:
+            self._heal_seconds.observe(heal.serving_at - heal.died_at, tags)
+        if nbytes := sum(heal.bytes_from.values()):
+            self._refills.inc(tags=tags)
+            self._refilled.inc(nbytes, tags)
+
+    def _floor_seconds(self, report: SyncReport, plan: Plan) -> float:
+        """Of the plan's broadcasts; 0 where it is not known, since not every engine takes those."""
+        if self._cluster is None or "direct" in report.routes.values():
+            return 0.0
+        if self._floor[0] != report.epoch:
+            self._floor = report.epoch, plan.explain(self._cluster).floor_seconds or 0.0
+        return self._floor[1]

@@ -1,0 +1,229 @@
+"""``report.html``: what a run did, on one page that needs nothing else."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import groupby
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from recipes.run_report import NUM_LAST, RunReport, StepRow
+from recipes.svg import Axis, Bar, Row, columns, lanes, line
+from weightsync.clock import Span
+from weightsync.errors import ConfigError
+from weightsync.report import bytes_text
+
+__all__ = ["page", "write_page"]
+
+_NARROW, _WIDE = 336, 980
+_PHASES = ("publish", "pause", "move", "load", "verify", "commit")
+_SERVED = ("the version just committed", "an older one")
+_MOST_COLUMNS, _MOST_ROWS = 60, 48
+_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
+_DISTANCES = ("same GPU or slot", "same host", "other host")
+
+
+@dataclass(frozen=True, slots=True)
+class _Chart:
+    """For a phone and for a desk; the page shows one of them. `legend`: a colour's number and its meaning."""
+
+    narrow: Markup
+    wide: Markup
+    legend: Sequence[tuple[int, str]] = ()
+
+
+def write_page(report: RunReport, path: Path) -> None:
+    """Replace `path` by the page of `report`. Raises ConfigError when it cannot be written."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(page(report), encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise ConfigError("report.html", str(path), f"give a folder to write to: {error.strerror}") from error
+
+
+def page(report: RunReport) -> str:
+    """HTML without a request to anywhere."""
+    environment = Environment(
+        loader=PackageLoader("recipes", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"bytes": bytes_text, "ms": _milliseconds, "clock": _clock}
+    ranks = _slowest(report.spans)
+    return environment.get_template("report.html.j2").render(
+        run=report,
+        facts=_facts(report),
+        rewards=_rewards(report) if report.steps else None,
+        versions=_versions(report) if report.steps else None,
+        seconds=_seconds(report) if any(row.phases for row in report.steps) else None,
+        num_columns=_MOST_COLUMNS,
+        phases=_phases(report),
+        timeline=_timeline(ranks) if ranks else None,
+        ranks=ranks,
+        since=min((span.began for spans in ranks.values() for span in spans), default=0.0),
+        num_left_out=len(report.spans) - len(ranks),
+        links=_links(report) if report.links else None,
+        failed=[row for row in report.steps if row.failures or row.retried],
+    )
+
+
+def _facts(report: RunReport) -> list[tuple[str, str, str]]:
+    """What, how much, and what more there is to say of it."""
+    rows = report.steps
+    if not rows:
+        return [("Steps", "0", "no update was committed after a step")]
+    seconds = [row.sync_seconds for row in rows]
+    verified = sum(row.verified for row in rows)
+    num_failures = sum(len(row.failures) + bool(row.retried) for row in rows)
+    target = f"target {report.target_reward:g}; " if report.target_reward else ""
+    return [
+        (
+            f"Reward, last {min(NUM_LAST, len(rows))} steps",
+            f"{report.final_reward:.3f}",
+            f"{target}{report.first_reward:.3f} at first",
+        ),
+        ("Updates verified", f"{verified} of {len(rows)}", f"version {rows[-1].version} is the newest"),
+        (
+            "Update, median",
+            _milliseconds(statistics.median(seconds)),
+            f"{_milliseconds(max(seconds))} the longest",
+        ),
+        ("Bytes of an update", bytes_text(rows[-1].bytes), f"{rows[-1].gb_per_s:.3g} GB/s while moving"),
+        (
+            "Failures",
+            f"{num_failures}",
+            f"{len(report.heals)} {'heal' if len(report.heals) == 1 else 'heals'}",
+        ),
+    ]
+
+
+def _rewards(report: RunReport) -> _Chart:
+    points = [(row.step, row.reward) for row in report.steps]
+    return _chart(lambda width: line("Mean reward by step", points, width, 1.0, report.target_reward))
+
+
+def _versions(report: RunReport) -> _Chart:
+    names = sorted({name for row in report.steps for name in row.engines})
+    first = report.steps[0].version
+    rows = [Row(name, list(_served(report.steps, name, first))) for name in names]
+    num_versions = report.steps[-1].version - first + 1
+    title = "Versions that each engine served after their update"
+    axis = Axis(num_versions, "version {:g}", first - 0.5)
+    return _chart(lambda width: lanes(title, rows, width, axis), [*enumerate(_SERVED)])
+
+
+def _served(steps: Sequence[StepRow], name: str, first: int) -> Iterator[Bar]:
+    """A bar for each stretch of updates after which engine `name` served what they committed, or older."""
+
+    def colour(row: StepRow) -> int | None:
+        return int(row.engines[name] != row.version) if row.engines.get(name) else None
+
+    for found, group in groupby(steps, key=colour):
+        rows = list(group)
+        if found is not None:
+            ends = rows if len(rows) == 1 else (rows[0], rows[-1])
+            said = [f"version {row.engines[name]} at {_clock(row.committed_at)}" for row in ends]
+            size = rows[-1].version - rows[0].version + 1
+            yield Bar(found, rows[0].version - first, size, f"{name}: {' to '.join(said)}")
+
+
+def _seconds(report: RunReport) -> _Chart:
+    stacks = []
+    for row in report.steps[-_MOST_COLUMNS:]:
+        bars, at = [], 0.0
+        for phase, seconds in row.phases.items():
+            text = f"step {row.step}, {phase}: {_milliseconds(seconds)}"
+            bars.append(Bar(_phase(phase), at, seconds * 1e3, text))
+            at += seconds * 1e3
+        stacks.append((str(row.step), bars))
+    most = max(sum(bar.size for bar in bars) for _, bars in stacks)
+    found = {phase for row in report.steps for phase in row.phases}
+    title = "Milliseconds of each update, by phase"
+    return _chart(lambda width: columns(title, stacks, width, most), _known(_PHASES, found))
+
+
+def _phases(report: RunReport) -> list[tuple[str, float, float]]:
+    """Median and longest seconds of each phase."""
+    found = {phase: [row.phases.get(phase, 0.0) for row in report.steps] for phase in _PHASES}
+    return [(phase, statistics.median(s), max(s)) for phase, s in found.items() if any(s)]
+
+
+def _slowest(ranks: Mapping[str, Sequence[Span]]) -> dict[str, Sequence[Span]]:
+    """Those of the last updates' `ranks` that took the longest, in their order."""
+    most = sorted(ranks, key=lambda who: -sum(span.seconds for span in ranks[who]))[:_MOST_ROWS]
+    return {who: spans for who, spans in ranks.items() if who in most and spans}
+
+
+def _timeline(ranks: Mapping[str, Sequence[Span]]) -> _Chart:
+    spans = [span for each in ranks.values() for span in each]
+    begin, end = min(s.began for s in spans), max(s.began + s.seconds for s in spans)
+    rows = [
+        Row(
+            who,
+            [
+                Bar(
+                    _phase(span.name),
+                    (span.began - begin) * 1e3,
+                    span.seconds * 1e3,
+                    f"{who}, {span.name}: {_milliseconds(span.seconds)}",
+                )
+                for span in each
+            ],
+        )
+        for who, each in ranks.items()
+    ]
+    axis = Axis(max((end - begin) * 1e3, 1e-3), "{:g} ms")
+    title = "What each rank did in the last update"
+    return _chart(lambda width: lanes(title, rows, width, axis), _known(_PHASES, {s.name for s in spans}))
+
+
+def _links(report: RunReport) -> _Chart:
+    rows: dict[str, list[Bar]] = {}
+    taken: Counter[str] = Counter()
+    for link in report.links:
+        taken[link.target] += link.nbytes
+    unit, scale = next(each for each in _UNITS if max(taken.values()) >= each[1] or each[0] == "B")
+    order = sorted(report.links, key=lambda link: _DISTANCES.index(link.distance))
+    for name in dict.fromkeys(link.target for link in report.links):
+        at = 0.0
+        for link in (each for each in order if each.target == name):
+            text = f"{link.source} to {name}, {link.distance}: {bytes_text(link.nbytes)}"
+            rows.setdefault(name, []).append(
+                Bar(_DISTANCES.index(link.distance), at, link.nbytes / scale, text)
+            )
+            at += link.nbytes / scale
+    axis = Axis(max(taken.values()) / scale or 1, f"{{:g}} {unit}")
+    listed = [Row(name, bars) for name, bars in rows.items()]
+    found = {link.distance for link in report.links}
+    title = "Bytes that each engine rank takes in an update, by distance"
+    return _chart(lambda width: lanes(title, listed, width, axis), _known(_DISTANCES, found))
+
+
+def _chart(draw: Callable[[int], Markup], legend: Sequence[tuple[int, str]] = ()) -> _Chart:
+    return _Chart(draw(_NARROW), draw(_WIDE), legend)
+
+
+def _known(names: Sequence[str], found: Collection[str]) -> list[tuple[int, str]]:
+    return [(place, name) for place, name in enumerate(names) if name in found]
+
+
+def _phase(name: str) -> int:
+    return _PHASES.index(name) if name in _PHASES else len(_PHASES)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _clock(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%H:%M:%S")
