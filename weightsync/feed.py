@@ -11,9 +11,6 @@ from __future__ import annotations
 import hmac
 import logging
 import secrets
-import shutil
-import subprocess
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -28,6 +25,7 @@ from weightsync.errors import DeadlineError, EngineError, TransportError, Weight
 from weightsync.faults import armed, strike
 from weightsync.memory import BufferHandle, SharedBuffer
 from weightsync.plan import Box, Plan
+from weightsync.private_directory import PrivateDirectory
 from weightsync.verify import Digests, warm_up
 from weightsync.wire import (
     MAX_MESSAGE_NBYTES,
@@ -88,7 +86,7 @@ class HolderFeed:
         arena: BufferHandle | None,
         trainer: int,
     ) -> None:
-        self._directory = _PrivateDirectory()
+        self._directory = PrivateDirectory()
         endpoint = f"ipc://{self._directory.path}/feed"
         self.ticket = FeedTicket(holder, engine, endpoint, secrets.token_bytes(32), slots, arena, trainer)
         self._context = zmq.Context(io_threads=1)
@@ -326,23 +324,3 @@ class EngineFeed:
             if came:
                 return decode(self._socket.recv())
         raise DeadlineError(phase, (self._ticket.holder,), timeout_s)
-
-
-class _PrivateDirectory:
-    """A directory of mode 0700 that goes with this process, also when that is killed."""
-
-    def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="weightsync-"))
-        # The shell outlives us by a moment: its standard input ends when we do. It is nobody's child,
-        # since children of a Ray worker may be ended with it.
-        script = 'exec 3<&0; (read -r _ <&3; rm -rf "$1") >/dev/null 2>&1 &'
-        self._janitor = subprocess.Popen(
-            ["/bin/sh", "-c", script, "sh", str(self.path)], stdin=subprocess.PIPE, start_new_session=True
-        )
-        self._janitor.wait()
-
-    def remove(self) -> None:
-        """Remove it now. Safe to call twice."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        assert self._janitor.stdin is not None
-        self._janitor.stdin.close()
