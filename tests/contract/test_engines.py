@@ -39,7 +39,7 @@ def test_layout_is_the_checkpoint(rig: Rig) -> None:
     assert {meta.dtype for meta in rank.tensors} == {rig.dtype}
     assert rank.tied == tied
     assert bool(rank.device) == rig.on_gpu
-    assert bool(rank.buffers) == (rig.kind == "torch" or rig.on_gpu)
+    assert bool(rank.buffers) == (rig.kind != "vllm" or rig.on_gpu)
 
 
 def test_serves_what_was_sent_and_then_what_was_sent_next(rig: Rig) -> None:
@@ -153,9 +153,14 @@ def test_sampling(rig: Rig) -> None:
     def draw(**sampling: object) -> list[list[int]]:
         return rig.engine.generate([PROMPTS[0]] * 4, {"max_tokens": 8, **sampling}).tokens
 
-    seeded = draw(seed=5)
-    assert seeded == draw(seed=5)
-    assert seeded != draw(seed=50)
+    if rig.kind == "sglang" and not rig.on_gpu:
+        with pytest.raises(ConfigError, match=r"sampling\.seed.*enable_deterministic_inference"):
+            draw(seed=5)
+        seeded = draw()
+    else:
+        seeded = draw(seed=5)
+        assert seeded == draw(seed=5)
+        assert seeded != draw(seed=50)
     assert len({tuple(tokens) for tokens in seeded}) == 4
     plain = draw(temperature=0.0)
     stop = plain[0][3]

@@ -59,7 +59,8 @@ class SglangEngine:
         sessions = has_sessions()
         arguments = server_args(model_path, options, sessions)
         self._num_ranks: int = arguments["tp_size"]
-        require_gpus(self._num_ranks)
+        if arguments.get("device") != "cpu":
+            require_gpus(self._num_ranks)
         self._name, self._whole = name, False
         self._sleeps = bool(arguments.get("enable_memory_saver"))
         self._seeds = bool(arguments.get("enable_deterministic_inference"))

@@ -214,11 +214,9 @@ def _require(outcome: tuple[bool, str]) -> None:
 def stored_otherwise(model: torch.nn.Module, device: torch.device) -> str:
     """Why the live parameters may hold other bytes than the loader writes; empty if they hold the same.
 
-    Only what is known to keep them is let through: on GPUs, without quantization, adapters and offloading,
-    layers that use their weights as they were loaded.
+    Only what is known to keep them is let through: without quantization, adapters and offloading, layers
+    that use their weights as they were loaded.
     """
-    if device.type != "cuda":
-        return f"on {device.type}, SGLang packs weights"
     away = next((name for name, each in model.named_parameters() if each.device != device), None)
     if away:
         return f"{away} does not lie on {device}"
@@ -229,6 +227,8 @@ def stored_otherwise(model: torch.nn.Module, device: torch.device) -> str:
 
 
 def _why_not_plain(module: torch.nn.Module) -> str:
+    if getattr(module, "use_intel_amx_backend", False):
+        return "weights are packed for AMX"
     method: Any = getattr(module, "quant_method", None)
     kind = type(method).__name__
     if method is None or kind in _PLAIN_METHODS:
