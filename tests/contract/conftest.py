@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.contract import sglang_hooks
-from tests.gpu.vllm_models import save_qwen3
+from tests.gpu.qwen3_models import save_qwen3
 from tests.models import build_tiny_qwen3, greedy
 from weightsync.device_memory import DeviceBuffer
 from weightsync.engines import Engine, make_engine
@@ -52,8 +52,9 @@ GPU_OPTIONS = {
         "mem_fraction_static": 0.2,
     },
 }
-# By how much, in standard deviations of the logits, the token that an engine takes may lie below the best:
-# vLLM's float32 attention on GPUs rounds its products to TF32, and SGLang serves in bfloat16.
+# By how much, in standard deviations of the logits, the token that an engine takes may lie below the best.
+# vLLM's float32 attention on GPUs rounds its products to TF32: each token. SGLang serves in bfloat16, where
+# now and then another expert is taken: on average. Another model's tokens lie about 3 below.
 SLACK = {"vllm": 0.05, "sglang": 0.5}
 # SGLang has kernels for models of a real one's head size and dtype only: its buckets are larger, too.
 SGLANG_BUCKET_BYTES = 1 << 20
@@ -156,7 +157,7 @@ class Rig:
             return tokens == greedy(model, prompts, num_tokens)
         assert len(tokens) == len(prompts)
         return all(
-            len(row) == num_tokens and _is_greedy(model, prompt, row, SLACK[self.kind])
+            len(row) == num_tokens and _is_greedy(model, prompt, row, self.kind)
             for prompt, row in zip(prompts, tokens, strict=True)
         )
 
@@ -220,10 +221,11 @@ class Rig:
 
 
 @torch.no_grad()
-def _is_greedy(model: PreTrainedModel, prompt: list[int], tokens: list[int], slack: float) -> bool:
-    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+def _is_greedy(model: PreTrainedModel, prompt: list[int], tokens: list[int], kind: str) -> bool:
+    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
     taken = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    return bool((taken >= logits.amax(1) - slack * logits.std(1)).all())
+    gaps = (logits.amax(1) - taken) / logits.std(1)
+    return bool((gaps.mean() if kind == "sglang" else gaps.max()) <= SLACK[kind])
 
 
 def _params() -> Iterator[object]:

@@ -302,8 +302,11 @@ class RequestLoop:
 
 
 def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
+    async def end(tasks: set[asyncio.Task[Any]]) -> None:
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()
-    loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+    loop.run_until_complete(end(tasks))
     loop.close()
