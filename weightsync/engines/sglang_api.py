@@ -23,7 +23,15 @@ if TYPE_CHECKING:
     from weightsync.engines.sampling import Sampling
     from weightsync.engines.sglang_channel import Call
 
-__all__ = ["Loads", "Server", "has_sessions", "sampling_params", "server_args", "stored_otherwise"]
+__all__ = [
+    "Loads",
+    "Server",
+    "has_sessions",
+    "join_update_group",
+    "sampling_params",
+    "server_args",
+    "stored_otherwise",
+]
 
 _LOADER = "weightsync.engines.sglang_worker.receive"
 # Each would put weights where we do not see them, or ranks where we do not reach them.
@@ -199,9 +207,20 @@ class Server:
         async with self._session():
             _require(
                 await self.ask(
-                    "update_weights_from_distributed", "UpdateWeightsFromDistributedReqInput", **fields
+                    "update_weights_from_distributed",
+                    "UpdateWeightsFromDistributedReqInput",
+                    # Before 0.5.21, SGLang ends when it cannot flush, since requests are there.
+                    **{"flush_cache": False, **fields},
                 )
             )
+
+
+def join_update_group(address: str, port: int, *, world_size: int, name: str) -> Any:  # noqa: ANN401 - torch's
+    """The trainer's side of ``init_weights_update_group``: NCCL's rank 0 in it, as a torch process group."""
+    from sglang.srt.utils import init_custom_process_group
+
+    meeting = f"tcp://{address}:{port}"
+    return init_custom_process_group("nccl", meeting, world_size=world_size, rank=0, group_name=name)
 
 
 def _require(outcome: tuple[bool, str]) -> None:
