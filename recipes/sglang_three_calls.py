@@ -13,12 +13,10 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-import ray.actor
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -27,9 +25,11 @@ from actors.trainer_shard import TrainerShard
 from weightsync import SyncConfig, WeightSync
 from weightsync.engines.sglang_api import join_update_group
 
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
 __all__ = ["main"]
 
-Handle = ray.actor.ActorHandle[Any]
 GROUP, ROWS, WAIT_S = "three-calls", 16, 300
 CONFIG = LlamaConfig(
     vocab_size=4096,
@@ -54,7 +54,7 @@ class Trainer(TrainerShard):
 
     @torch.no_grad()
     def train(self) -> None:
-        """A stand-in: other values in every element."""
+        """A stand-in for a step."""
         for parameter in self.model.parameters():
             parameter.normal_(std=0.02)
 
@@ -82,33 +82,11 @@ class Trainer(TrainerShard):
 
 
 class Engine(EngineActor):
-    """weightsync's engine actor, with SGLang's own calls beside its methods."""
+    """weightsync's engine actor, which passes SGLang's own calls on."""
 
-    async def init_weights_update_group(self, port: int) -> None:
-        """Meet the trainer; returns when both have joined."""
-        await asyncio.to_thread(
-            self._engine.init_weights_update_group,  # type: ignore[attr-defined]  # SGLang's adapter has it
-            master_address="127.0.0.1",
-            master_port=port,
-            rank_offset=1,
-            world_size=2,
-            group_name=GROUP,
-        )
-
-    async def update_weights_from_distributed(self, metas: Sequence[tuple[str, str, list[int]]]) -> None:
-        """Receive all of `metas` from the trainer, and load them."""
-        names, dtypes, shapes = zip(*metas, strict=True)
-        await asyncio.to_thread(
-            self._engine.update_weights_from_distributed,  # type: ignore[attr-defined]
-            names=list(names),
-            dtypes=list(dtypes),
-            shapes=list(shapes),
-            group_name=GROUP,
-        )
-
-    async def get_weights_by_name(self, name: str) -> list[Any]:
-        """The first rows of a tensor, as floats."""
-        return await asyncio.to_thread(self._engine.get_weights_by_name, name, ROWS)  # type: ignore[attr-defined]
+    async def own(self, call: str, **fields: object) -> Any:  # noqa: ANN401 - SGLang's
+        """One of the calls of its adapter that `Engine` has not, while the actor goes on with others."""
+        return await asyncio.to_thread(getattr(self._engine, call), **fields)
 
 
 def main() -> int:
@@ -133,21 +111,26 @@ def main() -> int:
     return 1 if differ else 0
 
 
-def _three_calls(trainer: Handle, engine: Handle) -> None:
+def _three_calls(trainer: ActorHandle[Any], engine: ActorHandle[Any]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ray.get([engine.init_weights_update_group.remote(port), trainer.join.remote(port)], timeout=WAIT_S)
-    metas = ray.get(trainer.metas.remote())
+    group = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+    met = engine.own.remote("init_weights_update_group", **group, group_name=GROUP)
+    ray.get([met, trainer.join.remote(port)], timeout=WAIT_S)
+    names, dtypes, shapes = map(list, zip(*ray.get(trainer.metas.remote()), strict=True))
     begun = time.perf_counter()
-    ray.get([engine.update_weights_from_distributed.remote(metas), trainer.send.remote()], timeout=WAIT_S)
-    print(f"SGLang's own update of {len(metas)} tensors: {1000 * (time.perf_counter() - begun):.0f} ms")
+    metas = {"names": names, "dtypes": dtypes, "shapes": shapes}
+    loaded = engine.own.remote("update_weights_from_distributed", **metas, group_name=GROUP)
+    ray.get([loaded, trainer.send.remote()], timeout=WAIT_S)
+    print(f"SGLang's own update of {len(names)} tensors: {1000 * (time.perf_counter() - begun):.0f} ms")
 
 
-def _differing(trainer: Handle, engine: Handle) -> list[str]:
+def _differing(trainer: ActorHandle[Any], engine: ActorHandle[Any]) -> list[str]:
     names = [name for name, _, _ in ray.get(trainer.metas.remote())]
     sent = ray.get([trainer.rows.remote(name) for name in names])
-    held = ray.get([engine.get_weights_by_name.remote(name) for name in names], timeout=WAIT_S)
+    asked = [engine.own.remote("get_weights_by_name", name=name, truncate_size=ROWS) for name in names]
+    held = ray.get(asked, timeout=WAIT_S)
     return [name for name, one, other in zip(names, sent, held, strict=True) if one != other]
 
 
