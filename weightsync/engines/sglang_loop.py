@@ -189,14 +189,15 @@ class RequestLoop:
         return future.result(0)
 
     def _run(self, start: Callable[[], S], stop: Callable[[S], None], started: Future[Streaming]) -> None:
-        asyncio.set_event_loop(meanwhile := asyncio.new_event_loop())  # only the main thread has one
+        asyncio.set_event_loop(given := asyncio.new_event_loop())  # only the main thread has one
         try:
             server = start()
         except BaseException as error:  # noqa: BLE001 - the constructor's thread raises it
+            given.close()
             started.set_exception(error)
             return
-        finally:
-            meanwhile.close()
+        if server.loop is not given:  # before 0.5.21, SGLang makes one more
+            given.close()
         started.set_result(server)
         try:
             server.loop.run_forever()
