@@ -75,7 +75,7 @@ class TrainerSpec:
 class EngineSpec:
     """A named group of equal engines. ``auto`` takes vLLM where it is installed, else torch."""
 
-    kind: Literal["auto", "vllm", "torch"] = "auto"
+    kind: Literal["auto", "vllm", "sglang", "torch"] = "auto"
     count: int = 1
     tensor_parallel_size: int = 1
 

@@ -14,7 +14,15 @@ if TYPE_CHECKING:
     from weightsync.plan import Plan, RankLayout
     from weightsync.verify import Digests
 
-__all__ = ["Engine", "Rollout", "Sink"]
+__all__ = ["Completion", "Engine", "Rollout", "Sink"]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """New tokens of one prompt, and the versions that made the first and the last of them."""
+
+    tokens: list[int]
+    versions: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)

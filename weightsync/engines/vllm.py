@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from weightsync.engines.base import Rollout
+from weightsync.engines.checks import warn_untested
 from weightsync.engines.ranks import RankProcess, RankWatch
 from weightsync.engines.sampling import Sampling
 from weightsync.engines.vllm_api import engine_args, sampling_params, set_environment, start, stop
@@ -41,8 +42,8 @@ class VllmEngine:
     by default the one that the model's config names, float32 too.
 
     Raises:
-        ConfigError: an option that vLLM has not, or a dtype that its platform cannot hold; named
-            as ``options.<field>``.
+        ConfigError: an option that vLLM has not, a dtype that its platform cannot hold, or more ranks than
+            GPUs; named as ``options.<field>``.
     """
 
     def __init__(self, model_path: str, name: str, options: Mapping[str, Any]) -> None:
@@ -50,6 +51,7 @@ class VllmEngine:
         self._name = name
         self._whole = False
         self._spans: list[Sequence[Span]] = []
+        warn_untested("vllm")
         set_environment()
         worker = f"{WeightSyncWorker.__module__}.{WeightSyncWorker.__qualname__}"
         arguments = engine_args(model_path, options, worker)

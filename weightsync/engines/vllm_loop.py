@@ -12,9 +12,10 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from weightsync.engines.base import Completion
 from weightsync.errors import DeadlineError, EngineError, RankLostError, StateError, WeightSyncError
 
-__all__ = ["Completion", "EngineLoop", "Steppable"]
+__all__ = ["EngineLoop", "Steppable"]
 
 T = TypeVar("T")
 
@@ -29,14 +30,6 @@ class Steppable(Protocol):
     def sleep(self, level: int, mode: str) -> None: ...
     def wake_up(self, tags: list[str]) -> object: ...
     def collective_rpc(self, method: str, args: tuple[bytes, ...]) -> list[bytes]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """New tokens of one prompt, and the versions that made the first and the last of them."""
-
-    tokens: list[int]
-    versions: tuple[int, int]
 
 
 @dataclass(slots=True)
