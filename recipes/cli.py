@@ -51,8 +51,7 @@ def run(
     """Run a recipe. Exits with 0 when it did its work, 1 when it failed, 2 for bad input."""
     try:
         loaded = load_recipe(find(recipe, "recipe", _shipped(plans=False)), set_ or [])
-        for group, spec in loaded.engines.items():
-            choose_engine(spec.kind, field=f"engines.{group}.kind")
+        _check_engines(loaded)
         _check_cluster(loaded)
         faults = _load_plan(chaos, loaded) if chaos is not None else None
     except ConfigError as error:
@@ -114,6 +113,14 @@ def plan(
 def main() -> None:
     """The console script."""
     app()
+
+
+def _check_engines(recipe: Recipe) -> None:
+    for group, spec in recipe.engines.items():
+        kind, _ = choose_engine(spec.kind, field=f"engines.{group}.kind")
+        if kind == "torch" and spec.tensor_parallel_size > 1:
+            field = f"engines.{group}.tensor_parallel_size"
+            raise ConfigError(field, spec.tensor_parallel_size, "install vllm; a torch engine has one rank")
 
 
 def _check_cluster(recipe: Recipe) -> None:

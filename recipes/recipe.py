@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Literal
 
 import yaml
 
+from recipes.yaml_lines import located, read_yaml
 from weightsync.config import SyncConfig, check_fields, load_dataclass
 from weightsync.errors import ConfigError, nearest
 
@@ -79,6 +82,24 @@ class EngineSpec:
     count: int = 1
     tensor_parallel_size: int = 1
 
+    def check(self, group: str, model: ModelSpec) -> None:
+        """Raise ConfigError for what no engine can do, `model` being cut over its ranks."""
+        for name in ("count", "tensor_parallel_size"):
+            _at_least(1, getattr(self, name), f"engines.{group}.{name}")
+        ranks, field = self.tensor_parallel_size, f"engines.{group}.tensor_parallel_size"
+        if ranks > 1 and self.kind == "torch":
+            raise ConfigError(field, ranks, "give 1, or kind: vllm; a torch engine has one rank")
+        mlp = model.moe.intermediate_size if model.moe else model.intermediate_size
+        cut = {"num_attention_heads": model.num_attention_heads, "vocab_size": model.vocab_size}
+        for name, size in (
+            cut | {"moe.intermediate_size" if model.moe else "intermediate_size": mlp}
+        ).items():
+            if size % ranks:
+                raise ConfigError(field, ranks, f"give a divisor of model.{name}, {size}")
+        if model.num_key_value_heads % ranks and ranks % model.num_key_value_heads:
+            remedy = f"give a divisor or a multiple of model.num_key_value_heads, {model.num_key_value_heads}"
+            raise ConfigError(field, ranks, remedy)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopSpec:
@@ -112,10 +133,11 @@ class LoopSpec:
         for name in ("steps", "prompts_per_step", "epochs"):
             _at_least(1, getattr(self, name), f"loop.{name}")
         _at_least(2, self.group_size, "loop.group_size")
-        _at_least(0, self.seed, "loop.seed")
+        if not 0 <= self.seed < 1 << 63:
+            raise ConfigError("loop.seed", self.seed, "give at least 0 and less than 2**63")
         for name in ("learning_rate", "clip", "temperature"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"loop.{name}", getattr(self, name), "give a number above 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"loop.{name}", getattr(self, name), "give a finite number above 0")
         if not 0 <= self.target_reward <= 1:
             raise ConfigError("loop.target_reward", self.target_reward, "give a number from 0 to 1")
 
@@ -139,15 +161,12 @@ class Recipe:
     resume: bool = False
 
     def __post_init__(self) -> None:
-        if not self.name or "/" in self.name or self.name.startswith("."):
-            raise ConfigError("name", self.name, "give a text that can name a folder")
+        _check_name(self.name, "name")
         if not self.engines:
             raise ConfigError("engines", {}, "give at least one group, such as main: {kind: auto, count: 2}")
         for group, spec in self.engines.items():
-            _at_least(1, spec.count, f"engines.{group}.count")
-            if spec.tensor_parallel_size != 1:
-                field = f"engines.{group}.tensor_parallel_size"
-                raise ConfigError(field, spec.tensor_parallel_size, "give 1: an engine has one rank so far")
+            _check_name(group, f"engines.{group}")
+            spec.check(group, self.model)
         if self.loop.prompts_per_step % self.trainers.count:
             remedy = f"give a multiple of trainers.count, {self.trainers.count}"
             raise ConfigError("loop.prompts_per_step", self.loop.prompts_per_step, remedy)
@@ -182,22 +201,22 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     An override's value is YAML; its path must be one that the complete recipe has.
 
     Raises:
-        ConfigError: naming the field, the value and a remedy.
+        ConfigError: naming the file and line or the override, the field, the value and a remedy.
     """
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError("recipe", str(path), f"give a YAML file; {_one_line(error)}") from error
-    recipe = load_dataclass(Recipe, data, field="")
+    data, places = read_yaml(path, "recipe")
+    with located(places, f"{path}:1"):
+        recipe = load_dataclass(Recipe, data, field="")
     if not overrides:
         return recipe
-    complete = asdict(recipe)
+    complete, given = asdict(recipe), {}
     for override in overrides:
-        _override(complete, override)
-    return load_dataclass(Recipe, complete, field="")
+        given[_override(complete, override)] = f"--set {override}"
+    with located(given, " ".join(given.values())):  # the file alone is valid
+        return load_dataclass(Recipe, complete, field="")
 
 
-def _override(data: dict[str, object], override: str) -> None:
+def _override(data: dict[str, object], override: str) -> str:
+    """Lay one over `data`, and return its path."""
     path, equals, text = override.partition("=")
     if not equals:
         raise ConfigError("--set", override, "give key=value, such as loop.steps=10")
@@ -210,7 +229,8 @@ def _override(data: dict[str, object], override: str) -> None:
     try:
         here[leaf] = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(path, text, f"give a YAML value; {_one_line(error)}") from error
+        raise ConfigError(path, text, f"give a YAML value; {' '.join(str(error).split())}") from error
+    return path
 
 
 def _child(parent: object, name: str, path: str) -> object:
@@ -225,5 +245,6 @@ def _at_least(least: int, value: int, name: str) -> None:
         raise ConfigError(name, value, f"give at least {least}")
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _check_name(name: str, field: str) -> None:
+    if not re.fullmatch(r"[\w-][\w .-]{0,99}", name):
+        raise ConfigError(field, name, "give a short text that can name a folder: letters, digits, - and _")

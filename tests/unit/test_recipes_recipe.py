@@ -90,7 +90,7 @@ def test_no_override_changes_nothing(minimal: Path) -> None:
             "name: x\nengines: {main: {tensor_parallel_size: 0}}",
             "engines.main.tensor_parallel_size",
             0,
-            "give 1",
+            "at least 1",
         ),
         ("nmae: x", "nmae", "x", "'name'"),
         ("name: ../x\nengines: {main: {}}", "name", "../x", "folder"),
@@ -136,14 +136,6 @@ def test_a_wrong_override_is_refused(minimal: Path, override: str, field: str, r
         load_recipe(minimal, [override])
     assert caught.value.field == field
     assert remedy in caught.value.remedy
-
-
-def test_a_file_that_is_missing_or_no_yaml_is_named(tmp_path: Path) -> None:
-    for path in (tmp_path / "none.yaml", write(tmp_path, "name: [x")):
-        with pytest.raises(ConfigError) as caught:
-            load_recipe(path)
-        assert caught.value.value == str(path)
-        assert "\n" not in str(caught.value)
 
 
 def test_the_engine_groups_must_be_given() -> None:
