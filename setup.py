@@ -20,7 +20,7 @@ setup(
     packages=find_packages(
         include=["weightsync", "weightsync.*", "actors", "actors.*", "recipes", "recipes.*"]
     ),
-    package_data={"weightsync": ["py.typed", "kernels.cu"], "recipes": ["*.yaml"]},
+    package_data={"weightsync": ["py.typed", "kernels.cu"], "recipes": ["*.yaml", "*.json"]},
     # Their names are too common for a package: they go to share/ of the environment.
     data_files=[
         (f"share/weightsync/{folder}", [str(file) for file in Path(folder).glob("*.yaml")])
@@ -49,6 +49,7 @@ setup(
             "pytest>=8",
             "pytest-timeout>=2.3",
             "hypothesis>=6.100",
+            "jsonschema>=4.20",
             "ruff>=0.14",
             "mypy>=1.18",
             "types-PyYAML",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -18,6 +19,8 @@ from recipes.forecast import Scene, forecast, recipe_scene
 from recipes.hosts import HostSpec
 from recipes.parallel import parse_engine, parse_trainers
 from recipes.recipe import Recipe, load_recipe
+from recipes.schema import markdown as as_markdown
+from recipes.schema import recipe_schema
 from recipes.screen import Screen
 from recipes.shapes import ModelShape
 from weightsync.engines import choose_engine
@@ -108,6 +111,15 @@ def plan(
         print(forecast(scene))
     except ConfigError as error:
         raise typer.Exit(_complain(error, BAD_INPUT)) from None
+
+
+@app.command()
+def schema(
+    markdown: Annotated[bool, typer.Option("--markdown", help="docs/configuration.md instead.")] = False,
+) -> None:
+    """Print the JSON Schema of a recipe, by which editors complete and check it."""
+    document = recipe_schema()
+    print(as_markdown(document) if markdown else json.dumps(document, indent=1), end="" if markdown else "\n")
 
 
 def main() -> None:

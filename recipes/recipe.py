@@ -20,7 +20,13 @@ __all__ = ["EngineSpec", "LoopSpec", "ModelSpec", "MoeSpec", "Recipe", "TrainerS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoeSpec:
-    """The experts of a mixture; they replace the dense MLP of every layer."""
+    """The experts of a mixture; they replace the dense MLP of every layer.
+
+    Attributes:
+        num_experts: of each layer.
+        num_experts_per_tok: that each token is sent to, at most `num_experts`.
+        intermediate_size: of one expert's MLP; a multiple of the ranks of every engine.
+    """
 
     num_experts: int
     num_experts_per_tok: int
@@ -37,7 +43,19 @@ class MoeSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """The shape of a Qwen3 to build; with `moe`, of a Qwen3-MoE."""
+    """The shape of a Qwen3 to build, with random weights; with `moe`, of a Qwen3-MoE.
+
+    Attributes:
+        hidden_size: width of the residual stream.
+        intermediate_size: of each MLP; a multiple of the ranks of every engine.
+        num_hidden_layers: how many layers.
+        num_attention_heads: of queries; a multiple of `num_key_value_heads` and of the ranks of every engine.
+        num_key_value_heads: of keys and values, which groups of queries share.
+        head_dim: of each head: 32, 64 or 128.
+        vocab_size: tokens; a multiple of 64.
+        tie_word_embeddings: the output head is the embedding.
+        moe: experts in place of the MLPs; left out, the model is dense.
+    """
 
     hidden_size: int = 128
     intermediate_size: int = 256
@@ -64,7 +82,12 @@ class ModelSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerSpec:
-    """The trainer's shards."""
+    """The trainer's shards.
+
+    Attributes:
+        kind: how the model is cut: ``fsdp2`` shards each tensor by rows.
+        count: ranks, each an actor.
+    """
 
     kind: Literal["fsdp2"] = "fsdp2"
     count: int = 2
@@ -76,7 +99,13 @@ class TrainerSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSpec:
-    """A named group of equal engines. ``auto`` takes vLLM where it is installed, else torch."""
+    """A named group of equal engines; those of a group ``main`` are called ``main-0``, ``main-1`` and so on.
+
+    Attributes:
+        kind: ``auto`` takes vLLM where it is installed, else torch (transformers).
+        count: how many engines.
+        tensor_parallel_size: ranks of each engine, over which the model is cut; torch has one.
+    """
 
     kind: Literal["auto", "vllm", "torch"] = "auto"
     count: int = 1
@@ -103,9 +132,10 @@ class EngineSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopSpec:
-    """The training loop.
+    """What is done step by step.
 
     Attributes:
+        kind: ``grpo`` is the loop of quickstart.py.
         steps: rollouts, each followed by training and by an update of the engines.
         seed: of the model's first weights and of the problems.
         prompts_per_step: problems of one step, shared out among the trainers.
@@ -144,11 +174,14 @@ class LoopSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """One run, all of it on this host.
+    """One run.
 
-    `placement` says who shares a holder: ``colocated`` pairs the i-th trainer with the i-th engine,
-    ``disaggregated`` gives everybody one of its own. `resume` takes over the engines and holders that
-    the dead driver of an earlier run of the same name left.
+    Attributes:
+        name: of the run, and of its folder under ``runs/``.
+        engines: groups of engines by name.
+        placement: who shares a holder: ``colocated`` pairs the i-th trainer with the i-th engine,
+            ``disaggregated`` gives everybody one of its own.
+        resume: take over the actors that the dead driver of an earlier run of the same name left.
     """
 
     name: str
