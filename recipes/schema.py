@@ -1,4 +1,4 @@
-"""What a recipe may say, for editors (JSON Schema) and for readers (Markdown): from the dataclasses that load it."""
+"""What a recipe may say, from the dataclasses that load it: JSON Schema for editors, Markdown for readers."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _SIZE: Schema = {
 _HEAD = """# What a recipe may say
 
 Made by `weightsync schema --markdown` from the classes that load recipes; `weightsync schema` makes the JSON
-Schema by which editors complete and check them, [recipe.schema.json](../recipes/recipe.schema.json). A recipe that is
-shipped names it in its first line.
+Schema by which editors complete and check them, [recipe.schema.json](../recipes/recipe.schema.json). A recipe
+that is shipped names it in its first line.
 
-A size is a whole number of bytes, or a text such as `256MiB` (1024s) or `2GB` (1000s). Keys that are not listed are
-mistakes. What has no default has to be given."""
+A size is a whole number of bytes, or a text such as `256MiB` (1024s) or `2GB` (1000s). Keys that are not
+listed are mistakes."""
 
 
 def recipe_schema() -> Schema:
@@ -117,14 +117,14 @@ def _sections(schema: Schema, path: str) -> Iterator[tuple[str, Schema]]:
 
 
 def _row(name: str, schema: Schema, required: bool) -> str:
-    default = schema.get("default", "" if not required else "has to be given")
-    shown = _shown(default, schema) if "default" in schema else default
+    shown = _shown(schema) if "default" in schema else "has to be given" if required else ""
     says = schema.get("description", "").replace("|", "\\|")
     return f"| `{name}` | {_kind(schema)} | {shown} | {says} |"
 
 
-def _shown(value: object, schema: Schema) -> str:
-    if schema.get("title") == "size" and isinstance(value, int):
+def _shown(schema: Schema) -> str:
+    value = schema["default"]
+    if schema.get("title") == "size":
         power = max(power for power in range(4) if value % 1024**power == 0)
         return f"`{value // 1024**power}{('', 'KiB', 'MiB', 'GiB')[power]}`"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`" if value != "" else "empty"
@@ -138,5 +138,5 @@ def _kind(schema: Schema) -> str:
     if "anyOf" in schema:
         return " or ".join(map(_kind, schema["anyOf"]))
     names = {"integer": "whole number", "boolean": "true or false", "string": "text", "null": "nothing"}
-    names |= {"object": "mapping", "array": "list"}
-    return names.get(schema["type"], schema["type"])
+    names |= {"number": "number", "object": "mapping", "array": "list"}
+    return names[schema["type"]]
