@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -31,6 +32,7 @@ __all__ = ["app", "main"]
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 SHIPPED = Path(__file__).parent
+LOOPS = {"grpo": "recipes.quickstart", "elastic": "recipes.elastic"}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -102,8 +104,7 @@ def plan(
                 name=_required("--model", model),
                 model=load(ModelShape, _required("--model", model), field="--model", kind="models"),
                 trainers=parse_trainers(_required("--trainers", trainers)),
-                engine=parse_engine(_required("--engine", engine)),
-                num_engines=1 if engines is None else engines,
+                engines=(parse_engine(_required("--engine", engine)),) * _at_least_one("--engines", engines),
                 apart=apart,
                 offloaded=offloaded,
                 cluster=host,
@@ -159,6 +160,12 @@ def _required(option: str, value: str | None) -> str:
     return value
 
 
+def _at_least_one(option: str, value: int | None) -> int:
+    if value is not None and value < 1:
+        raise ConfigError(option, value, "give at least 1")
+    return value or 1
+
+
 def _shipped(*, plans: bool) -> dict[str, Path]:
     """Fault plans are called chaos…, every other file is a recipe."""
     return {file.stem: file for file in SHIPPED.glob("*.yaml") if file.stem.startswith("chaos") is plans}
@@ -181,12 +188,12 @@ def _execute(recipe: Recipe, folder: Path, chaos: FaultPlan | None) -> int:
 
 def _run_inside(recipe: Recipe, folder: Path, chaos: FaultPlan | None) -> int:
     # Only now: see local_cluster; and bad input need not wait for torch and transformers.
-    from recipes.quickstart import run as run_quickstart
+    loop = importlib.import_module(LOOPS[recipe.loop.kind])
 
     # Who ends a job by SIGTERM gets what Ctrl-C gets: actors closed, the report written.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        report = run_quickstart(recipe, folder, Screen(Console()), chaos)
+        report = loop.run(recipe, folder, Screen(Console()), chaos)
     except WeightSyncError as error:
         return _complain(f"{str(error).rstrip('.')}; logs are in {folder / 'logs'}", FAILED)
     if report.status != "done":

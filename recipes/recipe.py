@@ -11,6 +11,7 @@ from typing import Literal
 
 import yaml
 
+from recipes.events import EventSpec, check_events
 from recipes.yaml_lines import located, read_yaml
 from weightsync.config import SyncConfig, check_fields, load_dataclass
 from weightsync.errors import ConfigError, nearest
@@ -135,7 +136,7 @@ class LoopSpec:
     """What is done step by step.
 
     Attributes:
-        kind: ``grpo`` is the loop of quickstart.py.
+        kind: ``grpo`` is the loop of quickstart.py; ``elastic`` is that of elastic.py, with `events`.
         steps: rollouts, each followed by training and by an update of the engines.
         seed: of the model's first weights and of the problems.
         prompts_per_step: problems of one step, shared out among the trainers.
@@ -147,7 +148,7 @@ class LoopSpec:
         target_reward: the run has failed when the mean of its last five rewards is lower.
     """
 
-    kind: Literal["grpo"] = "grpo"
+    kind: Literal["grpo", "elastic"] = "grpo"
     steps: int = 25
     seed: int = 0
     prompts_per_step: int = 128
@@ -179,8 +180,10 @@ class Recipe:
     Attributes:
         name: of the run, and of its folder under ``runs/``.
         engines: groups of engines by name.
-        placement: who shares a holder: ``colocated`` pairs the i-th trainer with the i-th engine,
-            ``disaggregated`` gives everybody one of its own.
+        placement: who shares a GPU, or on a cluster without enough of them a slot of host memory:
+            ``colocated`` seats trainer ranks and engine ranks on the same ones, from the first on,
+            ``disaggregated`` seats engines behind the trainers.
+        events: what happens to engines meanwhile; for the loop ``elastic``.
         resume: take over the actors that the dead driver of an earlier run of the same name left.
     """
 
@@ -191,6 +194,7 @@ class Recipe:
     placement: Literal["colocated", "disaggregated"] = "colocated"
     sync: SyncConfig = field(default_factory=SyncConfig)
     loop: LoopSpec = field(default_factory=LoopSpec)
+    events: tuple[EventSpec, ...] = ()
     resume: bool = False
 
     def __post_init__(self) -> None:
@@ -209,6 +213,12 @@ class Recipe:
         if self.sync.min_engines > len(self.engine_specs):
             remedy = f"the recipe has only {len(self.engine_specs)} engines"
             raise ConfigError("sync.min_engines", self.sync.min_engines, remedy)
+        elastic = self.loop.kind == "elastic"
+        if self.events and not elastic:
+            raise ConfigError("events", len(self.events), "leave them out, or give loop.kind elastic")
+        if self.resume and elastic:
+            raise ConfigError("resume", True, "leave it out; loop.kind elastic begins anew")
+        check_events(self.engine_specs, self.events, self.loop.steps)
 
     @property
     def engine_specs(self) -> dict[str, EngineSpec]:
@@ -216,16 +226,35 @@ class Recipe:
         return {f"{group}-{i}": spec for group, spec in self.engines.items() for i in range(spec.count)}
 
     @property
+    def devices(self) -> dict[str, tuple[int, ...]]:
+        """The GPUs or slots of ``trainer 0``, ``engine main-0`` and so on, one for each of its ranks."""
+        placed: dict[str, tuple[int, ...]] = {
+            f"trainer {rank}": (rank,) for rank in range(self.trainers.count)
+        }
+        first = self.trainers.count if self.placement == "disaggregated" else 0
+        for name, spec in self.engine_specs.items():
+            placed[f"engine {name}"] = tuple(range(first, first + spec.tensor_parallel_size))
+            first += spec.tensor_parallel_size
+        return placed
+
+    @property
+    def num_devices(self) -> int:
+        """GPUs, or slots, that the recipe wants."""
+        return 1 + max(device for ranks in self.devices.values() for device in ranks)
+
+    @property
+    def slots(self) -> dict[int, str]:
+        """What each device is called where it is no GPU: as `EngineActor` calls those of its ranks."""
+        names = {device: str(device) for device in range(self.num_devices)}
+        for who, (first, *others) in self.devices.items():
+            if who.startswith("engine "):
+                names |= {device: f"{first}.{rank}" for rank, device in enumerate(others, start=1)}
+        return names
+
+    @property
     def members(self) -> tuple[str, ...]:
         """Every process of the run, as a fault plan names it."""
-        num_trainers, num_engines = self.trainers.count, len(self.engine_specs)
-        apart = self.placement == "disaggregated"
-        num_holders = num_trainers + num_engines if apart else max(num_trainers, num_engines)
-        return (
-            *(f"trainer {i}" for i in range(num_trainers)),
-            *(f"engine {name}" for name in self.engine_specs),
-            *(f"holder {i}" for i in range(num_holders)),
-        )
+        return (*self.devices, *(f"holder {i}" for i in range(self.num_devices)))
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -67,7 +67,7 @@ def _object(cls: type[DataclassInstance]) -> Schema:
     properties = {}
     for each in fields(cls):
         said = {"description": docs[each.name]} if each.name in docs else {}
-        default = {} if each.default in (MISSING, None) else {"default": each.default}
+        default = {} if each.default in (MISSING, None, ()) else {"default": each.default}
         properties[each.name] = said | _of(hints[each.name]) | default
     return {
         "type": "object",

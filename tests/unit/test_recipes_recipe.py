@@ -46,6 +46,24 @@ def test_the_members_are_those_that_run(minimal: Path) -> None:
     assert list(apart.members) == [*names, *(f"holder {i}" for i in range(5))]
 
 
+def test_ranks_and_trainers_are_seated_one_behind_another(tmp_path: Path) -> None:
+    groups = "{wide: {kind: vllm, tensor_parallel_size: 2}, narrow: {kind: torch}}"
+    path = write(tmp_path, f"name: small\nengines: {groups}\n")
+    shared = load_recipe(path)
+    assert shared.devices == {
+        "trainer 0": (0,),
+        "trainer 1": (1,),
+        "engine wide-0": (0, 1),
+        "engine narrow-0": (2,),
+    }
+    # As an engine's actor calls those of its ranks, so that the trainer there shares the holder.
+    assert shared.slots == {0: "0", 1: "0.1", 2: "2"}
+    apart = load_recipe(path, ["placement=disaggregated", "trainers.count=1"])
+    assert apart.devices == {"trainer 0": (0,), "engine wide-0": (1, 2), "engine narrow-0": (3,)}
+    assert apart.slots == {0: "0", 1: "1", 2: "1.1", 3: "3"}
+    assert apart.num_devices == 4
+
+
 def test_resuming_has_to_be_asked_for(minimal: Path) -> None:
     assert load_recipe(minimal).resume is False
     assert load_recipe(minimal, ["resume=true"]).resume is True
