@@ -1,4 +1,4 @@
-"""The command line: ``weightsync run RECIPE`` and ``weightsync plan``."""
+"""The command line: ``weightsync run RECIPE``, ``plan``, ``schema`` and ``doctor``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from rich.console import Console
 
 from recipes.catalog import find, load
 from recipes.cluster import existing_cluster, local_cluster
+from recipes.doctor import is_fit, table
 from recipes.forecast import Scene, forecast, recipe_scene
 from recipes.hosts import HostSpec
 from recipes.parallel import parse_engine, parse_trainers
@@ -55,7 +57,7 @@ def run(
 ) -> None:
     """Run a recipe. Exits with 0 when it did its work, 1 when it failed, 2 for bad input."""
     try:
-        loaded = load_recipe(find(recipe, "recipe", _shipped(plans=False)), set_ or [])
+        loaded = load_recipe(_recipe_file(recipe), set_ or [])
         _check_engines(loaded)
         _check_cluster(loaded)
         faults = _load_plan(chaos, loaded) if chaos is not None else None
@@ -96,7 +98,7 @@ def plan(
         if recipe is not None:
             said = {"--model": model, "--trainers": trainers, "--engine": engine, "--engines": engines}
             _refuse(said | {"--apart": apart or None}, "RECIPE says it; give one or the other")
-            loaded = load_recipe(find(recipe, "recipe", _shipped(plans=False)), set_ or [])
+            loaded = load_recipe(_recipe_file(recipe), set_ or [])
             scene = recipe_scene(loaded, host, offloaded=offloaded)
         else:
             _refuse({"--set": set_}, "it replaces a value of RECIPE, and none is given")
@@ -123,9 +125,29 @@ def schema(
     print(as_markdown(document) if markdown else json.dumps(document, indent=1), end="" if markdown else "\n")
 
 
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="A list of rows instead of lines.")] = False,
+) -> None:
+    """Say what this machine can do, and what to do about what is missing: then it exits with 1."""
+    from recipes.probes import diagnose  # it looks for torch and for engines
+
+    rows = diagnose()
+    print(json.dumps([asdict(row) for row in rows], indent=1) if as_json else table(rows))
+    raise typer.Exit(DONE if is_fit(rows) else FAILED)
+
+
 def main() -> None:
     """The console script."""
     app()
+
+
+def _recipe_file(given: str) -> Path:
+    """By its path or by a shipped one's name; ``recipes/NAME.yaml`` also where a job's folder is empty."""
+    known, path = _shipped(plans=False), Path(given)
+    if path.parts[:-1] == (SHIPPED.name,) and not path.exists() and path.stem in known:
+        return known[path.stem]
+    return find(given, "recipe", known)
 
 
 def _check_engines(recipe: Recipe) -> None:

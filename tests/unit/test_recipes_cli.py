@@ -53,6 +53,18 @@ def test_a_recipe_runs_by_its_path_into_the_folder_given(executed: list[Call], t
     assert (recipe.name, folder) == ("mine", tmp_path / "there")
 
 
+def test_a_shipped_recipe_is_found_by_its_path_from_an_empty_folder(
+    executed: list[Call], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert RUNNER.invoke(cli.app, ["run", "recipes/quickstart.yaml"]).exit_code == 0
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/quickstart.yaml").write_text("name: mine\nengines: {main: {}}\n", encoding="utf-8")
+    assert RUNNER.invoke(cli.app, ["run", "recipes/quickstart.yaml"]).exit_code == 0
+    assert [recipe.name for recipe, _, _ in executed] == ["quickstart", "mine"]
+    assert RUNNER.invoke(cli.app, ["run", "other/quickstart.yaml"]).exit_code == 2
+
+
 @pytest.mark.parametrize("code", [0, 1, 130])
 def test_the_exit_code_is_what_the_run_says(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     monkeypatch.setattr(cli, "_execute", lambda recipe, folder, chaos: code)
