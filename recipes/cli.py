@@ -122,7 +122,7 @@ def schema(
 ) -> None:
     """Print the JSON Schema of a recipe, by which editors complete and check it."""
     document = recipe_schema()
-    print(as_markdown(document) if markdown else json.dumps(document, indent=1), end="" if markdown else "\n")
+    print(as_markdown(document) if markdown else json.dumps(document, indent=1) + "\n", end="")
 
 
 @app.command()

@@ -66,20 +66,15 @@ class Launcher:
 
     def trainers(self) -> dict[str, ActorHandle[Any]]:
         """Start all ranks; returns when they have met and hold their shards."""
-        recipe, count, timeout_s = (
-            self._recipe,
-            self._recipe.trainers.count,
-            self._recipe.sync.connect_timeout_s,
-        )
-        device = "cuda" if self._bundles else "cpu"
-        trainers = {}
-        for rank, who in enumerate(f"trainer {rank}" for rank in range(count)):
+        recipe, device = self._recipe, "cuda" if self._bundles else "cpu"
+        timeout_s, trainers = recipe.sync.connect_timeout_s, {}
+        for rank in range(recipe.trainers.count):
+            who = f"trainer {rank}"
             actor = ray.remote(GrpoTrainer).options(**self._options(who))
-            arguments = (rank, count, str(self._model), recipe.loop, self._slot(who), device)
-            trainers[who] = actor.remote(*arguments)
-        (meeting,) = collect(
-            {"trainer 0": trainers["trainer 0"].listen.remote()}, "listen", timeout_s
-        ).values()
+            model, slot = str(self._model), self._slot(who)
+            trainers[who] = actor.remote(rank, recipe.trainers.count, model, recipe.loop, slot, device)
+        listens = {"trainer 0": trainers["trainer 0"].listen.remote()}
+        (meeting,) = collect(listens, "listen", timeout_s).values()
         collect({who: trainer.join.remote(*meeting) for who, trainer in trainers.items()}, "join", timeout_s)
         return trainers
 
@@ -124,12 +119,8 @@ def _reserve(recipe: Recipe) -> PlacementGroup:
 def _visible_devices(bundles: PlacementGroup, devices: Sequence[int]) -> list[str]:
     """What CUDA_VISIBLE_DEVICES says on each of these bundles."""
     ask = ray.remote(num_cpus=0, num_gpus=0.01)(_visible)
-    asked = {
-        f"GPU {device}": ask.options(
-            scheduling_strategy=PlacementGroupSchedulingStrategy(bundles, device)
-        ).remote()
-        for device in devices
-    }
+    places = {f"GPU {device}": PlacementGroupSchedulingStrategy(bundles, device) for device in devices}
+    asked = {gpu: ask.options(scheduling_strategy=place).remote() for gpu, place in places.items()}
     return [*collect(asked, "place", 60.0).values()]
 
 

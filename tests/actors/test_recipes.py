@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +47,9 @@ def test_groups_of_engines_with_other_numbers_of_ranks_serve_the_same_version(tm
     report = run(tmp_path / "run", "disaggregated", *few)
     assert report["steps"][-1]["engines"] == {"wide-0": 4, "narrow-0": 4}
     assert report["heals"] == []
+
+
+def test_trainers_and_engine_ranks_are_put_on_the_gpus_that_they_share() -> None:
+    command = [sys.executable, "-m", "tests.actors.seating"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
