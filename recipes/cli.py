@@ -26,6 +26,7 @@ from recipes.schema import markdown as as_markdown
 from recipes.schema import recipe_schema
 from recipes.screen import Screen
 from recipes.shapes import ModelShape
+from recipes.yaml_lines import located, read_yaml
 from weightsync.engines import choose_engine
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.faults import FaultPlan
@@ -165,8 +166,11 @@ def _check_cluster(recipe: Recipe) -> None:
 
 
 def _load_plan(chaos: str, recipe: Recipe) -> FaultPlan:
-    plan = FaultPlan.from_yaml(find(chaos, "chaos", _shipped(plans=True)))
-    plan.check_who(recipe.members)
+    path = find(chaos, "chaos", _shipped(plans=True))
+    places = {f"chaos.{key}": at for key, at in read_yaml(path, "chaos")[1].items()}
+    with located(places, str(path)):
+        plan = FaultPlan.from_yaml(path)
+        plan.check_who(recipe.members)
     return plan
 
 

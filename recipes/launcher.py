@@ -59,7 +59,7 @@ class Launcher:
         spec, who = self._recipe.engine_specs[name], f"engine {name}"
         options: dict[str, Any] = {"tensor_parallel_size": spec.tensor_parallel_size}
         if self._bundles:
-            options |= _ON_GPU[choose_engine(spec.kind)[0]]
+            options |= _ON_GPU.get(choose_engine(spec.kind)[0], {})
         actor = ray.remote(EngineActor).options(**self._options(who))
         engine: ActorHandle[Any] = actor.remote(spec.kind, str(self._model), name, options, self._slot(who))
         return engine

@@ -76,6 +76,35 @@ def test_a_bad_override_is_named(given: list[str], says: str) -> None:
     assert answer("run", "quickstart", *sets).startswith(f"weightsync: {says}")
 
 
+def test_a_bad_fault_plan_is_named_by_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    kill = "{who: engine main-0, action: kill, at: move}"
+    for line, field in (
+        ("  - {who: engine main-0, action: kil, at: move}", "chaos.faults[1].action: 'kil'"),
+        ("  - {who: engine mian-0, action: kill, at: move}", "chaos.faults[1].who: 'engine mian-0'"),
+    ):
+        path.write_text(f"faults:\n  - {kill}\n{line}\n", encoding="utf-8")
+        says = answer("run", "quickstart", "--chaos", str(path))
+        assert says.startswith(f"weightsync: {path}:3: {field} is not valid; did you mean")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("head_dim: 0", "{path}:7: model.head_dim: 0 is not valid; give at least 1"),
+        ("head_dym: 64", "{path}:7: --model.head_dym: 64 is not valid; the key is unknown; did you mean"),
+        ("vocab_size: 64", "{path}:7: vocab_size: '64' is not valid; line 4 has it already"),
+    ],
+)
+def test_a_bad_model_is_named_by_its_line(tmp_path: Path, change: str, says: str) -> None:
+    path = tmp_path / "model.yaml"
+    sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "num_key_value_heads")
+    lines = [f"{name}: 64" for name in sizes]
+    path.write_text("\n".join([*lines, "intermediate_size: 64", change]), encoding="utf-8")
+    given = ("plan", "--model", str(path), "--trainers", "fsdp=1", "--engine", "tp=1")
+    assert answer(*given).startswith(f"weightsync: {says.format(path=path)}")
+
+
 def test_what_is_no_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").touch()
     (tmp_path / "deep.yaml").write_text("name: " + "[" * 3000)
