@@ -11,7 +11,6 @@ from recipes.parallel import EngineParallel, Fsdp, Megatron
 from recipes.recipe import MoeSpec, Recipe
 from recipes.shapes import MixtureShape, ModelShape, checkpoint_tensors
 from weightsync.config import SyncConfig
-from weightsync.errors import ConfigError
 from weightsync.plan import Cluster, Explanation, Layout, Members, Reshard, TensorMeta, castless, make_plan
 from weightsync.plan.direct_floor import DirectFloor, LinkRates, Receiver, direct_floor, distances
 from weightsync.plan.figures import time_text
@@ -29,7 +28,7 @@ class Scene:
     """Who would take part.
 
     Attributes:
-        engine: each of `num_engines`.
+        engines: each of them.
         apart: engines have GPUs of their own, behind the trainers'; else both share GPUs, from the first on.
         offloaded: trainers publish into host memory.
         cluster: its name and its hosts, which are filled one after another; None gives no times.
@@ -38,28 +37,20 @@ class Scene:
     name: str
     model: ModelShape
     trainers: Fsdp | Megatron
-    engine: EngineParallel
-    num_engines: int = 1
+    engines: tuple[EngineParallel, ...] = (EngineParallel(),)
     apart: bool = False
     offloaded: bool = False
     cluster: tuple[str, HostSpec] | None = None
     sync: SyncConfig = field(default_factory=SyncConfig)
 
-    def __post_init__(self) -> None:
-        if self.num_engines < 1:
-            raise ConfigError("--engines", self.num_engines, "give at least 1")
-
     def members(self) -> Members:
         """One holder for each GPU."""
-        num_trainers, num_ranks = self.trainers.num_ranks, self.engine.num_ranks
-        first = num_trainers if self.apart else 0
-        num_holders = max(num_trainers, first + self.num_engines * num_ranks)
-        starts = range(first, first + self.num_engines * num_ranks, num_ranks)
-        engines = tuple(
-            (f"engine-{number}", tuple(range(start, start + num_ranks)))
-            for number, start in enumerate(starts)
-        )
-        return Members(num_holders, tuple(range(num_trainers)), engines)
+        num_trainers = self.trainers.num_ranks
+        start, engines = num_trainers if self.apart else 0, []
+        for number, engine in enumerate(self.engines):
+            engines.append((f"engine-{number}", tuple(range(start, start + engine.num_ranks))))
+            start += engine.num_ranks
+        return Members(max(num_trainers, start), tuple(range(num_trainers)), tuple(engines))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +64,7 @@ class _Sides:
 
 
 def recipe_scene(recipe: Recipe, cluster: tuple[str, HostSpec] | None, *, offloaded: bool) -> Scene:
-    """What `recipe` would run. Its engines have one rank each."""
+    """What `recipe` would run."""
     spec = recipe.model
     shape = ModelShape(
         hidden_size=spec.hidden_size,
@@ -92,8 +83,7 @@ def recipe_scene(recipe: Recipe, cluster: tuple[str, HostSpec] | None, *, offloa
         name=recipe.name,
         model=shape,
         trainers=Fsdp(recipe.trainers.count),
-        engine=EngineParallel(),
-        num_engines=len(recipe.engine_specs),
+        engines=tuple(EngineParallel(tp=spec.tensor_parallel_size) for spec in recipe.engine_specs.values()),
         apart=recipe.placement == "disaggregated",
         offloaded=offloaded,
         cluster=cluster,
@@ -115,12 +105,12 @@ def forecast(scene: Scene) -> str:
     """
     tensors = checkpoint_tensors(scene.model)
     members = scene.members()
-    engine = engine_layout(tensors, scene.model, scene.engine)
+    layouts = {kind: engine_layout(tensors, scene.model, kind) for kind in set(scene.engines)}
     sides = _Sides(
         scene,
         members,
         trainer_layout(tensors, scene.model, scene.trainers),
-        {name: engine for name, _ in members.engines},
+        {name: layouts[kind] for (name, _), kind in zip(members.engines, scene.engines, strict=True)},
     )
     lines = [
         f"{scene.name}: {_parameters(scene.model, tensors)}",
@@ -167,16 +157,18 @@ def _floor(sides: _Sides, tensors: Collection[str]) -> DirectFloor:
     """Of all engine ranks, or of those of some hosts where all would be too many copies to plan."""
     scene, members = sides.scene, sides.members
     per_host = scene.cluster[1].gpus_per_host if scene.cluster else members.num_holders
-    # The scene's engines are all alike.
-    name, engine = next(iter(sides.engines.items()))
-    reshard = Reshard(sides.source, name, engine, only=tensors)
+    # Engines of one kind share a layout, and what is asked of it.
+    reshards: dict[int, Reshard] = {}
+    for name, engine in sides.engines.items():
+        if id(engine) not in reshards:
+            reshards[id(engine)] = Reshard(sides.source, name, engine, only=tensors)
     every = [(name, rank, gpu) for name, gpus in members.engines for rank, gpu in enumerate(gpus)]
 
     def receiver(number: int) -> Receiver:
         name, rank, gpu = every[number]
         near = distances(gpu, members.trainers, per_host)
         start = gpu * len(members.trainers) // members.num_holders
-        reads = reshard.reads(rank, near, start=start)
+        reads = reshards[id(sides.engines[name])].reads(rank, near, start=start)
         return Receiver.of(f"{name} rank {rank}", gpu, reads)
 
     first = receiver(0)
@@ -213,8 +205,9 @@ def _parameters(model: ModelShape, tensors: Sequence[TensorMeta]) -> str:
 
 
 def _ranks(scene: Scene) -> str:
-    engines = "1 engine" if scene.num_engines == 1 else f"{scene.num_engines} engines"
-    return f"{scene.trainers.num_ranks} trainer ranks, {engines} of {scene.engine.num_ranks} ranks"
+    engines = "1 engine" if len(scene.engines) == 1 else f"{len(scene.engines)} engines"
+    kinds = dict.fromkeys(str(engine.num_ranks) for engine in scene.engines)
+    return f"{scene.trainers.num_ranks} trainer ranks, {engines} of {' and '.join(kinds)} ranks"
 
 
 def _on_hosts(scene: Scene, members: Members) -> str:

@@ -133,7 +133,7 @@ _REMEDIES: dict[object, str] = {
     bool: "give true or false",
     int: "give a whole number",
     float: "give a number; YAML wants the dot in 1.0e-5",
-    str: "give a text",
+    str: "give a text, in quotes where YAML takes it for something else",
 }
 
 

