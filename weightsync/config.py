@@ -207,7 +207,7 @@ class SyncConfig:
         connect_timeout_s: seconds that connecting may take, engines' start-up not included.
         min_engines: a version commits when at least this many engines took it.
         pause: requests in flight: ``keep`` freezes them and goes on with the new weights, ``wait``
-            lets them finish first.
+            lets them finish first, ``abort`` ends them with the tokens that they have.
         keep_versions: copies that holders keep: 1 is what was published last, 2 is also the
             committed version, from which engines are refilled while the next one is published.
         mirrors: copies of each share on holders of other hosts, where there are any; 0 keeps none.
@@ -231,7 +231,7 @@ class SyncConfig:
     timeout_s: float = 60.0
     connect_timeout_s: float = 300.0
     min_engines: int = 1
-    pause: Literal["keep", "wait"] = "keep"
+    pause: Literal["keep", "wait", "abort"] = "keep"
     keep_versions: int = 2
     mirrors: int = 1
     heal_attempts: int = 3

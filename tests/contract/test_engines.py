@@ -97,6 +97,29 @@ def test_a_request_lives_through_an_update(rig: Rig) -> None:
         )
 
 
+def test_a_pause_can_end_requests_with_the_tokens_that_they_have(rig: Rig) -> None:
+    old, new = rig.models
+    rig.update(old, 1)
+    with rig.stopped_at(forward=6) as (arrived, go_on):
+        running = rig.generate(PROMPTS[:2], max_tokens=40)
+        assert arrived.wait(TIMEOUT_S)
+        paused = rig.threads.submit(rig.engine.pause, "abort", TIMEOUT_S)
+        wait_until(rig.is_asked_to_pause)
+        go_on.set()
+        paused.result(TIMEOUT_S)
+    rollout = running.result(TIMEOUT_S)
+    assert rollout.aborted == [True] * 2
+    assert rollout.versions == [(1, 1)] * 2
+    for prompt, tokens in zip(PROMPTS, rollout.tokens, strict=False):
+        assert 3 <= len(tokens) < 40
+        assert rig.serves(old, [prompt], [tokens], len(tokens))
+    rig.load(new)
+    rig.engine.resume(2)
+    whole = rig.generate(PROMPTS).result(TIMEOUT_S)
+    assert not any(whole.aborted)
+    assert rig.serves(new, PROMPTS, whole.tokens)
+
+
 def test_new_requests_wait_for_resume(rig: Rig) -> None:
     rig.update(rig.models[0], 1)
     rig.engine.pause("wait", TIMEOUT_S)

@@ -161,7 +161,7 @@ def test_abort_ends_running_requests_with_what_they_have(server, loop, threads) 
     running = threads.submit(loop.complete, [[1]], of(9))
     make(server, 3)
     loop.freeze("abort", TIMEOUT_S)
-    assert running.result(TIMEOUT_S) == [Completion([0, 1, 2], (1, 1))]
+    assert running.result(TIMEOUT_S) == [Completion([0, 1, 2], (1, 1), aborted=True)]
 
 
 def test_a_stop_token_ends_a_request_and_is_its_last(server, loop, threads) -> None:

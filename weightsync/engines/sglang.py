@@ -156,8 +156,7 @@ class SglangEngine:
             )
         stops = frozenset(settings.stop_token_ids)
         params = [Params(sampling_params(settings, index), stops) for index in range(len(prompts))]
-        done = self._loop.complete(prompts, params)
-        return Rollout([each.tokens for each in done], [each.versions for each in done])
+        return Rollout.of(self._loop.complete(prompts, params))
 
     def init_weights_update_group(self, **fields: object) -> None:
         """SGLang's own call, for loops that send weights themselves. Raises EngineError."""

@@ -49,6 +49,7 @@ class _Request:
     tokens: list[int] = field(default_factory=list)
     versions: tuple[int, int] | None = None
     aborted: bool = False
+    cut: bool = False
     done: Future[Completion] = field(default_factory=Future)
 
     def take(self, tokens: Sequence[int], version: int) -> bool:
@@ -63,7 +64,7 @@ class _Request:
     def end(self, tokens: list[int], versions: tuple[int, int]) -> None:
         """It is complete, unless it ended before."""
         if not self.done.done():
-            self.done.set_result(Completion(tokens, versions))
+            self.done.set_result(Completion(tokens, versions, self.cut))
 
     def fail(self, error: Exception) -> None:
         """It is given up, unless it ended before."""
@@ -259,6 +260,8 @@ class RequestLoop:
             return
         self._shut = True
         if mode == "abort":
+            for request in self._running.values():
+                request.cut = True
             self._abort(*self._running)
         if mode != "keep":
             try:

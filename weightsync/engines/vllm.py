@@ -122,8 +122,7 @@ class VllmEngine:
         """See `Engine.generate`; requests of concurrent calls share vLLM's batches."""
         settings = Sampling.of(sampling)
         params = [sampling_params(settings, index) for index in range(len(prompts))]
-        done = self._loop.complete(prompts, params)
-        return Rollout([each.tokens for each in done], [each.versions for each in done])
+        return Rollout.of(self._loop.complete(prompts, params))
 
     def close(self) -> None:
         """See `Engine.close`."""
