@@ -86,6 +86,10 @@ class Reads:
         columns = (self.src, self.dst, self.rows, self.row_nbytes, self.src_pitch, self.dst_pitch)
         return np.stack(columns, axis=1)
 
+    def take(self, rows: Int64) -> Reads:
+        """Those of numbers `rows`, in that order."""
+        return self.cut(rows, self.table()[rows])
+
     def cut(self, part: Int64, table: Int64) -> Reads:
         """`table` with parts of these reads: row i is part of number `part[i]`."""
         return Reads.of(
