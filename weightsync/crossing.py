@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import fields
 
@@ -14,7 +13,7 @@ from weightsync.errors import ConfigError
 from weightsync.exchange import Part
 from weightsync.peers import Fleet
 from weightsync.plan import Plan, Reads
-from weightsync.plan.crossing import bundles
+from weightsync.plan.crossing import arrivals, bundles
 from weightsync.plan.shuffle import ShufflePlan
 
 __all__ = ["Crossing"]
@@ -42,16 +41,18 @@ class Crossing:
         rank_of = {holder: rank for rank, holder in enumerate(self.members)}
         staged = max((plan.staging_nbytes(holder) for holder in self.members), default=0)
         most = min(config.bucket_bytes, (config.max_staging_bytes - staged) // _NUM_SLOTS)
+        dealt = bundles(
+            {rank_of[holder]: reads for holder, reads in needs.items()},
+            {rank_of[holder]: fleet.node(holder) for holder in needs},
+            {trainer: rank for rank, trainer in enumerate(read)},
+        )
+        self._arrivals: dict[int, dict[tuple[str, int], int]] = {}
+        for rank, (packed, passed_on) in arrivals(dealt).items():
+            sent = {(f"trainer {read[giver]}", givers[giver]): nbytes for giver, nbytes in packed.items()}
+            more = {(f"holder {(at := self.members[giver])}", at): n for giver, n in passed_on.items()}
+            self._arrivals[self.members[rank]] = sent | more
         try:
-            self._plan = ShufflePlan.from_bundles(
-                bundles(
-                    {rank_of[holder]: reads for holder, reads in needs.items()},
-                    {rank_of[holder]: fleet.node(holder) for holder in needs},
-                    {trainer: rank for rank, trainer in enumerate(read)},
-                ),
-                len(givers),
-                max_message_bytes=most,
-            )
+            self._plan = ShufflePlan.from_bundles(dealt, len(givers), max_message_bytes=most)
         except ConfigError as error:
             raise ConfigError(
                 "sync.max_staging_bytes",
@@ -68,12 +69,7 @@ class Crossing:
 
     def arrivals(self, holder: int) -> Mapping[tuple[str, int], int]:
         """What comes to a holder in one update: bytes by trainer or holder, and the holder it is on."""
-        found: Counter[tuple[str, int]] = Counter()
-        for lane in self._plan.lanes:
-            if self.members[lane.receiver] == holder:
-                giver, reads = self.members[lane.sender], lane.messages.reads
-                found[f"holder {giver}" if lane.hop else f"trainer {reads.trainer[0]}", giver] += reads.nbytes
-        return found
+        return self._arrivals.get(holder, {})
 
     async def open(self) -> None:
         """Every member takes its memory and meets the others, once all have. Raises as `connect` does."""

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from weightsync.plan.buffers import Int64
+from weightsync.plan.buffers import Bool, Int64
 from weightsync.plan.copies import repeated
 from weightsync.plan.reads import Reads
 from weightsync.plan.shuffle import Bundle
 
-__all__ = ["bundles"]
+__all__ = ["arrivals", "bundles"]
+
+_SAME = ("trainer", "src_buffer", "src", "rows", "row_nbytes", "src_pitch", "dst_pitch")
+"""What reads have in common that are shared. Messages cut rows by `dst_pitch` too: all have to cut alike."""
+_FACTORS = (np.random.default_rng(0).integers(1 << 62, size=len(_SAME)) | 1).tolist()
 
 
 def bundles(needs: Mapping[int, Reads], hosts: Mapping[int, str], senders: Mapping[int, int]) -> list[Bundle]:
@@ -32,21 +38,34 @@ def bundles(needs: Mapping[int, Reads], hosts: Mapping[int, str], senders: Mappi
     return found
 
 
+def arrivals(dealt: Sequence[Bundle]) -> dict[int, tuple[Counter[int], Counter[int]]]:
+    """Per rank that receives: bytes by who packs them, and by who passes them on."""
+    found: dict[int, tuple[Counter[int], Counter[int]]] = {}
+    for sender, parts in dealt:
+        first = next(iter(parts))
+        for rank, reads in parts.items():
+            packed, passed_on = found.setdefault(rank, (Counter(), Counter()))
+            if rank == first:
+                packed[sender] += reads.nbytes
+            else:
+                passed_on[first] += reads.nbytes
+    return found
+
+
 def _of_host(needs: Sequence[tuple[int, Reads]], senders: Mapping[int, int]) -> list[Bundle]:
     keys = _keys([reads for _, reads in needs])
     num_keys = 1 + max(int(key.max(initial=-1)) for key in keys)
     place = np.full((len(needs), num_keys), -1)  # of each key in each rank's reads
     for number, key in enumerate(keys):
         place[number, key] = np.arange(len(key))
-    wanted = np.packbits(place >= 0, axis=0).T  # by whom, a bit each
+    wanted = np.packbits(place >= 0, axis=0)  # by whom, a bit each
     found: list[Bundle] = []
     for first, (_, reads) in enumerate(needs):
         key = keys[first]
         key = key[(place[:first, key] < 0).all(axis=0)]  # what no earlier rank shares
         rows = place[first, key]
         trainer = reads.trainer[rows].astype(np.int64)
-        kind = np.column_stack([trainer, wanted[key]])
-        for group in _groups(kind):
+        for group in _groups([trainer, *wanted[:, key]]):
             sharing = np.flatnonzero(place[:, key[group[0]]] >= 0).tolist()
             nbytes = reads.rows[rows[group]] * reads.row_nbytes[rows[group]]
             dealt = (np.cumsum(nbytes) - nbytes) * len(sharing) // nbytes.sum()
@@ -58,32 +77,33 @@ def _of_host(needs: Sequence[tuple[int, Reads]], senders: Mapping[int, int]) -> 
     return found
 
 
-def _groups(rows: Int64) -> list[Int64]:
-    """The numbers of equal rows, in order, those of each kind together."""
-    _, kind = np.unique(rows, axis=0, return_inverse=True)
-    kind = kind.reshape(-1)
-    order = np.argsort(kind, kind="stable")
-    return np.split(order, np.cumsum(np.bincount(kind))[:-1]) if len(rows) else []
+def _groups(columns: Sequence[npt.NDArray[np.integer]]) -> list[Int64]:
+    """The numbers of rows that are equal in all columns, in order, those of each kind together."""
+    code = np.zeros(len(columns[0]), np.int64)
+    for column in columns:
+        code = np.unique(code * (int(column.max(initial=0)) + 1) + column, return_inverse=True)[1]
+    order = np.argsort(code, kind="stable")
+    return np.split(order, np.cumsum(np.bincount(code))[:-1]) if len(code) else []
 
 
 def _keys(parts: Sequence[Reads]) -> list[Int64]:
     """A number for each read: the same for the same bytes in the same rows, however often one has them."""
     assert len({reads.src_names for reads in parts}) == 1
-    code = np.zeros(sum(map(len, parts)), np.int64)
-    # Where a read is cut into messages, `dst_pitch` has a say: all have to cut alike.
-    for name in ("trainer", "src_buffer", "src", "rows", "row_nbytes", "src_pitch", "dst_pitch"):
-        column = np.concatenate([getattr(reads, name) for reads in parts])
-        code = _numbered(code * (len(column) + 1) + _numbered(column))
+    columns = [np.concatenate([getattr(reads, name) for reads in parts]) for name in _SAME]
     owner, _ = repeated(np.array([len(reads) for reads in parts], np.int64))
+    code = sum(column.astype(np.int64) * factor for column, factor in zip(columns, _FACTORS, strict=True))
     order = np.lexsort((owner, code))
-    again = np.flatnonzero(np.diff(code[order] * len(parts) + owner[order], prepend=-1))
-    nth = np.empty_like(code)
-    nth[order] = np.arange(len(code)) - np.repeat(again, np.diff(np.append(again, len(code))))
-    code = _numbered(code * (len(code) + 1) + nth)
-    return np.split(code, np.cumsum([len(reads) for reads in parts])[:-1])
+    changed = np.diff(code[order], prepend=code[order[:1]] - 1) != 0
+    nth = _nth(changed | (np.diff(owner[order], prepend=-1) != 0))
+    first = order[np.maximum.accumulate(np.where(changed, np.arange(len(order)), 0))]
+    assert all((column[order] == column[first]).all() for column in columns), "two reads have one code"
+    key = np.empty_like(code)
+    key[order] = (np.cumsum(changed) - 1) * (int(nth.max(initial=0)) + 1) + nth
+    return np.split(key, np.cumsum([len(reads) for reads in parts])[:-1])
 
 
-def _numbered(values: Int64) -> Int64:
-    """Equal values get equal numbers, from 0."""
-    numbers: Int64 = np.unique(values, return_inverse=True)[1].reshape(-1)
-    return numbers
+def _nth(starts: Bool) -> Int64:
+    """Each row's place in its run."""
+    at = np.arange(len(starts))
+    place: Int64 = at - np.maximum.accumulate(np.where(starts, at, 0))
+    return place
