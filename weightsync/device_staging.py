@@ -39,6 +39,7 @@ def take_slots(
     if len(before) == plan.slots and all(slot.handle.nbytes >= plan.max_bucket_nbytes for slot in before):
         return before, ()
     slots: list[DeviceBuffer] = []
+    torch.cuda.empty_cache()  # torch keeps what messages of an earlier epoch took
     try:
         while len(slots) < plan.slots:
             slots.append(DeviceBuffer.create(plan.max_bucket_nbytes))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from unittest import mock
 
 import numpy as np
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from weightsync.plan.crossing import bundles
 from weightsync.plan.reads import Reads
 from weightsync.plan.shuffle import ShufflePlan
 
-LEAST = 256
+LEAST, MIB = 256, 1 << 20
 few = settings(max_examples=40)
 
 
@@ -42,7 +43,8 @@ def crossings(draw: st.DrawFn) -> Crossing:
             needs[first + number] = reads
     hosts = {rank: draw(st.sampled_from("ab")) for rank in needs}
     limit = draw(st.sampled_from([200 * LEAST, 1 << 18]))
-    made_bundles = bundles(needs, hosts, {trainer: trainer for trainer in far})
+    with mock.patch("weightsync.plan.crossing.LEAST_SHARE_NBYTES", draw(st.sampled_from([1, 64, 1 << 20]))):
+        made_bundles = bundles(needs, hosts, {trainer: trainer for trainer in far})
     plan = ShufflePlan.from_bundles(made_bundles, first, max_message_bytes=limit)
     return Crossing(made, needs, hosts, plan, first)
 
@@ -118,19 +120,30 @@ def test_a_rank_needs_no_more_of_the_plan_than_its_own_part(case: Crossing) -> N
 
 
 def test_copies_of_an_engine_on_one_host_get_a_part_each_and_pass_it_on() -> None:
-    reads = reads_of([1 << 10] * 64)
+    reads = reads_of([MIB] * 64)
 
     def lanes(hosts: str) -> dict[tuple[int, int], int]:
         needs = {1 + number: reads for number in range(len(hosts))}
         dealt = bundles(needs, dict(zip(needs, hosts, strict=True)), {0: 0})
-        plan = ShufflePlan.from_bundles(dealt, 1, max_message_bytes=8 << 10)
+        plan = ShufflePlan.from_bundles(dealt, 1, max_message_bytes=8 * MIB)
         return {(lane.sender, lane.receiver): lane.messages.reads.nbytes for lane in plan.lanes}
 
-    assert lanes("ab") == {(0, 1): 64 << 10, (0, 2): 64 << 10}
-    assert lanes("aa") == {(0, 1): 32 << 10, (0, 2): 32 << 10, (1, 2): 32 << 10, (2, 1): 32 << 10}
-    assert lanes("aba") == {(0, 1): 32 << 10, (0, 3): 32 << 10, (1, 3): 32 << 10, (3, 1): 32 << 10} | {
-        (0, 2): 64 << 10
-    }
+    half = {(0, 1): 32 * MIB, (0, 2): 32 * MIB, (1, 2): 32 * MIB, (2, 1): 32 * MIB}
+    assert lanes("ab") == {(0, 1): 64 * MIB, (0, 2): 64 * MIB}
+    assert lanes("aa") == half
+    assert lanes("aab") == {**half, (0, 3): 64 * MIB}
+
+
+def test_what_is_little_comes_to_one_and_in_one_message_and_not_always_to_the_same() -> None:
+    reads = reads_of([1 << 10] * 32)
+    firsts = set()
+    for trainer in range(2):
+        moved = replace(reads, trainer=reads.trainer + trainer)
+        dealt = bundles({7: moved, 8: moved}, {7: "a", 8: "a"}, {trainer: 0})
+        plan = ShufflePlan.from_bundles(dealt, 1, max_message_bytes=MIB)
+        assert [lane.messages.num_rounds for lane in plan.lanes] == [1, 1]
+        firsts.add(plan.lanes[0].receiver)
+    assert firsts == {7, 8}
 
 
 def reads_of(sizes: list[int]) -> Reads:

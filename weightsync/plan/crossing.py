@@ -13,10 +13,12 @@ from weightsync.plan.copies import repeated
 from weightsync.plan.reads import Reads
 from weightsync.plan.shuffle import Bundle
 
-__all__ = ["arrivals", "bundles"]
+__all__ = ["LEAST_SHARE_NBYTES", "arrivals", "bundles"]
 
 _SAME = ("trainer", "src_buffer", "src", "rows", "row_nbytes", "src_pitch", "dst_pitch")
 """What reads have in common that are shared. Messages cut rows by `dst_pitch` too: all have to cut alike."""
+LEAST_SHARE_NBYTES = 1 << 20
+"""What is less is not dealt out: messages are to be few."""
 _FACTORS = (np.random.default_rng(0).integers(1 << 62, size=len(_SAME)) | 1).tolist()
 
 
@@ -24,7 +26,7 @@ def bundles(needs: Mapping[int, Reads], hosts: Mapping[int, str], senders: Mappi
     """Deals `needs` to those who receive them from afar; each passes on what others of its host share.
 
     Reads are shared where they are of the same bytes in the same rows: replicas, and engines that are
-    cut alike. Each of those who share gets an equal part of them.
+    cut alike. Each of those who share gets an equal part of them, or one gets what is little.
 
     Args:
         needs: per receiving rank, what it reads of trainers on other hosts.
@@ -68,12 +70,15 @@ def _of_host(needs: Sequence[tuple[int, Reads]], senders: Mapping[int, int]) -> 
         for group in _groups([trainer, *wanted[:, key]]):
             sharing = np.flatnonzero(place[:, key[group[0]]] >= 0).tolist()
             nbytes = reads.rows[rows[group]] * reads.row_nbytes[rows[group]]
-            dealt = (np.cumsum(nbytes) - nbytes) * len(sharing) // nbytes.sum()
+            giver, total = int(trainer[group[0]]), int(nbytes.sum())
+            num_shares = min(len(sharing), max(1, total // LEAST_SHARE_NBYTES))
+            dealt = (np.cumsum(nbytes) - nbytes) * num_shares // total
             for turn in np.unique(dealt).tolist():
                 mine = key[group[dealt == turn]]
-                order = [sharing[turn], *(each for each in sharing if each != sharing[turn])]
+                at = (giver + turn) % len(sharing)  # small shares of many trainers go to all in turn
+                order = [*sharing[at:], *sharing[:at]]
                 parts = {needs[each][0]: needs[each][1].take(place[each, mine]) for each in order}
-                found.append((senders[int(trainer[group[0]])], parts))
+                found.append((senders[giver], parts))
     return found
 
 

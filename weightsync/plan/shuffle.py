@@ -22,6 +22,8 @@ from weightsync.plan.segment import RankLayout
 
 __all__ = ["Bundle", "Lane", "ShufflePlan"]
 
+_SMALL = 64 << 10
+"""What is no larger goes as one message, where there is room for that."""
 _PARTS = 8
 """Pieces are at most this part of a message, so that few bytes of each message stay empty."""
 
@@ -211,14 +213,15 @@ def _lanes(bundles: Sequence[Bundle], max_message_bytes: int) -> tuple[Lane, ...
     for its, nbytes in zip(ends, sizes, strict=True):
         totals.update(dict.fromkeys(its, nbytes))
     peers = Counter(end for its in ends for end in its)
-    least = RUN_ALIGN * max(peers.values(), default=1)
-    if max_message_bytes < least:
-        raise ConfigError("max_message_bytes", max_message_bytes, f"give at least {least}")
-    shared = max_message_bytes - least
+    most = max(peers.values(), default=1)
+    if max_message_bytes < RUN_ALIGN * most:
+        raise ConfigError("max_message_bytes", max_message_bytes, f"give at least {RUN_ALIGN * most}")
+    least = max(RUN_ALIGN, min(_SMALL, max_message_bytes // 4 // most) // RUN_ALIGN * RUN_ALIGN)
+    shared = max_message_bytes - least * most
     lanes = []
     for number, (sender, reads) in enumerate(bundles):
         busiest = max(totals[end] for end in ends[number])
-        capacity = (RUN_ALIGN + shared * sizes[number] // busiest) // RUN_ALIGN * RUN_ALIGN
+        capacity = (least + shared * sizes[number] // busiest) // RUN_ALIGN * RUN_ALIGN
         piece = max(RUN_ALIGN, capacity // _PARTS // RUN_ALIGN * RUN_ALIGN)
         first = next(iter(reads))
         for rank, part in reads.items():
