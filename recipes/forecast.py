@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from recipes.grids import engine_layout, trainer_layout
 from recipes.hosts import HostSpec
@@ -11,14 +12,24 @@ from recipes.parallel import EngineParallel, Fsdp, Megatron
 from recipes.recipe import MoeSpec, Recipe
 from recipes.shapes import MixtureShape, ModelShape, checkpoint_tensors
 from weightsync.config import SyncConfig
-from weightsync.plan import Cluster, Explanation, Layout, Members, Reshard, TensorMeta, castless, make_plan
-from weightsync.plan.direct_floor import DirectFloor, LinkRates, Receiver, direct_floor, distances
+from weightsync.plan import (
+    Cluster,
+    Explanation,
+    Layout,
+    Members,
+    Reads,
+    Reshard,
+    TensorMeta,
+    castless,
+    make_plan,
+)
+from weightsync.plan.direct_floor import OTHER_HOST, DirectFloor, LinkRates, Receiver, direct_floor, distances
 from weightsync.plan.figures import time_text
 
 __all__ = ["Scene", "forecast", "recipe_scene"]
 
 _MOST_COPIES = 10_000_000
-"""Planning so many takes about six seconds."""
+"""Planning so many takes about six seconds, and as long again where they are of other hosts."""
 _LEAST_RANKS = 2
 _MOST_REASONS = 3
 
@@ -148,8 +159,6 @@ def _direct(sides: _Sides) -> list[str]:
     lines = [f"{tensor}, by broadcast: {reason}" for tensor, reason in list(reasons.items())[:_MOST_REASONS]]
     if len(reasons) > _MOST_REASONS:
         lines.append(f"and {len(reasons) - _MOST_REASONS} more tensors by broadcast")
-    if scene.cluster and scene.cluster[1].num_hosts(sides.members.num_holders) > 1:
-        lines.append("so far on one host only: between hosts, updates are broadcast")
     return [*str(_floor(sides, names)).splitlines(), *lines] if names else lines
 
 
@@ -164,17 +173,21 @@ def _floor(sides: _Sides, tensors: Collection[str]) -> DirectFloor:
             reshards[id(engine)] = Reshard(sides.source, name, engine, only=tensors)
     every = [(name, rank, gpu) for name, gpus in members.engines for rank, gpu in enumerate(gpus)]
 
-    def receiver(number: int) -> Receiver:
+    def planned(number: int) -> tuple[str, int, Reads]:
         name, rank, gpu = every[number]
         near = distances(gpu, members.trainers, per_host)
-        start = gpu * len(members.trainers) // members.num_holders
+        start = 0 if OTHER_HOST in near else gpu * len(members.trainers) // members.num_holders
         reads = reshards[id(sides.engines[name])].reads(rank, near, start=start)
-        return Receiver.of(f"{name} rank {rank}", gpu, reads)
+        return f"{name} rank {rank}", gpu, reads
 
-    first = receiver(0)
-    num_planned = min(len(every), max(_LEAST_RANKS, _MOST_COPIES // max(first.num_copies, 1)))
-    rest = map(receiver, _sample(len(every), num_planned, per_host)[1:])
-    return direct_floor([first, *rest], members.trainers, per_host, _link_rates(scene), num_ranks=len(every))
+    first = planned(0)
+    num_planned = min(len(every), max(_LEAST_RANKS, _MOST_COPIES // max(len(first[2]), 1)))
+    chosen = _sample(len(every), num_planned, per_host)
+    receivers: list[Receiver] = []
+    for _, numbers in groupby(chosen, lambda number: every[number][2] // per_host):
+        here = [planned(number) if number else first for number in numbers]
+        receivers += Receiver.of_host(here, members.trainers, per_host)
+    return direct_floor(receivers, members.trainers, per_host, _link_rates(scene), num_ranks=len(every))
 
 
 def _sample(num_ranks: int, num_planned: int, per_host: int) -> list[int]:

@@ -196,8 +196,9 @@ class SyncConfig:
 
     Attributes:
         mode: how bytes travel: ``broadcast`` sends whole tensors, which any engine takes; ``direct``
-            has each engine's GPU read its own part out of the trainers' memory, which must be on GPUs
-            of the same host, and is refused where an engine cannot; ``auto`` chooses for each engine.
+            has each engine's GPU read its own part out of the trainers' memory, which must be on GPUs,
+            or be sent it from other hosts, and is refused where an engine cannot; ``auto`` chooses for
+            each engine.
         transport: between holders: ``nccl`` between GPUs, ``gloo`` between hosts' memories; ``auto``
             takes nccl where every trainer and engine has a GPU.
         bucket_bytes: bytes that travel as one message.

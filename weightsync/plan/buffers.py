@@ -15,6 +15,7 @@ __all__ = ["DTYPES", "Buffers", "Int32", "Int64"]
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
+Bool = npt.NDArray[np.bool_]
 
 DTYPES = {name: code for code, name in enumerate(ITEMSIZE)}
 """A number per dtype, for columns."""

@@ -78,8 +78,18 @@ class Reads:
 
     def table(self) -> Int64:
         """int64[N, 6], `Copies`' columns; `src` and `dst` are offsets in the buffers."""
-        columns = (self.src, self.dst, self.rows, self.row_nbytes, self.src_pitch, self.dst_pitch)
-        return np.stack(columns, axis=1)
+        return np.stack(self._columns(), axis=1)
+
+    def take(self, rows: Int64) -> Reads:
+        """Those of numbers `rows`, in that order."""
+        return Reads.of(
+            self.trainer[rows],
+            self.src_names,
+            self.src_buffer[rows],
+            self.dst_names,
+            self.dst_buffer[rows],
+            np.stack([column[rows] for column in self._columns()], axis=1),
+        )
 
     def cut(self, part: Int64, table: Int64) -> Reads:
         """`table` with parts of these reads: row i is part of number `part[i]`."""
@@ -113,6 +123,9 @@ class Reads:
             self.src_pitch,
             self.dst_pitch,
         )
+
+    def _columns(self) -> tuple[Int64, ...]:
+        return self.src, self.dst, self.rows, self.row_nbytes, self.src_pitch, self.dst_pitch
 
 
 def addresses(names: tuple[str, ...], buffer: Int32, address: Mapping[str, int]) -> Int64:

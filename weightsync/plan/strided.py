@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from weightsync.plan.buffers import Int64
+from weightsync.plan.buffers import Bool, Int64
 from weightsync.plan.copies import flattened, repeated
 
 __all__ = ["join", "strided_copies"]
 
-_Bools = npt.NDArray[np.bool_]
 _NO_STRIDE = np.iinfo(np.int64).max
 
 
@@ -92,7 +90,7 @@ def join(lane: Int64, table: Int64) -> tuple[Int64, Int64]:
     return lane, table
 
 
-def _beside(lane: Int64, table: Int64) -> _Bools:
+def _beside(lane: Int64, table: Int64) -> Bool:
     """Whether each copy's rows continue those of the one before it."""
     before, after = table[:-1], table[1:]
     on = np.zeros(len(table), np.bool_)
@@ -133,7 +131,7 @@ def _below(lane: Int64, table: Int64) -> tuple[Int64, Int64]:
     return first, pitch
 
 
-def _apart(on: _Bools, gap: Int64) -> _Bools:
+def _apart(on: Bool, gap: Int64) -> Bool:
     """Drops links, so that no two kept ones of different gaps share a copy.
 
     Links of one gap in a row are a run. Of runs that follow each other, every second one gives up
@@ -148,7 +146,7 @@ def _apart(on: _Bools, gap: Int64) -> _Bools:
     stretch = np.flatnonzero(~meets[:-1])
     base = np.repeat(number[stretch], np.diff(np.append(stretch, len(on))))
     odd = (number - base) % 2 == 1
-    kept: _Bools = ~(odd & (changes[:-1] | changes[1:]))
+    kept: Bool = ~(odd & (changes[:-1] | changes[1:]))
     return kept
 
 
