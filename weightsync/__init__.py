@@ -31,8 +31,10 @@ if TYPE_CHECKING:
         WeightSyncError,
     )
     from weightsync.plan import Box, Layout, Plan, Segment, make_plan
+    from weightsync.plan.direct_floor import LinkRates
     from weightsync.plan.shuffle import ShufflePlan
     from weightsync.report import SyncReport
+    from weightsync.shares import shares
     from weightsync.shuffle import Shuffle, gather_send, scatter_recv
 
 __version__ = "0.1.0"
@@ -43,6 +45,7 @@ __all__ = [
     "DeadlineError",
     "EngineError",
     "Layout",
+    "LinkRates",
     "PeerLostError",
     "Plan",
     "PlanError",
@@ -60,6 +63,7 @@ __all__ = [
     "make_plan",
     "parse_size",
     "scatter_recv",
+    "shares",
 ]
 
 _HOMES = {
@@ -68,6 +72,7 @@ _HOMES = {
     "DeadlineError": "weightsync.errors",
     "EngineError": "weightsync.errors",
     "Layout": "weightsync.plan",
+    "LinkRates": "weightsync.plan.direct_floor",
     "PeerLostError": "weightsync.errors",
     "Plan": "weightsync.plan",
     "PlanError": "weightsync.errors",
@@ -84,6 +89,7 @@ _HOMES = {
     "make_plan": "weightsync.plan",
     "parse_size": "weightsync.config",
     "scatter_recv": "weightsync.shuffle",
+    "shares": "weightsync.shares",
 }
 
 
