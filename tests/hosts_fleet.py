@@ -297,9 +297,9 @@ class Hosts:
         """Bytes of one update between hosts."""
         return sum(link.nbytes for link in self.controller.links() if link.distance == "other host")
 
-    def respawn(self, name: str, on: str = "") -> None:
-        """Another engine in the place of `name`: on its holders, or on new ones on hosts `on`."""
-        old, holders = self.engines[name], self.fleet.engines[name].holders
+    def respawn(self, name: str, on: str = "", holders: tuple[int, ...] = ()) -> None:
+        """Another engine in the place of `name`: on its `holders`, on these, or on new ones on hosts `on`."""
+        old, holders = self.engines[name], holders or self.fleet.engines[name].holders
         old.close()
         if on:
             holders = tuple(range(len(self.holders), len(self.holders) + len(on)))

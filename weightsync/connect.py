@@ -162,7 +162,8 @@ async def _open(
         router = Router(fleet, config, plan, layouts.source, exports, demoted)
         for name, ranks in served.items():
             await router.add(name, layouts.joined[name], [each.export for each in ranks])
-        await router.meet()
+        if router.suffices:  # else all connect again, with buckets
+            await router.meet()
     for seat in fleet.live().values():
         seat.attached = True
     content, in_place = plan.content(), any(read.values())

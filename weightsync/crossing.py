@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 
 import numpy as np
@@ -61,11 +61,9 @@ class Crossing:
                 f"are too small: {error.remedy}",
             ) from error
 
-    def agrees(self, needs: Mapping[int, Reads]) -> bool:
-        """Whether it brings these holders just what they need now."""
-        return all(
-            holder in self._needs and _same(self._needs[holder], each) for holder, each in needs.items()
-        )
+    def agrees(self, holders: Collection[int], needs: Mapping[int, Reads]) -> bool:
+        """Whether it brings `holders` just what they need now, and nothing to those without `needs`."""
+        return all(_same(self._needs.get(holder), needs.get(holder)) for holder in holders)
 
     def arrivals(self, holder: int) -> Mapping[tuple[str, int], int]:
         """What comes to a holder in one update: bytes by trainer or holder, and the holder it is on."""
@@ -88,7 +86,8 @@ class Crossing:
         (await gather_named(meets, "meet", timeout_s)).require()
 
 
-def _same(ours: Reads, theirs: Reads) -> bool:
-    return all(
-        np.array_equal(getattr(ours, column.name), getattr(theirs, column.name)) for column in fields(Reads)
-    )
+def _same(ours: Reads | None, theirs: Reads | None) -> bool:
+    if ours is None or theirs is None:
+        return ours is theirs
+    names = (column.name for column in fields(Reads))
+    return all(np.array_equal(getattr(ours, name), getattr(theirs, name)) for name in names)

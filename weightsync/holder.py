@@ -160,7 +160,9 @@ class Holder:
         would, but goes no further. Raises TransportError or DeadlineError.
         """
         plan, staging = self._plan, self._staging
-        assert plan and staging and self._groups  # noqa: PT018
+        assert plan is not None
+        assert staging is not None
+        assert self._groups
         with self._moving, staging.queue():
             staging.connect(trainer, engine)
             self._groups.warm_up(staging.device)
@@ -186,7 +188,8 @@ class Holder:
 
     def meet(self, rendezvous: str, timeout_s: float) -> None:
         """Open the communicator of messages, and use each path once. Raises TransportError."""
-        assert self._staging and self._exchange  # noqa: PT018
+        assert self._staging
+        assert self._exchange
         with self._moving, self._staging.queue():
             self._exchange.open(rendezvous, timeout_s)
 

@@ -146,10 +146,10 @@ class Router:
             local[holder] = reads.take(np.flatnonzero(~is_far))
             if is_far.any():
                 far[holder] = reads.take(np.flatnonzero(is_far))
-        if self.crossing and far:
-            if max(far) >= self._plan.members.num_holders:
+        if self.crossing:
+            if max(far, default=-1) >= self._plan.members.num_holders:
                 return _LATER
-            if not self.crossing.agrees(far):
+            if not self.crossing.agrees(holders, far):
                 return "what it needs of other hosts was not planned when all connected"
         calls = {
             f"holder {holder}": self._fleet.holders[holder].route(reads, self._memory(reads))

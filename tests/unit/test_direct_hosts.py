@@ -10,7 +10,7 @@ import pytest
 
 from tests.hosts_fleet import Hosts, drive
 from weightsync.config import SyncConfig
-from weightsync.errors import ConfigError, PeerLostError, TransportError
+from weightsync.errors import ConfigError, PeerLostError, PlanError, TransportError
 from weightsync.host_copies import HostCopies
 from weightsync.plan.shuffle import ShufflePlan
 from weightsync.shuffle import Shuffle
@@ -213,6 +213,19 @@ def test_one_that_takes_anothers_place_gets_what_that_one_got() -> None:
         assert loop.controller.connected
 
     drive(work, "aa", {"e0": "bb", "e1": "bb"}, CONFIG)
+
+
+def test_one_whose_ranks_sit_otherwise_has_all_connect_anew() -> None:
+    async def work(loop: Hosts) -> None:
+        await loop.controller.connect()
+        await loop.update(1)
+        loop.respawn("e0", holders=(3, 2))
+        with pytest.raises(PlanError, match=r"engine e0.*no buckets.*was not planned"):
+            await loop.controller.adopt("e0")
+        await loop.controller.connect()
+        assert await loop.update(2) == {"e0": "direct"}
+
+    drive(work, "aa", {"e0": "bb"}, CONFIG)
 
 
 def test_one_on_a_holder_that_came_later_is_adopted_and_gets_messages_once_all_connect() -> None:

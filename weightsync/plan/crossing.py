@@ -19,7 +19,7 @@ _SAME = ("trainer", "src_buffer", "src", "rows", "row_nbytes", "src_pitch", "dst
 """What reads have in common that are shared. Messages cut rows by `dst_pitch` too: all have to cut alike."""
 LEAST_SHARE_NBYTES = 1 << 20
 """What is less is not dealt out: messages are to be few."""
-_FACTORS = (np.random.default_rng(0).integers(1 << 62, size=len(_SAME)) | 1).tolist()
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def bundles(needs: Mapping[int, Reads], hosts: Mapping[int, str], senders: Mapping[int, int]) -> list[Bundle]:
@@ -96,13 +96,16 @@ def _keys(parts: Sequence[Reads]) -> list[Int64]:
     assert len({reads.src_names for reads in parts}) == 1
     columns = [np.concatenate([getattr(reads, name) for reads in parts]) for name in _SAME]
     owner, _ = repeated(np.array([len(reads) for reads in parts], np.int64))
-    code = sum(column.astype(np.int64) * factor for column, factor in zip(columns, _FACTORS, strict=True))
+    code = np.zeros(len(owner), np.uint64)
+    for column in columns:
+        code = (code + column.astype(np.uint64)) * _GOLDEN
+        code ^= code >> np.uint64(32)
     order = np.lexsort((owner, code))
-    changed = np.diff(code[order], prepend=code[order[:1]] - 1) != 0
+    changed = np.diff(code[order], prepend=code[order[:1]] - np.uint64(1)) != 0
     nth = _nth(changed | (np.diff(owner[order], prepend=-1) != 0))
     first = order[np.maximum.accumulate(np.where(changed, np.arange(len(order)), 0))]
     assert all((column[order] == column[first]).all() for column in columns), "two reads have one code"
-    key = np.empty_like(code)
+    key = np.empty(len(code), np.int64)
     key[order] = (np.cumsum(changed) - 1) * (int(nth.max(initial=0)) + 1) + nth
     return np.split(key, np.cumsum([len(reads) for reads in parts])[:-1])
 
