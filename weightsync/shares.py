@@ -19,7 +19,7 @@ class RankShare:
 
     Attributes:
         floor_s: of the bytes that it takes, over the slowest of the links that they come by.
-        took_s: its ``load``, from the call until all bytes lay where they are served from; 0 if it took no part.
+        took_s: its ``load``, from the call until all bytes lay where they are served; 0 if it took no part.
     """
 
     rank: str
