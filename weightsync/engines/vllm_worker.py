@@ -161,7 +161,8 @@ class _Rank:
         return _whole_layout(metas, tied, device)
 
     def _reload(self, feed: EngineFeed, plan: Plan, attempt: int, timeout_s: float) -> Digests:
-        sink = _ReloadSink(plan, Reload(self._runner, self._device), self._device)
+        reload = Reload(self._runner.get_model(), self._runner.model_config, self._device)
+        sink = _ReloadSink(plan, reload, self._device)
         try:
             return feed.receive(attempt, sink, timeout_s)
         except WeightSyncError:
