@@ -6,9 +6,12 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from weightsync.plugins import register_vllm
 
@@ -53,3 +56,31 @@ def test_a_trainer_pushes_weights_into_vllm(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+class _Source32:
+    """A source as vLLM 0.32 has it; 0.33's says the same in other words."""
+
+    def metadata(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name="weight", shape=(2, 3))]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "weight", torch.ones(2, 3)
+
+
+class _Source33:
+    metadata = [SimpleNamespace(name="weight", shape=(2, 3))]  # noqa: RUF012
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "weight", torch.ones(2, 3)
+
+
+@with_vllm
+@pytest.mark.parametrize("source", [_Source32(), _Source33()], ids=["0.32", "0.33"])
+def test_sources_of_both_shapes_are_read(source) -> None:
+    from weightsync.plugins.vllm_trainer import _shapes, _tensors
+
+    for _ in range(2):
+        assert _shapes(source) == {"weight": [2, 3]}
+        ((name, tensor),) = _tensors(source)
+        assert (name, tensor.shape) == ("weight", (2, 3))

@@ -17,8 +17,10 @@ from weightsync.plugins.sender import Sender
 from weightsync.transports.roll_call import aside
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from concurrent.futures import Future
 
+    import torch
     from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient, WeightSource
 
 __all__ = ["WeightSyncTrainerEngine", "WeightSyncTrainerInitInfo"]
@@ -73,15 +75,14 @@ class WeightSyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
 
     def send_weights(self) -> None:
         """One update. Raises TransportError with the cause, also where it is a worker that failed."""
-        metadata = self.source.metadata()  # on every rank: where it is collective, all have to
+        shapes = _shapes(self.source)  # on every rank, as are the tensors: making them may be collective
         if self._sender is None:
-            for _ in self.source:
+            for _ in _tensors(self.source):
                 pass
             return
         sender = self._sender
         self._version += 1
         self.client.start_weight_update()
-        shapes = {each.name: list(each.shape) for each in metadata}
         updating = aside(lambda: self.client.update_weights({"shapes": shapes}))
 
         def abort(done: Future[None]) -> None:
@@ -89,7 +90,7 @@ class WeightSyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
                 sender.abort(f"vLLM: {type(error).__name__}: {error}")
 
         updating.add_done_callback(abort)
-        sender.send(self.source, self._version)
+        sender.send(_tensors(self.source), self._version)
         updating.result()
         self.client.finish_weight_update()
 
@@ -97,3 +98,16 @@ class WeightSyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
         """Leave the workers."""
         if self._sender:
             self._sender.close()
+
+
+def _shapes(source: WeightSource) -> dict[str, list[int]]:
+    """Of all tensors; what says them is a method in 0.32, a property in 0.33."""
+    metadata = source.metadata() if callable(source.metadata) else source.metadata
+    return {each.name: list(each.shape) for each in metadata}
+
+
+def _tensors(source: WeightSource) -> Iterable[tuple[str, torch.Tensor]]:
+    """A fresh pass over whole tensors; in 0.32, a source is iterated itself."""
+    tensors: Iterable[tuple[str, torch.Tensor]]
+    tensors = source.iter_full() if hasattr(source, "iter_full") else source
+    return tensors
