@@ -142,18 +142,18 @@ def arm(who: str, faults: Sequence[Fault], seed: int) -> None:
 
 
 def shares(
-    faults: Sequence[Fault], num_ranks: int, *, apart: bool | None = None
+    faults: Sequence[Fault], num_ranks: int, apart: bool = False
 ) -> tuple[tuple[Fault, ...], tuple[tuple[Fault, ...], ...]]:
     """What strikes in an engine's own process, and in that of each of its ranks.
 
-    One rank lives in the engine's process, several have processes of their own (`apart`), if not said
-    otherwise. Raises ConfigError for a fault of a rank that is not there.
+    One rank lives in the engine's process unless it is `apart`, several have processes of their own.
+    Raises ConfigError for a fault of a rank that is not there.
     """
     for fault in faults:
         if fault.rank is not None and fault.rank >= num_ranks:
             raise ConfigError("fault.rank", fault.rank, f"{fault.who} has ranks 0 to {num_ranks - 1}")
-    if not (num_ranks > 1 if apart is None else apart):
-        return tuple(faults), ((),) * num_ranks
+    if num_ranks == 1 and not apart:
+        return tuple(faults), ((),)
     there = [fault for fault in faults if fault.rank is not None or fault.at in _RANK_PLACES[1:]]
     here = tuple(fault for fault in faults if fault not in there)
     return here, tuple(

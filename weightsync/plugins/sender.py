@@ -59,7 +59,7 @@ class Sender:
                 put(name, tensor)
 
     def abort(self, cause: str) -> None:
-        """End `open` and `send` on all ranks; may be called from any thread."""
+        """End a `send` on all ranks; may be called from any thread."""
         self._transport.abort(cause)
 
     def close(self) -> None:

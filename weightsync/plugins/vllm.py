@@ -87,6 +87,8 @@ class WeightSyncTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """From 0.32 on. Unlike the base class's, it does not wait for an accelerator where there is none."""
         self.receive_weights(self.parse_update_info(update_info))
+        if self._model_device.type != "cpu":
+            torch.accelerator.synchronize()
 
     def receive_weights(
         self, update_info: WeightSyncUpdateInfo, load_weights: Callable[[Named], object] | None = None
