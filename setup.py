@@ -23,7 +23,7 @@ setup(
     package_data={
         "weightsync": ["py.typed", "kernels.cu"],
         "actors": ["dashboards/*.json"],
-        "recipes": ["*.yaml", "*.j2"],
+        "recipes": ["*.yaml", "*.json", "*.j2"],
     },
     # Their names are too common for a package: they go to share/ of the environment.
     data_files=[
@@ -57,6 +57,7 @@ setup(
             "pytest>=8",
             "pytest-timeout>=2.3",
             "hypothesis>=6.100",
+            "jsonschema>=4.20",
             "ruff>=0.14",
             "mypy>=1.18",
             "types-PyYAML",

@@ -11,7 +11,7 @@ from ray.util import list_named_actors
 
 from weightsync.errors import ConfigError, StateError
 
-__all__ = ["actor_name", "detached", "end", "end_all", "find", "names", "run_prefix"]
+__all__ = ["NAMESPACE", "actor_name", "detached", "end", "end_all", "find", "names", "run_prefix"]
 
 NAMESPACE = "weightsync"
 _PATIENCE_S = 10.0

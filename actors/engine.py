@@ -16,7 +16,7 @@ class EngineActor(EngineCalls):
     """One inference engine. Its methods are coroutines, so that `generate` and `load` can overlap.
 
     Args:
-        kind: ``vllm``, ``torch``, or ``auto`` for the first that is installed.
+        kind: ``vllm``, ``sglang``, ``torch``, or ``auto`` for the first of these that is installed.
         model_path: a Hugging Face model directory; its config and tokenizer are read, its weights are not.
         name: as registered with WeightSync.
         options: passed to the adapter, see `weightsync/engines/README.md`.

@@ -77,6 +77,8 @@ class Membership:
                 self._seat_rank(seat, left[rank] if rank < len(left) else None)
                 for rank, seat in enumerate(seats)
             )
+            if not {*holders} <= {*self._controller.plan.members.receivers}:
+                self._controller.connected = False  # a holder that only sent is in no other's broadcasts
             self.engines[name], self._seats[name] = handle, seats
             self._fleet.engines[name] = EngineSeat(engine, holders)
             self._watch(name, engine)

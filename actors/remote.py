@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from weightsync.buffers import Attached, Export
     from weightsync.clock import Span
     from weightsync.device_memory import DeviceHandle
+    from weightsync.exchange import Part
     from weightsync.faults import Fault
     from weightsync.feed import FeedTicket
     from weightsync.keeper import Label, Share
@@ -157,6 +158,13 @@ class RemoteHolder(_Remote):
 
     async def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
         await self._call("route", reads, memory)
+
+    async def exchange(self, part: Part) -> str:
+        rendezvous: str = await self._call("exchange", part)
+        return rendezvous
+
+    async def meet(self, rendezvous: str, timeout_s: float) -> None:
+        await self._call("meet", rendezvous, timeout_s)
 
     async def move(self, attempt: int, feeding: bool, way: Way, timeout_s: float) -> Span:
         span: Span = await self._call("move", attempt, feeding, way, timeout_s)

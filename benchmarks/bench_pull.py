@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from cupy.cuda import runtime
 
 from benchmarks.common import Row, environment, print_table, write_json
-from weightsync import cuda
 from weightsync.kernels import CopyTable
 from weightsync.plan.copies import Copies
 from weightsync.pull import NUM_BLOCKS
@@ -50,7 +50,8 @@ def main() -> None:
     nbytes = int(args.gib * 1024) * MIB
     far = torch.empty(nbytes // 4, dtype=torch.int32, device="cuda:1").random_()
     near = torch.zeros(nbytes // 4, dtype=torch.int32, device="cuda:0")
-    near[:1].copy_(far[:1])  # opens the way between the two
+    runtime.setDevice(0)
+    runtime.deviceEnablePeerAccess(1)
     rates = [row for size in BLOCKS_MIB for row in _rates(far, near, int(size * MIB))]
     decode = _decode_rows(far, near)
     print_table("reading another GPU's memory", rates, where)
@@ -68,7 +69,7 @@ def _reads(
 
     def engine(stream: torch.cuda.Stream) -> None:
         for source, target, _, size, _, _ in copies:
-            cuda.copy(source, target, size, stream)
+            runtime.memcpyAsync(target, source, size, runtime.memcpyDefault, stream.cuda_stream)
 
     return {"kernel": lambda stream: table.launch(0, stream), "engine": engine}
 

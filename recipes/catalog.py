@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import yaml
-
+from recipes.yaml_lines import located, read_yaml
 from weightsync.config import load_dataclass
 from weightsync.errors import ConfigError, nearest
 
@@ -48,8 +47,8 @@ def load(cls: type[T], given: str, *, field: str, kind: str) -> T:
         ConfigError: there is no such file, or what it says is no `cls`.
     """
     path = find(given, field, shipped(kind))
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(field, str(path), f"give a YAML file; {' '.join(str(error).split())}") from error
-    return load_dataclass(cls, data, field=field)
+    data, lines = read_yaml(path, field)
+    # What checks a value calls it by what it is, as model.head_dim.
+    places = {f"{name}.{key}": at for name in (field, kind[:-1]) for key, at in lines.items()}
+    with located(places, str(path)):
+        return load_dataclass(cls, data, field=field)

@@ -1,11 +1,14 @@
-"""The command line: ``weightsync run RECIPE``, ``weightsync report DIR`` and ``weightsync plan``."""
+"""The command line: ``weightsync run RECIPE``, ``report``, ``plan``, ``schema`` and ``doctor``."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import signal
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -14,14 +17,18 @@ from rich.console import Console
 
 from recipes.catalog import find, load
 from recipes.cluster import existing_cluster, local_cluster
+from recipes.doctor import is_fit, table
 from recipes.forecast import Scene, forecast, recipe_scene
 from recipes.hosts import HostSpec
 from recipes.page import write_page
 from recipes.parallel import parse_engine, parse_trainers
 from recipes.recipe import Recipe, load_recipe
 from recipes.run_report import read_report
+from recipes.schema import markdown as as_markdown
+from recipes.schema import recipe_schema
 from recipes.screen import Screen
 from recipes.shapes import ModelShape
+from recipes.yaml_lines import located, read_yaml
 from weightsync.engines import choose_engine
 from weightsync.errors import ConfigError, WeightSyncError, nearest
 from weightsync.faults import FaultPlan
@@ -30,6 +37,7 @@ __all__ = ["app", "main"]
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 SHIPPED = Path(__file__).parent
+LOOPS = {"grpo": "recipes.quickstart", "elastic": "recipes.elastic"}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -55,9 +63,8 @@ def run(
 ) -> None:
     """Run a recipe. Exits with 0 when it did its work, 1 when it failed, 2 for bad input."""
     try:
-        loaded = load_recipe(find(recipe, "recipe", _shipped(plans=False)), set_ or [])
-        for group, spec in loaded.engines.items():
-            choose_engine(spec.kind, field=f"engines.{group}.kind")
+        loaded = load_recipe(_recipe_file(recipe), set_ or [])
+        _check_engines(loaded)
         _check_cluster(loaded)
         faults = _load_plan(chaos, loaded) if chaos is not None else None
     except ConfigError as error:
@@ -97,7 +104,7 @@ def plan(
         if recipe is not None:
             said = {"--model": model, "--trainers": trainers, "--engine": engine, "--engines": engines}
             _refuse(said | {"--apart": apart or None}, "RECIPE says it; give one or the other")
-            loaded = load_recipe(find(recipe, "recipe", _shipped(plans=False)), set_ or [])
+            loaded = load_recipe(_recipe_file(recipe), set_ or [])
             scene = recipe_scene(loaded, host, offloaded=offloaded)
         else:
             _refuse({"--set": set_}, "it replaces a value of RECIPE, and none is given")
@@ -105,8 +112,7 @@ def plan(
                 name=_required("--model", model),
                 model=load(ModelShape, _required("--model", model), field="--model", kind="models"),
                 trainers=parse_trainers(_required("--trainers", trainers)),
-                engine=parse_engine(_required("--engine", engine)),
-                num_engines=1 if engines is None else engines,
+                engines=(parse_engine(_required("--engine", engine)),) * _at_least_one("--engines", engines),
                 apart=apart,
                 offloaded=offloaded,
                 cluster=host,
@@ -131,9 +137,46 @@ def report(
     screen.line(f"report: {folder / 'report.html'}")
 
 
+@app.command()
+def schema(
+    markdown: Annotated[bool, typer.Option("--markdown", help="docs/configuration.md instead.")] = False,
+) -> None:
+    """Print the JSON Schema of a recipe, by which editors complete and check it."""
+    document = recipe_schema()
+    print(as_markdown(document) if markdown else json.dumps(document, indent=1) + "\n", end="")
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="A list of rows instead of lines.")] = False,
+) -> None:
+    """Say what this machine can do, and what to do about what is missing: then it exits with 1."""
+    from recipes.probes import diagnose  # it looks for torch and for engines
+
+    rows = diagnose()
+    print(json.dumps([asdict(row) for row in rows], indent=1) if as_json else table(rows))
+    raise typer.Exit(DONE if is_fit(rows) else FAILED)
+
+
 def main() -> None:
     """The console script."""
     app()
+
+
+def _recipe_file(given: str) -> Path:
+    """By its path or by a shipped one's name; ``recipes/NAME.yaml`` also where a job's folder is empty."""
+    known, path = _shipped(plans=False), Path(given)
+    if path.parts[:-1] == (SHIPPED.name,) and not path.exists() and path.stem in known:
+        return known[path.stem]
+    return find(given, "recipe", known)
+
+
+def _check_engines(recipe: Recipe) -> None:
+    for group, spec in recipe.engines.items():
+        kind, _ = choose_engine(spec.kind, field=f"engines.{group}.kind")
+        if kind == "torch" and spec.tensor_parallel_size > 1:
+            field = f"engines.{group}.tensor_parallel_size"
+            raise ConfigError(field, spec.tensor_parallel_size, "install vllm; a torch engine has one rank")
 
 
 def _check_cluster(recipe: Recipe) -> None:
@@ -143,8 +186,11 @@ def _check_cluster(recipe: Recipe) -> None:
 
 
 def _load_plan(chaos: str, recipe: Recipe) -> FaultPlan:
-    plan = FaultPlan.from_yaml(find(chaos, "chaos", _shipped(plans=True)))
-    plan.check_who(recipe.members)
+    path = find(chaos, "chaos", _shipped(plans=True))
+    places = {f"chaos.{key}": at for key, at in read_yaml(path, "chaos")[1].items()}
+    with located(places, str(path)):
+        plan = FaultPlan.from_yaml(path)
+        plan.check_who(recipe.members)
     return plan
 
 
@@ -169,6 +215,12 @@ def _required(option: str, value: str | None) -> str:
     return value
 
 
+def _at_least_one(option: str, value: int | None) -> int:
+    if value is not None and value < 1:
+        raise ConfigError(option, value, "give at least 1")
+    return value or 1
+
+
 def _shipped(*, plans: bool) -> dict[str, Path]:
     """Fault plans are called chaos…, every other file is a recipe."""
     return {file.stem: file for file in SHIPPED.glob("*.yaml") if file.stem.startswith("chaos") is plans}
@@ -191,12 +243,12 @@ def _execute(recipe: Recipe, folder: Path, chaos: FaultPlan | None, trace: bool)
 
 def _run_inside(recipe: Recipe, folder: Path, chaos: FaultPlan | None, trace: bool) -> int:
     # Only now: see local_cluster; and bad input need not wait for torch and transformers.
-    from recipes.quickstart import run as run_quickstart
+    loop = importlib.import_module(LOOPS[recipe.loop.kind])
 
     # Who ends a job by SIGTERM gets what Ctrl-C gets: actors closed, the report written.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        report = run_quickstart(recipe, folder, Screen(Console()), chaos, trace=trace)
+        report = loop.run(recipe, folder, Screen(Console()), chaos, trace=trace)
     except WeightSyncError as error:
         return _complain(f"{str(error).rstrip('.')}; logs are in {folder / 'logs'}", FAILED)
     if report.status != "done":

@@ -32,11 +32,14 @@ def local_cluster(logs: Path, *, threads_per_actor: int) -> Iterator[None]:
     with _environment(_quiet() | _credentials()):
         import ray
 
+        from actors.detached import NAMESPACE  # in which a later driver looks for what this one leaves
+
         session, job = None, ""
         own = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
         try:
             context = ray.init(
                 address=existing_cluster() or "local",
+                namespace=NAMESPACE,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 runtime_env={"env_vars": _actor_environment(threads_per_actor)},

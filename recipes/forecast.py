@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from recipes.grids import engine_layout, trainer_layout
 from recipes.hosts import HostSpec
@@ -11,15 +12,24 @@ from recipes.parallel import EngineParallel, Fsdp, Megatron
 from recipes.recipe import MoeSpec, Recipe
 from recipes.shapes import MixtureShape, ModelShape, checkpoint_tensors
 from weightsync.config import SyncConfig
-from weightsync.errors import ConfigError
-from weightsync.plan import Cluster, Explanation, Layout, Members, Reshard, TensorMeta, castless, make_plan
-from weightsync.plan.direct_floor import DirectFloor, LinkRates, Receiver, direct_floor, distances
+from weightsync.plan import (
+    Cluster,
+    Explanation,
+    Layout,
+    Members,
+    Reads,
+    Reshard,
+    TensorMeta,
+    castless,
+    make_plan,
+)
+from weightsync.plan.direct_floor import OTHER_HOST, DirectFloor, LinkRates, Receiver, direct_floor, distances
 from weightsync.plan.figures import time_text
 
 __all__ = ["Scene", "forecast", "recipe_scene"]
 
 _MOST_COPIES = 10_000_000
-"""Planning so many takes about six seconds."""
+"""Planning so many takes about six seconds, and as long again where they are of other hosts."""
 _LEAST_RANKS = 2
 _MOST_REASONS = 3
 
@@ -29,7 +39,7 @@ class Scene:
     """Who would take part.
 
     Attributes:
-        engine: each of `num_engines`.
+        engines: each of them.
         apart: engines have GPUs of their own, behind the trainers'; else both share GPUs, from the first on.
         offloaded: trainers publish into host memory.
         cluster: its name and its hosts, which are filled one after another; None gives no times.
@@ -38,28 +48,20 @@ class Scene:
     name: str
     model: ModelShape
     trainers: Fsdp | Megatron
-    engine: EngineParallel
-    num_engines: int = 1
+    engines: tuple[EngineParallel, ...] = (EngineParallel(),)
     apart: bool = False
     offloaded: bool = False
     cluster: tuple[str, HostSpec] | None = None
     sync: SyncConfig = field(default_factory=SyncConfig)
 
-    def __post_init__(self) -> None:
-        if self.num_engines < 1:
-            raise ConfigError("--engines", self.num_engines, "give at least 1")
-
     def members(self) -> Members:
         """One holder for each GPU."""
-        num_trainers, num_ranks = self.trainers.num_ranks, self.engine.num_ranks
-        first = num_trainers if self.apart else 0
-        num_holders = max(num_trainers, first + self.num_engines * num_ranks)
-        starts = range(first, first + self.num_engines * num_ranks, num_ranks)
-        engines = tuple(
-            (f"engine-{number}", tuple(range(start, start + num_ranks)))
-            for number, start in enumerate(starts)
-        )
-        return Members(num_holders, tuple(range(num_trainers)), engines)
+        num_trainers = self.trainers.num_ranks
+        start, engines = num_trainers if self.apart else 0, []
+        for number, engine in enumerate(self.engines):
+            engines.append((f"engine-{number}", tuple(range(start, start + engine.num_ranks))))
+            start += engine.num_ranks
+        return Members(max(num_trainers, start), tuple(range(num_trainers)), tuple(engines))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,7 +75,7 @@ class _Sides:
 
 
 def recipe_scene(recipe: Recipe, cluster: tuple[str, HostSpec] | None, *, offloaded: bool) -> Scene:
-    """What `recipe` would run. Its engines have one rank each."""
+    """What `recipe` would run."""
     spec = recipe.model
     shape = ModelShape(
         hidden_size=spec.hidden_size,
@@ -92,8 +94,7 @@ def recipe_scene(recipe: Recipe, cluster: tuple[str, HostSpec] | None, *, offloa
         name=recipe.name,
         model=shape,
         trainers=Fsdp(recipe.trainers.count),
-        engine=EngineParallel(),
-        num_engines=len(recipe.engine_specs),
+        engines=tuple(EngineParallel(tp=spec.tensor_parallel_size) for spec in recipe.engine_specs.values()),
         apart=recipe.placement == "disaggregated",
         offloaded=offloaded,
         cluster=cluster,
@@ -115,12 +116,12 @@ def forecast(scene: Scene) -> str:
     """
     tensors = checkpoint_tensors(scene.model)
     members = scene.members()
-    engine = engine_layout(tensors, scene.model, scene.engine)
+    layouts = {kind: engine_layout(tensors, scene.model, kind) for kind in set(scene.engines)}
     sides = _Sides(
         scene,
         members,
         trainer_layout(tensors, scene.model, scene.trainers),
-        {name: engine for name, _ in members.engines},
+        {name: layouts[kind] for (name, _), kind in zip(members.engines, scene.engines, strict=True)},
     )
     lines = [
         f"{scene.name}: {_parameters(scene.model, tensors)}",
@@ -158,8 +159,6 @@ def _direct(sides: _Sides) -> list[str]:
     lines = [f"{tensor}, by broadcast: {reason}" for tensor, reason in list(reasons.items())[:_MOST_REASONS]]
     if len(reasons) > _MOST_REASONS:
         lines.append(f"and {len(reasons) - _MOST_REASONS} more tensors by broadcast")
-    if scene.cluster and scene.cluster[1].num_hosts(sides.members.num_holders) > 1:
-        lines.append("so far on one host only: between hosts, updates are broadcast")
     return [*str(_floor(sides, names)).splitlines(), *lines] if names else lines
 
 
@@ -167,22 +166,28 @@ def _floor(sides: _Sides, tensors: Collection[str]) -> DirectFloor:
     """Of all engine ranks, or of those of some hosts where all would be too many copies to plan."""
     scene, members = sides.scene, sides.members
     per_host = scene.cluster[1].gpus_per_host if scene.cluster else members.num_holders
-    # The scene's engines are all alike.
-    name, engine = next(iter(sides.engines.items()))
-    reshard = Reshard(sides.source, name, engine, only=tensors)
+    # Engines of one kind share a layout, and what is asked of it.
+    reshards: dict[int, Reshard] = {}
+    for name, engine in sides.engines.items():
+        if id(engine) not in reshards:
+            reshards[id(engine)] = Reshard(sides.source, name, engine, only=tensors)
     every = [(name, rank, gpu) for name, gpus in members.engines for rank, gpu in enumerate(gpus)]
 
-    def receiver(number: int) -> Receiver:
+    def planned(number: int) -> tuple[str, int, Reads]:
         name, rank, gpu = every[number]
         near = distances(gpu, members.trainers, per_host)
-        start = gpu * len(members.trainers) // members.num_holders
-        reads = reshard.reads(rank, near, start=start)
-        return Receiver.of(f"{name} rank {rank}", gpu, reads)
+        start = 0 if OTHER_HOST in near else gpu * len(members.trainers) // members.num_holders
+        reads = reshards[id(sides.engines[name])].reads(rank, near, start=start)
+        return f"{name} rank {rank}", gpu, reads
 
-    first = receiver(0)
-    num_planned = min(len(every), max(_LEAST_RANKS, _MOST_COPIES // max(first.num_copies, 1)))
-    rest = map(receiver, _sample(len(every), num_planned, per_host)[1:])
-    return direct_floor([first, *rest], members.trainers, per_host, _link_rates(scene), num_ranks=len(every))
+    first = planned(0)
+    num_planned = min(len(every), max(_LEAST_RANKS, _MOST_COPIES // max(len(first[2]), 1)))
+    chosen = _sample(len(every), num_planned, per_host)
+    receivers: list[Receiver] = []
+    for _, numbers in groupby(chosen, lambda number: every[number][2] // per_host):
+        here = [planned(number) if number else first for number in numbers]
+        receivers += Receiver.of_host(here, members.trainers, per_host)
+    return direct_floor(receivers, members.trainers, per_host, _link_rates(scene), num_ranks=len(every))
 
 
 def _sample(num_ranks: int, num_planned: int, per_host: int) -> list[int]:
@@ -213,8 +218,9 @@ def _parameters(model: ModelShape, tensors: Sequence[TensorMeta]) -> str:
 
 
 def _ranks(scene: Scene) -> str:
-    engines = "1 engine" if scene.num_engines == 1 else f"{scene.num_engines} engines"
-    return f"{scene.trainers.num_ranks} trainer ranks, {engines} of {scene.engine.num_ranks} ranks"
+    engines = "1 engine" if len(scene.engines) == 1 else f"{len(scene.engines)} engines"
+    kinds = dict.fromkeys(str(engine.num_ranks) for engine in scene.engines)
+    return f"{scene.trainers.num_ranks} trainer ranks, {engines} of {' and '.join(kinds)} ranks"
 
 
 def _on_hosts(scene: Scene, members: Members) -> str:

@@ -39,6 +39,9 @@ class Batch:
     mask: Tensor
     advantages: Tensor
 
+    def to(self, device: str) -> Batch:
+        return Batch(self.tokens.to(device), self.mask.to(device), self.advantages.to(device))
+
 
 def group_advantages(rewards: Tensor) -> Tensor:
     """Each reward against its own group: minus the mean, over the standard deviation.

@@ -1,4 +1,4 @@
-"""One shard of the policy and its optimiser: FSDP2 over the ranks of one gloo group."""
+"""One shard of the policy and its optimiser: FSDP2 over the ranks of one group, on CPUs or GPUs."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ class Learner:
     Needs ``torch.distributed`` initialised. `model` is what others may read.
     """
 
-    def __init__(self, model_path: str | os.PathLike[str], loop: LoopSpec) -> None:
-        self.loop = loop
-        self.model = _shard(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32))
+    def __init__(self, model_path: str | os.PathLike[str], loop: LoopSpec, device: str = "cpu") -> None:
+        self.loop, self._device = loop, device
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        self.model = _shard(model.to(device), device)
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=loop.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
@@ -43,7 +44,7 @@ class Learner:
 
         The groups must have been sampled by the weights as they are at the call.
         """
-        batch = collate(groups, pad=WORDS.index(PAD))
+        batch = collate(groups, pad=WORDS.index(PAD)).to(self._device)
         old: Tensor | None = None
         for _ in range(self.loop.epochs):
             new = self._logprobs(batch.tokens)
@@ -59,7 +60,7 @@ class Learner:
         return [self._complete(list(prompt), num_tokens) for prompt in prompts]
 
     def _complete(self, prompt: list[int], num_tokens: int) -> list[int]:
-        tokens = torch.tensor([prompt])
+        tokens = torch.tensor([prompt], device=self._device)
         for _ in range(num_tokens):
             likeliest = self.model(tokens, use_cache=False).logits[:, -1].argmax(dim=-1, keepdim=True)
             tokens = torch.cat([tokens, likeliest], dim=1)
@@ -78,8 +79,8 @@ class Learner:
         return norm.full_tensor().item()
 
 
-def _shard(model: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def _shard(model: nn.Module, device: str) -> nn.Module:
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     for block in (*model.get_submodule("model.layers").children(), model):
         fully_shard(block, mesh=mesh)
     return model

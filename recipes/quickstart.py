@@ -7,37 +7,27 @@ with local_cluster(folder / "logs", threads_per_actor=1):
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
-import ray
 from transformers.utils.logging import disable_progress_bar
 
 from actors.detached import end_all
-from actors.engine import EngineActor
 from recipes.calls import collect
-from recipes.grpo import Group
+from recipes.launcher import Launcher
 from recipes.model import build_checkpoint
-from recipes.page import write_page
 from recipes.recipe import Recipe
 from recipes.rollouts import roll_out
 from recipes.run_report import RunReport, StepRow
 from recipes.screen import Screen
-from recipes.survival import actor_options, find_actors, read_back, take_trainers
+from recipes.steps import leave, train, update
+from recipes.survival import find_actors, read_back, take_trainers
 from recipes.task import ProblemSampler
-from recipes.trace import write_trace
-from recipes.trainer import GrpoTrainer
-from weightsync import SyncReport, WeightSync, WeightSyncError
+from weightsync import SyncReport, WeightSync
 
 if TYPE_CHECKING:
-    from ray.actor import ActorHandle
-
     from weightsync.faults import FaultPlan
     from weightsync.report import HealReport
-
-    Actor: TypeAlias = ActorHandle[Any]
 
 __all__ = ["run"]
 
@@ -58,6 +48,7 @@ def run(
     report = RunReport(name=recipe.name, seed=loop.seed, target_reward=loop.target_reward)
     healed: list[HealReport] = []
     updates: list[SyncReport] = []
+    launcher = Launcher(recipe, folder / "model")
     sync = WeightSync(recipe.sync, name=recipe.name if recipe.resume else None)
     try:
         disable_progress_bar()
@@ -67,18 +58,20 @@ def run(
         report.write(folder / "report.json")
         healed += report.heals
         with screen.stage("build the model"):
-            model = build_checkpoint(folder / "model", recipe.model, seed=loop.seed)
-        with screen.stage(f"start {recipe.trainers.count} trainers and {len(recipe.engine_specs)} engines"):
-            start = partial(_start_engine, recipe, model)
-            engines = {name: left.get(f"engine {name}") or start(name) for name in recipe.engine_specs}
-            trainers = take_trainers(left, recipe) or _start_trainers(recipe, model)
+            build_checkpoint(folder / "model", recipe.model, seed=loop.seed)
+        who = f"{recipe.trainers.count} trainers and {len(recipe.engine_specs)} engines"
+        with screen.stage(f"start {who} on {launcher}"):
+            engines = {
+                name: left.get(f"engine {name}") or launcher.engine(name) for name in recipe.engine_specs
+            }
+            trainers = take_trainers(left, recipe) or launcher.trainers()
             infos = {name: engine.info.remote() for name, engine in engines.items()}
             report.engines = collect(infos, "start", recipe.sync.connect_timeout_s)
         for name, info in report.engines.items():
             screen.line(f"engine {name}: {info['kind']} ({info['why']})")
         with screen.stage("connect"):
             sync.register_trainers(list(trainers.values()))
-            sync.register_engines(engines, respawn=start)
+            sync.register_engines(engines, respawn=launcher.engine)
             sync.connect()
         if chaos is not None:
             sync.inject(chaos)
@@ -103,12 +96,12 @@ def run(
             rollouts = roll_out(prompts, sync.serving, loop, seeds, recipe.sync.timeout_s)
             for error in rollouts.lost.values():
                 screen.line(f"{error}; others took over its prompts")
-            _train(rollouts.groups, trainers, recipe)
-            update, retried = _update(sync, step + 1, recipe, screen)
-            updates.append(update)
-            row = StepRow.of(step, _mean_reward(rollouts.groups), rollouts.versions, update, retried)
+            train(rollouts.groups, trainers, recipe.sync.timeout_s)
+            done, retried = update(sync, step + 1, recipe, screen)
+            updates.append(done)
+            row = StepRow.of(step, rollouts.reward, rollouts.versions, done, retried)
             report.steps.append(row)
-            report.heals, report.spans = [*healed, *sync.heals], update.spans
+            report.heals, report.spans = [*healed, *sync.heals], done.spans
             report.write(folder / "report.json")
             screen.step(row, loop.steps)
         if chaos is not None:
@@ -124,59 +117,8 @@ def run(
         report.heals = [*healed, *sync.heals]
         report.write(folder / "report.json")
         sync.close()
+        launcher.close()
         if recipe.resume:
             end_all(recipe.name)
-        write_page(report, folder / "report.html")
-        if trace:
-            write_trace(folder / "trace.json", updates, sync.heals)
+        leave(report, folder, updates if trace else None)
     return report
-
-
-def _update(sync: WeightSync, version: int, recipe: Recipe, screen: Screen) -> tuple[SyncReport, str]:
-    """One update; what too few engines took is tried once more when they are healed, and why is returned."""
-    try:
-        return sync.update_weights(version), ""
-    except WeightSyncError as error:
-        screen.line(f"version {version} did not commit: {error}")
-        sync.settle(recipe.sync.connect_timeout_s)
-        return sync.update_weights(version), str(error)
-
-
-def _start_engine(recipe: Recipe, model: Path, name: str) -> Actor:
-    spec = recipe.engine_specs[name]
-    actor = ray.remote(EngineActor).options(**actor_options(recipe, f"engine {name}"))
-    options = {"tensor_parallel_size": spec.tensor_parallel_size}
-    slot = _slot(recipe, list(recipe.engine_specs).index(name))
-    engine: Actor = actor.remote(spec.kind, str(model), name, options, slot)
-    return engine
-
-
-def _start_trainers(recipe: Recipe, model: Path) -> dict[str, Actor]:
-    actor = ray.remote(GrpoTrainer)
-    count, timeout_s = recipe.trainers.count, recipe.sync.connect_timeout_s
-    trainers = {
-        who: actor.options(**actor_options(recipe, who)).remote(
-            rank, count, str(model), recipe.loop, _slot(recipe, rank)
-        )
-        for rank, who in enumerate(f"trainer {rank}" for rank in range(count))
-    }
-    (port,) = collect({"trainer 0": trainers["trainer 0"].listen.remote()}, "listen", timeout_s).values()
-    collect({name: trainer.join.remote(port) for name, trainer in trainers.items()}, "join", timeout_s)
-    return trainers
-
-
-def _slot(recipe: Recipe, index: int) -> str | None:
-    return str(index) if recipe.placement == "colocated" else None
-
-
-def _train(groups: Sequence[Group], trainers: Mapping[str, Actor], recipe: Recipe) -> None:
-    calls = {
-        name: trainer.train_step.remote(groups[rank :: len(trainers)])
-        for rank, (name, trainer) in enumerate(trainers.items())
-    }
-    collect(calls, "train", recipe.sync.timeout_s)
-
-
-def _mean_reward(groups: Sequence[Group]) -> float:
-    rewards = [value for group in groups for value in group.rewards]
-    return sum(rewards) / len(rewards)

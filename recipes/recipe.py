@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -9,6 +11,8 @@ from typing import Literal
 
 import yaml
 
+from recipes.events import EventSpec, check_events
+from recipes.yaml_lines import located, read_yaml
 from weightsync.config import SyncConfig, check_fields, load_dataclass
 from weightsync.errors import ConfigError, nearest
 
@@ -17,7 +21,13 @@ __all__ = ["EngineSpec", "LoopSpec", "ModelSpec", "MoeSpec", "Recipe", "TrainerS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoeSpec:
-    """The experts of a mixture; they replace the dense MLP of every layer."""
+    """The experts of a mixture; they replace the dense MLP of every layer.
+
+    Attributes:
+        num_experts: of each layer.
+        num_experts_per_tok: that each token is sent to, at most `num_experts`.
+        intermediate_size: of one expert's MLP; a multiple of the ranks of every engine.
+    """
 
     num_experts: int
     num_experts_per_tok: int
@@ -34,7 +44,19 @@ class MoeSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """The shape of a Qwen3 to build; with `moe`, of a Qwen3-MoE."""
+    """The shape of a Qwen3 to build, with random weights; with `moe`, of a Qwen3-MoE.
+
+    Attributes:
+        hidden_size: width of the residual stream.
+        intermediate_size: of each MLP; a multiple of the ranks of every engine.
+        num_hidden_layers: how many layers.
+        num_attention_heads: of queries; a multiple of `num_key_value_heads` and of the ranks of every engine.
+        num_key_value_heads: of keys and values, which groups of queries share.
+        head_dim: of each head: 32, 64 or 128.
+        vocab_size: tokens; a multiple of 64.
+        tie_word_embeddings: the output head is the embedding.
+        moe: experts in place of the MLPs; left out, the model is dense.
+    """
 
     hidden_size: int = 128
     intermediate_size: int = 256
@@ -61,7 +83,12 @@ class ModelSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerSpec:
-    """The trainer's shards."""
+    """The trainer's shards.
+
+    Attributes:
+        kind: how the model is cut: ``fsdp2`` shards each tensor by rows.
+        count: ranks, each an actor.
+    """
 
     kind: Literal["fsdp2"] = "fsdp2"
     count: int = 2
@@ -73,18 +100,43 @@ class TrainerSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSpec:
-    """A named group of equal engines. ``auto`` takes vLLM where it is installed, else torch."""
+    """A named group of equal engines; those of a group ``main`` are called ``main-0``, ``main-1`` and so on.
 
-    kind: Literal["auto", "vllm", "torch"] = "auto"
+    Attributes:
+        kind: ``auto`` takes vLLM where it is installed, else torch (transformers).
+        count: how many engines.
+        tensor_parallel_size: ranks of each engine, over which the model is cut; torch has one.
+    """
+
+    kind: Literal["auto", "vllm", "sglang", "torch"] = "auto"
     count: int = 1
     tensor_parallel_size: int = 1
+
+    def check(self, group: str, model: ModelSpec) -> None:
+        """Raise ConfigError for what no engine can do, `model` being cut over its ranks."""
+        for name in ("count", "tensor_parallel_size"):
+            _at_least(1, getattr(self, name), f"engines.{group}.{name}")
+        ranks, field = self.tensor_parallel_size, f"engines.{group}.tensor_parallel_size"
+        if ranks > 1 and self.kind == "torch":
+            raise ConfigError(field, ranks, "give 1, or kind: vllm; a torch engine has one rank")
+        mlp = model.moe.intermediate_size if model.moe else model.intermediate_size
+        cut = {"num_attention_heads": model.num_attention_heads, "vocab_size": model.vocab_size}
+        for name, size in (
+            cut | {"moe.intermediate_size" if model.moe else "intermediate_size": mlp}
+        ).items():
+            if size % ranks:
+                raise ConfigError(field, ranks, f"give a divisor of model.{name}, {size}")
+        if model.num_key_value_heads % ranks and ranks % model.num_key_value_heads:
+            remedy = f"give a divisor or a multiple of model.num_key_value_heads, {model.num_key_value_heads}"
+            raise ConfigError(field, ranks, remedy)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopSpec:
-    """The training loop.
+    """What is done step by step.
 
     Attributes:
+        kind: ``grpo`` is the loop of quickstart.py; ``elastic`` is that of elastic.py, with `events`.
         steps: rollouts, each followed by training and by an update of the engines.
         seed: of the model's first weights and of the problems.
         prompts_per_step: problems of one step, shared out among the trainers.
@@ -96,7 +148,7 @@ class LoopSpec:
         target_reward: the run has failed when the mean of its last five rewards is lower.
     """
 
-    kind: Literal["grpo"] = "grpo"
+    kind: Literal["grpo", "elastic"] = "grpo"
     steps: int = 25
     seed: int = 0
     prompts_per_step: int = 128
@@ -112,21 +164,27 @@ class LoopSpec:
         for name in ("steps", "prompts_per_step", "epochs"):
             _at_least(1, getattr(self, name), f"loop.{name}")
         _at_least(2, self.group_size, "loop.group_size")
-        _at_least(0, self.seed, "loop.seed")
+        if not 0 <= self.seed < 1 << 63:
+            raise ConfigError("loop.seed", self.seed, "give at least 0 and less than 2**63")
         for name in ("learning_rate", "clip", "temperature"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"loop.{name}", getattr(self, name), "give a number above 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"loop.{name}", getattr(self, name), "give a finite number above 0")
         if not 0 <= self.target_reward <= 1:
             raise ConfigError("loop.target_reward", self.target_reward, "give a number from 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """One run, all of it on this host.
+    """One run.
 
-    `placement` says who shares a holder: ``colocated`` pairs the i-th trainer with the i-th engine,
-    ``disaggregated`` gives everybody one of its own. `resume` takes over the engines and holders that
-    the dead driver of an earlier run of the same name left.
+    Attributes:
+        name: of the run, and of its folder under ``runs/``.
+        engines: groups of engines by name.
+        placement: who shares a GPU, or on a cluster without enough of them a slot of host memory:
+            ``colocated`` seats trainer ranks and engine ranks on the same ones, from the first on,
+            ``disaggregated`` seats engines behind the trainers.
+        events: what happens to engines meanwhile; for the loop ``elastic``.
+        resume: take over the actors that the dead driver of an earlier run of the same name left.
     """
 
     name: str
@@ -136,18 +194,16 @@ class Recipe:
     placement: Literal["colocated", "disaggregated"] = "colocated"
     sync: SyncConfig = field(default_factory=SyncConfig)
     loop: LoopSpec = field(default_factory=LoopSpec)
+    events: tuple[EventSpec, ...] = ()
     resume: bool = False
 
     def __post_init__(self) -> None:
-        if not self.name or "/" in self.name or self.name.startswith("."):
-            raise ConfigError("name", self.name, "give a text that can name a folder")
+        _check_name(self.name, "name")
         if not self.engines:
             raise ConfigError("engines", {}, "give at least one group, such as main: {kind: auto, count: 2}")
         for group, spec in self.engines.items():
-            _at_least(1, spec.count, f"engines.{group}.count")
-            if spec.tensor_parallel_size != 1:
-                field = f"engines.{group}.tensor_parallel_size"
-                raise ConfigError(field, spec.tensor_parallel_size, "give 1: an engine has one rank so far")
+            _check_name(group, f"engines.{group}")
+            spec.check(group, self.model)
         if self.loop.prompts_per_step % self.trainers.count:
             remedy = f"give a multiple of trainers.count, {self.trainers.count}"
             raise ConfigError("loop.prompts_per_step", self.loop.prompts_per_step, remedy)
@@ -157,6 +213,12 @@ class Recipe:
         if self.sync.min_engines > len(self.engine_specs):
             remedy = f"the recipe has only {len(self.engine_specs)} engines"
             raise ConfigError("sync.min_engines", self.sync.min_engines, remedy)
+        elastic = self.loop.kind == "elastic"
+        if self.events and not elastic:
+            raise ConfigError("events", len(self.events), "leave them out, or give loop.kind elastic")
+        if self.resume and elastic:
+            raise ConfigError("resume", True, "leave it out; loop.kind elastic begins anew")
+        check_events(self.engine_specs, self.events, self.loop.steps)
 
     @property
     def engine_specs(self) -> dict[str, EngineSpec]:
@@ -164,16 +226,35 @@ class Recipe:
         return {f"{group}-{i}": spec for group, spec in self.engines.items() for i in range(spec.count)}
 
     @property
+    def devices(self) -> dict[str, tuple[int, ...]]:
+        """The GPUs or slots of ``trainer 0``, ``engine main-0`` and so on, one for each of its ranks."""
+        placed: dict[str, tuple[int, ...]] = {
+            f"trainer {rank}": (rank,) for rank in range(self.trainers.count)
+        }
+        first = self.trainers.count if self.placement == "disaggregated" else 0
+        for name, spec in self.engine_specs.items():
+            placed[f"engine {name}"] = tuple(range(first, first + spec.tensor_parallel_size))
+            first += spec.tensor_parallel_size
+        return placed
+
+    @property
+    def num_devices(self) -> int:
+        """GPUs, or slots, that the recipe wants."""
+        return 1 + max(device for ranks in self.devices.values() for device in ranks)
+
+    @property
+    def slots(self) -> dict[int, str]:
+        """What each device is called where it is no GPU: as `EngineActor` calls those of its ranks."""
+        names = {device: str(device) for device in range(self.num_devices)}
+        for who, (first, *others) in self.devices.items():
+            if who.startswith("engine "):
+                names |= {device: f"{first}.{rank}" for rank, device in enumerate(others, start=1)}
+        return names
+
+    @property
     def members(self) -> tuple[str, ...]:
         """Every process of the run, as a fault plan names it."""
-        num_trainers, num_engines = self.trainers.count, len(self.engine_specs)
-        apart = self.placement == "disaggregated"
-        num_holders = num_trainers + num_engines if apart else max(num_trainers, num_engines)
-        return (
-            *(f"trainer {i}" for i in range(num_trainers)),
-            *(f"engine {name}" for name in self.engine_specs),
-            *(f"holder {i}" for i in range(num_holders)),
-        )
+        return (*self.devices, *(f"holder {i}" for i in range(self.num_devices)))
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -182,22 +263,22 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     An override's value is YAML; its path must be one that the complete recipe has.
 
     Raises:
-        ConfigError: naming the field, the value and a remedy.
+        ConfigError: naming the file and line or the override, the field, the value and a remedy.
     """
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError("recipe", str(path), f"give a YAML file; {_one_line(error)}") from error
-    recipe = load_dataclass(Recipe, data, field="")
+    data, places = read_yaml(path, "recipe")
+    with located(places, f"{path}:1"):
+        recipe = load_dataclass(Recipe, data, field="")
     if not overrides:
         return recipe
-    complete = asdict(recipe)
+    complete, given = asdict(recipe), {}
     for override in overrides:
-        _override(complete, override)
-    return load_dataclass(Recipe, complete, field="")
+        given[_override(complete, override)] = f"--set {override}"
+    with located(given, " ".join(given.values())):  # the file alone is valid
+        return load_dataclass(Recipe, complete, field="")
 
 
-def _override(data: dict[str, object], override: str) -> None:
+def _override(data: dict[str, object], override: str) -> str:
+    """Lay one over `data`, and return its path."""
     path, equals, text = override.partition("=")
     if not equals:
         raise ConfigError("--set", override, "give key=value, such as loop.steps=10")
@@ -210,7 +291,8 @@ def _override(data: dict[str, object], override: str) -> None:
     try:
         here[leaf] = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(path, text, f"give a YAML value; {_one_line(error)}") from error
+        raise ConfigError(path, text, f"give a YAML value; {' '.join(str(error).split())}") from error
+    return path
 
 
 def _child(parent: object, name: str, path: str) -> object:
@@ -225,5 +307,6 @@ def _at_least(least: int, value: int, name: str) -> None:
         raise ConfigError(name, value, f"give at least {least}")
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _check_name(name: str, field: str) -> None:
+    if not re.fullmatch(r"[\w-][\w .-]{0,99}", name):
+        raise ConfigError(field, name, "give a short text that can name a folder: letters, digits, - and _")

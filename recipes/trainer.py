@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 
+import ray
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
@@ -15,31 +16,34 @@ from recipes.recipe import LoopSpec
 
 __all__ = ["GrpoTrainer"]
 
-HOST = "127.0.0.1"
 PATIENCE = timedelta(seconds=60)
 
 
 class GrpoTrainer(TrainerShard):
     """One rank of the trainers. First ``listen`` on rank 0, then ``join`` on all, then train."""
 
-    def __init__(self, rank: int, num_ranks: int, model_path: str, loop: LoopSpec, slot: str | None) -> None:
+    def __init__(
+        self, rank: int, num_ranks: int, model_path: str, loop: LoopSpec, slot: str | None, device: str
+    ) -> None:
         super().__init__(slot)
         self._rank, self._num_ranks = rank, num_ranks
-        self._model_path, self._loop = model_path, loop
+        self._model_path, self._loop, self._device = model_path, loop, device
         self._store: TCPStore | None = None
 
-    def listen(self) -> int:
-        """Open the ranks' meeting point on a free port, and return the port."""
-        self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
-        return self._store.port
+    def listen(self) -> tuple[str, int]:
+        """Open the ranks' meeting point on a free port, and return address and port."""
+        address: str = ray.util.get_node_ip_address()
+        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+        return address, self._store.port
 
-    def join(self, port: int) -> None:
+    def join(self, address: str, port: int) -> None:
         """Meet the other ranks, and load this rank's shard; returns when all have come."""
-        store = self._store or TCPStore(HOST, port, is_master=False, timeout=PATIENCE)
+        store = self._store or TCPStore(address, port, is_master=False, timeout=PATIENCE)
+        backend = "cpu:gloo,cuda:nccl" if self._device == "cuda" else "gloo"
         dist.init_process_group(
-            "gloo", store=store, rank=self._rank, world_size=self._num_ranks, timeout=PATIENCE
+            backend, store=store, rank=self._rank, world_size=self._num_ranks, timeout=PATIENCE
         )
-        self._learner = Learner(self._model_path, self._loop)
+        self._learner = Learner(self._model_path, self._loop, self._device)
         self.model = self._learner.model
 
     def train_step(self, groups: Sequence[Group]) -> dict[str, float]:

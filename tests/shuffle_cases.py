@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from tests.unit.plan_strategies import PAD, Rank, cuts, hold, live, values, write
-from weightsync.plan import Box, RankLayout, TensorMeta
+from weightsync.plan import Box, Layout, RankLayout, Reshard, TensorMeta
+from weightsync.plan.crossing import bundles
 from weightsync.plan.shuffle import ShufflePlan
 from weightsync.shuffle import Shuffle, gather_send, scatter_recv
 from weightsync.transports import Transport
 
-CASES = {"apart": (2, 3, False), "both": (2, 2, True), "one": (1, 1, False)}
-"""Senders, receivers, and whether the receivers are the senders."""
+CASES = {"apart": (2, 3, False), "both": (2, 2, True), "one": (1, 1, False), "copies": (1, 3, False)}
+"""Senders, receivers, and whether the receivers are the senders. Copies need the same, and pass it on."""
 
 
 @dataclass
@@ -27,9 +29,16 @@ class Case:
     ranks: list[Rank]
     receivers: list[int]
     expected: list[dict[str, np.ndarray]]
+    copies: bool = False
 
     def plan(self, max_message_bytes: int) -> ShufflePlan:
         source, target = (list(map(self._layout, side)) for side in (self.senders, self.ranks))
+        if self.copies:
+            reshard = Reshard(Layout.from_ranks(source), "target", Layout.from_ranks(target))
+            near = [2] * len(source)
+            needs = {to: reshard.reads(n, near, start=0) for n, to in enumerate(self.receivers)}
+            dealt = bundles(needs, dict.fromkeys(needs, "a host"), {n: n for n in range(len(source))})
+            return ShufflePlan.from_bundles(dealt, len(source), max_message_bytes=max_message_bytes)
         return ShufflePlan.from_layouts(
             source, target, max_message_bytes=max_message_bytes, receivers=self.receivers
         )
@@ -59,7 +68,7 @@ def make_case(name: str, rows: int = 1031) -> Case:
             )
     ranks = [Rank() for _ in range(num_receivers)]
     for number, rank in enumerate(ranks):
-        start, size = cuts(300, num_receivers)[number]
+        start, size = (0, 300) if name == "copies" else cuts(300, num_receivers)[number]
         live(rank, "gate_up", "bfloat16", (2 * rows, size))
         for half, meta in enumerate(tensors[:2]):
             write(rank, meta, Box((0, start), (rows, size)), "gate_up", (half * rows, 0))
@@ -68,7 +77,8 @@ def make_case(name: str, rows: int = 1031) -> Case:
             write(rank, meta, Box((0,) * len(meta.shape), meta.shape), meta.name, (0,) * len(meta.shape))
     first = 0 if both else num_senders
     expected = [_expected(rank, tensors, held) for rank in ranks]
-    return Case(tensors, senders, ranks, list(range(first, first + num_receivers)), expected)
+    receivers = list(range(first, first + num_receivers))
+    return Case(tensors, senders, ranks, receivers, expected, copies=name == "copies")
 
 
 def _expected(rank: Rank, tensors: list[TensorMeta], held: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -111,6 +121,22 @@ def shuffle_case(
         "staging": shuffle.staging_nbytes,
         "digest": plan.digest(),
     }
+
+
+def shuffle_on(
+    case: str, rows: int, max_message_bytes: int, rank: int, transport: Transport, begun: Callable[[], None]
+) -> None:
+    """Shuffle again and again in host memory, until somebody is lost; says when it has `begun`."""
+    made = make_case(case, rows)
+    plan = made.plan(max_message_bytes)
+    source = _upload(made.senders[rank].memory, "cpu") if rank < plan.num_senders else None
+    number = plan.receivers.index(rank) if rank in plan.receivers else -1
+    target = _upload(made.ranks[number].memory, "cpu") if number >= 0 else None
+    shuffle = Shuffle(plan, rank, transport, source=source, target=target)
+    shuffle.run()
+    begun()
+    while True:
+        shuffle.run()
 
 
 def _upload(memory: dict[str, np.ndarray], device: str) -> dict[str, torch.Tensor]:

@@ -133,7 +133,7 @@ _REMEDIES: dict[object, str] = {
     bool: "give true or false",
     int: "give a whole number",
     float: "give a number; YAML wants the dot in 1.0e-5",
-    str: "give a text",
+    str: "give a text, in quotes where YAML takes it for something else",
 }
 
 
@@ -196,8 +196,9 @@ class SyncConfig:
 
     Attributes:
         mode: how bytes travel: ``broadcast`` sends whole tensors, which any engine takes; ``direct``
-            has each engine's GPU read its own part out of the trainers' memory, which must be on GPUs
-            of the same host, and is refused where an engine cannot; ``auto`` chooses for each engine.
+            has each engine's GPU read its own part out of the trainers' memory, which must be on GPUs,
+            or be sent it from other hosts, and is refused where an engine cannot; ``auto`` chooses for
+            each engine.
         transport: between holders: ``nccl`` between GPUs, ``gloo`` between hosts' memories; ``auto``
             takes nccl where every trainer and engine has a GPU.
         bucket_bytes: bytes that travel as one message.
@@ -207,7 +208,7 @@ class SyncConfig:
         connect_timeout_s: seconds that connecting may take, engines' start-up not included.
         min_engines: a version commits when at least this many engines took it.
         pause: requests in flight: ``keep`` freezes them and goes on with the new weights, ``wait``
-            lets them finish first.
+            lets them finish first, ``abort`` ends them with the tokens that they have.
         keep_versions: copies that holders keep: 1 is what was published last, 2 is also the
             committed version, from which engines are refilled while the next one is published.
         mirrors: copies of each share on holders of other hosts, where there are any; 0 keeps none.
@@ -231,7 +232,7 @@ class SyncConfig:
     timeout_s: float = 60.0
     connect_timeout_s: float = 300.0
     min_engines: int = 1
-    pause: Literal["keep", "wait"] = "keep"
+    pause: Literal["keep", "wait", "abort"] = "keep"
     keep_versions: int = 2
     mirrors: int = 1
     heal_attempts: int = 3

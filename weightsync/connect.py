@@ -90,7 +90,7 @@ async def connect(
     clock = PhaseClock()
     with clock.phase("layouts"):
         layouts = await _layouts(fleet, config.connect_timeout_s)
-    if config.mode != "broadcast" and not demoted and _may_read(fleet, layouts):
+    if config.mode != "broadcast" and not demoted and _may_read(layouts):
         made = await _open(fleet, config, layouts, epoch, 0, {}, clock)
         if made.router.suffices:
             return made
@@ -98,12 +98,11 @@ async def connect(
     return await _open(fleet, config, layouts, epoch, config.num_slots, demoted or {}, clock)
 
 
-def _may_read(fleet: Fleet, layouts: _Layouts) -> bool:
+def _may_read(layouts: _Layouts) -> bool:
     """Whether nothing in the layouts keeps any engine from reading all of its tensors directly."""
     ranks = [*layouts.trainers, *(rank for its in layouts.engines.values() for rank in its)]
     return (
-        len({fleet.node(i) for i in range(len(fleet.holders))}) == 1
-        and all(rank.device for rank in ranks)
+        all(rank.device for rank in ranks)
         and all(rank.buffers for its in layouts.engines.values() for rank in its)
         and not any(castless(layouts.source, name, engine)[1] for name, engine in layouts.joined.items())
     )
@@ -163,6 +162,7 @@ async def _open(
         router = Router(fleet, config, plan, layouts.source, exports, demoted)
         for name, ranks in served.items():
             await router.add(name, layouts.joined[name], [each.export for each in ranks])
+        await router.meet()
     for seat in fleet.live().values():
         seat.attached = True
     content, in_place = plan.content(), any(read.values())

@@ -263,11 +263,11 @@ class Controller:
             gather_named(moves, "move", timeout_s + GRACE_S),
         )
         if moved.failures:
-            # A broadcast that broke leaves no engine with a whole version.
+            # A move that broke leaves no engine with a whole version.
             self.connected = False
             self.crew.enter(loaded, EngineState.STALE)
             for name in loaded:
-                self.crew.on_failure(name, StateError("the broadcast that it took part in broke"))
+                self.crew.on_failure(name, StateError("the move that it took part in broke"))
             raise min(moved.failures.values(), key=remoteness)
         return loaded
 

@@ -21,7 +21,6 @@ from weightsync.errors import TransportError
 
 __all__ = [
     "close_handle",
-    "copy",
     "export",
     "free",
     "launch",
@@ -138,12 +137,6 @@ def view(address: int, nbytes: int) -> torch.Tensor:
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8, device=device)
     return torch.as_tensor(_Memory(address, nbytes), device=device)
-
-
-def copy(source: int, target: int, nbytes: int, stream: torch.cuda.Stream) -> None:
-    """Copies device memory, other devices' too, by a copy engine; asynchronous, ordered on `stream`."""
-    runtime = _runtime()
-    runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, stream.cuda_stream)
 
 
 def load(name: str) -> None:

@@ -39,6 +39,7 @@ def take_slots(
     if len(before) == plan.slots and all(slot.handle.nbytes >= plan.max_bucket_nbytes for slot in before):
         return before, ()
     slots: list[DeviceBuffer] = []
+    torch.cuda.empty_cache()  # torch keeps what messages of an earlier epoch took
     try:
         while len(slots) < plan.slots:
             slots.append(DeviceBuffer.create(plan.max_bucket_nbytes))
@@ -66,7 +67,8 @@ class DeviceStaging:
         self._casts: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._unpack: CopyTable | None = None
         self._engine: list[DeviceBuffer] = []
-        self._address: dict[str, int] = {}
+        self.source: Mapping[str, torch.Tensor] = {}
+        self.target: Mapping[str, torch.Tensor] = {}
         self._pull: Pull | None = None
         self.image: EngineImage | None = None
         self._targets: list[SharedBuffer] = []
@@ -82,7 +84,7 @@ class DeviceStaging:
     def connect(self, trainer: Export | None, engine: Export | None) -> None:
         starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
         if trainer:
-            memory = self._map(trainer, self._mapped)
+            self.source = memory = self._map(trainer, self._mapped)
             segments = by_tensor(self._plan, trainer.layout)
             dtypes = {meta.name: meta.dtype for meta in trainer.layout.tensors}
             cast = {
@@ -113,20 +115,20 @@ class DeviceStaging:
         self._let_go_of_engine()
         if engine:
             starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
-            memory = self._map(engine, self._engine)
-            self._address = {name: buffer.data_ptr() for name, buffer in memory.items()}
+            self.target = self._map(engine, self._engine)
             segments = by_tensor(self._plan, engine.layout)
-            rows = bucket_rows(self._plan, segments, self._address, starts, into=True)
+            rows = bucket_rows(self._plan, segments, self._address(), starts, into=True)
             self._unpack = CopyTable(*rows, _NUM_BLOCKS)
-            self.image = EngineImage(memory)
+            self.image = EngineImage(self.target)
 
     def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
         self._let_go_of_trainers()
-        self._pull = Pull(reads, memory, self._address)
+        if len(reads):
+            self._pull = Pull(reads, memory, self._address())
 
     def pull(self) -> None:
-        assert self._pull is not None
-        self._pull.begin(self._writing)
+        if self._pull:
+            self._pull.begin(self._writing)
 
     @contextmanager
     def queue(self) -> Iterator[None]:
@@ -182,13 +184,17 @@ class DeviceStaging:
         self._let_go_of_engine()
         for buffer in self._mapped:
             buffer.close()
+        self.source = {}
         for target in self._targets:
             target.close()
         self._mapped, self._targets = [], []
 
+    def _address(self) -> dict[str, int]:
+        return {name: buffer.data_ptr() for name, buffer in self.target.items()}
+
     def _let_go_of_engine(self) -> None:
         self._let_go_of_trainers()
-        self._unpack = self.image = None
+        self._unpack, self.image, self.target = None, None, {}
         for buffer in self._engine:
             buffer.close()
         self._engine = []

@@ -76,14 +76,15 @@ class WeightSyncError(Exception):
 
 
 class ConfigError(WeightSyncError, ValueError):
-    """``field`` got ``value``, and ``remedy`` says what would do."""
+    """``field`` got ``value``, and ``remedy`` says what would do; ``at`` is the file and line, if known."""
 
-    def __init__(self, field: str, value: object, remedy: str) -> None:
-        super().__init__(field, value, remedy)
-        self.field, self.value, self.remedy = field, value, remedy
+    def __init__(self, field: str, value: object, remedy: str, at: str = "") -> None:
+        super().__init__(field, value, remedy, at)
+        self.field, self.value, self.remedy, self.at = field, value, remedy, at
 
     def __str__(self) -> str:
-        return f"{self.field}: {self.value!r} is not valid; {self.remedy}"
+        at = f"{self.at}: " if self.at else ""
+        return f"{at}{self.field}: {self.value!r} is not valid; {self.remedy}"
 
 
 class PlanError(WeightSyncError, ValueError):

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,21 +14,23 @@ import torch
 from weightsync.arena import arena_for
 from weightsync.buffers import Export
 from weightsync.clock import PhaseClock, Span
+from weightsync.communicators import Communicators
 from weightsync.errors import ConfigError, StateError
-from weightsync.faults import arm, strike, strike_move
+from weightsync.exchange import Exchange, Part
+from weightsync.faults import arm, strike
 from weightsync.feed import FeedTicket, HolderFeed
 from weightsync.keeper import Copy, Keepable, Keeper, Label, Share
 from weightsync.memory import SharedBuffer
 from weightsync.modules import device_id
+from weightsync.moves import carry_out
 from weightsync.outlet import open_outlet
-from weightsync.plan import Plan, Reads, broadcast_groups
+from weightsync.plan import Plan, Reads
 from weightsync.prepared import Group, Prepared, Way
-from weightsync.pump import pump
 from weightsync.readers import Offer
 from weightsync.refill import Kept, Refill, Refilled
 from weightsync.restore import Restore, open_refill
 from weightsync.staging import HostStaging, Staging
-from weightsync.transports import Broadcast, Pending, Transport, transport_class
+from weightsync.transports import Pending, transport_class
 
 if TYPE_CHECKING:
     from weightsync.device_memory import DeviceBuffer, DeviceHandle
@@ -53,8 +56,8 @@ class Holder:
         self._transport_name, self._transport = transport, transport_class(transport)
         self._plan: Plan | None = None
         self._plan_digest, self._index, self._trainer = "", -1, -1
-        self._group_of: dict[int, Group] = {}
-        self._groups: dict[Group, Transport] = {}
+        self._groups: Communicators | None = None
+        self._exchange: Exchange | None = None
         self._arena: SharedBuffer | None = None
         self._staging: Staging | None = None
         self._slots: Sequence[DeviceBuffer] = ()
@@ -106,10 +109,8 @@ class Holder:
         if engine is not None:
             self._feed = self._open_feed(engine, self._staging)
         # On devices every holder has slots to receive into, and NCCL's communicators are dear.
-        groups = broadcast_groups(plan.members, together=bool(self._device)) if plan.slots else {}
-        self._group_of = {root: group for root, group in groups.items() if index in group and len(group) > 1}
-        self._groups = {group: self._transport() for group in sorted(set(self._group_of.values()))}
-        offers = {g: transport.offer(self._host) for g, transport in self._groups.items() if g[0] == index}
+        self._groups = Communicators(plan, index, bool(self._device), self._transport)
+        offers = self._groups.offers(self._host)
         where = self._arena.handle if self._arena else None
         return Prepared(digest, where, self._feed.ticket if self._feed else None, offers)
 
@@ -141,8 +142,8 @@ class Holder:
 
     def join(self, offers: Mapping[Group, str], timeout_s: float) -> None:
         """Open every communicator, in the same order on every holder. Raises TransportError."""
-        for group, transport in self._groups.items():
-            transport.open(offers[group], group.index(self._index), len(group), timeout_s)
+        assert self._groups
+        self._groups.join(offers, timeout_s)
 
     def accept(self, timeout_s: float) -> None:
         """Wait for the engine rank's hello. Raises DeadlineError or WireError."""
@@ -159,16 +160,10 @@ class Holder:
         would, but goes no further. Raises TransportError or DeadlineError.
         """
         plan, staging = self._plan, self._staging
-        assert plan is not None
-        assert staging is not None
+        assert plan and staging and self._groups  # noqa: PT018
         with self._moving, staging.queue():
             staging.connect(trainer, engine)
-            for group, transport in self._groups.items():
-                ops = [
-                    Broadcast(torch.zeros(1, dtype=torch.uint8, device=staging.device), root)
-                    for root in range(len(group))
-                ]
-                transport.start(ops).wait()
+            self._groups.warm_up(staging.device)
             for pending in (
                 self._start(plan, staging, 0, timeout_s) if plan.slots and plan.num_buckets else ()
             ):
@@ -179,6 +174,21 @@ class Holder:
         if self._staging:
             with self._moving, self._staging.queue():
                 self._staging.route(reads, memory)
+                if self._exchange:  # the engine rank has other memory than the last one
+                    self._exchange.aim()
+
+    def exchange(self, part: Part) -> str:
+        """Take memory for messages; where to meet, if this is the first member. Raises TransportError."""
+        assert self._staging
+        with self._moving, self._staging.queue():
+            self._exchange = Exchange(part, self._transport(), self._staging)
+        return self._exchange.offer(self._host)
+
+    def meet(self, rendezvous: str, timeout_s: float) -> None:
+        """Open the communicator of messages, and use each path once. Raises TransportError."""
+        assert self._staging and self._exchange  # noqa: PT018
+        with self._moving, self._staging.queue():
+            self._exchange.open(rendezvous, timeout_s)
 
     def move(self, attempt: int, feeding: bool, way: Way, timeout_s: float) -> Span:
         """Run the plan once: broadcast every bucket and, if `feeding`, bring them to the engine rank.
@@ -203,20 +213,9 @@ class Holder:
         limits_s = timeout_s / 2, _PATIENCE * timeout_s
         only = way.cast if way.pulls else None
         outlet = open_outlet(staging, self._feed, feeding, attempt, plan.slots, *limits_s, only=only)
-        buckets = range(plan.num_buckets) if way.broadcasts_all else sorted(way.cast)
+        start = partial(self._start, plan, staging, timeout_s=timeout_s)
         try:
-            if feeding and way.pulls:
-                strike("move", bucket=0, num_buckets=1)
-                staging.pull()
-            pump(
-                buckets,
-                # A slot is filled again once it was written out, and not all of them have their turn here.
-                plan.slots if way.broadcasts_all else 1,
-                lambda bucket: self._start(plan, staging, bucket, timeout_s),
-                lambda bucket: strike_move(plan, bucket, self._index, staging.at if staging.slots else None),
-                outlet,
-            )
-            outlet.finish(plan.num_buckets)
+            carry_out(plan, way, self._index, staging, self._exchange, start, outlet)
         except Exception as error:
             # Also one of the device or of NCCL: who waits for this holder would wait for its deadline.
             cause = f"{self.name}: {type(error).__name__}: {error}"
@@ -288,8 +287,9 @@ class Holder:
 
     def abort(self, cause: str) -> None:
         """Leave the communicators at once, also out of a running `move`, which then raises TransportError."""
-        for transport in self._groups.values():
-            transport.abort(cause)
+        for each in (self._groups, self._exchange):
+            if each:
+                each.abort(cause)
 
     def drop_engine(self) -> None:
         """Give the engine rank up, also while `move` waits for it."""
@@ -318,13 +318,8 @@ class Holder:
 
     def _start(self, plan: Plan, staging: Staging, bucket: int, timeout_s: float) -> list[Pending]:
         """Queue the filling of this holder's share of a bucket, and its broadcasts."""
-        started = list(staging.fill(bucket, timeout_s))
-        for group, transport in self._groups.items():
-            steps = [step for step in plan.bucket_steps(bucket) if self._group_of.get(step.root) == group]
-            if steps:
-                ops = [Broadcast(staging.at(step), group.index(step.root)) for step in steps]
-                started.append(transport.start(ops))
-        return started
+        assert self._groups
+        return [*staging.fill(bucket, timeout_s), *self._groups.start(bucket, staging)]
 
     def _stage(self, plan: Plan, index: int, receives: bool) -> Staging:
         if not self._device:
@@ -339,11 +334,12 @@ class Holder:
 
     def _leave(self) -> None:
         self.drop_engine()
-        for group in self._groups.values():
-            group.close()
+        for each in (self._groups, self._exchange):
+            if each:
+                each.close()
         with self._moving:  # one that its controller gave up may be running still, until its deadline
             if self._feed:
                 self._feed.close()
             if self._staging:
                 self._staging.close()
-        self._group_of, self._groups, self._feed, self._staging = {}, {}, None, None
+        self._groups = self._exchange = self._feed = self._staging = None

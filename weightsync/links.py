@@ -25,10 +25,12 @@ def links(connection: Connection, fleet: Fleet) -> list[Link]:
 
 
 def _reads(connection: Connection, fleet: Fleet, name: str, seat: EngineSeat) -> Iterator[Link]:
-    for rank, by_trainer in enumerate(connection.router.read[name]):
-        for trainer, nbytes in sorted(by_trainer.items()):
-            distance = _distance(fleet, fleet.trainers[trainer][1], seat.holders[rank])
-            yield Link(f"trainer {trainer}", f"engine {name} rank {rank}", distance, nbytes)
+    router = connection.router
+    for rank, (holder, by_trainer) in enumerate(zip(seat.holders, router.read[name], strict=True)):
+        read = {(f"trainer {t}", fleet.trainers[t][1]): nbytes for t, nbytes in by_trainer.items()}
+        sent = router.crossing.arrivals(holder) if router.crossing else {}
+        for (source, at), nbytes in sorted([*read.items(), *sent.items()]):
+            yield Link(source, f"engine {name} rank {rank}", _distance(fleet, at, holder), nbytes)
 
 
 def _broadcasts(sent: Mapping[int, int], fleet: Fleet, name: str, seat: EngineSeat) -> Iterator[Link]:

@@ -18,6 +18,10 @@ logger = logging.getLogger("weightsync.outlet")
 class Outlet(Protocol):
     """Where the buckets of one attempt go. An engine rank that fails or falls silent is left behind."""
 
+    @property
+    def taking(self) -> bool:
+        """Whether the engine rank takes part, and was not given up."""
+
     def wait_free(self, bucket: int) -> None:
         """Wait until the slot that `bucket` goes to may be filled."""
 
@@ -69,6 +73,10 @@ class Feeding:
         self._num_slots = num_slots
         self._read = 0
 
+    @property
+    def taking(self) -> bool:
+        return self._feed is not None
+
     def wait_free(self, bucket: int) -> None:
         self.finish(bucket - self._num_slots + 1)
 
@@ -106,17 +114,21 @@ class Writing:
         self._staging, self._feed, self._only = staging, feed, only
         self._attempt, self._timeout_s = attempt, timeout_s
 
+    @property
+    def taking(self) -> bool:
+        return self._feed is not None and not self._feed.dropped
+
     def wait_free(self, bucket: int) -> None:
         """The filling waits on the device."""
 
     def offer(self, bucket: int) -> None:
-        if self._feed and not self._feed.dropped and (self._only is None or bucket in self._only):
+        if self.taking and (self._only is None or bucket in self._only):
             self._staging.write(bucket)
 
     def finish(self, num_buckets: int) -> None:
         """Wait until everything is written, and say so."""
         self._staging.settle(self._timeout_s)
-        if self._feed and not self._feed.dropped:
+        if self._feed and self.taking:
             self._feed.written(self._attempt)
 
     def cancel(self, cause: str) -> None:

@@ -39,8 +39,10 @@ class Way:
         pulls: its engine rank reads its part out of the trainers' memory.
         broadcasts_all: every bucket is broadcast, since not all engines can do that.
         cast: buckets that such engines take all the same: they have tensors of another dtype there.
+        exchanges: it sends or receives what engine ranks need of other hosts.
     """
 
     pulls: bool = False
     broadcasts_all: bool = True
     cast: frozenset[int] = frozenset()
+    exchanges: bool = False

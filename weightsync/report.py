@@ -15,7 +15,7 @@ Distance = Literal["same GPU or slot", "same host", "other host"]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """`nbytes` of an update: from a trainer that is read, or a broadcasting holder, to an engine's rank."""
+    """`nbytes` of an update: from a trainer, or a holder that broadcasts or passes on, to an engine rank."""
 
     source: str
     target: str
@@ -44,7 +44,7 @@ class SyncReport:
         epoch: the membership's count; it grows whenever an engine joins or leaves.
         connect_phases: seconds of each phase of connecting that membership, once: ``warm_up`` is
             what this and every later update of the epoch did not have to pay.
-        routes: per engine ``direct``, where its GPUs read the trainers' memory, or why it takes broadcasts.
+        routes: per engine ``direct``, where each GPU gets just its part, or why it takes broadcasts.
         bytes_from: in a refill, the bytes that were read from each holder.
         ways: in a refill, how each holder was read: ``direct``, ``rdma``, ``tcp`` or ``zeromq``.
         spans: what took how long where: the phases of ``driver``, ``publish`` of ``trainer 0``, ``move`` of

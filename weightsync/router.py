@@ -1,4 +1,4 @@
-"""Which engines read their parts out of the trainers' memory, and what each rank of them reads."""
+"""Which engines get their parts out of the trainers' memory, and what each rank of them reads."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from weightsync.crossing import Crossing
 from weightsync.deadline import gather_named
 from weightsync.errors import ConfigError, VerifyError
 from weightsync.peers import Fleet
@@ -23,6 +26,8 @@ __all__ = ["DIRECT", "Router"]
 logger = logging.getLogger("weightsync.router")
 
 DIRECT = "direct"
+_LATER = "its holder came after connecting, and meets those of other hosts with the next update"
+_SAME_DEVICE, _SAME_HOST, _OTHER_HOST = range(3)
 
 
 class Router:
@@ -31,7 +36,8 @@ class Router:
     Attributes:
         routes: per engine `DIRECT`, or why it takes broadcasts.
         demoted: engines that do not read any longer, and why.
-        read: of engines that were routed, the bytes that each rank reads of each trainer.
+        read: of engines that were routed, the bytes that each rank reads of each trainer on its host.
+        crossing: what they get from other hosts, from `meet` on.
     """
 
     def __init__(
@@ -53,14 +59,33 @@ class Router:
         self._cast: dict[str, frozenset[int]] = {}
         self.routes: dict[str, str] = {}
         self.read: dict[str, list[dict[int, int]]] = {}
+        self.crossing: Crossing | None = None
+        self._far: dict[str, dict[int, Reads]] = {}
 
     async def add(self, name: str, engine: Layout, exports: Sequence[Export | None]) -> None:
         """Route an engine, if it can be; its holders have mapped what its ranks' `exports` say.
 
         Raises ConfigError when ``sync.mode`` is direct, and it cannot.
         """
-        reason = self._obstacle(name, exports) or await self._route(name, engine, exports)
+        self._far.pop(name, None)
+        self._decide(name, self._obstacle(name, exports) or await self._route(name, engine, exports))
+
+    async def meet(self) -> None:
+        """Connect the hosts, once all engines were added. Raises as `connect` does."""
+        far = {name: needs for name, needs in self._far.items() if self.routes[name] == DIRECT}
+        needs = {holder: reads for its in far.values() for holder, reads in its.items()}
+        try:
+            self.crossing = Crossing(self._fleet, self._config, self._plan, needs)
+        except ConfigError as error:
+            for name in far:
+                self._decide(name, str(error))
+            self.crossing = Crossing(self._fleet, self._config, self._plan, {})
+        await self.crossing.open()
+
+    def _decide(self, name: str, reason: str) -> None:
         self.routes[name] = reason or DIRECT
+        if reason == _LATER:
+            return
         if reason and self._config.mode == DIRECT:
             raise ConfigError("sync.mode", DIRECT, f"engine {name}: {reason}; auto takes what there is")
         if reason and self._config.mode == "auto":
@@ -74,8 +99,8 @@ class Router:
 
     @property
     def suffices(self) -> bool:
-        """Whether every engine reads, or the plan has buckets for those that do not."""
-        return self._plan.slots > 0 or all(route == DIRECT for route in self.routes.values())
+        """Whether every engine reads, or will, or the plan has buckets for those that do not."""
+        return self._plan.slots > 0 or all(route in (DIRECT, _LATER) for route in self.routes.values())
 
     def ways(self, takers: Mapping[str, Sequence[int]]) -> dict[int, Way]:
         """What each holder does in an update of the engines `takers`, whose holders are given.
@@ -86,9 +111,14 @@ class Router:
         broadcasts_all = direct != set(takers)
         cast = frozenset[int]().union(*(self._cast[name] for name in direct))
         pulling = {holder for name in direct for holder in takers[name]}
-        # Every member of a communicator has to come to its broadcasts.
-        members = range(self._plan.members.num_holders) if broadcasts_all or cast else pulling
-        return {holder: Way(holder in pulling, broadcasts_all, cast) for holder in sorted(members)}
+        # Every member of a communicator has to come to what goes through it.
+        crosses = self.crossing is not None and any(self._far.get(name) for name in direct)
+        exchanging = set(self.crossing.members) if self.crossing and crosses else set[int]()
+        members = range(self._plan.members.num_holders) if broadcasts_all or cast else pulling | exchanging
+        return {
+            holder: Way(holder in pulling, broadcasts_all, cast, holder in exchanging)
+            for holder in sorted(members)
+        }
 
     def _obstacle(self, name: str, exports: Sequence[Export | None]) -> str:
         if self._config.mode == "broadcast":
@@ -99,9 +129,6 @@ class Router:
             return "the trainers' weights are not read in place"
         if not all(exports):
             return "its memory is not written by its holders: quantised, offloaded, or not to be shared"
-        here = {self._fleet.node(holder) for holder in self._fleet.engines[name].holders}
-        if {self._fleet.node(holder) for _, holder in self._fleet.trainers} - here or len(here) > 1:
-            return "trainers and engine are on several hosts"
         return ""
 
     async def _route(self, name: str, engine: Layout, exports: Sequence[Export | None]) -> str:
@@ -110,22 +137,44 @@ class Router:
         if not names:
             return next(iter(reasons.values()))
         reshard = Reshard(self._source, name, engine, only=names)
-        calls, read = {}, []
-        for rank, (holder, export) in enumerate(zip(self._fleet.engines[name].holders, exports, strict=True)):
-            near = [0 if _device(each) == _device(export) else 1 for each in self._exports]
-            reads = reshard.reads(rank, near, start=self._start(holder))
-            read.append(reads.by_trainer())
-            calls[f"holder {holder}"] = self._fleet.holders[holder].route(reads, self._memory(reads))
+        local, far = {}, {}
+        holders = self._fleet.engines[name].holders
+        for rank, (holder, export) in enumerate(zip(holders, exports, strict=True)):
+            near = self._distances(holder, _device(export))
+            reads = reshard.reads(rank, near, start=self._start(holder, near))
+            is_far = np.array(near)[reads.trainer] == _OTHER_HOST
+            local[holder] = reads.take(np.flatnonzero(~is_far))
+            if is_far.any():
+                far[holder] = reads.take(np.flatnonzero(is_far))
+        if self.crossing and far:
+            if max(far) >= self._plan.members.num_holders:
+                return _LATER
+            if not self.crossing.agrees(far):
+                return "what it needs of other hosts was not planned when all connected"
+        calls = {
+            f"holder {holder}": self._fleet.holders[holder].route(reads, self._memory(reads))
+            for holder, reads in local.items()
+        }
         outcome = await gather_named(calls, "route", self._config.connect_timeout_s)
         for error in outcome.failures.values():
             return str(error)
-        self.read[name] = read
+        self.read[name] = [reads.by_trainer() for reads in local.values()]
+        self._far[name] = far
         self._cast[name] = self._buckets(reasons.keys())
         return ""
 
-    def _start(self, holder: int) -> int:
-        """Receivers that need the same begin with different trainers."""
-        return holder * len(self._exports) // len(self._fleet.holders)
+    def _distances(self, holder: int, device: str) -> list[int]:
+        """How far each trainer is from an engine rank: see `Reshard.reads`."""
+        near = []
+        for (_, other), export in zip(self._fleet.trainers, self._exports, strict=True):
+            same_host = self._fleet.node(other) == self._fleet.node(holder)
+            same_device = same_host and _device(export) == device
+            near.append(_SAME_DEVICE if same_device else _SAME_HOST if same_host else _OTHER_HOST)
+        return near
+
+    def _start(self, holder: int, near: Sequence[int]) -> int:
+        """Receivers that need the same begin with different trainers, but not where they are to share it."""
+        return 0 if _OTHER_HOST in near else holder * len(self._exports) // len(self._fleet.holders)
 
     def _memory(self, reads: Reads) -> dict[tuple[int, str], DeviceHandle]:
         pairs = set(zip(reads.trainer.tolist(), reads.src_buffer.tolist(), strict=True))

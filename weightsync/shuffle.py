@@ -33,6 +33,7 @@ from weightsync.transports.base import Op, Recv, Send
 if TYPE_CHECKING:
     from weightsync.plan.buffers import Int32, Int64
     from weightsync.plan.reads import Reads
+    from weightsync.plan.shuffle import Lane
     from weightsync.transports import Pending, Transport
 
 __all__ = ["Shuffle", "ShufflePlan", "gather_send", "scatter_recv"]
@@ -110,9 +111,9 @@ class Shuffle:
         _check_given(rank, "source", source, rank < plan.num_senders)
         _check_given(rank, "target", target, rank in plan.receivers)
         source, target = source or {}, target or {}
-        sends, receives = plan.sends(rank), plan.receives(rank)
+        packs, receives = [lane for lane in plan.sends(rank) if not lane.hop], plan.receives(rank)
         local = [reads for number, reads in plan.local if number == rank]
-        for reads in (*(lane.messages.reads for lane in sends), *local):
+        for reads in (*(lane.messages.reads for lane in packs), *local):
             _check_fits("source", source, reads.src_names, reads.src_buffer, *_reach(reads, "src"))
         for reads in (*(lane.messages.reads for lane in receives), *local):
             _check_fits("target", target, reads.dst_names, reads.dst_buffer, *_reach(reads, "dst"))
@@ -121,10 +122,9 @@ class Shuffle:
         own = {(rank, name): address for name, address in src.items()}
         self._transport, self._num_rounds = transport, plan.num_rounds
         self._device = _device([*source.values(), *target.values()])
-        out = [(lane.receiver, lane.messages) for lane in sends]
-        into = [(lane.sender, lane.messages) for lane in receives]
-        self._out = _Window(out, self._num_rounds, self._device)
-        self._in = _Window(into, self._num_rounds, self._device)
+        self._relays = [lane for lane in plan.sends(rank) if lane.hop]
+        self._out = _Window([(lane.receiver, lane) for lane in packs], self._num_rounds, self._device)
+        self._in = _Window([(lane.sender, lane) for lane in receives], self._num_rounds, self._device)
         self._memory = [*source.values(), *target.values(), self._out.staging, self._in.staging]
         self._pack = self._copier(self._out.copies(lambda moved, round, at: moved.pack(round, src, at)))
         self._unpack = self._copier(self._in.copies(lambda moved, round, at: moved.unpack(round, at, dst)))
@@ -141,22 +141,49 @@ class Shuffle:
         On a GPU it works on the current stream, after what is on it, and waits for it at the end.
         Raises TransportError.
         """
+        self._go(self._num_rounds, lambda: True)
+        self._settle()
+
+    def move(self, wanted: Callable[[], bool]) -> None:
+        """As `run`; on a GPU what was begun on the current stream is not waited for.
+
+        This rank's target is written while it is `wanted`; the others get what they are to have, anyway.
+        """
+        self._go(self._num_rounds, wanted)
+
+    def rehearse(self) -> None:
+        """Uses every path once, as `run` does, and writes to no target."""
+        self._go(min(self._num_rounds, _SLOTS), lambda: False)
+        self._settle()
+
+    def _go(self, num_rounds: int, wanted: Callable[[], bool]) -> None:
         before: Pending | None = None
-        for round in range(self._num_rounds):
+        for round in range(num_rounds):
             self._pack(round)
-            ops = [*self._out.ops(Send, round), *self._in.ops(Recv, round)]
+            if self._relays:  # what is passed on has to be there
+                self._finish(round - 1, before, wanted)
+                before = None
+            ops = [*self._out.ops(Send, round), *self._passed_on(round), *self._in.ops(Recv, round)]
             pending = self._transport.start(ops) if ops else None
-            self._finish(round - 1, before)
+            self._finish(round - 1, before, wanted)
             before = pending
-        self._local(0)  # while the last round travels
-        self._finish(self._num_rounds - 1, before)
+        if wanted():
+            self._local(0)  # while the last round travels
+        self._finish(num_rounds - 1, before, wanted)
+
+    def _passed_on(self, round: int) -> list[Op]:
+        before = {lane.bundle: data for lane, data in self._in.messages(round - 1)} if self._relays else {}
+        return [Send(before[lane.bundle], lane.receiver) for lane in self._relays if lane.bundle in before]
+
+    def _settle(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
-    def _finish(self, round: int, pending: Pending | None) -> None:
+    def _finish(self, round: int, pending: Pending | None, wanted: Callable[[], bool]) -> None:
         if pending:
             pending.wait()
-            self._unpack(round)
+            if wanted():
+                self._unpack(round)
 
     def _copier(self, groups: Sequence[Sequence[Copies]]) -> Callable[[int], None]:
         """What carries out group number k."""
@@ -175,16 +202,17 @@ class Shuffle:
 class _Window:
     """Staging memory of one role: two slots that rounds take in turn, a round's messages side by side."""
 
-    def __init__(self, lanes: Sequence[tuple[int, Messages]], num_rounds: int, device: torch.device) -> None:
-        """`lanes` are (the other rank, messages), and message k of each goes in round k."""
+    def __init__(self, lanes: Sequence[tuple[int, Lane]], num_rounds: int, device: torch.device) -> None:
+        """`lanes`, each with the other rank."""
         self._rounds: list[list[_Placed]] = []
         slot_nbytes = 0
         for round in range(num_rounds):
             at, placed = 0, []
-            for peer, moved in lanes:
-                if round < moved.num_rounds:
-                    nbytes = int(moved.nbytes[round])
-                    placed.append(_Placed(peer, moved, at, nbytes))
+            for peer, lane in lanes:
+                number = round - lane.hop
+                if 0 <= number < lane.messages.num_rounds:
+                    nbytes = int(lane.messages.nbytes[number])
+                    placed.append(_Placed(peer, lane, number, at, nbytes))
                     at += -(-nbytes // RUN_ALIGN) * RUN_ALIGN
             self._rounds.append(placed)
             slot_nbytes = max(slot_nbytes, at)
@@ -193,19 +221,23 @@ class _Window:
         self.staging = torch.empty(num_slots * slot_nbytes, dtype=torch.uint8, device=device)
 
     def copies(self, make: Callable[[Messages, int, int], Copies]) -> list[list[Copies]]:
-        """Per round, ``make(messages, round, address)`` of each message."""
+        """Per round, ``make(messages, number, address)`` of each message."""
         base = self.staging.data_ptr()
         return [
-            [make(each.moved, round, base + self._slot(round) + each.at) for each in placed]
+            [make(each.lane.messages, each.number, base + self._slot(round) + each.at) for each in placed]
             for round, placed in enumerate(self._rounds)
         ]
 
     def ops(self, kind: type[Send] | type[Recv], round: int) -> list[Op]:
-        slot = self._slot(round)
-        return [
-            kind(self.staging[slot + each.at : slot + each.at + each.nbytes], each.peer)
-            for each in self._rounds[round]
-        ]
+        return [kind(self._data(round, each), each.peer) for each in self._rounds[round]]
+
+    def messages(self, round: int) -> list[tuple[Lane, torch.Tensor]]:
+        """Of a round, none before the first: where each lane's message is."""
+        return [(each.lane, self._data(round, each)) for each in (self._rounds[round] if round >= 0 else ())]
+
+    def _data(self, round: int, placed: _Placed) -> torch.Tensor:
+        at = self._slot(round) + placed.at
+        return self.staging[at : at + placed.nbytes]
 
     def _slot(self, round: int) -> int:
         return round % _SLOTS * self._slot_nbytes
@@ -216,7 +248,8 @@ class _Placed:
     """A message's place in its slot."""
 
     peer: int
-    moved: Messages
+    lane: Lane
+    number: int
     at: int
     nbytes: int
 

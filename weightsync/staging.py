@@ -49,6 +49,14 @@ class Staging(Protocol):
     def image(self) -> EngineImage | None:
         """The engine rank's memory, where it is written from here."""
 
+    @property
+    def source(self) -> Mapping[str, torch.Tensor]:
+        """The buffers of the trainer's memory that is read in place: uint8, one dimension."""
+
+    @property
+    def target(self) -> Mapping[str, torch.Tensor]:
+        """Those of the engine rank's memory that is written from here."""
+
     def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
         """Be ready to `pull`: `memory` is the trainers', by rank and buffer. Raises TransportError."""
 
@@ -99,6 +107,8 @@ class HostStaging:
 
     writes = False
     image: EngineImage | None = None
+    source: Mapping[str, torch.Tensor] = {}
+    target: Mapping[str, torch.Tensor] = {}
 
     def connect(self, trainer: Export | None, engine: Export | None) -> None:
         assert trainer is engine is None, "what lies on the host is not exported"

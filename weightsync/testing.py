@@ -104,7 +104,11 @@ class DictEngine:
         """One token per prompt: the version."""
         if self.paused:
             raise StateError(f"engine {self.name} serves no version")
-        return Rollout([[self.version] for _ in prompts], [(self.version, self.version) for _ in prompts])
+        return Rollout(
+            [[self.version] for _ in prompts],
+            [(self.version, self.version)] * len(prompts),
+            [False] * len(prompts),
+        )
 
     def check(self) -> None:
         """Its one rank lives in this process."""

@@ -36,9 +36,9 @@ def _groups(version: int) -> list[Group]:
 @pytest.fixture(params=["dense", pytest.param("moe", marks=pytest.mark.faults)])
 def trained(request: pytest.FixtureRequest, tmp_path: Path):
     model = build_checkpoint(tmp_path / "model", MODELS[request.param], seed=1)
-    trainers = [spawn(SharpTrainer, rank, 2, str(model), LOOP, str(rank)) for rank in range(2)]
-    port = ray.get(trainers[0].listen.remote())
-    ray.get([trainer.join.remote(port) for trainer in trainers])
+    trainers = [spawn(SharpTrainer, rank, 2, str(model), LOOP, str(rank), "cpu") for rank in range(2)]
+    meeting = ray.get(trainers[0].listen.remote())
+    ray.get([trainer.join.remote(*meeting) for trainer in trainers])
     ray.get([trainer.sharpen.remote() for trainer in trainers])
     yield model, trainers
     for trainer in trainers:

@@ -195,6 +195,18 @@ def test_engines_join_leave_and_heal_without_the_trainer(make: Make) -> None:
         sync.heal("lat")
 
 
+def test_an_engine_may_join_beside_a_trainer_that_had_none(make: Make) -> None:
+    sync = make(trainers=2, engines=1, colocated=True)
+    sync.connect()
+    sync.update_weights(1)
+    assert sync.add_engine("late", spawn(Engine, WIDTH, "late", "s1")) is not None
+    ray.get([trainer.train.remote(2) for trainer in sync._members.trainers])
+    report = sync.update_weights(2)
+    assert report.failures == {}
+    assert report.engines == {"e0": 2, "late": 2}
+    assert holds(sync, "late")
+
+
 def test_a_killed_engine_is_dead_and_the_others_go_on(make: Make, pool: Pool) -> None:
     sync = make(engines=2)
     sync.connect()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.contract.transport_processes import Fleet
+from tests.contract.transport_processes import Fleet, lose_one_that_passes_on
 from tests.shuffle_cases import CASES, make_case
 
 pytestmark = pytest.mark.slow
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 ROWS, MAX_MESSAGE_BYTES = 1031, 64 << 10
 
 
-@pytest.mark.parametrize("name", ["apart", "both"])
+@pytest.mark.parametrize("name", ["apart", "both", "copies"])
 def test_every_receiver_has_what_it_wants_and_nothing_else(name: str) -> None:
     num_senders, num_receivers, both = CASES[name]
     fleet = Fleet("gloo", num_senders if both else num_senders + num_receivers)
@@ -27,3 +27,12 @@ def test_every_receiver_has_what_it_wants_and_nothing_else(name: str) -> None:
         assert answer["right"] == [True] * 3
         assert answer["digest"] == plan.digest()
         assert 0 < answer["staging"] <= (1 + both) * 2 * MAX_MESSAGE_BYTES
+
+
+@pytest.mark.faults
+def test_who_passes_messages_on_and_is_lost_is_named_and_the_others_go_on() -> None:
+    fleet = Fleet("gloo", 4)
+    try:
+        lose_one_that_passes_on(fleet, 2, timeout_s=2)
+    finally:
+        fleet.end()

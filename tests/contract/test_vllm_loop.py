@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from weightsync.engines.vllm_loop import Completion, EngineLoop
+from weightsync.engines.base import Completion
+from weightsync.engines.vllm_loop import EngineLoop
 from weightsync.errors import DeadlineError, EngineError, RankLostError, StateError
 
 TIMEOUT_S = 10.0

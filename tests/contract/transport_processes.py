@@ -75,6 +75,12 @@ class Rank:
         assert self._transport is not None
         return shuffle_case(case, rows, max_message_bytes, rank, self._transport, self._device)
 
+    def shuffle_on(self, case: str, rows: int, max_message_bytes: int, rank: int) -> None:
+        from tests.shuffle_cases import shuffle_on
+
+        assert self._transport is not None
+        shuffle_on(case, rows, max_message_bytes, rank, self._transport, lambda: say("begun"))
+
     def close(self) -> float:
         started = time.monotonic()
         if self._transport:
@@ -233,6 +239,18 @@ def lose_one_inside(fleet: Fleet, rank: int, number: signal.Signals, timeout_s: 
     for process in fleet.members:
         assert process.hear() == "begun"
     fleet.members[rank].signal(number)
+    _survive(fleet, rank, num_ranks, timeout_s)
+
+
+def lose_one_that_passes_on(fleet: Fleet, rank: int, timeout_s: float) -> None:
+    """`rank` is killed while messages flow, some through it: the others name it and go on."""
+    fleet.open(timeout_s)
+    num_ranks = len(fleet.members)
+    for place, process in enumerate(fleet.members):
+        process.order("shuffle_on", "copies", 4001, 64 << 10, place)
+    for process in fleet.members:
+        assert process.hear() == "begun"
+    fleet.members[rank].signal(signal.SIGKILL)
     _survive(fleet, rank, num_ranks, timeout_s)
 
 

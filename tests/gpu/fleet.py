@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.engine import EngineActor
 from actors.trainer_shard import TrainerShard
+from tests.gpu import sglang_probe
 from tests.gpu.vllm_probe import OPTIONS, Answers, probe
 from weightsync.modules import named_tensors
 
@@ -102,6 +103,17 @@ class VllmEngine(EngineActor):
 
     async def answers(self) -> Answers:
         return await asyncio.to_thread(self._engine._loop.call, probe)
+
+
+class SglangEngine(EngineActor):
+    """SGLang with CUDA graphs, started with dummy weights, and asked its probe's questions."""
+
+    def __init__(self, path: str, name: str, num_ranks: int) -> None:
+        options = {"tensor_parallel_size": num_ranks, **sglang_probe.OPTIONS}
+        super().__init__("sglang", path, name, options)
+
+    async def answers(self) -> sglang_probe.Answers:
+        return await asyncio.to_thread(sglang_probe.answers_of, self._engine)
 
 
 def spawn(

@@ -13,8 +13,8 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 
 from tests.gpu.fleet import Engine, spawn
+from tests.gpu.qwen3_models import save_qwen3
 from tests.gpu.test_end_to_end import Fleet, pid_of
-from tests.gpu.vllm_models import save_qwen3
 from weightsync import SyncConfig, WeightSync
 
 pytestmark = [

@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.gpu.vllm_models import save_qwen3
-from tests.gpu.vllm_probe import Answers
-from tests.gpu.vllm_rig import VllmRig
+from tests.gpu.fed_engine import FedEngine
+from tests.gpu.qwen3_models import save_qwen3
+from tests.gpu.vllm_probe import OPTIONS, Answers, probe
 from weightsync.engines import vllm_worker
 from weightsync.modules import named_tensors
 from weightsync.verify import tensor_digest
@@ -29,6 +29,16 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
     pytest.mark.timeout(420),
 ]
+
+
+class VllmRig(FedEngine):
+    def __init__(self, model_path: str, num_ranks: int) -> None:
+        super().__init__("vllm", model_path, num_ranks, OPTIONS)
+
+    def answers(self) -> Answers:
+        """Asked of the engine itself, between two steps of its thread."""
+        return self.engine._loop.call(probe)
+
 
 Open = Callable[[str, int], VllmRig]
 

@@ -17,8 +17,8 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 
 from tests.gpu.fleet import Trainer, VllmEngine, spawn, visible_devices
+from tests.gpu.qwen3_models import save_qwen3
 from tests.gpu.test_vllm import assert_same, from_disk, served
-from tests.gpu.vllm_models import save_qwen3
 from weightsync import SyncConfig, WeightSync
 
 pytestmark = [

@@ -223,7 +223,7 @@ def test_a_holder_that_is_gone_is_named_and_every_engine_is_stale_until_the_next
 
         class Gone:
             def move(self, *_: object) -> float:
-                for transport in loop.holders[2]._groups.values():
+                for transport in loop.holders[2]._groups.transports.values():
                     transport.close()
                 raise PeerLostError("holder 2", "killed")
 

@@ -139,6 +139,18 @@ class Direct(Loop):
 
         return stage
 
+    def cut_off(self, holder: int) -> None:
+        """A holder that cannot map the trainers' memory."""
+        stage = self.holders[holder]._stage
+
+        def unreachable(plan: Plan, index: int, receives: bool) -> Staging:
+            made = stage(plan, index, receives)
+            assert isinstance(made, Staging)
+            made.unreachable = True
+            return made
+
+        self.holders[holder]._stage = unreachable  # type: ignore[method-assign, assignment]
+
     def broadcasts(self) -> list[int]:
         """Every bucket that any holder begins to broadcast from now on."""
         begun: list[int] = []
@@ -213,15 +225,7 @@ def test_tensors_of_another_dtype_are_broadcast_in_the_same_update() -> None:
 
 def test_one_that_cannot_read_takes_broadcasts_beside_one_that_does() -> None:
     async def work(loop: Direct) -> None:
-        stage = loop.holders[2]._stage
-
-        def unreachable(plan: Plan, index: int, receives: bool) -> Staging:
-            made = stage(plan, index, receives)
-            assert isinstance(made, Staging)
-            made.unreachable = True
-            return made
-
-        loop.holders[2]._stage = unreachable  # type: ignore[method-assign, assignment]
+        loop.cut_off(2)
         await loop.controller.connect()
         begun = loop.broadcasts()
         loop.train()
@@ -240,8 +244,8 @@ def test_one_that_cannot_read_takes_broadcasts_beside_one_that_does() -> None:
 
 def test_direct_alone_is_refused_where_an_engine_cannot_read() -> None:
     async def work(loop: Direct) -> None:
-        loop.fleet.nodes = ["here", "here", "there"]
-        with pytest.raises(ConfigError, match=r"sync\.mode.*engine e1.*several hosts"):
+        loop.cut_off(2)
+        with pytest.raises(ConfigError, match=r"sync\.mode.*engine e1.*no peer access"):
             await loop.controller.connect()
 
     drive(work, replace(CONFIG, mode="direct"))

@@ -23,6 +23,16 @@ def test_auto_takes_vllm_where_it_is_installed_and_says_so(installed) -> None:
     assert choose_engine("auto") == ("vllm", "auto: vllm is installed")
 
 
+@pytest.mark.parametrize(("has_gpu", "kind"), [(True, "sglang"), (False, "torch")])
+def test_auto_passes_over_sglang_where_it_cannot_start(
+    installed, monkeypatch: pytest.MonkeyPatch, has_gpu: bool, kind: str
+) -> None:
+    installed("sglang", "transformers")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    assert choose_engine("auto")[0] == kind
+    assert choose_engine("sglang")[0] == "sglang"
+
+
 def test_auto_falls_back_to_transformers(installed) -> None:
     installed("transformers")
     assert choose_engine("auto") == ("torch", "auto: transformers is installed")
@@ -41,5 +51,5 @@ def test_an_unknown_engine_is_refused_with_the_nearest_name() -> None:
 
 def test_auto_without_any_engine_says_what_to_install(installed) -> None:
     installed()
-    with pytest.raises(ConfigError, match="install one of vllm, transformers"):
+    with pytest.raises(ConfigError, match="install one of vllm, sglang, transformers"):
         choose_engine("auto")

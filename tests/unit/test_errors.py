@@ -26,6 +26,7 @@ from weightsync.errors import (
 EXAMPLES = [
     (WeightSyncError("broken"), "broken"),
     (ConfigError("sync.mode", "x", "valid: auto"), "sync.mode: 'x' is not valid; valid: auto"),
+    (ConfigError("a", 1, "give 2", "x.yaml:3"), "x.yaml:3: a: 1 is not valid; give 2"),
     (PlanError("lm_head.weight", "no trainer holds it"), "lm_head.weight: no trainer holds it"),
     (StateError("connect first"), "connect first"),
     (DeadlineError("move", ["e0", "e1"], 2.5), "move: no answer within 2.5 s from e0, e1"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.reshard_strategies import Sides, sides
+from weightsync.plan import Reads
 from weightsync.plan.direct_floor import (
     DirectFloor,
     LinkRates,
@@ -92,11 +94,30 @@ def test_distances_are_those_of_gpus_and_hosts() -> None:
 
 def whole(made: Sides, per_host: int, rates: LinkRates) -> tuple[DirectFloor, list[Receiver]]:
     reshard, trainers = made.reshard(), range(len(made.trainers))
-    receivers = [
-        Receiver.of(f"e0 rank {rank}", rank, reshard.reads(rank, distances(rank, trainers, per_host)))
+    planned = [
+        (f"e0 rank {rank}", rank, reshard.reads(rank, distances(rank, trainers, per_host)))
         for rank in range(len(made.ranks))
     ]
+    receivers = [
+        receiver
+        for start in range(0, len(planned), per_host)
+        for receiver in Receiver.of_host(planned[start : start + per_host], trainers, per_host)
+    ]
     return direct_floor(receivers, trainers, per_host, rates), receivers
+
+
+def test_what_gpus_of_a_host_read_alike_of_another_goes_over_a_nic_once_and_over_nvlink_else() -> None:
+    """1 GiB for two of 2 GPUs: half comes to each, and half from its neighbour."""
+    size = np.full(2, GIB // 2)
+    table = np.column_stack([np.cumsum(size) - size] * 2 + [np.ones_like(size)] + [size] * 3)
+    zeros = np.zeros_like(size)
+    reads = Reads.of(zeros, ("w",), zeros, ("w",), zeros, table)
+    ranks = Receiver.of_host([("r0", 2, reads), ("r1", 3, reads)], [0], 2)
+    assert [rank.by_trainer for rank in ranks] == [{0: GIB // 2}] * 2
+    assert [rank.passed_on for rank in ranks] == [{3: GIB // 2}, {2: GIB // 2}]
+    floor = direct_floor(ranks, [0], 2, H200)
+    assert floor.nbytes == (0, GIB, GIB)
+    assert floor.seconds == pytest.approx(GIB / 100e9)
 
 
 @given(sides(), st.integers(1, 4), st.tuples(*[st.integers(1, 1000)] * 3))
@@ -105,7 +126,10 @@ def test_no_link_carries_more_than_the_floor_allows(
 ) -> None:
     rates = LinkRates(name="any", hbm=gb_per_s[0], nvlink=gb_per_s[1], nic=gb_per_s[2])
     floor, receivers = whole(made, per_host, rates)
-    assert sum(floor.nbytes) == sum(sum(each.by_trainer.values()) for each in receivers)
+    came = [
+        {**each.by_trainer, **{f"GPU {gpu}": n for gpu, n in each.passed_on.items()}} for each in receivers
+    ]
+    assert sum(floor.nbytes) == sum(sum(each.values()) for each in came)
     assert floor.seconds is not None
     assert floor.seconds >= max(rank.seconds or 0 for rank in floor.ranks)
     moved = sum(floor.nbytes)

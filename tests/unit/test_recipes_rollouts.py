@@ -34,7 +34,11 @@ class Engine:
             raise self._failure
         if self._hangs:
             await asyncio.Event().wait()
-        return Rollout([[prompt[2]] for prompt in prompts], [(self._version, self._version)] * len(prompts))
+        return Rollout(
+            [[prompt[2]] for prompt in prompts],
+            [(self._version, self._version)] * len(prompts),
+            [False] * len(prompts),
+        )
 
 
 def sample(serving: Callable[[], Mapping[str, Any]], problems: Sequence[Problem] = PROBLEMS) -> Rollouts:

@@ -127,5 +127,5 @@ def test_a_model_of_ones_own_is_a_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="hidden_sise: 4 is not valid; the key is unknown; did you mean"):
         load(ModelShape, str(path), field="--model", kind="models")
     path.write_text("{")
-    with pytest.raises(ConfigError, match="give a YAML file"):
+    with pytest.raises(ConfigError, match=r"mine\.yaml:1: --model: .* give YAML"):
         load(ModelShape, str(path), field="--model", kind="models")

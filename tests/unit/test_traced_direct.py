@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.test_vllm_trace import Sharded, checkpoint, metas_of, unfused
-from weightsync.engines.vllm_trace import trace
+from tests.unit.test_loader_trace import Sharded, checkpoint, metas_of, unfused
+from weightsync.engines.loader_trace import trace
 from weightsync.host_copies import HostCopies
 from weightsync.plan import Box, Layout, RankLayout, Reshard, Segment, TensorMeta
 

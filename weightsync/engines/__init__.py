@@ -15,8 +15,12 @@ __all__ = ["ENGINES", "Engine", "Rollout", "Sink", "choose_engine", "make_engine
 # kind -> (package it needs, "module:Class")
 ENGINES = {
     "vllm": ("vllm", "weightsync.engines.vllm:VllmEngine"),
+    "sglang": ("sglang", "weightsync.engines.sglang:SglangEngine"),
     "torch": ("transformers", "weightsync.engines.torch_module:TorchEngine"),
 }
+
+_ON_GPUS = ("sglang",)
+"""What starts on GPUs only: where there is none, ``auto`` passes over it."""
 
 
 def choose_engine(kind: str, *, field: str = "kind") -> tuple[str, str]:
@@ -26,7 +30,7 @@ def choose_engine(kind: str, *, field: str = "kind") -> tuple[str, str]:
     """
     if kind == "auto":
         for name, (package, _) in ENGINES.items():
-            if importlib.util.find_spec(package):
+            if importlib.util.find_spec(package) and (name not in _ON_GPUS or _has_gpu()):
                 return name, f"auto: {package} is installed"
         packages = ", ".join(package for package, _ in ENGINES.values())
         raise ConfigError(field, kind, f"install one of {packages}")
@@ -36,6 +40,12 @@ def choose_engine(kind: str, *, field: str = "kind") -> tuple[str, str]:
     if not importlib.util.find_spec(package):
         raise ConfigError(field, kind, f"{package} is not installed: install it, or use kind: auto")
     return kind, "asked for by name"
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def make_engine(kind: str, model_path: str, name: str, options: Mapping[str, Any]) -> Engine:

@@ -14,7 +14,19 @@ if TYPE_CHECKING:
     from weightsync.plan import Plan, RankLayout
     from weightsync.verify import Digests
 
-__all__ = ["Engine", "Rollout", "Sink"]
+__all__ = ["Completion", "Engine", "Rollout", "Sink"]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """New tokens of one prompt, and the versions that made the first and the last of them.
+
+    `aborted`: a pause cut it short.
+    """
+
+    tokens: list[int]
+    versions: tuple[int, int]
+    aborted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +36,21 @@ class Rollout:
     Attributes:
         tokens: one list of new token ids per prompt, in the prompts' order.
         versions: per prompt, the versions that served its first and its last token.
+        aborted: per prompt, whether a pause cut it short, see ``sync.pause``.
     """
 
     tokens: list[list[int]]
     versions: list[tuple[int, int]]
+    aborted: list[bool]
+
+    @classmethod
+    def of(cls, completions: Sequence[Completion]) -> Rollout:
+        """What was completed, in the prompts' order."""
+        return cls(
+            [each.tokens for each in completions],
+            [each.versions for each in completions],
+            [each.aborted for each in completions],
+        )
 
     @property
     def version(self) -> int:
@@ -55,7 +78,8 @@ class Engine(Protocol):
         """
 
     def pause(self, mode: str, timeout_s: float) -> None:
-        """Stop making tokens. ``keep`` freezes running requests, ``wait`` lets them end first.
+        """Stop making tokens. ``keep`` freezes running requests, ``wait`` lets them end first, ``abort``
+        ends them with the tokens that they have.
 
         Once this returns, no rank reads its weights until ``resume``. Raises DeadlineError.
         """

@@ -38,7 +38,11 @@ class RankProcess:
         if os.getppid() != engine_pid:
             return None
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        pid = os.getpid()
+        return cls.of(rank, os.getpid())
+
+    @classmethod
+    def of(cls, rank: int, pid: int) -> RankProcess:
+        """The process that has this `pid` now."""
         return cls(rank, pid, _stat(pid)[1])
 
     def state(self) -> str:

@@ -62,7 +62,7 @@ class TorchOptions:
 
 
 class TorchEngine:
-    """An engine of one rank. A running `generate` cannot be frozen: both pause modes let it end."""
+    """An engine of one rank. A running `generate` cannot be frozen: ``keep`` and ``wait`` let it end."""
 
     def __init__(self, model_path: str, name: str, options: Mapping[str, Any]) -> None:
         """Build the model of `model_path`'s config; its weights are not read."""
@@ -101,8 +101,8 @@ class TorchEngine:
         return [Attached(plan.digest(), self._writer.export())]
 
     def pause(self, mode: str, timeout_s: float) -> None:
-        """Wait for the running `generate`; later ones wait for `resume`."""
-        if not self._gate.shut(timeout_s):
+        """Wait for the running `generate`, with ``abort`` for a token; later ones wait for `resume`."""
+        if not self._gate.shut(timeout_s, cut=mode == "abort"):
             raise DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s)
 
     def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
@@ -143,9 +143,12 @@ class TorchEngine:
         version = self._gate.enter(self._name)
         try:
             tokens = self._complete(prompts, settings) if prompts else []
+            cut = self._gate.cut
         finally:
             self._gate.leave()
-        return Rollout(tokens, [(version, version)] * len(tokens))
+        ends = settings.stop_token_ids
+        whole = [len(row) == settings.max_tokens or (row[-1:] and row[-1] in ends) for row in tokens]
+        return Rollout(tokens, [(version, version)] * len(tokens), [cut and not each for each in whole])
 
     def check(self) -> None:
         """See `Engine.check`: its one rank lives in this process."""
@@ -184,8 +187,13 @@ class TorchEngine:
         with torch.random.fork_rng(gpus, enabled=settings.seed is not None):
             if settings.seed is not None:
                 torch.manual_seed(settings.seed)
-            made = self._model.generate(ids, attention_mask=mask, generation_config=config)
+            made = self._model.generate(
+                ids, attention_mask=mask, generation_config=config, stopping_criteria=[self._is_cut]
+            )
         return [_until_stop(row, settings.stop_token_ids) for row in made[:, width:].tolist()]
+
+    def _is_cut(self, ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+        return torch.full((len(ids),), self._gate.cut, device=ids.device)
 
 
 class _Gate:
@@ -194,6 +202,7 @@ class _Gate:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._shut, self._busy, self._closed = True, False, False
+        self.cut = False
         self._version: int | None = None
 
     @property
@@ -225,13 +234,17 @@ class _Gate:
             self._busy = False
             self._changed.notify_all()
 
-    def shut(self, timeout_s: float) -> bool:
-        """Whether it became quiet in time; if not, it is as open as it was before."""
+    def shut(self, timeout_s: float, *, cut: bool) -> bool:
+        """Whether it became quiet in time; if not, it is as open as it was before.
+
+        `cut`: who is in is asked to leave.
+        """
         with self._changed:
-            before, self._shut = self._shut, True
+            before, self._shut, self.cut = self._shut, True, cut
             if not self._changed.wait_for(lambda: not self._busy, timeout_s):
                 self._shut = before
                 self._changed.notify_all()
+            self.cut = False
             return not self._busy
 
     def void(self) -> None:

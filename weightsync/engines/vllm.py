@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from weightsync.engines.base import Rollout
+from weightsync.engines.checks import warn_untested
 from weightsync.engines.ranks import RankProcess, RankWatch
 from weightsync.engines.sampling import Sampling
 from weightsync.engines.vllm_api import engine_args, sampling_params, set_environment, start, stop
@@ -38,13 +39,14 @@ class VllmEngine(VllmRanks):
     by default the one that the model's config names, float32 too.
 
     Raises:
-        ConfigError: an option that vLLM has not, or a dtype that its platform cannot hold; named
-            as ``options.<field>``.
+        ConfigError: an option that vLLM has not, a dtype that its platform cannot hold, or more ranks than
+            GPUs; named as ``options.<field>``.
     """
 
     def __init__(self, model_path: str, name: str, options: Mapping[str, Any]) -> None:
         """Start vLLM with the model's config and dummy weights."""
         super().__init__(name)
+        warn_untested("vllm")
         set_environment()
         worker = f"{WeightSyncWorker.__module__}.{WeightSyncWorker.__qualname__}"
         arguments = engine_args(model_path, options, worker)
@@ -93,8 +95,7 @@ class VllmEngine(VllmRanks):
         """See `Engine.generate`; requests of concurrent calls share vLLM's batches."""
         settings = Sampling.of(sampling)
         params = [sampling_params(settings, index) for index in range(len(prompts))]
-        done = self._loop.complete(prompts, params)
-        return Rollout([each.tokens for each in done], [each.versions for each in done])
+        return Rollout.of(self._loop.complete(prompts, params))
 
     def close(self) -> None:
         """See `Engine.close`."""

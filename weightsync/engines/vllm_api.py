@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from weightsync.engines.checks import require_gpus
 from weightsync.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> Eng
     """Arguments of an engine that starts with dummy weights and `worker` mixed into its workers.
 
     Raises:
-        ConfigError: an option that vLLM has not, or a dtype that its platform cannot hold.
+        ConfigError: an option that vLLM has not, a dtype that its platform cannot hold, or more ranks than
+            this process sees GPUs.
     """
     from transformers import AutoConfig
     from vllm import EngineArgs
@@ -85,6 +87,8 @@ def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> Eng
     if max(settings.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline")) > 1:
         # In one of Ray's placement groups, vLLM would have its ranks be actors elsewhere in the group.
         settings.setdefault("distributed_executor_backend", "mp")
+    if current_platform.is_cuda() and settings.get("distributed_executor_backend") != "ray":
+        require_gpus(settings.get("tensor_parallel_size", 1))
     if settings["dtype"] == "auto":
         # vLLM's own "auto" turns float32 into bfloat16.
         dtype = AutoConfig.from_pretrained(model_path).dtype

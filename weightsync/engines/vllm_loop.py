@@ -12,9 +12,10 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from weightsync.engines.base import Completion
 from weightsync.errors import DeadlineError, EngineError, RankLostError, StateError, WeightSyncError
 
-__all__ = ["Completion", "EngineLoop", "Steppable"]
+__all__ = ["EngineLoop", "Steppable"]
 
 T = TypeVar("T")
 
@@ -31,19 +32,12 @@ class Steppable(Protocol):
     def collective_rpc(self, method: str, args: tuple[bytes, ...]) -> list[bytes]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """New tokens of one prompt, and the versions that made the first and the last of them."""
-
-    tokens: list[int]
-    versions: tuple[int, int]
-
-
 @dataclass(slots=True)
 class _Request:
     prompt: list[int]
     params: Any
     first: int | None = None
+    tokens: list[int] = field(default_factory=list)
     done: Future[Completion] = field(default_factory=Future)
 
 
@@ -109,7 +103,8 @@ class EngineLoop:
         return [self._result(request.done) for request in requests]
 
     def freeze(self, mode: str, timeout_s: float) -> None:
-        """Stop stepping: at once with mode ``keep``, with ``wait`` after the running requests.
+        """Stop stepping: at once with mode ``keep``, with ``wait`` after the running requests; with ``abort``
+        these end at once.
 
         Raises DeadlineError; the loop then goes on as before.
         """
@@ -195,15 +190,19 @@ class EngineLoop:
             request = self._running.get(output.request_id)
             if request is None:
                 continue  # turned away meanwhile
-            tokens = list(output.outputs[0].token_ids)
-            if tokens and request.first is None:
+            request.tokens = list(output.outputs[0].token_ids)
+            if request.tokens and request.first is None:
                 request.first = self._version
             if output.finished:
-                del self._running[output.request_id]
-                first = self._version if request.first is None else request.first
-                request.done.set_result(Completion(tokens, (first, self._version)))
+                self._complete(output.request_id)
         if self._drained and not self._running:
             self._stop_stepping()
+
+    def _complete(self, number: str, aborted: bool = False) -> None:
+        assert self._version is not None
+        request = self._running.pop(number)
+        first = self._version if request.first is None else request.first
+        request.done.set_result(Completion(request.tokens, (first, self._version), aborted))
 
     def _admit(self, requests: Sequence[_Request]) -> None:
         if self._version is None:
@@ -224,6 +223,11 @@ class EngineLoop:
 
     def _freeze(self, mode: str, drained: Future[None]) -> None:
         self._drained = drained
+        if mode == "abort" and not self._frozen:
+            numbers = list(self._running)
+            self._engine.abort_request(numbers)
+            for number in numbers:
+                self._complete(number, aborted=True)
         if self._frozen or mode == "keep" or not self._running:
             self._stop_stepping()
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from weightsync.plan.buffers import Bool, Int64
+from weightsync.plan.buffers import Int64
 
-__all__ = ["Copies", "Copy", "blocks", "box_copies", "flattened", "repeated", "tiles"]
+__all__ = ["Copies", "Copy", "box_copies", "flattened", "repeated", "tiles"]
 
 Copy = tuple[int, int, int, int, int, int]
 """src, dst, rows, row_nbytes, src_pitch, dst_pitch: see `Copies`."""
@@ -94,13 +94,6 @@ def tiles(copies: Copies, max_nbytes: int) -> tuple[Int64, Int64]:
     table, number = _cut_columns(flattened(copies.table()), max_nbytes)
     table, parent = _cut_rows(table, max_nbytes)
     return table, number[parent]
-
-
-def blocks(copies: Copies, eligible: Bool, min_nbytes: int) -> tuple[list[Copy], Copies]:
-    """Those `eligible`, bool[n], that are one run of at least `min_nbytes` on both sides; and all others."""
-    table = flattened(copies.table())
-    chosen = eligible & (table[:, 2] == 1) & (table[:, 3] >= min_nbytes)
-    return [tuple(row) for row in table[chosen].tolist()], Copies(*table[~chosen].T)
 
 
 def _collapsed(

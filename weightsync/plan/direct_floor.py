@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
+
+from weightsync.plan.crossing import arrivals, bundles
 from weightsync.plan.figures import size_text, time_text
 from weightsync.plan.reads import Reads
 
@@ -32,16 +35,50 @@ class LinkRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receiver:
-    """One engine rank on GPU number `gpu`, and the bytes that it reads from each trainer rank."""
+    """One engine rank on GPU number `gpu`, and the bytes that it reads from each trainer rank.
+
+    `passed_on`: bytes of other hosts that it gets from other GPUs of its own, by GPU.
+    """
 
     name: str
     gpu: int
     by_trainer: Mapping[int, int]
     num_copies: int
+    passed_on: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, name: str, gpu: int, reads: Reads) -> Receiver:
-        return cls(name=name, gpu=gpu, by_trainer=reads.by_trainer(), num_copies=len(reads))
+    def of_host(
+        cls, planned: Sequence[tuple[str, int, Reads]], trainers: Sequence[int], gpus_per_host: int
+    ) -> list[Receiver]:
+        """Ranks of one host, by name and GPU: what several need of others crosses once, see `bundles`."""
+        far = {}
+        for _, gpu, reads in planned:
+            near = np.array(distances(gpu, trainers, gpus_per_host))[reads.trainer]
+            if (near == OTHER_HOST).any():
+                far[gpu] = reads.take(np.flatnonzero(near == OTHER_HOST))
+        themselves = {trainer: trainer for trainer in range(len(trainers))}
+        came = arrivals(bundles(far, dict.fromkeys(far, ""), themselves))
+        found = []
+        for name, gpu, reads in planned:
+            packed, passed_on = came.get(gpu, ({}, {}))
+            distance = distances(gpu, trainers, gpus_per_host)
+            local = {t: n for t, n in reads.by_trainer().items() if distance[t] != OTHER_HOST}
+            found.append(
+                cls(
+                    name=name,
+                    gpu=gpu,
+                    by_trainer=local | packed,
+                    num_copies=len(reads),
+                    passed_on=passed_on,
+                )
+            )
+        return found
+
+    def links(self, trainers: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """The GPUs that give it bytes, and how many; `trainers` are those of the trainer ranks."""
+        for trainer, nbytes in self.by_trainer.items():
+            yield trainers[trainer], nbytes
+        yield from self.passed_on.items()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,8 +207,8 @@ def _distance(gpu: int, trainer: int, gpus_per_host: int) -> int:
 
 def _by_distance(receiver: Receiver, trainers: Sequence[int], gpus_per_host: int) -> tuple[int, int, int]:
     found = [0, 0, 0]
-    for trainer, nbytes in receiver.by_trainer.items():
-        found[_distance(receiver.gpu, trainers[trainer], gpus_per_host)] += nbytes
+    for giver, nbytes in receiver.links(trainers):
+        found[_distance(receiver.gpu, giver, gpus_per_host)] += nbytes
     return found[0], found[1], found[2]
 
 
@@ -181,8 +218,8 @@ def _seconds(
     """How long each link is busy with what `receiver` reads. Every byte is read and written once."""
     assert rates
     loads: dict[str, float] = {}
-    for trainer, nbytes in receiver.by_trainer.items():
-        here, there = receiver.gpu, trainers[trainer]
+    here = receiver.gpu
+    for there, nbytes in receiver.links(trainers):
         memory = nbytes / rates.hbm / 1e9
         _add(loads, {f"memory of GPU {here}": memory})
         _add(loads, {f"memory of GPU {there}": memory})

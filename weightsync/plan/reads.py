@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from weightsync.plan.buffers import Bool, Int32, Int64
+from weightsync.plan.buffers import Int32, Int64
 from weightsync.plan.copies import Copies
 
 __all__ = ["Reads", "addresses"]
@@ -76,15 +76,20 @@ class Reads:
         np.add.at(sums, index, self.rows * self.row_nbytes)
         return dict(zip(ranks.tolist(), sums.tolist(), strict=True))
 
-    def among(self, buffers: Collection[tuple[int, str]]) -> Bool:
-        """bool[N]: which are out of one of `buffers`, by trainer rank and name."""
-        number = {name: number for number, name in enumerate(self.src_names)}
-        return np.isin(self._source_numbers(), [rank * len(number) + number[name] for rank, name in buffers])
-
     def table(self) -> Int64:
         """int64[N, 6], `Copies`' columns; `src` and `dst` are offsets in the buffers."""
-        columns = (self.src, self.dst, self.rows, self.row_nbytes, self.src_pitch, self.dst_pitch)
-        return np.stack(columns, axis=1)
+        return np.stack(self._columns(), axis=1)
+
+    def take(self, rows: Int64) -> Reads:
+        """Those of numbers `rows`, in that order."""
+        return Reads.of(
+            self.trainer[rows],
+            self.src_names,
+            self.src_buffer[rows],
+            self.dst_names,
+            self.dst_buffer[rows],
+            np.stack([column[rows] for column in self._columns()], axis=1),
+        )
 
     def cut(self, part: Int64, table: Int64) -> Reads:
         """`table` with parts of these reads: row i is part of number `part[i]`."""
@@ -104,7 +109,8 @@ class Reads:
             src_address: where each (trainer rank, buffer) starts, as seen by who copies.
             dst_address: where each of the engine rank's own buffers starts.
         """
-        numbers, index = np.unique(self._source_numbers(), return_inverse=True)
+        key = self.trainer.astype(np.int64) * len(self.src_names) + self.src_buffer
+        numbers, index = np.unique(key, return_inverse=True)
         starts = [
             src_address[trainer, self.src_names[buffer]]
             for trainer, buffer in (divmod(number, len(self.src_names)) for number in numbers.tolist())
@@ -118,9 +124,8 @@ class Reads:
             self.dst_pitch,
         )
 
-    def _source_numbers(self) -> Int64:
-        numbers: Int64 = self.trainer.astype(np.int64) * len(self.src_names) + self.src_buffer
-        return numbers
+    def _columns(self) -> tuple[Int64, ...]:
+        return self.src, self.dst, self.rows, self.row_nbytes, self.src_pitch, self.dst_pitch
 
 
 def addresses(names: tuple[str, ...], buffer: Int32, address: Mapping[str, int]) -> Int64:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -19,19 +20,32 @@ from weightsync.plan.reads import Reads
 from weightsync.plan.reshard import Reshard
 from weightsync.plan.segment import RankLayout
 
-__all__ = ["Lane", "ShufflePlan"]
+__all__ = ["Bundle", "Lane", "ShufflePlan"]
 
+_SMALL = 64 << 10
+"""What is no larger goes as one message, where there is room for that."""
 _PARTS = 8
 """Pieces are at most this part of a message, so that few bytes of each message stay empty."""
 
 
+Bundle = tuple[int, Mapping[int, Reads]]
+"""A sender, and what each receiver makes of the same bytes of it: the first passes them on to the others."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Lane:
-    """The messages from one rank to one other, number k of them in round k."""
+    """The messages from one rank to one other, number k of them in round ``hop + k``.
+
+    Attributes:
+        bundle: lanes of the same number carry the same bytes.
+        hop: 0 where the sender packs them, 1 where it passes on what it received a round before.
+    """
 
     sender: int
     receiver: int
     messages: Messages
+    bundle: int
+    hop: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -44,8 +58,8 @@ class ShufflePlan:
     Attributes:
         num_senders: ranks of the source.
         receivers: one for each rank of the target.
-        max_message_bytes: what one rank sends, or receives, in a round is at most this.
-        lanes: between different ranks, by sender, then receiver.
+        max_message_bytes: what one rank packs, or receives, in a round is at most this.
+        lanes: between different ranks, what is passed on behind what is packed.
         local: per rank that is both, what it copies from its own memory to its own.
     """
 
@@ -89,13 +103,26 @@ class ShufflePlan:
         ranks = tuple(given if receivers is None else receivers)
         _check_receivers(ranks, target.num_ranks)
         check_live("target", target)
-        parts, local = _parts(source, target, ranks)
+        bundles, local = _parts(source, target, ranks)
         return cls(
             num_senders=source.num_ranks,
             receivers=ranks,
             max_message_bytes=max_message_bytes,
-            lanes=_lanes(parts, max_message_bytes),
+            lanes=_lanes(bundles, max_message_bytes),
             local=local,
+        )
+
+    @classmethod
+    def from_bundles(
+        cls, bundles: Sequence[Bundle], num_senders: int, *, max_message_bytes: int
+    ) -> ShufflePlan:
+        """Of what is known already: who sends what to whom. Raises ConfigError as `from_layouts`."""
+        return cls(
+            num_senders=num_senders,
+            receivers=tuple(sorted({rank for _, reads in bundles for rank in reads})),
+            max_message_bytes=max_message_bytes,
+            lanes=_lanes(bundles, max_message_bytes),
+            local=(),
         )
 
     @property
@@ -105,7 +132,7 @@ class ShufflePlan:
 
     @property
     def num_rounds(self) -> int:
-        return max((lane.messages.num_rounds for lane in self.lanes), default=0)
+        return max((lane.hop + lane.messages.num_rounds for lane in self.lanes), default=0)
 
     @property
     def nbytes(self) -> int:
@@ -118,13 +145,18 @@ class ShufflePlan:
     def receives(self, rank: int) -> tuple[Lane, ...]:
         return tuple(lane for lane in self.lanes if lane.receiver == rank)
 
+    def of(self, rank: int) -> ShufflePlan:
+        """The part that concerns one rank: all that it needs."""
+        local = tuple(each for each in self.local if each[0] == rank)
+        return replace(self, lanes=(*self.sends(rank), *self.receives(rank)), local=local)
+
     def digest(self) -> str:
         """SHA-256, in hex, of everything that the ranks must agree on."""
         header = {
             "senders": self.num_senders,
             "receivers": self.receivers,
             "max_message_bytes": self.max_message_bytes,
-            "lanes": [(lane.sender, lane.receiver) for lane in self.lanes],
+            "lanes": [(lane.sender, lane.receiver, lane.bundle, lane.hop) for lane in self.lanes],
             "local": [rank for rank, _ in self.local],
         }
         state = hashlib.sha256(json.dumps(header).encode())
@@ -148,48 +180,57 @@ def _check_receivers(ranks: tuple[int, ...], num_ranks: int) -> None:
 
 def _parts(
     source: Layout, target: Layout, ranks: tuple[int, ...]
-) -> tuple[dict[tuple[int, int], Reads], tuple[tuple[int, Reads], ...]]:
+) -> tuple[list[Bundle], tuple[tuple[int, Reads], ...]]:
     """What each rank reads from each other one, and from itself."""
     reshard = Reshard(source, "target", target)
     parts, local = {}, []
     for number, receiver in enumerate(ranks):
         near = [int(sender != receiver) for sender in range(source.num_ranks)]
         reads = reshard.reads(number, near)
-        table = reads.table()
         for sender in np.unique(reads.trainer).tolist():
-            these = np.flatnonzero(reads.trainer == sender)
-            part = reads.cut(these, table[these])
+            part = reads.take(np.flatnonzero(reads.trainer == sender))
             if sender == receiver:
                 local.append((receiver, part))
             else:
                 parts[sender, receiver] = part
-    return dict(sorted(parts.items())), tuple(sorted(local, key=lambda entry: entry[0]))
+    bundles: list[Bundle] = [(sender, {to: part}) for (sender, to), part in sorted(parts.items(), key=_pair)]
+    return bundles, tuple(sorted(local, key=lambda entry: entry[0]))
 
 
-def _lanes(parts: dict[tuple[int, int], Reads], max_message_bytes: int) -> tuple[Lane, ...]:
-    """Each lane gets that share of a round that it has of the bytes of its busier end.
+def _pair(entry: tuple[tuple[int, int], Reads]) -> tuple[int, int]:
+    return entry[0]
+
+
+def _lanes(bundles: Sequence[Bundle], max_message_bytes: int) -> tuple[Lane, ...]:
+    """Each bundle gets that share of a round that it has of the bytes of its busiest end.
 
     So lanes of one bottleneck end together, and a round's bytes fit on either side.
     """
-    sizes = {pair: int(align(r.rows * r.row_nbytes, PIECE_ALIGN).sum()) for pair, r in parts.items()}
-    totals: dict[tuple[int, int], int] = {}
-    peers: dict[tuple[int, int], int] = {}
-    for pair, nbytes in sizes.items():
-        for end in enumerate(pair):  # (0, sender) and (1, receiver)
-            totals[end] = totals.get(end, 0) + nbytes
-            peers[end] = peers.get(end, 0) + 1
-    least = RUN_ALIGN * max(peers.values(), default=1)
-    if max_message_bytes < least:
-        raise ConfigError("max_message_bytes", max_message_bytes, f"give at least {least}")
-    shared = max_message_bytes - least
+    parts = [next(iter(reads.values())) for _, reads in bundles]
+    sizes = [int(align(part.rows * part.row_nbytes, PIECE_ALIGN).sum()) for part in parts]
+    ends = [[("packs", sender), *(("receives", rank) for rank in reads)] for sender, reads in bundles]
+    totals: Counter[tuple[str, int]] = Counter()
+    for its, nbytes in zip(ends, sizes, strict=True):
+        totals.update(dict.fromkeys(its, nbytes))
+    peers = Counter(end for its in ends for end in its)
+    most = max(peers.values(), default=1)
+    if max_message_bytes < RUN_ALIGN * most:
+        raise ConfigError("max_message_bytes", max_message_bytes, f"give at least {RUN_ALIGN * most}")
+    least = max(RUN_ALIGN, min(_SMALL, max_message_bytes // 4 // most) // RUN_ALIGN * RUN_ALIGN)
+    shared = max_message_bytes - least * most
     lanes = []
-    for pair, reads in parts.items():
-        busier = max(totals[end] for end in enumerate(pair))
-        capacity = (RUN_ALIGN + shared * sizes[pair] // busier) // RUN_ALIGN * RUN_ALIGN
+    for number, (sender, reads) in enumerate(bundles):
+        busiest = max(totals[end] for end in ends[number])
+        capacity = (least + shared * sizes[number] // busiest) // RUN_ALIGN * RUN_ALIGN
         piece = max(RUN_ALIGN, capacity // _PARTS // RUN_ALIGN * RUN_ALIGN)
-        table, part = tiles(Copies(*reads.table().T), piece)
-        lanes.append(Lane(*pair, messages(reads.cut(part, table), capacity)))
-    return tuple(lanes)
+        first = next(iter(reads))
+        for rank, part in reads.items():
+            table, index = tiles(Copies(*part.table().T), piece)
+            moved = messages(part.cut(index, table), capacity)
+            hop = int(rank != first)
+            lanes.append(Lane(first if hop else sender, rank, moved, number, hop))
+    # Between two ranks messages come in the order in which they are sent.
+    return tuple(sorted(lanes, key=lambda lane: lane.hop))
 
 
 def _hash_reads(state: hashlib._Hash, reads: Reads) -> None:

@@ -18,8 +18,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from weightsync.engines.stacked_experts import as_loaded
 from weightsync.engines.vllm_api import Reload
-from weightsync.engines.vllm_experts import as_loaded
 from weightsync.errors import StateError
 from weightsync.plugins.sender import Sender, device_of
 from weightsync.tensor_stream import TensorStream

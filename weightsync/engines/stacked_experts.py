@@ -1,4 +1,4 @@
-"""Stacked experts, as transformers holds them, under the names that vLLM's loaders know."""
+"""Stacked experts, as transformers holds them, under the names that engines' loaders know."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def as_loaded(
     """The tensor itself, or views of its experts, each under the name that it has in a checkpoint.
 
     Transformers stacks ``experts.gate_up_proj`` [E, 2I, H] and ``experts.down_proj`` [E, H, I]. Loaders
-    of vLLM before 0.32 pass over these names without a word; those of every version take
+    of SGLang, and of vLLM before 0.32, pass over these names without a word; all take
     ``experts.0.gate_proj.weight`` [I, H] and its like. Stacks of other shapes stay as they are.
 
     Args:

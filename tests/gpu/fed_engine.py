@@ -1,32 +1,33 @@
-"""A vLLM engine that is fed from one process which holds all weights: every rank's slots on its own GPU."""
+"""An engine that is fed from one process which holds all weights: every rank's slots on its own GPU."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from tests.contract.conftest import source_layout
-from tests.gpu.vllm_probe import OPTIONS, Answers, probe
 from weightsync.device_memory import DeviceBuffer
-from weightsync.engines.vllm import VllmEngine
+from weightsync.engines import make_engine
 from weightsync.feed import HolderFeed
 from weightsync.modules import device_id, named_tensors
 from weightsync.plan import Layout, Members, RankLayout, make_plan
 from weightsync.verify import Digests
 
-__all__ = ["VllmRig"]
+__all__ = ["FedEngine"]
 
 TIMEOUT_S = 60.0
 BUCKET_BYTES = 1 << 20  # smaller than the embedding, larger than a layer's norms
 
 
-class VllmRig:
+class FedEngine:
     """One engine with dummy weights and CUDA graphs, and a holder for each of its ranks."""
 
-    def __init__(self, model_path: str, num_ranks: int) -> None:
-        self.engine = VllmEngine(model_path, "e0", {"tensor_parallel_size": num_ranks, **OPTIONS})
+    def __init__(self, kind: str, model_path: str, num_ranks: int, options: Mapping[str, Any]) -> None:
+        self.engine: Any = make_engine(kind, model_path, "e0", {"tensor_parallel_size": num_ranks, **options})
         self.num_ranks, self.version = num_ranks, 0
         self.threads = ThreadPoolExecutor(2)
         self.layouts: list[RankLayout] = []
@@ -81,10 +82,6 @@ class VllmRig:
         digests = list(loaded.result(TIMEOUT_S))
         self.engine.resume(self.version)
         return digests
-
-    def answers(self) -> Answers:
-        """Asked of the engine itself, between two steps of its thread."""
-        return self.engine._loop.call(probe)
 
     def addresses(self) -> list[dict[str, int]]:
         """Of every rank's live parameters."""

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weightsync.engines.vllm_experts import as_loaded
-from weightsync.engines.vllm_segments import UnprovableError, joined, padding_runs, segment_of
+from weightsync.engines.loader_segments import UnprovableError, joined, padding_runs, segment_of
+from weightsync.engines.stacked_experts import as_loaded
 from weightsync.errors import PlanError
 from weightsync.plan import Layout, RankLayout, Segment, TensorMeta
 from weightsync.plan.live import check_live
@@ -57,13 +57,13 @@ def trace(
         with torch.no_grad(), recorder:
             model.load_weights(recorder.placeholders(metas))  # type: ignore[operator]
     except Exception as error:
-        # Whatever a foreign loader says of placeholders: the reload serves it instead.
+        # Whatever a foreign loader says of placeholders: whole tensors serve it instead.
         raise recorder.refusal or UnprovableError(f"{type(error).__name__}: {error}") from error
     if recorder.refusal:
         raise recorder.refusal
     traced = recorder.result(metas, tied, device)
     try:
-        check_live("vllm", Layout.from_ranks([traced.layout]))
+        check_live("live", Layout.from_ranks([traced.layout]))
     except PlanError as error:
         raise UnprovableError(str(error)) from error
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Qwen3 models small enough to start in seconds, saved as checkpoints that every vLLM reads."""
+"""Qwen3 models small enough to start in seconds, saved as checkpoints that every engine reads."""
 
 from __future__ import annotations
 

@@ -1,0 +1,58 @@
+"""What happens to the engines while the elastic loop trains."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from weightsync.config import check_fields
+from weightsync.errors import ConfigError, nearest
+
+__all__ = ["EventSpec", "check_events", "present_at_start"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EventSpec:
+    """Something that happens to an engine. One that is added later is not there at the start.
+
+    Attributes:
+        step: before whose rollouts it happens.
+        action: ``add`` starts the engine, which joins as soon as it is up; ``remove`` lets it go and ends
+            it; ``kill`` ends its process, and it has to come back by itself.
+        engine: ``main-0`` is the first one of the group ``main``.
+    """
+
+    step: int
+    action: Literal["add", "remove", "kill"]
+    engine: str
+
+    def __post_init__(self) -> None:
+        check_fields(self, field="events")
+
+
+def present_at_start(engines: Collection[str], events: Sequence[EventSpec]) -> tuple[str, ...]:
+    """Those of `engines` whose first event, if they have any, is another than ``add``."""
+    firsts: dict[str, str] = {}
+    for event in sorted(events, key=lambda event: event.step):
+        firsts.setdefault(event.engine, event.action)
+    return tuple(name for name in engines if firsts.get(name) != "add")
+
+
+def check_events(engines: Collection[str], events: Sequence[EventSpec], num_steps: int) -> None:
+    """Raise ConfigError for an event that cannot happen: of nobody, after the end, to who is not there."""
+    for index, event in enumerate(events):
+        if event.engine not in engines:
+            raise ConfigError(f"events[{index}].engine", event.engine, nearest(event.engine, engines))
+        if not 1 <= event.step <= num_steps:
+            raise ConfigError(f"events[{index}].step", event.step, f"give a step from 1 to {num_steps}")
+    present = {*present_at_start(engines, events)}
+    for index, event in sorted(enumerate(events), key=lambda pair: pair[1].step):
+        if (event.action == "add") is (event.engine in present):
+            state = "there" if event.engine in present else "not there"
+            remedy = f"{event.engine} is {state} before step {event.step}: give another engine or step"
+            raise ConfigError(f"events[{index}].action", event.action, remedy)
+        if event.action == "remove" and len(present) == 1:
+            remedy = "it is the last engine: add another before"
+            raise ConfigError(f"events[{index}].engine", event.engine, remedy)
+        present ^= {event.engine} if event.action != "kill" else set()

@@ -1,0 +1,128 @@
+"""Starts a recipe's actors: each on its GPU where the cluster has enough of them, else on its CPU slot."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.util import get_placement_group, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from actors.detached import actor_name
+from actors.engine import EngineActor
+from recipes.calls import collect
+from recipes.recipe import Recipe
+from recipes.survival import actor_options
+from recipes.trainer import GrpoTrainer
+from weightsync.engines import choose_engine
+from weightsync.errors import DeadlineError
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+__all__ = ["Launcher"]
+
+_SHARE = 0.4
+"""Of a GPU, for the trainer and for the engine on it; the holder beside them reserves none."""
+
+_ON_GPU: dict[str, dict[str, Any]] = {
+    "torch": {"device": "cuda"},
+    "vllm": {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 256 << 20, "enforce_eager": True},
+}
+
+
+class Launcher:
+    """Trainers and engines of `recipe`, which read the checkpoint at `model` when they start.
+
+    A placement group keeps one bundle for each of the recipe's devices, `close` gives it back.
+
+    Raises:
+        DeadlineError: the GPUs that the cluster has are not free within ``sync.connect_timeout_s``.
+    """
+
+    def __init__(self, recipe: Recipe, model: Path) -> None:
+        self._recipe, self._model = recipe, model
+        self._num_gpus = int(ray.cluster_resources().get("GPU", 0))
+        enough = self._num_gpus >= recipe.num_devices
+        self._bundles = _reserve(recipe) if enough else None
+
+    def __str__(self) -> str:
+        needed = self._recipe.num_devices
+        return f"{needed} GPUs" if self._bundles else f"CPUs ({needed} GPUs wanted, {self._num_gpus} there)"
+
+    def engine(self, name: str) -> ActorHandle[Any]:
+        """Start the engine of that name, the first time or again, with dummy weights."""
+        spec, who = self._recipe.engine_specs[name], f"engine {name}"
+        options: dict[str, Any] = {"tensor_parallel_size": spec.tensor_parallel_size}
+        if self._bundles:
+            options |= _ON_GPU.get(choose_engine(spec.kind)[0], {})
+        actor = ray.remote(EngineActor).options(**self._options(who))
+        engine: ActorHandle[Any] = actor.remote(spec.kind, str(self._model), name, options, self._slot(who))
+        return engine
+
+    def trainers(self) -> dict[str, ActorHandle[Any]]:
+        """Start all ranks; returns when they have met and hold their shards."""
+        recipe, device = self._recipe, "cuda" if self._bundles else "cpu"
+        timeout_s, trainers = recipe.sync.connect_timeout_s, {}
+        for rank in range(recipe.trainers.count):
+            who = f"trainer {rank}"
+            actor = ray.remote(GrpoTrainer).options(**self._options(who))
+            model, slot = str(self._model), self._slot(who)
+            trainers[who] = actor.remote(rank, recipe.trainers.count, model, recipe.loop, slot, device)
+        listens = {"trainer 0": trainers["trainer 0"].listen.remote()}
+        (meeting,) = collect(listens, "listen", timeout_s).values()
+        collect({who: trainer.join.remote(*meeting) for who, trainer in trainers.items()}, "join", timeout_s)
+        return trainers
+
+    def close(self) -> None:
+        """Give the GPUs back, which ends whoever is on them."""
+        if self._bundles:
+            remove_placement_group(self._bundles)
+
+    def _options(self, who: str) -> dict[str, Any]:
+        """Ray's options for an actor on its device. With several GPUs, it sees those of all its ranks."""
+        options, devices = actor_options(self._recipe, who), self._recipe.devices[who]
+        if self._bundles is None:
+            # A cluster with GPUs shows all of them to an actor that reserves none.
+            hidden = {"runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}}} if self._num_gpus else {}
+            return options | hidden
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._bundles, devices[0])
+        if len(devices) == 1:
+            return options | {"num_gpus": _SHARE}
+        visible = ",".join(_visible_devices(self._bundles, devices))
+        return options | {"num_gpus": 0, "runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": visible}}}
+
+    def _slot(self, who: str) -> str | None:
+        return None if self._bundles else self._recipe.slots[self._recipe.devices[who][0]]
+
+
+def _reserve(recipe: Recipe) -> PlacementGroup:
+    """One GPU each; as detached as the actors, and found again, where a run is resumed."""
+    name, timeout_s = actor_name(recipe.name, "gpus"), recipe.sync.connect_timeout_s
+    if recipe.resume:
+        try:
+            return get_placement_group(name)
+        except ValueError:
+            pass  # the first driver of this run
+    lasting = {"name": name, "lifetime": "detached"} if recipe.resume else {}
+    bundles = placement_group([{"GPU": 1}] * recipe.num_devices, strategy="PACK", **lasting)
+    if not bundles.wait(timeout_s):
+        remove_placement_group(bundles)
+        raise DeadlineError("place", [f"{recipe.num_devices} GPUs"], timeout_s)
+    return bundles
+
+
+def _visible_devices(bundles: PlacementGroup, devices: Sequence[int]) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES says on each of these bundles."""
+    ask = ray.remote(num_cpus=0, num_gpus=0.01)(_visible)
+    places = {f"GPU {device}": PlacementGroupSchedulingStrategy(bundles, device) for device in devices}
+    asked = {gpu: ask.options(scheduling_strategy=place).remote() for gpu, place in places.items()}
+    return [*collect(asked, "place", 60.0).values()]
+
+
+def _visible() -> str:
+    return os.environ["CUDA_VISIBLE_DEVICES"]

@@ -1,0 +1,247 @@
+"""What `weightsync doctor` looks at, a function for each row. None needs a GPU, or Ray running."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import platform
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from recipes.cluster import existing_cluster
+from recipes.doctor import Row
+from weightsync.config import SyncConfig
+from weightsync.engines import ENGINES, choose_engine
+from weightsync.engines.checks import installed, untested
+from weightsync.errors import ConfigError, TransportError
+from weightsync.readers import choose_protocol, rdma_devices
+
+__all__ = ["diagnose"]
+
+_PATIENCE_S = 30.0
+
+
+def diagnose() -> list[Row]:
+    """All rows, top to bottom: what is there, then which way each edge would go."""
+    probes: list[Callable[[], Row]] = [
+        python, pytorch, gpus, peer_access, nccl, allocator, shared_memory, locked_memory,
+        rdma, mooncake, ray_package, ray_cluster,
+    ]  # fmt: skip
+    edges: list[Callable[[], Row]] = [trainer_to_holder, holder_to_holder, holder_to_engine, refill]
+    return [*(probe() for probe in probes), *engines(), *(edge() for edge in edges)]
+
+
+def python() -> Row:
+    """The interpreter."""
+    return Row("python", f"{platform.python_version()} on {platform.machine()} {platform.system()}")
+
+
+def pytorch() -> Row:
+    """PyTorch, and the CUDA that it was built for."""
+    if not find_spec("torch"):
+        return Row("torch", "not installed", "missing", "pip install torch")
+    cuda = _torch().version.cuda
+    return Row("torch", f"{version('torch')}, built for {f'CUDA {cuda}' if cuda else 'CPUs'}")
+
+
+def gpus() -> Row:
+    """GPUs that PyTorch sees."""
+    found = _gpus()
+    if found:
+        return Row("GPUs", f"{len(found)}: {', '.join(sorted(set(found)))}")
+    if Path("/dev/nvidia0").exists():
+        remedy = "install PyTorch's CUDA build, and look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+        return Row("GPUs", "there, but PyTorch sees none", "warn", remedy)
+    return Row("GPUs", "none: everything runs on CPUs")
+
+
+def peer_access() -> Row:
+    """Whether each GPU maps the others' memory, which direct reads need."""
+    num_gpus = len(_gpus())
+    if num_gpus < 2:
+        return Row("peer access", "not needed: fewer than two GPUs")
+    pairs = [(i, j) for i in range(num_gpus) for j in range(num_gpus) if i != j]
+    without = [pair for pair in pairs if not _torch().cuda.can_device_access_peer(*pair)]
+    if not without:
+        return Row("peer access", f"between all {num_gpus} GPUs")
+    found = f"not from {', '.join(f'{i} to {j}' for i, j in without[:4])}{' …' if len(without) > 4 else ''}"
+    return Row("peer access", found, "warn", "updates between them are broadcast; see nvidia-smi topo -p2p r")
+
+
+def nccl() -> Row:
+    """The NCCL that moves weights, which CuPy drives, and PyTorch's."""
+    if not _gpus():
+        return Row("cupy, NCCL", "not needed: no GPUs")
+    major = (_torch().version.cuda or "13").partition(".")[0]
+    remedy = f"pip install 'weightsync[cuda{major}]'"
+    try:
+        ours, theirs = importlib.import_module("weightsync.cuda").nccl_versions()
+    except (ImportError, TransportError) as error:
+        return Row("cupy, NCCL", str(error).partition("\n")[0], "missing", remedy)
+    package = f"cupy-cuda{major}x"
+    if not _version(package):
+        return Row("cupy, NCCL", f"not {package}, which CUDA {major} needs", "missing", remedy)
+    if ours != theirs:
+        found = f"{package} {_version(package)} with NCCL {ours}, but PyTorch has {theirs}"
+        return Row("cupy, NCCL", found, "warn", f"pip install nvidia-nccl-cu{major}=={theirs}")
+    return Row("cupy, NCCL", f"{package} {_version(package)}, NCCL {ours} as PyTorch has")
+
+
+def allocator() -> Row:
+    """Memory of expandable segments cannot be shared between processes."""
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    told = [name for name in names if "expandable_segments:true" in os.environ.get(name, "").lower()]
+    if told:
+        remedy = f"unset it in {told[0]}, else weights are copied before they are read"
+        return Row("allocator", "expandable segments", "warn", remedy)
+    return Row("allocator", "PyTorch's default")
+
+
+def shared_memory() -> Row:
+    """Where CPU slots, and copies that are kept, lie."""
+    path, wanted = Path("/dev/shm"), SyncConfig().max_staging_bytes
+    if not path.is_dir():
+        return Row("shared memory", "no /dev/shm", "missing", "mount a tmpfs there")
+    stat = os.statvfs(path)
+    found = f"{_gib(stat.f_bavail * stat.f_frsize)} of {_gib(stat.f_blocks * stat.f_frsize)} free"
+    if stat.f_bavail * stat.f_frsize < wanted:
+        remedy = f"{_gib(wanted)} may be staged: docker run --shm-size, or lower sync.max_staging_bytes"
+        return Row("shared memory", found, "warn", remedy)
+    return Row("shared memory", found)
+
+
+def locked_memory() -> Row:
+    """What RDMA may register, which is page-locked."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Row("locked memory", "unlimited")
+    if rdma_devices():
+        remedy = "ulimit -l unlimited, or docker run --ulimit memlock=-1: RDMA registers what is kept"
+        return Row("locked memory", f"at most {_gib(soft)}", "warn", remedy)
+    return Row("locked memory", f"at most {_gib(soft)}; enough without RDMA")
+
+
+def rdma() -> Row:
+    """Network devices that read memory of other hosts."""
+    return Row("RDMA", ", ".join(rdma_devices()) or "no device: other hosts are read over TCP")
+
+
+def mooncake() -> Row:
+    """What reads other hosts' memory, if it is there."""
+    found = _version("mooncake-transfer-engine")
+    if found:
+        return Row("mooncake", found)
+    if rdma_devices():
+        remedy = "pip install 'weightsync[mooncake]', to read other hosts over RDMA"
+        return Row("mooncake", "not installed", "warn", remedy)
+    return Row("mooncake", "not installed: other hosts are read over ZeroMQ")
+
+
+def ray_package() -> Row:
+    """Ray."""
+    found = _version("ray")
+    if not found:
+        return Row("ray", "not installed", "missing", "pip install 'ray[default]>=2.50'")
+    if _release(found) < (2, 50):
+        return Row("ray", found, "missing", "pip install 'ray[default]>=2.50'")
+    return Row("ray", found)
+
+
+def ray_cluster() -> Row:
+    """The cluster that a run would take part in; asked in another process, since Ray ends one that fails."""
+    address = existing_cluster()
+    if not address:
+        return Row("ray cluster", "RAY_ADDRESS is not set: a run starts one of its own")
+    code = (
+        "import json, logging, ray; ray.init(logging_level=logging.ERROR, log_to_driver=False);"
+        "print(json.dumps([len(ray.nodes()), ray.cluster_resources()])); ray.shutdown()"
+    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=_PATIENCE_S, check=True
+        )
+    except (subprocess.SubprocessError, OSError):
+        remedy = "call ray start --head there, or unset RAY_ADDRESS"
+        return Row("ray cluster", f"{address} does not answer", "missing", remedy)
+    num_nodes, resources = json.loads(done.stdout.splitlines()[-1])
+    counts = ", ".join(f"{resources.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
+    return Row("ray cluster", f"{address}: {num_nodes} nodes, {counts}")
+
+
+def engines() -> Iterator[Row]:
+    """One row for each kind, and one for what ``auto`` takes."""
+    for kind in ENGINES:
+        found = " ".join(installed(kind)).strip() or "not installed"
+        warning = untested(kind)
+        if warning:
+            yield Row(f"engine {kind}", found, "warn", f"it may work; {warning}")
+        else:
+            yield Row(f"engine {kind}", found)
+    try:
+        yield Row("engine auto", choose_engine("auto")[0])
+    except ConfigError as error:
+        yield Row("engine auto", "none", "missing", error.remedy)
+
+
+def trainer_to_holder() -> Row:
+    """Publishing."""
+    if _moves_on_gpus():
+        return Row("trainer → holder", "read in place through CUDA IPC; offloaded: pinned host memory")
+    return Row("trainer → holder", "shared memory")
+
+
+def holder_to_holder() -> Row:
+    """Moving, where no engine reads directly."""
+    if not _moves_on_gpus():
+        return Row("holder → holder", "gloo")
+    direct = "direct reads between GPUs of this host, else " if peer_access().state == "ok" else ""
+    return Row("holder → holder", f"{direct}NCCL")
+
+
+def holder_to_engine() -> Row:
+    """Writing."""
+    gpu = "a kernel into live parameters through CUDA IPC"
+    return Row("holder → engine", gpu if _moves_on_gpus() else "shared memory")
+
+
+def refill() -> Row:
+    """Healing."""
+    return Row("refill", f"mapped on this host, {choose_protocol('auto')} from other hosts")
+
+
+def _moves_on_gpus() -> bool:
+    return bool(_gpus()) and nccl().state != "missing"
+
+
+def _gpus() -> list[str]:
+    if not find_spec("torch"):
+        return []
+    cuda = _torch().cuda
+    return [cuda.get_device_name(index) for index in range(cuda.device_count())]
+
+
+def _torch() -> Any:  # noqa: ANN401 (a module, imported only by who looks for GPUs)
+    return importlib.import_module("torch")
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _release(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):.1f} GiB"

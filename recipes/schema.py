@@ -1,0 +1,142 @@
+"""What a recipe may say, from the dataclasses that load it: JSON Schema for editors, Markdown for readers."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from recipes.recipe import Recipe
+from weightsync.config import Size
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+__all__ = ["field_docs", "markdown", "recipe_schema"]
+
+Schema = dict[str, Any]
+
+_SCALARS = {int: "integer", float: "number", bool: "boolean", str: "string"}
+_SIZE: Schema = {
+    "title": "size",
+    "anyOf": [
+        {"type": "integer", "minimum": 0},
+        {"type": "string", "pattern": r"^\d+(\.\d+)? ?([KMGT]i?B|B)?$"},
+    ],
+}
+_HEAD = """# What a recipe may say
+
+Made by `weightsync schema --markdown` from the classes that load recipes; `weightsync schema` makes the JSON
+Schema by which editors complete and check them, [recipe.schema.json](../recipes/recipe.schema.json). A recipe
+that is shipped names it in its first line.
+
+A size is a whole number of bytes, or a text such as `256MiB` (1024s) or `2GB` (1000s). Keys that are not
+listed are mistakes."""
+
+
+def recipe_schema() -> Schema:
+    """JSON Schema, draft 2020-12. Limits of numbers, and what has to fit together, are left to the loader."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Recipe", **_object(Recipe)}
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """Of each field, what the class's docstring says under ``Attributes:``, in one line of Markdown."""
+    section = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")[2]
+    own = re.split(r"\n(?=\S)", section)[0]
+    entries = re.findall(r"^    ([\w, ]+): (.+(?:\n {8}.+)*)", own, re.MULTILINE)
+    return {name: _one_line(text) for names, text in entries for name in names.split(", ")}
+
+
+def markdown(schema: Schema) -> str:
+    """A section for each mapping that `schema` knows, with a row for each key."""
+    parts = [_HEAD]
+    for path, section in _sections(schema, ""):
+        parts += ["", f"## {f'`{path}`' if path else 'A recipe'}", "", section["description"], ""]
+        parts += ["| key | is | default | says |", "|---|---|---|---|"]
+        required = section.get("required", ())
+        parts += [_row(name, each, name in required) for name, each in section["properties"].items()]
+    return "\n".join(parts) + "\n"
+
+
+def _object(cls: type[DataclassInstance]) -> Schema:
+    hints, docs = get_type_hints(cls, include_extras=True), field_docs(cls)
+    required = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
+    properties = {}
+    for each in fields(cls):
+        said = {"description": docs[each.name]} if each.name in docs else {}
+        default = {} if each.default in (MISSING, None, ()) else {"default": each.default}
+        properties[each.name] = said | _of(hints[each.name]) | default
+    return {
+        "type": "object",
+        "description": _one_line(inspect.cleandoc(cls.__doc__ or "").partition("\n\n")[0]),
+        "properties": properties,
+        **({"required": required} if required else {}),
+        "additionalProperties": False,
+    }
+
+
+def _of(hint: object) -> Schema:
+    """As `weightsync.config.load_dataclass` takes it."""
+    origin, args = get_origin(hint), get_args(hint)
+    if hint == Size:
+        return dict(_SIZE)
+    if origin is Literal:
+        return {"enum": list(args)}
+    if origin in (Union, UnionType):
+        return {"anyOf": [{"type": "null"} if arg is NoneType else _of(arg) for arg in args]}
+    if origin in (dict, Mapping):
+        return {"type": "object", "additionalProperties": _of(args[1])}
+    if origin is tuple:
+        return {"type": "array", "items": _of(args[0])}
+    if isinstance(hint, type) and is_dataclass(hint):
+        return _object(hint)
+    assert hint in _SCALARS, f"the schema does not know {hint}"
+    return {"type": _SCALARS[hint]}
+
+
+def _one_line(text: str) -> str:
+    """Markdown of a docstring's lines: one backtick for two, no roles."""
+    return re.sub(r":\w+:(?=`)", "", " ".join(text.split())).replace("``", "`")
+
+
+def _sections(schema: Schema, path: str) -> Iterator[tuple[str, Schema]]:
+    """Every mapping with named keys, as ``engines.<name>`` and ``events[]`` where there are several."""
+    if "properties" in schema:
+        yield path, schema
+        for name, each in schema["properties"].items():
+            yield from _sections(each, f"{path}.{name}".lstrip("."))
+    for each in schema.get("anyOf", ()):
+        yield from _sections(each, path)
+    if schema.get("additionalProperties"):
+        yield from _sections(schema["additionalProperties"], f"{path}.<name>")
+    if "items" in schema:
+        yield from _sections(schema["items"], f"{path}[]")
+
+
+def _row(name: str, schema: Schema, required: bool) -> str:
+    shown = _shown(schema) if "default" in schema else "has to be given" if required else ""
+    says = schema.get("description", "").replace("|", "\\|")
+    return f"| `{name}` | {_kind(schema)} | {shown} | {says} |"
+
+
+def _shown(schema: Schema) -> str:
+    value = schema["default"]
+    if schema.get("title") == "size":
+        power = max(power for power in range(4) if value % 1024**power == 0)
+        return f"`{value // 1024**power}{('', 'KiB', 'MiB', 'GiB')[power]}`"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`" if value != "" else "empty"
+
+
+def _kind(schema: Schema) -> str:
+    if "title" in schema:
+        return "size"
+    if "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema["enum"])
+    if "anyOf" in schema:
+        return " or ".join(map(_kind, schema["anyOf"]))
+    names = {"integer": "whole number", "boolean": "true or false", "string": "text", "null": "nothing"}
+    names |= {"number": "number", "object": "mapping", "array": "list"}
+    return names[schema["type"]]

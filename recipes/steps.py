@@ -1,0 +1,49 @@
+"""What every loop shares: the training of a step, the update that follows, and what is left in the end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from recipes.calls import collect
+from recipes.page import write_page
+from recipes.trace import write_trace
+from weightsync import SyncReport, WeightSync, WeightSyncError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ray.actor import ActorHandle
+
+    from recipes.grpo import Group
+    from recipes.recipe import Recipe
+    from recipes.run_report import RunReport
+    from recipes.screen import Screen
+
+__all__ = ["leave", "train", "update"]
+
+
+def train(groups: Sequence[Group], trainers: Mapping[str, ActorHandle[Any]], timeout_s: float) -> None:
+    """Each rank trains on its share of `groups`."""
+    calls = {
+        name: trainer.train_step.remote(groups[rank :: len(trainers)])
+        for rank, (name, trainer) in enumerate(trainers.items())
+    }
+    collect(calls, "train", timeout_s)
+
+
+def update(sync: WeightSync, version: int, recipe: Recipe, screen: Screen) -> tuple[SyncReport, str]:
+    """One update; what too few engines took is tried once more when they are healed, and why is returned."""
+    try:
+        return sync.update_weights(version), ""
+    except WeightSyncError as error:
+        screen.line(f"version {version} did not commit: {error}")
+        sync.settle(recipe.sync.connect_timeout_s)
+        return sync.update_weights(version), str(error)
+
+
+def leave(report: RunReport, folder: Path, updates: Sequence[SyncReport] | None) -> None:
+    """A page of the run and, of `updates`, a ``trace.json``; see `write_trace`."""
+    write_page(report, folder / "report.html")
+    if updates is not None:
+        write_trace(folder / "trace.json", updates, report.heals)

@@ -1,0 +1,55 @@
+"""The recipes that are shipped beside the quickstart, from the outside."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.actors.test_quickstart import weightsync
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
+
+
+def run(folder: Path, *arguments: str) -> dict[str, Any]:
+    done = weightsync("run", *arguments, "--out", str(folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    report: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    assert all(step["verified"] for step in report["steps"])
+    return report
+
+
+def test_engines_come_and_go_while_the_elastic_recipe_trains(tmp_path: Path) -> None:
+    torch = ("--set", "engines.main.kind=torch", "--set", "engines.late.kind=torch")
+    report = run(tmp_path / "run", "elastic", *torch)
+    steps = report["steps"]
+    assert report["status"] == "done"
+    assert len(steps) == 25
+    assert steps[0]["engines"] == {"main-0": 2, "main-1": 2}
+    killed = next(heal for heal in report["heals"] if heal["engine"] == "main-1")
+    assert killed["respawned_at"]
+    assert killed["verified"]
+    assert {heal["engine"] for heal in report["heals"]} == {"main-1"}
+    assert steps[-1]["engines"].keys() == {"main-1", "late-0"}
+    assert steps[-1]["engines"]["late-0"] == 26
+    joined = next(step["step"] for step in steps if step["engines"].get("late-0"))
+    assert joined > 3  # its start did not hold up the steps
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="needs vLLM")
+def test_groups_of_engines_with_other_numbers_of_ranks_serve_the_same_version(tmp_path: Path) -> None:
+    few = ("--set", "loop.steps=3", "--set", "loop.target_reward=0")
+    report = run(tmp_path / "run", "disaggregated", *few)
+    assert report["steps"][-1]["engines"] == {"wide-0": 4, "narrow-0": 4}
+    assert report["heals"] == []
+
+
+def test_trainers_and_engine_ranks_are_put_on_the_gpus_that_they_share() -> None:
+    command = [sys.executable, "-m", "tests.actors.seating"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,0 +1,95 @@
+"""Stops SGLang's scheduler at a forward pass, from a weight loader of ours that it runs in its process."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from weightsync.engines.sglang import SglangEngine
+
+LOADER = "tests.contract.sglang_hooks.stop_at"
+WAIT_S = 30.0
+
+_hooks: list[Any] = []
+
+
+class Event(Protocol):
+    """Part of `threading.Event`."""
+
+    def set(self) -> None: ...
+    def wait(self, timeout: float) -> bool: ...
+
+
+class _File:
+    """An Event between processes: a file that is there or not."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.unlink(missing_ok=True)
+
+    def set(self) -> None:
+        self._path.touch()
+
+    def wait(self, timeout: float) -> bool:
+        return _appears(self._path, timeout)
+
+
+def stop_at(model: torch.nn.Module, named_tensors: Sequence[tuple[bytes, torch.Tensor]]) -> None:
+    """Run by SGLang: stop at a forward pass, counted from now; at none, take the hook away."""
+    forward, folder = pickle.loads(named_tensors[0][0])
+    while _hooks:
+        _hooks.pop().remove()
+    passes = iter(range(1, 1 << 20))
+
+    def hook(*_: object) -> None:
+        if next(passes) == forward:
+            (folder / "arrived").touch()
+            _appears(folder / "go_on", WAIT_S)
+
+    if forward:
+        # SGLang calls the model's forward without its hooks, but not what is in it.
+        _hooks.append(model.model.register_forward_pre_hook(hook))
+
+
+@contextmanager
+def stopped_at(engine: SglangEngine, forward: int, folder: Path) -> Iterator[tuple[Event, Event]]:
+    """(arrived, go on)"""
+    arrived, go_on = _File(folder / "arrived"), _File(folder / "go_on")
+    _send(engine, forward, folder)
+    try:
+        yield arrived, go_on
+    finally:
+        go_on.set()
+        _send(engine, 0, folder)
+
+
+def _send(engine: SglangEngine, forward: int, folder: Path) -> None:
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    blob = MultiprocessingSerializer.serialize([(pickle.dumps((forward, folder)), torch.empty(0))])
+    request = UpdateWeightsFromTensorReqInput(
+        serialized_named_tensors=[blob], load_format=LOADER, flush_cache=False
+    )
+
+    async def send(server: Any) -> None:
+        async with server._session():
+            assert (await server._manager.update_weights_from_tensor(request, None))[0]
+
+    engine._loop.call(send)
+
+
+def _appears(path: Path, timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True

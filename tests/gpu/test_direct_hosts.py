@@ -1,0 +1,98 @@
+"""Direct updates between hosts over NCCL: GPUs of one host whose nodes have different names."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from tests.gpu.test_end_to_end import Fleet, path, start_and_kill
+from weightsync import PeerLostError, SyncConfig, WeightSync
+
+__all__ = ["path"]
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
+    pytest.mark.timeout(300),
+]
+
+CONFIG = SyncConfig(mode="direct", bucket_bytes=4 << 20, timeout_s=30, connect_timeout_s=60, keep_versions=1)
+
+
+def on_hosts(sync: WeightSync, hosts: str) -> None:
+    """Whenever `sync` connects, its holders, in the order of their GPUs, are on these hosts."""
+    connect = sync._controller.connect
+
+    async def renamed() -> None:
+        sync._fleet.nodes[:] = hosts
+        await connect()
+
+    sync._controller.connect = renamed  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("num_trainers", "engine_gpus", "hosts"),
+    [
+        (1, [1], "ab"),
+        (2, [0, 1], "ab"),
+        (1, [1, 2], "abb"),
+        (2, [2, 3], "aabb"),
+        (2, [1, 2, 3], "aabb"),
+    ],
+    ids=["apart", "colocated", "passed-on", "two-and-two", "both"],
+)
+def test_each_version_arrives_bit_for_bit(
+    num_trainers: int, engine_gpus: list[int], hosts: str, bundles: PlacementGroup, num_gpus: int, path: str
+) -> None:
+    if num_gpus < len(hosts):
+        pytest.skip(f"needs {len(hosts)} GPUs")
+    fleet = Fleet(bundles, path, num_trainers, engine_gpus)
+    with WeightSync(CONFIG) as sync:
+        fleet.register(sync)
+        on_hosts(sync, hosts)
+        sync.connect()
+        used = []
+        for version in range(1, 9):
+            fleet.train(version)
+            report = sync.update_weights(version)
+            sys.stdout.write(f"{report} {dict(report.phases)}\n")
+            assert report.verified
+            assert set(report.engines.values()) == {version}
+            assert set(report.routes.values()) == {"direct"}
+            used.append(max(ray.get([trainer.device_nbytes.remote() for trainer in fleet.trainers])))
+            if version in (1, 2, 8):
+                fleet.check()
+        assert max(used[2:]) - used[1] < 4 << 20
+        links = sync.links()
+        assert sum(link.nbytes for link in links) == len(engine_gpus) * report.nbytes
+        # In each of the cases the hosts lack one model together, and what a host lacks crosses once.
+        assert sum(link.nbytes for link in links if link.distance == "other host") == report.nbytes
+    fleet.close()
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["sends", "receives"])
+def test_a_holder_killed_between_messages_is_named_and_the_next_update_works(
+    victim: int, bundles: PlacementGroup, num_gpus: int, path: str
+) -> None:
+    if num_gpus < 2:
+        pytest.skip("needs another GPU")
+    fleet = Fleet(bundles, path, 1, [1])
+    with WeightSync(replace(CONFIG, bucket_bytes=64 << 10, timeout_s=20)) as sync:
+        fleet.register(sync)
+        on_hosts(sync, "ab")
+        sync.connect()
+        sync.update_weights(1)
+        fleet.train(2)
+        lost = start_and_kill(sync, 2, sync._fleet.holders[victim].handle).exception(timeout=60)
+        assert isinstance(lost, PeerLostError), lost
+        assert f"holder {victim}" in str(lost)
+        fleet.train(3)
+        report = sync.update_weights(2)
+        assert set(report.routes.values()) == {"direct"}
+        assert set(report.engines.values()) == {2}
+        fleet.check()
+    fleet.close()

@@ -1,0 +1,75 @@
+"""SGLang on GPUs: fed by us, it says bit for bit what it says when it starts from the checkpoint on disk.
+
+`tests/contract/test_engines.py` has the rest, without CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.gpu.fed_engine import FedEngine
+from tests.gpu.qwen3_models import save_qwen3
+from tests.gpu.sglang_probe import OPTIONS, Answers, answers_of
+from weightsync.modules import named_tensors
+from weightsync.verify import tensor_digest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not importlib.util.find_spec("sglang"), reason="sglang is not installed"),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(420),
+]
+
+
+def from_disk(checkpoints: list[str], num_ranks: int) -> list[Answers]:
+    """Of an SGLang of its own; it has ended when this returns, and its memory is free."""
+    answers = Path(checkpoints[0]) / "answers.json"
+    command = [sys.executable, "-m", "tests.gpu.sglang_from_disk", str(num_ranks), str(answers)]
+    done = subprocess.run(
+        [*command, *checkpoints], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(answers.read_text())
+
+
+def assert_same(found: Answers, expected: Answers) -> None:
+    """Tokens first, for they say more; then every float."""
+    assert [each["tokens"] for each in found] == [each["tokens"] for each in expected]
+    assert found == expected
+
+
+@pytest.mark.parametrize(("kind", "num_ranks"), [("tied", 1), ("moe", 1), ("untied", 2), ("moe", 2)])
+def test_fed_live_it_answers_as_from_disk(tmp_path: Path, kind: str, num_ranks: int) -> None:
+    if torch.cuda.device_count() < num_ranks:
+        pytest.skip(f"needs {num_ranks} GPUs")
+    paths = [str(tmp_path / str(seed)) for seed in range(2)]
+    models = [save_qwen3(Path(path), kind, seed) for seed, path in enumerate(paths)]
+    expected = from_disk(paths, num_ranks)
+    assert expected[0] != expected[1]
+    rig = FedEngine("sglang", paths[0], num_ranks, OPTIONS)
+    try:
+        rig.connect(models[0])
+        assert len({layout.device for layout in rig.layouts}) == len(rig.layouts) == num_ranks
+        assert all(layout.buffers for layout in rig.layouts), "see the log of weightsync.engines.sglang"
+        addresses, sums = rig.addresses(), None
+        for model, answers in zip(models, expected, strict=True):
+            digests = rig.update(model)
+            if num_ranks == 1:
+                tensors = named_tensors(model)[0]
+                sent = [tensor_digest(tensors[meta.name], meta.shape) for meta in rig.plan.tensors]
+                np.testing.assert_array_equal(digests[0], np.array(sent, dtype=np.uint64))
+            assert_same(answers_of(rig.engine), answers)
+            assert sums != (sums := [rank["checksums"] for rank in rig.engine.checksums()])
+        assert rig.addresses() == addresses
+    finally:
+        rig.close()

@@ -1,0 +1,337 @@
+"""Trainers and engines of several ranks on hosts of their own, in one process, with real holders over gloo.
+
+What a GPU's holder maps through CUDA IPC is memory of this process here, and HostCopies play the kernels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from tests.unit.plan_strategies import NUMPY, PAD, Rank, cuts, decoder, engine_rank, hold, values
+from weightsync.buffers import Attached, Export
+from weightsync.config import SyncConfig
+from weightsync.controller import Controller
+from weightsync.device_memory import DeviceHandle
+from weightsync.feed import EngineFeed, FeedTicket
+from weightsync.holder import Holder
+from weightsync.host_copies import HostCopies
+from weightsync.image import EngineImage
+from weightsync.live import LiveWriter
+from weightsync.memory import BufferHandle, SharedBuffer
+from weightsync.peers import EngineSeat, Fleet
+from weightsync.plan import Box, Plan, RankLayout, Reads, TensorMeta
+from weightsync.rows import bucket_rows, by_tensor
+from weightsync.staging import HostStaging
+from weightsync.testing import DictEngine, LocalPeer
+from weightsync.transports import Pending
+from weightsync.verify import Digests, tensor_digest
+
+KV_HEADS, EXPERTS = 1, 1
+TIED = ("head", "embed")
+Memory = dict[str, torch.Tensor]
+
+exported: dict[bytes, torch.Tensor] = {}
+"""All memory that ranks have exported, by the `ipc` of its handle."""
+
+
+def flat(rank: Rank) -> Memory:
+    return {name: torch.from_numpy(memory.reshape(-1)) for name, memory in rank.memory.items()}
+
+
+def export(layout: RankLayout, memory: Memory) -> Export:
+    handles = {}
+    for name, tensor in memory.items():
+        ipc = str(tensor.data_ptr()).encode()
+        exported[ipc] = tensor
+        handles[name] = DeviceHandle(layout.device, 0, ipc, 0, tensor.nbytes)
+    return Export(layout, handles)
+
+
+def mapped(handles: Mapping[str, DeviceHandle]) -> Memory:
+    return {name: exported[handle.ipc] for name, handle in handles.items()}
+
+
+def starts(memory: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in memory.items()}
+
+
+class Source:
+    """A trainer rank that holds rows, and shows where they lie as if that were a GPU."""
+
+    def __init__(self, tensors: Sequence[TensorMeta], rank: Rank, device: str) -> None:
+        self.rank, self._dtypes = rank, {meta.name: meta.dtype for meta in tensors}
+        self._layout = RankLayout(tuple(tensors), tuple(rank.segments), device=device)
+        self._plan: Plan | None = None
+
+    def write(self, weights: Mapping[str, np.ndarray]) -> None:
+        for segment in self.rank.segments:
+            held = self.rank.view(segment, self._dtypes[segment.tensor])
+            held[...] = weights[segment.tensor][segment.box.slices()]
+
+    def layout(self) -> RankLayout:
+        return self._layout
+
+    def attach(self, plan: Plan, trainer: int, arena: BufferHandle | None) -> Attached:
+        assert arena
+        self._plan, self._arena = plan, SharedBuffer.open(arena)
+        self._pieces = plan.trainer_pieces(trainer)
+        return Attached(plan.digest(), export(self._layout, flat(self.rank)))
+
+    def publish(self) -> Digests:
+        assert self._plan
+        shares = np.zeros(len(self._plan.tensors), np.uint64)
+        for piece in self._pieces:
+            meta = self._plan.tensors[piece.tensor]
+            (segment,) = (
+                s for s in self.rank.segments if s.tensor == meta.name and piece.box.intersect(s.box)
+            )
+            held = np.array(self.rank.view(segment, meta.dtype)[piece.box.slices(segment.box)])
+            at = slice(piece.arena_offset, piece.arena_offset + piece.nbytes)
+            self._arena.tensor[at] = torch.from_numpy(held.reshape(-1).view(np.uint8))
+            share = tensor_digest(torch.from_numpy(held.view(np.int32)), meta.shape, piece.box)
+            shares[piece.tensor : piece.tensor + 1] += np.uint64(share)
+        return shares
+
+
+class Engine(DictEngine):
+    """Tensor-parallel ranks; their memory is written by their holders if they `share` it."""
+
+    def __init__(self, name: str, tensors: Sequence[TensorMeta], size: int, first: int, shares: bool) -> None:
+        super().__init__(name, {})
+        self.shares, self._feeds, self._first = shares, list[EngineFeed](), first
+        self.ranks = [engine_rank(tensors, size, index, KV_HEADS, EXPERTS) for index in range(size)]
+        self._tensors = tensors
+
+    def layout(self) -> Sequence[RankLayout]:
+        return [
+            RankLayout(
+                tuple(self._tensors),
+                tuple(rank.segments),
+                (TIED,),
+                tuple(rank.buffers),
+                tuple(rank.padding),
+                device=f"cuda:{self._first + index}",
+            )
+            for index, rank in enumerate(self.ranks)
+        ]
+
+    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
+        self.close()
+        with ThreadPoolExecutor() as threads:
+            opened = threads.map(lambda ticket: EngineFeed.open(ticket, plan, timeout_s), tickets)
+            self._feeds = list(opened)
+        self._live = [self._typed(rank) for rank in self.ranks]
+        each = zip(self.layout(), self._live, self._feeds, strict=True)
+        self._writers = [LiveWriter(plan, layout, typed, feed.slots) for layout, typed, feed in each]
+        pairs = zip(self.layout(), self.ranks, strict=True)
+        return [
+            Attached(plan.digest(), export(layout, flat(rank)) if self.shares else None)
+            for layout, rank in pairs
+        ]
+
+    def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
+        def rank(number: int) -> Digests:
+            self._writers[number].begin(self._live[number])
+            return self._feeds[number].receive(attempt, self._writers[number], timeout_s)
+
+        with ThreadPoolExecutor() as threads:
+            return list(threads.map(rank, range(len(self.ranks))))
+
+    def _typed(self, rank: Rank) -> Memory:
+        return {
+            meta.name: torch.from_numpy(rank.memory[meta.name][: meta.nbytes])
+            .view(getattr(torch, meta.dtype))
+            .view(meta.shape)
+            for meta in rank.buffers
+        }
+
+    def close(self) -> None:
+        for feed in self._feeds:
+            feed.close()
+        self._feeds = []
+
+
+class Staging(HostStaging):
+    """As DeviceStaging does it, with memory of this process."""
+
+    def __init__(self, plan: Plan, index: int, arena: SharedBuffer | None, receives: bool) -> None:
+        super().__init__(plan, index, arena, receives)
+        self._plan, self.writes, self._pull = plan, False, None
+
+    def connect(self, trainer: Export | None, engine: Export | None) -> None:
+        if trainer:
+            self.source = mapped(trainer.buffers)
+        self.link(engine)
+
+    def link(self, engine: Export | None) -> None:
+        self.writes, self.target, self._pull = engine is not None, {}, None
+        if engine:
+            self.target = mapped(engine.buffers)
+            slots = [slot.tensor for slot in self._slots]
+            rows, bounds = bucket_rows(
+                self._plan,
+                by_tensor(self._plan, engine.layout),
+                starts(self.target),
+                [slot.data_ptr() for slot in slots],
+                into=True,
+            )
+            self._unpack = HostCopies(rows, bounds, [*slots, *self.target.values()])
+            self.image = EngineImage(self.target)
+
+    def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
+        near = {key: exported[handle.ipc] for key, handle in memory.items()}
+        address = {key: tensor.data_ptr() for key, tensor in near.items()}
+        copies = reads.copies(address, starts(self.target))
+        self._pull = HostCopies(copies, (0, len(copies)), [*near.values(), *self.target.values()])
+
+    def pull(self) -> None:
+        assert self._pull
+        self._pull.run(0)
+
+    def fill(self, bucket: int, timeout_s: float) -> Sequence[Pending]:
+        for step in self._plan.bucket_steps(bucket) if self._slots else ():
+            if step.root == self._index:  # what is written out is written out of the slot
+                slot = self._slots[bucket % len(self._slots)].tensor
+                slot[step.offset : step.offset + step.nbytes] = self.at(step)
+        return ()
+
+    def write(self, bucket: int) -> None:
+        self._unpack.run(bucket)
+
+
+class Hosts:
+    """`trainers` names the host of each trainer rank, `engines` those of each engine's ranks."""
+
+    def __init__(
+        self,
+        trainers: str,
+        engines: Mapping[str, str],
+        config: SyncConfig,
+        *,
+        hidden: int = 60,
+        alone: Sequence[str] = (),
+    ) -> None:
+        """Engines have equally many ranks; those `alone` do not share their memory."""
+        size = max(map(len, engines.values()))
+        self.tensors = decoder("float32", size, hidden, KV_HEADS, EXPERTS, 41)
+        self.sources = []
+        for number in range(len(trainers)):
+            rank = Rank()
+            for meta in self.tensors:
+                # Rows, the last ranks fewer or none; a scalar is the first rank's.
+                start, rows = cuts(meta.shape[0], len(trainers))[number] if meta.shape else (0, 0)
+                box = (
+                    Box((start, *(0 for _ in meta.shape[1:])), (rows, *meta.shape[1:]))
+                    if meta.shape
+                    else Box((), ())
+                )
+                if not meta.shape and number:
+                    continue
+                hold(rank, meta, box, np.zeros(meta.shape, NUMPY[meta.dtype]))
+            self.sources.append(Source(self.tensors, rank, f"cuda:{number}"))
+        hosts, seats, self.engines = list(trainers), {}, {}
+        for name, on in engines.items():
+            engine = Engine(name, self.tensors, len(on), len(hosts), name not in alone)
+            self.engines[name] = engine
+            seats[name] = EngineSeat(LocalPeer(engine), tuple(range(len(hosts), len(hosts) + len(on))))
+            hosts += on
+        self.holders: list[Holder] = []
+        for _ in hosts:
+            self._hold()
+        self.fleet = Fleet(
+            [(LocalPeer(source), number) for number, source in enumerate(self.sources)],
+            seats,
+            [LocalPeer(holder) for holder in self.holders],
+            hosts,
+        )
+        self.controller = Controller(config, self.fleet)
+        self._seed = 0
+
+    def train(self) -> None:
+        self._seed += 1
+        self.weights = values(self.tensors, self._seed)
+        for source in self.sources:
+            source.write(self.weights)
+
+    def wrong(self, name: str) -> list[str]:
+        """Buffers of an engine that are not what slicing the whole tensors gives, padding included."""
+        found = []
+        dtypes = {meta.name: meta.dtype for meta in self.tensors}
+        for number, rank in enumerate(self.engines[name].ranks):
+            held = {buffer: memory.copy() for buffer, memory in rank.memory.items()}
+            for memory in rank.memory.values():
+                memory[:] = PAD
+            for segment in rank.segments:
+                rank.view(segment, dtypes[segment.tensor])[...] = self.weights[segment.tensor][
+                    segment.box.slices()
+                ]
+            found += [f"{number} {b}" for b, memory in rank.memory.items() if (memory != held[b]).any()]
+        return found
+
+    async def update(self, version: int) -> Mapping[str, str]:
+        """Of new weights, proven here bit for bit; who took which way."""
+        self.train()
+        report = await self.controller.update(version)
+        assert report.verified
+        assert report.engines == dict.fromkeys(self.engines, version)
+        assert {name: self.wrong(name) for name in self.engines} == {name: [] for name in self.engines}
+        return report.routes
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(meta.nbytes for meta in self.tensors)
+
+    def needed(self, name: str) -> list[int]:
+        """Bytes that each rank of an engine takes, those that it takes twice counted twice."""
+        itemsize = {meta.name: meta.itemsize for meta in self.tensors}
+        ranks = self.engines[name].ranks
+        return [sum(s.box.numel * itemsize[s.tensor] for s in rank.segments) for rank in ranks]
+
+    def crossed(self) -> int:
+        """Bytes of one update between hosts."""
+        return sum(link.nbytes for link in self.controller.links() if link.distance == "other host")
+
+    def respawn(self, name: str, on: str = "") -> None:
+        """Another engine in the place of `name`: on its holders, or on new ones on hosts `on`."""
+        old, holders = self.engines[name], self.fleet.engines[name].holders
+        old.close()
+        if on:
+            holders = tuple(range(len(self.holders), len(self.holders) + len(on)))
+            self.fleet.nodes += on
+            self.fleet.holders += [LocalPeer(self._hold()) for _ in on]
+        self.engines[name] = Engine(name, self.tensors, len(holders), holders[0], old.shares)
+        self.fleet.engines[name] = EngineSeat(LocalPeer(self.engines[name]), holders)
+
+    def _hold(self) -> Holder:
+        holder = Holder(f"holder {len(self.holders)}", "127.0.0.1")
+        holder._stage = self._staging(holder)  # type: ignore[method-assign]
+        self.holders.append(holder)
+        return holder
+
+    def close(self) -> None:
+        for part in (*self.engines.values(), *self.holders):
+            part.close()
+        exported.clear()
+
+    def _staging(self, holder: Holder) -> Callable[[Plan, int, bool], Staging]:
+        return lambda plan, index, receives: Staging(plan, index, holder._arena, receives)
+
+
+def drive(work: Callable[[Hosts], Coroutine[object, object, None]], *args: object, **more: object) -> None:
+    """`work` on the fleet that the other arguments describe; every rank may have a thread."""
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(32))
+        await work(fleet)
+
+    fleet = Hosts(*args, **more)  # type: ignore[arg-type]
+    try:
+        asyncio.run(run())
+    finally:
+        fleet.close()

@@ -1,0 +1,78 @@
+"""The code of README and docs: each block is run by a test, or this says why not."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.test_controller import CONFIG
+from weightsync.controller import Controller
+from weightsync.holder import Holder
+from weightsync.peers import EngineSeat, Fleet
+from weightsync.sources.module import ModuleSource
+from weightsync.testing import LocalPeer
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^```(python|sh)\n(.+?)^```", re.S | re.M)
+
+BY_HAND = "needs a GPU, or a machine of its own"
+RUN_BY = {
+    "README.md": [
+        "tests/actors/test_quickstart.py",
+        "tests/actors/test_docs.py",
+        BY_HAND,
+        "tests/gpu/test_vllm_end_to_end.py",
+        "tests/unit/test_recipes_cli.py",
+        "tests/actors/test_chaos.py",
+    ],
+    "docs/extending.md": ["tests/unit/test_docs.py"],
+    "docs/faults.md": ["tests/actors/test_docs.py"] * 2,
+    "docs/performance.md": ["tests/actors/test_docs.py"] * 2,
+    "docs/shuffle.md": ["tests/contract/test_shuffle_docs.py"],
+}
+
+
+def blocks(page: str) -> list[str]:
+    return [code for _, code in BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize(
+    "page", sorted({"README.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))})
+)
+def test_each_block_of_a_page_is_run_by_a_test_that_is_there(page: str) -> None:
+    named = RUN_BY.get(page, [])
+    assert len(blocks(page)) == len(named), f"say in RUN_BY which test runs each block of {page}"
+    assert all((ROOT / test).exists() for test in named if test != BY_HAND)
+
+
+def test_an_engine_in_thirty_lines_is_updated_and_verified() -> None:
+    (code,) = blocks("docs/extending.md")
+    names: dict[str, Any] = {}
+    exec(compile(code, "docs/extending.md", "exec"), names)
+    engine, model = names["SumEngine"](), nn.Linear(6, 4, bias=False)
+    source, holders = ModuleSource(model), [Holder(f"holder {i}", "127.0.0.1") for i in range(2)]
+    seats = {"sums": EngineSeat(LocalPeer(engine), (1,))}
+    controller = Controller(CONFIG, Fleet([(LocalPeer(source), 0)], seats, [LocalPeer(h) for h in holders]))
+
+    async def work() -> None:
+        await controller.connect()
+        for version in (1, 2):
+            with torch.no_grad():
+                model.weight.random_(-9, 9)
+            report = await controller.update(version)
+            assert report.verified
+            assert torch.equal(engine.weight, model.weight)
+            assert engine.generate([[1, 2]], {}).tokens == [[int(model.weight.sum()) * 3]]
+            assert engine.serving() == version
+
+    try:
+        asyncio.run(work())
+    finally:
+        for part in (source, engine, *holders):
+            part.close()

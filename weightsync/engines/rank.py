@@ -1,0 +1,193 @@
+"""One rank's side of an update, in the process that owns its parameters; the same for vLLM and SGLang."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from weightsync.buffers import Attached
+from weightsync.engines.loader_segments import UnprovableError
+from weightsync.engines.loader_trace import trace
+from weightsync.engines.ranks import RankProcess
+from weightsync.engines.whole_sink import Loader, WholeSink, synchronize
+from weightsync.errors import DeadlineError, EngineError, StateError, WeightSyncError
+from weightsync.faults import Fault, arm
+from weightsync.feed import EngineFeed
+from weightsync.live import LiveWriter
+from weightsync.modules import device_id, named_tensors
+from weightsync.plan import Box, RankLayout, Segment, TensorMeta
+
+if TYPE_CHECKING:
+    from weightsync.clock import Span
+    from weightsync.feed import FeedTicket
+    from weightsync.plan import Plan
+    from weightsync.verify import Digests
+
+__all__ = ["Checkpoint", "Host", "Rank", "checkpoint_of"]
+
+Checkpoint = tuple[tuple[TensorMeta, ...], tuple[tuple[str, str], ...]]
+"""Names, dtypes and shapes of a checkpoint, and its (alias, canonical) ties."""
+
+
+class Host(Protocol):
+    """What a rank asks of the engine that it lives in."""
+
+    def model(self) -> torch.nn.Module:
+        """The model as it serves, with its own ``load_weights``."""
+
+    def checkpoint(self) -> Checkpoint:
+        """What the engine's model is loaded from."""
+
+    def stored_otherwise(self) -> str:
+        """Why live parameters may hold other bytes than the loader writes; empty if they hold the same."""
+
+    def loader(self) -> Loader:
+        """The engine's own way to take whole tensors, for one update. Raises EngineError if it has none."""
+
+
+class Rank:
+    """One rank. Methods are called one after another; `answer` calls them by name."""
+
+    def __init__(self, kind: str, rank: int, device: torch.device, host: Host) -> None:
+        self._rank, self._device, self._host = rank, device, host
+        self._logger = logging.getLogger(f"weightsync.engines.{kind}")
+        self._layout: RankLayout | None = None
+        self._live: dict[str, torch.Tensor] = {}
+        self._feed: EngineFeed | None = None
+        self._plan: Plan | None = None
+        self._writer: LiveWriter | None = None
+        self._engine = ""
+
+    def answer(self, method: str, args: Sequence[Any]) -> bytes:
+        """The pickled result of a method, or its error: never raises, since that may end the engine."""
+        try:
+            outcome = getattr(self, method)(*args)
+        except WeightSyncError as error:
+            outcome = error
+        except Exception as error:
+            self._logger.exception("rank %d: %s failed", self._rank, method)
+            outcome = EngineError(self._engine, method, f"{type(error).__name__}: {error}", self._rank)
+        return pickle.dumps(outcome)
+
+    def join(self, engine_pid: int) -> RankProcess | None:
+        """See `RankProcess.join`."""
+        return RankProcess.join(self._rank, engine_pid)
+
+    def arm(self, who: str, faults: Sequence[Sequence[Fault]], seed: int) -> None:
+        """Take this rank's share of what strikes in the ranks' processes."""
+        if faults[self._rank] or not any(faults):
+            arm(who, faults[self._rank], seed)
+
+    def layout(self) -> RankLayout:
+        """Where the loader puts what, if that can be proven; otherwise whole tensors, without live buffers.
+
+        Found out once: live parameters keep their addresses.
+        """
+        if self._layout is None:
+            self._layout = self._find_layout()
+        return self._layout
+
+    def reload(self) -> RankLayout:
+        """Take whole tensors from now on, whatever could be proven."""
+        metas, tied = self._host.checkpoint()
+        self._layout = _whole_layout(metas, tied, device_id(self._device))
+        return self._layout
+
+    def addresses(self) -> dict[str, int]:
+        """Where each live parameter lies: these stay, since CUDA graphs hold them."""
+        return {name: each.data_ptr() for name, each in self._host.model().named_parameters()}
+
+    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Attached:
+        """See `Engine.attach`; `tickets` are all ranks'."""
+        self.close()
+        layout, ticket = self.layout(), tickets[self._rank]
+        self._feed, self._plan, self._engine = EngineFeed.open(ticket, plan, timeout_s), plan, ticket.engine
+        if not layout.buffers:
+            return Attached(plan.digest(), None)
+        self._writer = LiveWriter(plan, layout, self._live, self._feed.slots)
+        return Attached(plan.digest(), self._writer.export())
+
+    def settle(self) -> None:
+        """Wait for a step that may still run with the old weights."""
+        synchronize(self._device)
+
+    def load(self, attempt: int, timeout_s: float) -> tuple[Digests, Sequence[Span]]:
+        """See `Engine.load`, and `EngineFeed.spans`."""
+        if self._feed is None or self._plan is None:
+            raise StateError("a rank is not attached: connect first")
+        try:
+            if self._writer:
+                self._writer.begin(self._current())
+                digests = self._feed.receive(attempt, self._writer, timeout_s)
+            else:
+                digests = self._load_whole(self._feed, self._plan, attempt, timeout_s)
+            return digests, self._feed.spans
+        except WeightSyncError as error:
+            if isinstance(error, DeadlineError | EngineError):
+                raise
+            raise EngineError(self._engine, "load", str(error), self._rank) from error
+
+    def close(self) -> None:
+        """Drop the connection to the holder."""
+        self._writer = None
+        if self._feed is not None:
+            self._feed.close()
+            self._feed = None
+
+    def _current(self) -> dict[str, torch.Tensor]:
+        """What the model has now under the names of the live buffers."""
+        model = self._host.model()
+        return {**dict(model.named_buffers()), **dict(model.named_parameters())}
+
+    def _find_layout(self) -> RankLayout:
+        metas, tied = self._host.checkpoint()
+        device = device_id(self._device)
+        if reason := self._host.stored_otherwise():
+            level = logging.INFO if self._device.type == "cpu" else logging.WARNING
+            self._logger.log(level, "rank %d loads whole tensors: %s", self._rank, reason)
+        else:
+            try:
+                traced = trace(self._host.model(), metas, tied, device)
+            except UnprovableError as error:
+                self._logger.warning("rank %d loads whole tensors: %s", self._rank, error)
+            else:
+                self._live = traced.live
+                return traced.layout
+        return _whole_layout(metas, tied, device)
+
+    def _load_whole(self, feed: EngineFeed, plan: Plan, attempt: int, timeout_s: float) -> Digests:
+        sink = WholeSink(plan, self._host.loader(), self._device)
+        try:
+            return feed.receive(attempt, sink, timeout_s)
+        except WeightSyncError:
+            sink.abandon()
+            raise
+
+
+def checkpoint_of(hf_config: object, dtype: torch.dtype) -> Checkpoint:
+    """Of transformers' model of a config: its names are those that trainers have."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
+    tensors, tied = named_tensors(model)
+    metas = tuple(
+        TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    )
+    return metas, tied
+
+
+def _whole_layout(
+    metas: tuple[TensorMeta, ...], tied: tuple[tuple[str, str], ...], device: str
+) -> RankLayout:
+    return RankLayout(metas, tuple(map(_whole, metas)), tied, device=device)
+
+
+def _whole(meta: TensorMeta) -> Segment:
+    strides = tuple(stride * meta.itemsize for stride in torch.empty(meta.shape, device="meta").stride())
+    return Segment(meta.name, Box((0,) * len(meta.shape), meta.shape), meta.name, 0, strides)

@@ -1,0 +1,256 @@
+"""SGLang behind its public hooks: a custom weight loader, pauses, its own calls for weights and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import TYPE_CHECKING, Any
+
+from weightsync.engines.base import Rollout
+from weightsync.engines.checks import require_gpus, warn_untested
+from weightsync.engines.ranks import RankProcess, RankWatch
+from weightsync.engines.sampling import Sampling
+from weightsync.engines.sglang_api import Server, has_sessions, sampling_params, server_args
+from weightsync.engines.sglang_channel import Replies
+from weightsync.engines.sglang_loop import Params, RequestLoop
+from weightsync.engines.sglang_worker import RankSettings
+from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError, WeightSyncError
+from weightsync.faults import arm, shares
+
+if TYPE_CHECKING:
+    from weightsync.buffers import Attached
+    from weightsync.clock import Span
+    from weightsync.faults import Fault
+    from weightsync.feed import FeedTicket
+    from weightsync.plan import Plan, RankLayout
+    from weightsync.verify import Digests
+
+__all__ = ["SglangEngine"]
+
+logger = logging.getLogger("weightsync.engines.sglang")
+
+_END_S = 20.0
+_ANSWER_S = 10.0
+"""For answers to arrive once SGLang says that all ranks have sent them."""
+_SIG_IGN = ctypes.c_void_p(1)
+
+
+class SglangEngine:
+    """One SGLang engine. Each rank is a process that SGLang starts, on the GPUs that this process sees.
+
+    `options` are arguments of SGLang's ``ServerArgs``, but for those that `sglang_api` fixes;
+    ``tensor_parallel_size`` is its ``tp_size``. ``dtype`` is by default the one that the model's config
+    names.
+
+    Raises:
+        ConfigError: an option that SGLang has not or cannot be updated with, or more ranks than GPUs;
+            named as ``options.<field>``.
+    """
+
+    def __init__(self, model_path: str, name: str, options: Mapping[str, Any]) -> None:
+        """Start SGLang with the model's config and dummy weights."""
+        warn_untested("sglang")
+        sessions = has_sessions()
+        arguments = server_args(model_path, options, sessions)
+        self._num_ranks: int = arguments["tp_size"]
+        if arguments.get("device") != "cpu":
+            require_gpus(self._num_ranks)
+        self._name, self._whole = name, False
+        self._spans: list[Sequence[Span]] = []
+        self._sleeps = bool(arguments.get("enable_memory_saver"))
+        self._seeds = bool(arguments.get("enable_deterministic_inference"))
+        self._settings = RankSettings(name, model_path, arguments["dtype"], sessions)
+        self._asking = threading.Lock()
+        self._watch: RankWatch | None = None
+        _ignore_sigquit()
+        self._loop = RequestLoop(name, lambda: Server(arguments), _stop)
+        self._replies = Replies(name, self._num_ranks)
+        try:
+            ranks: list[RankProcess | None] = self._on_ranks("join", os.getpid())
+        except WeightSyncError:
+            self.close()
+            raise
+        self._replies.connected()
+        self._watch = RankWatch(name, [rank for rank in ranks if rank], self._loop.fail)
+
+    def check(self) -> None:
+        """See `Engine.check`."""
+        self._loop.require_ranks()
+
+    def arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+        """See `Engine.arm`."""
+        here, ranks = shares(faults, self._num_ranks, apart=True)
+        self._on_ranks("arm", who, ranks, seed)
+        if here or not faults:
+            arm(who, here, seed)
+
+    def layout(self) -> Sequence[RankLayout]:
+        """See `Engine.layout`. A rank without buffers takes whole tensors: SGLang's loader cuts its shard."""
+        layouts: list[RankLayout] = self._on_ranks("layout")
+        if len({bool(layout.buffers) for layout in layouts}) > 1:
+            # Digests of shards and of whole tensors do not add up to one another.
+            logger.warning("engine %s loads whole tensors: not all ranks can be written live", self._name)
+            layouts = self._on_ranks("reload")
+        return layouts
+
+    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
+        """See `Engine.attach`."""
+        return self._on_ranks("attach", plan, tuple(tickets), timeout_s)
+
+    def pause(self, mode: str, timeout_s: float) -> None:
+        """See `Engine.pause`. ``abort`` ends running requests early, with the tokens that they have."""
+        deadline = time.monotonic() + timeout_s
+        frozen = self._loop.frozen
+        self._loop.freeze(mode, timeout_s)
+        try:
+            self._on_ranks("settle", wait_s=max(0.0, deadline - time.monotonic()))
+        except FutureTimeoutError as error:
+            if not frozen:
+                self._loop.melt()
+            raise DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s) from error
+
+    def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
+        """See `Engine.load`; of whole tensors, the digests are of what the loader was handed."""
+        if not self._loop.frozen:
+            raise StateError(f"engine {self._name} is serving: pause it first")
+        self._whole = False
+        try:
+            loaded: list[tuple[Digests, Sequence[Span]]] = self._on_ranks("load", attempt, timeout_s)
+        except WeightSyncError:
+            self._loop.void()
+            raise
+        self._whole = True
+        self._spans = [spans for _, spans in loaded]
+        return [digests for digests, _ in loaded]
+
+    def spans(self) -> Sequence[Sequence[Span]]:
+        """See `Engine.spans`."""
+        return self._spans
+
+    def resume(self, version: int) -> None:
+        """See `Engine.resume`. Raises StateError while the weights are dummies or a mix."""
+        if not self._whole:
+            raise StateError(f"engine {self._name} has no whole weights: load them first")
+        self._on_ranks("settle", version=str(version))
+        self._loop.thaw(version)
+
+    def serving(self) -> int:
+        """See `Engine.serving`."""
+        return self._loop.serving
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
+        """See `Engine.generate`; requests of concurrent calls share SGLang's batches."""
+        settings = Sampling.of(sampling)
+        if settings.seed is not None and not self._seeds:
+            raise ConfigError(
+                "sampling.seed",
+                settings.seed,
+                "SGLang draws by seeds only when started with options.enable_deterministic_inference",
+            )
+        stops = frozenset(settings.stop_token_ids)
+        params = [Params(sampling_params(settings, index), stops) for index in range(len(prompts))]
+        return Rollout.of(self._loop.complete(prompts, params))
+
+    def init_weights_update_group(self, **fields: object) -> None:
+        """SGLang's own call, for loops that send weights themselves. Raises EngineError."""
+        self._own("init_weights_update_group", "InitWeightsUpdateGroupReqInput", fields)
+
+    def update_weights_from_distributed(self, **fields: object) -> None:
+        """SGLang's own call, with its arguments: the weights are then no longer those of a version of ours.
+
+        Its caches are the caller's to drop. Raises EngineError.
+        """
+        self._asked("update_weights_from_distributed", lambda server: server.update_from_group(**fields))
+
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Any:  # noqa: ANN401 - SGLang's
+        """SGLang's own call: the first rows of a tensor under its checkpoint's name, as floats.
+
+        Only few of its models know it, Llama does; None of others.
+        """
+        fields = {"name": name, "truncate_size": truncate_size}
+        return self._own("get_weights_by_name", "GetWeightsByNameReqInput", fields)
+
+    def checksums(self) -> list[Mapping[str, Any]]:
+        """Of each rank, SGLang's own ``checksums`` by the name of the live tensor. Raises EngineError."""
+        return self._own("check_weights", "CheckWeightsReqInput", {"action": "checksum"})[2]  # type: ignore[no-any-return]
+
+    def release_memory(self, tags: Sequence[str] = ("kv_cache", "weights", "cuda_graph")) -> None:
+        """Give GPU memory back, what is in it is lost; while paused, and nobody waits in SGLang.
+
+        Raises:
+            ConfigError: SGLang was started without ``options.enable_memory_saver``.
+            StateError: it is not paused, or holds requests: pause it with ``wait``.
+        """
+        self._require_sleep()
+        self._whole = self._whole and "weights" not in tags
+        self._own("release_memory_occupation", "ReleaseMemoryOccupationReqInput", {"tags": list(tags)})
+
+    def resume_memory(self, tags: Sequence[str] = ("kv_cache", "weights", "cuda_graph")) -> None:
+        """Take back what `release_memory` gave; raises as it does. Weights then have to be loaded."""
+        self._require_sleep()
+        self._own("resume_memory_occupation", "ResumeMemoryOccupationReqInput", {"tags": list(tags)})
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        if self._watch:
+            self._watch.close()
+        if not self._loop.close(_END_S):
+            logger.warning("engine %s does not end", self._name)
+        self._replies.close()
+
+    def _require_sleep(self) -> None:
+        if not self._sleeps:
+            raise ConfigError("options.enable_memory_saver", False, "memory is only given back with it")
+        if not self._loop.frozen or self._loop.num_running:
+            raise StateError(f"engine {self._name} holds requests: pause it with mode wait first")
+
+    def _own(self, method: str, request: str, fields: Mapping[str, object]) -> Any:  # noqa: ANN401 - SGLang's
+        outcome = self._asked(method, lambda server: server.ask(method, request, **fields))
+        if isinstance(outcome, tuple) and not outcome[0]:
+            raise EngineError(self._name, method, str(outcome[1]))
+        return outcome
+
+    def _on_ranks(
+        self, method: str, *args: object, version: str | None = None, wait_s: float | None = None
+    ) -> list[Any]:
+        with self._asking:
+            calls = self._replies.calls(self._settings, method, args)
+            self._asked(method, lambda server: server.on_ranks(calls, version), wait_s)
+            outcomes = self._replies.collect(calls, _ANSWER_S)
+        for outcome in outcomes:
+            if isinstance(outcome, WeightSyncError):
+                raise outcome
+        return outcomes
+
+    def _asked(self, method: str, work: Any, wait_s: float | None = None) -> Any:  # noqa: ANN401 - SGLang's
+        try:
+            return self._loop.call(work, wait_s)
+        except (WeightSyncError, FutureTimeoutError):
+            raise
+        except Exception as error:  # whatever SGLang raises
+            raise EngineError(self._name, method, f"{type(error).__name__}: {error}") from error
+
+
+def _ignore_sigquit() -> None:
+    """SGLang's processes send it to this one when they fail, to end it: we have who is told instead.
+
+    By the C library: Python lets only the main thread do so, and an actor's constructor may run on another.
+    """
+    ctypes.CDLL(None).signal(int(signal.SIGQUIT), _SIG_IGN)
+
+
+def _stop(server: Server) -> None:
+    processes = [RankProcess.of(-1, pid) for pid in server.pids]
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            process.end()
+    deadline = time.monotonic() + _END_S
+    while any(process.state() for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.02)

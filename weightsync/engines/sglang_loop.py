@@ -1,0 +1,316 @@
+"""One thread owns SGLang's engine and its event loop: requests stream in it, and calls are awaited in it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from weightsync.engines.base import Completion
+from weightsync.errors import DeadlineError, EngineError, RankLostError, StateError, WeightSyncError
+
+__all__ = ["Params", "RequestLoop", "Streaming"]
+
+T = TypeVar("T")
+S = TypeVar("S", bound="Streaming")
+
+
+class Streaming(Protocol):
+    """What is used of `sglang_api.Server`."""
+
+    loop: asyncio.AbstractEventLoop
+    forgets: bool
+
+    def stream(
+        self, name: str, prompt: Sequence[int], params: Mapping[str, Any]
+    ) -> AsyncIterator[list[int]]: ...
+    def abort(self, name: str) -> None: ...
+    async def pause(self, mode: str) -> None: ...
+    async def go_on(self) -> None: ...
+    async def forget(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    """SGLang's own `settings` of a request, and the tokens that end it."""
+
+    settings: Mapping[str, Any]
+    stops: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class _Request:
+    prompt: list[int]
+    params: Params
+    tokens: list[int] = field(default_factory=list)
+    versions: tuple[int, int] | None = None
+    aborted: bool = False
+    cut: bool = False
+    done: Future[Completion] = field(default_factory=Future)
+
+    def take(self, tokens: Sequence[int], version: int) -> bool:
+        """All tokens so far, of which the new ones are of `version`; whether a stop token is among these."""
+        new = tokens[len(self.tokens) :]  # what is told of a request that was aborted while it waited is less
+        stop = next((i for i, token in enumerate(new, 1) if token in self.params.stops), None)
+        self.tokens.extend(new[:stop])
+        if new:
+            self.versions = (self.versions[0] if self.versions else version, version)
+        return stop is not None
+
+    def end(self, tokens: list[int], versions: tuple[int, int]) -> None:
+        """It is complete, unless it ended before."""
+        if not self.done.done():
+            self.done.set_result(Completion(tokens, versions, self.cut))
+
+    def fail(self, error: Exception) -> None:
+        """It is given up, unless it ended before."""
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+class RequestLoop:
+    """Starts frozen and without a version. All methods may be called from any thread."""
+
+    def __init__(self, name: str, start: Callable[[], S], stop: Callable[[S], None]) -> None:
+        """Start the engine on a thread of its own; `stop` ends it there. Raises what `start` raises."""
+        self._name = name
+        self._version: int | None = None
+        # Shut: requests are held. Frozen: none runs.
+        self._shut = self._frozen = True
+        self._held: list[_Request] = []
+        self._running: dict[str, _Request] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._numbers = itertools.count()
+        self._lost: Future[RankLostError] = Future()
+        self._ended: WeightSyncError | None = None
+        self._lock = threading.Lock()
+        self._quiet, self._turn = asyncio.Event(), asyncio.Lock()
+        self._quiet.set()
+        started: Future[Streaming] = Future()
+        # It lives until the engine's processes have ended: they would end with the thread that started them.
+        self._thread = threading.Thread(
+            target=self._run, args=(start, stop, started), name=f"engine-{name}", daemon=True
+        )
+        self._thread.start()
+        self._server = started.result()
+        self._result(self._submit(self._server.pause("retract")))
+
+    @property
+    def frozen(self) -> bool:
+        """No request runs."""
+        return self._frozen
+
+    @property
+    def num_running(self) -> int:
+        """Requests that SGLang has, frozen or not."""
+        return len(self._running)
+
+    @property
+    def serving(self) -> int:
+        """The version that requests are admitted to; 0 while they are not."""
+        return 0 if self._shut or self._version is None else self._version
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has lost a rank."""
+        return self._lost.done()
+
+    def fail(self, lost: RankLostError) -> None:
+        """The engine has lost a rank: all that wait are told now, and all that come. Call it once."""
+        self._lost.set_result(lost)
+
+    def require_ranks(self) -> None:
+        """Raises RankLostError once the engine has failed."""
+        if self.is_lost:
+            raise RankLostError(*self._lost.result().args)
+
+    def call(self, work: Callable[[Any], Coroutine[Any, Any, T]], timeout_s: float | None = None) -> T:
+        """Await `work` of the server on the loop while no request is stepped.
+
+        Raises FutureTimeoutError; the work goes on then.
+        """
+        return self._result(self._submit(self._alone(work)), timeout_s)
+
+    def complete(self, prompts: Sequence[Sequence[int]], params: Sequence[Params]) -> list[Completion]:
+        """Run requests beside those of other callers; while frozen, they wait.
+
+        Raises StateError before the first `thaw` and after `close`, EngineError when SGLang fails.
+        """
+        requests = [_Request(list(prompt), each) for prompt, each in zip(prompts, params, strict=True)]
+        self._result(self._submit(self._admit(requests)))
+        return [self._result(request.done) for request in requests]
+
+    def freeze(self, mode: str, timeout_s: float) -> None:
+        """Let no request run: ``keep`` takes them back, ``wait`` lets them end, ``abort`` cuts them short.
+
+        Raises DeadlineError; requests then go on as before.
+        """
+        self._result(self._submit(self._freeze(mode, timeout_s)))
+
+    def melt(self) -> None:
+        """Undo a `freeze`: go on with the version that there was."""
+        self._result(self._submit(self._go_on()))
+
+    def thaw(self, version: int) -> None:
+        """Serve `version`: forget what earlier weights cached, recompute the frozen requests."""
+        self._result(self._submit(self._thaw(version)))
+
+    def void(self) -> None:
+        """Turn everybody away until `thaw`: the frozen requests, those that wait, and those that come."""
+        self._result(self._submit(self._void()))
+
+    def close(self, patience_s: float | None = None) -> bool:
+        """End the engine and its thread; whether they ended in time. Waiting callers get a StateError."""
+        with self._lock:
+            if not self._ended:
+                self._ended = StateError(f"engine {self._name} is closed")
+                self._server.loop.call_soon_threadsafe(self._server.loop.stop)
+        self._thread.join(patience_s)
+        return not self._thread.is_alive()
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        with self._lock:
+            if not self._ended and not self.is_lost:
+                return asyncio.run_coroutine_threadsafe(work, self._server.loop)
+        work.close()
+        self.require_ranks()
+        assert self._ended
+        raise self._ended
+
+    def _result(self, future: Future[T], timeout_s: float | None = None) -> T:
+        """What comes of `future`, or RankLostError if a rank is lost first: SGLang would wait for ever."""
+        either: tuple[Future[Any], ...] = (future, self._lost)
+        wait(either, timeout_s, return_when=FIRST_COMPLETED)
+        if not future.done():
+            self.require_ranks()
+        return future.result(0)
+
+    def _run(self, start: Callable[[], S], stop: Callable[[S], None], started: Future[Streaming]) -> None:
+        asyncio.set_event_loop(given := asyncio.new_event_loop())  # only the main thread has one
+        try:
+            server = start()
+        except BaseException as error:  # noqa: BLE001 - the constructor's thread raises it
+            given.close()
+            started.set_exception(error)
+            return
+        if server.loop is not given:  # before 0.5.21, SGLang makes one more
+            given.close()
+        started.set_result(server)
+        try:
+            server.loop.run_forever()
+        finally:
+            assert self._ended
+            for request in (*self._running.values(), *self._held):
+                request.fail(self._ended)
+            stop(server)
+            _cancel_all(server.loop)
+
+    async def _alone(self, work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
+        async with self._turn:
+            if self._frozen:
+                return await work(self._server)
+            # Unpaused, SGLang would wait for the running requests, and keep others out.
+            await self._server.pause("in_place")
+            try:
+                return await work(self._server)
+            finally:
+                await self._server.go_on()
+
+    async def _admit(self, requests: Sequence[_Request]) -> None:
+        if self._version is None:
+            raise StateError(f"engine {self._name} holds no committed version: update it first")
+        if self._shut:
+            self._held.extend(requests)
+            return
+        for request in requests:
+            # None is the beginning of another: SGLang aborts by beginnings.
+            name = f"{self._name}-{next(self._numbers)}-"
+            self._running[name] = request
+            self._quiet.clear()
+            task = asyncio.create_task(self._serve(name, request))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, name: str, request: _Request) -> None:
+        try:
+            async for tokens in self._server.stream(name, request.prompt, request.params.settings):
+                if not request.done.done() and request.take(tokens, self._of_now()):
+                    self._complete(request)
+                    self._abort(name)
+            self._complete(request)
+        except Exception as error:  # noqa: BLE001 - the waiting caller's thread raises it
+            request.fail(EngineError(self._name, "generate", f"{type(error).__name__}: {error}"))
+        finally:
+            del self._running[name]
+            if not self._running:
+                self._quiet.set()
+
+    def _complete(self, request: _Request) -> None:
+        request.end(request.tokens, request.versions or (self._of_now(), self._of_now()))
+
+    def _of_now(self) -> int:
+        return self._version or 0  # nobody is told who has no version
+
+    async def _freeze(self, mode: str, timeout_s: float) -> None:
+        if self._frozen:
+            return
+        self._shut = True
+        if mode == "abort":
+            for request in self._running.values():
+                request.cut = True
+            self._abort(*self._running)
+        if mode != "keep":
+            try:
+                await asyncio.wait_for(self._quiet.wait(), timeout_s)
+            except asyncio.TimeoutError as error:
+                await self._open()
+                raise DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s) from error
+        async with self._turn:
+            await self._server.pause("retract")
+            self._frozen = True
+
+    async def _thaw(self, version: int) -> None:
+        if self._server.forgets and not await self._server.forget():
+            raise EngineError(self._name, "commit", "SGLang keeps what earlier weights cached")
+        self._version = version
+        await self._go_on()
+
+    async def _go_on(self) -> None:
+        async with self._turn:
+            self._frozen = False
+            await self._server.go_on()
+        await self._open()
+
+    async def _open(self) -> None:
+        self._shut = False
+        held, self._held = self._held, []
+        await self._admit(held)
+
+    async def _void(self) -> None:
+        self._version = None
+        lost = StateError(f"engine {self._name} lost its version in a failed update: heal it first")
+        for request in (*self._running.values(), *self._held):
+            request.fail(lost)
+        self._held.clear()
+        self._abort(*self._running)
+
+    def _abort(self, *names: str) -> None:
+        for name in names:
+            if not self._running[name].aborted:
+                self._running[name].aborted = True
+                self._server.abort(name)
+
+
+def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
+    async def end(tasks: set[asyncio.Task[Any]]) -> None:
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    loop.run_until_complete(end(tasks))
+    loop.close()

@@ -1,0 +1,97 @@
+"""Whole tensors for an engine's own loader, where its live parameters cannot be written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from weightsync.engines.stacked_experts import as_loaded
+from weightsync.missing import Missing
+from weightsync.verify import tensor_digest
+
+if TYPE_CHECKING:
+    from weightsync.feed import PieceView
+    from weightsync.plan import Box, Plan
+    from weightsync.verify import Digests
+
+__all__ = ["Loader", "WholeSink", "synchronize"]
+
+_BATCH_NBYTES = 64 << 20
+
+
+class Loader(Protocol):
+    """One update through an engine's own loader."""
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take whole tensors under a checkpoint's names; they may be kept until `finish`."""
+
+    def finish(self) -> None:
+        """All came: make them live. Raises RuntimeError when the loader left parameters out."""
+
+    def abandon(self) -> None:
+        """No more come; the weights are a mix, and the next update starts afresh."""
+
+
+class WholeSink:
+    """A Sink that puts pieces together; its digests are of what the loader was handed."""
+
+    def __init__(self, plan: Plan, loader: Loader, device: torch.device) -> None:
+        self._plan, self._loader, self._device = plan, loader, device
+        self._shapes = {meta.name: meta.shape for meta in plan.tensors}
+        self._missing = Missing(plan)
+        self._parts: dict[int, torch.Tensor] = {}
+        self._batch: list[tuple[str, torch.Tensor]] = []
+        self._batch_nbytes = 0
+        self._digests = np.zeros(len(plan.tensors), dtype=np.uint64)
+
+    def take(self, bucket: int, pieces: Sequence[PieceView]) -> None:
+        """See `Sink.take`."""
+        for tensor, box, data in pieces:
+            self._put(tensor, box, data)
+        synchronize(self._device)
+
+    def finish(self) -> Digests:
+        """See `Sink.finish`."""
+        self._missing.require_none()
+        self._hand_over()
+        self._loader.finish()
+        synchronize(self._device)
+        return self._digests
+
+    def written(self) -> None:
+        """See `Sink.written`."""
+        raise AssertionError("a holder wrote into a rank that exported nothing")
+
+    def abandon(self) -> None:
+        """See `Loader.abandon`."""
+        self._loader.abandon()
+
+    def _put(self, tensor: int, box: Box, data: torch.Tensor) -> None:
+        shape = self._plan.tensors[tensor].shape
+        if tensor not in self._parts:
+            # Memory of its own: the loader keeps tensors until a module is complete.
+            self._parts[tensor] = torch.empty(shape, dtype=data.dtype, device=self._device)
+        self._parts[tensor][box.slices()].copy_(data)
+        if self._missing.take(tensor, box):
+            self._add(tensor, self._parts.pop(tensor))
+
+    def _add(self, tensor: int, data: torch.Tensor) -> None:
+        meta = self._plan.tensors[tensor]
+        self._digests[tensor] = tensor_digest(data, meta.shape)
+        self._batch.extend(as_loaded(meta.name, data, self._shapes))
+        self._batch_nbytes += meta.nbytes
+        if self._batch_nbytes >= _BATCH_NBYTES:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        self._loader.load(self._batch)
+        self._batch, self._batch_nbytes = [], 0
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all that was launched on a device."""
+    if device.type != "cpu":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,114 @@
+"""What ranks need of other hosts, such that what several of one host need crosses to it once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.plan.buffers import Bool, Int64
+from weightsync.plan.copies import repeated
+from weightsync.plan.reads import Reads
+from weightsync.plan.shuffle import Bundle
+
+__all__ = ["LEAST_SHARE_NBYTES", "arrivals", "bundles"]
+
+_SAME = ("trainer", "src_buffer", "src", "rows", "row_nbytes", "src_pitch", "dst_pitch")
+"""What reads have in common that are shared. Messages cut rows by `dst_pitch` too: all have to cut alike."""
+LEAST_SHARE_NBYTES = 1 << 20
+"""What is less is not dealt out: messages are to be few."""
+_FACTORS = (np.random.default_rng(0).integers(1 << 62, size=len(_SAME)) | 1).tolist()
+
+
+def bundles(needs: Mapping[int, Reads], hosts: Mapping[int, str], senders: Mapping[int, int]) -> list[Bundle]:
+    """Deals `needs` to those who receive them from afar; each passes on what others of its host share.
+
+    Reads are shared where they are of the same bytes in the same rows: replicas, and engines that are
+    cut alike. Each of those who share gets an equal part of them, or one gets what is little.
+
+    Args:
+        needs: per receiving rank, what it reads of trainers on other hosts.
+        hosts: of these ranks.
+        senders: the rank of each trainer that is read.
+    """
+    found: list[Bundle] = []
+    for host in sorted(set(hosts.values())):
+        ranks = [rank for rank in sorted(needs) if hosts[rank] == host]
+        found += _of_host([(rank, needs[rank]) for rank in ranks], senders)
+    return found
+
+
+def arrivals(dealt: Sequence[Bundle]) -> dict[int, tuple[Counter[int], Counter[int]]]:
+    """Per rank that receives: bytes by who packs them, and by who passes them on."""
+    found: dict[int, tuple[Counter[int], Counter[int]]] = {}
+    for sender, parts in dealt:
+        first = next(iter(parts))
+        for rank, reads in parts.items():
+            packed, passed_on = found.setdefault(rank, (Counter(), Counter()))
+            if rank == first:
+                packed[sender] += reads.nbytes
+            else:
+                passed_on[first] += reads.nbytes
+    return found
+
+
+def _of_host(needs: Sequence[tuple[int, Reads]], senders: Mapping[int, int]) -> list[Bundle]:
+    keys = _keys([reads for _, reads in needs])
+    num_keys = 1 + max(int(key.max(initial=-1)) for key in keys)
+    place = np.full((len(needs), num_keys), -1)  # of each key in each rank's reads
+    for number, key in enumerate(keys):
+        place[number, key] = np.arange(len(key))
+    wanted = np.packbits(place >= 0, axis=0)  # by whom, a bit each
+    found: list[Bundle] = []
+    for first, (_, reads) in enumerate(needs):
+        key = keys[first]
+        key = key[(place[:first, key] < 0).all(axis=0)]  # what no earlier rank shares
+        rows = place[first, key]
+        trainer = reads.trainer[rows].astype(np.int64)
+        for group in _groups([trainer, *wanted[:, key]]):
+            sharing = np.flatnonzero(place[:, key[group[0]]] >= 0).tolist()
+            nbytes = reads.rows[rows[group]] * reads.row_nbytes[rows[group]]
+            giver, total = int(trainer[group[0]]), int(nbytes.sum())
+            num_shares = min(len(sharing), max(1, total // LEAST_SHARE_NBYTES))
+            dealt = (np.cumsum(nbytes) - nbytes) * num_shares // total
+            for turn in np.unique(dealt).tolist():
+                mine = key[group[dealt == turn]]
+                at = (giver + turn) % len(sharing)  # small shares of many trainers go to all in turn
+                order = [*sharing[at:], *sharing[:at]]
+                parts = {needs[each][0]: needs[each][1].take(place[each, mine]) for each in order}
+                found.append((senders[giver], parts))
+    return found
+
+
+def _groups(columns: Sequence[npt.NDArray[np.integer]]) -> list[Int64]:
+    """The numbers of rows that are equal in all columns, in order, those of each kind together."""
+    code = np.zeros(len(columns[0]), np.int64)
+    for column in columns:
+        code = np.unique(code * (int(column.max(initial=0)) + 1) + column, return_inverse=True)[1]
+    order = np.argsort(code, kind="stable")
+    return np.split(order, np.cumsum(np.bincount(code))[:-1]) if len(code) else []
+
+
+def _keys(parts: Sequence[Reads]) -> list[Int64]:
+    """A number for each read: the same for the same bytes in the same rows, however often one has them."""
+    assert len({reads.src_names for reads in parts}) == 1
+    columns = [np.concatenate([getattr(reads, name) for reads in parts]) for name in _SAME]
+    owner, _ = repeated(np.array([len(reads) for reads in parts], np.int64))
+    code = sum(column.astype(np.int64) * factor for column, factor in zip(columns, _FACTORS, strict=True))
+    order = np.lexsort((owner, code))
+    changed = np.diff(code[order], prepend=code[order[:1]] - 1) != 0
+    nth = _nth(changed | (np.diff(owner[order], prepend=-1) != 0))
+    first = order[np.maximum.accumulate(np.where(changed, np.arange(len(order)), 0))]
+    assert all((column[order] == column[first]).all() for column in columns), "two reads have one code"
+    key = np.empty_like(code)
+    key[order] = (np.cumsum(changed) - 1) * (int(nth.max(initial=0)) + 1) + nth
+    return np.split(key, np.cumsum([len(reads) for reads in parts])[:-1])
+
+
+def _nth(starts: Bool) -> Int64:
+    """Each row's place in its run."""
+    at = np.arange(len(starts))
+    place: Int64 = at - np.maximum.accumulate(np.where(starts, at, 0))
+    return place
