@@ -30,7 +30,10 @@ setup(
         (f"share/weightsync/{folder}", [str(file) for file in Path(folder).glob("*.yaml")])
         for folder in ("configs/models", "configs/clusters")
     ],
-    entry_points={"console_scripts": ["weightsync = recipes.cli:main"]},
+    entry_points={
+        "console_scripts": ["weightsync = recipes.cli:main"],
+        "vllm.general_plugins": ["weightsync = weightsync.plugins:register_vllm"],
+    },
     install_requires=[
         "torch>=2.9",
         "numpy>=2.0",

@@ -71,7 +71,7 @@ class _Remote:
         try:
             remote = getattr(self.handle, method)
         except AttributeError as error:
-            remedy = "give the handle of an actor derived from TrainerShard or EngineActor"
+            remedy = "give the handle of an actor derived from TrainerShard, EngineActor or VllmActor"
             raise ConfigError(self.name, type(self.handle).__name__, remedy) from error
         return await answer(self.name, remote.remote(*args))
 

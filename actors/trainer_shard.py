@@ -28,12 +28,13 @@ class TrainerShard:
 
         class Trainer(TrainerShard):
             def __init__(self, ...):
-                super().__init__()
                 self.model = build()
 
         trainer = ray.remote(Trainer).remote(...)
 
     The methods below are called by WeightSync, between your own methods, as Ray orders them.
+
+    Only for one of these, call ``super().__init__``.
 
     Args:
         slot: on a CPU host, the name of the slot; the engine with the same slot shares its holder.
@@ -41,10 +42,12 @@ class TrainerShard:
     """
 
     model: nn.Module
+    _slot: str | None = None
+    _exclude: Collection[str] = ()
+    _source: ModuleSource | None = None
 
     def __init__(self, slot: str | None = None, exclude: Collection[str] = ()) -> None:
         self._slot, self._exclude = slot, exclude
-        self._source: ModuleSource | None = None
 
     def sync_seat(self) -> Seat:
         """Where this rank sits."""

@@ -40,7 +40,7 @@ class WeightSync:
 
         sync = WeightSync(SyncConfig(timeout_s=60))
         sync.register_trainers(trainer_handles)          # actors derived from TrainerShard
-        sync.register_engines({"e0": handle})            # EngineActor handles
+        sync.register_engines({"e0": handle})            # EngineActor handles, or derived from VllmActor
         sync.connect()
         for version in range(1, 100):
             ...                                          # train

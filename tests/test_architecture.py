@@ -38,7 +38,12 @@ PURE = (
 PURE_ALLOWED = (*sys.stdlib_module_names, "_typeshed", "numpy")
 PLAN_ALLOWED = (*PURE_ALLOWED, "weightsync.plan", "weightsync.errors")
 SEAMS = ("weightsync.sources", "weightsync.engines", "weightsync.transports", "weightsync.readers")
-HEAVY = ("cupy", "vllm", "sglang", "mooncake")
+HEAVY = ("cupy", "vllm", "sglang", "mooncake", "verl")
+PLUGINS = ("weightsync.plugins",)
+"""Each of their modules is imported by the framework that it is for, and by nobody else."""
+EDGE = ("actors", "recipes", *PLUGINS)
+USERS_OWN = ("recipes.openrlhf_loop",)
+"""Recipes that play somebody who has a loop, and engines of his own."""
 # The first that holds a module says how high it stands.
 LAYERS = (
     (PURE, 0),
@@ -118,7 +123,8 @@ def violations(root: Path) -> list[str]:
     found = [item for item in imports(root) if item.importer != "weightsync"]
     broken = [f"{item}: {rule}" for item in found for rule in _broken_rules(item)]
     for library in HEAVY:
-        homes = {item.importer for item in found if inside(item.module, (library,))}
+        ours = [item for item in found if not inside(item.importer, (*USERS_OWN, *PLUGINS))]
+        homes = {item.importer for item in ours if inside(item.module, (library,))}
         if len(homes) > 1:
             broken.append(f"{library} is imported in {sorted(homes)}: it has one home")
     return broken
@@ -130,10 +136,12 @@ def _broken_rules(item: Import) -> Iterator[str]:
         yield "the plan knows numpy and errors, nothing else"
     elif inside(importer, PURE) and not inside(module, (*PURE_ALLOWED, *PURE)):
         yield "this module is pure"
-    if inside(module, ("ray",)) and not inside(importer, ("actors", "recipes")):
+    if inside(module, ("ray",)) and not inside(importer, EDGE):
         yield "only the edge knows Ray"
-    if inside(module, HEAVY) and not (item.in_function or item.for_types):
+    if inside(module, HEAVY) and not (item.in_function or item.for_types or inside(importer, PLUGINS)):
         yield "import it in a function, on use"
+    if inside(module, PLUGINS) and not inside(importer, PLUGINS):
+        yield "its framework imports a plug-in, we do not"
     if inside(importer, ("weightsync",)) and module == "weightsync":
         yield "the library does not import through its own door"
     if inside(module, PACKAGES) and layer(module) > layer(importer):
@@ -165,6 +173,8 @@ def test_nothing_breaks_the_arrows() -> None:
             "do not know each other",
         ),
         ("weightsync/engines/base.py", "import vllm.config", "in a function"),
+        ("weightsync/holder.py", "import weightsync.plugins.verl", "its framework imports"),
+        ("weightsync/plugins/verl.py", "import actors.remote", "points upwards"),
         ("actors/weight_holder.py", "import ray", None),
         ("recipes/recipe.py", "from weightsync import WeightSync", None),
     ],
@@ -195,6 +205,7 @@ def test_a_second_home_of_a_heavy_library_is_caught(tmp_path: Path) -> None:
         ("weightsync", ("torch", "ray", "numpy", "numba", "msgspec", "zmq", "transformers")),
         ("weightsync.plan", ("torch", "ray", "numba", "transformers")),
         ("weightsync.controller", ("ray", *HEAVY)),
+        ("weightsync.plugins", ("torch", "ray", "numpy", *HEAVY)),
         ("weightsync.holder", ("ray", *HEAVY)),
         ("weightsync.readers.mooncake_child", ("torch", "ray", "numpy", "msgspec", "zmq", *HEAVY)),
     ],

@@ -18,6 +18,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from actors.trainer_shard import TrainerShard
+    from actors.vllm_actor import VllmActor
     from actors.weight_sync import WeightSync
     from weightsync.config import SyncConfig, parse_size
     from weightsync.errors import (
@@ -55,7 +57,9 @@ __all__ = [
     "StateError",
     "SyncConfig",
     "SyncReport",
+    "TrainerShard",
     "VerifyError",
+    "VllmActor",
     "WeightSync",
     "WeightSyncError",
     "__version__",
@@ -82,7 +86,9 @@ _HOMES = {
     "StateError": "weightsync.errors",
     "SyncConfig": "weightsync.config",
     "SyncReport": "weightsync.report",
+    "TrainerShard": "actors.trainer_shard",
     "VerifyError": "weightsync.errors",
+    "VllmActor": "actors.vllm_actor",
     "WeightSync": "actors.weight_sync",
     "WeightSyncError": "weightsync.errors",
     "gather_send": "weightsync.shuffle",

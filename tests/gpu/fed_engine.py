@@ -85,7 +85,7 @@ class FedEngine:
 
     def addresses(self) -> list[dict[str, int]]:
         """Of every rank's live parameters."""
-        return self.engine._on_ranks("addresses")
+        return self.engine.on_ranks("addresses")
 
     def close(self) -> None:
         self.engine.close()

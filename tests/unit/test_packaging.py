@@ -63,7 +63,9 @@ def test_no_index_accepts_an_upload(metadata: Path) -> None:
 
 def test_version_and_command(metadata: Path) -> None:
     assert f"\nVersion: {weightsync.__version__}\n" in (metadata / "PKG-INFO").read_text()
-    assert "weightsync = recipes.cli:main" in (metadata / "entry_points.txt").read_text()
+    entry_points = (metadata / "entry_points.txt").read_text()
+    assert "[console_scripts]\nweightsync = recipes.cli:main\n" in entry_points
+    assert "[vllm.general_plugins]\nweightsync = weightsync.plugins:register_vllm\n" in entry_points
 
 
 def test_the_three_packages_are_one_checkout() -> None:

@@ -135,7 +135,7 @@ def test_ranks_that_cannot_all_be_written_live_all_reload(monkeypatch: pytest.Mo
         asked.append(method)
         return found if method == "layout" else [whole, whole]
 
-    monkeypatch.setattr(VllmEngine, "_on_ranks", on_ranks)
+    monkeypatch.setattr(VllmEngine, "on_ranks", on_ranks)
     engine = VllmEngine.__new__(VllmEngine)
     engine._name = "e0"
     assert engine.layout() == [whole, whole]

@@ -176,10 +176,10 @@ def _why_not_plain(module: torch.nn.Module) -> str:
 class Reload:
     """One layerwise reload: vLLM loads each module aside and copies it into the live parameters."""
 
-    def __init__(self, runner: ModelRunner, device: torch.device) -> None:
+    def __init__(self, model: torch.nn.Module, config: ModelConfig, device: torch.device) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        self._model, self._config, self._device = runner.get_model(), runner.model_config, device
+        self._model, self._config, self._device = model, config, device
         names = {name for name, _ in self._model.named_parameters()}
         self._missing = names if self._config.quantization is None else set()
         with torch.device(device):
@@ -190,13 +190,17 @@ class Reload:
         with torch.no_grad(), torch.device(self._device):
             self._missing -= self._model.load_weights(iter(weights))  # type: ignore[operator]
 
-    def finish(self) -> None:
+    def require_all(self) -> None:
         """Raises RuntimeError when the loader left parameters out."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
         if self._missing:
             some = ", ".join(sorted(self._missing)[:3])
             raise RuntimeError(f"vLLM's loader left out {some} of {len(self._missing)} parameters")
+
+    def finish(self) -> None:
+        """Raises as `require_all`."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        self.require_all()
         with torch.no_grad(), torch.device(self._device):
             finalize_layerwise_reload(self._model, self._config)
             if self._device.type == "cpu":

@@ -51,4 +51,4 @@ class _Host:
         return stored_otherwise(self._runner, self._device)
 
     def loader(self) -> Reload:
-        return Reload(self._runner, self._device)
+        return Reload(self._runner.get_model(), self._runner.model_config, self._device)

@@ -1,0 +1,86 @@
+"""The backend in vLLM's own weight transfer, found by its entry point."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from weightsync.plugins import register_vllm
+
+ROOT = Path(__file__).parents[2]
+
+with_vllm = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed")
+
+
+def test_without_vllm_nothing_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    register_vllm()
+
+
+@with_vllm
+def test_its_factories_know_the_backend_however_often_it_is_told() -> None:
+    from vllm.distributed.weight_transfer import base, factory
+
+    register_vllm()
+    register_vllm()
+    factories = (factory.WeightTransferEngineFactory, base.WeightTransferEngine)
+    trainers = (factory.WeightTransferTrainerFactory, base.TrainerWeightTransferEngine)
+    for known, kind in (factories, trainers):
+        made = known._registry["weightsync"]()
+        assert issubclass(made, kind)
+        assert not made.__abstractmethods__
+
+
+@with_vllm
+@pytest.mark.faults
+@pytest.mark.timeout(300)
+def test_a_trainer_pushes_weights_into_vllm(tmp_path: Path) -> None:
+    egg_info = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    subprocess.run(egg_info, cwd=ROOT, check=True, capture_output=True)
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.contract.vllm_transfer", str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+class _Source32:
+    """A source as vLLM 0.32 has it; 0.33's says the same in other words."""
+
+    def metadata(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name="weight", shape=(2, 3))]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "weight", torch.ones(2, 3)
+
+
+class _Source33:
+    metadata = [SimpleNamespace(name="weight", shape=(2, 3))]  # noqa: RUF012
+
+    def iter_full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "weight", torch.ones(2, 3)
+
+
+@with_vllm
+@pytest.mark.parametrize("source", [_Source32(), _Source33()], ids=["0.32", "0.33"])
+def test_sources_of_both_shapes_are_read(source) -> None:
+    from weightsync.plugins.vllm_trainer import _shapes, _tensors
+
+    for _ in range(2):
+        assert _shapes(source) == {"weight": [2, 3]}
+        ((name, tensor),) = _tensors(source)
+        assert (name, tensor.shape) == ("weight", (2, 3))

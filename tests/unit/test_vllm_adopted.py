@@ -1,0 +1,113 @@
+"""An AsyncLLM that somebody else made, played by a few coroutines on a loop of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from weightsync.engines.vllm_adopted import AdoptedVllm
+from weightsync.errors import ConfigError, DeadlineError, EngineError, PeerLostError, StateError
+from weightsync.faults import Fault
+
+
+class FakeVllm:
+    """Two ranks that load; `fails` is what they answer instead."""
+
+    def __init__(self) -> None:
+        self.errored, self.paused, self.asked = False, False, []
+        self.fails: Exception | None = None
+        self.drained = asyncio.Event()
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        assert clear_cache
+        self.paused = True
+        if mode == "wait":
+            await self.drained.wait()
+
+    async def resume_generation(self) -> None:
+        self.paused = False
+
+    async def collective_rpc(self, method: str, *, args: tuple[bytes, ...]) -> list[bytes]:
+        if self.errored:
+            raise RuntimeError("EngineCore encountered an issue")
+        assert method == "ws_call"
+        name, given = pickle.loads(args[0])
+        self.asked.append((name, given))
+        answer = self.fails or ((np.zeros(1, np.uint64), []) if name == "load" else None)
+        return [pickle.dumps(answer)] * 2
+
+
+@pytest.fixture
+def adopted() -> Iterator[tuple[FakeVllm, AdoptedVllm]]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    llm = FakeVllm()
+    yield llm, AdoptedVllm(llm, loop)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_it_goes_on_with_the_version_that_it_took(adopted) -> None:
+    llm, engine = adopted
+    with pytest.raises(StateError, match="no whole weights"):
+        engine.resume(1)
+    engine.attach(None, [SimpleNamespace(engine="e0")] * 2, 1.0)
+    engine.pause("keep", 1.0)
+    assert (llm.paused, engine.serving()) == (True, 0)
+    assert len(engine.load(1, 1.0)) == 2
+    engine.resume(7)
+    assert (llm.paused, engine.serving()) == (False, 7)
+    engine.check()
+
+
+def test_a_load_that_failed_leaves_it_paused(adopted) -> None:
+    llm, engine = adopted
+    engine.pause("keep", 1.0)
+    engine.load(1, 1.0)
+    llm.fails = EngineError("e0", "load", "half of it came", 1)
+    with pytest.raises(EngineError, match="half of it came"):
+        engine.load(2, 1.0)
+    with pytest.raises(StateError, match="no whole weights"):
+        engine.resume(2)
+    assert llm.paused
+
+
+def test_one_that_does_not_pause_in_time_goes_on(adopted) -> None:
+    llm, engine = adopted
+    with pytest.raises(DeadlineError, match="pause"):
+        engine.pause("wait", 0.05)
+    assert not llm.paused
+
+
+def test_the_worker_class_is_asked_for_by_name(adopted) -> None:
+    llm, engine = adopted
+    llm.collective_rpc = _without_extension
+    with pytest.raises(ConfigError, match=r"worker_extension_cls.*vllm_worker\.WeightSyncWorker"):
+        engine.layout()
+
+
+async def _without_extension(method: str, *, args: tuple[bytes, ...]) -> list[bytes]:
+    raise NotImplementedError(f"Method {method!r} is not implemented")
+
+
+def test_a_core_that_is_dead_is_lost(adopted) -> None:
+    llm, engine = adopted
+    llm.errored = True
+    for call in (engine.check, engine.layout):
+        with pytest.raises(PeerLostError, match="core is dead"):
+            call()
+
+
+def test_faults_of_its_ranks_strike_in_their_processes(adopted) -> None:
+    llm, engine = adopted
+    fault = Fault(who="engine e0", action="error", at="move", rank=1)
+    engine.arm("engine e0", [fault], 0)
+    assert llm.asked[-1] == ("arm", ("engine e0", ((), (fault,)), 0))

@@ -1,0 +1,72 @@
+"""The trainer's end of a communicator whose other ranks are workers of somebody else's engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from weightsync.tensor_stream import TensorStream
+from weightsync.transports import transport_class
+
+__all__ = ["Sender", "device_of"]
+
+
+class Sender:
+    """Rank 0, which sends: give the workers its `init_info`, and while they join, `open`; then `send`.
+
+    Args:
+        host: this host's address as the workers reach it.
+        world_size: how many workers there are, and one.
+        transport: ``nccl`` from GPU to GPU, ``gloo`` from host to host.
+        bucket_nbytes: see `TensorStream`.
+        timeout_s: for all to join, and for each bucket.
+
+    Raises:
+        ConfigError: no such transport.
+        TransportError: see `TensorStream.sending`.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        world_size: int,
+        transport: str = "nccl",
+        bucket_nbytes: int = 256 << 20,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._transport, self._device = transport_class(transport)(), device_of(transport)
+        self._bucket_nbytes, self._timeout_s, self._world_size = bucket_nbytes, timeout_s, world_size
+        self._rendezvous = self._transport.offer(host)
+        self.init_info = {
+            "rendezvous": self._rendezvous,
+            "world_size": world_size,
+            "rank_offset": 1,
+            "transport": transport,
+            "timeout_s": timeout_s,
+        }
+        """What vLLM's ``init_weight_transfer_engine`` gives to each worker."""
+
+    def open(self) -> None:
+        """Returns when all workers have joined."""
+        self._transport.open(self._rendezvous, 0, self._world_size, self._timeout_s)
+        self._stream = TensorStream(self._transport, 0, self._world_size, self._device, self._bucket_nbytes)
+
+    def send(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int = 0) -> None:
+        """Whole tensors, by the checkpoint's names; returns when every worker has verified all of them."""
+        with self._stream.sending(version) as put:
+            for name, tensor in tensors:
+                put(name, tensor)
+
+    def abort(self, cause: str) -> None:
+        """End a `send` on all ranks; may be called from any thread."""
+        self._transport.abort(cause)
+
+    def close(self) -> None:
+        """Leave the workers. Safe to call twice."""
+        self._transport.close()
+
+
+def device_of(transport: str) -> torch.device:
+    """Where a transport moves memory in this process."""
+    return torch.device("cuda", torch.cuda.current_device()) if transport == "nccl" else torch.device("cpu")

@@ -1,0 +1,174 @@
+"""A checkpoint engine for verl, which imports this module where its configuration says so::
+
+    actor_rollout_ref.rollout.checkpoint_engine:
+      backend: weightsync
+      custom_backend_module: weightsync.plugins.verl
+      engine_kwargs: {weightsync: {transport: nccl, timeout_s: 600}}
+
+verl's class says what each method is for. Actor rank 0 sends, every rollout rank receives and verifies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import ray
+import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
+from verl.workers.rollout.utils import ensure_async_iterator
+
+from weightsync.errors import StateError
+from weightsync.tensor_stream import TensorStream
+from weightsync.transports import Transport, transport_class
+from weightsync.transports.rendezvous import serve_store
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterable, Iterable
+
+    from torch.distributed.distributed_c10d import Store
+
+__all__ = ["WeightSyncCheckpointEngine"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A rank of a communicator. Who has the same `epoch` is in the same one."""
+
+    epoch: str
+    rank: int
+    num_ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """What a rank brings: where it is already, and, from actor rank 0, where all can meet."""
+
+    place: _Place | None
+    meeting: str
+
+
+@CheckpointEngineRegistry.register("weightsync")
+class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has no types
+    """Its communicator is kept from update to update, for as long as the same ranks take part.
+
+    Args:
+        bucket_size: bytes of a bucket, of which there are two while an update runs.
+        is_master: this is actor rank 0.
+        transport: ``nccl``, ``gloo``, or ``auto`` for nccl where there is a GPU.
+        timeout_s: for one bucket, and for all ranks to come.
+
+    Raises:
+        ConfigError: no such transport.
+        TransportError, VerifyError: an update failed; the next one makes a new communicator.
+    """
+
+    def __init__(
+        self, bucket_size: int, is_master: bool = False, transport: str = "auto", timeout_s: float = 600.0
+    ) -> None:
+        has_gpu = torch.cuda.is_available()
+        self._transport_class = transport_class(
+            ("nccl" if has_gpu else "gloo") if transport == "auto" else transport
+        )
+        self._on_gpu = transport == "nccl" or (transport == "auto" and has_gpu)
+        self._bucket_nbytes, self._is_master, self._timeout_s = bucket_size, is_master, timeout_s
+        self._store: Store | None = None
+        self._meeting = ""
+        self._place: _Place | None = None
+        self._transport: Transport | None = None
+
+    def prepare(self) -> _Ready:
+        if self._is_master and self._store is None:
+            self._store, self._meeting = serve_store(_own_address())
+        return _Ready(self._place, self._meeting)
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: Sequence[_Ready]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        num_ranks = 1 + rollout_world_size
+        places = [ready.place for ready in (metadata[0], *metadata[actor_wg_world_size:])]
+        epoch = places[0].epoch if places[0] else ""
+        if places != [_Place(epoch, rank, num_ranks) for rank in range(num_ranks)]:
+            epoch = uuid4().hex
+
+        def arguments(ranks: Sequence[int]) -> dict[str, list[Any]]:
+            same = {"num_ranks": num_ranks, "epoch": epoch, "meeting": metadata[0].meeting}
+            return {"rank": list(ranks), **{key: [value] * len(ranks) for key, value in same.items()}}
+
+        return arguments([0] + [-1] * (actor_wg_world_size - 1)), arguments(range(1, num_ranks))
+
+    def init_process_group(self, rank: int, num_ranks: int, epoch: str, meeting: str) -> None:
+        place = _Place(epoch, rank, num_ranks)
+        if self._place == place:
+            return
+        self._leave()
+        if rank < 0:
+            self._place = place
+            return
+        self._transport = self._transport_class()
+        if rank == 0:
+            assert self._store
+            rendezvous = self._transport.offer(meeting.rpartition(":")[0])
+            self._store.set(epoch, rendezvous)
+        else:
+            host, _, port = meeting.rpartition(":")
+            store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=self._timeout_s))
+            rendezvous = store.get(epoch).decode()
+        self._transport.open(rendezvous, rank, num_ranks, self._timeout_s)
+        self._place = place
+
+    def finalize(self) -> None:
+        """Buckets were given back when the update ended, and the communicator stays."""
+
+    async def send_weights(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]] | AsyncIterable[tuple[str, torch.Tensor]],
+        global_steps: int | None = None,
+    ) -> None:
+        if self._place and self._place.rank < 0:  # rank 0 sends, but all take part in making each tensor
+            async for _ in ensure_async_iterator(weights):
+                pass
+            return
+        try:
+            with self._stream().sending(global_steps or 0) as put:
+                async for name, weight in ensure_async_iterator(weights):
+                    put(name, weight)
+        except BaseException:
+            self._leave()
+            raise
+
+    async def receive_weights(
+        self, global_steps: int | None = None
+    ) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        batches = self._stream().receiving()
+        try:
+            while (batch := await asyncio.to_thread(next, batches, None)) is not None:
+                for name, weight in batch:
+                    yield name, weight
+        except BaseException:
+            batches.close()
+            self._leave()
+            raise
+
+    def _stream(self) -> TensorStream:
+        if self._place is None or self._transport is None:
+            raise StateError("init_process_group has to come first")
+        device = torch.device("cuda", torch.cuda.current_device()) if self._on_gpu else torch.device("cpu")
+        place = self._place
+        return TensorStream(self._transport, place.rank, place.num_ranks, device, self._bucket_nbytes)
+
+    def _leave(self) -> None:
+        self._place = None
+        if self._transport:
+            self._transport.close()
+            self._transport = None
+
+
+def _own_address() -> str:
+    return str(ray.util.get_node_ip_address()).strip("[]")

@@ -1,0 +1,113 @@
+"""The trainer's side of vLLM's weight transfer backend ``weightsync``, from vLLM 0.32 on.
+
+trainer = WeightSyncTrainerEngine.trainer_init(
+    WeightSyncTrainerInitInfo(host="10.0.0.1", world_size=1 + num_workers, rank=0),
+    client=RayVLLMWeightSyncClient(engines), source=ModuleSource(model))
+trainer.send_weights()
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
+
+from weightsync.plugins.sender import Sender
+from weightsync.transports.roll_call import aside
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from concurrent.futures import Future
+
+    import torch
+    from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient, WeightSource
+
+__all__ = ["WeightSyncTrainerEngine", "WeightSyncTrainerInitInfo"]
+
+
+@dataclass
+class WeightSyncTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM is not followed
+    """See `Sender`; ``rank`` is this trainer's, of which 0 sends."""
+
+    backend: ClassVar[str] = "weightsync"
+
+    host: str
+    world_size: int
+    transport: str = "nccl"
+    bucket_nbytes: int = 256 << 20
+    timeout_s: float = 600.0
+
+
+class WeightSyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
+    """Every trainer rank has one; rank 0 drives vLLM through its client and sends."""
+
+    init_info_cls = WeightSyncTrainerInitInfo
+
+    _sender: Sender | None = None
+    _version = 0
+
+    @classmethod
+    def trainer_init(
+        cls,
+        init_info: WeightSyncTrainerInitInfo,
+        *,
+        client: VLLMWeightSyncClient,
+        source: WeightSource | None = None,
+    ) -> WeightSyncTrainerEngine:
+        """Returns when all workers have joined. Raises ValueError without a source, TransportError."""
+        if source is None:
+            raise ValueError("weightsync sends what a WeightSource gives: pass source=")
+        engine = cls(client=client, source=source, is_sender=init_info.is_sender)
+        if engine.is_sender:
+            sender = Sender(
+                init_info.host,
+                init_info.world_size,
+                init_info.transport,
+                init_info.bucket_nbytes,
+                init_info.timeout_s,
+            )
+            joining = aside(lambda: client.init_weight_transfer_engine(sender.init_info))
+            sender.open()
+            joining.result()
+            engine._sender = sender
+        return engine
+
+    def send_weights(self) -> None:
+        """One update. Raises TransportError with the cause, also where it is a worker that failed."""
+        shapes = _shapes(self.source)  # on every rank, as are the tensors: making them may be collective
+        if self._sender is None:
+            for _ in _tensors(self.source):
+                pass
+            return
+        sender = self._sender
+        self._version += 1
+        self.client.start_weight_update()
+        updating = aside(lambda: self.client.update_weights({"shapes": shapes}))
+
+        def abort(done: Future[None]) -> None:
+            if error := done.exception():
+                sender.abort(f"vLLM: {type(error).__name__}: {error}")
+
+        updating.add_done_callback(abort)
+        sender.send(_tensors(self.source), self._version)
+        updating.result()
+        self.client.finish_weight_update()
+
+    def shutdown(self) -> None:
+        """Leave the workers."""
+        if self._sender:
+            self._sender.close()
+
+
+def _shapes(source: WeightSource) -> dict[str, list[int]]:
+    """Of all tensors; what says them is a method in 0.32, a property in 0.33."""
+    metadata = source.metadata() if callable(source.metadata) else source.metadata
+    return {each.name: list(each.shape) for each in metadata}
+
+
+def _tensors(source: WeightSource) -> Iterable[tuple[str, torch.Tensor]]:
+    """A fresh pass over whole tensors; in 0.32, a source is iterated itself."""
+    tensors: Iterable[tuple[str, torch.Tensor]]
+    tensors = source.iter_full() if hasattr(source, "iter_full") else source
+    return tensors
