@@ -25,15 +25,15 @@ BY_HAND = "needs a GPU, or a machine of its own"
 RUN_BY = {
     "README.md": [
         "tests/actors/test_quickstart.py",
-        "tests/actors/test_docs.py",
+        "tests/actors/test_pages.py",
         BY_HAND,
         "tests/gpu/test_vllm_end_to_end.py",
         "tests/unit/test_recipes_cli.py",
         "tests/actors/test_chaos.py",
     ],
     "docs/extending.md": ["tests/unit/test_docs.py"],
-    "docs/faults.md": ["tests/actors/test_docs.py"] * 2,
-    "docs/performance.md": ["tests/actors/test_docs.py"] * 3,
+    "docs/faults.md": ["tests/actors/test_pages.py"] * 2,
+    "docs/performance.md": ["tests/actors/test_pages.py"] * 3,
     "docs/guide.md": ["tests/contract/test_vllm_transfer.py"] * 2 + [BY_HAND],
     "docs/shuffle.md": ["tests/contract/test_shuffle_docs.py"],
 }
