@@ -15,7 +15,7 @@ from weightsync.errors import PlanError, StateError
 from weightsync.fold import Fold
 from weightsync.image import image_layout
 from weightsync.peers import Fleet, HolderPeer
-from weightsync.plan import Layout, Members, Plan, castless, make_plan
+from weightsync.plan import MAPPED, Layout, Members, Plan, castless, make_plan
 from weightsync.router import Router
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def _may_read(fleet: Fleet, layouts: _Layouts) -> bool:
     ranks = [*layouts.trainers, *(rank for its in layouts.engines.values() for rank in its)]
     return (
         len({fleet.node(i) for i in range(len(fleet.holders))}) == 1
-        and all(rank.device for rank in ranks)
+        and all(rank.device not in ("", MAPPED) for rank in ranks)
         and all(rank.buffers for its in layouts.engines.values() for rank in its)
         and not any(castless(layouts.source, name, engine)[1] for name, engine in layouts.joined.items())
     )
