@@ -68,16 +68,15 @@ class Checkpoints:
         return [*self._held]
 
     async def register(
-        self, name: str, files: Sequence[str], nodes: Sequence[str] | None, exclude: Collection[str]
+        self, name: str, files: Sequence[str], nodes: Sequence[str], exclude: Collection[str]
     ) -> None:
         """Start reading. Returns when all headers are checked; raises as `CheckpointSource`."""
         if name in self._held or not name:
             raise ConfigError("checkpoint", name, f"choose a name other than {', '.join(self._held)}")
         if isinstance(files, str | os.PathLike) or not files:
             raise ConfigError("files", files, "give a list of paths")
-        nodes = list(nodes or [ray.get_runtime_context().get_node_id()])
         for other, held in self._held.items():
-            if [*held.shards] != nodes:
+            if [*held.shards] != [*nodes]:
                 raise ConfigError("nodes", nodes, f"checkpoint {other} lies on {[*held.shards]}")
         paths = [os.path.abspath(path) for path in files]
         shards = {

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import ray
 from ray.actor import ActorHandle
 
 from actors.checkpoints import Checkpoints
@@ -53,6 +54,24 @@ class Membership:
         """Connect again when a holder was lost or came new since."""
         if not self._controller.connected and self._controller.plan is not None:
             await self.connect()
+
+    async def register_checkpoint(
+        self, name: str, files: Sequence[str], nodes: Sequence[str], exclude: Collection[str]
+    ) -> None:
+        """As `Checkpoints.register`; holders' processes start beside the reading and the engines."""
+        self._controller.connected = self._controller.connected and bool(self.checkpoints)
+        gpus = {each["NodeID"]: int(each["Resources"].get("GPU", 0)) for each in ray.nodes()}
+        for node in nodes:
+            if node not in gpus or nodes.count(node) > 1:
+                raise ConfigError("nodes", nodes, f"give each host once: {', '.join(gpus)}")
+        for node in () if self._fleet.holders else nodes:
+            self._holders.spare(node, gpus.get(node, 0) or len(self.engines))
+        await self.checkpoints.register(name, files, nodes, exclude)
+
+    async def unregister_checkpoint(self, name: str) -> None:
+        """As `Checkpoints.unregister`, once holders have copied what they keep of it."""
+        await self._controller.keeping.copied()
+        await self.checkpoints.unregister(name)
 
     async def choose(self, checkpoint: str) -> None:
         """What the next update takes: the trainers', if there are any, else this one, once it is read.

@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import ray
 from ray.actor import ActorHandle
 
 from actors.detached import run_prefix
@@ -121,13 +122,13 @@ class WeightSync:
         Returns when all headers are checked; the future holds what was read. Raises ConfigError or
         PlanError for files that cannot be used, naming file and tensor.
         """
-        self._controller.connected = self._controller.connected and bool(self._members.checkpoints)
-        self._loop.beside(self._members.checkpoints.register(name, files, nodes, exclude)).result()
+        on = nodes or [ray.get_runtime_context().get_node_id()]
+        self._loop.beside(self._members.register_checkpoint(name, files, on, exclude)).result()
         return self._loop.beside(self._members.checkpoints.read(name))
 
     def unregister_checkpoint(self, name: str) -> None:
         """Free its memory. Engines go on serving it. Raises ConfigError for one that is not registered."""
-        self._loop.submit(lambda: self._unregister(name)).result()
+        self._loop.submit(lambda: self._members.unregister_checkpoint(name)).result()
 
     def connect(self) -> None:
         """Start holders, make the plan, open and use every path once.
@@ -304,10 +305,6 @@ class WeightSync:
             self._metrics.update(report, self.plan)
             spans = {**report.spans, **self._members.take_spans()}
             return replace(report, spans=spans, checkpoint=checkpoint)
-
-    async def _unregister(self, name: str) -> None:
-        await self._controller.keeping.copied()
-        await self._members.checkpoints.unregister(name)
 
     def _engine_failed(self, name: str, error: WeightSyncError) -> None:
         self._metrics.failure(name, error)

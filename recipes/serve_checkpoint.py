@@ -100,12 +100,12 @@ def _connect(
     screen: Screen,
 ) -> None:
     """Reading and starting go on at the same time."""
+    sync.register_engines(engines, respawn=lambda name: fleet.start(name, models[0]))
     with screen.stage(f"start {fleet.count} engines, and read beside them"):
         readings = {model.name: sync.register_checkpoint(model.name, [str(model)]) for model in models}
         collect({f"engine {n}": e.info.remote() for n, e in engines.items()}, "start", _PATIENCE_S)
     for name, reading in readings.items():
         _say_read(name, reading, screen)
-    sync.register_engines(engines, respawn=lambda name: fleet.start(name, models[0]))
     with screen.stage("connect"):
         sync.connect()
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,13 +15,16 @@ from typing import Any
 import pytest
 import ray
 import torch
+from rich.console import Console
 from safetensors.torch import save_file
 
 from actors.engine import EngineActor
+from recipes.screen import Screen
+from recipes.serve_checkpoint import Fleet, serve
 from tests.actors.fleet import Engine, Trainer, build, counts, spawn
 from tests.models import build_tiny_qwen3, greedy
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
-from weightsync.errors import StateError
+from weightsync.errors import PeerLostError, StateError, VerifyError
 
 WIDTH = 512
 Make = Callable[..., WeightSync]
@@ -91,6 +97,14 @@ def test_two_checkpoints_are_registered_and_switched(make: Make, tmp_path: Path)
     assert sync.engine_versions() == {"e0": 4, "e1": 4}
     with pytest.raises(ConfigError, match="did you mean 'a'"):
         sync.update_weights(checkpoint="aa")
+    ray.kill(*sync._members.checkpoints["a"].shards.values())
+    with pytest.raises(PeerLostError, match="checkpoint a on host"):
+        sync.update_weights(checkpoint="a")
+    assert sync.engine_versions() == {"e0": 4, "e1": 4}
+    sync.unregister_checkpoint("a")
+    sync.register_checkpoint("a", [str(tmp_path / "a")])
+    sync.update_weights(checkpoint="a")
+    assert all_hold(sync, a)
 
 
 def test_what_lies_in_memory_is_mapped_and_freed_by_unregistering(make: Make, tmp_path: Path) -> None:
@@ -120,7 +134,16 @@ def test_what_lies_in_memory_is_mapped_and_freed_by_unregistering(make: Make, tm
         assert all_hold(sync, b)
         sync.update_weights(checkpoint="a")
         assert all_hold(sync, a)
-        assert len([*Path(folder).glob("*.safetensors")]) == 2
+        with open(f"{folder}/model-0.safetensors", "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            last = file.read()
+            for byte, outcome in ((bytes([last[0] ^ 1]), pytest.raises(VerifyError)), (last, nullcontext())):
+                file.seek(-1, os.SEEK_END)
+                file.write(byte)
+                file.flush()
+                with outcome:
+                    sync.update_weights(checkpoint="a")
+        assert all_hold(sync, a)
     finally:
         for file in shm.glob("*"):
             file.unlink()
@@ -174,6 +197,8 @@ def test_what_cannot_be_taken_is_refused_before_engines_are_touched(make: Make, 
         sync.register_checkpoint("a", [str(tmp_path / "nowhere")])
     with pytest.raises(ConfigError, match="give a list of paths"):
         sync.register_checkpoint("a", good)
+    with pytest.raises(ConfigError, match="give each host once: "):
+        sync.register_checkpoint("a", [good], nodes=["here"])
     wide = save(tmp_path / "wide", a | {"0.bias": torch.zeros(WIDTH + 1)})
     sync.register_checkpoint("wide", [wide])
     with pytest.raises(PlanError, match=r"0.bias: shape \(513,\).*; it is in .*model-0.safetensors"):
@@ -216,3 +241,21 @@ def test_greedy_tokens_follow_each_switch(tmp_path: Path, num_switches: int) -> 
             rollout = ray.get(engines["e0"].generate.remote(PROMPTS, {"max_tokens": 4, "temperature": 0}))
             assert (rollout.tokens, rollout.version) == (wanted[name], turn + 1)
     ray.kill(engines["e0"])
+
+
+def test_the_command_serves_and_obeys_lines(tmp_path: Path, cluster: None) -> None:
+    models = [tmp_path / "one", tmp_path / "two"]
+    tokens = {m.name: greedy(build_tiny_qwen3(m, seed=i), [[1, 2, 3]], 1)[0][0] for i, m in enumerate(models)}
+    console = Console(file=io.StringIO())
+    lines = ["two", "three", "-one", "one", str(models[0])]
+    serve(models, Fleet("torch", 1, 1), Screen(console), lines)
+    said = console.file.getvalue()
+    assert re.findall(r"first token of (\w+): .* \(engine e0 (\d+)\)", said) == [
+        (name, str(tokens[name])) for name in ("one", "two", "one")
+    ]
+    mistakes = [line for line in said.splitlines() if line.startswith("weightsync: ")]
+    assert [mistake.split(" is not valid")[0] for mistake in mistakes] == [
+        "weightsync: checkpoint: 'three'",
+        "weightsync: checkpoint: 'one'",
+    ]
+    assert "version 3 (one)" in said
