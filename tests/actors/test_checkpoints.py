@@ -150,6 +150,7 @@ def test_what_lies_in_memory_is_mapped_and_freed_by_unregistering(make: Make, tm
         shm.rmdir()
 
 
+@pytest.mark.faults
 def test_an_engine_that_is_killed_is_healed_without_trainers(
     engines: dict[str, Any], make: Make, tmp_path: Path
 ) -> None:
@@ -172,6 +173,7 @@ def test_an_engine_that_is_killed_is_healed_without_trainers(
     assert all_hold(sync, a)
 
 
+@pytest.mark.faults
 def test_trainers_take_over_from_a_checkpoint(make: Make, tmp_path: Path) -> None:
     a = weights(1)
     sync = make()
@@ -243,6 +245,7 @@ def test_greedy_tokens_follow_each_switch(tmp_path: Path, num_switches: int) -> 
     ray.kill(engines["e0"])
 
 
+@pytest.mark.faults
 def test_the_command_serves_and_obeys_lines(tmp_path: Path, cluster: None) -> None:
     models = [tmp_path / "one", tmp_path / "two"]
     tokens = {m.name: greedy(build_tiny_qwen3(m, seed=i), [[1, 2, 3]], 1)[0][0] for i, m in enumerate(models)}
