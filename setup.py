@@ -46,6 +46,7 @@ setup(
         "rich>=13",
         "typer>=0.15",
         "jinja2>=3.1",
+        "safetensors>=0.6",
     ],
     extras_require={
         "cuda12": ["cupy-cuda12x>=14"],
@@ -61,7 +62,6 @@ setup(
             "ruff>=0.14",
             "mypy>=1.18",
             "types-PyYAML",
-            "safetensors>=0.6",
         ],
     },
     classifiers=[

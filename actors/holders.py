@@ -9,13 +9,14 @@ from itertools import count
 from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from actors.detached import actor_name, end, find, names, run_prefix
 from actors.process import end_pid
-from actors.remote import RemoteHolder
+from actors.remote import RemoteHolder, answer
 from actors.seat import Seat
-from actors.weight_holder import spawn_holder
+from actors.weight_holder import Spare, spawn_holder, spawn_spare
 from weightsync.config import SyncConfig
 from weightsync.deadline import gather_named
 from weightsync.errors import ConfigError, DeadlineError
@@ -35,6 +36,13 @@ class Holders:
         self._on: dict[tuple[str, str], RemoteHolder] = {}
         self._pids: dict[Any, Any] = {}
         self._transport = ""
+        self._spares: list[tuple[str, ActorHandle[Spare]]] = []
+
+    def spare(self, node: str, count: int) -> None:
+        """Start processes before it is known on which seats of that host: `settle` uses or ends them."""
+        here = sum(each == node for each, _ in self._spares)
+        if not self._on and not self._run:
+            self._spares += [(node, spawn_spare(node)) for _ in range(count - here)]
 
     async def settle(self, seats: Sequence[Seat]) -> list[RemoteHolder]:
         """One that answers for each of `seats`, in order, and none elsewhere."""
@@ -51,7 +59,30 @@ class Holders:
                 await self._end_hung(running[name].key)
             else:
                 self._end(running[name].key)
+        await self._seat_spares(seats)
         return [self._start(seat, index) for index, seat in enumerate(seats)]
+
+    async def _seat_spares(self, seats: Sequence[Seat]) -> None:
+        """Who does not answer is left out: its seat gets a process of its own."""
+        calls, taken = {}, {}
+        for index, seat in enumerate(seats):
+            here = next((each for each in self._spares if each[0] == seat.node), None)
+            if here and seat.key not in self._on:
+                self._spares.remove(here)
+                name, spare = f"holder {index}", here[1]
+                calls[name] = answer(name, spare.sit.remote(name, seat, self._transport))
+                taken[name] = seat, spare
+        outcome = await gather_named(calls, "start", self._config.timeout_s)
+        for name, (seat, spare) in taken.items():
+            if name in outcome.answers:
+                self._keep(seat, name, spare)
+            else:
+                ray.kill(spare)
+        self._end_spares()
+
+    def _end_spares(self) -> None:
+        while self._spares:
+            ray.kill(self._spares.pop()[1])
 
     def take(self, seat: Seat, left: Seat | None, index: int) -> RemoteHolder:
         """The one for a rank that came later: of its seat, of the seat that it `left`, or number `index`.
@@ -70,6 +101,7 @@ class Holders:
 
     def close(self) -> None:
         """End them all."""
+        self._end_spares()
         for key in [*self._on]:
             self._end(key)
         for name in self._left():  # by a driver that died, where this one did not come to connecting
@@ -104,10 +136,12 @@ class Holders:
         if seat.key not in self._on:
             name = _unused(index, {holder.name for holder in self._on.values()})
             outlives_as = actor_name(self._run, *seat.key) if self._run else ""
-            handle = spawn_holder(name, seat, self._transport, outlives_as)
-            self._on[seat.key] = RemoteHolder(name, handle)
-            self._pids[handle] = handle.__ray_call__.remote(_pid)
+            self._keep(seat, name, spawn_holder(name, seat, self._transport, outlives_as))
         return self._on[seat.key]
+
+    def _keep(self, seat: Seat, name: str, handle: ActorHandle[Any]) -> None:
+        self._on[seat.key] = RemoteHolder(name, handle)
+        self._pids[handle] = handle.__ray_call__.remote(_pid)
 
     async def _end_hung(self, key: tuple[str, str]) -> None:
         """Ray's own kill does not end a process that is stopped."""

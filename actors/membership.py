@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import ray
 from ray.actor import ActorHandle
 
+from actors.checkpoints import Checkpoints
 from actors.holders import Holders
 from actors.process import end_process
 from actors.remote import RemoteEngine, RemoteHolder, RemoteTrainer
@@ -17,8 +19,8 @@ from actors.watch import Watches
 from weightsync.config import SyncConfig
 from weightsync.controller import Controller
 from weightsync.deadline import gather_named
-from weightsync.errors import StateError, WeightSyncError
-from weightsync.peers import EngineSeat, Fleet
+from weightsync.errors import ConfigError, PlanError, StateError, WeightSyncError
+from weightsync.peers import EngineSeat, Fleet, TrainerPeer
 from weightsync.states import EngineRecord, EngineState
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ class Membership:
 
     Attributes:
         trainers, engines: the actors, in rank order and by name.
+        checkpoints: what takes the trainers' place while there are none.
         respawner: starts another actor for an engine; None if nobody can.
     """
 
@@ -41,6 +44,7 @@ class Membership:
         self._config, self._fleet, self._controller = config, fleet, controller
         self.trainers: list[ActorHandle[Any]] = []
         self.engines: dict[str, ActorHandle[Any]] = {}
+        self.checkpoints = Checkpoints(config)
         self.respawner: Callable[[str], ActorHandle[Any]] | None = None
         self._seats: dict[str, list[Seat]] = {}
         self._holders = Holders(config, run)
@@ -50,6 +54,45 @@ class Membership:
         """Connect again when a holder was lost or came new since."""
         if not self._controller.connected and self._controller.plan is not None:
             await self.connect()
+
+    async def register_checkpoint(
+        self, name: str, files: Sequence[str], nodes: Sequence[str], exclude: Collection[str]
+    ) -> None:
+        """As `Checkpoints.register`; holders' processes start beside the reading and the engines."""
+        self._controller.connected = self._controller.connected and bool(self.checkpoints)
+        gpus = {each["NodeID"]: int(each["Resources"].get("GPU", 0)) for each in ray.nodes()}
+        for node in nodes:
+            if node not in gpus or nodes.count(node) > 1:
+                raise ConfigError("nodes", nodes, f"give each host once: {', '.join(gpus)}")
+        for node in () if self._fleet.holders else nodes:
+            self._holders.spare(node, gpus.get(node, 0) or len(self.engines))
+        await self.checkpoints.register(name, files, nodes, exclude)
+
+    async def unregister_checkpoint(self, name: str) -> None:
+        """As `Checkpoints.unregister`, once holders have copied what they keep of it."""
+        await self._controller.keeping.copied()
+        await self.checkpoints.unregister(name)
+
+    async def choose(self, checkpoint: str) -> None:
+        """What the next update takes: the trainers', if there are any, else this one, once it is read.
+
+        Raises ConfigError where it is the other way round.
+        """
+        if self._controller.plan is None:
+            return  # connect() has to come first
+        if self.trainers and checkpoint:
+            raise ConfigError("checkpoint", checkpoint, "leave it out: trainers are registered, and publish")
+        if not self.trainers:
+            await self.checkpoints.read(checkpoint)
+            self.checkpoints.published = checkpoint
+
+    async def is_alive(self, name: str) -> bool:
+        """Whether an engine answers."""
+        seat = self._fleet.engines.get(name)
+        if seat and seat.record.state is EngineState.DEAD:
+            return False
+        ping = {name: RemoteEngine(f"engine {name}", self.engines[name]).seats()}
+        return not (await gather_named(ping, "ping", self._config.timeout_s)).failures
 
     def can_respawn(self, name: str) -> bool:
         return self.respawner is not None and name in self.engines
@@ -112,11 +155,14 @@ class Membership:
 
     async def connect(self) -> None:
         await self._seat()
-        await self._controller.connect()
+        try:
+            await self._controller.connect()
+        except PlanError as error:
+            raise (error if self.trainers else self.checkpoints.told(error)) from error
 
     async def _seat(self) -> None:
         """Ask everybody where they sit, and start a holder on every seat that has none."""
-        if not self.trainers or not self.engines:
+        if not self.engines or not (self.trainers or self.checkpoints):
             raise StateError("register_trainers() and register_engines() have to come before connect()")
         known = {name: seat.record for name, seat in self._fleet.engines.items()}
         records = {name: known.get(name, EngineRecord()) for name in self.engines}
@@ -139,13 +185,20 @@ class Membership:
             if bare not in known or not engine_seats.answers:
                 raise error
             records[bare].enter(EngineState.DEAD)
-        seating = seat_everybody(trainer_seats.require(), engine_seats.answers)
+        ranks = [] if self.trainers else self.checkpoints.seat(engine_seats.answers.values())
+        seats = trainer_seats.require() | {f"trainer {i}": seat for i, (_, seat) in enumerate(ranks)}
+        seating = seat_everybody(seats, engine_seats.answers)
         holders = await self._holders.settle(seating.seats)
         for holder in holders:
             self._watches.holder(holder, self._when_lost(holder))
         self._fleet.holders[:] = holders
         self._fleet.nodes[:] = [seat.node for seat in seating.seats]
-        self._fleet.trainers[:] = [(t, seating.holder_of[name][0]) for name, t in trainers.items()]
+        for (rank, _), name in zip(ranks, seats, strict=False):
+            rank.holder = holders[seating.holder_of[name][0]]
+        peers: list[TrainerPeer] = [*trainers.values(), *(rank for rank, _ in ranks)]
+        self._fleet.trainers[:] = [
+            (peer, seating.holder_of[name][0]) for peer, name in zip(peers, seats, strict=True)
+        ]
         self._fleet.engines.clear()
         for name, engine in engines.items():
             at = seating.holder_of.get(f"engine {name}", ())

@@ -12,7 +12,7 @@ from actors.seat import Seat
 from weightsync.errors import ConfigError, PeerError, PeerLostError, WeightSyncError
 
 if TYPE_CHECKING:
-    from weightsync.buffers import Attached, Export
+    from weightsync.buffers import Attached, Export, HostExport
     from weightsync.clock import Span
     from weightsync.device_memory import DeviceHandle
     from weightsync.exchange import Part
@@ -146,6 +146,9 @@ class RemoteHolder(_Remote):
     async def prepare(self, plan: Plan, index: int, source: str) -> Prepared:
         prepared: Prepared = await self._call("prepare", plan, index, source)
         return prepared
+
+    async def source(self, name: str, exports: Mapping[str, HostExport | None]) -> None:
+        await self._call("source", name, exports)
 
     async def join(self, offers: Mapping[Group, str], timeout_s: float) -> None:
         await self._call("join", offers, timeout_s)

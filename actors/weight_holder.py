@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import ray
@@ -12,7 +13,7 @@ from actors.detached import detached
 from actors.seat import Seat
 from weightsync.holder import Holder
 
-__all__ = ["spawn_holder"]
+__all__ = ["Spare", "spawn_holder", "spawn_spare"]
 
 # One each for watch(), a move or refill, keep() and mirror(); the others are for what may come meanwhile.
 _NUM_THREADS = 8
@@ -25,16 +26,41 @@ def spawn_holder(name: str, seat: Seat, transport: str, outlives_as: str = "") -
 
     It is not restarted by Ray: a new process would hold nothing, so the controller has to know.
     """
-    options: dict[str, Any] = {
+    options = _options(seat.node, seat.gpu if transport == "nccl" else None)
+    if outlives_as:
+        options |= detached(outlives_as)
+    return ray.remote(Holder).options(**options).remote(*_place(name, seat, transport))
+
+
+class Spare(Holder):
+    """A process that has imported what a holder needs, before it is known which seat it is for."""
+
+    def __init__(self) -> None:
+        """It is no holder before `sit`."""
+
+    def sit(self, name: str, seat: Seat, transport: str) -> None:
+        """Be the holder of that name, on that seat."""
+        # In time: nothing here has asked for a device so far.
+        os.environ["CUDA_VISIBLE_DEVICES"] = seat.gpu if transport == "nccl" else ""
+        super().__init__(*_place(name, seat, transport))
+
+
+def spawn_spare(node: str) -> ActorHandle[Spare]:
+    """A Spare actor on that host, which ends with its driver."""
+    return ray.remote(Spare).options(**_options(node, "")).remote()
+
+
+def _place(name: str, seat: Seat, transport: str) -> tuple[str, str, str, str]:
+    return name, seat.address, transport, seat.device if transport == "nccl" else ""
+
+
+def _options(node: str, gpu: str | None) -> dict[str, Any]:
+    """`gpu`: which one it sees; None is those that Ray shows it."""
+    visible = {} if gpu is None else {"runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": gpu}}}
+    return visible | {
         "num_cpus": 0,
         "max_restarts": 0,
         "max_task_retries": 0,
         "max_concurrency": _NUM_THREADS,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(seat.node, soft=False),
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
     }
-    if transport == "nccl":
-        options["runtime_env"] = {"env_vars": {"CUDA_VISIBLE_DEVICES": seat.gpu}}
-    if outlives_as:
-        options |= detached(outlives_as)
-    device = seat.device if transport == "nccl" else ""
-    return ray.remote(Holder).options(**options).remote(name, seat.address, transport, device)

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import ray
 from ray.actor import ActorHandle
 
 from actors.detached import run_prefix
 from actors.loop import LoopThread
 from actors.membership import Membership
 from actors.metrics import Metrics
-from actors.remote import RemoteEngine
 from weightsync.config import SyncConfig
 from weightsync.controller import Controller
-from weightsync.deadline import gather_named
 from weightsync.errors import ConfigError, DeadlineError, PlanError, StateError, WeightSyncError, nearest
 from weightsync.healer import Healer
 from weightsync.peers import Fleet
@@ -29,6 +28,7 @@ from weightsync.states import EngineState
 
 if TYPE_CHECKING:
     from weightsync.faults import FaultPlan
+    from weightsync.sources.checkpoint import Reading
 
 __all__ = ["WeightSync"]
 
@@ -103,6 +103,32 @@ class WeightSync:
             raise ConfigError("engines", dict(handles), "give at least one actor handle")
         self._members.engines, self._members.respawner = dict(handles), respawn
         self._controller.connected = False
+
+    def register_checkpoint(
+        self,
+        name: str,
+        files: Sequence[str],
+        *,
+        nodes: Sequence[str] | None = None,
+        exclude: Collection[str] = (),
+    ) -> Future[Reading]:
+        """Begin to read a checkpoint, which takes the trainers' place: see docs/checkpoints.md.
+
+        Args:
+            files: safetensors files, index files, or folders that hold either.
+            nodes: Ray's ids of the hosts that read, each an equal share; else this process's own.
+            exclude: tensors that no engine wants.
+
+        Returns when all headers are checked; the future holds what was read. Raises ConfigError or
+        PlanError for files that cannot be used, naming file and tensor.
+        """
+        on = nodes or [ray.get_runtime_context().get_node_id()]
+        self._loop.beside(self._members.register_checkpoint(name, files, on, exclude)).result()
+        return self._loop.beside(self._members.checkpoints.read(name))
+
+    def unregister_checkpoint(self, name: str) -> None:
+        """Free its memory. Engines go on serving it. Raises ConfigError for one that is not registered."""
+        self._loop.submit(lambda: self._members.unregister_checkpoint(name)).result()
 
     def connect(self) -> None:
         """Start holders, make the plan, open and use every path once.
@@ -184,25 +210,29 @@ class WeightSync:
         self._faults, self._armed = plan, set()
         self._loop.submit(lambda: self._members.arm(plan, 0)).result()
 
-    def update_weights(self, version: int) -> SyncReport:
+    def update_weights(self, version: int | None = None, *, checkpoint: str = "") -> SyncReport:
         """Publish, pause, move, verify, commit, resume; returns when it is served.
+
+        The trainers publish or, where none are registered, `checkpoint`, of which it waits for the
+        reading; `version` is then the next one if it is not given.
 
         Raises:
             StateError: before `connect`, or while another update runs.
-            ConfigError: `version` is not greater than the last.
+            ConfigError: `version` is not greater than the last, or `checkpoint` is not registered.
             WeightSyncError: fewer than ``config.min_engines`` took it; the next call starts afresh.
         """
-        return self.update_weights_async(version).result()
+        return self.update_weights_async(version, checkpoint=checkpoint).result()
 
-    def update_weights_async(self, version: int) -> Future[SyncReport]:
+    def update_weights_async(self, version: int | None = None, *, checkpoint: str = "") -> Future[SyncReport]:
         """As `update_weights`, but returns as soon as the holders have every byte: the trainers may go on.
 
         The future holds the report, or the exception that `update_weights` would raise.
         """
+        version = self.version + 1 if version is None and checkpoint else version
         if not isinstance(version, int) or isinstance(version, bool):
             raise ConfigError("version", version, "give a whole number")
         held: Future[None] = Future()
-        report = self._loop.submit(lambda: self._update(version, held))
+        report = self._loop.submit(lambda: self._update(version, checkpoint, held))
         either: list[Future[Any]] = [held, report]
         wait(either, return_when=FIRST_COMPLETED)
         return report
@@ -259,7 +289,8 @@ class WeightSync:
             if isinstance(error, BaseException) and not isinstance(error, WeightSyncError):
                 raise error
 
-    async def _update(self, version: int, held: Future[None]) -> SyncReport:
+    async def _update(self, version: int, checkpoint: str, held: Future[None]) -> SyncReport:
+        await self._members.choose(checkpoint)
         async with self._controller.alone():
             await self._members.reconnect()
             if self._faults and version not in self._armed:
@@ -272,7 +303,8 @@ class WeightSync:
                 self._metrics.update_failed()
                 raise
             self._metrics.update(report, self.plan)
-            return replace(report, spans={**report.spans, **self._members.take_spans()})
+            spans = {**report.spans, **self._members.take_spans()}
+            return replace(report, spans=spans, checkpoint=checkpoint)
 
     def _engine_failed(self, name: str, error: WeightSyncError) -> None:
         self._metrics.failure(name, error)
@@ -285,7 +317,7 @@ class WeightSync:
         return await self._controller.refill(name)
 
     async def _join(self, name: str, handle: ActorHandle[Any]) -> SyncReport | None:
-        if name in self._members.engines and await self._is_alive(name):
+        if name in self._members.engines and await self._members.is_alive(name):
             raise ConfigError("engine", name, f"choose a name other than {', '.join(self._members.engines)}")
         before = self._members.engines.pop(name, None), self._fleet.engines.pop(name, None)
         self._healer.forget(name)
@@ -308,12 +340,6 @@ class WeightSync:
         self._healer.forget(name)
         await self._members.part(name)
         self._metrics.serve({name: 0})
-
-    async def _is_alive(self, name: str) -> bool:
-        if self.engine_states().get(name) is EngineState.DEAD:
-            return False
-        ping = {name: RemoteEngine(f"engine {name}", self._members.engines[name]).seats()}
-        return not (await gather_named(ping, "ping", self.config.timeout_s)).failures
 
     def _known(self, name: str) -> None:
         if name not in self._members.engines:

@@ -1,4 +1,4 @@
-"""The command line: ``weightsync run RECIPE``, ``report``, ``plan``, ``schema`` and ``doctor``."""
+"""The command line: ``weightsync run RECIPE``, ``plan``, ``serve-checkpoint`` and what is beside them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -122,6 +123,38 @@ def plan(
         raise typer.Exit(_complain(error, BAD_INPUT)) from None
 
 
+@app.command("serve-checkpoint")
+def serve_checkpoint(
+    models: Annotated[
+        list[Path], typer.Argument(metavar="PATH…", help="Folders with a config.json and safetensors files.")
+    ],
+    engines: Annotated[int, typer.Option(help="How many.", min=1)] = 1,
+    kind: Annotated[str, typer.Option(help="auto, vllm, sglang or torch.")] = "auto",
+    tensor_parallel_size: Annotated[int, typer.Option(help="Ranks of each engine.", min=1)] = 1,
+    check: Annotated[
+        bool, typer.Option("--check", help="End after the first tokens of each checkpoint.")
+    ] = False,
+) -> None:
+    """Fill engines with checkpoints that are read while the engines start, and switch between them.
+
+    A line on standard input names the checkpoint to switch to, or the folder of another one; -NAME frees one.
+    """
+    try:
+        _check_models(models)
+        _check_ranks("--kind", kind, "--tensor-parallel-size", tensor_parallel_size)
+    except ConfigError as error:
+        raise typer.Exit(_complain(error, BAD_INPUT)) from None
+    logs = Path("runs/serve-checkpoint/logs").resolve()
+
+    def inside() -> int:
+        made = importlib.import_module("recipes.serve_checkpoint")
+        fleet = made.Fleet(kind, engines, tensor_parallel_size)
+        made.serve(models, fleet, Screen(Console()), None if check else _lines())
+        return DONE
+
+    raise typer.Exit(_with_cluster(logs, engines, inside))
+
+
 @app.command()
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder, such as runs/quickstart.")],
@@ -173,16 +206,35 @@ def _recipe_file(given: str) -> Path:
 
 def _check_engines(recipe: Recipe) -> None:
     for group, spec in recipe.engines.items():
-        kind, _ = choose_engine(spec.kind, field=f"engines.{group}.kind")
-        if kind == "torch" and spec.tensor_parallel_size > 1:
-            field = f"engines.{group}.tensor_parallel_size"
-            raise ConfigError(field, spec.tensor_parallel_size, "install vllm; a torch engine has one rank")
+        at = f"engines.{group}"
+        _check_ranks(f"{at}.kind", spec.kind, f"{at}.tensor_parallel_size", spec.tensor_parallel_size)
+
+
+def _check_ranks(kind_field: str, kind: str, field: str, num_ranks: int) -> None:
+    if choose_engine(kind, field=kind_field)[0] == "torch" and num_ranks > 1:
+        raise ConfigError(field, num_ranks, "install vllm; a torch engine has one rank")
 
 
 def _check_cluster(recipe: Recipe) -> None:
     if recipe.resume and not existing_cluster():
         remedy = "a cluster has to outlive the driver: call ray start --head, and set RAY_ADDRESS=auto"
         raise ConfigError("resume", recipe.resume, remedy)
+
+
+def _check_models(models: Sequence[Path]) -> None:
+    for index, model in enumerate(models):
+        if not (model / "config.json").is_file():
+            raise ConfigError("PATH", str(model), "give a folder with a config.json and safetensors files")
+        if model.name in [other.name for other in models[:index]]:
+            raise ConfigError(
+                "PATH", str(model), f"another one is called {model.name}: rename one of the two"
+            )
+
+
+def _lines() -> Iterator[str]:
+    """Of standard input, as they come; when it ends, none until the process does."""
+    yield from sys.stdin
+    threading.Event().wait()
 
 
 def _load_plan(chaos: str, recipe: Recipe) -> FaultPlan:
@@ -233,10 +285,19 @@ def _execute(recipe: Recipe, folder: Path, chaos: FaultPlan | None, trace: bool)
     except OSError as error:
         return _complain(ConfigError("--out", str(folder), str(error)), BAD_INPUT)
     num_at_once = max(recipe.trainers.count, len(recipe.engine_specs))
+    return _with_cluster(folder / "logs", num_at_once, lambda: _run_inside(recipe, folder, chaos, trace))
+
+
+def _with_cluster(logs: Path, num_at_once: int, inside: Callable[[], int]) -> int:
     threads = max(1, (os.cpu_count() or 1) // num_at_once)
     try:
-        with local_cluster(folder / "logs", threads_per_actor=threads):
-            return _run_inside(recipe, folder, chaos, trace)
+        with local_cluster(logs, threads_per_actor=threads):
+            # Who ends a job by SIGTERM gets what Ctrl-C gets: actors closed, the report written.
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            try:
+                return inside()
+            except WeightSyncError as error:
+                return _complain(f"{str(error).rstrip('.')}; logs are in {logs}", FAILED)
     except KeyboardInterrupt:
         return _complain("interrupted", INTERRUPTED)
 
@@ -244,13 +305,7 @@ def _execute(recipe: Recipe, folder: Path, chaos: FaultPlan | None, trace: bool)
 def _run_inside(recipe: Recipe, folder: Path, chaos: FaultPlan | None, trace: bool) -> int:
     # Only now: see local_cluster; and bad input need not wait for torch and transformers.
     loop = importlib.import_module(LOOPS[recipe.loop.kind])
-
-    # Who ends a job by SIGTERM gets what Ctrl-C gets: actors closed, the report written.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        report = loop.run(recipe, folder, Screen(Console()), chaos, trace=trace)
-    except WeightSyncError as error:
-        return _complain(f"{str(error).rstrip('.')}; logs are in {folder / 'logs'}", FAILED)
+    report = loop.run(recipe, folder, Screen(Console()), chaos, trace=trace)
     if report.status != "done":
         remedy = f"the mean reward of the last steps is {report.final_reward:.3f}"
         return _complain(

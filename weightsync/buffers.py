@@ -10,7 +10,7 @@ from weightsync.device_memory import DeviceBuffer, DeviceHandle
 from weightsync.memory import BufferHandle, SharedBuffer
 from weightsync.plan import RankLayout
 
-__all__ = ["Attached", "Buffer", "Export", "Handle", "open_buffer"]
+__all__ = ["Attached", "Buffer", "Export", "Handle", "HostExport", "open_buffer"]
 
 Handle: TypeAlias = BufferHandle | DeviceHandle
 Buffer: TypeAlias = SharedBuffer | DeviceBuffer
@@ -22,6 +22,14 @@ class Export:
 
     layout: RankLayout
     buffers: Mapping[str, DeviceHandle]
+
+
+@dataclass(frozen=True, slots=True)
+class HostExport:
+    """A rank's host memory that its holder maps and only reads: as `Export`."""
+
+    layout: RankLayout
+    buffers: Mapping[str, BufferHandle]
 
 
 @dataclass(frozen=True, slots=True)

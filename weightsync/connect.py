@@ -15,7 +15,7 @@ from weightsync.errors import PlanError, StateError
 from weightsync.fold import Fold
 from weightsync.image import image_layout
 from weightsync.peers import Fleet, HolderPeer
-from weightsync.plan import Layout, Members, Plan, castless, make_plan
+from weightsync.plan import MAPPED, Layout, Members, Plan, castless, make_plan
 from weightsync.router import Router
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _may_read(layouts: _Layouts) -> bool:
     """Whether nothing in the layouts keeps any engine from reading all of its tensors directly."""
     ranks = [*layouts.trainers, *(rank for its in layouts.engines.values() for rank in its)]
     return (
-        all(rank.device for rank in ranks)
+        all(rank.device not in ("", MAPPED) for rank in ranks)
         and all(rank.buffers for its in layouts.engines.values() for rank in its)
         and not any(castless(layouts.source, name, engine)[1] for name, engine in layouts.joined.items())
     )

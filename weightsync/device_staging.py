@@ -8,11 +8,13 @@ from contextlib import contextmanager
 
 import torch
 
+from weightsync.arena import Arena
 from weightsync.buffers import Export, Handle
 from weightsync.device_memory import DeviceBuffer, DeviceHandle
 from weightsync.errors import DeadlineError, TransportError
 from weightsync.image import EngineImage
 from weightsync.kernels import CopyTable
+from weightsync.mapped_arena import MappedArena
 from weightsync.memory import SharedBuffer
 from weightsync.modules import segment_view
 from weightsync.plan import Piece, Plan, Reads, Segment, Step
@@ -55,9 +57,7 @@ class DeviceStaging:
 
     device = "cuda"
 
-    def __init__(
-        self, plan: Plan, index: int, arena: SharedBuffer | None, slots: Sequence[DeviceBuffer]
-    ) -> None:
+    def __init__(self, plan: Plan, index: int, arena: Arena | None, slots: Sequence[DeviceBuffer]) -> None:
         self._plan, self._index, self._arena = plan, index, arena
         self._filling, self._writing = _stream(), _stream()
         self._buffers = slots
@@ -143,6 +143,8 @@ class DeviceStaging:
             self._pack.launch(bucket, stream)
             for target, source in self._casts.get(bucket, ()):
                 target.copy_(source)
+        elif isinstance(self._arena, MappedArena):
+            self._arena.fill(bucket, self._slot(bucket))
         elif self._arena is not None:
             for step in self._plan.bucket_steps(bucket):
                 if step.root == self._index:

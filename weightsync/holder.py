@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weightsync.arena import arena_for
-from weightsync.buffers import Export
+from weightsync.arena import Arena, arena_for, keepable, written
+from weightsync.buffers import Export, HostExport
 from weightsync.clock import PhaseClock, Span
 from weightsync.communicators import Communicators
 from weightsync.errors import ConfigError, StateError
 from weightsync.exchange import Exchange, Part
 from weightsync.faults import arm, strike
 from weightsync.feed import FeedTicket, HolderFeed
-from weightsync.keeper import Copy, Keepable, Keeper, Label, Share
-from weightsync.memory import SharedBuffer
+from weightsync.keeper import Keepable, Keeper, Label, Share
+from weightsync.mapped_arena import MappedArena
 from weightsync.modules import device_id
 from weightsync.moves import carry_out
 from weightsync.outlet import open_outlet
@@ -58,7 +58,7 @@ class Holder:
         self._plan_digest, self._index, self._trainer = "", -1, -1
         self._groups: Communicators | None = None
         self._exchange: Exchange | None = None
-        self._arena: SharedBuffer | None = None
+        self._arena: Arena | None = None
         self._staging: Staging | None = None
         self._slots: Sequence[DeviceBuffer] = ()
         self._retired: Sequence[DeviceBuffer] = ()
@@ -87,9 +87,8 @@ class Holder:
     def prepare(self, plan: Plan, index: int, source: str) -> Prepared:
         """Take memory for `plan` as holder `index`, and leave what an earlier plan used.
 
-        `source` is the device that its trainer rank's weights lie on: they are read in place if it
-        is this holder's, else published into an arena. An arena whose bytes the new plan lays out
-        the same way is kept with what it holds. Raises TransportError when memory does not suffice.
+        `source`: the device of its trainer rank's layout, read in place if it is this holder's. An arena
+        whose bytes the new plan lays out alike is kept. Raises TransportError when memory is short.
         """
         with self._preparing:  # for a controller that has died, it may be running still
             return self._prepare(plan, index, source)
@@ -102,7 +101,7 @@ class Holder:
         trainer = trainers.index(index) if index in trainers else -1
         in_place = bool(self._device) and source == self._device
         arena, self._arena = self._arena, None
-        self._arena = arena_for(plan, -1 if in_place else trainer, before, arena)
+        self._arena = arena_for(plan, -1 if in_place else trainer, source, before, arena)
         engine = next((name for name, holders in engines.items() if index in holders), None)
         self._staging = self._stage(plan, index, engine is not None)
         self._plan, self._plan_digest, self._index, self._trainer = plan, digest, index, trainer
@@ -111,8 +110,12 @@ class Holder:
         # On devices every holder has slots to receive into, and NCCL's communicators are dear.
         self._groups = Communicators(plan, index, bool(self._device), self._transport)
         offers = self._groups.offers(self._host)
-        where = self._arena.handle if self._arena else None
-        return Prepared(digest, where, self._feed.ticket if self._feed else None, offers)
+        return Prepared(digest, written(self._arena), self._feed.ticket if self._feed else None, offers)
+
+    def source(self, name: str, exports: Mapping[str, HostExport | None]) -> None:
+        """See `MappedArena.source`; without effect where trainers publish now."""
+        if isinstance(self._arena, MappedArena):
+            self._arena.source(name, exports)
 
     def adopt(self, plan: Plan, engine: str) -> FeedTicket:
         """A ticket for an engine rank that takes another's place here, or that came after the connecting.
@@ -166,10 +169,9 @@ class Holder:
         with self._moving, staging.queue():
             staging.connect(trainer, engine)
             self._groups.warm_up(staging.device)
-            for pending in (
-                self._start(plan, staging, 0, timeout_s) if plan.slots and plan.num_buckets else ()
-            ):
-                pending.wait()
+            if plan.slots and plan.num_buckets:
+                for pending in self._start(plan, staging, 0, timeout_s):
+                    pending.wait()
 
     def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
         """See `Staging.route`; it holds until the engine rank is linked anew."""
@@ -246,7 +248,7 @@ class Holder:
         self._lent().map(part, offer)
 
     def _keepable(self, is_image: bool) -> Keepable:
-        found = (self._staging and self._staging.image) if is_image else (self._arena and Copy(self._arena))
+        found = (self._staging and self._staging.image) if is_image else keepable(self._arena)
         if not found:
             raise StateError(f"{self.name} has nothing to keep: it is being connected anew")
         return found
@@ -302,16 +304,14 @@ class Holder:
     def close(self) -> None:
         """Leave the communicators and free the memory."""
         self._leave()
-        for slot in (*self._slots, *self._retired):
-            slot.close()
-        self._slots = self._retired = ()
-        for taken in (self._arena, self._keeper):
+        for taken in (*self._slots, *self._retired, self._arena, self._keeper):
             if taken:
                 taken.close()
+        self._slots = self._retired = ()
         self._arena = self._plan = self._keeper = None
 
     def _open_feed(self, engine: str, staging: Staging) -> HolderFeed:
-        beside = None if self._device or self._arena is None else self._arena.handle
+        beside = None if self._device else written(self._arena)
         return HolderFeed(self.name, engine, staging.slots, beside, self._trainer)
 
     def _lent(self) -> Keeper:

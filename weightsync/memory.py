@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import secrets
@@ -9,20 +10,32 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from weightsync.errors import PeerLostError, TransportError
 
 __all__ = ["BufferHandle", "SharedBuffer", "open_memory"]
 
+_REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly
+
 
 class BufferHandle(msgspec.Struct, frozen=True, tag="host"):
-    """Where another process of the same user and host finds a buffer of `nbytes`."""
+    """Where another process of the same user and host finds a buffer of `nbytes`.
+
+    `is_file`: it is a file called `name`, and is only read.
+    """
 
     pid: int
     fd: int
     name: str
     nbytes: int
+    is_file: bool = False
+
+    @property
+    def link(self) -> str:
+        """What the descriptor links to."""
+        return self.name if self.is_file else f"/memfd:{self.name}"
 
 
 class SharedBuffer:
@@ -37,8 +50,10 @@ class SharedBuffer:
         self.handle = handle
         self._fd, self._pinned = fd, False
         # Touching pages for the first time is many times slower than writing them: never in an update.
-        view = mmap.mmap(fd, max(handle.nbytes, 1), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        self.tensor = torch.frombuffer(view, dtype=torch.uint8)[: handle.nbytes]
+        may = mmap.PROT_READ if handle.is_file else mmap.PROT_READ | mmap.PROT_WRITE
+        view = mmap.mmap(fd, max(handle.nbytes, 1), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=may)
+        memory = _writable(view) if handle.is_file else view
+        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)[: handle.nbytes]
 
     @classmethod
     def create(cls, nbytes: int) -> SharedBuffer:
@@ -59,7 +74,14 @@ class SharedBuffer:
     @classmethod
     def open(cls, handle: BufferHandle) -> SharedBuffer:
         """Map a neighbour's buffer. Raises PeerLostError when its process is gone."""
-        return cls(open_memory(handle, os.O_RDWR), handle)
+        return cls(open_memory(handle, os.O_RDONLY if handle.is_file else os.O_RDWR), handle)
+
+    @classmethod
+    def of_file(cls, path: Path) -> SharedBuffer:
+        """A file that lies in memory, as it is. Whoever writes to `tensor` ends this process."""
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        name = os.readlink(f"/proc/self/fd/{fd}")
+        return cls(fd, BufferHandle(os.getpid(), fd, name, os.fstat(fd).st_size, is_file=True))
 
     def fileno(self) -> int:
         """The descriptor of the memory, for a child that maps it too."""
@@ -77,8 +99,9 @@ class SharedBuffer:
         """Lock its pages, for this process's copies to and from a device, where there is one."""
         if torch.cuda.is_available() and self.handle.nbytes and not self._pinned:
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            flags = _REGISTER_READ_ONLY if self.handle.is_file else 0
             torch.cuda.check_error(
-                int(runtime.cudaHostRegister(self.tensor.data_ptr(), self.handle.nbytes, 0))
+                int(runtime.cudaHostRegister(self.tensor.data_ptr(), self.handle.nbytes, flags))
             )
             self._pinned = True
 
@@ -96,13 +119,21 @@ def open_memory(handle: BufferHandle, flags: int) -> int:
     path = f"/proc/{handle.pid}/fd/{handle.fd}"
     try:
         # A pid is used again after its process ended; the random name is not.
-        if f"memfd:{handle.name} " not in os.readlink(path) + " ":
+        if os.readlink(path).removesuffix(" (deleted)") != handle.link:
             raise PeerLostError(f"process {handle.pid}", "its shared memory belongs to another process now")
         return os.open(path, flags | os.O_CLOEXEC)
     except OSError as error:
         raise PeerLostError(
             f"process {handle.pid}", f"its shared memory cannot be opened: {error}"
         ) from error
+
+
+def _writable(view: mmap.mmap) -> ctypes.Array[ctypes.c_uint8]:
+    """The same memory under a type of which torch does not warn that it is only read."""
+    held = np.frombuffer(view, np.uint8)
+    memory = (ctypes.c_uint8 * len(view)).from_address(held.ctypes.data)
+    memory.held = held  # type: ignore[attr-defined]  # it does not keep what it was made from
+    return memory
 
 
 def _available_nbytes() -> int:

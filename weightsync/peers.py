@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from weightsync.states import EngineRecord, EngineState
 
 if TYPE_CHECKING:
-    from weightsync.buffers import Attached, Export
+    from weightsync.buffers import Attached, Export, HostExport
     from weightsync.clock import Span
     from weightsync.device_memory import DeviceHandle
     from weightsync.exchange import Part
@@ -37,6 +37,7 @@ class HolderPeer(Protocol):
     """A holder, from afar; see `weightsync.holder.Holder`."""
 
     async def prepare(self, plan: Plan, index: int, source: str) -> Prepared: ...
+    async def source(self, name: str, exports: Mapping[str, HostExport | None]) -> None: ...
     async def join(self, offers: Mapping[Group, str], timeout_s: float) -> None: ...
     async def accept(self, timeout_s: float) -> None: ...
     async def warm_up(self, trainer: Export | None, engine: Export | None, timeout_s: float) -> None: ...

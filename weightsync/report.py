@@ -49,6 +49,7 @@ class SyncReport:
         ways: in a refill, how each holder was read: ``direct``, ``rdma``, ``tcp`` or ``zeromq``.
         spans: what took how long where: the phases of ``driver``, ``publish`` of ``trainer 0``, ``move`` of
             ``holder 0``, ``load`` and ``verify`` of ``engine e0 rank 0``. Who failed has none.
+        checkpoint: which one the version is, where no trainers published it.
     """
 
     version: int
@@ -67,6 +68,7 @@ class SyncReport:
     bytes_from: Mapping[str, int] = field(default_factory=dict)
     ways: Mapping[str, str] = field(default_factory=dict)
     spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
+    checkpoint: str = ""
 
     @property
     def gb_per_s(self) -> float:
@@ -85,8 +87,9 @@ class SyncReport:
         serving = sum(version == self.version for version in self.engines.values())
         proof = "verified" if self.verified else "not verified"
         failed = "".join(f"; {engine} failed: {error}" for engine, error in sorted(self.failures.items()))
+        named = f"version {self.version}" + (f" ({self.checkpoint})" if self.checkpoint else "")
         return (
-            f"version {self.version}: {bytes_text(self.nbytes)} to {serving} of {len(self.engines)} engines"
+            f"{named}: {bytes_text(self.nbytes)} to {serving} of {len(self.engines)} engines"
             f" in {self.seconds:.3g} s ({self.gb_per_s:.3g} GB/s), {proof}{failed}"
         )
 

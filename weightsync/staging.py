@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
+from weightsync.arena import Arena
 from weightsync.buffers import Export, Handle
+from weightsync.mapped_arena import MappedArena
 from weightsync.memory import SharedBuffer
 from weightsync.plan import Plan, Step
 from weightsync.transports import Pending
@@ -92,13 +94,13 @@ class Staging(Protocol):
 
 
 class HostStaging:
-    """Slots in shared memory. What this holder sends goes out of its arena: nothing is filled."""
+    """Slots in shared memory. What this holder sends goes out of its arena, if that is its own."""
 
     device = "cpu"
 
-    def __init__(self, plan: Plan, index: int, arena: SharedBuffer | None, receives: bool) -> None:
+    def __init__(self, plan: Plan, index: int, arena: Arena | None, receives: bool) -> None:
         self._index, self._arena = index, arena
-        count = plan.slots if receives else 0
+        count = plan.slots if receives or isinstance(arena, MappedArena) else 0
         self._slots = [SharedBuffer.create(plan.max_bucket_nbytes) for _ in range(count)]
 
     @property
@@ -129,6 +131,8 @@ class HostStaging:
         return _Done()
 
     def fill(self, bucket: int, timeout_s: float) -> Sequence[Pending]:
+        if isinstance(self._arena, MappedArena):
+            self._arena.fill(bucket, self._slots[bucket % len(self._slots)].tensor)
         return ()
 
     def targets(self) -> Sequence[SharedBuffer]:
@@ -144,8 +148,7 @@ class HostStaging:
         """Nothing is under way."""
 
     def at(self, step: Step) -> torch.Tensor:
-        if step.root == self._index:
-            assert self._arena is not None
+        if step.root == self._index and isinstance(self._arena, SharedBuffer):
             return self._arena.tensor[step.arena_offset : step.arena_offset + step.nbytes]
         return self._slots[step.bucket % len(self._slots)].tensor[step.offset : step.offset + step.nbytes]
 

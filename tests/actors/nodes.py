@@ -1,4 +1,4 @@
-"""Several hosts, on one: python -m tests.actors.nodes idle|phases. Fails if losing some is not survived."""
+"""Several hosts, on one: python -m tests.actors.nodes idle|phases|checkpoint. Fails if what it tests does."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import ray
 import torch
 from ray.cluster_utils import Cluster
+from safetensors.torch import save_file
 
 from tests.actors.fleet import Engine, Trainer
 from weightsync import SyncConfig, WeightSync
@@ -52,6 +54,8 @@ def main(when: str) -> None:
 
             if when == "idle":
                 idle(sync, lose)
+            elif when == "checkpoint":
+                checkpoint(sync, [host.node_id for host in hosts.values()])
             else:
                 phases(sync, gain, lose)
     finally:
@@ -84,6 +88,23 @@ def idle(sync: WeightSync, lose: Callable[[str], None]) -> None:
     trainer = put("head", Trainer, "t")
     sync.register_trainers([trainer])
     update(sync, trainer, 3)
+
+
+def checkpoint(sync: WeightSync, nodes: list[str]) -> None:
+    """Each of two hosts reads half of the files, and its engine's holder sends it."""
+    homes = {"near": "east", "far": "west"}
+    sync.register_engines({name: put(home, Engine, name, name) for name, home in homes.items()})
+    tensors = {f"{i}.weight": torch.randn(WIDTH if i == 0 else 8, WIDTH) for i in range(2)}
+    tensors |= {f"{i}.bias": torch.randn(WIDTH if i == 0 else 8) for i in range(2)}
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(tensors, f"{folder}/model.safetensors")
+        read = sync.register_checkpoint("a", [folder], nodes=nodes).result()
+        assert read.nbytes + read.mapped_nbytes == sum(tensor.nbytes for tensor in tensors.values())
+        sync.connect()
+        assert set(sync.plan.members.trainers) == {0, 1}
+        assert min(sync.plan.explain().sent.values()) > 0
+        sync.update_weights(checkpoint="a")
+    check(sync, tensors)
 
 
 def phases(sync: WeightSync, gain: Callable[[str], None], lose: Callable[[str], None]) -> None:

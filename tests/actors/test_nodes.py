@@ -11,8 +11,8 @@ import pytest
 
 @pytest.mark.faults
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("when", ["idle", "phases"])
-def test_lost_hosts_are_survived_and_engines_are_filled_elsewhere_from_mirrors(when: str) -> None:
+@pytest.mark.parametrize("when", ["idle", "phases", "checkpoint"])
+def test_lost_hosts_are_survived_and_several_read_a_checkpoint(when: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.actors.nodes", when],
         cwd=Path(__file__).parents[2],

@@ -31,6 +31,7 @@ RUN_BY = {
         "tests/unit/test_recipes_cli.py",
         "tests/actors/test_chaos.py",
     ],
+    "docs/checkpoints.md": ["tests/actors/test_checkpoints.py"] * 3,
     "docs/extending.md": ["tests/unit/test_docs.py"],
     "docs/faults.md": ["tests/actors/test_pages.py"] * 2,
     "docs/performance.md": ["tests/actors/test_pages.py"] * 3,

@@ -391,3 +391,19 @@ def test_a_plan_needs_neither_ray_nor_torch() -> None:
     code += "except SystemExit as end: print(end.code, *{'ray', 'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "0"
+
+
+def test_checkpoints_that_cannot_be_served_start_nothing(tmp_path: Path) -> None:
+    for name in ("a", "b/a", "empty"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("a", "b/a"):
+        (tmp_path / name / "config.json").write_text("{}")
+    cases = {
+        "a config.json and safetensors files": [tmp_path / "empty"],
+        "another one is called a: rename one": [tmp_path / "a", tmp_path / "b/a"],
+        "--kind: 'tensorrt'": [tmp_path / "a", "--kind", "tensorrt"],
+        "a torch engine has one rank": [tmp_path / "a", "--kind", "torch", "--tensor-parallel-size", "2"],
+    }
+    for message, arguments in cases.items():
+        done = RUNNER.invoke(cli.app, ["serve-checkpoint", *map(str, arguments)])
+        assert (done.exit_code, message in done.stderr) == (cli.BAD_INPUT, True), done.stderr

@@ -9,11 +9,12 @@ from weightsync.plan.members import Members
 from weightsync.plan.plan import Bucket, Piece, Plan, Step
 from weightsync.plan.reads import Reads
 from weightsync.plan.reshard import Reshard, castless
-from weightsync.plan.segment import RankLayout, Segment
+from weightsync.plan.segment import MAPPED, RankLayout, Segment
 from weightsync.plan.tensors import ITEMSIZE, TensorMeta
 
 __all__ = [
     "ITEMSIZE",
+    "MAPPED",
     "Box",
     "Bucket",
     "Cluster",

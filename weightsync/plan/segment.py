@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from weightsync.plan.box import Box
 from weightsync.plan.tensors import TensorMeta
 
-__all__ = ["RankLayout", "Segment"]
+__all__ = ["MAPPED", "RankLayout", "Segment"]
+
+MAPPED = "mapped"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,8 @@ class RankLayout:
         buffers: the live parameters that the segments write, with their local shapes. If there
             are none, this rank's live coverage is not checked (an engine that repacks).
         padding: (buffer, byte_offset, nbytes) that no tensor reaches and that stays as it is.
-        device: where the buffers lie: ``cuda:<UUID>``, or empty for host memory.
+        device: where the buffers lie: ``cuda:<UUID>``, or empty for host memory; `MAPPED` for host
+            memory that the holder maps, and that is not published.
     """
 
     tensors: tuple[TensorMeta, ...]

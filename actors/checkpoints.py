@@ -1,0 +1,226 @@
+"""The checkpoints that are registered: who read them, and how they take the place of trainers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ray
+from ray.actor import ActorHandle
+
+from actors.checkpoint_shard import spawn_shard
+from actors.remote import RemoteHolder, answer
+from actors.seat import Seat
+from weightsync.buffers import Attached
+from weightsync.config import SyncConfig
+from weightsync.deadline import gather_named
+from weightsync.errors import ConfigError, PlanError, nearest
+from weightsync.sources.checkpoint import Reading
+
+if TYPE_CHECKING:
+    from weightsync.clock import Span
+    from weightsync.faults import Fault
+    from weightsync.memory import BufferHandle
+    from weightsync.plan import Plan, RankLayout, TensorMeta
+    from weightsync.verify import Digests
+
+__all__ = ["CheckpointRank", "Checkpoints"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Checkpoint:
+    """The process on each host that reads it, in the order of shares, and their reading."""
+
+    shards: Mapping[str, ActorHandle[Any]]
+    readings: Mapping[str, Any]
+    tensors: Mapping[str, TensorMeta]
+    origin: Mapping[str, str]
+
+
+class Checkpoints:
+    """By name. Those that are registered at the same time have the same tensors, and lie on the same hosts.
+
+    Attributes:
+        published: the one that the next update takes.
+        ranks: what takes part for them since the last connecting.
+    """
+
+    def __init__(self, config: SyncConfig) -> None:
+        self._config = config
+        self._held: dict[str, _Checkpoint] = {}
+        self.published = ""
+        self.ranks: list[CheckpointRank] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def __getitem__(self, name: str) -> _Checkpoint:
+        """Raises ConfigError for one that is not registered."""
+        if name not in self._held:
+            raise ConfigError("checkpoint", name, nearest(name, self._held) if self else "register it first")
+        return self._held[name]
+
+    @property
+    def names(self) -> list[str]:
+        return [*self._held]
+
+    async def register(
+        self, name: str, files: Sequence[str], nodes: Sequence[str], exclude: Collection[str]
+    ) -> None:
+        """Start reading. Returns when all headers are checked; raises as `CheckpointSource`."""
+        if name in self._held or not name:
+            raise ConfigError("checkpoint", name, f"choose a name other than {', '.join(self._held)}")
+        if isinstance(files, str | os.PathLike) or not files:
+            raise ConfigError("files", files, "give a list of paths")
+        for other, held in self._held.items():
+            if [*held.shards] != [*nodes]:
+                raise ConfigError("nodes", nodes, f"checkpoint {other} lies on {[*held.shards]}")
+        paths = [os.path.abspath(path) for path in files]
+        shards = {
+            node: spawn_shard(node, paths, share, len(nodes), tuple(exclude))
+            for share, node in enumerate(nodes)
+        }
+        try:
+            calls = {f"host {node}": answer(f"host {node}", s.check.remote()) for node, s in shards.items()}
+            checked = (await gather_named(calls, "check", self._config.connect_timeout_s)).require()
+            tensors, origin = next(iter(checked.values()))
+            metas = {meta.name: meta for meta in tensors}
+            made = _Checkpoint(shards, {}, metas, origin)
+            for other, held in self._held.items():
+                _check_same(name, made, other, held)
+        except BaseException:
+            _kill(shards)
+            raise
+        readings = {node: shard.read.remote() for node, shard in shards.items()}
+        self._held[name] = replace(made, readings=readings)
+
+    async def read(self, name: str) -> Reading:
+        """When it is in memory, on all hosts; seconds are the slowest's.
+
+        Raises DeadlineError, naming the hosts that still read, after ``connect_timeout_s``.
+        """
+        calls = {f"host {node}": answer(f"host {node}", it) for node, it in self[name].readings.items()}
+        outcome = await gather_named(calls, "read", self._config.connect_timeout_s)
+        done = [*outcome.require().values()]
+        mapped, seconds = sum(each.mapped_nbytes for each in done), max(each.seconds for each in done)
+        return Reading(sum(each.nbytes for each in done), mapped, seconds)
+
+    async def unregister(self, name: str) -> None:
+        """Give its memory back: once this returns, no process has it mapped."""
+        shards = self[name].shards
+        calls = {f"holder {i}": rank.forget(name) for i, rank in enumerate(self.ranks)}
+        await gather_named(calls, "unmap", self._config.timeout_s)  # who is gone has nothing mapped
+        del self._held[name]
+        closed = {node: answer(node, shard.close.remote()) for node, shard in shards.items()}
+        await gather_named(closed, "close", self._config.timeout_s)
+        _kill(shards)
+
+    def seat(self, engines: Iterable[Sequence[Seat]]) -> list[tuple[CheckpointRank, Seat]]:
+        """A rank for each GPU or slot that engines on the reading hosts have.
+
+        Raises ConfigError for a host without any.
+        """
+        seats = {seat.key: seat for ranks in engines for seat in ranks}
+        found: list[tuple[CheckpointRank, Seat]] = []
+        for node in next(iter(self._held.values())).shards:
+            here = [seat for seat in seats.values() if seat.node == node]
+            if not here:
+                raise ConfigError("nodes", node, "no engine is on it: give the hosts that engines are on")
+            found += [(CheckpointRank(self, node, i, len(here)), seat) for i, seat in enumerate(here)]
+        self.ranks = [rank for rank, _ in found]
+        return found
+
+    def told(self, error: PlanError) -> PlanError:
+        """`error`, with the file that its tensor is in."""
+        file = next((f for held in self._held.values() if (f := held.origin.get(error.parameter))), "")
+        return PlanError(error.parameter, f"{error.problem}; it is in {file}") if file else error
+
+
+class CheckpointRank:
+    """A TrainerPeer: what one holder sends of each checkpoint."""
+
+    def __init__(self, checkpoints: Checkpoints, node: str, rank: int, num_ranks: int) -> None:
+        self._checkpoints, self._node = checkpoints, node
+        self._place = rank, num_ranks
+        self._plan: Plan | None = None
+        self._mapped: dict[str, str] = {}
+        self._spans: list[tuple[str, Sequence[Span]]] = []
+        self.holder: RemoteHolder | None = None
+        """Set before it is used."""
+
+    async def layout(self) -> RankLayout:
+        layout: RankLayout = await self._call(self._checkpoints.names[0], "layout", *self._place)
+        return layout
+
+    async def attach(self, plan: Plan, trainer: int, arena: BufferHandle | None) -> Attached:
+        """All that are registered are mapped, once they are read, so that no update waits for that."""
+        self._plan, self._mapped = plan, {}
+        for name in self._checkpoints.names:
+            await self._checkpoints.read(name)
+            await self._map(name)
+        return Attached(next(iter(self._mapped.values())), None)
+
+    async def publish(self) -> Digests:
+        """Those of all ranks of a host come from the first."""
+        name = self._checkpoints.published
+        assert self._plan is not None
+        assert self.holder is not None
+        if name not in self._mapped:  # it was registered since
+            await self._map(name)
+        await self.holder.source(name, {})
+        digests: Digests = np.zeros(len(self._plan.tensors), np.uint64)
+        if self._place[0] == 0:
+            digests, spans = await self._call(name, "publish")
+            self._spans = [(f"checkpoint {name} on {self._node[:8]}", spans)]
+        return digests
+
+    async def arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+        """See `weightsync.faults.arm`."""
+        for name in self._checkpoints.names:
+            await self._call(name, "sync_arm", who, faults, seed)
+
+    async def forget(self, name: str) -> None:
+        """Let the holder unmap it."""
+        self._mapped.pop(name, None)
+        assert self.holder is not None
+        await self.holder.source("", {name: None})
+
+    def take_spans(self) -> dict[str, Sequence[Span]]:
+        """As `RemoteTrainer.take_spans`."""
+        spans, self._spans = self._spans, []
+        return dict(spans)
+
+    async def _map(self, name: str) -> None:
+        assert self.holder is not None
+        self._mapped[name], export = await self._call(name, "attach", self._plan, *self._place)
+        await self.holder.source("", {name: export})
+
+    async def _call(self, name: str, method: str, *args: object) -> Any:  # noqa: ANN401 (whatever it returns)
+        shard = self._checkpoints[name].shards[self._node]
+        return await answer(f"checkpoint {name} on host {self._node}", getattr(shard, method).remote(*args))
+
+
+def _kill(shards: Mapping[str, ActorHandle[Any]]) -> None:
+    for shard in shards.values():
+        ray.kill(shard)
+
+
+def _check_same(name: str, made: _Checkpoint, other: str, held: _Checkpoint) -> None:
+    """One plan is for all that are registered."""
+    for tensor in held.tensors.keys() ^ made.tensors.keys():
+        here, there = (name, other) if tensor in made.tensors else (other, name)
+        file = made.origin.get(tensor) or held.origin[tensor]
+        raise PlanError(
+            tensor, f"it is in checkpoint {here} ({file}), not in {there}: unregister {other} first"
+        )
+    for tensor, meta in made.tensors.items():
+        known = held.tensors[tensor]
+        if meta != known:
+            raise PlanError(
+                tensor,
+                f"{meta.dtype} {meta.shape} in checkpoint {name} ({made.origin[tensor]}), {known.dtype} "
+                f"{known.shape} in {other} ({held.origin[tensor]}): unregister {other} first",
+            )

@@ -1,0 +1,143 @@
+"""Engines of a checkpoint that is read while they start, and that can be exchanged for another.
+
+with local_cluster(Path("runs/serve/logs"), threads_per_actor=1):
+    serve([Path("models/one"), Path("models/two")], Fleet("auto", 2, 1), Screen(Console()), sys.stdin)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from actors.detached import NAMESPACE, actor_name, end
+from actors.engine import EngineActor
+from recipes.calls import collect
+from recipes.screen import Screen
+from weightsync import SyncConfig, WeightSync
+from weightsync.engines import choose_engine
+from weightsync.errors import WeightSyncError
+from weightsync.report import bytes_text
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from ray.actor import ActorHandle
+
+    from weightsync.sources.checkpoint import Reading
+
+__all__ = ["Fleet", "serve"]
+
+_RUN = "serve-checkpoint"
+_PATIENCE_S = 1800.0
+"""For engines to start and for files to be read."""
+_PROMPT = [[1, 2, 3]]
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """`count` engines of a kind, each of `tensor_parallel_size` ranks."""
+
+    kind: str
+    count: int
+    tensor_parallel_size: int
+
+    def start(self, name: str, model: Path) -> ActorHandle[Any]:
+        """Start the engine of that name, the first time or again, on GPUs where there are enough."""
+        end(actor_name(_RUN, name))
+        num_gpus = self.tensor_parallel_size
+        enough = ray.cluster_resources().get("GPU", 0) >= num_gpus * self.count
+        options: dict[str, Any] = {"tensor_parallel_size": num_gpus}
+        if enough and choose_engine(self.kind)[0] == "torch":
+            options["device"] = "cuda"
+        place: dict[str, Any] = {"num_gpus": num_gpus if enough else 0}
+        if not enough:  # a cluster with GPUs shows all of them to an actor that reserves none
+            place["runtime_env"] = {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}}
+        actor = ray.remote(EngineActor).options(
+            num_cpus=0, max_restarts=0, name=actor_name(_RUN, name), namespace=NAMESPACE, **place
+        )
+        engine: ActorHandle[Any] = actor.remote(self.kind, str(model), name, options)
+        return engine
+
+
+def serve(models: Sequence[Path], fleet: Fleet, screen: Screen, lines: Iterable[str] | None) -> None:
+    """Fill `fleet` with the first of `models`, then do as `lines` say; needs a Ray cluster.
+
+    A model is a folder with a ``config.json`` and safetensors files; engines are built by the first one's.
+    A line is the name of a checkpoint, or the folder of another one, to switch to; or ``-NAME`` to free
+    one. A mistake in a line is said and passed over. Without `lines`, all `models` have their turn.
+
+    Raises:
+        WeightSyncError: a checkpoint does not fit, or engines failed, before `lines` were asked for.
+    """
+    begun = time.monotonic()
+    names = [f"e{index}" for index in range(fleet.count)]
+    engines = {name: fleet.start(name, models[0]) for name in names}
+    try:
+        with WeightSync(SyncConfig(connect_timeout_s=_PATIENCE_S)) as sync:
+            _connect(sync, models, fleet, engines, screen)
+            _switch(sync, models[0].name, screen)
+            screen.line(f"{models[0].name} is served after {time.monotonic() - begun:.1f} s")
+            if lines is not None:
+                _obey(sync, lines, screen)
+                return
+            for model in models[1:]:
+                _switch(sync, model.name, screen)
+    finally:
+        for name in names:  # one that was healed has another handle
+            end(actor_name(_RUN, name))
+
+
+def _connect(
+    sync: WeightSync,
+    models: Sequence[Path],
+    fleet: Fleet,
+    engines: dict[str, ActorHandle[Any]],
+    screen: Screen,
+) -> None:
+    """Reading and starting go on at the same time."""
+    sync.register_engines(engines, respawn=lambda name: fleet.start(name, models[0]))
+    with screen.stage(f"start {fleet.count} engines, and read beside them"):
+        readings = {model.name: sync.register_checkpoint(model.name, [str(model)]) for model in models}
+        collect({f"engine {n}": e.info.remote() for n, e in engines.items()}, "start", _PATIENCE_S)
+    for name, reading in readings.items():
+        _say_read(name, reading, screen)
+    with screen.stage("connect"):
+        sync.connect()
+
+
+def _switch(sync: WeightSync, name: str, screen: Screen) -> None:
+    screen.line(str(sync.update_weights(checkpoint=name)))
+    begun = time.monotonic()
+    calls = {
+        f"engine {engine}": handle.generate.remote(_PROMPT, {"max_tokens": 1, "temperature": 0})
+        for engine, handle in sync.serving().items()
+    }
+    made = collect(calls, "generate", _PATIENCE_S)
+    tokens = ", ".join(f"{who} {rollout.tokens[0][0]}" for who, rollout in made.items())
+    screen.line(f"first token of {name}: {time.monotonic() - begun:.3f} s ({tokens})")
+
+
+def _obey(sync: WeightSync, lines: Iterable[str], screen: Screen) -> None:
+    for line in filter(None, map(str.strip, lines)):
+        try:
+            if line.startswith("-"):
+                sync.unregister_checkpoint(line[1:])
+                screen.line(f"{line[1:]} is freed")
+                continue
+            name = Path(line).name
+            if Path(line).is_dir():
+                _say_read(name, sync.register_checkpoint(name, [line]), screen)
+            _switch(sync, name, screen)
+        except WeightSyncError as error:
+            screen.line(f"weightsync: {error}")
+
+
+def _say_read(name: str, reading: Future[Reading], screen: Screen) -> None:
+    done = reading.result()
+    what = f"{bytes_text(done.nbytes)} read, {bytes_text(done.mapped_nbytes)} mapped"
+    screen.line(f"read {name}: {done.seconds:.1f} s ({what})")

@@ -1,0 +1,264 @@
+"""Engines that are filled from safetensors files, without any trainer."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from rich.console import Console
+from safetensors.torch import save_file
+
+from actors.engine import EngineActor
+from recipes.screen import Screen
+from recipes.serve_checkpoint import Fleet, serve
+from tests.actors.fleet import Engine, Trainer, build, counts, spawn
+from tests.models import build_tiny_qwen3, greedy
+from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
+from weightsync.errors import PeerLostError, StateError, VerifyError
+
+WIDTH = 512
+Make = Callable[..., WeightSync]
+Weights = Mapping[str, torch.Tensor]
+
+
+def weights(seed: int) -> Weights:
+    draw = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(t.shape, generator=draw) for name, t in build(WIDTH).state_dict().items()}
+
+
+def save(folder: Path, tensors: Weights) -> str:
+    """In two files."""
+    folder.mkdir(exist_ok=True)
+    names = sorted(tensors)
+    for number, part in enumerate((names[:1], names[1:])):
+        save_file({name: tensors[name] for name in part}, folder / f"model-{number}.safetensors")
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def engines(cluster: None) -> dict[str, Any]:
+    return {f"e{i}": spawn(Engine, WIDTH, f"e{i}", f"c{i}") for i in range(2)}
+
+
+@pytest.fixture
+def make(engines: dict[str, Any]) -> Iterator[Make]:
+    made: list[WeightSync] = []
+
+    def run(**settings: object) -> WeightSync:
+        sync = WeightSync(SyncConfig(**({"bucket_bytes": 65536, "timeout_s": 10} | settings)))
+        sync.register_engines(engines)
+        made.append(sync)
+        return sync
+
+    yield run
+    for sync in made:
+        sync.close()
+
+
+def all_hold(sync: WeightSync, wanted: Weights) -> bool:
+    found = ray.get([engine.weights.remote() for engine in sync._members.engines.values()])
+    return all(torch.equal(held[name], wanted[name]) for held in found for name in wanted)
+
+
+def memory(sync: WeightSync, name: str) -> tuple[list[int], list[int]]:
+    """Memory files of ours that are mapped: by those who read checkpoint `name`, and by the holders."""
+    readers = sync._members.checkpoints[name].shards.values()
+    holders = [holder.handle for holder in sync._fleet.holders]
+    count = [
+        [h.__ray_call__.remote(lambda _: counts().num_segments) for h in side] for side in (readers, holders)
+    ]
+    return ray.get(count[0]), ray.get(count[1])
+
+
+def test_two_checkpoints_are_registered_and_switched(make: Make, tmp_path: Path) -> None:
+    a, b = weights(1), weights(2)
+    sync = make()
+    reading = sync.register_checkpoint("a", [save(tmp_path / "a", a)])
+    assert reading.result().nbytes + reading.result().mapped_nbytes == sum(t.nbytes for t in a.values())
+    sync.connect()
+    first = sync.update_weights(checkpoint="a")
+    assert (first.version, first.checkpoint, all_hold(sync, a)) == (1, "a", True)
+    sync.register_checkpoint("b", [save(tmp_path / "b", b)])
+    for version, (name, wanted) in enumerate([("b", b), ("a", a), ("b", b)], start=2):
+        report = sync.update_weights(checkpoint=name)
+        assert (report.version, report.checkpoint, report.epoch) == (version, name, first.epoch)
+        assert f"({name})" in str(report)
+        assert all_hold(sync, wanted)
+    assert sync.engine_versions() == {"e0": 4, "e1": 4}
+    with pytest.raises(ConfigError, match="did you mean 'a'"):
+        sync.update_weights(checkpoint="aa")
+    ray.kill(*sync._members.checkpoints["a"].shards.values())
+    with pytest.raises(PeerLostError, match="checkpoint a on host"):
+        sync.update_weights(checkpoint="a")
+    assert sync.engine_versions() == {"e0": 4, "e1": 4}
+    sync.unregister_checkpoint("a")
+    sync.register_checkpoint("a", [str(tmp_path / "a")])
+    sync.update_weights(checkpoint="a")
+    assert all_hold(sync, a)
+
+
+def test_what_lies_in_memory_is_mapped_and_freed_by_unregistering(make: Make, tmp_path: Path) -> None:
+    """No memory is taken for it but the holders' two buckets, and the files stay."""
+    a, b = weights(1), weights(2)
+    nbytes = sum(tensor.nbytes for tensor in a.values())
+    shm = Path("/dev/shm") / f"weightsync-test-{os.getpid()}"
+    sync = make(keep_versions=1)
+    try:
+        folder = save(shm, a)
+        read = sync.register_checkpoint("a", [folder]).result()
+        assert (read.nbytes, read.mapped_nbytes) == (0, nbytes)
+        sync.connect()
+        sync.update_weights(checkpoint="a")
+        assert all_hold(sync, a)
+        assert memory(sync, "a") == ([0], [2, 2])  # buckets, of which two are not as large as the model
+        assert 2 * sync.plan.max_bucket_nbytes < nbytes
+        sync.register_checkpoint("b", [save(tmp_path / "b", b)]).result()
+        sync.update_weights(checkpoint="b")
+        assert memory(sync, "b") == ([2], [4, 4])
+        (reader,) = sync._members.checkpoints["b"].shards.values()
+        maps = Path("/proc") / str(ray.get(reader.__ray_call__.remote(lambda _: os.getpid()))) / "maps"
+        assert "memfd:weightsync" in maps.read_text()
+        sync.unregister_checkpoint("b")
+        assert memory(sync, "a") == ([0], [2, 2])
+        assert not maps.exists() or "memfd:weightsync" not in maps.read_text()
+        assert all_hold(sync, b)
+        sync.update_weights(checkpoint="a")
+        assert all_hold(sync, a)
+        with open(f"{folder}/model-0.safetensors", "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            last = file.read()
+            for byte, outcome in ((bytes([last[0] ^ 1]), pytest.raises(VerifyError)), (last, nullcontext())):
+                file.seek(-1, os.SEEK_END)
+                file.write(byte)
+                file.flush()
+                with outcome:
+                    sync.update_weights(checkpoint="a")
+        assert all_hold(sync, a)
+    finally:
+        for file in shm.glob("*"):
+            file.unlink()
+        shm.rmdir()
+
+
+@pytest.mark.faults
+def test_an_engine_that_is_killed_is_healed_without_trainers(
+    engines: dict[str, Any], make: Make, tmp_path: Path
+) -> None:
+    def respawn(name: str) -> Any:
+        engines[name] = spawn(Engine, WIDTH, name, f"c{name[1:]}")
+        return engines[name]
+
+    a = weights(1)
+    sync = make()
+    sync.register_engines(engines, respawn=respawn)
+    sync.register_checkpoint("a", [save(tmp_path, a)])
+    sync.connect()
+    sync.update_weights(checkpoint="a")
+    sync.settle(30)
+    os.kill(ray.get(engines["e1"].__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+    while not sync.heals:
+        sync.settle(30)
+    assert sync.heals[0].verified
+    assert sync.engine_versions() == {"e0": 1, "e1": 1}
+    assert all_hold(sync, a)
+
+
+@pytest.mark.faults
+def test_trainers_take_over_from_a_checkpoint(make: Make, tmp_path: Path) -> None:
+    a = weights(1)
+    sync = make()
+    sync.register_checkpoint("a", [save(tmp_path, a)])
+    sync.connect()
+    sync.update_weights(checkpoint="a")
+    trainer = spawn(Trainer, WIDTH, "t")
+    sync.register_trainers([trainer])
+    with pytest.raises(ConfigError, match="leave it out: trainers are registered"):
+        sync.update_weights(checkpoint="a")
+    assert sync.update_weights(2).checkpoint == ""
+    assert all_hold(sync, ray.get(trainer.weights.remote()))
+    sync.unregister_checkpoint("a")
+
+
+def test_what_cannot_be_taken_is_refused_before_engines_are_touched(make: Make, tmp_path: Path) -> None:
+    a = weights(1)
+    good = save(tmp_path / "a", a)
+    sync = make()
+    with pytest.raises(StateError, match="register_trainers"):
+        sync.connect()
+    with pytest.raises(ConfigError, match="there is no nowhere"):
+        sync.register_checkpoint("a", [str(tmp_path / "nowhere")])
+    with pytest.raises(ConfigError, match="give a list of paths"):
+        sync.register_checkpoint("a", good)
+    with pytest.raises(ConfigError, match="give each host once: "):
+        sync.register_checkpoint("a", [good], nodes=["here"])
+    wide = save(tmp_path / "wide", a | {"0.bias": torch.zeros(WIDTH + 1)})
+    sync.register_checkpoint("wide", [wide])
+    with pytest.raises(PlanError, match=r"0.bias: shape \(513,\).*; it is in .*model-0.safetensors"):
+        sync.connect()
+    with pytest.raises(PlanError, match=r"0.bias: .*model-0.safetensors.*unregister wide first"):
+        sync.register_checkpoint("a", [good])
+    sync.unregister_checkpoint("wide")
+    sync.register_checkpoint("a", [good])
+    with pytest.raises(ConfigError, match="choose a name other than a"):
+        sync.register_checkpoint("a", [good])
+    sync.connect()
+    with pytest.raises(ConfigError, match="valid: a"):
+        sync.unregister_checkpoint("c")
+    with pytest.raises(ConfigError, match="valid: a"):
+        sync.update_weights(1)
+    assert set(sync.engine_versions().values()) == {0}
+    sync.update_weights(checkpoint="a")
+
+
+PROMPTS = [[1, 2, 3], [7, 5]]
+
+
+@pytest.mark.parametrize(
+    "num_switches", [pytest.param(2), pytest.param(100, marks=[pytest.mark.faults, pytest.mark.timeout(600)])]
+)
+def test_greedy_tokens_follow_each_switch(tmp_path: Path, num_switches: int) -> None:
+    models = {name: build_tiny_qwen3(tmp_path / name, seed=seed) for seed, name in enumerate("ab", start=1)}
+    wanted = {name: greedy(model, PROMPTS, 4) for name, model in models.items()}
+    assert wanted["a"] != wanted["b"]
+    spawn_engine = partial(spawn, EngineActor, "torch", str(tmp_path / "a"))
+    with WeightSync(SyncConfig(bucket_bytes=65536)) as sync:
+        engines = {"e0": spawn_engine("e0")}
+        sync.register_engines(engines)
+        for name in models:
+            sync.register_checkpoint(name, [str(tmp_path / name)])
+        sync.connect()
+        for turn in range(num_switches):
+            name = "ab"[turn % 2]
+            assert sync.update_weights(checkpoint=name).verified
+            rollout = ray.get(engines["e0"].generate.remote(PROMPTS, {"max_tokens": 4, "temperature": 0}))
+            assert (rollout.tokens, rollout.version) == (wanted[name], turn + 1)
+    ray.kill(engines["e0"])
+
+
+@pytest.mark.faults
+def test_the_command_serves_and_obeys_lines(tmp_path: Path, cluster: None) -> None:
+    models = [tmp_path / "one", tmp_path / "two"]
+    tokens = {m.name: greedy(build_tiny_qwen3(m, seed=i), [[1, 2, 3]], 1)[0][0] for i, m in enumerate(models)}
+    console = Console(file=io.StringIO())
+    lines = ["two", "three", "-one", "one", str(models[0])]
+    serve(models, Fleet("torch", 1, 1), Screen(console), lines)
+    said = console.file.getvalue()
+    assert re.findall(r"first token of (\w+): .* \(engine e0 (\d+)\)", said) == [
+        (name, str(tokens[name])) for name in ("one", "two", "one")
+    ]
+    mistakes = [line for line in said.splitlines() if line.startswith("weightsync: ")]
+    assert [mistake.split(" is not valid")[0] for mistake in mistakes] == [
+        "weightsync: checkpoint: 'three'",
+        "weightsync: checkpoint: 'one'",
+    ]
+    assert "version 3 (one)" in said

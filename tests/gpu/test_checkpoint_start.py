@@ -1,0 +1,61 @@
+"""Engines on GPUs that are filled from files, read into pinned memory or mapped and locked where they lie."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from ray.util.placement_group import PlacementGroup
+
+from tests.gpu.fleet import Engine, spawn
+from tests.gpu.qwen3_models import save_qwen3
+from weightsync import SyncConfig, WeightSync
+from weightsync.modules import named_tensors
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
+    pytest.mark.timeout(300),
+]
+
+
+@pytest.mark.parametrize("place", ["disk", "/dev/shm"])
+@pytest.mark.parametrize("kind", ["tied", "moe"])
+def test_checkpoints_arrive_bit_for_bit(
+    bundles: PlacementGroup, num_gpus: int, tmp_path: Path, kind: str, place: str
+) -> None:
+    root = tmp_path if place == "disk" else Path(place)
+    with tempfile.TemporaryDirectory(dir=root) as one, tempfile.TemporaryDirectory(dir=root) as two:
+        models = {
+            name: save_qwen3(Path(folder), kind, seed)
+            for seed, (name, folder) in enumerate({"one": one, "two": two}.items())
+        }
+        engines = {f"e{i}": spawn(Engine, bundles, i, one, f"e{i}") for i in range(num_gpus)}
+        with WeightSync(SyncConfig(bucket_bytes=4 << 20, timeout_s=30, connect_timeout_s=120)) as sync:
+            sync.register_engines(engines)
+            first = sync.register_checkpoint("one", [one])
+            sync.connect()
+            assert (first.result().mapped_nbytes > 0) is (place == "/dev/shm")
+            sync.register_checkpoint("two", [two])
+            for name in ("one", "two", "one"):
+                report = sync.update_weights(checkpoint=name)
+                assert report.verified
+                check(engines, named_tensors(models[name])[0])
+            sync.unregister_checkpoint("two")
+            sync.settle(30)
+            assert sync.heal("e0").verified  # from what holders keep, without the files
+            check(engines, named_tensors(models["one"])[0])
+        for engine in engines.values():
+            ray.kill(engine)
+
+
+def check(engines: dict[str, Engine], wanted: dict[str, torch.Tensor]) -> None:
+    """Every engine holds `wanted`, bit for bit."""
+    for name, engine in engines.items():
+        held = ray.get(engine.weights.remote())
+        assert held.keys() == wanted.keys()
+        for tensor, value in wanted.items():
+            assert torch.equal(held[tensor].view(torch.int16), value.view(torch.int16)), (name, tensor)

@@ -1,0 +1,192 @@
+"""Safetensors files: what they hold, how they are dealt out, and what is wrong with bad ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from tests.models import build_tiny_qwen3
+from weightsync.errors import ConfigError, PlanError
+from weightsync.plan import Box, TensorMeta
+from weightsync.plan.deal import Stretch, deal
+from weightsync.sources.checkpoint import CheckpointSource
+from weightsync.sources.safetensors_files import contents
+from weightsync.verify import combine, tensor_digest
+
+ONE, TWO = "model-1.safetensors", "model-2.safetensors"
+
+
+def held(source: CheckpointSource) -> dict[str, torch.Tensor]:
+    """All that it has, by its layout alone."""
+    metas = {meta.name: meta for meta in source.tensors}
+    found = {name: torch.zeros(m.shape, dtype=getattr(torch, m.dtype)) for name, m in metas.items()}
+    for segment in source.layout(0, 1).segments:
+        meta = metas[segment.tensor]
+        data = source._memory[int(segment.buffer)].tensor[segment.byte_offset :]
+        data = data[: segment.box.numel * meta.itemsize].clone().view(getattr(torch, meta.dtype))
+        found[segment.tensor][segment.box.slices()] = data.view(segment.box.extent)
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_file({"b": torch.arange(6.0).view(2, 3), "c": torch.ones(3, dtype=torch.int64)}, tmp_path / ONE)
+    save_file({"a": torch.arange(4, dtype=torch.uint8), "d": torch.ones(1)}, tmp_path / TWO)
+    return tmp_path
+
+
+def write_index(folder: Path, weight_map: object) -> str:
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": weight_map}))
+    return str(path)
+
+
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 9), max_size=3), max_size=6),
+    num_shares=st.integers(1, 4),
+    whole=st.booleans(),
+)
+def test_shares_are_every_byte_once_and_about_equal(
+    shapes: list[list[int]], num_shares: int, whole: bool
+) -> None:
+    scale = 1 if whole else 1 << 20  # bytes of an element: nothing is read here
+    stretches = [
+        Stretch(str(i), Box((0,) * len(shape), tuple(shape)), scale, i, 7 * i)
+        for i, shape in enumerate(shapes)
+    ]
+    shares = deal(stretches, num_shares)
+    for stretch in stretches:
+        parts = sorted(
+            (part for share in shares for part in share if part.tensor == stretch.tensor),
+            key=lambda part: part.start,
+        )
+        at = stretch.start
+        for part in parts:
+            assert part.start == at
+            assert stretch.box.contains(part.box)
+            at += part.nbytes
+        assert at == stretch.start + stretch.nbytes
+    loads = [sum(part.nbytes for part in share) for share in shares]
+    largest = max((stretch.nbytes for stretch in stretches), default=0)
+    assert max(loads) - min(loads) <= largest
+
+
+def test_large_boxes_are_spread_over_all_shares() -> None:
+    stretches = [Stretch(name, Box((0, 0), (64, 1 << 16)), 2, 0, 0) for name in "abc"]
+    assert [[part.box.extent[0] for part in share] for share in deal(stretches, 4)] == [[16] * 3] * 4
+
+
+@pytest.mark.parametrize("num_shares", [1, 3])
+def test_every_share_together_is_the_checkpoint(folder: Path, num_shares: int) -> None:
+    sources = [CheckpointSource([str(folder)], share, num_shares) for share in range(num_shares)]
+    for source in sources:
+        source.read()
+    wanted = {"b": torch.arange(6.0).view(2, 3), "c": torch.ones(3, dtype=torch.int64)}
+    wanted |= {"a": torch.arange(4, dtype=torch.uint8), "d": torch.ones(1)}
+    found = [held(source) for source in sources]
+    for name, tensor in wanted.items():
+        assert torch.equal(sum(each[name] for each in found), tensor)
+    tensors = (TensorMeta("d", "float32", (1,)), TensorMeta("b", "bfloat16", (2, 3)))
+    digests = combine([source.digests(tensors) for source in sources])
+    assert digests.tolist() == [
+        tensor_digest(wanted["d"], (1,)),
+        tensor_digest(wanted["b"].bfloat16(), (2, 3)),
+    ]
+
+
+def test_experts_are_declared_as_models_stack_them(tmp_path: Path) -> None:
+    model = build_tiny_qwen3(tmp_path, moe=True)
+    source = CheckpointSource([str(tmp_path)])
+    source.read()
+    wanted = model.state_dict()
+    assert {meta.name for meta in source.tensors} == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in held(source).items())
+
+
+def test_bytes_that_no_file_aligns_are_read(tmp_path: Path) -> None:
+    path = tmp_path / ONE
+    header = {
+        "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+        "b": {"dtype": "F32", "shape": [2], "data_offsets": [1, 9]},
+    }
+    text = json.dumps(header).encode()
+    data = bytes([7]) + np.array([1.5, 2.5], np.float32).tobytes()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    source = CheckpointSource([str(path)])
+    source.read()
+    assert held(source)["b"].tolist() == [1.5, 2.5]
+
+
+def test_an_index_says_which_files_of_a_folder_count(folder: Path) -> None:
+    index = write_index(folder, {"a": TWO, "d": TWO})
+    for path in (index, str(folder)):
+        assert {meta.name for meta in contents([path]).tensors} == {"a", "d"}
+    assert {meta.name for meta in contents([path], exclude=["d"]).tensors} == {"a"}
+
+
+def cut_short(folder: Path) -> None:
+    (folder / TWO).write_bytes((folder / TWO).read_bytes()[:-1])
+
+
+def empty_file(folder: Path) -> None:
+    (folder / TWO).write_bytes(b"")
+
+
+def named_twice(folder: Path) -> None:
+    save_file({"b": torch.ones(1)}, folder / TWO)
+
+
+def no_file(folder: Path) -> None:
+    for file in folder.glob("*"):
+        file.unlink()
+
+
+def four_bits(folder: Path) -> None:
+    text = json.dumps({"q": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}).encode()
+    (folder / TWO).write_bytes(len(text).to_bytes(8, "little") + text + b"0")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        (cut_short, ConfigError, rf"{TWO}.*cut short.*get it anew"),
+        (empty_file, ConfigError, rf"{TWO}.*cut short.*get it anew"),
+        (named_twice, PlanError, rf"^b: it is in .*{ONE} and in .*{TWO}; give files that are of one"),
+        (no_file, ConfigError, "no \\*.safetensors is in this folder"),
+        (four_bits, PlanError, rf"^q: dtype F4 in .*{TWO}; .*valid: "),
+        (
+            lambda f: write_index(f, {"a": "model-3.safetensors"}),
+            ConfigError,
+            r"names model-3.safetensors for a; there is no model-3.* did you mean 'model-",
+        ),
+        (lambda f: write_index(f, {"b": TWO}), PlanError, rf"^b: the index says that it is in .*{TWO}"),
+        (lambda f: write_index(f, ["a"]), ConfigError, "it is no index"),
+    ],
+)
+def test_files_that_cannot_be_used_are_named(folder: Path, spoil, error: type, message: str) -> None:
+    spoil(folder)
+    with pytest.raises(error, match=message):
+        contents([str(folder)])
+
+
+def test_paths_and_names_that_do_not_exist_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean '{ONE}'"):
+        contents([str(folder / "model1.safetensors")])
+    with pytest.raises(ConfigError, match="exclude: 'e' is not valid"):
+        contents([str(folder)], exclude=["e"])
+    with pytest.raises(ConfigError, match="cut short or no safetensors file"):
+        contents([__file__])
+
+
+def test_a_file_that_shrinks_after_it_was_checked_is_named(folder: Path) -> None:
+    source = CheckpointSource([str(folder)])
+    (folder / ONE).write_bytes(b"")
+    with pytest.raises(ConfigError, match=f"{ONE}.*cut short while it was read"):
+        source.read()

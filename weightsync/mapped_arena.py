@@ -1,0 +1,132 @@
+"""Checkpoints in host memory of others, in place of an arena: a holder copies out of them where they lie."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weightsync.buffers import HostExport
+from weightsync.errors import StateError
+from weightsync.memory import SharedBuffer
+from weightsync.plan import Box, Piece, Plan, Segment
+from weightsync.rows import by_tensor
+
+__all__ = ["MappedArena"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A piece of the plan, and its bytes where they lie; `dtype` is theirs if they have to be cast."""
+
+    piece: Piece
+    held: torch.Tensor
+    dtypes: tuple[torch.dtype, torch.dtype] | None
+
+    def copy(self, target: torch.Tensor) -> None:
+        """Begin to copy to `target`, uint8[piece.nbytes]."""
+        if self.dtypes is None:
+            target.copy_(self.held, non_blocking=True)
+        else:
+            source, wanted = self.dtypes
+            target.view(wanted).copy_(_typed(self.held, source), non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapped:
+    buffers: Mapping[str, SharedBuffer]
+    parts: Mapping[int, Sequence[_Part]]
+    """By bucket."""
+
+
+class MappedArena:
+    """One trainer rank's share of each checkpoint that is registered; one of them is what is published."""
+
+    def __init__(self, plan: Plan, trainer: int) -> None:
+        self._plan, self._pieces = plan, plan.trainer_pieces(trainer)
+        self.nbytes = plan.arena_nbytes(trainer)
+        self._mapped: dict[str, _Mapped] = {}
+        self._published = ""
+
+    def source(self, name: str, exports: Mapping[str, HostExport | None]) -> None:
+        """Map `exports` by checkpoint, let go of those that are None, and publish `name` from now on.
+
+        With an empty `name`, whatever is there: the layout of all is the same. Raises PeerLostError when
+        the process that read it is gone, StateError when `name` is not mapped.
+        """
+        for each, export in exports.items():
+            self._let_go(each)
+            if export:
+                self._mapped[each] = self._map(export)
+        if name and name not in self._mapped:
+            raise StateError(f"checkpoint {name} is not mapped here")
+        if name or self._published not in self._mapped:
+            self._published = name or next(iter(self._mapped), "")
+
+    def fill(self, bucket: int, slot: torch.Tensor) -> None:
+        """Begin to copy this rank's pieces of `bucket` to where they lie in `slot`, uint8[n], any device."""
+        for part in self._parts().get(bucket, ()):
+            part.copy(slot[part.piece.offset : part.piece.offset + part.piece.nbytes])
+
+    def save(self, to: torch.Tensor) -> None:
+        """Copy all of it to `to`, uint8[nbytes] on the host, as an arena holds it."""
+        for part in (part for parts in self._parts().values() for part in parts):
+            part.copy(to[part.piece.arena_offset : part.piece.arena_offset + part.piece.nbytes])
+
+    def close(self) -> None:
+        for name in [*self._mapped]:
+            self._let_go(name)
+
+    def _parts(self) -> Mapping[int, Sequence[_Part]]:
+        if not self._published:
+            raise StateError("no checkpoint is mapped here: register one")
+        return self._mapped[self._published].parts
+
+    def _let_go(self, name: str) -> None:
+        if mapped := self._mapped.pop(name, None):
+            for buffer in mapped.buffers.values():
+                buffer.close()
+
+    def _map(self, export: HostExport) -> _Mapped:
+        buffers: dict[str, SharedBuffer] = {}
+        for name, handle in export.buffers.items():
+            buffers[name] = SharedBuffer.open(handle)
+            buffers[name].pin()
+        parts: defaultdict[int, list[_Part]] = defaultdict(list)
+        for part in _parts(self._plan, self._pieces, export, buffers):
+            parts[part.piece.bucket].append(part)
+        return _Mapped(buffers, parts)
+
+
+def _parts(
+    plan: Plan, pieces: Sequence[Piece], export: HostExport, buffers: Mapping[str, SharedBuffer]
+) -> Iterator[_Part]:
+    segments = [sorted(held, key=lambda each: each.box.offset) for held in by_tensor(plan, export.layout)]
+    offsets = [[segment.box.offset for segment in held] for held in segments]
+    dtypes = {meta.name: meta.dtype for meta in export.layout.tensors}
+    for piece in pieces:
+        segment = segments[piece.tensor][bisect_right(offsets[piece.tensor], piece.box.offset) - 1]
+        assert segment.box.contains(piece.box)
+        source, wanted = (
+            getattr(torch, dtype) for dtype in (dtypes[segment.tensor], plan.tensors[piece.tensor].dtype)
+        )
+        start = segment.byte_offset + _first(segment, piece.box)
+        nbytes = piece.box.numel * source.itemsize
+        data = buffers[segment.buffer].tensor[start : start + nbytes]
+        yield _Part(piece, data, None if source == wanted else (source, wanted))
+
+
+def _first(segment: Segment, box: Box) -> int:
+    """The byte of the segment at which `box`, a run of its rows, starts."""
+    return sum(
+        (at - origin) * stride
+        for at, origin, stride in zip(box.offset, segment.box.offset, segment.strides, strict=True)
+    )
+
+
+def _typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Files need not align what they hold."""
+    return (data if data.data_ptr() % dtype.itemsize == 0 else data.clone()).view(dtype)

@@ -1,0 +1,199 @@
+"""One host's share of a checkpoint's files, in memory: what lies in memory already is mapped as it is."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from weightsync.buffers import HostExport
+from weightsync.errors import ConfigError, StateError
+from weightsync.memory import SharedBuffer
+from weightsync.plan import MAPPED, RankLayout, Segment, TensorMeta
+from weightsync.plan.deal import Stretch, deal
+from weightsync.sources.safetensors_files import contents
+from weightsync.verify import Digests, tensor_digest, warm_up
+
+__all__ = ["CheckpointSource", "Reading"]
+
+_MEMORY = "/dev/shm"
+_CHUNK_NBYTES = 4 << 20
+"""What is read and then digested while a processor's cache still has it."""
+_ALIGN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What `CheckpointSource.read` did: bytes that it read from files and that it mapped, and the seconds."""
+
+    nbytes: int
+    mapped_nbytes: int
+    seconds: float
+
+
+class CheckpointSource:
+    """Share number `share` of `num_shares` of safetensors files. Files are only read, and stay.
+
+    It serves as many trainer ranks as its host has holders: see `layout`.
+
+    Attributes:
+        tensors: all of the checkpoint, as engines call them.
+        origin: the file that each is in, one of them if there are several.
+    """
+
+    def __init__(
+        self, paths: Sequence[str], share: int = 0, num_shares: int = 1, exclude: Collection[str] = ()
+    ) -> None:
+        """Check the headers; raises as `contents`."""
+        found = contents(paths, exclude)
+        self.tensors, self.origin = found.tensors, found.origin
+        self._files = found.files
+        self._shapes = {meta.name: meta for meta in found.tensors}
+        self._mine = deal(found.stretches, num_shares)[share]
+        self._held: list[Stretch] = []
+        self._memory: dict[int, SharedBuffer] = {}
+        self._digests: dict[tuple[str, str], int] = {}
+
+    def read(self) -> Reading:
+        """Bring the share to memory and digest it, several files and parts of them at once.
+
+        Raises TransportError when the host has not that much memory, ConfigError when a file was cut short
+        since it was checked.
+        """
+        begun, mapped = time.perf_counter(), {i for i, path in enumerate(self._files) if _in_memory(path)}
+        numbers = sorted({stretch.buffer for stretch in self._mine})
+        warm_up()
+        with ThreadPoolExecutor(_num_threads()) as threads:
+            buffers = threads.map(lambda i: self._take(i, i in mapped), numbers)
+            self._memory = dict(zip(numbers, buffers, strict=True))
+            self._held = _packed(self._mine, mapped)
+            chunks = [
+                (from_file, chunk, chunk.start - held.start)
+                for from_file, held in zip(self._mine, self._held, strict=True)
+                for chunk in _chunks(held)
+            ]
+            shares = threads.map(lambda it: self._read(*it, from_disk=it[0].buffer not in mapped), chunks)
+            self._add_up([chunk for _, chunk, _ in chunks], shares)
+        nbytes = {
+            each: sum(s.nbytes for s in self._mine if (s.buffer in mapped) is each) for each in (True, False)
+        }
+        return Reading(nbytes[False], nbytes[True], time.perf_counter() - begun)
+
+    def layout(self, rank: int, num_ranks: int) -> RankLayout:
+        """What rank `rank` of `num_ranks` on this host sends. It may be asked for before `read`."""
+        stretches = deal(self._held or self._mine, num_ranks)[rank]
+        return RankLayout(self.tensors, tuple(_segment(each) for each in stretches), device=MAPPED)
+
+    def export(self, rank: int, num_ranks: int) -> HostExport:
+        """Where a rank's holder finds it. Raises StateError before `read` has ended."""
+        if not self._held:
+            raise StateError("the checkpoint has not been read yet")
+        return HostExport(
+            self.layout(rank, num_ranks), {str(i): buffer.handle for i, buffer in self._memory.items()}
+        )
+
+    def digests(self, tensors: Sequence[TensorMeta]) -> Digests:
+        """Of the share of all ranks here, cast to the dtypes of `tensors`: uint64[len(tensors)]."""
+        dtypes = {meta.name: meta.dtype for meta in tensors}
+        chunks = [
+            chunk
+            for held in self._held
+            if held.tensor in dtypes and (held.tensor, dtypes[held.tensor]) not in self._digests
+            for chunk in _chunks(held)
+        ]
+        with ThreadPoolExecutor(_num_threads()) as threads:
+            shares = threads.map(lambda chunk: self._digest(chunk, dtypes[chunk.tensor]), chunks)
+            self._add_up(chunks, shares, dtypes)
+        found = [self._digests.get((meta.name, meta.dtype), 0) for meta in tensors]
+        return np.array(found, np.uint64)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        for buffer in self._memory.values():
+            buffer.close()
+        self._memory, self._held = {}, []
+
+    def _take(self, file: int, is_mapped: bool) -> SharedBuffer:
+        if is_mapped:
+            return SharedBuffer.of_file(self._files[file])
+        return SharedBuffer.create(sum(_aligned(each.nbytes) for each in self._mine if each.buffer == file))
+
+    def _read(self, stored: Stretch, chunk: Stretch, offset: int, *, from_disk: bool) -> int:
+        """Part `chunk` of what is `stored` in a file, from byte `offset` of it on; its digest."""
+        if from_disk:
+            _read_into(self._bytes(chunk), self._files[stored.buffer], stored.start + offset)
+        return self._digest(chunk, self._shapes[chunk.tensor].dtype)
+
+    def _digest(self, chunk: Stretch, dtype: str) -> int:
+        meta = self._shapes[chunk.tensor]
+        data = self._bytes(chunk)
+        if data.data_ptr() % meta.itemsize:  # files need not align what they hold
+            data = data.clone()
+        elements = data.view(getattr(torch, meta.dtype)).view(chunk.box.extent)
+        return tensor_digest(elements.to(getattr(torch, dtype)), meta.shape, chunk.box)
+
+    def _bytes(self, held: Stretch) -> torch.Tensor:
+        return self._memory[held.buffer].tensor[held.start : held.start + held.nbytes]
+
+    def _add_up(
+        self, chunks: Sequence[Stretch], shares: Iterable[int], dtypes: Mapping[str, str] | None = None
+    ) -> None:
+        for chunk, share in zip(chunks, shares, strict=True):
+            key = chunk.tensor, dtypes[chunk.tensor] if dtypes else self._shapes[chunk.tensor].dtype
+            self._digests[key] = (self._digests.get(key, 0) + share) % 2**64
+
+
+def _in_memory(path: Path) -> bool:
+    """Whether a file lies in the file system that is memory."""
+    return os.path.isdir(_MEMORY) and path.stat().st_dev == os.stat(_MEMORY).st_dev
+
+
+def _packed(stretches: Sequence[Stretch], mapped: Collection[int]) -> list[Stretch]:
+    """Where each lies in memory: as in its file if that is mapped, else one behind the other."""
+    ends: dict[int, int] = {}
+    held = []
+    for stretch in stretches:
+        start = stretch.start if stretch.buffer in mapped else ends.get(stretch.buffer, 0)
+        ends[stretch.buffer] = start + _aligned(stretch.nbytes)
+        held.append(replace(stretch, start=start))
+    return held
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+def _chunks(held: Stretch) -> Iterator[Stretch]:
+    start = held.start
+    for box in held.box.split(_CHUNK_NBYTES // held.itemsize):
+        yield replace(held, box=box, start=start)
+        start += box.numel * held.itemsize
+
+
+def _read_into(target: torch.Tensor, path: Path, start: int) -> None:
+    memory = memoryview(target.numpy().data)
+    with path.open("rb", buffering=0) as file:
+        while memory:
+            count = os.preadv(file.fileno(), [memory], start)
+            if not count:
+                raise ConfigError("files", str(path), "it was cut short while it was read: get it anew")
+            memory, start = memory[count:], start + count
+
+
+def _segment(stretch: Stretch) -> Segment:
+    strides, step = [], stretch.itemsize
+    for extent in reversed(stretch.box.extent):
+        strides.append(step)
+        step *= extent
+    return Segment(stretch.tensor, stretch.box, str(stretch.buffer), stretch.start, tuple(reversed(strides)))
+
+
+def _num_threads() -> int:
+    """As many as make reading fast, and no more than may run."""
+    return min(16, len(os.sched_getaffinity(0)))

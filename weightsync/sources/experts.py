@@ -1,0 +1,68 @@
+"""Experts that a checkpoint holds one by one, under the names by which transformers' models stack them."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from weightsync.plan import Box, TensorMeta
+from weightsync.plan.deal import Stretch
+
+__all__ = ["stacked"]
+
+_EXPERT = re.compile(r"(?P<base>.+\.experts)\.(?P<number>\d+)\.(?P<leaf>gate|up|down)_proj\.weight")
+
+
+def stacked(
+    metas: Sequence[TensorMeta], whole: Sequence[Stretch]
+) -> tuple[tuple[TensorMeta, ...], tuple[Stretch, ...]]:
+    """The same tensors, where all experts of a layer are there as parts of one.
+
+    ``experts.3.gate_proj.weight`` [I, H] and ``experts.3.up_proj.weight`` are rows of
+    ``experts.gate_up_proj`` [E, 2I, H], ``experts.3.down_proj.weight`` is of ``experts.down_proj``
+    [E, H, I]: the names and shapes of transformers from version 5 on, by which engines ask.
+    `whole[i]` is all of `metas[i]`.
+    """
+    layers: defaultdict[str, dict[tuple[int, str], int]] = defaultdict(dict)
+    for index, meta in enumerate(metas):
+        if found := _EXPERT.fullmatch(meta.name):
+            layers[found["base"]][int(found["number"]), found["leaf"]] = index
+    tensors: list[TensorMeta] = []
+    stretches: list[Stretch] = []
+    taken: set[int] = set()
+    for base, held in layers.items():
+        if made := _stack(base, held, metas, whole):
+            taken |= set(held.values())
+            tensors += made[0]
+            stretches += made[1]
+    alone = [index for index in range(len(metas)) if index not in taken]
+    return (
+        (*(metas[i] for i in alone), *tensors),
+        (*(whole[i] for i in alone), *stretches),
+    )
+
+
+def _stack(
+    base: str, held: dict[tuple[int, str], int], metas: Sequence[TensorMeta], whole: Sequence[Stretch]
+) -> tuple[list[TensorMeta], list[Stretch]] | None:
+    """None where experts are missing, or not all alike."""
+    num_experts = 1 + max(number for number, _ in held)
+    kinds = {
+        leaf: {(metas[i].dtype, metas[i].shape) for (_, each), i in held.items() if each == leaf}
+        for leaf in ("gate", "up", "down")
+    }
+    if len(held) != 3 * num_experts or any(len(kind) != 1 for kind in kinds.values()):
+        return None
+    ((dtype, (inner, outer)),) = kinds["gate"]
+    if kinds["up"] != kinds["gate"] or kinds["down"] != {(dtype, (outer, inner))}:
+        return None
+    gate_up = TensorMeta(f"{base}.gate_up_proj", dtype, (num_experts, 2 * inner, outer))
+    down = TensorMeta(f"{base}.down_proj", dtype, (num_experts, outer, inner))
+    stretches = []
+    for (number, leaf), index in held.items():
+        into, row = (down, 0) if leaf == "down" else (gate_up, inner if leaf == "up" else 0)
+        box = Box((number, row, 0), (1, *metas[index].shape))
+        stretches.append(replace(whole[index], tensor=into.name, box=box))
+    return [gate_up, down], stretches

@@ -1,0 +1,148 @@
+"""What a checkpoint's safetensors files say that they hold, checked before a byte of it is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightsync.errors import ConfigError, PlanError, nearest
+from weightsync.plan import Box, TensorMeta
+from weightsync.plan.deal import Stretch
+from weightsync.sources.experts import stacked
+
+__all__ = ["Contents", "contents"]
+
+_INDEX = ".safetensors.index.json"
+_DTYPES = {
+    "BF16": "bfloat16",
+    "BOOL": "bool",
+    "F16": "float16",
+    "F32": "float32",
+    "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I16": "int16",
+    "I32": "int32",
+    "I64": "int64",
+    "I8": "int8",
+    "U8": "uint8",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Stretch i lies in ``files[stretch.buffer]``; `origin` says which of them a tensor comes from."""
+
+    files: tuple[Path, ...]
+    tensors: tuple[TensorMeta, ...]
+    stretches: tuple[Stretch, ...]
+
+    @property
+    def origin(self) -> dict[str, str]:
+        return {stretch.tensor: str(self.files[stretch.buffer]) for stretch in self.stretches}
+
+
+def contents(paths: Sequence[str], exclude: Collection[str] = ()) -> Contents:
+    """Read the headers of `paths`: files, index files, or folders that hold either.
+
+    Experts that lie one by one are declared as transformers' models stack them, see `stacked`.
+
+    Args:
+        exclude: names, as in the files, of tensors that no engine wants.
+
+    Raises:
+        ConfigError: a file is missing, is no safetensors file, or is cut short; an index names a
+            file that is not there; `exclude` names a tensor that is in no file.
+        PlanError: a tensor is in two files, not in the file that the index names, or of a dtype
+            that is not known here.
+    """
+    found: dict[str, tuple[TensorMeta, int, int]] = {}
+    files: list[Path] = []
+    for path, wanted in _resolve(paths):
+        for name, (meta, start) in _header(path).items():
+            if name in found:
+                other = files[found[name][1]]
+                raise PlanError(
+                    name, f"it is in {other} and in {path}; give files that are of one checkpoint"
+                )
+            found[name] = meta, len(files), start
+        for name in wanted:
+            if found.get(name, (None, -1))[1] != len(files):
+                raise PlanError(name, f"the index says that it is in {path}, and it is not; get both anew")
+        files.append(path)
+    for name in exclude:
+        if name not in found:
+            raise ConfigError("exclude", name, nearest(name, found))
+        del found[name]
+    whole = [
+        Stretch(name, Box((0,) * len(meta.shape), meta.shape), meta.itemsize, file, start)
+        for name, (meta, file, start) in found.items()
+    ]
+    return Contents(tuple(files), *stacked([meta for meta, _, _ in found.values()], whole))
+
+
+def _resolve(paths: Sequence[str]) -> Iterator[tuple[Path, Sequence[str]]]:
+    """Each file, with the tensors that an index says are in it."""
+    for given in dict.fromkeys(paths):
+        path = Path(given)
+        if path.is_dir():
+            (index, *_) = [*sorted(path.glob(f"*{_INDEX}")), None]
+            held = sorted(path.glob("*.safetensors"))
+            if not held and index is None:
+                raise ConfigError("files", given, "no *.safetensors is in this folder")
+            yield from _indexed(index) if index else ((each, ()) for each in held)
+        elif not path.is_file():
+            raise ConfigError("files", given, _remedy(path))
+        elif path.name.endswith(_INDEX):
+            yield from _indexed(path)
+        else:
+            yield path, ()
+
+
+def _indexed(index: Path) -> Iterator[tuple[Path, Sequence[str]]]:
+    try:
+        named: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
+        by_file: dict[str, list[str]] = {}
+        for tensor, file in named.items():
+            by_file.setdefault(file, []).append(tensor)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError("files", str(index), f"it is no index: {type(error).__name__}: {error}") from error
+    for file, tensors in sorted(by_file.items()):
+        path = index.parent / file
+        if not path.is_file():
+            remedy = f"it names {file} for {tensors[0]}; {_remedy(path)}"
+            raise ConfigError("files", str(index), remedy)
+        yield path, tensors
+
+
+def _remedy(path: Path) -> str:
+    beside = [each.name for each in path.parent.glob("*.safetensors")]
+    return f"there is no {path.name} in {path.parent}" + (f"; {nearest(path.name, beside)}" if beside else "")
+
+
+def _header(path: Path) -> dict[str, tuple[TensorMeta, int]]:
+    """Each tensor, and the byte of the file that it starts at."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        # It also checks that tensors follow each other without holes, up to the end of the file.
+        with safe_open(path, framework="numpy") as opened:
+            metas = [_meta(path, name, opened.get_slice(name)) for name in opened.offset_keys()]
+    except (SafetensorError, OSError) as error:
+        remedy = f"it is cut short or no safetensors file: {error}; get it anew"
+        raise ConfigError("files", str(path), remedy) from error
+    start = path.stat().st_size - sum(meta.nbytes for meta in metas)
+    held = {}
+    for meta in metas:
+        held[meta.name] = meta, start
+        start += meta.nbytes
+    return held
+
+
+def _meta(path: Path, name: str, held: object) -> TensorMeta:
+    dtype, shape = held.get_dtype(), tuple(held.get_shape())  # type: ignore[attr-defined]
+    if dtype not in _DTYPES:
+        raise PlanError(name, f"dtype {dtype} in {path}; {nearest(dtype, _DTYPES)}")
+    return TensorMeta(name, _DTYPES[dtype], shape)
