@@ -218,7 +218,7 @@ def test_sync_config_from_yaml_equals_the_one_from_python() -> None:
         ("connect_timeout_s", math.inf, "finite"),
         ("min_engines", 0, "at least 1"),
         ("num_slots", 0, "at least 1"),
-        ("pause", "abort", "valid: keep, wait"),
+        ("pause", "drop", "abort"),
         ("keep_versions", 0, "give 1 or 2"),
         ("keep_versions", 3, "give 1 or 2"),
         ("keep_versions", True, "a whole number"),
