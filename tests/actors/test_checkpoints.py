@@ -107,6 +107,7 @@ def test_two_checkpoints_are_registered_and_switched(make: Make, tmp_path: Path)
     assert all_hold(sync, a)
 
 
+@pytest.mark.faults
 def test_what_lies_in_memory_is_mapped_and_freed_by_unregistering(make: Make, tmp_path: Path) -> None:
     """No memory is taken for it but the holders' two buckets, and the files stay."""
     a, b = weights(1), weights(2)
@@ -189,6 +190,7 @@ def test_trainers_take_over_from_a_checkpoint(make: Make, tmp_path: Path) -> Non
     sync.unregister_checkpoint("a")
 
 
+@pytest.mark.faults
 def test_what_cannot_be_taken_is_refused_before_engines_are_touched(make: Make, tmp_path: Path) -> None:
     a = weights(1)
     good = save(tmp_path / "a", a)

@@ -45,7 +45,7 @@ def _files() -> set[str]:
     ("ending", "how"),
     [
         ("normal", "normal"),
-        ("ctrl-c", "forever"),
+        pytest.param("ctrl-c", "forever", marks=pytest.mark.faults),
         ("kill -9", "forever"),
         pytest.param("kill -9", "connecting", marks=pytest.mark.faults),
     ],

@@ -223,6 +223,7 @@ def test_a_killed_engine_is_dead_and_the_others_go_on(make: Make, pool: Pool) ->
     assert holds(sync, "e1")
 
 
+@pytest.mark.faults
 def test_engines_that_die_one_after_another_do_not_stop_the_last_one(make: Make, pool: Pool) -> None:
     sync = make(engines=2)
     sync.register_engines(sync._members.engines | {"spare": pool.get(Engine, "spare", "x8")})
@@ -274,6 +275,7 @@ def test_handles_of_something_else_are_refused(make: Make) -> None:
         WeightSync({"timeout_s": 3})  # type: ignore[arg-type]
 
 
+@pytest.mark.faults
 def test_fewer_living_engines_than_min_engines_is_refused_before_anything_moves(
     make: Make, pool: Pool
 ) -> None:
