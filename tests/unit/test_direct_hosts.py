@@ -17,7 +17,7 @@ from weightsync.shuffle import Shuffle
 from weightsync.states import EngineState
 from weightsync.testing import LocalPeer
 
-CONFIG = SyncConfig(bucket_bytes=4096, timeout_s=5, connect_timeout_s=20, keep_versions=1)
+CONFIG = SyncConfig(bucket_bytes=4096, timeout_s=15, connect_timeout_s=20, keep_versions=1)
 
 
 @pytest.mark.parametrize(
