@@ -34,8 +34,11 @@ class PhaseClock:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of each phase that is over."""
-        return {span.name: span.seconds for span in self.spans}
+        """Of each phase that is over, together where it ran more than once."""
+        seconds: dict[str, float] = {}
+        for span in self.spans:
+            seconds[span.name] = seconds.get(span.name, 0.0) + span.seconds
+        return seconds
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

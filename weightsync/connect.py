@@ -100,11 +100,12 @@ async def connect(
 
 def _may_read(layouts: _Layouts) -> bool:
     """Whether nothing in the layouts keeps any engine from reading all of its tensors directly."""
-    ranks = [*layouts.trainers, *(rank for its in layouts.engines.values() for rank in its)]
+    served = [rank for ranks in layouts.engines.values() for rank in ranks]
     return (
-        all(rank.device not in ("", MAPPED) for rank in ranks)
-        and all(rank.buffers for its in layouts.engines.values() for rank in its)
-        and not any(castless(layouts.source, name, engine)[1] for name, engine in layouts.joined.items())
+        all(rank.device not in ("", MAPPED) for rank in (*layouts.trainers, *served))
+        and all(rank.buffers for rank in served)
+        # One engine says it for all: a plan is of one dtype for each tensor.
+        and not castless(layouts.source, *next(iter(layouts.joined.items())))[1]
     )
 
 

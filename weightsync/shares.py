@@ -41,10 +41,13 @@ class RankShare:
         return f"{self.rank}: {size_text(self.nbytes)}, floor {time_text(self.floor_s)}, {took}"
 
 
-def shares(links: Sequence[Link], report: SyncReport, rates: LinkRates) -> list[RankShare]:
+def shares(
+    links: Sequence[Link], report: SyncReport, rates: LinkRates, *, gpus_per_host: int = 8
+) -> list[RankShare]:
     """Of each engine rank in `links`, as `WeightSync.links` gives them, in the update that `report` is of.
 
-    A link that several ranks read from at once may be slower than their floors say: see `direct_floor`.
+    Each floor is of that rank alone, with all NICs of its host: who shares a link with others may be
+    slower than that, see `direct_floor`.
     """
     taken: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
     for link in links:
@@ -55,7 +58,7 @@ def shares(links: Sequence[Link], report: SyncReport, rates: LinkRates) -> list[
         seconds = [
             (nbytes + by_distance["same GPU or slot"]) / rates.hbm,  # local bytes are read here, too
             by_distance["same host"] / rates.nvlink,
-            by_distance["other host"] / rates.nic,
+            by_distance["other host"] / (rates.nic * gpus_per_host),
         ]
         took = sum(span.seconds for span in report.spans.get(rank, ()) if span.name == "load")
         found.append(RankShare(rank, nbytes, max(seconds) / 1e9, took))

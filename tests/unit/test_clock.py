@@ -1,0 +1,17 @@
+"""Phases of one piece of work."""
+
+from __future__ import annotations
+
+from weightsync import clock as module
+from weightsync.clock import PhaseClock
+
+
+def test_a_phase_that_runs_again_counts_twice(monkeypatch) -> None:
+    now = iter([0.0, 1.0, 3.0, 10.0, 14.0, 20.0, 25.0])
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(now))
+    clock = PhaseClock()
+    for name in ("plan", "join", "plan"):
+        with clock.phase(name):
+            pass
+    assert clock.seconds == {"plan": 7.0, "join": 4.0}
+    assert [span.name for span in clock.spans] == ["plan", "join", "plan"]
