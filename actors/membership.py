@@ -59,7 +59,7 @@ class Membership:
         self, name: str, files: Sequence[str], nodes: Sequence[str], exclude: Collection[str]
     ) -> None:
         """As `Checkpoints.register`; holders' processes start beside the reading and the engines."""
-        self._controller.connected = self._controller.connected and bool(self.checkpoints)
+        self._controller.connected = self._controller.connected and bool(self.checkpoints or self.trainers)
         gpus = {each["NodeID"]: int(each["Resources"].get("GPU", 0)) for each in ray.nodes()}
         for node in nodes:
             if node not in gpus or nodes.count(node) > 1:

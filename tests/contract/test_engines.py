@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from tests.contract.conftest import TIMEOUT_S, Rig
 from tests.models import greedy
-from weightsync.engines import make_engine
+from weightsync.engines import Rollout, make_engine
 from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError
 from weightsync.modules import named_tensors
 from weightsync.verify import tensor_digest
@@ -70,16 +71,22 @@ def test_each_rank_says_what_its_load_took(rig: Rig) -> None:
     assert verify.began + verify.seconds <= time.time() + 1e-3
 
 
-def test_a_request_lives_through_an_update(rig: Rig) -> None:
-    old, new = rig.models
-    rig.update(old, 1)
+def paused_midway(rig: Rig, mode: str) -> Future[Rollout]:
+    """Two requests of 40 tokens, paused at their sixth forward pass."""
     with rig.stopped_at(forward=6) as (arrived, go_on):
         running = rig.generate(PROMPTS[:2], max_tokens=40)
         assert arrived.wait(TIMEOUT_S)
-        paused = rig.threads.submit(rig.engine.pause, "keep", TIMEOUT_S)
+        paused = rig.threads.submit(rig.engine.pause, mode, TIMEOUT_S)
         wait_until(rig.is_asked_to_pause)
         go_on.set()
         paused.result(TIMEOUT_S)
+    return running
+
+
+def test_a_request_lives_through_an_update(rig: Rig) -> None:
+    old, new = rig.models
+    rig.update(old, 1)
+    running = paused_midway(rig, "keep")
     rig.load(new)
     rig.engine.resume(2)
     rollout = running.result(TIMEOUT_S)
@@ -100,14 +107,7 @@ def test_a_request_lives_through_an_update(rig: Rig) -> None:
 def test_a_pause_can_end_requests_with_the_tokens_that_they_have(rig: Rig) -> None:
     old, new = rig.models
     rig.update(old, 1)
-    with rig.stopped_at(forward=6) as (arrived, go_on):
-        running = rig.generate(PROMPTS[:2], max_tokens=40)
-        assert arrived.wait(TIMEOUT_S)
-        paused = rig.threads.submit(rig.engine.pause, "abort", TIMEOUT_S)
-        wait_until(rig.is_asked_to_pause)
-        go_on.set()
-        paused.result(TIMEOUT_S)
-    rollout = running.result(TIMEOUT_S)
+    rollout = paused_midway(rig, "abort").result(TIMEOUT_S)
     assert rollout.aborted == [True] * 2
     assert rollout.versions == [(1, 1)] * 2
     for prompt, tokens in zip(PROMPTS, rollout.tokens, strict=False):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightsync.engines.base import Rollout
 from weightsync.engines.checks import require_gpus, warn_untested
+from weightsync.engines.engine_ranks import EngineRanks
 from weightsync.engines.ranks import RankProcess, RankWatch
 from weightsync.engines.sampling import Sampling
 from weightsync.engines.sglang_api import Server, has_sessions, sampling_params, server_args
@@ -25,11 +26,7 @@ from weightsync.errors import ConfigError, DeadlineError, EngineError, StateErro
 from weightsync.faults import arm, shares
 
 if TYPE_CHECKING:
-    from weightsync.buffers import Attached
-    from weightsync.clock import Span
     from weightsync.faults import Fault
-    from weightsync.feed import FeedTicket
-    from weightsync.plan import Plan, RankLayout
     from weightsync.verify import Digests
 
 __all__ = ["SglangEngine"]
@@ -42,7 +39,7 @@ _ANSWER_S = 10.0
 _SIG_IGN = ctypes.c_void_p(1)
 
 
-class SglangEngine:
+class SglangEngine(EngineRanks):
     """One SGLang engine. Each rank is a process that SGLang starts, on the GPUs that this process sees.
 
     `options` are arguments of SGLang's ``ServerArgs``, but for those that `sglang_api` fixes;
@@ -62,8 +59,7 @@ class SglangEngine:
         self._num_ranks: int = arguments["tp_size"]
         if arguments.get("device") != "cpu":
             require_gpus(self._num_ranks)
-        self._name, self._whole = name, False
-        self._spans: list[Sequence[Span]] = []
+        super().__init__(name)
         self._sleeps = bool(arguments.get("enable_memory_saver"))
         self._seeds = bool(arguments.get("enable_deterministic_inference"))
         self._settings = RankSettings(name, model_path, arguments["dtype"], sessions)
@@ -73,7 +69,7 @@ class SglangEngine:
         self._loop = RequestLoop(name, lambda: Server(arguments), _stop)
         self._replies = Replies(name, self._num_ranks)
         try:
-            ranks: list[RankProcess | None] = self._on_ranks("join", os.getpid())
+            ranks: list[RankProcess | None] = self.on_ranks("join", os.getpid())
         except WeightSyncError:
             self.close()
             raise
@@ -87,22 +83,9 @@ class SglangEngine:
     def arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
         """See `Engine.arm`."""
         here, ranks = shares(faults, self._num_ranks, apart=True)
-        self._on_ranks("arm", who, ranks, seed)
+        self.on_ranks("arm", who, ranks, seed)
         if here or not faults:
             arm(who, here, seed)
-
-    def layout(self) -> Sequence[RankLayout]:
-        """See `Engine.layout`. A rank without buffers takes whole tensors: SGLang's loader cuts its shard."""
-        layouts: list[RankLayout] = self._on_ranks("layout")
-        if len({bool(layout.buffers) for layout in layouts}) > 1:
-            # Digests of shards and of whole tensors do not add up to one another.
-            logger.warning("engine %s loads whole tensors: not all ranks can be written live", self._name)
-            layouts = self._on_ranks("reload")
-        return layouts
-
-    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
-        """See `Engine.attach`."""
-        return self._on_ranks("attach", plan, tuple(tickets), timeout_s)
 
     def pause(self, mode: str, timeout_s: float) -> None:
         """See `Engine.pause`. ``abort`` ends running requests early, with the tokens that they have."""
@@ -110,35 +93,26 @@ class SglangEngine:
         frozen = self._loop.frozen
         self._loop.freeze(mode, timeout_s)
         try:
-            self._on_ranks("settle", wait_s=max(0.0, deadline - time.monotonic()))
+            self.on_ranks("settle", wait_s=max(0.0, deadline - time.monotonic()))
         except FutureTimeoutError as error:
             if not frozen:
                 self._loop.melt()
             raise DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s) from error
 
     def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
-        """See `Engine.load`; of whole tensors, the digests are of what the loader was handed."""
+        """See `EngineRanks.load`."""
         if not self._loop.frozen:
             raise StateError(f"engine {self._name} is serving: pause it first")
-        self._whole = False
         try:
-            loaded: list[tuple[Digests, Sequence[Span]]] = self._on_ranks("load", attempt, timeout_s)
+            return super().load(attempt, timeout_s)
         except WeightSyncError:
             self._loop.void()
             raise
-        self._whole = True
-        self._spans = [spans for _, spans in loaded]
-        return [digests for digests, _ in loaded]
-
-    def spans(self) -> Sequence[Sequence[Span]]:
-        """See `Engine.spans`."""
-        return self._spans
 
     def resume(self, version: int) -> None:
         """See `Engine.resume`. Raises StateError while the weights are dummies or a mix."""
-        if not self._whole:
-            raise StateError(f"engine {self._name} has no whole weights: load them first")
-        self._on_ranks("settle", version=str(version))
+        self.require_whole()
+        self.on_ranks("settle", version=str(version))
         self._loop.thaw(version)
 
     def serving(self) -> int:
@@ -179,7 +153,8 @@ class SglangEngine:
 
     def checksums(self) -> list[Mapping[str, Any]]:
         """Of each rank, SGLang's own ``checksums`` by the name of the live tensor. Raises EngineError."""
-        return self._own("check_weights", "CheckWeightsReqInput", {"action": "checksum"})[2]  # type: ignore[no-any-return]
+        _, _, ranks, *_ = self._own("check_weights", "CheckWeightsReqInput", {"action": "checksum"})
+        return list(ranks)
 
     def release_memory(self, tags: Sequence[str] = ("kv_cache", "weights", "cuda_graph")) -> None:
         """Give GPU memory back, what is in it is lost; while paused, and nobody waits in SGLang.
@@ -217,9 +192,13 @@ class SglangEngine:
             raise EngineError(self._name, method, str(outcome[1]))
         return outcome
 
-    def _on_ranks(
+    def on_ranks(
         self, method: str, *args: object, version: str | None = None, wait_s: float | None = None
     ) -> list[Any]:
+        """See `EngineRanks.on_ranks`; sets SGLang's label to `version`.
+
+        Raises FutureTimeoutError after `wait_s`.
+        """
         with self._asking:
             calls = self._replies.calls(self._settings, method, args)
             self._asked(method, lambda server: server.on_ranks(calls, version), wait_s)

@@ -73,7 +73,7 @@ class VllmEngine(VllmRanks):
         self.on_ranks("settle")
 
     def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
-        """See `VllmRanks.load`."""
+        """See `EngineRanks.load`."""
         if not self._loop.frozen:
             raise StateError(f"engine {self._name} is serving: pause it first")
         try:

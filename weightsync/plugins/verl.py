@@ -24,6 +24,7 @@ from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from weightsync.errors import StateError
+from weightsync.plugins.sender import device_of
 from weightsync.tensor_stream import TensorStream
 from weightsync.transports import Transport, transport_class
 from weightsync.transports.rendezvous import serve_store
@@ -71,11 +72,9 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
     def __init__(
         self, bucket_size: int, is_master: bool = False, transport: str = "auto", timeout_s: float = 600.0
     ) -> None:
-        has_gpu = torch.cuda.is_available()
-        self._transport_class = transport_class(
-            ("nccl" if has_gpu else "gloo") if transport == "auto" else transport
-        )
-        self._on_gpu = transport == "nccl" or (transport == "auto" and has_gpu)
+        if transport == "auto":
+            transport = "nccl" if torch.cuda.is_available() else "gloo"
+        self._transport_name, self._transport_class = transport, transport_class(transport)
         self._bucket_nbytes, self._is_master, self._timeout_s = bucket_size, is_master, timeout_s
         self._store: Store | None = None
         self._meeting = ""
@@ -159,8 +158,7 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
     def _stream(self) -> TensorStream:
         if self._place is None or self._transport is None:
             raise StateError("init_process_group has to come first")
-        device = torch.device("cuda", torch.cuda.current_device()) if self._on_gpu else torch.device("cpu")
-        place = self._place
+        place, device = self._place, device_of(self._transport_name)
         return TensorStream(self._transport, place.rank, place.num_ranks, device, self._bucket_nbytes)
 
     def _leave(self) -> None:
