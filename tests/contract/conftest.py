@@ -26,7 +26,7 @@ from weightsync.modules import named_tensors
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
 from weightsync.verify import Digests
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 BUCKET_BYTES = 12 << 10  # smaller than the larger tensors, so that these come in pieces
 OPTIONS = {
     "torch": {},

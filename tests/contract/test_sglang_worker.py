@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import socket
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.models import build_tiny_qwen3
-from weightsync.engines import sglang_worker
+from weightsync.engines import sglang_api, sglang_worker
 from weightsync.engines.ranks import RankProcess
 from weightsync.engines.sglang_api import stored_otherwise
 from weightsync.engines.sglang_channel import Replies
@@ -168,3 +169,14 @@ def test_quantized_weights_need_an_sglang_that_processes_them_again() -> None:
         else:
             with pytest.raises(EngineError, match=r"Fp8LinearMethod.*before 0\.5\.21"):
                 host.loader()
+
+
+def test_ranks_meet_on_a_port_that_nobody_has() -> None:
+    """Neither a socket that lives, nor what the kernel hands out while SGLang starts."""
+    port = sglang_api._unasked_port()
+    with socket.socket() as somebody:
+        somebody.bind(("", port))
+        other = sglang_api._unasked_port()
+    assert port != other
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert max(port, other) < lowest

@@ -22,6 +22,7 @@ OPTIONS: dict[str, Any] = {
     "max_running_requests": 8,
     "cuda_graph_max_bs_decode": 2,
     "disable_prefill_cuda_graph": True,
+    "enforce_disable_flashinfer_allreduce_fusion": True,  # compiled on first use, for minutes
 }
 NUM_TOKENS, TOP = 24, 5
 

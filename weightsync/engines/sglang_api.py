@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import os
 import pickle
+import socket
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -48,6 +50,7 @@ _FIXED = (
     "speculative_algorithm",
     "weight_cache_mode",
 )
+_PORTS = range(20_000, 32_768)
 _DTYPES = ("bfloat16", "float16", "float32")
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _EXPERTS_METHOD = "UnquantizedFusedMoEMethod"
@@ -93,7 +96,28 @@ def server_args(model_path: str, options: Mapping[str, Any], sessions: bool) -> 
             "SGLang before 0.5.21 cannot forget prefixes of old weights while requests wait: leave it out",
         )
     loaders = [*(settings.pop("custom_weight_loader", None) or ()), _LOADER]
+    settings.setdefault("nccl_port", _unasked_port())
     return {"model_path": model_path, "load_format": "dummy", "custom_weight_loader": loaders, **settings}
+
+
+def _unasked_port() -> int:
+    """A free port that no kernel hands out by itself, nor Ray to its workers.
+
+    SGLang's ranks bind the port where they meet only after their imports, tens of seconds after it was
+    chosen; by then, on a busy host, one that the kernel chose belongs to somebody else. Engines that start
+    at once have different process ids, so they choose different ports.
+    """
+    for number in range(os.getpid(), os.getpid() + len(_PORTS)):
+        port = _PORTS[number % len(_PORTS)]
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise ConfigError(
+        "options.nccl_port", None, f"all of {_PORTS.start}-{_PORTS.stop - 1} are taken: give one"
+    )
 
 
 def sampling_params(settings: Sampling, index: int) -> dict[str, Any]:
