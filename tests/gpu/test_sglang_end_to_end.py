@@ -90,10 +90,10 @@ def test_sglang_answers_as_from_the_trainers_checkpoint(
 ) -> None:
     """The same engine, fed by broadcasts first, and then as is best."""
     paths = save(tmp_path, case.kind)
+    engine = spawn_engine(case.engine_gpus, bundles, paths[0])  # starts meanwhile
     expected = from_disk(paths, len(case.engine_gpus))
     assert expected[0] != expected[1]
     trainers = spawn_trainers(case.trainer_gpus, bundles, paths[0], tmp_path)
-    engine = spawn_engine(case.engine_gpus, bundles, paths[0])
     layouts = ray.get(engine.sync_layout.remote(), timeout=200)
     assert len({layout.device for layout in layouts}) == len(layouts) == len(case.engine_gpus)
     assert all(layout.buffers for layout in layouts), "see the log of weightsync.engines.sglang"
@@ -117,14 +117,11 @@ def test_vllm_and_sglang_are_fed_by_one_plan(bundles: PlacementGroup, num_gpus: 
     if num_gpus < 2:
         pytest.skip("needs 2 GPUs")
     paths = save(tmp_path, "untied")
-    expected = from_disk(paths[1:], 1)[0]
-    of_vllm = test_vllm.from_disk(paths[1], 1)
     trainers = spawn_trainers((0,), bundles, paths[0], tmp_path)
-    served = test_vllm.served(paths[1])
-    engines = {
-        "vllm": spawn(VllmEngine, bundles, 0, served, "vllm", 1),
-        "sglang": spawn(SglangEngine, bundles, 1, paths[0], "sglang", 1),
-    }
+    engines = {"sglang": spawn(SglangEngine, bundles, 1, paths[0], "sglang", 1)}  # starts meanwhile
+    of_vllm = test_vllm.from_disk(paths[1], 1)  # alone: what it compiles, the other finds
+    engines["vllm"] = spawn(VllmEngine, bundles, 0, test_vllm.served(paths[1]), "vllm", 1)
+    expected = from_disk(paths[1:], 1)[0]
     with WeightSync(CONFIG) as sync:
         sync.register_trainers(trainers)
         sync.register_engines(engines)
