@@ -1,26 +1,28 @@
 """From nothing to the first token: engines that load by themselves, against dummy weights filled by us.
 
     python -m benchmarks.bench_start [--kind vllm] [--engines 1] [--megabytes 400] [--rounds 1] [--json FILE]
-    python -m benchmarks.bench_start --kind vllm --engines 4 --model qwen3-8b --rounds 3    on 4 GPUs
+    python -m benchmarks.bench_start --engines 4 --model qwen3-8b --rounds 3 --ways own dummy ours    on 4 GPUs
 
 A Qwen3 with random weights is saved as safetensors files of up to 4 GB, once in `--folder` on a disk and once
-in /dev/shm. Each round starts a fleet from each place in both ways, in turn, with new processes each time:
+in /dev/shm. Each round starts a fleet from each place in each way, in turn, with new processes each time:
 
 - ``own``: the engine loads its weights itself, as it does anywhere.
 - ``ours``: engines start with dummy weights while the files are read once; then all are filled at once.
+- ``dummy``: vLLM by itself with dummy weights, which are never filled: no way can be quicker.
 
 ``total`` is the driver's, from the first actor's start until every engine has made a token; Ray runs.
 ``engines`` is until all answer. ``read`` is beside that; ``connect`` includes what is left of reading.
 ``fill`` is the whole update: pause, move, both sides' digests compared, commit.
 
-Before a round from disk, files are written back and the kernel is asked to drop them from its cache. A start
-of ``own``, uncounted, comes before all rounds. Every engine's greedy token has to be the same in both ways,
-or the run fails.
+Before a round from disk, files are written back and the kernel is asked to drop them from its cache. An
+uncounted start comes before all rounds. Every engine's greedy token has to be the same in both ways, or the
+run fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -104,9 +106,13 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=400)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--eager", action="store_true", help="vLLM without CUDA graphs, both ways")
+    parser.add_argument("--ways", nargs="+", default=["own", "ours"], choices=[*_WAYS])
+    parser.add_argument("--places", nargs="+", default=["disk", "/dev/shm"], choices=["disk", "/dev/shm"])
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="on the disk")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if "dummy" in args.ways and args.kind != "vllm":
+        parser.error("--ways dummy needs --kind vllm")
     where = environment(("torch", "ray", "numpy", "transformers", "vllm"))
     gpus = gpu_uuids()[: args.engines]
     start_ray(len(gpus))
@@ -136,16 +142,18 @@ def _measure(args: argparse.Namespace, gpus: Sequence[str]) -> tuple[list[_Row],
         nbytes = _save(shape, Path(memory))
         shutil.copytree(memory, disk, dirs_exist_ok=True)
         everywhere = [*gpus, *[None] * args.engines][: args.engines]
-        _own(args, memory, options, everywhere)  # code comes from the disk, too, the first time
+        _WAYS[args.ways[0]](
+            args, memory, options, everywhere
+        )  # code comes from the disk, too, the first time
         for _ in range(args.rounds):
-            for place, folder in (("disk", disk), ("/dev/shm", memory)):
-                for way, run in (("own", _own), ("ours", _ours)):
-                    _drop(Path(folder))
-                    row, made = run(args, folder, options, everywhere)
-                    rounds.setdefault((place, way), []).append(row)
-                    tokens |= {tuple(each) for each in made}
-                    print(place, way, row, flush=True)
-        assert len(tokens) == 1, f"engines disagree: {tokens}"
+            for place, way in itertools.product(args.places, args.ways):
+                folder = {"disk": disk, "/dev/shm": memory}[place]
+                _drop(Path(folder))
+                row, made = _WAYS[way](args, folder, options, everywhere)
+                rounds.setdefault((place, way), []).append(row)
+                tokens |= {tuple(each) for each in made if way != "dummy"}
+                print(place, way, row, flush=True)
+        assert len(tokens) <= 1, f"engines disagree: {tokens}"
     return [_row(place, way, its) for (place, way), its in rounds.items()], nbytes
 
 
@@ -193,6 +201,15 @@ def _ours(
         "total s": ended - begun,
     }
     return row, [[tokens[0] for tokens in rollout.tokens] for rollout in rollouts]
+
+
+def _dummy(
+    args: argparse.Namespace, path: str, options: Mapping[str, Any], gpus: Sequence[str | None]
+) -> tuple[_Row, list[list[int]]]:
+    return _own(args, path, {**options, "load_format": "dummy"}, gpus)
+
+
+_WAYS = {"own": _own, "ours": _ours, "dummy": _dummy}
 
 
 def _spawn(cls: type, *args: object, gpu: str | None) -> ActorHandle[Any]:
