@@ -1,7 +1,7 @@
 """From nothing to the first token: engines that load by themselves, against dummy weights filled by us.
 
     python -m benchmarks.bench_start [--kind vllm] [--engines 1] [--megabytes 400] [--rounds 1] [--json FILE]
-    python -m benchmarks.bench_start --engines 4 --model qwen3-8b --rounds 3 --ways own dummy ours    on 4 GPUs
+    python -m benchmarks.bench_start --engines 4 --model qwen3-8b --rounds 3 --ways own dummy ours  on 4 GPUs
 
 A Qwen3 with random weights is saved as safetensors files of up to 4 GB, once in `--folder` on a disk and once
 in /dev/shm. Each round starts a fleet from each place in each way, in turn, with new processes each time:
