@@ -52,6 +52,10 @@ class EngineCalls:
         strike("pause")
         await asyncio.to_thread(self._engine.pause, mode, timeout_s)
 
+    async def sync_sleep(self, level: int, mode: str, timeout_s: float) -> None:
+        """See `Engine.sleep`."""
+        await asyncio.to_thread(self._engine.sleep, level, mode, timeout_s)
+
     async def sync_load(
         self, attempt: int, timeout_s: float
     ) -> tuple[Sequence[Digests], Sequence[Sequence[Span]]]:

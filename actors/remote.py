@@ -116,6 +116,9 @@ class RemoteEngine(_Remote):
     async def pause(self, mode: str, timeout_s: float) -> None:
         await self._call("sync_pause", mode, timeout_s)
 
+    async def sleep(self, level: int, mode: str, timeout_s: float) -> None:
+        await self._call("sync_sleep", level, mode, timeout_s)
+
     async def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
         digests: Sequence[Digests]
         digests, ranks = await self._call("sync_load", attempt, timeout_s)

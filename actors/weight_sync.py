@@ -17,6 +17,7 @@ from actors.detached import run_prefix
 from actors.loop import LoopThread
 from actors.membership import Membership
 from actors.metrics import Metrics
+from actors.sleeping_engines import SleepingEngines
 from weightsync.config import SyncConfig
 from weightsync.controller import Controller
 from weightsync.errors import ConfigError, DeadlineError, PlanError, StateError, WeightSyncError, nearest
@@ -35,7 +36,7 @@ __all__ = ["WeightSync"]
 _POLL_S = 0.02
 
 
-class WeightSync:
+class WeightSync(SleepingEngines):
     """Moves weights from trainer actors to engine actors, version by version::
 
         sync = WeightSync(SyncConfig(timeout_s=60))

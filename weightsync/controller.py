@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TypeVar
 
@@ -156,6 +156,27 @@ class Controller:
         with clock.phase("pause"):
             paused = await self.crew.pause(takers)
         return await self._deliver(version, takers, paused, clock)
+
+    async def sleep(self, names: Collection[str], level: int) -> None:
+        """Have engines pause and give their memory back until the next update; call it ``alone``.
+
+        Raises ConfigError for one that cannot sleep, DeadlineError for one that does not pause in time:
+        such a one is as it was, and the others sleep.
+        """
+        await self.keeping.copied()  # it may be read out of their memory
+        await self.crew.sleep(names, level)
+
+    async def wake(self, names: Collection[str]) -> None:
+        """Have engines that sleep with their weights serve the same version again; call it ``alone``.
+
+        Raises StateError for one whose weights were dropped, else what went wrong: it is STALE or DEAD.
+        """
+        for name in names:
+            if not self._fleet.engines[name].record.version:
+                raise StateError(
+                    f"engine {name} sleeps without weights: update_weights() or heal() brings them"
+                )
+        await self.crew.wake(names)
 
     def can_refill(self, engine: str) -> bool:
         """Whether the holders keep the committed version as `engine` takes it."""

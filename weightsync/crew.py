@@ -74,6 +74,27 @@ class Crew:
         self.enter(serving, EngineState.SERVING, version)
         return len(serving)
 
+    async def sleep(self, names: Iterable[str], level: int) -> None:
+        """Have engines give their memory back. Raises what the first said that did not."""
+        seats = {name: self._fleet.engines[name] for name in names}
+        self.begin(seats, 0)
+        mode, timeout_s = self._config.pause, self._config.timeout_s
+        for name in await self.ask(seats, "sleep", lambda peer: peer.sleep(level, mode, timeout_s)):
+            self.enter([name], EngineState.ASLEEP, seats[name].record.version if level == 1 else 0)
+        self._require(seats)
+
+    async def wake(self, names: Iterable[str]) -> None:
+        """Have engines serve again what they fell asleep with. Raises what the first said that does not."""
+        seats = {name: self._fleet.engines[name] for name in names}
+        self.begin(seats, 0)
+        await self.go_on(await self.pause(seats))
+        self._require(seats)
+
+    def _require(self, names: Iterable[str]) -> None:
+        for name in names:
+            if error := self.failures.get(name):
+                raise error
+
     async def go_on(self, names: Iterable[str]) -> None:
         """Let engines that were paused in vain serve what they have."""
         for name in names:
@@ -142,7 +163,7 @@ class Crew:
         logger.warning("%s: %s", error.where, error)
         self.failures[name] = error
         seat, gone = self._fleet.engines[name], isinstance(error, _GONE)
-        if gone or phase != "pause":  # who did not pause serves on what it had
+        if gone or not _spares(phase, seat.record.state, error):
             self.enter([name], EngineState.DEAD if gone else EngineState.STALE)
             self.on_failure(name, error)
         seat.attached = seat.attached and not gone
@@ -150,6 +171,16 @@ class Crew:
     def enter(self, names: Iterable[str], state: EngineState, version: int = 0) -> None:
         for name in names:
             self._fleet.engines[name].record.enter(state, version)
+
+
+def _spares(phase: str, state: EngineState, error: WeightSyncError) -> bool:
+    """Whether an engine is after a failure as it was before: who did not pause serves on what it had.
+
+    Not so where the engine says that it failed with its memory half given back, or half taken again.
+    """
+    if isinstance(error, EngineError) and (phase == "sleep" or state is EngineState.ASLEEP):
+        return False
+    return phase in ("pause", "sleep")
 
 
 def _rank(error: WeightSyncError) -> int | None:

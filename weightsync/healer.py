@@ -148,7 +148,7 @@ class Healer:
         while True:
             await self._controller.quiet()
             seat = self._fleet.engines[name]
-            if seat.record.state is EngineState.SERVING:
+            if seat.record.state in (EngineState.SERVING, EngineState.ASLEEP):
                 return None
             try:
                 await self._controller.adopt(name)

@@ -30,10 +30,16 @@ class LiveWriter:
         layout: its segments say which box of which tensor lies where in which buffer.
         live: the buffers by name.
         slots: the bucket slots, uint8, as `EngineFeed.slots` has them.
+        readable: whether there is memory behind the buffers' addresses now; `begin` needs it.
     """
 
     def __init__(
-        self, plan: Plan, layout: RankLayout, live: Mapping[str, torch.Tensor], slots: Sequence[torch.Tensor]
+        self,
+        plan: Plan,
+        layout: RankLayout,
+        live: Mapping[str, torch.Tensor],
+        slots: Sequence[torch.Tensor],
+        readable: bool = True,
     ) -> None:
         self._plan, self._layout, self._live = plan, layout, live
         self._segments = by_tensor(plan, layout)
@@ -44,6 +50,8 @@ class LiveWriter:
             self._missing.take(piece.tensor, piece.box)
         on_device = all(memory.is_cuda for memory in (*slots, *live.values()))
         self._device = _DeviceTables(plan, self._segments, self._address, slots) if on_device else None
+        if self._device and readable:
+            self._device.digests()  # its first use compiles
 
     def begin(self, live: Mapping[str, torch.Tensor]) -> None:
         """Before each load, with the buffers as the engine has them now.
@@ -134,7 +142,6 @@ class _DeviceTables:
             for segment in held
         ]
         self._table = DigestTable(parts, len(plan.tensors))
-        self.digests()  # its first use compiles
 
     def copy(self, bucket: int) -> None:
         self._copies.launch(bucket, self._stream)

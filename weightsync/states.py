@@ -2,7 +2,7 @@
 
 EMPTY → PAUSED → WRITING → SERVING(v) → PAUSED(v) → WRITING → SERVING(w)
                     └→ STALE → PAUSED → WRITING → …         (load failed, digest wrong, too late)
-DEAD from anywhere. A refill is PAUSED → REFILLING → SERVING(v).
+DEAD from anywhere. A refill is PAUSED → REFILLING → SERVING(v). ASLEEP from anywhere else, then PAUSED.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ __all__ = ["EngineRecord", "EngineState"]
 
 
 class EngineState(enum.Enum):
-    """One engine's state. EMPTY and STALE engines hold no version and serve nothing."""
+    """One engine's state. EMPTY and STALE engines hold no version and serve nothing.
+
+    ASLEEP ones serve nothing either, and hold a version only if their weights were kept on the host.
+    """
 
     EMPTY = "EMPTY"
     SERVING = "SERVING"
     PAUSED = "PAUSED"
+    ASLEEP = "ASLEEP"
     WRITING = "WRITING"
     REFILLING = "REFILLING"
     STALE = "STALE"
@@ -34,6 +38,7 @@ _NEXT = {
         EngineState.REFILLING,
         EngineState.SERVING,
     },
+    EngineState.ASLEEP: {EngineState.PAUSED},
     EngineState.WRITING: {EngineState.SERVING},
     EngineState.REFILLING: {EngineState.SERVING},
     EngineState.STALE: {EngineState.PAUSED},
@@ -49,16 +54,17 @@ class EngineRecord:
     version: int = 0
 
     def enter(self, state: EngineState, version: int = 0) -> None:
-        """Go to `state`. STALE and DEAD are open to all; any other wrong turn is a bug of ours.
+        """Go to `state`. STALE, ASLEEP and DEAD are open to all; any other wrong turn is a bug of ours.
 
         Who is DEAD stays so, whatever it answered before: its death may be found beside an update.
+        `version` is that of who serves, or sleeps with its weights.
         """
         if self.state is EngineState.DEAD:
             return
-        fall = state in (EngineState.STALE, EngineState.DEAD)
+        fall = state in (EngineState.STALE, EngineState.ASLEEP, EngineState.DEAD)
         assert fall or state in _NEXT[self.state], f"{self.state} to {state}"
         self.state = state
-        if state is EngineState.SERVING:
+        if state in (EngineState.SERVING, EngineState.ASLEEP):
             self.version = version
         elif state is not EngineState.PAUSED:
             self.version = 0

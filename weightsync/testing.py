@@ -15,6 +15,7 @@ from weightsync.engines.base import Rollout
 from weightsync.errors import StateError
 from weightsync.faults import Fault, FaultPlan, arm, shares
 from weightsync.feed import EngineFeed, FeedTicket, PieceView
+from weightsync.offload import Offload
 from weightsync.plan import Box, Plan, RankLayout, Segment, TensorMeta
 from weightsync.verify import Digests, tensor_digest
 
@@ -23,6 +24,8 @@ __all__ = ["DictEngine", "Fault", "FaultPlan", "LocalPeer"]
 
 class DictEngine:
     """An Engine whose weights are a dict of CPU tensors; `generate` answers with its version.
+
+    Asleep, they have no memory.
 
     `on_write`, if set, is called before each piece is written, with the tensor's name: the place
     to fail, to stall, or to write something else.
@@ -36,6 +39,7 @@ class DictEngine:
         self.on_write: Callable[[str], None] = lambda _: None
         self._feed: EngineFeed | None = None
         self._plan: Plan | None = None
+        self._asleep: Offload | None = None
 
     def layout(self) -> Sequence[RankLayout]:
         """Whole tensors, each its own buffer."""
@@ -64,10 +68,19 @@ class DictEngine:
     def pause(self, mode: str, timeout_s: float) -> None:
         """Nothing runs, so nothing is waited for."""
         self.paused = True
+        if self._asleep:
+            self._asleep.undo()
+            self._asleep = None
+
+    def sleep(self, level: int, mode: str, timeout_s: float) -> None:
+        """See `Engine.sleep`."""
+        self.paused = True
+        self._asleep = self._asleep or Offload(self.tensors.values(), keep=level == 1)
 
     def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
         """Copy every piece to where it belongs."""
         assert self._feed is not None
+        assert self._asleep is None
         return [self._feed.receive(attempt, self, timeout_s)]
 
     def take(self, bucket: int, pieces: Sequence[PieceView]) -> None:

@@ -15,6 +15,7 @@ hashing is fast", 2014) for the sum of products; SplitMix64 (Steele, Lea and Flo
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable, Sequence
 
@@ -24,7 +25,16 @@ import torch
 
 from weightsync.plan import Box
 
-__all__ = ["COLUMNS", "Digests", "column_factors", "combine", "row_factors", "tensor_digest", "warm_up"]
+__all__ = [
+    "COLUMNS",
+    "Digests",
+    "column_factors",
+    "combine",
+    "host_bytes",
+    "row_factors",
+    "tensor_digest",
+    "warm_up",
+]
 
 Digests = npt.NDArray[np.uint64]
 """One digest per tensor of a plan, in the plan's order: shape ``[num_tensors]``."""
@@ -36,7 +46,7 @@ COLUMNS = 4096
 """Words per row."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
-_WORD_TYPES = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint32}
+_WORD_TYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
 def tensor_digest(data: torch.Tensor, shape: Sequence[int], box: Box | None = None) -> int:
@@ -54,7 +64,7 @@ def tensor_digest(data: torch.Tensor, shape: Sequence[int], box: Box | None = No
         return _device_digest(data, tuple(shape), box)
     itemsize = data.element_size()
     flat = data.detach().cpu().contiguous().reshape(-1)
-    words: _Words = flat.view(_WORD_TYPES[itemsize]).numpy()
+    words: _Words = host_bytes(flat).view(_WORD_TYPES[min(itemsize, 4)])
     starts, run = _runs(tuple(shape), box)
     per_element = max(1, itemsize // 4)
     return int(_kernel()(words, starts * per_element, run * per_element, column_factors()))
@@ -64,6 +74,15 @@ def combine(shares: Sequence[Digests]) -> Digests:
     """Add up what several ranks computed for the same tensors: uint64, wrapping."""
     total: Digests = np.add.reduce(list(shares), axis=0, dtype=np.uint64)
     return total
+
+
+def host_bytes(data: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """The memory of a contiguous tensor on the host, for as long as that lives: uint8[data.nbytes].
+
+    ``Tensor.numpy`` would keep its memory from being given back (`Offload`) for ever.
+    """
+    memory = (ctypes.c_uint8 * data.nbytes).from_address(data.data_ptr())
+    return np.frombuffer(memoryview(memory), np.uint8)
 
 
 def warm_up() -> None:

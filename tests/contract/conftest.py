@@ -29,7 +29,7 @@ from weightsync.verify import Digests
 TIMEOUT_S = 120.0
 BUCKET_BYTES = 12 << 10  # smaller than the larger tensors, so that these come in pieces
 OPTIONS = {
-    "torch": {},
+    "torch": {"enable_sleep_mode": True},
     "vllm": {"max_model_len": 128, "max_num_seqs": 16},
     "sglang": {
         "device": "cpu",
@@ -201,6 +201,15 @@ class Rig:
 
     def without_last_bucket(self) -> Plan:
         return dataclasses.replace(self.plan, bucket_step=self.plan.bucket_step[:-1])
+
+    @property
+    def sleeps(self) -> bool:
+        """vLLM has one engine that sleeps in a process, and SGLang wants a package: tests/gpu has them."""
+        return self.kind == "torch"
+
+    def live_nbytes(self) -> int:
+        """What the memory of the weights takes now."""
+        return sum(each.untyped_storage().nbytes() for each in self._module().parameters())
 
     def close(self) -> None:
         self.engine.close()

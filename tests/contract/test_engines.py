@@ -166,6 +166,47 @@ def test_a_load_that_ends_early_heals_with_the_next(rig: Rig, share: float) -> N
     assert rig.serves(rig.models[1], PROMPTS, rig.generate(PROMPTS).result(TIMEOUT_S).tokens)
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_asleep_it_has_no_memory_and_the_next_load_wakes_it(rig: Rig, level: int) -> None:
+    if not rig.sleeps:
+        with pytest.raises(ConfigError, match=rf"enable_\w+: False.*engine e0.*level {level}.*true"):
+            rig.engine.sleep(level, "wait", TIMEOUT_S)
+        return
+    rig.update(rig.models[0], 1)
+    awake = rig.live_nbytes()
+    for version, model in ((2, rig.models[1]), (3, rig.models[0])):
+        rig.engine.sleep(level, "wait", TIMEOUT_S)
+        rig.engine.sleep(level, "wait", TIMEOUT_S)  # is nothing new
+        assert (awake > 0, rig.live_nbytes(), rig.engine.serving()) == (True, 0, 0)
+        with pytest.raises(StateError, match="e0 is asleep"):
+            rig.generate(PROMPTS).result(TIMEOUT_S)
+        with pytest.raises(StateError, match="e0 is asleep: pause it first"):
+            rig.engine.load(99, TIMEOUT_S)
+        rig.connect(rig.plan)  # a new epoch finds it asleep
+        rig.update(model, version)
+        assert rig.live_nbytes() == awake
+        assert rig.serves(model, PROMPTS, rig.generate(PROMPTS).result(TIMEOUT_S).tokens)
+
+
+def test_only_with_its_weights_on_the_host_it_wakes_without_a_load(rig: Rig) -> None:
+    if not rig.sleeps:
+        pytest.skip("it cannot sleep here")
+    rig.update(rig.models[0], 1)
+    rig.engine.sleep(1, "wait", TIMEOUT_S)
+    rig.engine.pause("wait", TIMEOUT_S)
+    rig.engine.resume(1)
+    assert rig.serves(rig.models[0], PROMPTS, rig.generate(PROMPTS).result(TIMEOUT_S).tokens)
+    rig.engine.sleep(2, "wait", TIMEOUT_S)
+    rig.engine.pause("wait", TIMEOUT_S)
+    with pytest.raises(StateError, match="no whole weights"):
+        rig.engine.resume(1)
+    with pytest.raises(EngineError, match="the test gave up"):
+        rig.load(rig.models[1], num_buckets=1)
+    rig.engine.sleep(2, "wait", TIMEOUT_S)  # half loaded, or not at all
+    rig.update(rig.models[1], 2)
+    assert rig.serves(rig.models[1], PROMPTS, rig.generate(PROMPTS).result(TIMEOUT_S).tokens)
+
+
 def test_missing_bytes_are_named(rig: Rig) -> None:
     whole = rig.plan
     rig.engine.pause("keep", TIMEOUT_S)

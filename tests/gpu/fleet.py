@@ -65,6 +65,27 @@ class Trainer(TrainerShard):
         whole = AutoModelForCausalLM.from_pretrained(path, dtype=self._dtype).state_dict()
         set_model_state_dict(self.model, whole, options=StateDictOptions(full_state_dict=True))
 
+    def remember(self, paths: Sequence[str]) -> None:
+        """Read checkpoints of the same shape once, for `become`."""
+        self._versions = []
+        for path in paths:
+            self.load(path)
+            self._versions.append([each.detach().cpu().clone() for each in self.model.parameters()])
+
+    @torch.no_grad()
+    def become(self, number: int) -> None:
+        """Train, in effect: other values in the memory that there is."""
+        for parameter, values in zip(self.model.parameters(), self._versions[number], strict=True):
+            parameter.copy_(values)
+
+    @torch.no_grad()
+    def gap(self, prompt: Sequence[int], tokens: Sequence[int]) -> float:
+        """How far below the best the tokens' logits lie on average, in standard deviations."""
+        ids = torch.tensor([[*prompt, *tokens]], device=self._device)
+        logits = self.model(ids).logits[0, len(prompt) - 1 : -1].float()
+        taken = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
+        return ((logits.amax(1) - taken) / logits.std(1)).mean().item()
+
     @torch.no_grad()
     def weights(self) -> Mapping[str, torch.Tensor]:
         """The whole weights in bfloat16, on the host; all ranks have to be asked."""
@@ -98,8 +119,8 @@ class Engine(EngineActor):
 class VllmEngine(EngineActor):
     """vLLM with CUDA graphs, started with dummy weights, and asked the probe's questions."""
 
-    def __init__(self, path: str, name: str, num_ranks: int) -> None:
-        super().__init__("vllm", path, name, {"tensor_parallel_size": num_ranks, **OPTIONS})
+    def __init__(self, path: str, name: str, num_ranks: int, **options: object) -> None:
+        super().__init__("vllm", path, name, {"tensor_parallel_size": num_ranks, **OPTIONS, **options})
 
     async def answers(self) -> Answers:
         return await asyncio.to_thread(self._engine._loop.call, probe)
@@ -108,8 +129,8 @@ class VllmEngine(EngineActor):
 class SglangEngine(EngineActor):
     """SGLang with CUDA graphs, started with dummy weights, and asked its probe's questions."""
 
-    def __init__(self, path: str, name: str, num_ranks: int) -> None:
-        options = {"tensor_parallel_size": num_ranks, **sglang_probe.OPTIONS}
+    def __init__(self, path: str, name: str, num_ranks: int, **options: object) -> None:
+        options = {"tensor_parallel_size": num_ranks, **sglang_probe.OPTIONS, **options}
         super().__init__("sglang", path, name, options)
 
     async def answers(self) -> sglang_probe.Answers:
@@ -123,12 +144,13 @@ def spawn(
     *args: object,
     share: float = 0.4,
     visible: Sequence[str] = (),
+    **named: object,
 ) -> Any:
     """An actor on bundle `gpu`, with a `share` of its GPU; with none, it sees the `visible` ones."""
     options = {"num_cpus": 0, "num_gpus": share, "max_restarts": 0, "scheduling_strategy": _at(bundles, gpu)}
     if visible:
         options["runtime_env"] = {"env_vars": {"CUDA_VISIBLE_DEVICES": ",".join(visible)}}
-    return ray.remote(cls).options(**options).remote(*args)
+    return ray.remote(cls).options(**options).remote(*args, **named)
 
 
 def visible_devices(bundles: PlacementGroup, gpus: Sequence[int]) -> list[str]:

@@ -81,7 +81,17 @@ class Engine(Protocol):
         """Stop making tokens. ``keep`` freezes running requests, ``wait`` lets them end first, ``abort``
         ends them with the tokens that they have.
 
-        Once this returns, no rank reads its weights until ``resume``. Raises DeadlineError.
+        Once this returns, no rank reads its weights until ``resume``. One that is asleep takes the memory
+        of its weights back, so that they can be loaded. Raises DeadlineError.
+        """
+
+    def sleep(self, level: int, mode: str, timeout_s: float) -> None:
+        """Pause, then give the device memory of weights and caches back. Without effect while asleep.
+
+        With `level` 1 the weights stay on the host: `pause` brings them back, and ``resume`` serves the same
+        version again. With 2 they are dropped, so that a `load` has to come first. Who calls `generate`
+        meanwhile is refused; frozen requests wait. Raises DeadlineError, or ConfigError for an engine that
+        was not started to sleep.
         """
 
     def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
@@ -96,7 +106,10 @@ class Engine(Protocol):
         """Per rank, what the last `load` that succeeded took: see `EngineFeed.spans`."""
 
     def resume(self, version: int) -> None:
-        """Serve `version`: drop caches that earlier weights filled, go on with frozen requests."""
+        """Serve `version`: drop caches that earlier weights filled, go on with frozen requests.
+
+        One that was asleep takes back what memory is still missing.
+        """
 
     def serving(self) -> int:
         """The version of the last `resume`; 0 before the first, and from `pause` until the next."""
@@ -104,7 +117,7 @@ class Engine(Protocol):
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
         """Complete token-id prompts. `sampling`: max_tokens, temperature (0 is greedy), seed, stop_token_ids.
 
-        Raises StateError while the engine holds no committed version.
+        Raises StateError while the engine holds no committed version, and while it is asleep.
         """
 
     def check(self) -> None:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from weightsync.errors import StateError
+from weightsync.errors import ConfigError, StateError
 
 if TYPE_CHECKING:
     from weightsync.buffers import Attached
@@ -15,16 +15,23 @@ if TYPE_CHECKING:
     from weightsync.plan import Plan, RankLayout
     from weightsync.verify import Digests
 
-__all__ = ["EngineRanks"]
+__all__ = ["CACHES", "WEIGHTS", "EngineRanks"]
 
 logger = logging.getLogger("weightsync.engines")
 
+WEIGHTS, CACHES = "weights", "kv_cache"
+"""What sleeps, as both vLLM and SGLang call it, in the order in which it wakes."""
+
 
 class EngineRanks:
-    """The part of an adapter that is the same for all; `on_ranks` is how its ranks are reached."""
+    """The part of an adapter that is the same for all; `on_ranks` is how its ranks are reached.
+
+    Live parameters keep their addresses while they sleep: what was found out about them stays true.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._asleep: list[str] = []
         self._whole = False
         self._spans: list[Sequence[Span]] = []
 
@@ -43,10 +50,11 @@ class EngineRanks:
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
         """See `Engine.attach`."""
-        return self.on_ranks("attach", plan, tuple(tickets), timeout_s)
+        return self.on_ranks("attach", plan, tuple(tickets), timeout_s, WEIGHTS in self._asleep)
 
     def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
         """See `Engine.load`; of whole tensors, the digests are of what the engine's loader was handed."""
+        self.require_awake("pause it first")
         self._whole = False
         loaded = self.on_ranks("load", attempt, timeout_s)
         self._whole = True
@@ -56,6 +64,50 @@ class EngineRanks:
     def spans(self) -> Sequence[Sequence[Span]]:
         """See `Engine.spans`."""
         return self._spans
+
+    def pause(self, mode: str, timeout_s: float) -> None:
+        """See `Engine.pause`."""
+        raise NotImplementedError
+
+    def sleep(self, level: int, mode: str, timeout_s: float) -> None:
+        """See `Engine.sleep`."""
+        field, needed = self._sleep_option(level)
+        if not needed:
+            raise ConfigError(
+                field, False, f"engine {self._name} can sleep (level {level}) if started with true"
+            )
+        if len(self._asleep) == len((WEIGHTS, CACHES)):
+            return
+        self.pause(mode, timeout_s)
+        self._wake(CACHES)  # of a half awake one, vLLM takes no more notice
+        self._release(level)
+        self._asleep = [WEIGHTS, CACHES]
+        self._whole = self._whole and level == 1
+
+    def require_awake(self, remedy: str) -> None:
+        """Raises StateError while weights are asleep."""
+        if WEIGHTS in self._asleep:
+            raise StateError(f"engine {self._name} is asleep: {remedy}")
+
+    def _wake(self, *parts: str) -> None:
+        """Take the memory of `parts` back, of those that are asleep."""
+        for part in [each for each in self._asleep if each in parts]:
+            self._take(part)
+            self._asleep.remove(part)
+            if part == WEIGHTS and not self._whole:
+                self.on_ranks("blank")
+
+    def _sleep_option(self, level: int) -> tuple[str, bool]:
+        """The option that an engine needs to be started with to sleep, and whether it was."""
+        raise NotImplementedError
+
+    def _release(self, level: int) -> None:
+        """Give all memory back, while paused."""
+        raise NotImplementedError
+
+    def _take(self, part: str) -> None:
+        """Take one part back."""
+        raise NotImplementedError
 
     def require_whole(self) -> None:
         """Raises StateError while the weights are dummies or a mix."""

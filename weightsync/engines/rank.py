@@ -101,18 +101,27 @@ class Rank:
         """Where each live parameter lies: these stay, since CUDA graphs hold them."""
         return {name: each.data_ptr() for name, each in self._host.model().named_parameters()}
 
-    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Attached:
-        """See `Engine.attach`; `tickets` are all ranks'."""
+    def attach(
+        self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float, asleep: bool = False
+    ) -> Attached:
+        """See `Engine.attach`; `tickets` are all ranks'. While `asleep`, the weights have no memory."""
         self.close()
         layout, ticket = self.layout(), tickets[self._rank]
         self._feed, self._plan, self._engine = EngineFeed.open(ticket, plan, timeout_s), plan, ticket.engine
         if not layout.buffers:
             return Attached(plan.digest(), None)
-        self._writer = LiveWriter(plan, layout, self._live, self._feed.slots)
-        return Attached(plan.digest(), self._writer.export())
+        self._writer = LiveWriter(plan, layout, self._live, self._feed.slots, readable=not asleep)
+        return Attached(plan.digest(), None if asleep else self._writer.export())
 
     def settle(self) -> None:
         """Wait for a step that may still run with the old weights."""
+        synchronize(self._device)
+
+    def blank(self) -> None:
+        """Zeros for what was dropped: also where no checkpoint writes, as in the padding of a vocabulary."""
+        with torch.no_grad():
+            for parameter in self._host.model().parameters():
+                parameter.zero_()
         synchronize(self._device)
 
     def load(self, attempt: int, timeout_s: float) -> tuple[Digests, Sequence[Span]]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightsync.engines.base import Rollout
 from weightsync.engines.checks import require_gpus, warn_untested
-from weightsync.engines.engine_ranks import EngineRanks
+from weightsync.engines.engine_ranks import CACHES, WEIGHTS, EngineRanks
 from weightsync.engines.ranks import RankProcess, RankWatch
 from weightsync.engines.sampling import Sampling
 from weightsync.engines.sglang_api import Server, has_sessions, sampling_params, server_args
@@ -37,6 +37,7 @@ _END_S = 20.0
 _ANSWER_S = 10.0
 """For answers to arrive once SGLang says that all ranks have sent them."""
 _SIG_IGN = ctypes.c_void_p(1)
+_SLEEP_OPTIONS = ("enable_memory_saver", "enable_weights_cpu_backup")
 
 
 class SglangEngine(EngineRanks):
@@ -60,7 +61,7 @@ class SglangEngine(EngineRanks):
         if arguments.get("device") != "cpu":
             require_gpus(self._num_ranks)
         super().__init__(name)
-        self._sleeps = bool(arguments.get("enable_memory_saver"))
+        self._sleeps = [bool(arguments.get(option)) for option in _SLEEP_OPTIONS]
         self._seeds = bool(arguments.get("enable_deterministic_inference"))
         self._settings = RankSettings(name, model_path, arguments["dtype"], sessions)
         self._asking = threading.Lock()
@@ -92,6 +93,7 @@ class SglangEngine(EngineRanks):
         deadline = time.monotonic() + timeout_s
         frozen = self._loop.frozen
         self._loop.freeze(mode, timeout_s)
+        self._wake(WEIGHTS)
         try:
             self.on_ranks("settle", wait_s=max(0.0, deadline - time.monotonic()))
         except FutureTimeoutError as error:
@@ -103,6 +105,7 @@ class SglangEngine(EngineRanks):
         """See `EngineRanks.load`."""
         if not self._loop.frozen:
             raise StateError(f"engine {self._name} is serving: pause it first")
+        self.require_awake("pause it first")
         try:
             return super().load(attempt, timeout_s)
         except WeightSyncError:
@@ -112,6 +115,7 @@ class SglangEngine(EngineRanks):
     def resume(self, version: int) -> None:
         """See `Engine.resume`. Raises StateError while the weights are dummies or a mix."""
         self.require_whole()
+        self._wake(WEIGHTS, CACHES)
         self.on_ranks("settle", version=str(version))
         self._loop.thaw(version)
 
@@ -121,6 +125,7 @@ class SglangEngine(EngineRanks):
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
         """See `Engine.generate`; requests of concurrent calls share SGLang's batches."""
+        self.require_awake("update or wake it first")
         settings = Sampling.of(sampling)
         if settings.seed is not None and not self._seeds:
             raise ConfigError(
@@ -156,21 +161,9 @@ class SglangEngine(EngineRanks):
         _, _, ranks, *_ = self._own("check_weights", "CheckWeightsReqInput", {"action": "checksum"})
         return list(ranks)
 
-    def release_memory(self, tags: Sequence[str] = ("kv_cache", "weights", "cuda_graph")) -> None:
-        """Give GPU memory back, what is in it is lost; while paused, and nobody waits in SGLang.
-
-        Raises:
-            ConfigError: SGLang was started without ``options.enable_memory_saver``.
-            StateError: it is not paused, or holds requests: pause it with ``wait``.
-        """
-        self._require_sleep()
-        self._whole = self._whole and "weights" not in tags
-        self._own("release_memory_occupation", "ReleaseMemoryOccupationReqInput", {"tags": list(tags)})
-
-    def resume_memory(self, tags: Sequence[str] = ("kv_cache", "weights", "cuda_graph")) -> None:
-        """Take back what `release_memory` gave; raises as it does. Weights then have to be loaded."""
-        self._require_sleep()
-        self._own("resume_memory_occupation", "ResumeMemoryOccupationReqInput", {"tags": list(tags)})
+    def sleep(self, level: int, mode: str, timeout_s: float) -> None:
+        """See `Engine.sleep`. SGLang gives nothing back while it holds requests: ``keep`` lets them end."""
+        super().sleep(level, "wait" if mode == "keep" else mode, timeout_s)
 
     def close(self) -> None:
         """See `Engine.close`."""
@@ -180,11 +173,20 @@ class SglangEngine(EngineRanks):
             logger.warning("engine %s does not end", self._name)
         self._replies.close()
 
-    def _require_sleep(self) -> None:
-        if not self._sleeps:
-            raise ConfigError("options.enable_memory_saver", False, "memory is only given back with it")
-        if not self._loop.frozen or self._loop.num_running:
-            raise StateError(f"engine {self._name} holds requests: pause it with mode wait first")
+    def _sleep_option(self, level: int) -> tuple[str, bool]:
+        """Of both options, the first that it lacks."""
+        saver, backup = self._sleeps
+        lacking = int(saver and level == 1)
+        return f"options.{_SLEEP_OPTIONS[lacking]}", backup if lacking else saver
+
+    def _release(self, level: int) -> None:
+        if self._loop.num_running:  # it would end
+            raise StateError(f"engine {self._name} holds frozen requests: resume it first")
+        tags = {"tags": [WEIGHTS, CACHES]}
+        self._own("release_memory_occupation", "ReleaseMemoryOccupationReqInput", tags)
+
+    def _take(self, part: str) -> None:
+        self._own("resume_memory_occupation", "ResumeMemoryOccupationReqInput", {"tags": [part]})
 
     def _own(self, method: str, request: str, fields: Mapping[str, object]) -> Any:  # noqa: ANN401 - SGLang's
         outcome = self._asked(method, lambda server: server.ask(method, request, **fields))

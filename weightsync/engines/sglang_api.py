@@ -13,6 +13,7 @@ import pickle
 import socket
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -139,6 +140,8 @@ class Server:
         """Start SGLang; takes up to minutes. `loop` is new, and runs on no thread yet."""
         from sglang.srt.entrypoints.engine import Engine
 
+        if arguments.get("enable_memory_saver"):
+            _lead_to_cudart()
         engine = Engine(**arguments)
         # It would end all children of this process, whoever started them. `pids` are what is its own.
         atexit.unregister(engine.shutdown)
@@ -237,6 +240,14 @@ class Server:
                     **{"flush_cache": False, **fields},
                 )
             )
+
+
+def _lead_to_cudart() -> None:
+    """What SGLang preloads into its processes links to it, before Python could say where it is."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    folders = [os.path.dirname(line.split()[-1]) for line in maps if "/libcudart.so" in line]
+    known = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if path]
+    os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(dict.fromkeys([*known, *folders]))
 
 
 def join_update_group(address: str, port: int, *, world_size: int, name: str) -> Any:  # noqa: ANN401 - torch's

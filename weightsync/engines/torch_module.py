@@ -26,6 +26,7 @@ from weightsync.faults import arm, shares
 from weightsync.feed import EngineFeed
 from weightsync.live import LiveWriter
 from weightsync.modules import device_id, named_tensors
+from weightsync.offload import Offload
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ __all__ = ["TorchEngine", "TorchOptions"]
 class TorchOptions:
     """Options of this engine. One process holds the whole model, so `tensor_parallel_size` is 1.
 
-    With `device` ``cuda``, the model lies on the process's current GPU.
+    With `device` ``cuda``, the model lies on the process's current GPU. With `enable_sleep_mode`, its holder
+    does not write into its memory, which then could not be given back: buckets are copied.
 
     Raises:
         ConfigError: naming the field, as ``options.<field>``.
@@ -51,6 +53,7 @@ class TorchOptions:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: Literal["cpu", "cuda"] = "cpu"
     tensor_parallel_size: int = 1
+    enable_sleep_mode: bool = False
 
     def __post_init__(self) -> None:
         if self.device == "cuda" and not torch.cuda.is_available():
@@ -71,7 +74,7 @@ class TorchEngine:
         settings = load_dataclass(TorchOptions, options, field="options")
         config = AutoConfig.from_pretrained(model_path)
         self._name = name
-        self._device = torch.device(settings.device)
+        self._device, self._sleeps = torch.device(settings.device), settings.enable_sleep_mode
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, settings.dtype))
         self._model = model.to(self._device).eval()
         # The checkpoint's own sampling defaults would otherwise fill what a call leaves out.
@@ -79,7 +82,9 @@ class TorchEngine:
         self._gate = _Gate()
         self._whole = False
         self._feed: EngineFeed | None = None
+        self._plan: Plan | None = None
         self._writer: LiveWriter | None = None
+        self._asleep: Offload | None = None
 
     def layout(self) -> Sequence[RankLayout]:
         """The live tensors themselves, whole, each its own buffer."""
@@ -95,26 +100,52 @@ class TorchEngine:
         """See `Engine.attach`."""
         (ticket,) = tickets
         self._detach()
-        self._feed = EngineFeed.open(ticket, plan, timeout_s)
-        (layout,) = self.layout()
-        self._writer = LiveWriter(plan, layout, named_tensors(self._model)[0], self._feed.slots)
+        self._feed, self._plan = EngineFeed.open(ticket, plan, timeout_s), plan
+        if self._sleeps:
+            return [Attached(plan.digest(), None)]
+        self._writer = self._open_writer()
         return [Attached(plan.digest(), self._writer.export())]
+
+    def _open_writer(self) -> LiveWriter:
+        assert self._feed is not None
+        assert self._plan is not None
+        (layout,) = self.layout()
+        return LiveWriter(self._plan, layout, named_tensors(self._model)[0], self._feed.slots)
 
     def pause(self, mode: str, timeout_s: float) -> None:
         """Wait for the running `generate`, with ``abort`` for a token; later ones wait for `resume`."""
         if not self._gate.shut(timeout_s, cut=mode == "abort"):
             raise DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s)
+        self._wake()
+
+    def sleep(self, level: int, mode: str, timeout_s: float) -> None:
+        """See `Engine.sleep`."""
+        if not self._sleeps:
+            remedy = f"engine {self._name} can sleep (level {level}) if started with true"
+            raise ConfigError("options.enable_sleep_mode", False, remedy)
+        if self._asleep is None:
+            self.pause(mode, timeout_s)
+            self._writer = None
+            self._asleep = Offload(named_tensors(self._model)[0].values(), keep=level == 1)
+            self._whole = self._whole and level == 1
+
+    def _wake(self) -> None:
+        if self._asleep:
+            self._asleep.undo()
+            self._asleep = None
 
     def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
         """See `Engine.load`: pieces go straight into the live parameters."""
-        if self._feed is None or self._writer is None:
+        if self._feed is None:
             raise StateError(f"engine {self._name} is not attached: connect first")
-        if not self._gate.quiet:
-            raise StateError(f"engine {self._name} is serving: pause it first")
+        if not self._gate.quiet or self._asleep:
+            doing = "asleep" if self._asleep else "serving"
+            raise StateError(f"engine {self._name} is {doing}: pause it first")
         self._whole = False
-        self._writer.begin(named_tensors(self._model)[0])
+        writer = self._writer = self._writer or self._open_writer()
+        writer.begin(named_tensors(self._model)[0])
         try:
-            digests = [self._feed.receive(attempt, self._writer, timeout_s)]
+            digests = [self._feed.receive(attempt, writer, timeout_s)]
         except WeightSyncError as error:
             self._gate.void()
             if isinstance(error, TransportError | WireError):
@@ -131,6 +162,7 @@ class TorchEngine:
         """See `Engine.resume`. Raises StateError while the weights are dummies or a mix."""
         if not self._whole:
             raise StateError(f"engine {self._name} has no whole weights: load them first")
+        self._wake()
         self._gate.open(version)
 
     def serving(self) -> int:
@@ -140,6 +172,8 @@ class TorchEngine:
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
         """Complete all prompts in one batch; calls run one after another."""
         settings = Sampling.of(sampling)
+        if self._asleep:
+            raise StateError(f"engine {self._name} is asleep: update or wake it first")
         version = self._gate.enter(self._name)
         try:
             tokens = self._complete(prompts, settings) if prompts else []

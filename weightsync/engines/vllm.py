@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightsync.engines.base import Rollout
 from weightsync.engines.checks import warn_untested
+from weightsync.engines.engine_ranks import CACHES, WEIGHTS
 from weightsync.engines.ranks import RankProcess, RankWatch
 from weightsync.engines.sampling import Sampling
 from weightsync.engines.vllm_api import engine_args, sampling_params, set_environment, start, stop
@@ -50,6 +51,7 @@ class VllmEngine(VllmRanks):
         set_environment()
         worker = f"{WeightSyncWorker.__module__}.{WeightSyncWorker.__qualname__}"
         arguments = engine_args(model_path, options, worker)
+        self._sleeps = arguments.enable_sleep_mode
         self._loop = EngineLoop(name, lambda: start(arguments), _stop)
         ranks: list[RankProcess | None] = self.on_ranks("join", os.getpid())
         self._num_ranks = len(ranks)
@@ -70,12 +72,14 @@ class VllmEngine(VllmRanks):
     def pause(self, mode: str, timeout_s: float) -> None:
         """See `Engine.pause`."""
         self._loop.freeze(mode, timeout_s)
+        self._wake(WEIGHTS)
         self.on_ranks("settle")
 
     def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
         """See `EngineRanks.load`."""
         if not self._loop.frozen:
             raise StateError(f"engine {self._name} is serving: pause it first")
+        self.require_awake("pause it first")
         try:
             return super().load(attempt, timeout_s)
         except WeightSyncError:
@@ -85,6 +89,7 @@ class VllmEngine(VllmRanks):
     def resume(self, version: int) -> None:
         """See `Engine.resume`. Raises StateError while the weights are dummies or a mix."""
         self.require_whole()
+        self._wake(WEIGHTS, CACHES)
         self._loop.thaw(version)
 
     def serving(self) -> int:
@@ -93,6 +98,7 @@ class VllmEngine(VllmRanks):
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
         """See `Engine.generate`; requests of concurrent calls share vLLM's batches."""
+        self.require_awake("update or wake it first")
         settings = Sampling.of(sampling)
         params = [sampling_params(settings, index) for index in range(len(prompts))]
         return Rollout.of(self._loop.complete(prompts, params))
@@ -104,6 +110,15 @@ class VllmEngine(VllmRanks):
             self._watch.end()  # or vLLM would wait for what a rank that is stopped should answer
             if not self._loop.close(_END_S):
                 logger.warning("engine %s does not end", self._name)
+
+    def _sleep_option(self, level: int) -> tuple[str, bool]:
+        return "options.enable_sleep_mode", self._sleeps
+
+    def _release(self, level: int) -> None:
+        self._loop.call(lambda engine: engine.sleep(level, "keep"))
+
+    def _take(self, part: str) -> None:
+        self._loop.call(lambda engine: engine.wake_up([part]))
 
     def _ask(self, blob: bytes) -> Sequence[bytes]:
         return self._loop.call(lambda engine: engine.collective_rpc("ws_call", args=(blob,)))

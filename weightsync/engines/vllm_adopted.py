@@ -8,6 +8,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from weightsync.engines.base import Rollout
+from weightsync.engines.engine_ranks import CACHES, WEIGHTS
 from weightsync.engines.vllm_ranks import VllmRanks
 from weightsync.engines.vllm_worker import WeightSyncWorker
 from weightsync.errors import ConfigError, DeadlineError, PeerLostError, StateError
@@ -32,6 +33,10 @@ class AsyncVllm(Protocol):
 
     @property
     def errored(self) -> bool: ...
+    @property
+    def vllm_config(self) -> Any: ...  # noqa: ANN401 - vLLM's
+    def sleep(self, level: int, mode: str) -> Coroutine[object, object, None]: ...
+    def wake_up(self, tags: list[str]) -> Coroutine[object, object, object]: ...
     def pause_generation(self, *, mode: str, clear_cache: bool) -> Coroutine[object, object, None]: ...
     def resume_generation(self) -> Coroutine[object, object, None]: ...
     def collective_rpc(
@@ -77,11 +82,13 @@ class AdoptedVllm(VllmRanks):
         except FutureTimeoutError as error:
             self._wait(self._llm.resume_generation(), _GO_ON_S)
             raise DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s) from error
+        self._wake(WEIGHTS)
         self.on_ranks("settle")
 
     def resume(self, version: int) -> None:
         """See `Engine.resume`. Raises StateError while the weights are dummies or a mix."""
         self.require_whole()
+        self._wake(WEIGHTS, CACHES)
         self._wait(self._llm.resume_generation())
         self._serving = version
 
@@ -96,6 +103,15 @@ class AdoptedVllm(VllmRanks):
     def close(self) -> None:
         """Leave the holders; the engine goes on."""
         self.on_ranks("close")
+
+    def _sleep_option(self, level: int) -> tuple[str, bool]:
+        return "enable_sleep_mode", self._llm.vllm_config.model_config.enable_sleep_mode
+
+    def _release(self, level: int) -> None:
+        self._wait(self._llm.sleep(level, "keep"))
+
+    def _take(self, part: str) -> None:
+        self._wait(self._llm.wake_up([part]))
 
     def _ask(self, blob: bytes) -> Sequence[bytes]:
         try:

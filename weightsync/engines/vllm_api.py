@@ -87,6 +87,7 @@ def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> Eng
     if max(settings.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline")) > 1:
         # In one of Ray's placement groups, vLLM would have its ranks be actors elsewhere in the group.
         settings.setdefault("distributed_executor_backend", "mp")
+    _check_sleep(settings, current_platform.is_sleep_mode_available())
     if current_platform.is_cuda() and settings.get("distributed_executor_backend") != "ray":
         require_gpus(settings.get("tensor_parallel_size", 1))
     if settings["dtype"] == "auto":
@@ -99,6 +100,17 @@ def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> Eng
             "options.dtype", settings["dtype"], f"vLLM on this platform holds {', '.join(held)}"
         )
     return EngineArgs(model=model_path, load_format="dummy", worker_extension_cls=worker, **settings)
+
+
+def _check_sleep(settings: dict[str, Any], available: bool) -> None:
+    """Raises ConfigError where vLLM could not sleep, or not wake."""
+    if not settings.get("enable_sleep_mode"):
+        return
+    if not available:
+        raise ConfigError("options.enable_sleep_mode", True, "leave it out: vLLM sleeps on GPUs")
+    if not settings.setdefault("disable_custom_all_reduce", True):
+        remedy = "leave it out: those buffers cannot be shared in the memory that sleeps"
+        raise ConfigError("options.disable_custom_all_reduce", False, remedy)
 
 
 def start(arguments: EngineArgs) -> LLMEngine:

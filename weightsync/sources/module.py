@@ -21,7 +21,7 @@ from weightsync.memory import BufferHandle, SharedBuffer
 from weightsync.modules import device_id, named_tensors
 from weightsync.plan import Box, Piece, Plan, RankLayout, Segment, TensorMeta
 from weightsync.sources.in_place import InPlace
-from weightsync.verify import Digests, tensor_digest, warm_up
+from weightsync.verify import Digests, host_bytes, tensor_digest, warm_up
 
 __all__ = ["ModuleSource"]
 
@@ -148,7 +148,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
     """Into contiguous `target` of one dimension and the same dtype."""
     if source.is_contiguous() and source.device.type == "cpu":
         # By this thread alone: torch would split it between its own.
-        np.copyto(target.view(torch.uint8).numpy(), source.reshape(-1).view(torch.uint8).numpy())
+        np.copyto(target.view(torch.uint8).numpy(), host_bytes(source))
     else:
         target.view(source.shape).copy_(source)
 

@@ -1,0 +1,250 @@
+"""In which order vLLM and SGLang are told to sleep and to wake; tests/gpu does it with them."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.contract.test_sglang_loop import FakeServer, of
+from tests.contract.test_vllm_loop import FakeLlm
+from weightsync.engines.engine_ranks import EngineRanks
+from weightsync.engines.rank import Rank
+from weightsync.engines.sglang import SglangEngine
+from weightsync.engines.sglang_loop import RequestLoop
+from weightsync.engines.vllm import VllmEngine
+from weightsync.engines.vllm_adopted import AdoptedVllm
+from weightsync.engines.vllm_api import _check_sleep
+from weightsync.engines.vllm_loop import EngineLoop
+from weightsync.errors import ConfigError, StateError
+
+TIMEOUT_S = 10.0
+
+
+class Vllm(VllmEngine):
+    def __init__(self, calls: list[str]) -> None:
+        EngineRanks.__init__(self, "e0")
+        llm = FakeLlm()
+        llm.calls, self.calls, self._sleeps = calls, calls, True
+        self._loop = EngineLoop("e0", lambda: llm, FakeLlm.shut)
+
+    def on_ranks(self, method: str, *args: object) -> list[Any]:
+        self.calls.append(method)
+        return [(None, ())]
+
+    def close(self) -> None:
+        self._loop.close()
+
+
+class Saver(FakeServer):
+    async def ask(self, method: str, request: str, **fields: Any) -> None:
+        assert request.lower().startswith(method.replace("_", ""))
+        self.calls.append(f"{method.split('_')[0]} {' '.join(fields['tags'])}")
+
+
+class Sglang(SglangEngine):
+    def __init__(self, calls: list[str]) -> None:
+        EngineRanks.__init__(self, "e0")
+        server = Saver()
+        self._loop = RequestLoop("e0", lambda: server, FakeServer.stop)
+        server.calls, self.calls, self._sleeps = calls, calls, [True, True]
+
+    def on_ranks(self, method: str, *args: object, **_: object) -> list[Any]:
+        self.calls.append(method)
+        return [(None, ())]
+
+    def close(self) -> None:
+        self._loop.close()
+
+
+class AsyncLlm:
+    """An AsyncLLM's calls, on a loop of its own."""
+
+    vllm_config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
+    errored = False
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls, self.loop = calls, asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread.start()
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self.calls.append(f"pause {mode}")
+
+    async def resume_generation(self) -> None:
+        self.calls.append("go on")
+
+    async def sleep(self, level: int, mode: str) -> None:
+        self.calls.append(f"sleep {level} {mode}")
+
+    async def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(f"wake {tags}")
+
+    async def collective_rpc(self, method: str, *, args: tuple[bytes, ...]) -> list[bytes]:
+        name, _ = pickle.loads(args[0])
+        self.calls.append(name)
+        return [pickle.dumps((None, ()))]
+
+
+class Adopted(AdoptedVllm):
+    def __init__(self, calls: list[str]) -> None:
+        self.llm = AsyncLlm(calls)
+        super().__init__(self.llm, self.llm.loop)
+        self._name = "e0"
+
+    def close(self) -> None:
+        self.llm.loop.call_soon_threadsafe(self.llm.loop.stop)
+        self.llm.thread.join(TIMEOUT_S)
+        self.llm.loop.close()
+
+
+# What each says of giving all back, of taking a part back, and of going on.
+WORDS = {
+    Vllm: ("sleep {} keep", "wake ['{}']", ("reset True", "wake ['scheduling']")),
+    Adopted: ("sleep {} keep", "wake ['{}']", ("go on",)),
+    Sglang: ("release weights kv_cache", "resume {}", ("settle", "go on")),
+}
+Make = Callable[[type], Any]
+
+
+@pytest.fixture
+def calls() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def make(calls: list[str]) -> Iterator[Make]:
+    made: list[Any] = []
+
+    def run(cls: type) -> Any:
+        made.append(cls(calls))
+        calls.clear()
+        return made[-1]
+
+    yield run
+    for engine in made:
+        engine.close()
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("cls", WORDS)
+def test_weights_wake_before_a_load_and_caches_after_it(
+    make: Make, calls: list[str], cls: type, level: int
+) -> None:
+    gives, takes, goes_on = WORDS[cls]
+    engine = make(cls)
+    engine.sleep(level, "wait", TIMEOUT_S)
+    assert calls[-2:] == ["settle", gives.format(level)]
+    with pytest.raises(StateError, match=r"asleep: pause it first"):
+        engine.load(1, TIMEOUT_S)
+    calls.clear()
+    engine.pause("wait", TIMEOUT_S)
+    assert calls[-3:] == [takes.format("weights"), "blank", "settle"]
+    calls.clear()
+    engine.load(1, TIMEOUT_S)
+    engine.resume(1)
+    assert calls == ["load", takes.format("kv_cache"), *goes_on]
+    assert engine.serving() == 1
+
+
+@pytest.mark.parametrize("cls", WORDS)
+def test_with_its_weights_on_the_host_it_serves_them_again(make: Make, calls: list[str], cls: type) -> None:
+    _, takes, goes_on = WORDS[cls]
+    engine = make(cls)
+    engine.pause("wait", TIMEOUT_S)
+    engine.load(1, TIMEOUT_S)
+    engine.sleep(1, "wait", TIMEOUT_S)
+    engine.sleep(1, "wait", TIMEOUT_S)
+    calls.clear()
+    engine.resume(1)
+    assert calls == [takes.format("weights"), takes.format("kv_cache"), *goes_on]
+    engine.sleep(2, "wait", TIMEOUT_S)
+    with pytest.raises(StateError, match="no whole weights"):
+        engine.resume(1)
+
+
+@pytest.mark.parametrize("cls", WORDS)
+def test_who_is_half_awake_falls_asleep_as_a_whole(make: Make, calls: list[str], cls: type) -> None:
+    """As after a load that failed: to an engine that still sleeps in part, another sleep is nothing new."""
+    gives, takes, _ = WORDS[cls]
+    engine = make(cls)
+    engine.sleep(2, "wait", TIMEOUT_S)
+    engine.pause("wait", TIMEOUT_S)
+    calls.clear()
+    engine.sleep(2, "wait", TIMEOUT_S)
+    assert calls[-2:] == [takes.format("kv_cache"), gives.format(2)]
+    with pytest.raises(StateError, match="asleep"):
+        engine.load(1, TIMEOUT_S)
+
+
+def test_requests_are_refused_while_asleep_and_held_while_it_is_loaded(make: Make) -> None:
+    engine = make(Sglang)
+    engine.sleep(2, "wait", TIMEOUT_S)
+    with pytest.raises(StateError, match="e0 is asleep: update or wake it first"):
+        engine.generate([[1]], {"max_tokens": 1})
+
+
+def test_sglang_lets_requests_end_for_a_sleep_and_is_not_told_to_with_frozen_ones(make: Make) -> None:
+    engine = make(Sglang)
+    server = engine._loop._server
+    engine.load(1, TIMEOUT_S)
+    engine.resume(1)
+    threads = [threading.Thread(target=engine._loop.complete, args=([[1]], of(2)))]
+    threads[0].start()
+    while not engine._loop.num_running:
+        pass
+    engine.pause("keep", TIMEOUT_S)
+    with pytest.raises(StateError, match="frozen requests"):
+        engine.sleep(2, "keep", TIMEOUT_S)
+    engine.resume(1)
+    threads.append(threading.Thread(target=engine.sleep, args=(2, "keep", TIMEOUT_S)))
+    threads[1].start()
+    server.permits.release(2)
+    for thread in threads:
+        thread.join(TIMEOUT_S)
+    assert engine.calls[-1] == "release weights kv_cache"
+
+
+@pytest.mark.parametrize(
+    ("cls", "sleeps", "level", "field"),
+    [
+        (Vllm, False, 2, "options.enable_sleep_mode"),
+        (Sglang, [False, False], 2, "options.enable_memory_saver"),
+        (Sglang, [False, True], 1, "options.enable_memory_saver"),
+        (Sglang, [True, False], 1, "options.enable_weights_cpu_backup"),
+    ],
+)
+def test_who_was_not_started_to_sleep_says_what_with(
+    make: Make, calls: list[str], cls: type, sleeps: object, level: int, field: str
+) -> None:
+    engine = make(cls)
+    engine._sleeps = sleeps
+    with pytest.raises(ConfigError, match=r"engine e0.*true") as caught:
+        engine.sleep(level, "wait", TIMEOUT_S)
+    assert caught.value.field == field
+    assert calls == []
+
+
+def test_vllm_is_started_so_that_it_can_sleep() -> None:
+    settings: dict[str, Any] = {"enable_sleep_mode": True}
+    _check_sleep(settings, True)
+    assert settings["disable_custom_all_reduce"]
+    _check_sleep({"disable_custom_all_reduce": False}, False)
+    with pytest.raises(ConfigError, match="on GPUs"):
+        _check_sleep({"enable_sleep_mode": True}, False)
+    with pytest.raises(ConfigError, match="disable_custom_all_reduce"):
+        _check_sleep({"enable_sleep_mode": True, "disable_custom_all_reduce": False}, True)
+
+
+def test_what_was_dropped_is_zero_also_where_nothing_is_loaded() -> None:
+    model = nn.Linear(3, 2)
+    rank = Rank("vllm", 0, torch.device("cpu"), SimpleNamespace(model=lambda: model))
+    rank.blank()
+    assert not any(parameter.any() for parameter in model.parameters())
