@@ -1,4 +1,4 @@
-"""The command line: ``weightsync run RECIPE``, ``plan``, ``serve-checkpoint`` and what is beside them."""
+"""The command line: ``weightsync run RECIPE``, ``bench``, ``plan`` and what is beside them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,31 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from recipes.catalog import find, load
-from recipes.cluster import existing_cluster, local_cluster
+from recipes.catalog import load
+from recipes.cluster import local_cluster
 from recipes.doctor import is_fit, table
 from recipes.forecast import Scene, forecast, recipe_scene
 from recipes.hosts import HostSpec
+from recipes.inputs import (
+    at_least_one,
+    check_models,
+    check_ranks,
+    load_fault_plan,
+    recipe_file,
+    refuse,
+    report_in,
+    required,
+    runnable_recipe,
+    writable,
+)
 from recipes.page import write_page
 from recipes.parallel import parse_engine, parse_trainers
 from recipes.recipe import Recipe, load_recipe
@@ -29,15 +41,12 @@ from recipes.schema import markdown as as_markdown
 from recipes.schema import recipe_schema
 from recipes.screen import Screen
 from recipes.shapes import ModelShape
-from recipes.yaml_lines import located, read_yaml
-from weightsync.engines import choose_engine
-from weightsync.errors import ConfigError, WeightSyncError, nearest
+from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.faults import FaultPlan
 
 __all__ = ["app", "main"]
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
-SHIPPED = Path(__file__).parent
 LOOPS = {"grpo": "recipes.quickstart", "elastic": "recipes.elastic"}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -64,13 +73,50 @@ def run(
 ) -> None:
     """Run a recipe. Exits with 0 when it did its work, 1 when it failed, 2 for bad input."""
     try:
-        loaded = load_recipe(_recipe_file(recipe), set_ or [])
-        _check_engines(loaded)
-        _check_cluster(loaded)
-        faults = _load_plan(chaos, loaded) if chaos is not None else None
+        loaded = runnable_recipe(recipe, set_ or [])
+        faults = load_fault_plan(chaos, loaded) if chaos is not None else None
     except ConfigError as error:
         raise typer.Exit(_complain(error, BAD_INPUT)) from None
     raise typer.Exit(_execute(loaded, out or Path("runs") / loaded.name, faults, trace))
+
+
+@app.command()
+def bench(
+    recipe: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped recipe.")],
+    updates: Annotated[int, typer.Option(help="How many count; two before them do not.")] = 10,
+    json_: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write all figures here, too.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="What the links can do: a YAML file, or hosts of configs/clusters.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace one value.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the model and of logs; runs/NAME-bench if not given.")
+    ] = None,
+) -> None:
+    """Measure the updates of a recipe's fleet, without training or rollouts. Exits as run does."""
+    try:
+        loaded = replace(runnable_recipe(recipe, set_ or []), resume=False)
+        num_updates, host = at_least_one("--updates", updates), _cluster(cluster)
+        if json_ is not None:
+            writable("--json", json_)
+        expected = forecast(recipe_scene(loaded, host, offloaded=False)) if host else ""
+    except ConfigError as error:
+        raise typer.Exit(_complain(error, BAD_INPUT)) from None
+
+    def inside(folder: Path) -> int:
+        screen = Screen(Console())
+        if expected:
+            screen.line(expected)
+        made = importlib.import_module("recipes.bench").run(loaded, folder, screen, num_updates, host)
+        if json_ is not None:
+            made.write(json_)
+        return DONE
+
+    raise typer.Exit(_on_cluster(loaded, out or Path("runs") / f"{loaded.name}-bench", inside))
 
 
 @app.command()
@@ -101,19 +147,19 @@ def plan(
 ) -> None:
     """Say what an update moves and how fast it can be, for a recipe or a model. Needs no GPU."""
     try:
-        host = (cluster, load(HostSpec, cluster, field="--cluster", kind="clusters")) if cluster else None
+        host = _cluster(cluster)
         if recipe is not None:
             said = {"--model": model, "--trainers": trainers, "--engine": engine, "--engines": engines}
-            _refuse(said | {"--apart": apart or None}, "RECIPE says it; give one or the other")
-            loaded = load_recipe(_recipe_file(recipe), set_ or [])
+            refuse(said | {"--apart": apart or None}, "RECIPE says it; give one or the other")
+            loaded = load_recipe(recipe_file(recipe), set_ or [])
             scene = recipe_scene(loaded, host, offloaded=offloaded)
         else:
-            _refuse({"--set": set_}, "it replaces a value of RECIPE, and none is given")
+            refuse({"--set": set_}, "it replaces a value of RECIPE, and none is given")
             scene = Scene(
-                name=_required("--model", model),
-                model=load(ModelShape, _required("--model", model), field="--model", kind="models"),
-                trainers=parse_trainers(_required("--trainers", trainers)),
-                engines=(parse_engine(_required("--engine", engine)),) * _at_least_one("--engines", engines),
+                name=required("--model", model),
+                model=load(ModelShape, required("--model", model), field="--model", kind="models"),
+                trainers=parse_trainers(required("--trainers", trainers)),
+                engines=(parse_engine(required("--engine", engine)),) * at_least_one("--engines", engines),
                 apart=apart,
                 offloaded=offloaded,
                 cluster=host,
@@ -140,8 +186,8 @@ def serve_checkpoint(
     A line on standard input names the checkpoint to switch to, or the folder of another one; -NAME frees one.
     """
     try:
-        _check_models(models)
-        _check_ranks("--kind", kind, "--tensor-parallel-size", tensor_parallel_size)
+        check_models(models)
+        check_ranks("--kind", kind, "--tensor-parallel-size", tensor_parallel_size)
     except ConfigError as error:
         raise typer.Exit(_complain(error, BAD_INPUT)) from None
     logs = Path("runs/serve-checkpoint/logs").resolve()
@@ -161,7 +207,7 @@ def report(
 ) -> None:
     """Make a run's report.html again from its report.json, and say in short what it shows."""
     try:
-        made = read_report(_report_in(folder))
+        made = read_report(report_in(folder))
         write_page(made, folder / "report.html")
     except ConfigError as error:
         raise typer.Exit(_complain(error, BAD_INPUT)) from None
@@ -196,96 +242,28 @@ def main() -> None:
     app()
 
 
-def _recipe_file(given: str) -> Path:
-    """By its path or by a shipped one's name; ``recipes/NAME.yaml`` also where a job's folder is empty."""
-    known, path = _shipped(plans=False), Path(given)
-    if path.parts[:-1] == (SHIPPED.name,) and not path.exists() and path.stem in known:
-        return known[path.stem]
-    return find(given, "recipe", known)
-
-
-def _check_engines(recipe: Recipe) -> None:
-    for group, spec in recipe.engines.items():
-        at = f"engines.{group}"
-        _check_ranks(f"{at}.kind", spec.kind, f"{at}.tensor_parallel_size", spec.tensor_parallel_size)
-
-
-def _check_ranks(kind_field: str, kind: str, field: str, num_ranks: int) -> None:
-    if choose_engine(kind, field=kind_field)[0] == "torch" and num_ranks > 1:
-        raise ConfigError(field, num_ranks, "install vllm; a torch engine has one rank")
-
-
-def _check_cluster(recipe: Recipe) -> None:
-    if recipe.resume and not existing_cluster():
-        remedy = "a cluster has to outlive the driver: call ray start --head, and set RAY_ADDRESS=auto"
-        raise ConfigError("resume", recipe.resume, remedy)
-
-
-def _check_models(models: Sequence[Path]) -> None:
-    for index, model in enumerate(models):
-        if not (model / "config.json").is_file():
-            raise ConfigError("PATH", str(model), "give a folder with a config.json and safetensors files")
-        if model.name in [other.name for other in models[:index]]:
-            raise ConfigError(
-                "PATH", str(model), f"another one is called {model.name}: rename one of the two"
-            )
-
-
 def _lines() -> Iterator[str]:
     """Of standard input, as they come; when it ends, none until the process does."""
     yield from sys.stdin
     threading.Event().wait()
 
 
-def _load_plan(chaos: str, recipe: Recipe) -> FaultPlan:
-    path = find(chaos, "chaos", _shipped(plans=True))
-    places = {f"chaos.{key}": at for key, at in read_yaml(path, "chaos")[1].items()}
-    with located(places, str(path)):
-        plan = FaultPlan.from_yaml(path)
-        plan.check_who(recipe.members)
-    return plan
-
-
-def _report_in(folder: Path) -> Path:
-    path = folder / "report.json"
-    if not path.is_file():
-        beside = [each.parent.name for each in folder.parent.glob("*/report.json")]
-        hint = f"; {nearest(folder.name, beside)}" if beside else ""
-        raise ConfigError("DIR", str(folder), f"give the folder of a run{hint}")
-    return path
-
-
-def _refuse(options: Mapping[str, object], remedy: str) -> None:
-    for option, value in options.items():
-        if value is not None:
-            raise ConfigError(option, value, remedy)
-
-
-def _required(option: str, value: str | None) -> str:
-    if value is None:
-        raise ConfigError(option, value, "give RECIPE, or --model, --trainers and --engine")
-    return value
-
-
-def _at_least_one(option: str, value: int | None) -> int:
-    if value is not None and value < 1:
-        raise ConfigError(option, value, "give at least 1")
-    return value or 1
-
-
-def _shipped(*, plans: bool) -> dict[str, Path]:
-    """Fault plans are called chaos…, every other file is a recipe."""
-    return {file.stem: file for file in SHIPPED.glob("*.yaml") if file.stem.startswith("chaos") is plans}
+def _cluster(given: str | None) -> tuple[str, HostSpec] | None:
+    return (given, load(HostSpec, given, field="--cluster", kind="clusters")) if given else None
 
 
 def _execute(recipe: Recipe, folder: Path, chaos: FaultPlan | None, trace: bool) -> int:
+    return _on_cluster(recipe, folder, lambda at: _run_inside(recipe, at, chaos, trace))
+
+
+def _on_cluster(recipe: Recipe, folder: Path, inside: Callable[[Path], int]) -> int:
     folder = folder.resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         return _complain(ConfigError("--out", str(folder), str(error)), BAD_INPUT)
     num_at_once = max(recipe.trainers.count, len(recipe.engine_specs))
-    return _with_cluster(folder / "logs", num_at_once, lambda: _run_inside(recipe, folder, chaos, trace))
+    return _with_cluster(folder / "logs", num_at_once, lambda: inside(folder))
 
 
 def _with_cluster(logs: Path, num_at_once: int, inside: Callable[[], int]) -> int:

@@ -23,7 +23,7 @@ from weightsync.plan import (
     castless,
     make_plan,
 )
-from weightsync.plan.direct_floor import OTHER_HOST, DirectFloor, LinkRates, Receiver, direct_floor, distances
+from weightsync.plan.direct_floor import OTHER_HOST, DirectFloor, Receiver, direct_floor, distances
 from weightsync.plan.figures import time_text
 
 __all__ = ["Scene", "forecast", "recipe_scene"]
@@ -183,11 +183,12 @@ def _floor(sides: _Sides, tensors: Collection[str]) -> DirectFloor:
     first = planned(0)
     num_planned = min(len(every), max(_LEAST_RANKS, _MOST_COPIES // max(len(first[2]), 1)))
     chosen = _sample(len(every), num_planned, per_host)
+    rates = scene.cluster[1].link_rates(scene.cluster[0]) if scene.cluster else None
     receivers: list[Receiver] = []
     for _, numbers in groupby(chosen, lambda number: every[number][2] // per_host):
         here = [planned(number) if number else first for number in numbers]
         receivers += Receiver.of_host(here, members.trainers, per_host)
-    return direct_floor(receivers, members.trainers, per_host, _link_rates(scene), num_ranks=len(every))
+    return direct_floor(receivers, members.trainers, per_host, rates, num_ranks=len(every))
 
 
 def _sample(num_ranks: int, num_planned: int, per_host: int) -> list[int]:
@@ -201,13 +202,6 @@ def _sample(num_ranks: int, num_planned: int, per_host: int) -> list[int]:
     num_blocks, num_planned_blocks = -(-num_ranks // block), num_planned // block
     starts = [number * num_blocks // num_planned_blocks * block for number in range(num_planned_blocks)]
     return [rank for start in starts for rank in range(start, min(start + block, num_ranks))]
-
-
-def _link_rates(scene: Scene) -> LinkRates | None:
-    if scene.cluster is None:
-        return None
-    name, host = scene.cluster
-    return LinkRates(name=name, hbm=host.hbm.gb_per_s, nvlink=host.nvlink.gb_per_s, nic=host.nic.gb_per_s)
 
 
 def _parameters(model: ModelShape, tensors: Sequence[TensorMeta]) -> str:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from weightsync.config import check_fields
 from weightsync.errors import ConfigError
+from weightsync.plan.direct_floor import LinkRates
 
 __all__ = ["HostSpec", "Rate"]
 
@@ -50,3 +51,7 @@ class HostSpec:
     def num_hosts(self, num_gpus: int) -> int:
         """Hosts that so many GPUs fill, the last perhaps in part."""
         return -(-num_gpus // self.gpus_per_host)
+
+    def link_rates(self, name: str) -> LinkRates:
+        """What floors are computed with, under the `name` that they are shown by."""
+        return LinkRates(name=name, hbm=self.hbm.gb_per_s, nvlink=self.nvlink.gb_per_s, nic=self.nic.gb_per_s)

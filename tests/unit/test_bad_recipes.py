@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from recipes import cli
+from recipes import cli, inputs
 
 FOLDER = Path(__file__).parents[1] / "bad_recipes"
 FILES = sorted(FOLDER.glob("*.yaml"))
@@ -29,14 +29,14 @@ def answer(*arguments: str) -> str:
 
 @pytest.fixture(autouse=True)
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(cli, "_execute")
+    monkeypatch.delattr(cli, "_with_cluster")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_bad_recipe_is_answered_with_line_field_value_and_remedy(path: Path) -> None:
     wanted = path.read_bytes().partition(b"\n")[0].decode().removeprefix("# ")
     assert ANSWER.fullmatch(wanted)
-    for command in ("run", "plan"):
+    for command in ("run", "bench", "plan"):
         assert answer(command, str(path)).startswith(f"weightsync: {path}:{wanted}")
 
 
@@ -123,7 +123,7 @@ def test_what_is_no_file_is_named(tmp_path: Path) -> None:
 
 def test_where_only_transformers_serves_an_engine_has_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        cli, "choose_engine", lambda kind, field: ("torch", "auto: transformers is installed")
+        inputs, "choose_engine", lambda kind, field: ("torch", "auto: transformers is installed")
     )
     says = "weightsync: engines.main.tensor_parallel_size: 2 is not valid; install vllm"
     assert answer("run", "quickstart", "--set", "engines.main.tensor_parallel_size=2").startswith(says)

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from recipes import cli
 from recipes.forecast import _sample
+from recipes.inputs import SHIPPED, shipped_recipes
 from recipes.page import page
 from recipes.recipe import Recipe, load_recipe
 from recipes.run_report import RunReport, read_report
@@ -142,7 +143,7 @@ def test_the_shipped_fault_plan_strikes_in_the_middle_of_the_quickstart(executed
     assert RUNNER.invoke(cli.app, ["run", "quickstart", "--chaos", "chaos"]).exit_code == 0
     ((recipe, _, chaos, _),) = executed
     assert chaos is not None
-    assert recipe == load_recipe(cli.SHIPPED / "quickstart.yaml")
+    assert recipe == load_recipe(SHIPPED / "quickstart.yaml")
     assert [(fault.who, fault.action, fault.at, fault.version) for fault in chaos.faults] == [
         ("engine main-1", "kill", "move", 8),
         ("engine main-0", "corrupt", "move", 14),
@@ -249,7 +250,7 @@ def test_plans_of_the_recipes_page_run(command: str) -> None:
     assert "\ndirect\n" in result.stdout
 
 
-@pytest.mark.parametrize("name", sorted(cli._shipped(plans=False)))
+@pytest.mark.parametrize("name", sorted(shipped_recipes(plans=False)))
 def test_every_shipped_recipe_is_planned(name: str) -> None:
     result = RUNNER.invoke(cli.app, ["plan", name])
     assert result.exit_code == 0

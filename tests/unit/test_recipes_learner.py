@@ -42,8 +42,11 @@ def learn(rank: int, world: int, folder: Path, num_steps: int) -> None:
     metrics = [learner.train_step(mine) for _ in range(num_steps)]
     sharded = all(isinstance(weight, DTensor) for weight in learner.model.parameters())
     answers = learner.greedy([group.prompt for group in groups(4)], 1)
-    weights = {name: weight.full_tensor() for name, weight in learner.model.state_dict().items()}
+    weights = {name: weight.full_tensor().clone() for name, weight in learner.model.state_dict().items()}
     torch.save((metrics, sharded, answers, weights), folder / f"result{world}-{rank}.pt")
+    learner.scramble()
+    for name, weight in learner.model.state_dict().items():
+        assert not torch.eq(weight.full_tensor(), weights[name]).any(), name
     dist.destroy_process_group()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from recipes.cli import SHIPPED
+from recipes.inputs import SHIPPED
 from recipes.recipe import load_recipe
 from recipes.run_report import RunReport, StepRow
 from recipes.survival import actor_options, read_back, take_trainers

@@ -1,0 +1,85 @@
+"""Updates of a recipe's fleet and nothing else, each of new weights: what `weightsync bench` measures.
+
+with local_cluster(folder / "logs", threads_per_actor=1):
+    report = run(load_recipe(Path("recipes/quickstart.yaml")), folder, Screen(Console()), num_updates=10)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformers.utils.logging import disable_progress_bar
+
+from recipes.bench_report import BenchReport
+from recipes.calls import collect
+from recipes.events import present_at_start
+from recipes.hosts import HostSpec
+from recipes.launcher import Launcher
+from recipes.model import build_checkpoint
+from recipes.recipe import Recipe
+from recipes.screen import Screen
+from weightsync import WeightSync
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+    from ray.actor import ActorHandle
+
+    from weightsync import SyncReport
+
+__all__ = ["run"]
+
+NUM_WARM = 2
+"""Updates before those that count: they touch memory for the first time."""
+
+
+def run(
+    recipe: Recipe,
+    folder: Path,
+    screen: Screen,
+    num_updates: int,
+    cluster: tuple[str, HostSpec] | None = None,
+) -> BenchReport:
+    """Start the fleet as a run does, without the engines that come later; needs a Ray cluster.
+
+    `cluster`, by name, says what the links can do.
+
+    Raises:
+        WeightSyncError: an update failed, of one engine or of all: then the others were not as fast as
+            they would be.
+    """
+    names = present_at_start(recipe.engine_specs, recipe.events)
+    patience_s = recipe.sync.connect_timeout_s
+    launcher = Launcher(recipe, folder / "model")
+    sync = WeightSync(replace(recipe.sync, min_engines=len(names)))
+    try:
+        disable_progress_bar()
+        with screen.stage("build the model"):
+            build_checkpoint(folder / "model", recipe.model, seed=recipe.loop.seed)
+        with screen.stage(f"start {recipe.trainers.count} trainers and {len(names)} engines on {launcher}"):
+            engines = {name: launcher.engine(name) for name in names}
+            trainers = launcher.trainers()
+            infos = {name: engine.info.remote() for name, engine in engines.items()}
+            kinds = collect(infos, "start", patience_s)
+        with screen.stage("connect"):
+            sync.register_trainers(list(trainers.values()))
+            sync.register_engines(engines)
+            sync.connect()
+        with screen.stage(f"{num_updates} updates"):
+            updates = [_update(sync, trainers, patience_s) for _ in range(NUM_WARM + num_updates)]
+        made = BenchReport.of(recipe.name, kinds, updates[NUM_WARM:], sync.links(), cluster)
+    finally:
+        sync.close()
+        launcher.close()
+    screen.line(str(made))
+    return made
+
+
+def _update(sync: WeightSync, trainers: Mapping[str, ActorHandle[Any]], timeout_s: float) -> SyncReport:
+    """Of weights unlike those before, when no holder copies the last version any longer."""
+    collect({who: trainer.scramble.remote() for who, trainer in trainers.items()}, "scramble", timeout_s)
+    sync.settle(timeout_s)
+    return sync.update_weights(sync.version + 1)

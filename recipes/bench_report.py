@@ -1,0 +1,175 @@
+"""What a bench found: medians of each rank's part of an update, and how near it came to its links."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+
+from recipes.hosts import HostSpec
+from recipes.run_report import packages_here, this_host
+from weightsync import LinkRates, shares
+from weightsync.clock import Span
+from weightsync.plan.figures import time_text
+from weightsync.report import Link, SyncReport, bytes_text
+
+__all__ = ["BenchReport", "BenchRow"]
+
+_HEAD = ("who", "what", "median", "least", "most", "bytes", "GB/s", "floor", "reached")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchRow:
+    """What one rank, or the driver, did in each update.
+
+    Attributes:
+        what: a phase of the driver's, its whole ``update``, or a span of a rank's.
+        median, least, most: seconds.
+        nbytes: that it moved; 0 where it moves none, or others say how many.
+        floor_s: that its links need at least, by the rates that were given; 0 without.
+    """
+
+    who: str
+    what: str
+    median: float
+    least: float
+    most: float
+    nbytes: int = 0
+    floor_s: float = 0.0
+
+    @classmethod
+    def of(
+        cls, who: str, what: str, seconds: Sequence[float], nbytes: int = 0, floor_s: float = 0.0
+    ) -> BenchRow:
+        """`seconds` are those of each update."""
+        return cls(
+            who=who,
+            what=what,
+            median=statistics.median(seconds),
+            least=min(seconds),
+            most=max(seconds),
+            nbytes=nbytes,
+            floor_s=floor_s,
+        )
+
+    @property
+    def gb_per_s(self) -> float:
+        """1e9 bytes in each second of the median update."""
+        return self.nbytes / self.median / 1e9 if self.median else 0.0
+
+    def cells(self) -> tuple[str, ...]:
+        """As text, empty where there is nothing to say."""
+        return (
+            self.who,
+            self.what,
+            *map(time_text, (self.median, self.least, self.most)),
+            bytes_text(self.nbytes) if self.nbytes else "",
+            f"{self.gb_per_s:.3g}" if self.nbytes else "",
+            time_text(self.floor_s) if self.floor_s else "",
+            f"{self.floor_s / self.median:.0%}" if self.floor_s and self.median else "",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchReport:
+    """`str()` is a table of the rows.
+
+    Attributes:
+        engines: what each said of itself as it was started.
+        routes: as in `SyncReport`.
+        nbytes: payload bytes of the model.
+        rates: the links that floors are of, if they were given.
+        links: the bytes of one update by where they go.
+    """
+
+    name: str
+    num_updates: int
+    nbytes: int
+    engines: Mapping[str, Mapping[str, str]]
+    routes: Mapping[str, str]
+    rates: LinkRates | None
+    links: Sequence[Link]
+    rows: Sequence[BenchRow]
+    started: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    host: Mapping[str, str | int | None] = field(default_factory=this_host)
+    packages: Mapping[str, str] = field(default_factory=packages_here)
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        engines: Mapping[str, Mapping[str, str]],
+        updates: Sequence[SyncReport],
+        links: Sequence[Link],
+        cluster: tuple[str, HostSpec] | None,
+    ) -> BenchReport:
+        """Of `updates`, at least one, that all of `engines` took."""
+        last = updates[-1]
+        rates = cluster[1].link_rates(cluster[0]) if cluster else None
+        found = (
+            shares(links, last, rates, gpus_per_host=cluster[1].gpus_per_host) if cluster and rates else ()
+        )
+        floors = {share.rank: share.floor_s for share in found}
+        return cls(
+            name=name,
+            num_updates=len(updates),
+            nbytes=last.nbytes,
+            engines=engines,
+            routes=last.routes,
+            rates=rates,
+            links=links,
+            rows=[*_driver_rows(updates), *_rank_rows(updates, links, floors)],
+        )
+
+    def write(self, path: Path) -> None:
+        """As JSON."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    def __str__(self) -> str:
+        kinds = (
+            f"{name}: {info['kind']}, {self.routes.get(name, '')}" for name, info in self.engines.items()
+        )
+        head = f"{self.name}: {self.num_updates} updates of {bytes_text(self.nbytes)}, all verified"
+        floors = [f"floors are those of {self.rates.name}"] if self.rates else []
+        return "\n".join([head, *kinds, *_aligned([_HEAD, *(row.cells() for row in self.rows)]), *floors])
+
+
+def _driver_rows(updates: Sequence[SyncReport]) -> Iterator[BenchRow]:
+    nbytes = updates[-1].nbytes
+    for phase in updates[-1].phases:
+        moved = nbytes if phase == "move" else 0
+        yield BenchRow.of("driver", phase, [update.phases[phase] for update in updates], moved)
+    yield BenchRow.of("driver", "update", [update.seconds for update in updates], nbytes)
+
+
+def _rank_rows(
+    updates: Sequence[SyncReport], links: Sequence[Link], floors: Mapping[str, float]
+) -> Iterator[BenchRow]:
+    taken: dict[str, int] = {}
+    for link in links:
+        taken[link.target] = taken.get(link.target, 0) + link.nbytes
+    for who in updates[-1].spans:
+        for what in dict.fromkeys(span.name for span in updates[-1].spans[who]):
+            seconds = [_seconds(update.spans[who], what) for update in updates]
+            if who != "driver" and what == "load":
+                yield BenchRow.of(who, what, seconds, taken.get(who, 0), floors.get(who, 0.0))
+            elif who != "driver":
+                yield BenchRow.of(who, what, seconds)
+
+
+def _seconds(spans: Sequence[Span], what: str) -> float:
+    return sum(span.seconds for span in spans if span.name == what)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Names to the left, figures to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = zip(row, widths, strict=True)
+        padded = [cell.ljust(width) if i < 2 else cell.rjust(width) for i, (cell, width) in enumerate(cells)]
+        lines.append("  ".join(padded).rstrip())
+    return lines
