@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.timeout(420),
 ]
 
-CONFIG = SyncConfig(bucket_bytes=1 << 20, timeout_s=60, connect_timeout_s=120)
+CONFIG = SyncConfig(bucket_bytes=1 << 20, timeout_s=60, connect_timeout_s=300)
 NUM_ROUNDS = 100
 SETTLED = 3
 """From this round on memory in use does not change."""
