@@ -25,7 +25,7 @@ Row = Mapping[str, object]
 T = TypeVar("T")
 
 _ROOT = Path(__file__).parent.parent
-_PACKAGES = ("numpy", "torch", "ray", "vllm", "sglang", "cupy", "mooncake", "transformers")
+_PACKAGES = ("numpy", "torch", "ray", "vllm", "sglang", "cupy", "mooncake", "transformers", "awex")
 
 
 @dataclass(frozen=True, slots=True)
