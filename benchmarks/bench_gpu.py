@@ -35,7 +35,7 @@ from benchmarks.cluster import gpu_uuids, start_ray
 from benchmarks.common import environment, print_table, write_json
 from benchmarks.gpu_bare import bare_rates
 from benchmarks.gpu_fleet import Fleet, start_fleet
-from benchmarks.isolate import emit, run_part
+from benchmarks.isolate import emit, run_part, stage
 from benchmarks.models import model_of
 from benchmarks.updates import (
     MODES,
@@ -43,6 +43,7 @@ from benchmarks.updates import (
     Round,
     WrongWeightsError,
     config,
+    floor,
     new_version,
     timed_rounds,
     update_row,
@@ -130,6 +131,7 @@ def _parts(args: argparse.Namespace, worlds: Sequence[int], *, cpu: bool) -> Ite
 
 def _run_part(spec: Mapping[str, Any]) -> None:
     gpus = gpu_uuids()
+    stage("Ray starts")
     start_ray(len(gpus))
     try:
         if spec["kind"] == "bare":
@@ -150,9 +152,13 @@ def _fleet(spec: Mapping[str, Any], gpus: Sequence[str]) -> Fleet:
         raise SystemExit(f"{spec['world']} GPUs asked for, {len(seats)} there")
     half = len(seats) // 2 if spec["placement"] == "disaggregated" else 0
     model = model_of(spec["model"], spec["gib"], spec["layers"])
+    stage(f"{len(model)} tensors are made")
     fleet = start_fleet(model, seats[: half or None], seats[half:], spec["source"])
+    fleet.used()
+    stage("and filled")
     version = new_version()
     fleet.prepare(version)  # loads what the checks need, so that it does not count as our memory
+    stage("and compared")
     fleet.wrong(version)
     return fleet
 
@@ -183,14 +189,21 @@ def _measure(spec: Mapping[str, Any], fleet: Fleet, settings: SyncConfig) -> dic
     with WeightSync(settings) as sync:
         sync.register_trainers(fleet.trainers)
         sync.register_engines({"engine": fleet.front})
+        stage("connecting")
         sync.connect()
         for each in timed_rounds(sync, fleet, spec["rounds"]):
             rounds.append(each)
             number = each.number
+            if number == 1:
+                took = each.report.connect_phases.items()
+                stage("connecting took " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in took))
             if number == 1 or number == spec["rounds"] or (spec["kind"] == "long" and number in _LONG_MARKS):
                 extra[f"extra MiB @{number}" if spec["kind"] == "long" else "extra MiB"] = _extra(
                     fleet, before
                 )
+        if not spec["cpu"]:
+            extra |= floor(sync.links(), rounds)
+        stage("leaving")
     return update_row(rounds) | extra
 
 

@@ -2,6 +2,7 @@
 
     python -m benchmarks.bench_peers --only checkpoint_engine [--world 4] [--gib 16]     all GPUs
     python -m benchmarks.bench_peers --only vllm [--bucket-mib 256]                      two GPUs
+    python -m benchmarks.bench_peers --only awex [--ranks 1:1] [--moe-layers 4]          as many GPUs as ranks
 
 Both fleets of a comparison live at the same time and take turns, one update each, round after round.
 Before each update the source holds other values and the destination is filled with 0xFF; after it
@@ -15,6 +16,12 @@ pinned or shared memory that is used again are outside, for all.
   checkpoint-engine   ``register`` (copy into pinned memory) + ``gather`` + ``update`` (buckets, copies
                       by the consumers, tear-down); nothing is verified. Its best bucket size of five,
                       found first. Its tensors are whole on their owners: gathering is not counted.
+``awex``: the first layers and the embeddings of Qwen3-30B-A3B, from trainer GPUs to the GPUs of one
+ engine; ``--ranks 3:1`` is 3 trainer ranks to 1 engine rank, whose shards are uneven.
+  ours                as above
+  awex                building its send and receive operations (``build``, the slowest rank) and running them
+                      over NCCL until every rank has synchronised (``run``), as it does each time; nothing is
+                      verified. Its plan is made once (``plan ms``); its process group stays.
 ``vllm``: Qwen3-8B, the whole model on one trainer GPU, to a real vLLM of one rank with dummy weights;
  ``nccl`` on another GPU and ``ipc`` on the trainer's own.
   ours                as above
@@ -40,15 +47,15 @@ import ray
 
 from benchmarks.cluster import free_port, gpu_uuids, spawn, start_ray
 from benchmarks.common import environment, print_table, write_json
-from benchmarks.gpu_fleet import Fleet, start_fleet
-from benchmarks.isolate import emit, run_part
+from benchmarks.gpu_fleet import start_fleet
+from benchmarks.isolate import emit, run_part, stage
 from benchmarks.models import model_of
-from benchmarks.peer_checkpoint_engine import CheckpointEngine, start_checkpoint_engine
+from benchmarks.peer_awex import compare_awex
+from benchmarks.peer_checkpoint_engine import start_checkpoint_engine
 from benchmarks.peer_vllm import VllmTrainer, VllmUnderTest, save_config
+from benchmarks.turns import NUM_WARM, connected, in_turns, setting
 from benchmarks.updates import (
     MODES,
-    Mode,
-    Round,
     applied,
     check,
     config,
@@ -62,8 +69,7 @@ from weightsync.errors import WeightSyncError
 
 __all__ = ["main"]
 
-_NUM_WARM = 2
-_PACKAGE = {"checkpoint_engine": "checkpoint_engine", "vllm": "vllm"}
+_PEERS = ("checkpoint_engine", "awex", "vllm")
 
 Way = Callable[[], object]
 
@@ -97,11 +103,19 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--part", help=argparse.SUPPRESS)
-    parser.add_argument("--only", nargs="+", choices=list(_PACKAGE), default=list(_PACKAGE))
+    parser.add_argument("--only", nargs="+", choices=_PEERS, default=_PEERS)
     parser.add_argument("--world", type=int, help="GPUs of the checkpoint-engine comparison (all)")
     parser.add_argument("--source", nargs="+", default=["device", "host"], choices=["device", "host"])
     parser.add_argument("--gib", type=float, default=16)
     parser.add_argument("--layers", type=int, default=36, help="of Qwen3-8B, in the vLLM comparison")
+    parser.add_argument(
+        "--ranks",
+        nargs="+",
+        type=_ranks,
+        help="awex: trainers:engine ranks (half of the GPUs each; of 4 also 3:1)",
+    )
+    parser.add_argument("--moe-layers", type=int, default=4, help="of Qwen3-30B-A3B, in awex's comparison")
+    parser.add_argument("--cpu", action="store_true", help="awex over gloo, a tiny model: a smoke test")
     parser.add_argument("--backend", nargs="+", default=["nccl", "ipc"], choices=["nccl", "ipc"])
     parser.add_argument("--graphs", action="store_true", help="vLLM captures CUDA graphs: a slower start")
     parser.add_argument("--bucket-mib", type=int, default=256, help="ours")
@@ -119,10 +133,15 @@ def _parts(args: argparse.Namespace, num_gpus: int, notes: list[str]) -> Iterato
     common = {"rounds": args.rounds, "bucket_mib": args.bucket_mib}
     common |= {"settings": [*itertools.product(args.mode, args.slots)]}
     for peer in args.only:
-        if importlib.util.find_spec(_PACKAGE[peer]) is None:
+        if importlib.util.find_spec(peer) is None:
             notes.append(f"{peer}: not installed, left out")
-        elif num_gpus == 0:
-            notes.append(f"{peer}: no GPU here, left out")
+        elif peer == "awex" and (num_gpus > 1 or args.cpu):
+            half = max(1, num_gpus // 2)
+            for trainers, engines in args.ranks or [(half, half), *([(3, 1)] if num_gpus == 4 else [])]:
+                shape = {"trainers": trainers, "engines": engines, "cpu": args.cpu, "layers": args.moe_layers}
+                yield {"peer": peer, **shape, **common}
+        elif num_gpus == 0 or peer == "awex":
+            notes.append(f"{peer}: not enough GPUs here, left out")
         elif peer == "checkpoint_engine":
             for source in args.source:
                 world = args.world or num_gpus
@@ -141,11 +160,18 @@ def _parts(args: argparse.Namespace, num_gpus: int, notes: list[str]) -> Iterato
                 }
 
 
+def _ranks(text: str) -> tuple[int, int]:
+    trainers, engines = map(int, text.split(":"))
+    return trainers, engines
+
+
 def _run_part(spec: Mapping[str, Any]) -> None:
     gpus = gpu_uuids()
+    stage("Ray starts")
     start_ray(len(gpus))
     try:
-        (_checkpoint_engine if spec["peer"] == "checkpoint_engine" else _vllm)(spec, gpus)
+        compare = {"checkpoint_engine": _checkpoint_engine, "awex": compare_awex, "vllm": _vllm}
+        compare[spec["peer"]](spec, gpus)
     finally:
         ray.shutdown()
 
@@ -160,18 +186,9 @@ def _checkpoint_engine(spec: Mapping[str, Any], gpus: Sequence[str]) -> None:
     best = min(sizes, key=lambda size: sizes[size])
     peer.limit(best)
     ours_named = {"system": "ours", "bucket": f"{spec['bucket_mib']} MiB"}
-    ours: list[Round] = []
-    theirs: list[dict[str, float]] = []
-    try:
-        with _connected(fleet, spec["bucket_mib"], *spec["settings"][0]) as sync:
-            for each in timed_rounds(sync, fleet, spec["rounds"], _NUM_WARM):
-                ours.append(each)
-                theirs.append(_their_round(peer))
-    except WeightSyncError as error:
-        print(f"ours: given up after {len(ours)} rounds: {error}", flush=True)
-    theirs += [_their_round(peer) for _ in range(spec["rounds"] - len(theirs))]
+    ours, theirs = in_turns(fleet, peer, spec)
     if ours:
-        emit(row | ours_named | _setting(*spec["settings"][0]) | update_row(ours))
+        emit(row | ours_named | ours)
     total = spread("total", [sum(phases.values()) for phases in theirs])
     phases = [spread(name, [taken[name] for taken in theirs]) for name in ("register", "gather", "update")]
     nbytes = sum(tensor.nbytes for tensor in model)
@@ -180,30 +197,10 @@ def _checkpoint_engine(spec: Mapping[str, Any], gpus: Sequence[str]) -> None:
     named = {"system": "checkpoint-engine", "bucket": f"{best:g} GB", "GB": nbytes / 1e9, "GB/s": rate}
     emit(row | named | merged | {"sweep s": {str(size): seconds for size, seconds in sizes.items()}})
     peer.close()
-    for setting in spec["settings"][1:]:
-        with _connected(fleet, spec["bucket_mib"], *setting) as sync:
-            again = list(timed_rounds(sync, fleet, spec["rounds"], _NUM_WARM))
-        emit(row | ours_named | _setting(*setting) | update_row(again))
-
-
-def _setting(mode: Mode, slots: int) -> dict[str, object]:
-    return {"mode": mode, "slots": slots}
-
-
-def _connected(fleet: Fleet, bucket_mib: int, mode: Mode, slots: int) -> WeightSync:
-    sync = WeightSync(config(bucket_mib, slots, mode))
-    sync.register_trainers(fleet.trainers)
-    sync.register_engines({"engine": fleet.front})
-    sync.connect()
-    return sync
-
-
-def _their_round(peer: CheckpointEngine) -> dict[str, float]:
-    version = new_version()
-    peer.prepare(version)
-    seconds = peer.update()
-    check(peer.wrong(version), "checkpoint-engine", version)
-    return seconds
+    for each in spec["settings"][1:]:
+        with connected(fleet, spec["bucket_mib"], *each) as sync:
+            again = list(timed_rounds(sync, fleet, spec["rounds"], NUM_WARM))
+        emit(row | ours_named | setting(*each) | update_row(again))
 
 
 def _vllm(spec: Mapping[str, Any], gpus: Sequence[str]) -> None:
@@ -279,7 +276,7 @@ def _take_turns(
     reports: list[SyncReport] = []
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     failed: set[str] = set()
-    for _ in range(_NUM_WARM + num_rounds):
+    for _ in range(NUM_WARM + num_rounds):
         for name, run in ways.items():
             if name in failed:
                 continue
@@ -294,8 +291,8 @@ def _take_turns(
             except Exception as error:  # noqa: BLE001 (the other ways go on)
                 print(f"{name}: left out: {type(error).__name__}: {str(error)[-600:]}", flush=True)
                 failed.add(name)
-    kept = {name: taken[_NUM_WARM:] for name, taken in seconds.items() if name not in failed}
-    return kept, reports[_NUM_WARM:]
+    kept = {name: taken[NUM_WARM:] for name, taken in seconds.items() if name not in failed}
+    return kept, reports[NUM_WARM:]
 
 
 def _shown(row: Mapping[str, object]) -> dict[str, object]:

@@ -84,7 +84,7 @@ def _measure(model: tuple[Tensor, ...], gpus: Sequence[str], num_rounds: int) ->
         engines["direct"] = (ranks, spawn(EngineFront, ranks))
     links = [spawn(Link, sum(t.nbytes for t in model) // half, gpu=gpu) for gpu in gpus[:half]]
     rows = []
-    with WeightSync(config(512, 2)) as sync:
+    with WeightSync(config(512, 2, keep_versions=2)) as sync:
         sync.register_trainers(fleet.trainers)
         sync.register_engines({name: front for name, (_, front) in engines.items()})
         sync.connect()

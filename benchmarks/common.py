@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import importlib
 import importlib.metadata
 import json
 import os
@@ -26,7 +25,7 @@ Row = Mapping[str, object]
 T = TypeVar("T")
 
 _ROOT = Path(__file__).parent.parent
-_PACKAGES = ("numpy", "torch", "ray", "vllm", "sglang", "cupy", "mooncake", "transformers")
+_PACKAGES = ("numpy", "torch", "ray", "vllm", "sglang", "cupy", "mooncake", "transformers", "awex")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class Timing:
 
 
 def environment(packages: Sequence[str] = _PACKAGES) -> Environment:
-    """This host, the versions of those `packages` that can be imported, the commit and the date.
+    """This host, the versions of those `packages` that are installed, the commit and the date.
 
     On a host with GPUs also their driver, CUDA, NCCL (torch's) and checkpoint-engine. The commit is
     that of the variable WEIGHTSYNC_COMMIT where the tree was copied without its history.
@@ -64,7 +63,7 @@ def environment(packages: Sequence[str] = _PACKAGES) -> Environment:
         num_cores=len(os.sched_getaffinity(0)),
         gpus=tuple(_lines("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")),
         python=platform.python_version(),
-        versions={name: version for name in packages if (version := _version(name))} | _device_versions(),
+        versions=_versions(packages) | _device_versions(),
         commit=_commit(),
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     )
@@ -125,11 +124,10 @@ def _cpu() -> str:
     return names[0] if names else platform.machine()
 
 
-def _version(package: str) -> str | None:
-    try:
-        return str(importlib.import_module(package).__version__)
-    except (ImportError, AttributeError):
-        return None
+def _versions(packages: Sequence[str]) -> dict[str, str]:
+    """Not by importing them: that takes a minute where vLLM and SGLang are installed."""
+    found = importlib.metadata.packages_distributions()
+    return {name: importlib.metadata.version(found[name][0]) for name in packages if name in found}
 
 
 def _device_versions() -> dict[str, str]:

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cluster import kill, spawn
-from benchmarks.models import poison
 from benchmarks.updates import WrongWeightsError, spread
+from benchmarks.values import poison
 from weightsync.transports import transport_class
 from weightsync.transports.base import Broadcast
 
@@ -55,7 +55,7 @@ class BareRank:
 
     def run(self, kind: str, number: int) -> tuple[float, int]:
         """Seconds from a barrier until this rank has every byte, and how many bytes are wrong then."""
-        poison(self._data)
+        poison([self._data])
         roots = [0] * self._num_ranks if "broadcast" in kind.lower() else range(self._num_ranks)
         for root, part in zip(roots, self._parts, strict=True):
             if root == self._rank:

@@ -7,6 +7,7 @@ hold it as tensor parallelism cuts it. Both are written with the same pieces as 
 from __future__ import annotations
 
 import asyncio
+import math
 import tempfile
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from actors.seat import Seat
 from actors.trainer_shard import TrainerShard
 from benchmarks.cluster import kill, spawn
-from benchmarks.models import Tensor, count_wrong, fill, poison, rank_box
+from benchmarks.models import Tensor, rank_box
+from benchmarks.values import Held, count_wrong, fill, poison
 from weightsync.buffers import Attached
 from weightsync.clock import Span
 from weightsync.feed import EngineFeed
@@ -71,16 +73,16 @@ class ShardTrainer(TrainerShard):
         if torch.cuda.is_available():
             torch.cuda.set_device(0)
         mesh = init_device_mesh(device.type, (num_ranks,))
-        self.parts: list[tuple[Tensor, Box, torch.Tensor]] = []
+        self.parts: list[Held] = []
         self.model = nn.Module()
+        modules = {"": self.model}
         for tensor in model:
             parameter = self._shard(tensor, mesh, device) if num_ranks > 1 else self._whole(tensor, device)
-            _register(self.model, tensor.name, parameter)
+            _register(modules, tensor.name, parameter)
 
     def change(self, version: int) -> None:
         """Write `version` into every element."""
-        for tensor, box, local in self.parts:
-            fill(local, tensor, box, version)
+        fill(self.parts, version)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
@@ -97,10 +99,9 @@ class ShardTrainer(TrainerShard):
         extent, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, [Shard(0)])
         local = torch.empty(tuple(extent), dtype=torch.bfloat16, device=device)
         self.parts.append((tensor, Box(tuple(offset), tuple(extent)), local))
-        whole = torch.empty(tensor.shape, device="meta")
-        return DTensor.from_local(
-            local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
-        )
+        shape = torch.Size(tensor.shape)
+        stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
 class Destination:
@@ -118,17 +119,13 @@ class Destination:
 
     def poison(self) -> None:
         """Make every byte wrong."""
-        for tensor in self.live.values():
-            poison(tensor)
+        poison(self.live.values())
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
     def wrong(self, version: int) -> int:
         """Elements that differ from `version`."""
-        # Added up where they are: to ask for each of many thousand tensors takes longer than to compare it.
-        return int(
-            sum(count_wrong(self.live[tensor.name], tensor, box, version) for tensor, box in self.held)
-        )
+        return count_wrong(((each, box, self.live[each.name]) for each, box in self.held), version)
 
     def used(self) -> tuple[str, int]:
         """See `device_used`."""
@@ -222,8 +219,8 @@ class Fleet:
 
     def prepare(self, version: int) -> None:
         """The trainers hold `version`, the engine nothing that is right."""
-        ray.get([trainer.change.remote(version) for trainer in self.trainers])
-        ray.get([rank.poison.remote() for rank in self.ranks])
+        changes = [trainer.change.remote(version) for trainer in self.trainers]
+        ray.get([*changes, *(rank.poison.remote() for rank in self.ranks)])
 
     def wrong(self, version: int) -> int:
         """Elements of the engine that differ from `version`."""
@@ -264,14 +261,18 @@ async def _gather(calls: Sequence[Awaitable[Any]]) -> list[Any]:
         raise error.cause from error  # the controller knows our own errors, not nested ones
 
 
-def _register(root: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    *path, leaf = name.split(".")
-    module = root
-    for part in path:
-        if not hasattr(module, part):
-            module.add_module(part, nn.Module())
-        module = module.get_submodule(part)
-    module.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
+def _register(modules: dict[str, nn.Module], name: str, tensor: torch.Tensor) -> None:
+    """`modules` has the root and all that were made, by name: walking a large model takes its time."""
+    path, _, leaf = name.rpartition(".")
+    _module(modules, path).register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
+
+
+def _module(modules: dict[str, nn.Module], path: str) -> nn.Module:
+    if path not in modules:
+        above, _, leaf = path.rpartition(".")
+        modules[path] = nn.Module()
+        _module(modules, above).register_module(leaf, modules[path])
+    return modules[path]
 
 
 def _segment(tensor: Tensor, box: Box, live: torch.Tensor) -> Segment:

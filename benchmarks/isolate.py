@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["emit", "run_part"]
+__all__ = ["emit", "run_part", "stage"]
 
 _MARK = "ROW "
+_STAGE = "STAGE "
 _GRACE_S = 20.0
 
 
@@ -22,17 +24,22 @@ def emit(row: Mapping[str, object]) -> None:
     print(_MARK + json.dumps(dict(row)), flush=True)
 
 
+def stage(name: str) -> None:
+    """In the part: say what begins, so that the parent knows how far it came."""
+    print(_STAGE + name, flush=True)
+
+
 def run_part(
     module: str, spec: Mapping[str, object], timeout_s: float
 ) -> tuple[list[dict[str, object]], str | None]:
     """``python -m module --part SPEC``: its rows so far, and what went wrong, if anything did.
 
-    What the part prints besides passes through.
+    Its stages go to stderr, with the seconds since its start; what it prints besides passes through.
     """
     command = [sys.executable, "-m", module, "--part", json.dumps(dict(spec))]
     root = str(Path(__file__).parent.parent)
     part = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root, start_new_session=True)
-    late = threading.Event()
+    started, late, last = time.monotonic(), threading.Event(), "its start"
     timer = threading.Timer(timeout_s, _end, (part, late))
     timer.start()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
@@ -42,6 +49,9 @@ def run_part(
         for line in part.stdout:
             if line.startswith(_MARK):
                 rows.append(json.loads(line.removeprefix(_MARK)))
+            elif line.startswith(_STAGE):
+                last = line.removeprefix(_STAGE).strip()
+                print(f"{time.monotonic() - started:6.1f} s  {last}", file=sys.stderr, flush=True)
             else:
                 print(line, end="", flush=True)
         status = part.wait()
@@ -50,8 +60,8 @@ def run_part(
         if part.poll() is None:
             _end(part, late)
     if late.is_set():
-        return rows, f"{_label(spec)}: not done after {timeout_s:.0f} s, given up"
-    return rows, None if status == 0 else f"{_label(spec)}: ended with status {status}"
+        return rows, f"{_label(spec)}: not done after {timeout_s:.0f} s, given up in: {last}"
+    return rows, None if status == 0 else f"{_label(spec)}: ended with status {status} in: {last}"
 
 
 def _end(part: subprocess.Popen[str], late: threading.Event) -> None:

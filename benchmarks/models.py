@@ -1,27 +1,15 @@
-"""Which tensors the benchmarks move, which slice of each an engine rank holds, and what must be in them."""
+"""Which tensors the benchmarks move, and which slice of each an engine rank holds."""
 
 from __future__ import annotations
 
 import math
-import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-
-import torch
 
 from recipes.catalog import load
 from recipes.shapes import ModelShape, checkpoint_tensors
 from weightsync.plan import Box
 
-__all__ = [
-    "Tensor",
-    "count_wrong",
-    "fill",
-    "llama_like",
-    "model_of",
-    "poison",
-    "rank_box",
-]
+__all__ = ["Tensor", "llama_like", "model_of", "rank_box"]
 
 _TINY = ModelShape(
     hidden_size=64,
@@ -35,9 +23,6 @@ _TINY = ModelShape(
 )
 _CUTS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"), 0)
 _CUTS |= dict.fromkeys(("o_proj", "down_proj"), 1)
-_CHUNK_NUMEL = 1 << 25
-_MASK = 0x3FFF  # as the bits of a bfloat16: finite, positive and below 2, so that no model overflows
-_FACTORS = (0x9E3779B1, 0x85EBCA77)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,58 +102,3 @@ def rank_box(tensor: Tensor, rank: int, num_ranks: int) -> Box:
         start = min(rank * part, size)
         offset[tensor.cut], extent[tensor.cut] = start, min(part, size - start)
     return Box(tuple(offset), tuple(extent))
-
-
-def fill(out: torch.Tensor, tensor: Tensor, box: Box, version: int) -> None:
-    """Write what `box` of `tensor` holds in `version`; `out` is 2 bytes an element, of the box's extent."""
-    words = out.view(torch.int16)
-    for rows, expected in _expected(tensor, box, version, _compute_device(out)):
-        words[rows].copy_(expected)
-
-
-def poison(out: torch.Tensor) -> None:
-    """Bytes of 0xFF, which `fill` never writes."""
-    out.view(torch.int16).fill_(-1)
-
-
-def count_wrong(found: torch.Tensor, tensor: Tensor, box: Box, version: int) -> torch.Tensor:
-    """How many elements are not, bit for bit, what `fill` writes: int64[], where `found` is."""
-    words = found.view(torch.int16)
-    wrong = [
-        (words[rows] != expected.to(words.device)).sum()
-        for rows, expected in _expected(tensor, box, version, words.device)
-    ]
-    return torch.stack(wrong).sum() if wrong else torch.zeros((), dtype=torch.int64, device=words.device)
-
-
-def _expected(
-    tensor: Tensor, box: Box, version: int, device: torch.device
-) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Runs of the box's first dimension, and the int16 words of each.
-
-    An element's word depends on its tensor, version, row and column. Rows and columns are each
-    hashed by themselves, so that displaced ones are found whatever the width of the tensor.
-    """
-    if not box.numel:
-        return
-    seed = zlib.crc32(f"{tensor.name}/{version}".encode())
-    columns = _hashed(torch.arange(box.offset[-1], box.end[-1], device=device) + seed, _FACTORS[0])
-    if box.ndim == 1:
-        yield slice(None), columns
-        return
-    numbers = torch.arange(box.offset[0], box.end[0], device=device)
-    for size, low, high in zip(tensor.shape[1:-1], box.offset[1:-1], box.end[1:-1], strict=True):
-        numbers = numbers[..., None] * size + torch.arange(low, high, device=device)
-    rows = _hashed(numbers, _FACTORS[1])[..., None]
-    step = max(1, _CHUNK_NUMEL // max(1, math.prod(box.extent[1:])))
-    for start in range(0, box.extent[0], step):
-        part = slice(start, start + step)
-        yield part, (rows[part] + columns) & _MASK
-
-
-def _hashed(numbers: torch.Tensor, factor: int) -> torch.Tensor:
-    return (((numbers * factor) >> 9) & _MASK).to(torch.int16)
-
-
-def _compute_device(out: torch.Tensor) -> torch.device:
-    return torch.device("cuda") if torch.cuda.is_available() else out.device

@@ -20,7 +20,8 @@ from ray.actor import ActorHandle
 
 from benchmarks.cluster import free_port, kill, spawn
 from benchmarks.gpu_fleet import Destination
-from benchmarks.models import Tensor, fill
+from benchmarks.models import Tensor
+from benchmarks.values import fill
 from weightsync.plan import Box
 
 __all__ = ["CheckpointEngine", "start_checkpoint_engine"]
@@ -78,8 +79,8 @@ class Server:
 
     def change(self, version: int) -> None:
         """Write `version` into every element."""
-        for tensor in self._tensors:
-            fill(self._data[tensor.name], tensor, Box((0,) * len(tensor.shape), tensor.shape), version)
+        wholes = (Box((0,) * len(tensor.shape), tensor.shape) for tensor in self._tensors)
+        fill(zip(self._tensors, wholes, self._data.values(), strict=True), version)
         torch.cuda.synchronize()
 
     def limit(self, gigabytes: float) -> None:

@@ -13,7 +13,8 @@ from ray.actor import ActorHandle
 
 from actors.engine import EngineActor
 from benchmarks.gpu_fleet import ShardTrainer, device_used
-from benchmarks.models import Tensor, count_wrong, poison
+from benchmarks.models import Tensor
+from benchmarks.values import count_wrong, poison
 from weightsync.plan import Box
 
 __all__ = ["VllmTrainer", "VllmUnderTest", "save_config"]
@@ -179,21 +180,15 @@ def _take_one(worker: Any, name: str, shape: tuple[int, ...]) -> None:  # noqa: 
 
 
 def _poison(worker: Any) -> None:  # noqa: ANN401 (vLLM's Worker)
-    for parameter in worker.model_runner.model.parameters():
-        poison(parameter.data)
+    poison(parameter.data for parameter in worker.model_runner.model.parameters())
     torch.cuda.synchronize()
 
 
 def _wrong(worker: Any, places: Sequence[tuple[Tensor, str, int]], version: int) -> int:  # noqa: ANN401
     live = dict(worker.model_runner.model.named_parameters())
     assert set(live) == {name for _, name, _ in places}, set(live) ^ {name for _, name, _ in places}
-    found = [
-        count_wrong(
-            live[name].data[first : first + tensor.shape[0]],
-            tensor,
-            Box((0,) * len(tensor.shape), tensor.shape),
-            version,
-        )
-        for tensor, name, first in places
-    ]
-    return int(torch.stack(found).sum())
+    held = (
+        (each, Box((0,) * len(each.shape), each.shape), live[name].data[first : first + each.shape[0]])
+        for each, name, first in places
+    )
+    return count_wrong(held, version)

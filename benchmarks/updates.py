@@ -10,7 +10,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from benchmarks.gpu_fleet import Fleet
+from benchmarks.isolate import stage
 from weightsync import SyncConfig, SyncReport, WeightSync
+from weightsync.plan.direct_floor import LinkRates
+from weightsync.report import Link
+from weightsync.shares import shares
 
 __all__ = [
     "MODES",
@@ -20,6 +24,7 @@ __all__ = [
     "applied",
     "check",
     "config",
+    "floor",
     "new_version",
     "spread",
     "timed_rounds",
@@ -28,6 +33,8 @@ __all__ = [
 
 PHASES = ("publish", "pause", "move", "verify", "commit")
 _APPLIED = ("pause", "move", "verify")
+_RATES = LinkRates(name="H200", hbm=4800, nvlink=374, nic=50)
+"""Memory: the datasheet's; NVLink: what a bare kernel reads, see `benchmarks.bench_pull`."""
 
 _versions = itertools.count(1)
 
@@ -53,10 +60,15 @@ def new_version() -> int:
     return next(_versions)
 
 
-def config(bucket_mib: int, num_slots: int, mode: Mode = "auto") -> SyncConfig:
-    """Buckets as asked; limits wide enough for the largest of them."""
+def config(bucket_mib: int, num_slots: int, mode: Mode = "auto", keep_versions: int = 1) -> SyncConfig:
+    """Buckets as asked; limits wide enough for the largest of them.
+
+    By default holders keep nothing to heal from: they would copy it between updates, which is no part
+    of them, and page-lock as much memory of the host when they connect.
+    """
     return SyncConfig(
         mode=mode,
+        keep_versions=keep_versions,
         bucket_bytes=bucket_mib << 20,
         num_slots=num_slots,
         max_staging_bytes=16 << 30,
@@ -75,10 +87,13 @@ def timed_rounds(sync: WeightSync, fleet: Fleet, num_rounds: int, num_warm: int 
     """Poison, update, compare, again and again; the rounds after the first `num_warm`."""
     for number in range(1 - num_warm, num_rounds + 1):
         version = new_version()
+        stage(f"round {number}: other values")
         fleet.prepare(version)
+        stage(f"round {number}: update")
         started = time.perf_counter()
         report = sync.update_weights(version)
         seconds = time.perf_counter() - started
+        stage(f"round {number}: {seconds * 1e3:.1f} ms; comparing")
         check(fleet.wrong(version), "ours", version)
         if number > 0:
             yield Round(number, seconds, report)
@@ -102,6 +117,13 @@ def update_row(rounds: Sequence[Round]) -> dict[str, object]:
 def applied(reports: Sequence[SyncReport]) -> dict[str, object]:
     """From published to applied on every rank, and verified there: median, range and samples."""
     return spread("applied", [sum(report.phases.get(phase, 0.0) for phase in _APPLIED) for report in reports])
+
+
+def floor(links: Sequence[Link], rounds: Sequence[Round]) -> dict[str, object]:
+    """Of the rank with the most to take: its bytes over its links' rates, and that over ``applied``."""
+    reports = [each.report for each in rounds]
+    seconds = max(each.floor_s for each in shares(links, reports[-1], _RATES))
+    return {"floor ms": seconds * 1e3, "share": seconds * 1e3 / float(str(applied(reports)["applied ms"]))}
 
 
 def spread(name: str, seconds: Sequence[float]) -> dict[str, object]:

@@ -51,6 +51,7 @@ class Connection:
         images: of engines whose memory their holders write, if nothing else is kept: see `Image`.
         router: which engines read the trainers' memory.
         layouts: what each engine said; one that is to take part later has to say the same as one of them.
+        joined: the same, the ranks of each together.
         seconds: of each phase.
     """
 
@@ -61,12 +62,13 @@ class Connection:
     images: dict[str, Image]
     router: Router
     layouts: Mapping[str, Sequence[RankLayout]]
+    joined: Mapping[str, Layout]
     seconds: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class _Layouts:
-    """What the ranks of both sides declare, and the same of each side joined."""
+    """What the ranks of both sides declare, and the same of each side joined; alike engines share it."""
 
     trainers: Sequence[RankLayout]
     engines: Mapping[str, Sequence[RankLayout]]
@@ -121,7 +123,9 @@ async def _open(
     timeout_s = config.connect_timeout_s
     with clock.phase("plan"):
         plan = _plan(fleet, layouts, config, epoch, num_slots)
-        folds = {name: Fold(plan, ranks) for name, ranks in layouts.engines.items()}
+        alike = {layouts.joined[name]: ranks for name, ranks in layouts.engines.items()}
+        shared = {joined: Fold(plan, ranks) for joined, ranks in alike.items()}
+        folds = {name: shared[joined] for name, joined in layouts.joined.items()}
     with clock.phase("prepare"):
         devices = {
             holder: layout.device
@@ -169,7 +173,9 @@ async def _open(
         seat.attached = True
     content, in_place = plan.content(), any(read.values())
     images = _images(content, layouts.engines, served) if in_place else {}
-    return Connection(plan, content, folds, in_place, images, router, layouts.engines, clock.seconds)
+    return Connection(
+        plan, content, folds, in_place, images, router, layouts.engines, layouts.joined, clock.seconds
+    )
 
 
 def _images(
@@ -196,7 +202,10 @@ async def _layouts(fleet: Fleet, timeout_s: float) -> _Layouts:
     )
     sources, needs = trainers.require(), engines.require()
     ranks = {name: needs[f"engine {name}"] for name in live}
-    joined = {name: Layout.from_ranks(its) for name, its in ranks.items()}
+    joined: dict[str, Layout] = {}
+    for name, its in ranks.items():
+        twin = next((other for other in joined if _alike(its, ranks[other])), None)
+        joined[name] = joined[twin] if twin else Layout.from_ranks(its)
     return _Layouts([*sources.values()], ranks, Layout.from_ranks([*sources.values()]), joined)
 
 
@@ -291,7 +300,7 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     connection.images.pop(name, None)
     if image and len(links) == len(holders):
         connection.images[name] = image
-    await connection.router.add(name, Layout.from_ranks(layouts), [each.export for each in attached])
+    await connection.router.add(name, connection.joined[twins[0]], [each.export for each in attached])
     if not connection.router.suffices:
         raise PlanError(
             named, f"it takes broadcasts, for which the plan has no buckets: {connection.router.routes[name]}"

@@ -61,10 +61,12 @@ class Router:
         self.read: dict[str, list[dict[int, int]]] = {}
         self.crossing: Crossing | None = None
         self._far: dict[str, dict[int, Reads]] = {}
+        self._paired: dict[Layout, tuple[dict[str, str], Reshard | None]] = {}
 
     async def add(self, name: str, engine: Layout, exports: Sequence[Export | None]) -> None:
         """Route an engine, if it can be; its holders have mapped what its ranks' `exports` say.
 
+        Engines that are alike share `engine`, which is paired with the trainers' once.
         Raises ConfigError when ``sync.mode`` is direct, and it cannot.
         """
         self._far.pop(name, None)
@@ -133,10 +135,13 @@ class Router:
 
     async def _route(self, name: str, engine: Layout, exports: Sequence[Export | None]) -> str:
         """Has each rank's holder map what it is to read; why it cannot, if so."""
-        names, reasons = castless(self._source, name, engine)
-        if not names:
+        if engine not in self._paired:  # engines that are alike have the same
+            names, reasons = castless(self._source, name, engine)
+            made = Reshard(self._source, name, engine, only=names) if names else None
+            self._paired[engine] = reasons, made
+        reasons, reshard = self._paired[engine]
+        if reshard is None:
             return next(iter(reasons.values()))
-        reshard = Reshard(self._source, name, engine, only=names)
         local, far = {}, {}
         holders = self._fleet.engines[name].holders
         for rank, (holder, export) in enumerate(zip(holders, exports, strict=True)):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,13 +15,30 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.faults
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_updates_of_a_fleet_without_gpus_are_measured_and_right(tmp_path: Path) -> None:
-    out = tmp_path / "sync.json"
     asked = ["--gpu", "--cpu", "--source", "device", "--model", "tiny", "--world", "2", "--rounds", "1"]
-    command = [sys.executable, "-m", "benchmarks.bench_sync", *asked, "--json", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = json.loads(out.read_text())["rows"]
+    rows, stages = measured("bench_sync", *asked, out=tmp_path / "sync.json")
     assert len(rows) == 1
     assert all(row["last report"]["verified"] for row in rows)
+    assert "s  connecting\n" in stages
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(importlib.util.find_spec("awex") is None, reason="awex is not installed")
+def test_awex_and_ours_bring_the_same_uneven_shards(tmp_path: Path) -> None:
+    asked = ["--only", "awex", "--cpu", "--ranks", "3:1", "--rounds", "1"]
+    (ours, theirs), _ = measured("bench_peers", *asked, out=tmp_path / "peers.json")
+    assert (ours["system"], theirs["system"]) == ("ours", "awex")
+    assert ours["shards"] == theirs["shards"] == "uneven"
+    assert ours["GB"] == theirs["GB"]
+
+
+def measured(module: str, *asked: str, out: Path) -> tuple[list[dict[str, Any]], str]:
+    """The rows, and what went to stderr."""
+    command = [sys.executable, "-m", f"benchmarks.{module}", *asked, "--json", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=230, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
+    return rows, done.stderr

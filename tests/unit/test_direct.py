@@ -20,6 +20,7 @@ from weightsync.feed import FeedTicket
 from weightsync.holder import Holder
 from weightsync.memory import BufferHandle
 from weightsync.peers import EngineSeat
+from weightsync.places import local_tensors
 from weightsync.plan import Plan, RankLayout, Reads
 from weightsync.report import Link
 from weightsync.sources.module import ModuleSource
@@ -62,7 +63,7 @@ class Source(ModuleSource):
 
     def attach(self, plan: Plan, trainer: int, arena: BufferHandle | None) -> Attached:
         attached = super().attach(plan, trainer, arena)
-        return replace(attached, export=self.shared.export(self.layout(), self._live()))
+        return replace(attached, export=self.shared.export(self.layout(), local_tensors(self._model)))
 
 
 class Engine(DictEngine):

@@ -19,6 +19,7 @@ from weightsync.config import SyncConfig
 from weightsync.errors import DeadlineError, PeerError, StateError, TransportError
 from weightsync.holder import Holder
 from weightsync.live import LiveWriter
+from weightsync.places import local_tensors
 from weightsync.plan import Layout, Members, Plan, RankLayout, make_plan
 from weightsync.sources.module import ModuleSource
 from weightsync.testing import DictEngine, LocalPeer
@@ -253,7 +254,7 @@ def test_sharded_weights_are_read_without_their_graph_of_gradients(tmp_path: Pat
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
         model = nn.Linear(4, 4)
         fully_shard(model, mesh=mesh)
-        live = ModuleSource(model)._live()
+        live = local_tensors(model)
         assert len(live) == 2
         assert not any(tensor.requires_grad for tensor in live.values())
     finally:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.errors import StateError, TransportError
+from weightsync.errors import PlanError, StateError, TransportError
 from weightsync.feed import PieceView
 from weightsync.fold import Fold
 from weightsync.live import LiveWriter
@@ -141,6 +143,25 @@ def test_a_bucket_that_did_not_come_is_missed() -> None:
     writer.begin(live)
     with pytest.raises(TransportError, match=f"0 of {plan.num_buckets} buckets"):
         writer.finish()
+
+
+@pytest.mark.parametrize(
+    ("side", "problem"), [("trainers", "norm: no trainer holds"), ("engine", "norm: .* no segment writes")]
+)
+def test_a_hole_on_either_side_never_becomes_a_plan(side: str, problem: str) -> None:
+    """The writer relies on it."""
+    _, (engine,) = build(1, 1, 1)
+    layouts = {"trainers": source_layout(1)[0], "engine": engine}
+    kept = tuple(segment for segment in layouts[side].segments if segment.tensor != "norm")
+    layouts[side] = replace(layouts[side], segments=kept)
+    with pytest.raises(PlanError, match=problem):
+        make_plan(
+            Layout.from_ranks([layouts["trainers"]]),
+            {"e": Layout.from_ranks([layouts["engine"]])},
+            Members(2, (0,), (("e", (1,)),)),
+            bucket_bytes=512,
+            max_staging_bytes=1 << 20,
+        )
 
 
 def test_memory_that_moved_is_not_written() -> None:

@@ -49,7 +49,7 @@ def make_plan(
     _check_members(source, engines, members)
     ordered = sorted(engines.items())
     matched = match(source, ordered)
-    for name, engine in ordered:
+    for engine, name in {engine: name for name, engine in reversed(ordered)}.items():
         check_live(name, engine)
     itemsize = np.array([meta.itemsize for meta in matched.tensors], np.int64)
     _check_limits(bucket_bytes, slots, itemsize)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-from weightsync.errors import StateError
 from weightsync.kernels import DigestPart, DigestTable
+from weightsync.places import Places, local_tensors
 from weightsync.plan import Piece, Plan, RankLayout
 from weightsync.verify import Digests, combine
 
@@ -34,13 +35,13 @@ class InPlace:
         self,
         plan: Plan,
         sources: Sequence[tuple[Piece, str]],
-        live: Mapping[str, torch.Tensor],
+        model: nn.Module,
         layout: RankLayout,
     ) -> None:
-        """`sources` are the pieces that this rank sends, each with its tensor's name in `live`."""
-        self._plan = plan
+        """`sources` are the pieces that this rank sends, each with its tensor's name in `model`."""
+        self._plan, self._model = plan, model
         boxes = {segment.tensor: segment.box for segment in layout.segments}
-        self._address = {name: live[name].data_ptr() for _, name in sources}
+        self._places, live = Places(model, {name: None for _, name in sources}), local_tensors(model)
         parts, casts = [], []
         for piece, name in sources:
             cut = live[name][piece.box.slices(boxes[name])]
@@ -54,11 +55,10 @@ class InPlace:
             self._table = DigestTable(parts, len(plan.tensors))
             self._batches = self._batch(casts)
 
-    def publish(self, live: Mapping[str, torch.Tensor]) -> Digests:
+    def publish(self) -> Digests:
         """Wait until the weights are written, and digest them. Raises StateError when one has moved."""
-        for name, address in self._address.items():
-            if live[name].data_ptr() != address:
-                raise StateError(f"{name} is in other memory than when it was connected: connect() again")
+        self._places.require_unmoved()
+        live = local_tensors(self._model) if self._batches else {}
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             stream = torch.cuda.current_stream()

@@ -19,6 +19,7 @@ from weightsync.device_memory import DeviceHandle, export_tensor
 from weightsync.errors import ConfigError, TransportError, nearest
 from weightsync.memory import BufferHandle, SharedBuffer
 from weightsync.modules import device_id, named_tensors
+from weightsync.places import local_tensor, local_tensors
 from weightsync.plan import Box, Piece, Plan, RankLayout, Segment, TensorMeta
 from weightsync.sources.in_place import InPlace
 from weightsync.verify import Digests, host_bytes, tensor_digest, warm_up
@@ -71,7 +72,7 @@ class ModuleSource:
         metas = tuple(TensorMeta(name, _dtype_name(t.dtype), tuple(t.shape)) for name, t in kept.items())
         segments = tuple(_segment(name, tensor) for name, tensor in kept.items())
         ties = tuple(pair for pair in tied if pair[1] in kept)
-        device, self._exported = _share({name: _local(tensor) for name, tensor in kept.items()})
+        device, self._exported = _share({name: local_tensor(tensor) for name, tensor in kept.items()})
         self._layout = RankLayout(metas, segments, ties, device=device)
         return self._layout
 
@@ -87,10 +88,10 @@ class ModuleSource:
             sources.append((piece, name if name in boxes else canonical[name]))
         self._plan = plan
         if arena is None:
-            self._in_place = InPlace(plan, sources, self._live(), layout)
+            self._in_place = InPlace(plan, sources, self._model, layout)
             return Attached(plan.digest(), Export(layout, self._exported))
         warm_up()
-        live = self._live()
+        live = local_tensors(self._model)
         self._copies = tuple(
             copy
             for piece, name in sources
@@ -103,9 +104,9 @@ class ModuleSource:
         """Copy and digest, part by part, casting where the engine's dtype is another float."""
         assert self._plan is not None
         if self._in_place:
-            return self._in_place.publish(self._live())
+            return self._in_place.publish()
         assert self._arena is not None
-        metas, arena, live = self._plan.tensors, self._arena.tensor, self._live()
+        metas, arena, live = self._plan.tensors, self._arena.tensor, local_tensors(self._model)
         for device in {tensor.device for tensor in live.values() if tensor.is_cuda}:
             torch.cuda.synchronize(device)  # weights may be on their way on a stream of the trainer's own
 
@@ -130,9 +131,6 @@ class ModuleSource:
         if self._arena is not None:
             self._arena.close()
             self._arena = None
-
-    def _live(self) -> dict[str, torch.Tensor]:
-        return {name: _local(tensor) for name, tensor in named_tensors(self._model)[0].items()}
 
 
 def _chunks(plan: Plan, piece: Piece, source: str, held: Box, *, whole: bool) -> Iterator[_Copy]:
@@ -171,13 +169,8 @@ def _share(tensors: Mapping[str, torch.Tensor]) -> tuple[str, dict[str, DeviceHa
     return device_id(next(iter(devices))), handles
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    # Detached in any case: a copy of it would otherwise grow a graph of gradients with each version.
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
 def _segment(name: str, tensor: torch.Tensor) -> Segment:
-    local = _local(tensor)
+    local = local_tensor(tensor)
     offset, extent = (0,) * local.dim(), tuple(local.shape)
     if isinstance(tensor, DTensor):
         if any(placement.is_partial() for placement in tensor.placements):

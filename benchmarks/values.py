@@ -1,0 +1,96 @@
+"""What must be in the benchmarks' tensors: written, spoilt and compared many tensors at a time.
+
+An element's word depends on its tensor, version, row and column. Rows and columns are each hashed by
+themselves, so that displaced ones are found whatever the width of the tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
+
+import torch
+
+from benchmarks.models import Tensor
+from weightsync.plan import Box
+
+__all__ = ["Held", "count_wrong", "fill", "poison"]
+
+Held: TypeAlias = tuple[Tensor, Box, torch.Tensor]
+"""A tensor of the model, and the box of it that lies in memory: 2 bytes an element, contiguous."""
+
+_CHUNK_NUMEL = 1 << 25
+_MASK = 0x3FFF  # as the bits of a bfloat16: finite, positive and below 2, so that no model overflows
+_FACTORS = (0x9E3779B1, 0x85EBCA77)
+
+
+def fill(held: Iterable[Held], version: int) -> None:
+    """Write what each box holds in `version`."""
+    for parts, words in _expected(held, version, compute=True):
+        torch._foreach_copy_(parts, [*words.view(parts[0].dtype)])
+
+
+def poison(tensors: Iterable[torch.Tensor]) -> None:
+    """Bytes of 0xFF, which `fill` never writes."""
+    words = [tensor.view(torch.int16) for tensor in tensors if tensor.numel()]
+    torch._foreach_zero_(words)
+    torch._foreach_sub_(words, 1)
+
+
+def count_wrong(held: Iterable[Held], version: int) -> int:
+    """How many elements are not, bit for bit, what `fill` writes."""
+    wrong = [
+        (torch.stack(parts).view(torch.int16) != words).sum()
+        for parts, words in _expected(held, version, compute=False)
+    ]
+    # Added up where they are: to ask for each takes longer than to compare it.
+    return int(torch.stack(wrong).sum()) if wrong else 0
+
+
+def _expected(
+    held: Iterable[Held], version: int, *, compute: bool
+) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
+    """Parts of equal shape, and the int16 words of all of them; made on a GPU, if there is one to `compute`.
+
+    Of a model of many thousand tensors most are alike; one by one each would take a dozen launches.
+    """
+    alike: defaultdict[tuple[tuple[int, ...], Box], list[Held]] = defaultdict(list)
+    for each in held:
+        if each[1].numel:
+            alike[each[0].shape, each[1]].append(each)
+    for (shape, box), group in alike.items():
+        device = group[0][2].device
+        if compute and torch.cuda.is_available():
+            device = torch.device("cuda")
+        yield from _words(shape, box, group, version, device)
+
+
+def _words(
+    shape: Sequence[int], box: Box, group: Sequence[Held], version: int, device: torch.device
+) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
+    names = [f"{tensor.name}/{version}".encode() for tensor, _, _ in group]
+    seeds = torch.tensor([zlib.crc32(name) for name in names], device=device)
+    columns = _hashed(torch.arange(box.offset[-1], box.end[-1], device=device) + seeds[:, None], _FACTORS[0])
+    if box.ndim == 1:
+        yield [local for _, _, local in group], columns
+        return
+    numbers = torch.arange(box.offset[0], box.end[0], device=device)
+    for size, low, high in zip(shape[1:-1], box.offset[1:-1], box.end[1:-1], strict=True):
+        numbers = numbers[..., None] * size + torch.arange(low, high, device=device)
+    rows = _hashed(numbers, _FACTORS[1])[..., None]
+    columns = columns.reshape(len(group), *[1] * (box.ndim - 1), -1)
+    num_tensors = max(1, _CHUNK_NUMEL // box.numel)
+    num_rows = box.extent[0] if num_tensors > 1 else max(1, _CHUNK_NUMEL // math.prod(box.extent[1:]))
+    for first in range(0, len(group), num_tensors):
+        some = slice(first, first + num_tensors)
+        for start in range(0, box.extent[0], num_rows):
+            part = slice(start, start + num_rows)
+            locals_ = [local[part] for _, _, local in group[some]]
+            yield locals_, (rows[part] + columns[some]) & _MASK
+
+
+def _hashed(numbers: torch.Tensor, factor: int) -> torch.Tensor:
+    return (((numbers * factor) >> 9) & _MASK).to(torch.int16)
