@@ -145,6 +145,11 @@ def test_a_hundred_turns_with_the_trainers_memory_read_in_place(
                 with pytest.raises(StateError, match="e0 is asleep"):
                     turns.ask(PROMPTS[0])
         turns.assert_flat(report.nbytes)
+        peaks = {phase: max(by_gpu.values()) for phase, by_gpu in report.peak_memory.items()}
+        sys.stdout.write(f"peaks {peaks}\n")
+        assert peaks["commit"] - peaks["move"] >= 0.9 * case.caches_nbytes, (
+            "caches woke before weights were written"
+        )
         assert turns.first[0] != turns.first[1]
         if case.level == 1:
             sync.wake()
