@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from weightsync.exchange import Part
     from weightsync.faults import Fault
     from weightsync.feed import FeedTicket
+    from weightsync.gauge import Samples
     from weightsync.keeper import Label, Share
     from weightsync.memory import BufferHandle
     from weightsync.plan import Plan, RankLayout, Reads
@@ -220,6 +221,10 @@ class RemoteHolder(_Remote):
 
     async def stop_refill(self, cause: str) -> None:
         await self._call("stop_refill", cause)
+
+    async def gauge(self, on: bool) -> tuple[str, Samples]:
+        seen: tuple[str, Samples] = await self._call("gauge", on)
+        return seen
 
     async def watch(self) -> None:
         await self._call("watch")

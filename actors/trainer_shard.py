@@ -39,15 +39,32 @@ class TrainerShard:
     Args:
         slot: on a CPU host, the name of the slot; the engine with the same slot shares its holder.
         exclude: names of tensors that no engine wants, as a value head.
+        offloads: it takes turns with an engine on its GPU, see `offload`: weights go by host memory.
     """
 
     model: nn.Module
     _slot: str | None = None
     _exclude: Collection[str] = ()
+    _offloads: bool = False
     _source: ModuleSource | None = None
 
-    def __init__(self, slot: str | None = None, exclude: Collection[str] = ()) -> None:
-        self._slot, self._exclude = slot, exclude
+    def __init__(
+        self, slot: str | None = None, exclude: Collection[str] = (), offloads: bool = False
+    ) -> None:
+        self._slot, self._exclude, self._offloads = slot, exclude, offloads
+
+    def offload(self) -> None:
+        """Give the memory of all parameters and persistent buffers of ``self.model`` back.
+
+        An engine may use it then. What they hold goes to host memory, from which the next update takes it
+        without another copy; gradients and the optimizer's state are yours to move. Until `onload` the model
+        cannot be used. Raises StateError without ``offloads=True``.
+        """
+        self._current_source().offload()
+
+    def onload(self) -> None:
+        """Take the memory again, with what was in it."""
+        self._current_source().onload()
 
     def sync_seat(self) -> Seat:
         """Where this rank sits."""
@@ -55,12 +72,9 @@ class TrainerShard:
 
     def sync_layout(self) -> RankLayout:
         """Which boxes of which tensors lie here."""
-        if not hasattr(self, "model"):
-            raise StateError(f"{type(self).__name__} has to set self.model before it is connected")
-        if self._source is not None:
-            self._source.close()
-        self._source = ModuleSource(self.model, self._exclude)
-        return self._source.layout()
+        source = self._current_source()
+        source.close()
+        return source.layout()
 
     def sync_attach(self, plan: Plan, trainer: int, arena: BufferHandle | None) -> Attached:
         """Map the holder's arena, or let it read this rank's memory in place."""
@@ -75,6 +89,15 @@ class TrainerShard:
             strike("publish")
             digests = self._source.publish()
         return digests, clock.spans
+
+    def _current_source(self) -> ModuleSource:
+        if not hasattr(self, "model"):
+            raise StateError(f"{type(self).__name__} has to set self.model before it is connected")
+        if self._source is None or self._source.model is not self.model:
+            if self._source is not None:
+                self._source.close()
+            self._source = ModuleSource(self.model, self._exclude, offloads=self._offloads)
+        return self._source
 
     def sync_arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
         """See `weightsync.faults.arm`."""

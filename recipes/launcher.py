@@ -19,7 +19,7 @@ from recipes.recipe import Recipe
 from recipes.survival import actor_options
 from recipes.trainer import GrpoTrainer
 from weightsync.engines import choose_engine
-from weightsync.errors import DeadlineError
+from weightsync.errors import ConfigError, DeadlineError
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -35,6 +35,13 @@ _ON_GPU: dict[str, dict[str, Any]] = {
 }
 
 
+_SLEEPS: dict[str, tuple[str, ...]] = {
+    "torch": ("enable_sleep_mode",),
+    "vllm": ("enable_sleep_mode",),
+    "sglang": ("enable_memory_saver", "enable_weights_cpu_backup"),
+}
+
+
 class Launcher:
     """Trainers and engines of `recipe`, which read the checkpoint at `model` when they start.
 
@@ -42,12 +49,17 @@ class Launcher:
 
     Raises:
         DeadlineError: the GPUs that the cluster has are not free within ``sync.connect_timeout_s``.
+        ConfigError: engines are to sleep that do so on GPUs only, and there are not enough.
     """
 
     def __init__(self, recipe: Recipe, model: Path) -> None:
         self._recipe, self._model = recipe, model
         self._num_gpus = int(ray.cluster_resources().get("GPU", 0))
         enough = self._num_gpus >= recipe.num_devices
+        for name, spec in recipe.engine_specs.items():
+            if recipe.loop.sleep and not enough and (kind := choose_engine(spec.kind)[0]) != "torch":
+                remedy = f"engine {name} is {kind}, which sleeps on GPUs: give 0, or kind: torch"
+                raise ConfigError("loop.sleep", recipe.loop.sleep, remedy)
         self._bundles = _reserve(recipe) if enough else None
 
     def __str__(self) -> str:
@@ -58,8 +70,11 @@ class Launcher:
         """Start the engine of that name, the first time or again, with dummy weights."""
         spec, who = self._recipe.engine_specs[name], f"engine {name}"
         options: dict[str, Any] = {"tensor_parallel_size": spec.tensor_parallel_size}
+        kind = choose_engine(spec.kind)[0]
         if self._bundles:
-            options |= _ON_GPU.get(choose_engine(spec.kind)[0], {})
+            options |= _ON_GPU.get(kind, {})
+        if self._recipe.loop.sleep:
+            options |= dict.fromkeys(_SLEEPS[kind], True)
         actor = ray.remote(EngineActor).options(**self._options(who))
         engine: ActorHandle[Any] = actor.remote(spec.kind, str(self._model), name, options, self._slot(who))
         return engine

@@ -20,7 +20,7 @@ from recipes.recipe import Recipe
 from recipes.rollouts import roll_out
 from recipes.run_report import RunReport, StepRow
 from recipes.screen import Screen
-from recipes.steps import leave, train, update
+from recipes.steps import leave, sleep, train, update
 from recipes.survival import find_actors, read_back, take_trainers
 from recipes.task import ProblemSampler
 from weightsync import SyncReport, WeightSync
@@ -96,6 +96,7 @@ def run(
             rollouts = roll_out(prompts, sync.serving, loop, seeds, recipe.sync.timeout_s)
             for error in rollouts.lost.values():
                 screen.line(f"{error}; others took over its prompts")
+            sleep(sync, recipe, screen)
             train(rollouts.groups, trainers, recipe.sync.timeout_s)
             done, retried = update(sync, step + 1, recipe, screen)
             updates.append(done)

@@ -146,6 +146,9 @@ class LoopSpec:
         clip: see :func:`recipes.grpo.policy_loss`.
         temperature: of sampling.
         target_reward: the run has failed when the mean of its last five rewards is lower.
+        sleep: trainers and engines have the GPUs that they share by turns. Engines sleep while trainers
+            train, at this level: 1 keeps their weights on the host, 2 drops them; otherwise trainers are
+            offloaded. 0 leaves both where they are. On CPUs, torch engines alone can.
     """
 
     kind: Literal["grpo", "elastic"] = "grpo"
@@ -158,6 +161,7 @@ class LoopSpec:
     clip: float = 0.2
     temperature: float = 1.0
     target_reward: float = 0.0
+    sleep: Literal[0, 1, 2] = 0
 
     def __post_init__(self) -> None:
         check_fields(self, field="loop")
@@ -218,6 +222,11 @@ class Recipe:
             raise ConfigError("events", len(self.events), "leave them out, or give loop.kind elastic")
         if self.resume and elastic:
             raise ConfigError("resume", True, "leave it out; loop.kind elastic begins anew")
+        if self.loop.sleep and (elastic or self.placement != "colocated"):
+            remedy = (
+                "give 0, or placement colocated and loop.kind grpo, where engines share the trainers' GPUs"
+            )
+            raise ConfigError("loop.sleep", self.loop.sleep, remedy)
         check_events(self.engine_specs, self.events, self.loop.steps)
 
     @property

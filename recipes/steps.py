@@ -9,6 +9,7 @@ from recipes.calls import collect
 from recipes.page import write_page
 from recipes.trace import write_trace
 from weightsync import SyncReport, WeightSync, WeightSyncError
+from weightsync.errors import DeadlineError, EngineError, PeerLostError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from recipes.run_report import RunReport
     from recipes.screen import Screen
 
-__all__ = ["leave", "train", "update"]
+__all__ = ["leave", "sleep", "train", "update"]
 
 
 def train(groups: Sequence[Group], trainers: Mapping[str, ActorHandle[Any]], timeout_s: float) -> None:
@@ -30,6 +31,15 @@ def train(groups: Sequence[Group], trainers: Mapping[str, ActorHandle[Any]], tim
         for rank, (name, trainer) in enumerate(trainers.items())
     }
     collect(calls, "train", timeout_s)
+
+
+def sleep(sync: WeightSync, recipe: Recipe, screen: Screen) -> None:
+    """Engines give the trainers room, if they are to; one that does not is told of, and serves on."""
+    if recipe.loop.sleep:
+        try:
+            sync.sleep(level=recipe.loop.sleep)
+        except (DeadlineError, EngineError, PeerLostError) as error:
+            screen.line(f"not all engines sleep: {error}")
 
 
 def update(sync: WeightSync, version: int, recipe: Recipe, screen: Screen) -> tuple[SyncReport, str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import ray
@@ -25,7 +26,7 @@ class GrpoTrainer(TrainerShard):
     def __init__(
         self, rank: int, num_ranks: int, model_path: str, loop: LoopSpec, slot: str | None, device: str
     ) -> None:
-        super().__init__(slot)
+        super().__init__(slot, offloads=loop.sleep > 0)
         self._rank, self._num_ranks = rank, num_ranks
         self._model_path, self._loop, self._device = model_path, loop, device
         self._store: TCPStore | None = None
@@ -45,10 +46,13 @@ class GrpoTrainer(TrainerShard):
         )
         self._learner = Learner(self._model_path, self._loop, self._device)
         self.model = self._learner.model
+        if self._loop.sleep:
+            self.offload()
 
     def train_step(self, groups: Sequence[Group]) -> dict[str, float]:
         """See :meth:`recipes.learner.Learner.train_step`."""
-        return self._learner.train_step(groups)
+        with self._turn():
+            return self._learner.train_step(groups)
 
     def scramble(self) -> None:
         """See :meth:`recipes.learner.Learner.scramble`."""
@@ -56,4 +60,15 @@ class GrpoTrainer(TrainerShard):
 
     def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
         """See :meth:`recipes.learner.Learner.greedy`."""
-        return self._learner.greedy(prompts, num_tokens)
+        with self._turn():
+            return self._learner.greedy(prompts, num_tokens)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """With the shard where it can be used, if it has to share that place."""
+        if not self._loop.sleep:
+            yield
+            return
+        self.onload()
+        yield
+        self.offload()

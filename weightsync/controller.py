@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from weightsync.connect import Connection, connect
 from weightsync.crew import Crew, remoteness
 from weightsync.deadline import GRACE_S, gather_named
 from weightsync.errors import ConfigError, PeerLostError, StateError, VerifyError, WeightSyncError
+from weightsync.gauge import gauged, peaks
 from weightsync.keeping import Keeping
 from weightsync.links import links
 from weightsync.peers import EngineSeat, Fleet, HolderPeer
@@ -141,7 +143,20 @@ class Controller:
         least = self._config.min_engines
         if len(takers) < least:
             raise StateError(f"{len(takers)} engines are alive, sync.min_engines is {least}")
+        asleep = [seat for seat in takers.values() if seat.record.state is EngineState.ASLEEP]
         clock = PhaseClock()
+        async with gauged(self._fleet, {holder for seat in asleep for holder in seat.holders}) as seen:
+            report = await self._update(version, takers, clock, when_held)
+        return replace(report, peak_memory=peaks(seen, clock.spans))
+
+    async def _update(
+        self,
+        version: int,
+        takers: Mapping[str, EngineSeat],
+        clock: PhaseClock,
+        when_held: Callable[[], None],
+    ) -> SyncReport:
+        assert self._connection is not None
         self.crew.failures = {}
         self.crew.begin(takers, version)
         if self._connection.in_place:

@@ -19,6 +19,7 @@ from weightsync.errors import ConfigError, StateError
 from weightsync.exchange import Exchange, Part
 from weightsync.faults import arm, strike
 from weightsync.feed import FeedTicket, HolderFeed
+from weightsync.gauge import Gauged
 from weightsync.keeper import Keepable, Keeper, Label, Share
 from weightsync.mapped_arena import MappedArena
 from weightsync.modules import device_id
@@ -43,7 +44,7 @@ logger = logging.getLogger("weightsync.holder")
 _PATIENCE = 0.9  # of a move's time, what an engine rank may take: the rest is for the buckets to come
 
 
-class Holder:
+class Holder(Gauged):
     """One member of every communicator; serves at most one trainer rank and one engine rank."""
 
     def __init__(self, name: str, host: str, transport: str = "gloo", device: str = "") -> None:

@@ -17,10 +17,10 @@ class Offload:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, keep: bool) -> None:
-        """`keep` what is in them on the host, page-locked for those of a GPU; else it is undefined later."""
+        """`keep` what is in them on the host, page-locked for those of a GPU; else they are zeros later."""
         held = {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}
         self._storages = [(storage, storage.nbytes()) for storage in held.values()]
-        self._copies = [_copy(storage) for storage, _ in self._storages] if keep else None
+        self._copies = {key: _copy(storage) for key, storage in held.items()} if keep else {}
         devices = {storage.device for storage, _ in self._storages if storage.device.type == "cuda"}
         for device in devices:
             torch.cuda.synchronize(device)  # what still reads them
@@ -29,13 +29,21 @@ class Offload:
         if devices:
             torch.cuda.empty_cache()
 
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What was kept of one of `tensors`, as it looks."""
+        copy = self._copies[tensor.untyped_storage()._cdata].view(tensor.dtype)
+        return torch.as_strided(copy, tensor.shape, tensor.stride(), tensor.storage_offset())
+
     def undo(self) -> None:
         """Take the memory again, with what was kept."""
         for storage, nbytes in self._storages:
             storage.resize_(nbytes)
-        for copy, (storage, _) in zip(self._copies or (), self._storages, strict=False):
-            _bytes(storage).copy_(copy)
-        self._copies = None
+            copy = self._copies.get(storage._cdata)
+            if copy is not None:
+                _bytes(storage).copy_(copy)
+            else:
+                _bytes(storage).zero_()
+        self._copies = {}
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

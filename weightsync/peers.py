@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from weightsync.device_memory import DeviceHandle
     from weightsync.exchange import Part
     from weightsync.feed import FeedTicket
+    from weightsync.gauge import Samples
     from weightsync.keeper import Label, Share
     from weightsync.memory import BufferHandle
     from weightsync.plan import Plan, RankLayout, Reads
@@ -59,6 +60,7 @@ class HolderPeer(Protocol):
         self, attempt: int, kept: Kept, direct: bool, timeout_s: float, limit_s: float
     ) -> Refilled: ...
     async def stop_refill(self, cause: str) -> None: ...
+    async def gauge(self, on: bool) -> tuple[str, Samples]: ...
 
 
 class EnginePeer(Protocol):

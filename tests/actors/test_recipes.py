@@ -49,6 +49,14 @@ def test_groups_of_engines_with_other_numbers_of_ranks_serve_the_same_version(tm
     assert report["heals"] == []
 
 
+def test_trainers_and_engines_take_turns(tmp_path: Path) -> None:
+    few = ("--set", "loop.steps=4", "--set", "loop.target_reward=0", "--set", "loop.sleep=2")
+    report = run(tmp_path / "run", "colocated_grpo", *few, "--set", "engines.main.kind=torch")
+    assert report["steps"][-1]["engines"] == {"main-0": 5, "main-1": 5}
+    assert [step["rollout_versions"] for step in report["steps"]] == [[1], [2], [3], [4]]
+    assert report["heals"] == []
+
+
 def test_trainers_and_engine_ranks_are_put_on_the_gpus_that_they_share() -> None:
     command = [sys.executable, "-m", "tests.actors.seating"]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)

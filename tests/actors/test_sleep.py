@@ -42,7 +42,10 @@ def test_trainer_and_engine_take_turns(tmp_path: Path) -> None:
             assert ray.get(engine.live_nbytes.remote()) == 0
             with pytest.raises(StateError, match="e0 is asleep"):
                 ray.get(engine.generate.remote(PROMPTS, GREEDY))
+            ray.get(trainer.onload.remote())
             wanted = ray.get(trainer.train.remote(version))
+            ray.get(trainer.offload.remote())
+            assert ray.get(trainer.live_nbytes.remote()) == 0
             assert sync.update_weights(version).engines == {"e0": version}
             rollout = ray.get(engine.generate.remote(PROMPTS, GREEDY))
             assert (rollout.tokens, rollout.version) == (wanted, version)

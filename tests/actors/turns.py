@@ -18,7 +18,7 @@ class Teacher(TrainerShard):
     """A whole model, whose greedy tokens are what the engine has to say."""
 
     def __init__(self, path: str, slot: str) -> None:
-        super().__init__(slot)
+        super().__init__(slot, offloads=True)
         self.model = build_tiny_qwen3(Path(path), False, 1)
 
     def train(self, seed: int) -> list[list[int]]:
@@ -27,6 +27,9 @@ class Teacher(TrainerShard):
             for parameter in self.model.parameters():
                 parameter.mul_(1 + 0.5 * torch.randn(parameter.shape, generator=draw))
         return greedy(self.model, PROMPTS, GREEDY["max_tokens"])
+
+    def live_nbytes(self) -> int:
+        return sum(each.untyped_storage().nbytes() for each in self.model.parameters())
 
 
 class Sleeper(EngineActor):

@@ -62,10 +62,12 @@ def plan_for(layouts: Sequence[RankLayout]) -> Plan:
     )
 
 
-def publish(source: ModuleSource, plan: Plan, rank: int) -> tuple[Share, Digests]:
-    """The arena's bytes after one publish."""
+def publish(source: ModuleSource, plan: Plan, rank: int, offload: bool = False) -> tuple[Share, Digests]:
+    """The arena's bytes after one publish; with `offload`, of a model that has no memory by then."""
     arena = SharedBuffer.create(plan.arena_nbytes(rank))
     assert source.attach(plan, rank, arena.handle) == Attached(plan.digest(), None)
+    if offload:
+        source.offload()
     digests = source.publish()
     share = (bytes(arena.tensor.numpy()), digests.tolist())
     source.close()
@@ -78,17 +80,24 @@ def run_rank(rank: int, num_ranks: int, meeting: str, kind: str, results: object
     """One process: shard the model or not, use it, publish; rank 0 reports the plan and all shares."""
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)
     model = Model()
-    if kind == "fsdp2":
+    if kind.endswith("fsdp2"):
         mesh = init_device_mesh("cpu", (num_ranks,))
         fully_shard(model.block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    source = ModuleSource(model)
+    offload = kind.startswith("offloaded")
+    source = ModuleSource(model, offloads=offload)
     layouts: list[RankLayout] = [None] * num_ranks  # type: ignore[list-item]
     dist.all_gather_object(layouts, source.layout())
     with torch.no_grad():
-        model(torch.zeros(1, dtype=torch.long))  # leaves an FSDP2 root whole for now
+        before = model(torch.zeros(1, dtype=torch.long))  # leaves an FSDP2 root whole for now
     plan = plan_for(layouts)
-    share, _ = publish(source, plan, rank)
+    share, _ = publish(source, plan, rank, offload)
+    if offload:
+        locals_ = [parameter.to_local() for parameter in model.parameters()]
+        assert {each.untyped_storage().nbytes() for each in locals_} == {0}
+        source.onload()
+    with torch.no_grad():
+        assert torch.equal(model(torch.zeros(1, dtype=torch.long)), before)
     shares: list[Share] = [None] * num_ranks  # type: ignore[list-item]
     dist.all_gather_object(shares, share)
     if rank == 0:

@@ -23,7 +23,7 @@ from weightsync.engines.vllm import VllmEngine
 from weightsync.engines.vllm_adopted import AdoptedVllm
 from weightsync.engines.vllm_api import _check_sleep
 from weightsync.engines.vllm_loop import EngineLoop
-from weightsync.errors import ConfigError, StateError
+from weightsync.errors import ConfigError, EngineError, StateError
 
 TIMEOUT_S = 10.0
 
@@ -210,6 +210,23 @@ def test_sglang_lets_requests_end_for_a_sleep_and_is_not_told_to_with_frozen_one
     for thread in threads:
         thread.join(TIMEOUT_S)
     assert engine.calls[-1] == "release weights kv_cache"
+
+
+@pytest.mark.parametrize("cls", WORDS)
+def test_an_engine_that_gets_no_memory_is_named_and_is_still_asleep(make: Make, cls: type) -> None:
+    engine = make(cls)
+    engine.sleep(2, "wait", TIMEOUT_S)
+    take, engine._take = engine._take, out_of_memory
+    for _ in range(2):
+        with pytest.raises(EngineError, match="e0 failed in wake: MemoryError"):
+            engine.pause("wait", TIMEOUT_S)
+    engine._take = take
+    engine.pause("wait", TIMEOUT_S)
+    engine.load(1, TIMEOUT_S)
+
+
+def out_of_memory(_: str) -> None:
+    raise MemoryError
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from weightsync.plan import Plan
 from weightsync.sources.module import ModuleSource
 from weightsync.verify import tensor_digest
 
-CASES = [("plain", 1), ("plain", 2), ("fsdp2", 2), ("fsdp2", 3)]
+CASES = [("plain", 1), ("plain", 2), ("fsdp2", 2), ("fsdp2", 3), ("offloaded fsdp2", 3)]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0].replace(' ', '-')}-{case[1]}")
 def published(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Plan, list[Share]]:

@@ -21,13 +21,16 @@ from weightsync.modules import named_tensors
 
 
 class Trainer(TrainerShard):
-    """One rank of `num_ranks`; the weights lie on the GPU, or on the host as an offloaded trainer's do."""
+    """One rank of `num_ranks`; the weights lie on the GPU, or on the host, as `source` says.
+
+    With ``turns``, they lie on the GPU and can be offloaded.
+    """
 
     def __init__(self, path: str, rank: int, num_ranks: int, dtype: str, source: str) -> None:
-        super().__init__()
+        super().__init__(offloads=source == "turns")
         self._path, self._rank, self._num_ranks = path, rank, num_ranks
         self._dtype: torch.dtype = getattr(torch, dtype)
-        self._device = "cuda" if source == "device" else "cpu"
+        self._device = "cpu" if source == "host" else "cuda"
         torch.cuda.init()  # it sits on its GPU wherever the weights are
 
     def join(self, meeting: str) -> None:

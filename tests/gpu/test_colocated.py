@@ -70,7 +70,7 @@ class Turns:
     """One GPU: a trainer that knows two checkpoints, an engine, and what was measured."""
 
     def __init__(self, case: Case, bundles: PlacementGroup, folder: Path, source: str) -> None:
-        self.case = case
+        self.case, self.offloads = case, source == "turns"
         paths = [str(folder / str(seed)) for seed in range(2)]
         for seed, path in enumerate(paths):
             save_qwen3(Path(path), "tied", seed)
@@ -80,6 +80,14 @@ class Turns:
         self.engine = spawn(case.cls, bundles, 0, served(paths[0]), "e0", 1, **case.options)
         self.used: list[tuple[int, int]] = []
         self.first: dict[int, list[list[int]]] = {}
+
+    def gap(self, prompt: list[int], row: list[int]) -> float:
+        if not self.offloads:
+            return ray.get(self.trainer.gap.remote(prompt, row))
+        ray.get(self.trainer.onload.remote())
+        gap = ray.get(self.trainer.gap.remote(prompt, row))
+        ray.get(self.trainer.offload.remote())
+        return gap
 
     def connect(self, sync: WeightSync) -> None:
         sync.register_trainers([self.trainer])
@@ -99,7 +107,7 @@ class Turns:
         if number not in self.first:
             self.first[number] = tokens
             for prompt, row in zip(PROMPTS, tokens, strict=True):
-                gap = ray.get(self.trainer.gap.remote(prompt, row))
+                gap = self.gap(prompt, row)
                 assert gap < 0.5, (
                     f"not the tokens of checkpoint {number}: {gap}"
                 )  # another's lie about 3 below
@@ -145,6 +153,11 @@ def test_a_hundred_turns_with_the_trainers_memory_read_in_place(
                 with pytest.raises(StateError, match="e0 is asleep"):
                     turns.ask(PROMPTS[0])
         turns.assert_flat(report.nbytes)
+        peaks = {phase: max(by_gpu.values()) for phase, by_gpu in report.peak_memory.items()}
+        sys.stdout.write(f"peaks {peaks}\n")
+        assert peaks["commit"] - peaks["move"] >= 0.9 * case.caches_nbytes, (
+            "caches woke before weights were written"
+        )
         assert turns.first[0] != turns.first[1]
         if case.level == 1:
             sync.wake()
@@ -152,4 +165,37 @@ def test_a_hundred_turns_with_the_trainers_memory_read_in_place(
         else:
             with pytest.raises(StateError, match="without weights"):
                 sync.wake()
+    turns.close()
+
+
+NUM_OFFLOADS = 30
+
+
+@pytest.mark.parametrize(
+    "case", [CASES["vllm_level_2"], CASES["sglang_level_2"]], ids=["vllm", "sglang"], indirect=True
+)
+def test_trainer_and_engine_have_the_gpu_by_turns(
+    case: Case, bundles: PlacementGroup, tmp_path: Path
+) -> None:
+    """Weights of both never lie there at the same time: the trainer's go through the pinned arena."""
+    turns = Turns(case, bundles, tmp_path, "turns")
+    trained = []
+    with WeightSync(CONFIG) as sync:
+        turns.connect(sync)
+        for version in range(1, NUM_OFFLOADS + 1):
+            sync.sleep(level=case.level)
+            ray.get(turns.trainer.onload.remote())
+            ray.get(turns.trainer.become.remote(version % 2))
+            trained.append(turns.device_nbytes())
+            ray.get(turns.trainer.offload.remote())
+            empty = turns.device_nbytes()
+            report = sync.update_weights(version)
+            assert (report.verified, report.engines) == (True, {"e0": version})
+            turns.check(version, version % 2)
+            turns.used.append((turns.device_nbytes(), empty))
+        turns.assert_flat(report.nbytes)
+        sys.stdout.write(f"MiB trained {[n >> 20 for n in trained]}\n{report} {dict(report.phases)}\n")
+        assert trained[-1] - empty >= 0.8 * report.nbytes, "the trainer's memory was not given back"
+        assert max(trained[SETTLED:]) - min(trained[SETTLED:]) <= SLACK_NBYTES
+        assert report.peak_memory["move"].keys() == report.peak_memory["commit"].keys() != set()
     turns.close()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from weightsync.errors import ConfigError, StateError
+from weightsync.errors import ConfigError, EngineError, StateError, WeightSyncError
 
 if TYPE_CHECKING:
     from weightsync.buffers import Attached
@@ -80,7 +81,8 @@ class EngineRanks:
             return
         self.pause(mode, timeout_s)
         self._wake(CACHES)  # of a half awake one, vLLM takes no more notice
-        self._release(level)
+        with self._naming("sleep"):
+            self._release(level)
         self._asleep = [WEIGHTS, CACHES]
         self._whole = self._whole and level == 1
 
@@ -92,10 +94,21 @@ class EngineRanks:
     def _wake(self, *parts: str) -> None:
         """Take the memory of `parts` back, of those that are asleep."""
         for part in [each for each in self._asleep if each in parts]:
-            self._take(part)
+            with self._naming("wake"):
+                self._take(part)
             self._asleep.remove(part)
             if part == WEIGHTS and not self._whole:
                 self.on_ranks("blank")
+
+    @contextlib.contextmanager
+    def _naming(self, phase: str) -> Iterator[None]:
+        """What the engine itself raises becomes an EngineError: its memory may be half there."""
+        try:
+            yield
+        except WeightSyncError:
+            raise
+        except Exception as error:  # whatever vLLM or SGLang raises where there is no memory
+            raise EngineError(self._name, phase, f"{type(error).__name__}: {error}") from error
 
     def _sleep_option(self, level: int) -> tuple[str, bool]:
         """The option that an engine needs to be started with to sleep, and whether it was."""

@@ -16,12 +16,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from weightsync.buffers import Attached, Export
 from weightsync.device_memory import DeviceHandle, export_tensor
-from weightsync.errors import ConfigError, TransportError, nearest
+from weightsync.errors import ConfigError, StateError, TransportError, nearest
 from weightsync.memory import BufferHandle, SharedBuffer
 from weightsync.modules import device_id, named_tensors
 from weightsync.places import local_tensor, local_tensors
 from weightsync.plan import Box, Piece, Plan, RankLayout, Segment, TensorMeta
 from weightsync.sources.in_place import InPlace
+from weightsync.sources.offloaded import Offloaded, Stored
 from weightsync.verify import Digests, host_bytes, tensor_digest, warm_up
 
 __all__ = ["ModuleSource"]
@@ -50,12 +51,19 @@ class ModuleSource:
 
     A module that is not sharded but runs on several ranks is declared whole by each of them; the
     plan chooses who sends what. `exclude` names tensors that no engine wants, as a value head.
-    Weights that all lie on one GPU are read in place where they can be shared, see `Source`.
+    Weights that all lie on one GPU are read in place where they can be shared, see `Source`; not those of
+    one that `offloads`, for what its holder has mapped could not be given back.
+
+    Attributes:
+        model: whose parameters and buffers they are.
     """
 
-    def __init__(self, model: nn.Module, exclude: Collection[str] = ()) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, exclude: Collection[str] = (), *, offloads: bool = False) -> None:
+        self.model = model
         self._exclude = frozenset(exclude)
+        self._offloads = offloads
+        self._offloaded: Offloaded | None = None
+        self._in_arena: Digests | None = None
         self._layout: RankLayout | None = None
         self._exported: dict[str, DeviceHandle] = {}
         self._arena: SharedBuffer | None = None
@@ -65,14 +73,16 @@ class ModuleSource:
 
     def layout(self) -> RankLayout:
         """Global shapes, this rank's boxes, and which names are tied."""
-        tensors, tied = named_tensors(self._model)
+        tensors, tied = named_tensors(self.model)
         for name in self._exclude - set(tensors):
             raise ConfigError("exclude", name, nearest(name, tensors))
         kept = {name: tensor for name, tensor in tensors.items() if name not in self._exclude}
         metas = tuple(TensorMeta(name, _dtype_name(t.dtype), tuple(t.shape)) for name, t in kept.items())
         segments = tuple(_segment(name, tensor) for name, tensor in kept.items())
         ties = tuple(pair for pair in tied if pair[1] in kept)
-        device, self._exported = _share({name: local_tensor(tensor) for name, tensor in kept.items()})
+        device = ""
+        if not self._offloads:
+            device, self._exported = _share({name: local_tensor(tensor) for name, tensor in kept.items()})
         self._layout = RankLayout(metas, segments, ties, device=device)
         return self._layout
 
@@ -88,33 +98,72 @@ class ModuleSource:
             sources.append((piece, name if name in boxes else canonical[name]))
         self._plan = plan
         if arena is None:
-            self._in_place = InPlace(plan, sources, self._model, layout)
+            self._in_place = InPlace(plan, sources, self.model, layout)
             return Attached(plan.digest(), Export(layout, self._exported))
         warm_up()
-        live = local_tensors(self._model)
+        live = self._live()
         self._copies = tuple(
             copy
             for piece, name in sources
             for copy in _chunks(plan, piece, name, boxes[name], whole=live[name].is_cuda)
         )
         self._arena = SharedBuffer.open(arena)
+        if self._offloads:
+            self._arena.pin()
         return Attached(plan.digest(), None)
 
     def publish(self) -> Digests:
-        """Copy and digest, part by part, casting where the engine's dtype is another float."""
+        """Copy and digest, part by part, casting where the engine's dtype is another float.
+
+        Without effect where `offload` has just done it.
+        """
         assert self._plan is not None
         if self._in_place:
             return self._in_place.publish()
+        return self._in_arena if self._in_arena is not None else self._to_arena()
+
+    def offload(self) -> None:
+        """Give the memory of all parameters and persistent buffers back; what they hold goes to the arena.
+
+        What that has in another dtype, or not at all, is kept on the host besides. Raises StateError where
+        the holder may have mapped the memory.
+        """
+        if not self._offloads:
+            raise StateError("the holder may read this memory in place: give TrainerShard offloads=True")
+        if self._offloaded is None:
+            stored: dict[str, list[Stored]] = {}
+            if self._arena:
+                self._in_arena = self._to_arena()
+                for copy in self._copies:
+                    stored.setdefault(copy.source, []).append(Stored(copy.index, self._in(self._arena, copy)))
+            self._offloaded = Offloaded(self._live(), stored)
+
+    def onload(self) -> None:
+        """Undo `offload`: the same values, in new memory."""
+        if self._offloaded:
+            self._offloaded.undo()
+            self._offloaded = self._in_arena = None
+
+    def _in(self, arena: SharedBuffer, copy: _Copy) -> torch.Tensor:
+        """Where the arena has it: one dimension, in the dtype in which it travels."""
+        assert self._plan is not None
+        meta = self._plan.tensors[copy.tensor]
+        data = arena.tensor[copy.start : copy.start + copy.box.numel * meta.itemsize]
+        dtype: torch.dtype = getattr(torch, meta.dtype)
+        return data.view(dtype)
+
+    def _to_arena(self) -> Digests:
+        assert self._plan is not None
         assert self._arena is not None
-        metas, arena, live = self._plan.tensors, self._arena.tensor, local_tensors(self._model)
+        metas, arena, live = self._plan.tensors, self._arena, self._live()
         for device in {tensor.device for tensor in live.values() if tensor.is_cuda}:
             torch.cuda.synchronize(device)  # weights may be on their way on a stream of the trainer's own
 
         def publish(copy: _Copy) -> int:
-            dtype: torch.dtype = getattr(torch, metas[copy.tensor].dtype)
+            target = self._in(arena, copy)
             with torch.no_grad():
-                cut = live[copy.source][copy.index].to(dtype)
-                _copy(cut, arena[copy.start : copy.start + cut.nbytes].view(dtype))
+                cut = live[copy.source][copy.index].to(target.dtype)
+                _copy(cut, target)
             # Of the weights, not of the copy: it has to show a copy that went wrong.
             return tensor_digest(cut, metas[copy.tensor].shape, copy.box)
 
@@ -128,9 +177,17 @@ class ModuleSource:
     def close(self) -> None:
         """Let go of the holder."""
         self._in_place = None
+        if self._offloaded and self._in_arena is not None:
+            self._offloaded.leave_arena()
+            self._in_arena = None
         if self._arena is not None:
             self._arena.close()
             self._arena = None
+
+    def _live(self) -> dict[str, torch.Tensor]:
+        if self._offloaded:
+            return self._offloaded.on_host()
+        return local_tensors(self.model)
 
 
 def _chunks(plan: Plan, piece: Piece, source: str, held: Box, *, whole: bool) -> Iterator[_Copy]:

@@ -1,0 +1,79 @@
+"""What a holder sees of its device, and the phases that it is told of."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.test_controller import Loop, drive
+from weightsync.clock import Span
+from weightsync.errors import EngineError
+from weightsync.gauge import Gauge, peaks
+from weightsync.holder import Holder
+
+
+def test_a_gauge_sees_what_changes_until_it_is_stopped() -> None:
+    values, times = [5, 5, 7, 7, 7, 3], 0
+
+    def read() -> int:
+        nonlocal times
+        times += 1
+        return values[min(times, len(values)) - 1]
+
+    gauge = Gauge(read)
+    while times < len(values):
+        pass
+    samples = gauge.stop()
+    assert [used for _, used in samples] == [5, 7, 3]
+    assert [at for at, _ in samples] == sorted(at for at, _ in samples)
+    seen = times
+    assert not gauge._thread.is_alive()
+    assert times == seen
+
+
+def test_a_sample_counts_until_the_next_one() -> None:
+    samples = [(10.0, 4), (11.0, 9), (12.0, 6), (50.0, 8)]
+    spans = [Span("before", 9.0, 0.5), Span("a", 10.5, 0.1), Span("b", 10.6, 1.0), Span("c", 12.5, 9.0)]
+    assert peaks({"gpu": samples}, spans) == {
+        "before": {"gpu": 4},
+        "a": {"gpu": 4},
+        "b": {"gpu": 9},
+        "c": {"gpu": 8},
+    }
+    assert peaks({}, spans) == {}
+    assert peaks({"gpu": ()}, spans)["a"] == {}
+
+
+def test_without_a_device_nothing_is_seen() -> None:
+    holder = Holder("h0", "127.0.0.1")
+    assert holder.gauge(True) == holder.gauge(False) == ("", ())
+    holder.close()
+
+
+def test_an_update_that_wakes_engines_reports_the_peak_of_each_phase() -> None:
+    async def work(loop: Loop) -> None:
+        switched = []
+
+        def gauge(on: bool) -> tuple[str, list[tuple[float, int]]]:
+            switched.append(on)
+            return "cuda:7", [(0.0, 11)]
+
+        for holder in loop.holders[1:]:
+            holder.gauge = gauge  # type: ignore[method-assign]
+        await loop.controller.connect()
+        assert (await loop.controller.update(1)).peak_memory == {}
+        await loop.controller.sleep(["e1"], 2)
+        report = await loop.controller.update(2)
+        assert report.peak_memory == {phase: {"cuda:7": 11} for phase in report.phases}
+        assert switched == [True, False]
+        await loop.controller.sleep(["e0", "e1"], 2)
+        for engine in loop.engines.values():
+            engine.on_write = broken
+        with pytest.raises(EngineError):
+            await loop.controller.update(3)
+        assert sorted(switched[2:]) == [False, False, True, True]
+
+    drive(work)
+
+
+def broken(_: str) -> None:
+    raise MemoryError

@@ -1,0 +1,132 @@
+"""A trainer that gives its memory back: what it publishes meanwhile, and what it has afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from tests.contract.source_ranks import Model, plan_for
+from weightsync.errors import StateError
+from weightsync.memory import SharedBuffer
+from weightsync.modules import named_tensors
+from weightsync.offload import Offload
+from weightsync.plan import Plan
+from weightsync.sources.module import ModuleSource
+
+
+class Rig:
+    """A model whose head travels in another dtype, and the arena that it publishes into."""
+
+    def __init__(self) -> None:
+        self.model = Model()
+        self.source = ModuleSource(self.model, {"steps"}, offloads=True)
+        self.plan: Plan = plan_for([self.source.layout()])
+        self.arenas: list[SharedBuffer] = []
+        self.values = {name: t.detach().clone() for name, t in named_tensors(self.model)[0].items()}
+
+    def attach(self) -> None:
+        """To an arena that has nothing yet."""
+        self.arenas.append(SharedBuffer.create(self.plan.arena_nbytes(0)))
+        self.source.attach(self.plan, 0, self.arenas[-1].handle)
+
+    def live_nbytes(self) -> int:
+        return sum(t.untyped_storage().nbytes() for t in named_tensors(self.model)[0].values())
+
+    def has_its_values(self) -> bool:
+        found = named_tensors(self.model)[0]
+        return all(torch.equal(found[name], value) for name, value in self.values.items())
+
+    def close(self) -> None:
+        self.source.close()
+        for arena in self.arenas:
+            arena.close()
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.close()
+
+
+def test_what_is_offloaded_lies_in_the_arena_and_is_published_without_another_copy(rig: Rig) -> None:
+    rig.attach()
+    published = rig.source.publish()
+    sent = bytes(rig.arenas[0].tensor.tolist())
+    rig.arenas[0].tensor.zero_()
+    rig.source.offload()
+    rig.source.offload()  # is nothing new
+    assert rig.live_nbytes() == 0
+    assert bytes(rig.arenas[0].tensor.tolist()) == sent
+    rig.arenas[0].tensor[0] ^= 1  # a second copy would put it right
+    np.testing.assert_array_equal(rig.source.publish(), published)
+    assert bytes(rig.arenas[0].tensor.tolist()) != sent
+    rig.arenas[0].tensor[0] ^= 1
+    rig.source.onload()
+    rig.source.onload()
+    assert rig.live_nbytes() > 0
+    assert rig.has_its_values()
+    with torch.no_grad():
+        rig.model.head.weight.add_(1)
+    assert (rig.source.publish() != published).sum() == 1
+
+
+def test_weights_come_back_out_of_the_arena(rig: Rig) -> None:
+    rig.attach()
+    rig.source.offload()
+    assert rig.source._offloaded is not None
+    assert {*rig.values} - {*rig.source._offloaded._stored} == {"head.weight", "steps"}
+    rig.arenas[0].tensor.zero_()
+    rig.source.onload()
+    kept = {"head.weight", "steps"}
+    for name, tensor in named_tensors(rig.model)[0].items():
+        assert torch.equal(tensor, rig.values[name] if name in kept else torch.zeros_like(tensor)), name
+
+
+def test_it_is_connected_anew_while_it_is_offloaded(rig: Rig) -> None:
+    rig.attach()
+    published = rig.source.publish()
+    sent = rig.arenas[0].tensor.clone()
+    rig.source.offload()
+    rig.source.close()
+    rig.arenas[0].tensor.zero_()  # its holder's own by now
+    assert rig.source.layout() == rig.source.layout()
+    for _ in range(2):
+        rig.attach()
+        np.testing.assert_array_equal(rig.source.publish(), published)
+        assert torch.equal(rig.arenas[-1].tensor, sent)
+        assert rig.live_nbytes() == 0
+    rig.source.onload()
+    assert rig.has_its_values()
+    np.testing.assert_array_equal(rig.source.publish(), published)
+
+
+def test_it_may_be_offloaded_before_it_is_connected(rig: Rig) -> None:
+    rig.source.offload()
+    assert rig.live_nbytes() == 0
+    rig.attach()
+    published = rig.source.publish()
+    rig.source.onload()
+    assert rig.has_its_values()
+    np.testing.assert_array_equal(rig.source.publish(), published)
+
+
+def test_who_may_be_read_in_place_is_not_offloaded() -> None:
+    with pytest.raises(StateError, match="offloads=True"):
+        ModuleSource(Model()).offload()
+
+
+def test_tensors_that_share_memory_are_kept_as_they_share_it() -> None:
+    whole = torch.arange(6.0)
+    parts = [whole[:3], whole[3:].view(1, 3)]
+    away = Offload(parts, keep=True)
+    assert whole.untyped_storage().nbytes() == 0
+    assert away.on_host(parts[1]).tolist() == [[3.0, 4.0, 5.0]]
+    away.undo()
+    assert whole.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    dropped = Offload(parts, keep=False)
+    dropped.undo()
+    assert whole.tolist() == [0.0] * 6

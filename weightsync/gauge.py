@@ -1,0 +1,111 @@
+"""How much of a GPU is in use while an update runs, and in which of its phases it was most."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from weightsync.deadline import GRACE_S, gather_named
+
+if TYPE_CHECKING:
+    from weightsync.clock import Span
+    from weightsync.peers import Fleet
+
+__all__ = ["Gauge", "Gauged", "Samples", "gauged", "peaks"]
+
+Samples = Sequence[tuple[float, int]]
+"""Seconds since 1970, and the bytes that were in use from then on."""
+
+_EVERY_S = 0.005
+
+
+class Gauge:
+    """Looks at `read` on a thread of its own, until `stop`."""
+
+    def __init__(self, read: Callable[[], int]) -> None:
+        self._read = read
+        self._samples: list[tuple[float, int]] = []
+        self._ended = threading.Event()
+        self._look()
+        self._thread = threading.Thread(target=self._run, name="gauge", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> Samples:
+        """What was seen, where it changed."""
+        self._ended.set()
+        self._thread.join()
+        self._look()
+        return self._samples
+
+    def _run(self) -> None:
+        while not self._ended.wait(_EVERY_S):
+            self._look()
+
+    def _look(self) -> None:
+        used = self._read()
+        if not self._samples or self._samples[-1][1] != used:
+            self._samples.append((time.time(), used))
+
+
+class Gauged:
+    """The part of a holder that watches its device."""
+
+    _device: str
+    _gauge: Gauge | None = None
+
+    def gauge(self, on: bool) -> tuple[str, Samples]:
+        """Begin or end to look: which device, and what was seen; nothing where there is none."""
+        seen: Samples = self._gauge.stop() if self._gauge else ()
+        self._gauge = Gauge(_used_nbytes) if on and self._device else None
+        return self._device, seen
+
+
+def _used_nbytes() -> int:
+    """On the first device that this process sees, by whomever."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info(0)
+    return total - free
+
+
+@asynccontextmanager
+async def gauged(fleet: Fleet, holders: Collection[int]) -> AsyncIterator[dict[str, Samples]]:
+    """Have `holders` look at their devices meanwhile; what they saw is there afterwards, by device.
+
+    Who does not answer is left out: it will be noticed elsewhere.
+    """
+    seen: dict[str, Samples] = {}
+
+    async def switch(on: bool) -> Mapping[str, tuple[str, Samples]]:
+        calls = {f"holder {i}": fleet.holders[i].gauge(on) for i in holders if i < len(fleet.holders)}
+        return (await gather_named(calls, "gauge", GRACE_S)).answers
+
+    await switch(True)
+    try:
+        yield seen
+    finally:
+        seen.update((device, samples) for device, samples in (await switch(False)).values() if device)
+
+
+def peaks(seen: Mapping[str, Samples], spans: Sequence[Span]) -> dict[str, dict[str, int]]:
+    """By phase and device, the most that was in use; a sample counts until the next one.
+
+    The last phase has all that was seen after it began: what it took is there when it ends.
+    """
+    ends = [span.began + span.seconds for span in spans[:-1]] + [math.inf]
+    return {
+        span.name: {device: _peak(samples, span.began, end) for device, samples in seen.items() if samples}
+        for span, end in zip(spans, ends, strict=True)
+        if seen
+    }
+
+
+def _peak(samples: Samples, began: float, ended: float) -> int:
+    times = [at for at, _ in samples]
+    first = max(0, bisect_right(times, began) - 1)
+    return max(used for _, used in samples[first : max(bisect_right(times, ended), first + 1)])

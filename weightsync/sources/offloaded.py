@@ -1,0 +1,70 @@
+"""A trainer rank's tensors while their memory is given back, so that an engine may use it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weightsync.offload import Offload
+
+__all__ = ["Offloaded", "Stored"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A part of a tensor, and its bytes elsewhere: of the part's dtype, or of one that it travels in."""
+
+    index: tuple[slice, ...]
+    data: torch.Tensor
+
+
+class Offloaded:
+    """Out of the arena come those that it has bit for bit, the others out of copies on the host."""
+
+    def __init__(self, live: Mapping[str, torch.Tensor], stored: Mapping[str, Sequence[Stored]]) -> None:
+        """`stored` is what the arena has of each of `live`."""
+        self._live = live
+        num_users = Counter(each.untyped_storage()._cdata for each in live.values())
+        self._stored = {
+            name: parts
+            for name, parts in stored.items()
+            if num_users[live[name].untyped_storage()._cdata] == 1 and _is_whole(live[name], parts)
+        }
+        others = [tensor for name, tensor in live.items() if name not in self._stored]
+        self._kept = Offload(others, keep=True)
+        self._dropped = Offload([live[name] for name in self._stored], keep=False)
+
+    def leave_arena(self) -> None:
+        """It is about to be another's: have copies of what it has."""
+        for name, parts in self._stored.items():
+            copy = torch.empty(self._live[name].shape, dtype=self._live[name].dtype)
+            whole = tuple(slice(0, size) for size in copy.shape)
+            _fill(copy, parts)
+            self._stored[name] = [Stored(whole, copy.view(-1))]
+
+    def on_host(self) -> dict[str, torch.Tensor]:
+        """All tensors, after `leave_arena`."""
+        kept = {n: self._kept.on_host(t) for n, t in self._live.items() if n not in self._stored}
+        return kept | {n: part.data.view(self._live[n].shape) for n, (part,) in self._stored.items()}
+
+    def undo(self) -> None:
+        """Take the memory again, with all that was in it."""
+        self._kept.undo()
+        self._dropped.undo()
+        for name, parts in self._stored.items():
+            _fill(self._live[name], parts)
+
+
+def _is_whole(tensor: torch.Tensor, parts: Sequence[Stored]) -> bool:
+    same = all(part.data.dtype == tensor.dtype for part in parts)
+    return same and sum(part.data.numel() for part in parts) == tensor.numel()
+
+
+@torch.no_grad()
+def _fill(tensor: torch.Tensor, parts: Sequence[Stored]) -> None:
+    for part in parts:
+        target = tensor[part.index]
+        target.copy_(part.data.view(target.shape))
