@@ -41,6 +41,7 @@ from ray.actor import ActorHandle
 from actors.engine import EngineActor
 from benchmarks.cluster import gpu_uuids, kill, spawn, start_ray
 from benchmarks.common import environment, print_table, write_json
+from benchmarks.models import save_config
 from recipes.catalog import load
 from recipes.shapes import ModelShape, checkpoint_tensors
 from weightsync import SyncConfig, WeightSync
@@ -245,20 +246,8 @@ def _shape(args: argparse.Namespace, *, float32: bool) -> ModelShape:
 def _save(shape: ModelShape, folder: Path) -> int:
     """A Qwen3 of that shape with random weights, the same each time; returns its bytes."""
     from safetensors.torch import save_file
-    from transformers import Qwen3Config
 
-    Qwen3Config(
-        architectures=["Qwen3ForCausalLM"],
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_hidden_layers,
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocab_size,
-        tie_word_embeddings=shape.tie_word_embeddings,
-        dtype=shape.dtype,
-    ).save_pretrained(folder)
+    save_config(shape, folder)
     pool = torch.randn(_POOL_NUMEL, generator=torch.Generator().manual_seed(0))
     held: dict[str, torch.Tensor] = {}
     index: dict[str, str] = {}

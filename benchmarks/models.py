@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from recipes.catalog import load
 from recipes.shapes import ModelShape, checkpoint_tensors
 from weightsync.plan import Box
 
-__all__ = ["Tensor", "llama_like", "model_of", "rank_box"]
+__all__ = ["Tensor", "llama_like", "model_of", "rank_box", "save_config", "shape_of"]
 
 _TINY = ModelShape(
     hidden_size=64,
@@ -20,6 +21,16 @@ _TINY = ModelShape(
     intermediate_size=128,
     vocab_size=256,
     qk_norm=True,
+)
+_LLAMA_1B = ModelShape(  # Llama-3.2-1B
+    hidden_size=2048,
+    num_hidden_layers=16,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=64,
+    intermediate_size=8192,
+    vocab_size=128256,
+    tie_word_embeddings=True,
 )
 _CUTS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"), 0)
 _CUTS |= dict.fromkeys(("o_proj", "down_proj"), 1)
@@ -38,20 +49,46 @@ class Tensor:
         return 2 * math.prod(self.shape)
 
 
-def model_of(name: str, gib: float, num_layers: int | None = None) -> tuple[Tensor, ...]:
+def model_of(name: str, gib: float = 0, num_layers: int | None = None) -> tuple[Tensor, ...]:
     """A model by its name on the command line.
 
-    ``8b`` (Qwen3-8B), ``llama`` (layers of one shape, `gib` GiB of them), ``moe`` and ``moe-stacked``
-    (Qwen3-30B-A3B, experts one by one or stacked), ``tiny`` (what is left when there are no bytes).
+    ``1b`` (Llama-3.2-1B), ``8b`` (Qwen3-8B), ``llama`` (layers of one shape, `gib` GiB of them), ``moe`` and
+    ``moe-stacked`` (Qwen3-30B-A3B, experts one by one or stacked), ``tiny`` (what is left when there are no
+    bytes).
     """
     if name == "llama":
         return llama_like(gib)
-    if name == "tiny":
-        return _tensors(_TINY)
-    shipped = {"8b": "qwen3-8b", "moe": "qwen3-30b-a3b", "moe-stacked": "qwen3-30b-a3b"}[name]
-    shape = load(ModelShape, shipped, field="model", kind="models")
-    tensors = _tensors(replace(shape, num_hidden_layers=num_layers or shape.num_hidden_layers))
-    return _stacked(tensors, shape) if name == "moe-stacked" else tensors
+    shape = shape_of(name, num_layers)
+    return _stacked(_tensors(shape), shape) if name == "moe-stacked" else _tensors(shape)
+
+
+def shape_of(name: str, num_layers: int | None = None) -> ModelShape:
+    """What `model_of` lists the tensors of; not of ``llama``, which no engine serves."""
+    if name in ("tiny", "1b"):
+        shape = _TINY if name == "tiny" else _LLAMA_1B
+    else:
+        shipped = {"8b": "qwen3-8b", "moe": "qwen3-30b-a3b", "moe-stacked": "qwen3-30b-a3b"}[name]
+        shape = load(ModelShape, shipped, field="model", kind="models")
+    return replace(shape, num_hidden_layers=num_layers or shape.num_hidden_layers)
+
+
+def save_config(shape: ModelShape, folder: Path) -> None:
+    """The configuration of a Qwen3, or a Llama where queries are not normalised, without weights."""
+    from transformers import LlamaConfig, Qwen3Config
+
+    config = Qwen3Config if shape.qk_norm else LlamaConfig
+    config(
+        architectures=["Qwen3ForCausalLM" if shape.qk_norm else "LlamaForCausalLM"],
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_hidden_layers,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab_size,
+        tie_word_embeddings=shape.tie_word_embeddings,
+        dtype=shape.dtype,
+    ).save_pretrained(folder)
 
 
 def llama_like(gib: float, hidden: int = 5120) -> tuple[Tensor, ...]:

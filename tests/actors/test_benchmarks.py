@@ -35,10 +35,36 @@ def test_awex_and_ours_bring_the_same_uneven_shards(tmp_path: Path) -> None:
     assert ours["GB"] == theirs["GB"]
 
 
+@pytest.mark.faults
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("engine", ["torch", "vllm", "sglang"])
+def test_the_layers_of_an_engines_updates_are_measured_and_its_weights_right(
+    tmp_path: Path, engine: str
+) -> None:
+    """Without GPUs, only SGLang has a way of its own."""
+    if not importlib.util.find_spec(engine):
+        pytest.skip(f"{engine} is not installed")
+    asked = ["--cpu", "--engine", engine, "--model", "tiny", "--rounds", "1", "--each-rounds", "1"]
+    asked += ["--part-timeout", "350", "--bucket-mib", "0"]
+    found, _ = measured("bench_latency", *asked, out=tmp_path / "latency.json")
+    rows = {row["way"]: row for row in found}
+    own = ["per-tensor", "per-tensor, one by one", "bucketed"] if engine == "sglang" else []
+    assert list(rows) == [*own, "direct"]
+    assert rows["direct"]["last report"]["verified"]
+    for name in own:
+        row = rows[name]
+        parts = ("metadata", "open", "load", "way", "cache", "rest")
+        assert sum(row[f"{part} ms"] for part in (*parts, *(["pack"] if name == "bucketed" else []))) == (
+            pytest.approx(row["total ms"])
+        )
+        assert row["calls"] == (1 if name == "per-tensor" else 25)
+
+
 def measured(module: str, *asked: str, out: Path) -> tuple[list[dict[str, Any]], str]:
     """The rows, and what went to stderr."""
     command = [sys.executable, "-m", f"benchmarks.{module}", *asked, "--json", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=230, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=390, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
-    return rows, done.stderr
+    record: dict[str, Any] = json.loads(out.read_text())
+    assert "notes" not in record, record["notes"]
+    return record["rows"], done.stderr

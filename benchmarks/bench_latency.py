@@ -1,0 +1,235 @@
+"""Where the time of an update of a real engine goes, layer by layer: by the engine's own calls, and by ours.
+
+    python -m benchmarks.bench_latency --engine sglang vllm --model 1b 8b --tp 1 2
+    python -m benchmarks.bench_latency --cpu --model tiny      on a CPU, to see that it runs
+
+One part is one engine with dummy weights, and as many FSDP ranks as it has tensor-parallel ranks, on the same
+GPUs. All ways update that engine in turns, round after round. Each update begins with other weights in the
+trainers and 0xFF in the engine's, and every element is compared after it; both are outside the clock.
+
+Ways:
+  per-tensor              SGLang: ``update_weights_from_tensor``, a CUDA IPC handle for each tensor, all in
+                          one call; vLLM 0.24: its IPC transfer, not packed
+  per-tensor, one by one  SGLang: the same with a call for each tensor; in fewer rounds
+  bucketed                SGLang: ``load_format="flattened_bucket"``, a handle for each `--bucket-mib`;
+                          vLLM: its IPC transfer, packed into a buffer of `--bucket-mib`
+  direct                  `update_weights`
+
+Layers of the engine's own ways, the device waited for before and after each; a round's add up to its total:
+  gather    shards to whole tensors on every trainer rank, by NCCL; none with one rank
+  pack      SGLang's buckets: tensors into one. vLLM's packing is not parted from its metadata
+  metadata  IPC handles and names, serialised, and all ranks' payloads brought to the first one
+  open      in the engine's rank, the slowest one: unpickling, mapping the handles; vLLM packed: copying, too
+  load      in the same rank: the model's ``load_weights``, for vLLM with the layerwise reload behind it
+  way       what is left of the engine's calls: Ray to its actor, ZMQ or vLLM's queue to its ranks, and back
+  session   vLLM: ``start_weight_update`` and ``finish_weight_update``
+  cache     dropping cached prefixes
+  rest      what is left of the total: the driver's calls, barriers of the trainer's ranks
+``empty call`` is one such call that has nothing to do, from trainer to ranks and back, the median of 20;
+times ``calls``, it is about `way`. ``total`` is the driver's wall clock. Nothing is verified inside it.
+
+Ours: the phases of the report, by the driver's clock, and ``load`` and ``verify`` of the slowest rank, which
+lie inside `move`. The digests of both sides and their comparison are part of the total.
+
+vLLM 0.24 keeps a packed buffer mapped after each update (vLLM issue 51258), in the engine's process.
+Medians with the least and the greatest, the first two rounds of each way left out. Each part is a process
+with a time limit of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from benchmarks.cluster import gpu_uuids, start_ray
+from benchmarks.common import environment, print_table, write_json
+from benchmarks.isolate import emit, run_part
+from benchmarks.latency_engines import ENGINES
+from benchmarks.latency_rig import Layers, Rig, start
+from benchmarks.updates import PHASES, Round, check, new_version, spread, update_row
+from weightsync import SyncReport
+
+__all__ = ["main"]
+
+_NUM_WARM = 2
+_NUM_PINGS = 20
+_WHOLE = 1 << 62  # bytes: all in one call
+_WAYS = ("per-tensor", "bucketed", "direct")
+_OWN, _OURS = "the engines' own calls", "ours"
+_LAYERS = ("gather", "pack", "metadata", "open", "load", "way", "session", "cache", "rest")
+
+_COLUMNS = {
+    _OWN: (
+        "way",
+        "total ms",
+        "total range",
+        *(f"{layer} ms" for layer in _LAYERS),
+        "calls",
+        "empty call ms",
+        "GB/s",
+    ),
+    _OURS: (
+        *("total ms", "total range", *(f"{phase} ms" for phase in PHASES), "rank load ms", "rank verify ms"),
+        *("GB/s", "route"),
+    ),
+}
+"""Of each table; the file has more."""
+
+Way = Callable[[], "Layers | Round"]
+
+
+def main() -> None:
+    """Parse, measure part by part, print, write."""
+    args = _parser().parse_args()
+    if args.part:
+        _run_part(json.loads(args.part))
+        return
+    where = environment()
+    rows: list[dict[str, object]] = []
+    notes: list[str] = []
+    for spec in _parts(args, notes):
+        found, trouble = run_part("benchmarks.bench_latency", spec, args.part_timeout)
+        rows += found
+        notes += [trouble] if trouble else []
+        for row in found:
+            print(json.dumps(_shown(row)), flush=True)
+        if args.json:  # after each part: a later one may be cut off
+            write_json(args.json, "latency", rows, where, notes)
+    for title in dict.fromkeys(str(row["table"]) for row in rows):
+        print_table(title, [_shown(row) for row in rows if row["table"] == title], where)
+    print("\n".join(notes))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--engine", nargs="+", choices=list(ENGINES), help="sglang and vllm; torch on a CPU")
+    parser.add_argument("--model", nargs="+", default=["1b", "8b"], choices=["1b", "8b", "tiny"])
+    parser.add_argument(
+        "--tp", type=int, nargs="+", default=[1], help="ranks of the engine, and of the trainers"
+    )
+    parser.add_argument("--way", nargs="+", default=list(_WAYS), choices=_WAYS)
+    parser.add_argument("--bucket-mib", type=int, default=1024, help="of the engines' own buckets")
+    parser.add_argument(
+        "--gpu-memory", type=float, default=0.5, help="share of a GPU that the engine may take"
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--each-rounds", type=int, default=2, help="of one call for each tensor")
+    parser.add_argument("--cpu", action="store_true", help="on this host instead of GPUs: a smoke test")
+    parser.add_argument("--part-timeout", type=float, default=180, help="seconds for each engine")
+    parser.add_argument("--json", type=Path)
+    return parser
+
+
+def _parts(args: argparse.Namespace, notes: list[str]) -> Iterator[dict[str, Any]]:
+    """What each process measures; `notes` say what is left out."""
+    engines = args.engine or (["torch"] if args.cpu else ["sglang", "vllm"])
+    num_gpus = len(gpu_uuids())
+    common = {"way": args.way, "bucket_mib": args.bucket_mib, "gpu_memory": args.gpu_memory, "cpu": args.cpu}
+    common |= {"rounds": args.rounds, "each_rounds": args.each_rounds}
+    for engine, model, tp in itertools.product(engines, args.model, args.tp):
+        if importlib.util.find_spec(engine) is None:
+            notes.append(f"{engine}: not installed, left out")
+        elif num_gpus < tp and not args.cpu:
+            notes.append(f"{engine} {model}, {tp} ranks: {num_gpus} GPUs here, left out")
+        else:
+            yield {"engine": engine, "model": model, "tp": tp, **common}
+
+
+def _run_part(spec: Mapping[str, Any]) -> None:
+    start_ray(0 if spec["cpu"] else spec["tp"])
+    try:
+        with start(spec["engine"], spec["model"], spec["tp"], spec["gpu_memory"], cpu=spec["cpu"]) as rig:
+            named = {"engine": spec["engine"], "model": spec["model"], "tp": spec["tp"]}
+            pings = ray.get(rig.trainers[0].ping.remote(rig.engine, _NUM_PINGS))
+            ways = _ways(rig, spec)
+            few = {name: spec["each_rounds"] for name in ways if name.endswith("one by one")}
+            found, failed = _take_turns(rig, ways, spec["rounds"], few)
+            for name, rounds in found.items():
+                emit(named | {"way": name} | _row(rounds, statistics.median(pings), rig.nbytes))
+    finally:
+        ray.shutdown()
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+def _ways(rig: Rig, spec: Mapping[str, Any]) -> dict[str, Way]:
+    ways: dict[str, Way] = {}
+    if "per-tensor" in spec["way"] and rig.has_own_way:
+        ways["per-tensor"] = lambda: rig.own(_WHOLE, flat=False)
+        if rig.kind == "sglang":
+            ways["per-tensor, one by one"] = lambda: rig.own(1, flat=False)
+    if "bucketed" in spec["way"] and rig.has_own_way:
+        ways["bucketed"] = lambda: rig.own(spec["bucket_mib"] << 20, flat=True)
+    if "direct" in spec["way"]:
+        rig.connect()
+        ways["direct"] = rig.ours
+    return ways
+
+
+def _take_turns(
+    rig: Rig, ways: Mapping[str, Way], num_rounds: int, few: Mapping[str, int]
+) -> tuple[dict[str, list[Layers | Round]], list[str]]:
+    """What each way took in its rounds after the warm ones, of which `few` have fewer; and which failed."""
+    found: dict[str, list[Layers | Round]] = {name: [] for name in ways}
+    failed: list[str] = []
+    for number in range(_NUM_WARM + num_rounds):
+        for name, update in ways.items():
+            if name in failed or number >= _NUM_WARM + few.get(name, num_rounds):
+                continue
+            version = new_version()
+            rig.prepare(version)
+            try:
+                found[name].append(update())
+                check(rig.wrong(version), name, version)
+            except Exception as error:  # noqa: BLE001 (the other ways go on)
+                print(f"{name}: given up: {type(error).__name__}: {str(error)[-600:]}", flush=True)
+                failed.append(name)
+    return {name: rounds[_NUM_WARM:] for name, rounds in found.items() if name not in failed}, failed
+
+
+def _row(rounds: Sequence[Layers | Round], ping: float, nbytes: int) -> dict[str, object]:
+    ours = [each for each in rounds if isinstance(each, Round)]
+    if ours:
+        reports = [each.report for each in ours]
+        row = {"table": _OURS} | update_row(ours)
+        return row | _slowest("load", reports) | _slowest("verify", reports)
+    layers = [each for each in rounds if not isinstance(each, Round)]
+    row = {"table": _OWN} | spread("total", [each["total"] for each in layers])
+    for name in _LAYERS:
+        if any(name in each for each in layers):
+            row[f"{name} ms"] = statistics.median(each.get(name, 0.0) for each in layers) * 1e3
+    total = statistics.median(each["total"] for each in layers)
+    row |= {"calls": layers[0]["calls"], "empty call ms": ping * 1e3}
+    return row | {"GB": nbytes / 1e9, "GB/s": nbytes / total / 1e9}
+
+
+def _slowest(what: str, reports: Sequence[SyncReport]) -> dict[str, object]:
+    """Of the engine's ranks, in each update."""
+    ranks = [who for who in reports[0].spans if who.startswith("engine ")]
+    seconds = [
+        max(sum(span.seconds for span in report.spans[who] if span.name == what) for who in ranks)
+        for report in reports
+    ]
+    return {f"rank {what} ms": statistics.median(seconds) * 1e3}
+
+
+def _shown(row: Mapping[str, object]) -> dict[str, object]:
+    """A row's columns in the table."""
+    shown = {"engine": f"{row['engine']} {row['model']} tp {row['tp']}"}
+    return shown | {name: row.get(name, "") for name in _COLUMNS[str(row["table"])]}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Real engines that take weights in their own ways as well as in ours, and let a benchmark look inside."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from actors.engine import EngineActor
+from benchmarks import rank_probe
+from benchmarks.models import Tensor
+from benchmarks.peer_vllm import VllmUnderTest
+
+__all__ = ["ENGINES", "SglangLatency", "TorchLatency", "VllmLatency"]
+
+
+Args = Sequence[Sequence[Any]]
+"""Those of each rank; none for a command that takes none."""
+
+
+class SglangLatency(EngineActor):
+    """Our engine actor, and SGLang's own ``update_weights_from_tensor`` on the same engine."""
+
+    def __init__(self, model_path: str, model: Sequence[Tensor], options: Mapping[str, Any]) -> None:
+        super().__init__(
+            "sglang", model_path, "sglang", {**options, "custom_weight_loader": [rank_probe.LOADER]}
+        )
+        self._num_ranks = int(options["tensor_parallel_size"])
+        self._answers = tempfile.TemporaryDirectory(prefix="weightsync-bench-")
+
+    async def take(self, payloads: Sequence[bytes], load_format: str | None) -> None:
+        """One call of SGLang's, with each rank's payload; in a session, where it has such."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=list(payloads), load_format=load_format, flush_cache=False
+        )
+
+        async def send(server: Any) -> None:  # noqa: ANN401 (our `Server`)
+            async with server._session():
+                ok, message = await server._manager.update_weights_from_tensor(request, None)
+            if not ok:
+                raise RuntimeError(message)
+
+        await self._call(send)
+
+    async def empty(self) -> None:
+        """The same call, to all ranks, with nothing to do."""
+        await self.take(self._payloads("nothing", (), answers=False), rank_probe.LOADER)
+
+    async def forget(self) -> None:
+        """Drop the prefix cache. Raises RuntimeError where SGLang does not."""
+        if not await self._call(lambda server: server.forget()):
+            raise RuntimeError("SGLang did not flush its cache")
+
+    async def probe(self, command: str, args: Args = ()) -> list[Any]:
+        """What each rank answers, see `rank_probe`."""
+        await self.take(self._payloads(command, args, answers=True), rank_probe.LOADER)
+        return [pickle.loads(self._answer(rank).read_bytes()) for rank in range(self._num_ranks)]
+
+    def _payloads(self, command: str, args: Args, *, answers: bool) -> list[bytes]:
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        payloads = []
+        for rank in range(self._num_ranks):
+            file = str(self._answer(rank)) if answers else ""
+            call = pickle.dumps((file, command, _of_rank(args, rank)))
+            payloads.append(MultiprocessingSerializer.serialize([(call, torch.empty(0, dtype=torch.uint8))]))
+        return payloads
+
+    def _answer(self, rank: int) -> Path:
+        return Path(self._answers.name) / str(rank)
+
+    async def _call(self, work: Callable[[Any], Any]) -> Any:  # noqa: ANN401 (whatever SGLang returns)
+        engine: Any = self._engine  # behind our adapter: only a benchmark may look there
+        return await asyncio.to_thread(engine._loop.call, work)
+
+
+class VllmLatency(VllmUnderTest):
+    """Our engine actor, and vLLM's own weight transfer over CUDA IPC on the same engine."""
+
+    async def empty(self) -> None:
+        """A call to all ranks with nothing to do."""
+        await self.probe("nothing")
+
+    async def forget(self) -> None:
+        """Drop the prefix cache."""
+        await self._call(lambda engine: engine.reset_prefix_cache(reset_running_requests=True))
+
+    async def probe(self, command: str, args: Args = ()) -> list[Any]:
+        """What each rank answers, see `rank_probe`."""
+        return await self._on_worker(partial(_on_worker, command=command, args=args))
+
+
+class TorchLatency(EngineActor):
+    """Our engine actor around transformers' model, which has no way of its own."""
+
+    def __init__(self, model_path: str, model: Sequence[Tensor], options: Mapping[str, Any]) -> None:
+        super().__init__("torch", model_path, "torch", options)
+
+    async def empty(self) -> None:
+        """A call with nothing to do."""
+
+    async def probe(self, command: str, args: Args = ()) -> list[Any]:
+        """What its only rank answers, see `rank_probe`."""
+        engine: Any = self._engine
+        with torch.no_grad():
+            return [rank_probe.answer(engine._model, command, _of_rank(args, 0))]
+
+
+def _on_worker(worker: Any, command: str, args: Args) -> Any:  # noqa: ANN401 (vLLM's Worker)
+    return rank_probe.on_worker(worker, command, _of_rank(args, worker.rank))
+
+
+def _of_rank(args: Args, rank: int) -> Sequence[Any]:
+    return args[rank] if args else ()
+
+
+ENGINES = {"sglang": SglangLatency, "vllm": VllmLatency, "torch": TorchLatency}

@@ -1,0 +1,190 @@
+"""A real engine and the trainers on its GPUs, for `bench_latency`: updates by its own calls, and by ours."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+
+from benchmarks.cluster import kill, spawn
+from benchmarks.latency_engines import ENGINES
+from benchmarks.latency_trainer import LatencyTrainer
+from benchmarks.models import Tensor, model_of, save_config, shape_of
+from benchmarks.updates import Round, WrongWeightsError, config
+from weightsync import WeightSync
+from weightsync.plan import RankLayout
+
+__all__ = ["Layers", "Rig", "start"]
+
+_ENV = {
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # so that numbers are nvidia-smi's
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",  # trainers start meanwhile
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
+_ON_CPU: dict[str, dict[str, Any]] = {
+    "torch": {"dtype": "bfloat16"},
+    "vllm": {"max_model_len": 128, "max_num_seqs": 4},
+    "sglang": {
+        "device": "cpu",
+        "disable_cuda_graph": True,
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "max_total_tokens": 16384,
+        "max_running_requests": 16,
+    },
+}
+
+Layers = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """One engine and its trainers; `layouts` say where the engine's ranks hold what."""
+
+    kind: str
+    tensors: Sequence[Tensor]
+    trainers: Sequence[ActorHandle[Any]]
+    engine: ActorHandle[Any]
+    layouts: Sequence[RankLayout]
+    sync: WeightSync
+
+    @property
+    def nbytes(self) -> int:
+        """Of the model."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def has_own_way(self) -> bool:
+        """Whether the engine takes weights without us, here: vLLM by CUDA IPC alone."""
+        return self.kind == "sglang" or (self.kind == "vllm" and bool(self.layouts[0].device))
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the engine's weights can be seen, and not only what its loader is handed."""
+        return all(layout.buffers for layout in self.layouts)
+
+    def prepare(self, version: int) -> None:
+        """The trainers hold `version`, the engine nothing that is right."""
+        ray.get([trainer.change.remote(version) for trainer in self.trainers])
+        if self.is_live:
+            ray.get(self.engine.probe.remote("poison"))
+
+    def wrong(self, version: int) -> int:
+        """Elements of the engine that differ from `version`."""
+        if not self.is_live:
+            return 0
+        args = [(layout, self.tensors, version) for layout in self.layouts]
+        return sum(ray.get(self.engine.probe.remote("wrong", args)))
+
+    def connect(self) -> None:
+        """Before the first of our own updates."""
+        self.sync.register_trainers(self.trainers)
+        self.sync.register_engines({self.kind: self.engine})
+        self.sync.connect()
+
+    def ours(self) -> Round:
+        """One update by us; then, outside of its clock, the holders copy what they keep."""
+        started = time.perf_counter()
+        report = self.sync.update_weights(self.sync.version + 1)
+        seconds = time.perf_counter() - started
+        self.sync.settle(60)
+        if not report.verified:
+            raise WrongWeightsError(str(report))
+        return Round(self.sync.version, seconds, report)
+
+    def own(self, max_nbytes: int, *, flat: bool) -> Layers:
+        """One update in the engine's own way: seconds of each layer, the total, and the number of calls."""
+        vllm = self.kind == "vllm"
+        started = time.perf_counter()
+        if vllm:
+            ray.get(self.engine.start.remote())
+        begun = time.perf_counter()
+        send = "send_vllm" if vllm else "send_sglang"
+        sent = [getattr(each, send).remote(self.engine, max_nbytes, flat=flat) for each in self.trainers]
+        layers = dict(ray.get(sent)[0])
+        done = time.perf_counter()
+        if vllm:
+            ray.get(self.engine.finish.remote())
+        finished = time.perf_counter()
+        ray.get(self.engine.forget.remote())
+        ended = time.perf_counter()
+        layers |= {"session": begun - started + finished - done} if vllm else {}
+        layers["cache"] = ended - finished
+        opened, loaded = max(map(_opened_and_loaded, ray.get(self.engine.probe.remote("seconds"))), key=sum)
+        layers |= {"open": opened, "load": loaded, "way": layers.pop("engine") - opened - loaded}
+        rest = ended - started - sum(seconds for name, seconds in layers.items() if name != "calls")
+        return layers | {"rest": rest, "total": ended - started}
+
+
+def _opened_and_loaded(rank: Layers) -> tuple[float, float]:
+    """Of one rank. What receives at vLLM opens first, and loads then."""
+    loaded = rank.get("load", 0.0)
+    return rank.get("open", 0.0) + max(0.0, rank.get("receive", 0.0) - loaded), loaded
+
+
+@contextmanager
+def start(kind: str, model: str, num_ranks: int, gpu_memory: float, *, cpu: bool) -> Iterator[Rig]:
+    """An engine with dummy weights, and a trainer rank on the GPU of each of its ranks."""
+    tensors = model_of(model)
+    with tempfile.TemporaryDirectory(prefix="weightsync-bench-") as folder:
+        save_config(shape_of(model), Path(folder))
+        gpus = [None if cpu else str(gpu) for gpu in range(num_ranks)]
+        trainers = [
+            spawn(
+                LatencyTrainer,
+                tensors,
+                rank,
+                num_ranks,
+                f"{folder}/meeting",
+                "device",
+                slot,
+                gpu=gpu,
+                env=_ENV,
+            )
+            for rank, gpu in enumerate(gpus)
+            for slot in [f"slot-{rank}" if cpu else None]
+        ]
+        options = {
+            "tensor_parallel_size": num_ranks,
+            **(_ON_CPU[kind] if cpu else _on_gpus(kind, gpu_memory)),
+        }
+        visible = ",".join(gpu for gpu in gpus if gpu)
+        engine = spawn(ENGINES[kind], folder, tensors, options, gpu=visible, env=_ENV)
+        ray.get([trainer.load_code.remote(kind) for trainer in trainers])
+        layouts = ray.get(engine.sync_layout.remote())
+        with WeightSync(replace(config(256, 2), keep_versions=1)) as sync:
+            rig = Rig(kind, tensors, trainers, engine, layouts, sync)
+            if rig.has_own_way:
+                ray.get(engine.probe.remote("watch"))
+            yield rig
+        kill([*trainers, engine])
+
+
+def _on_gpus(kind: str, gpu_memory: float) -> dict[str, Any]:
+    """No CUDA graphs: updates do not touch them, and they take long to capture."""
+    if kind == "torch":
+        return {"dtype": "bfloat16", "device": "cuda"}
+    if kind == "vllm":
+        return {
+            "gpu_memory_utilization": gpu_memory,
+            "kv_cache_memory_bytes": 1 << 30,
+            "max_model_len": 1024,
+            "enforce_eager": True,
+            "weight_transfer_config": {"backend": "ipc"},
+        }
+    return {
+        "attention_backend": "triton",
+        "sampling_backend": "pytorch",
+        "disable_cuda_graph": True,
+        "mem_fraction_static": gpu_memory,
+        "max_total_tokens": 8192,
+        "max_running_requests": 8,
+    }

@@ -1,0 +1,157 @@
+"""A trainer that hands its weights to engines in the engines' own ways, and times each layer of that."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+from ray.actor import ActorHandle
+
+from benchmarks.gpu_fleet import Model, ShardTrainer
+from benchmarks.models import Tensor
+from benchmarks.rank_probe import synchronize
+from weightsync.clock import PhaseClock
+
+__all__ = ["LatencyTrainer"]
+
+Named = tuple[str, torch.Tensor]
+
+
+class LatencyTrainer(ShardTrainer):
+    """One rank. All ranks make every call at the same time; the first one speaks to the engine.
+
+    Each way returns the seconds of its layers, and how many calls of the engine it took.
+    """
+
+    def __init__(
+        self, model: Model, rank: int, num_ranks: int, meeting: str, source: str, slot: str | None
+    ) -> None:
+        super().__init__(model, rank, num_ranks, meeting, source, slot)
+        on_gpus = torch.cuda.is_available()
+        self._group = dist.new_group(backend="nccl" if on_gpus else "gloo") if num_ranks > 1 else None
+        if not on_gpus:
+            # Another way passes descriptors, to children only.
+            torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+
+    def load_code(self, engine: str) -> None:
+        """Import what this trainer needs of the engine: it takes seconds."""
+        on_gpus = torch.cuda.is_available()
+        if engine == "sglang":
+            from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+            if on_gpus:
+                monkey_patch_torch_reductions()  # devices travel as UUIDs
+        elif engine == "vllm" and on_gpus:
+            from vllm.distributed.weight_transfer import ipc_engine  # noqa: F401
+
+    def ping(self, engine: ActorHandle[Any], num_calls: int) -> list[float]:
+        """Seconds of each call that has nothing to do."""
+        seconds = []
+        for _ in range(num_calls):
+            started = time.perf_counter()
+            ray.get(engine.empty.remote())
+            seconds.append(time.perf_counter() - started)
+        return seconds
+
+    def send_sglang(self, engine: ActorHandle[Any], max_nbytes: int, *, flat: bool) -> Mapping[str, float]:
+        """SGLang's ``update_weights_from_tensor``, up to `max_nbytes` a call, or one tensor if that is more.
+
+        `flat`: copied into one buffer first, which travels as one handle (``flattened_bucket``).
+        """
+        clock, num_calls = PhaseClock(), 0
+        for tensors in self._chunks(max_nbytes):
+            named = [self._gathered(tensor, local, clock) for tensor, local in tensors]
+            payload: object = named
+            if flat:
+                with _synced(clock, "pack"):
+                    payload = _flattened(named)
+            with _synced(clock, "metadata"):
+                payloads = self._to_first(_serialized(payload))
+            if payloads:
+                with _synced(clock, "engine"):
+                    ray.get(engine.take.remote(payloads, "flattened_bucket" if flat else None))
+            dist.barrier()  # the others keep theirs until then
+            num_calls += 1
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+        return {**clock.seconds, "calls": num_calls}
+
+    def send_vllm(self, engine: ActorHandle[Any], max_nbytes: int, *, flat: bool) -> Mapping[str, float]:
+        """vLLM's transfer over CUDA IPC in one call, or with `flat` packed into chunks of `max_nbytes`.
+
+        All but gathering and the engine's calls counts as metadata, packing too.
+        """
+        from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+
+        clock, num_calls = PhaseClock(), itertools.count()
+
+        def call(info: Any) -> None:  # noqa: ANN401 (vLLM's update info)
+            request = {"update_info": asdict(info)}
+            with _synced(clock, "engine"):
+                ray.get(engine.update_weights.remote(request))
+            next(num_calls)
+
+        named = (self._gathered(tensor, local, clock) for tensor, _, local in self.parts)
+        buffer = max(max_nbytes, *(tensor.nbytes for tensor, _, _ in self.parts))
+        arguments = {"send_mode": call, "packed": flat, "packed_buffer_size_bytes": buffer}
+        with _synced(clock, "all"):
+            IPCWeightTransferEngine.trainer_send_weights(named, arguments)
+        seconds = clock.seconds
+        rest = seconds.pop("all") - sum(seconds.values())
+        return {**seconds, "metadata": rest, "calls": next(num_calls)}
+
+    def _chunks(self, max_nbytes: int) -> Iterator[list[tuple[Tensor, torch.Tensor]]]:
+        chunk: list[tuple[Tensor, torch.Tensor]] = []
+        for tensor, _, local in self.parts:
+            if chunk and sum(each.nbytes for each, _ in chunk) + tensor.nbytes > max_nbytes:
+                yield chunk
+                chunk = []
+            chunk.append((tensor, local))
+        yield chunk
+
+    def _gathered(self, tensor: Tensor, local: torch.Tensor, clock: PhaseClock) -> Named:
+        """The whole tensor: every engine's loader cuts its ranks' parts itself."""
+        num_ranks = dist.get_world_size()
+        if num_ranks == 1:
+            return tensor.name, local
+        assert local.shape[0] * num_ranks == tensor.shape[0], f"{tensor.name} has no equal shares"
+        with _synced(clock, "gather"):
+            whole = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
+            dist.all_gather_into_tensor(whole, local, group=self._group)
+        return tensor.name, whole
+
+    def _to_first(self, payload: bytes) -> list[bytes]:
+        """Every rank's payload on the first rank, nothing on others."""
+        found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object(payload, found)
+        return found or []
+
+
+def _flattened(named: list[Named]) -> dict[str, object]:
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    bucket = FlattenedTensorBucket(named_tensors=named)
+    return {"flattened_tensor": bucket.get_flattened_tensor(), "metadata": bucket.get_metadata()}
+
+
+def _serialized(payload: object) -> bytes:
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    data: bytes = MultiprocessingSerializer.serialize(payload)
+    return data
+
+
+@contextlib.contextmanager
+def _synced(clock: PhaseClock, name: str) -> Iterator[None]:
+    """A phase that begins and ends with a device that has nothing left to do."""
+    synchronize()
+    with clock.phase(name):
+        yield
+        synchronize()
