@@ -182,7 +182,8 @@ def test_asleep_it_has_no_memory_and_the_next_load_wakes_it(rig: Rig, level: int
             rig.generate(PROMPTS).result(TIMEOUT_S)
         with pytest.raises(StateError, match="e0 is asleep: pause it first"):
             rig.engine.load(99, TIMEOUT_S)
-        rig.connect(rig.plan)  # a new epoch finds it asleep
+        if version == 2:
+            rig.connect(rig.plan)  # a new epoch finds it asleep
         rig.update(model, version)
         assert rig.live_nbytes() == awake
         assert rig.serves(model, PROMPTS, rig.generate(PROMPTS).result(TIMEOUT_S).tokens)

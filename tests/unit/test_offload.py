@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from tests.contract.source_ranks import Model, plan_for
 from weightsync.errors import StateError
@@ -117,6 +118,29 @@ def test_it_may_be_offloaded_before_it_is_connected(rig: Rig) -> None:
 def test_who_may_be_read_in_place_is_not_offloaded() -> None:
     with pytest.raises(StateError, match="offloads=True"):
         ModuleSource(Model()).offload()
+
+
+class Flat(nn.Module):
+    """Two weights in one stretch of memory; the head travels in another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        flat = torch.arange(12.0)
+        self.body, self.head = nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)
+        self.body.weight, self.head.weight = (nn.Parameter(each.view(2, 3)) for each in flat.split(6))
+
+
+def test_what_shares_memory_with_what_the_arena_has_not_is_kept_too() -> None:
+    model = Flat()
+    source = ModuleSource(model, offloads=True)
+    plan = plan_for([source.layout()])
+    arena = SharedBuffer.create(plan.arena_nbytes(0))
+    source.attach(plan, 0, arena.handle)
+    source.offload()
+    source.onload()
+    assert model.body.weight.flatten().tolist() + model.head.weight.flatten().tolist() == [*range(12)]
+    source.close()
+    arena.close()
 
 
 def test_tensors_that_share_memory_are_kept_as_they_share_it() -> None:
