@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from operator import is_
 
 import torch
@@ -32,11 +32,10 @@ class Places:
     keeps none of them alive.
     """
 
-    def __init__(self, module: nn.Module, names: Collection[str]) -> None:
-        """`names` are of `named_tensors`."""
+    def __init__(self, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+        """`tensors` are of `named_tensors`."""
         self._module = module
-        tensors, _ = named_tensors(module)
-        self._address = {name: local_tensor(tensors[name]).data_ptr() for name in names}
+        self._address = {name: local_tensor(tensor).data_ptr() for name, tensor in tensors.items()}
         modules = list(module.modules())
         inner = [(each._modules, key) for each in modules for key in each._modules]
         self._parents, self._keys = [each for each, _ in inner], [key for _, key in inner]
@@ -48,7 +47,7 @@ class Places:
             for key, tensor in held.items()
         }
         # What a hook of the module's puts into its state_dict is found in none of its modules.
-        found = [homes[id(tensors[name])] for name in names if id(tensors[name]) in homes]
+        found = [homes[id(tensor)] for tensor in tensors.values() if id(tensor) in homes]
         self._homes, self._leaves = [held for held, _ in found], [key for _, key in found]
 
     def require_unmoved(self) -> None:

@@ -26,6 +26,9 @@ class Segment:
     byte_offset: int
     strides: tuple[int, ...]
 
+    def __reduce__(self) -> tuple[type[Segment], tuple[str, Box, str, int, tuple[int, ...]]]:
+        return Segment, (self.tensor, self.box, self.buffer, self.byte_offset, self.strides)
+
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:

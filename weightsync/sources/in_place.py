@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from weightsync.kernels import DigestPart, DigestTable
-from weightsync.places import Places, local_tensors
+from weightsync.modules import named_tensors
+from weightsync.places import Places, local_tensor, local_tensors
 from weightsync.plan import Piece, Plan, RankLayout
 from weightsync.verify import Digests, combine
 
@@ -41,7 +42,9 @@ class InPlace:
         """`sources` are the pieces that this rank sends, each with its tensor's name in `model`."""
         self._plan, self._model = plan, model
         boxes = {segment.tensor: segment.box for segment in layout.segments}
-        self._places, live = Places(model, {name: None for _, name in sources}), local_tensors(model)
+        tensors = named_tensors(model)[0]
+        live = {name: local_tensor(tensors[name]) for _, name in sources}
+        self._places = Places(model, {name: tensors[name] for name in live})
         parts, casts = [], []
         for piece, name in sources:
             cut = live[name][piece.box.slices(boxes[name])]
@@ -50,7 +53,7 @@ class InPlace:
             else:
                 casts.append((piece, name, piece.box.slices(boxes[name])))
         # Calls come on threads of their own, for which another GPU is the current one.
-        self._device = next(iter(live.values())).device
+        self._device = next(iter(tensors.values())).device
         with torch.cuda.device(self._device):
             self._table = DigestTable(parts, len(plan.tensors))
             self._batches = self._batch(casts)
