@@ -62,14 +62,14 @@ class Rig:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
-    def has_own_way(self) -> bool:
-        """Whether the engine takes weights without us, here: vLLM by CUDA IPC alone."""
-        return self.kind == "sglang" or (self.kind == "vllm" and bool(self.layouts[0].device))
-
-    @property
     def is_live(self) -> bool:
         """Whether the engine's weights can be seen, and not only what its loader is handed."""
         return all(layout.buffers for layout in self.layouts)
+
+    @property
+    def has_own_way(self) -> bool:
+        """Whether the engine takes weights without us, and it can be seen what it made of them."""
+        return self.kind in ("sglang", "vllm") and self.is_live
 
     def prepare(self, version: int) -> None:
         """The trainers hold `version`, the engine nothing that is right."""
@@ -137,25 +137,14 @@ def start(kind: str, model: str, num_ranks: int, gpu_memory: float, *, cpu: bool
     with tempfile.TemporaryDirectory(prefix="weightsync-bench-") as folder:
         save_config(shape_of(model), Path(folder))
         gpus = [None if cpu else str(gpu) for gpu in range(num_ranks)]
+        meeting = f"{folder}/meeting"
+        slots = [f"slot-{rank}" if cpu else None for rank in range(num_ranks)]
         trainers = [
-            spawn(
-                LatencyTrainer,
-                tensors,
-                rank,
-                num_ranks,
-                f"{folder}/meeting",
-                "device",
-                slot,
-                gpu=gpu,
-                env=_ENV,
-            )
-            for rank, gpu in enumerate(gpus)
-            for slot in [f"slot-{rank}" if cpu else None]
+            spawn(LatencyTrainer, tensors, rank, num_ranks, meeting, "device", slot, gpu=gpu, env=_ENV)
+            for rank, (slot, gpu) in enumerate(zip(slots, gpus, strict=True))
         ]
-        options = {
-            "tensor_parallel_size": num_ranks,
-            **(_ON_CPU[kind] if cpu else _on_gpus(kind, gpu_memory)),
-        }
+        options = _ON_CPU[kind] if cpu else _on_gpus(kind, gpu_memory)
+        options = {"tensor_parallel_size": num_ranks, **options}
         visible = ",".join(gpu for gpu in gpus if gpu)
         engine = spawn(ENGINES[kind], folder, tensors, options, gpu=visible, env=_ENV)
         ray.get([trainer.load_code.remote(kind) for trainer in trainers])

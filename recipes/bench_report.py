@@ -107,12 +107,11 @@ class BenchReport:
         cluster: tuple[str, HostSpec] | None,
     ) -> BenchReport:
         """Of `updates`, at least one, that all of `engines` took."""
-        last = updates[-1]
-        rates = cluster[1].link_rates(cluster[0]) if cluster else None
-        found = (
-            shares(links, last, rates, gpus_per_host=cluster[1].gpus_per_host) if cluster and rates else ()
-        )
-        floors = {share.rank: share.floor_s for share in found}
+        last, rates, floors = updates[-1], None, {}
+        if cluster:
+            rates = cluster[1].link_rates(cluster[0])
+            found = shares(links, last, rates, gpus_per_host=cluster[1].gpus_per_host)
+            floors = {share.rank: share.floor_s for share in found}
         return cls(
             name=name,
             num_updates=len(updates),
