@@ -14,7 +14,8 @@ version: Ray's calls, digests of both sides and their comparison included. Phase
 Connecting is not in it: memory, communicators and mappings are made once. ``bare`` rows run from a
 barrier until the last rank has one bucket, the same calls in the same processes round after round.
 ``extra MiB`` is device memory that all processes took on the fullest GPU since before connecting,
-the holder's CUDA context (some 500 MiB) and what NCCL takes included.
+the holder's CUDA context (some 500 MiB) and what NCCL takes included. ``floor ms`` and ``share``:
+see benchmarks/README.md.
 The file also keeps the last report of each row, with what connecting cost.
 
 Each fleet (source x world x placement) is a process with a time limit of its own.
@@ -43,6 +44,7 @@ from benchmarks.updates import (
     Round,
     WrongWeightsError,
     config,
+    connect,
     floor,
     new_version,
     timed_rounds,
@@ -189,14 +191,10 @@ def _measure(spec: Mapping[str, Any], fleet: Fleet, settings: SyncConfig) -> dic
     with WeightSync(settings) as sync:
         sync.register_trainers(fleet.trainers)
         sync.register_engines({"engine": fleet.front})
-        stage("connecting")
-        sync.connect()
+        connect(sync)
         for each in timed_rounds(sync, fleet, spec["rounds"]):
             rounds.append(each)
             number = each.number
-            if number == 1:
-                took = each.report.connect_phases.items()
-                stage("connecting took " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in took))
             if number == 1 or number == spec["rounds"] or (spec["kind"] == "long" and number in _LONG_MARKS):
                 extra[f"extra MiB @{number}" if spec["kind"] == "long" else "extra MiB"] = _extra(
                     fleet, before

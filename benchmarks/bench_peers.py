@@ -59,6 +59,7 @@ from benchmarks.updates import (
     applied,
     check,
     config,
+    connect,
     new_version,
     spread,
     timed_rounds,
@@ -259,7 +260,7 @@ def _theirs(backend: str, trainer: Any, engine: Any) -> dict[str, Way]:  # noqa:
 
 def _ours(sync: WeightSync) -> dict[str, Way]:
     try:
-        sync.connect()
+        connect(sync)
     except WeightSyncError as error:
         print(f"ours: left out: {type(error).__name__}: {error}", flush=True)
         return {}

@@ -7,7 +7,17 @@ from typing import Any, Protocol
 
 from benchmarks.gpu_fleet import Fleet
 from benchmarks.isolate import stage
-from benchmarks.updates import Mode, Round, check, config, floor, new_version, timed_rounds, update_row
+from benchmarks.updates import (
+    Mode,
+    Round,
+    check,
+    config,
+    connect,
+    floor,
+    new_version,
+    timed_rounds,
+    update_row,
+)
 from weightsync import WeightSync
 from weightsync.errors import WeightSyncError
 
@@ -34,7 +44,7 @@ def connected(fleet: Fleet, bucket_mib: int, mode: Mode, slots: int) -> WeightSy
     sync = WeightSync(config(bucket_mib, slots, mode))
     sync.register_trainers(fleet.trainers)
     sync.register_engines({"engine": fleet.front})
-    sync.connect()
+    connect(sync)
     return sync
 
 
@@ -52,7 +62,6 @@ def in_turns(
     row: dict[str, object] = {}
     for _ in range(NUM_WARM):
         _their_round(peer)
-    stage("connecting")
     try:
         with connected(fleet, spec["bucket_mib"], *spec["settings"][0]) as sync:
             for each in timed_rounds(sync, fleet, spec["rounds"], NUM_WARM):

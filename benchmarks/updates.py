@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ __all__ = [
     "applied",
     "check",
     "config",
+    "connect",
     "floor",
     "new_version",
     "spread",
@@ -75,6 +77,24 @@ def config(bucket_mib: int, num_slots: int, mode: Mode = "auto", keep_versions: 
         timeout_s=60,
         connect_timeout_s=120,
     )
+
+
+def connect(sync: WeightSync) -> None:
+    """A stage for each phase of it that is over."""
+    stage("connecting")
+    clock, shown = logging.getLogger("weightsync.clock"), _Stages()
+    clock.addHandler(shown)
+    clock.setLevel(logging.DEBUG)
+    try:
+        sync.connect()
+    finally:  # no update is to pay for it
+        clock.setLevel(logging.NOTSET)
+        clock.removeHandler(shown)
+
+
+class _Stages(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        stage(f"connecting: {record.getMessage()}")
 
 
 def check(wrong: int, who: str, version: int) -> None:

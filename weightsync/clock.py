@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 __all__ = ["PhaseClock", "Span"]
+
+logger = logging.getLogger("weightsync.clock")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +29,7 @@ class Span:
 
 
 class PhaseClock:
-    """Wall clock of the phases of one piece of work; `spans` keeps them in order."""
+    """Wall clock of the phases of one piece of work; `spans` keeps them in order, the log tells each."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
@@ -48,6 +51,7 @@ class PhaseClock:
             yield
         finally:
             self.spans.append(Span(name, began, time.perf_counter() - started))
+            logger.debug("%s: %.3f s", name, self.spans[-1].seconds)
 
     def total(self) -> float:
         """Seconds since the clock was made."""

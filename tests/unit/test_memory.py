@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from weightsync import memory
 from weightsync.errors import PeerLostError, TransportError
 from weightsync.memory import BufferHandle, SharedBuffer
 
@@ -82,3 +83,19 @@ def test_an_empty_buffer_is_legal_and_an_impossible_one_is_refused() -> None:
     empty.close()
     with pytest.raises(TransportError, match="cannot take"):
         SharedBuffer.create(1 << 60)
+
+
+@pytest.mark.parametrize("advice", [memory._POPULATE_WRITE, 9999], ids=["today", "an older kernel"])
+def test_new_memory_is_there_before_it_is_used(monkeypatch: pytest.MonkeyPatch, advice: int) -> None:
+    monkeypatch.setattr(memory, "_POPULATE_WRITE", advice)
+    monkeypatch.setattr(memory, "_PART_NBYTES", 3 << 20)
+    before, nbytes = shared_kib(), 16 << 20
+    buffer = SharedBuffer.create(nbytes)
+    assert shared_kib() - before == nbytes >> 10
+    assert not buffer.tensor.any()
+    buffer.close()
+
+
+def shared_kib() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssShmem:")[2].split()[0])
