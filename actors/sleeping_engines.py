@@ -30,10 +30,14 @@ class SleepingEngines:
         serves. With `level` 1 weights are kept on the host, so that `wake` serves them again; 2 drops them.
         See docs/guide.md.
 
+        One that sleeps already is left as it is.
+
         Raises:
             StateError: before `connect`, or while an update runs.
-            ConfigError: `level` is not 1 or 2, or an engine was not started to sleep.
+            ConfigError: `level` is not 1 or 2, no engine has such a name, or one was not started to sleep.
             DeadlineError: an engine did not pause in time; it serves on.
+            EngineError: an engine failed with its memory half given back, and is STALE.
+            PeerLostError: an engine's process is gone.
         """
         if level not in (1, 2):
             remedy = "give 1, which keeps weights on the host, or 2, which drops them"
@@ -43,15 +47,21 @@ class SleepingEngines:
     def wake(self, engines: Collection[str] = ()) -> None:
         """Have engines that sleep serve the same version again; all of them if none is named.
 
-        Raises StateError for one that sleeps with level 2: `update_weights` wakes it, or `heal`, with the
-        version that the holders keep.
+        Raises:
+            StateError: before `connect`, or for one that sleeps with level 2: `update_weights` wakes it, or
+                `heal`, with the version that the holders keep.
+            ConfigError: no engine has such a name.
+            DeadlineError: an engine did not wake in time.
+            EngineError: an engine found no memory, and is STALE.
+            PeerLostError: an engine's process is gone.
         """
         self._loop.submit(lambda: self._wake(engines)).result()
 
     async def _sleep(self, engines: Collection[str], level: int) -> None:
-        live = [name for name, state in self._states(engines).items() if state is not EngineState.DEAD]
+        gone = (EngineState.DEAD, EngineState.ASLEEP)
+        awake = [name for name, state in self._states(engines).items() if state not in gone]
         async with self._controller.alone():
-            await self._controller.sleep(live, level)
+            await self._controller.sleep(awake, level)
 
     async def _wake(self, engines: Collection[str]) -> None:
         asleep = [name for name, state in self._states(engines).items() if state is EngineState.ASLEEP]

@@ -58,12 +58,15 @@ class TrainerShard:
 
         An engine may use it then. What they hold goes to host memory, from which the next update takes it
         without another copy; gradients and the optimizer's state are yours to move. Until `onload` the model
-        cannot be used. Raises StateError without ``offloads=True``.
+        cannot be used. Call it when no update runs, and after `WeightSync.sleep` or `settle`: until then
+        holders read the memory that it writes.
+
+        Raises StateError, and has done nothing, without ``offloads=True`` or where memory is not torch's.
         """
         self._current_source().offload()
 
     def onload(self) -> None:
-        """Take the memory again, with what was in it."""
+        """Take the memory again, with what was in it; after an out-of-memory error, call it again."""
         self._current_source().onload()
 
     def sync_seat(self) -> Seat:
@@ -92,7 +95,7 @@ class TrainerShard:
 
     def _current_source(self) -> ModuleSource:
         if not hasattr(self, "model"):
-            raise StateError(f"{type(self).__name__} has to set self.model before it is connected")
+            raise StateError(f"{type(self).__name__} has to set self.model before it is used")
         if self._source is None or self._source.model is not self.model:
             if self._source is not None:
                 self._source.close()

@@ -162,7 +162,7 @@ class WeightSync(SleepingEngines):
         return self._controller.version
 
     def engine_versions(self) -> dict[str, int]:
-        """The version that each engine serves; 0 while it serves none."""
+        """The version that each engine serves, or sleeps with; 0 while it holds none."""
         return {name: seat.record.version for name, seat in self._fleet.engines.items()}
 
     def engine_states(self) -> dict[str, EngineState]:

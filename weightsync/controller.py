@@ -134,7 +134,7 @@ class Controller:
             StateError: not connected, or fewer than ``min_engines`` engines are alive.
             ConfigError: `version` is not greater than the last that committed.
             WeightSyncError: what went wrong first, when fewer than ``min_engines`` took it. A failed
-                publish leaves every engine as it was; later failures leave the engines STALE.
+                publish leaves every engine as it was, or awake; later failures leave the engines STALE.
         """
         if not self.connected or self._connection is None:
             raise StateError("connect() has to come before update_weights()")
@@ -185,7 +185,8 @@ class Controller:
     async def wake(self, names: Collection[str]) -> None:
         """Have engines that sleep with their weights serve the same version again; call it ``alone``.
 
-        Raises StateError for one whose weights were dropped, else what went wrong: it is STALE or DEAD.
+        Raises StateError for one whose weights were dropped, else what went wrong: it sleeps on, or is STALE
+        or DEAD.
         """
         for name in names:
             if not self._fleet.engines[name].record.version:

@@ -75,11 +75,17 @@ class Crew:
         return len(serving)
 
     async def sleep(self, names: Iterable[str], level: int) -> None:
-        """Have engines give their memory back. Raises what the first said that did not."""
+        """Have engines pause, and give their memory back, which may take as long again.
+
+        Raises what the first said that did not.
+        """
         seats = {name: self._fleet.engines[name] for name in names}
         self.begin(seats, 0)
         mode, timeout_s = self._config.pause, self._config.timeout_s
-        for name in await self.ask(seats, "sleep", lambda peer: peer.sleep(level, mode, timeout_s)):
+        asleep = await self.ask(
+            seats, "sleep", lambda peer: peer.sleep(level, mode, timeout_s), timeout_s=2 * timeout_s
+        )
+        for name in asleep:
             self.enter([name], EngineState.ASLEEP, seats[name].record.version if level == 1 else 0)
         self._require(seats)
 

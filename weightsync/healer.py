@@ -148,11 +148,12 @@ class Healer:
         while True:
             await self._controller.quiet()
             seat = self._fleet.engines[name]
-            if seat.record.state in (EngineState.SERVING, EngineState.ASLEEP):
+            if seat.record.state is EngineState.SERVING:
                 return None
             try:
                 await self._controller.adopt(name)
-                if not self._controller.can_refill(name):
+                # To wake it would take the memory that a trainer uses.
+                if seat.record.state is EngineState.ASLEEP or not self._controller.can_refill(name):
                     return None
                 return await self._controller.refill(name)
             except GaveWayError:

@@ -48,10 +48,8 @@ class Holder(Gauged):
     """One member of every communicator; serves at most one trainer rank and one engine rank."""
 
     def __init__(self, name: str, host: str, transport: str = "gloo", device: str = "") -> None:
-        """`host` is this host's address as other holders reach it.
-
-        `device` is the GPU that buckets lie on, ``cuda:<UUID>``, and the first that this process
-        sees; they lie in host memory where it is empty.
+        """`host` is this host's address as other holders reach it. `device` is the GPU that buckets lie on,
+        ``cuda:<UUID>``, and the first that this process sees; they lie in host memory where it is empty.
         """
         self.name, self._host, self._device = name, host, device
         self._transport_name, self._transport = transport, transport_class(transport)
@@ -77,6 +75,7 @@ class Holder(Gauged):
 
     def watch(self) -> None:
         """Ends with this process, or when somebody else watches it: its controller has died then."""
+        self.gauge(on=False)  # that one may have left it running
         self._watched.set()
         self._watched = watched = threading.Event()
         watched.wait()

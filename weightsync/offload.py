@@ -6,36 +6,42 @@ from collections.abc import Iterable
 
 import torch
 
+from weightsync.errors import StateError
+
 __all__ = ["Offload"]
 
 
 class Offload:
-    """From its making to `undo`, `tensors` have no memory, nor has any view of what they view.
+    """From its making to `undo`, tensors have no memory, nor has any view of what they view.
 
-    After FSDP's way with the shards that it gathers (``untyped_storage().resize_``). The memory must be
-    torch's own: raises RuntimeError where it is another library's, or a mapped file.
+    After FSDP's way with the shards that it gathers (``untyped_storage().resize_``).
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor], *, keep: bool) -> None:
-        """`keep` what is in them on the host, page-locked for those of a GPU; else they are zeros later."""
-        held = {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}
-        self._storages = [(storage, storage.nbytes()) for storage in held.values()]
-        self._copies = {key: _copy(storage) for key, storage in held.items()} if keep else {}
-        devices = {storage.device for storage, _ in self._storages if storage.device.type == "cuda"}
+    def __init__(self, tensors: Iterable[torch.Tensor], keep: Iterable[torch.Tensor]) -> None:
+        """What is in those of `keep` stays on the host, page-locked if it was on a GPU; others are zeros.
+
+        Raises StateError, and has done nothing, where memory is not torch's own.
+        """
+        held = _storages(tensors)
+        if not all(storage.resizable() for storage in held.values()):
+            raise StateError("memory of another library, or of a mapped file, cannot be given back: copy it")
+        devices = {storage.device for storage in held.values() if storage.device.type == "cuda"}
         for device in devices:
-            torch.cuda.synchronize(device)  # what still reads them
-        for storage, _ in self._storages:
+            torch.cuda.synchronize(device)  # who still writes or reads them
+        self._copies = {key: _copy(storage) for key, storage in _storages(keep).items()}
+        self._storages = [(storage, storage.nbytes()) for storage in held.values()]
+        for storage in held.values():
             storage.resize_(0)
         if devices:
             torch.cuda.empty_cache()
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What was kept of one of `tensors`, as it looks."""
+        """What was kept of one of `keep`, as it looks."""
         copy = self._copies[tensor.untyped_storage()._cdata].view(tensor.dtype)
         return torch.as_strided(copy, tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def undo(self) -> None:
-        """Take the memory again, with what was kept."""
+        """Take the memory again, with what was kept. After an out-of-memory error it may be called again."""
         for storage, nbytes in self._storages:
             storage.resize_(nbytes)
             copy = self._copies.get(storage._cdata)
@@ -43,7 +49,11 @@ class Offload:
                 _bytes(storage).copy_(copy)
             else:
                 _bytes(storage).zero_()
-        self._copies = {}
+        self._storages, self._copies = [], {}
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+    return {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -42,7 +42,7 @@ class Places:
         self._children = list(map(dict.get, self._parents, self._keys))
         homes: dict[int, tuple[Mapping[str, torch.Tensor | None], str]] = {
             id(tensor): (held, key)
-            for each in modules
+            for each in reversed(modules)  # of tied ones, the first has the name
             for held in (each._parameters, each._buffers)
             for key, tensor in held.items()
         }

@@ -75,7 +75,8 @@ class DictEngine:
     def sleep(self, level: int, mode: str, timeout_s: float) -> None:
         """See `Engine.sleep`."""
         self.paused = True
-        self._asleep = self._asleep or Offload(self.tensors.values(), keep=level == 1)
+        tensors = self.tensors.values()
+        self._asleep = self._asleep or Offload(tensors, keep=tensors if level == 1 else ())
 
     def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
         """Copy every piece to where it belongs."""

@@ -67,7 +67,7 @@ class Loop:
             part.close()
 
 
-CONFIG = SyncConfig(bucket_bytes=4096, timeout_s=5, connect_timeout_s=20)
+CONFIG = SyncConfig(bucket_bytes=4096, timeout_s=15, connect_timeout_s=20)
 
 
 def drive(
@@ -239,7 +239,7 @@ def test_a_holder_that_is_gone_is_named_and_every_engine_is_stale_until_the_next
         await loop.controller.connect()
         assert (await loop.controller.update(3)).engines == {"e0": 3, "e1": 3}
 
-    drive(work)
+    drive(work, replace(CONFIG, timeout_s=5))
 
 
 def test_a_failed_publish_leaves_the_engines_serving() -> None:

@@ -63,7 +63,7 @@ class Source(ModuleSource):
 
     def attach(self, plan: Plan, trainer: int, arena: BufferHandle | None) -> Attached:
         attached = super().attach(plan, trainer, arena)
-        return replace(attached, export=self.shared.export(self.layout(), local_tensors(self._model)))
+        return replace(attached, export=self.shared.export(self.layout(), local_tensors(self.model)))
 
 
 class Engine(DictEngine):

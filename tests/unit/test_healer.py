@@ -14,7 +14,7 @@ from weightsync.peers import EngineSeat
 from weightsync.states import EngineState
 from weightsync.testing import LocalPeer
 
-CONFIG = SyncConfig(bucket_bytes=4096, timeout_s=5, connect_timeout_s=20, heal_backoff_s=0.01)
+CONFIG = SyncConfig(bucket_bytes=4096, timeout_s=15, connect_timeout_s=20, heal_backoff_s=0.01)
 GONE = PeerLostError("engine e1", "killed")
 
 

@@ -146,11 +146,43 @@ def test_what_shares_memory_with_what_the_arena_has_not_is_kept_too() -> None:
 def test_tensors_that_share_memory_are_kept_as_they_share_it() -> None:
     whole = torch.arange(6.0)
     parts = [whole[:3], whole[3:].view(1, 3)]
-    away = Offload(parts, keep=True)
+    away = Offload(parts, keep=parts)
     assert whole.untyped_storage().nbytes() == 0
     assert away.on_host(parts[1]).tolist() == [[3.0, 4.0, 5.0]]
     away.undo()
     assert whole.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    dropped = Offload(parts, keep=False)
+    dropped = Offload(parts, keep=())
     dropped.undo()
     assert whole.tolist() == [0.0] * 6
+
+
+def test_memory_that_is_not_torchs_is_refused_and_nothing_has_changed(rig: Rig) -> None:
+    rig.attach()
+    published = rig.source.publish()
+    rig.model.head.weight.data = torch.from_numpy(rig.model.head.weight.detach().numpy().copy())
+    with pytest.raises(StateError, match="another library"):
+        rig.source.offload()
+    rig.source.onload()
+    assert rig.has_its_values()
+    with torch.no_grad():
+        rig.model.head.weight.add_(1)
+    assert (rig.source.publish() != published).sum() == 1, "what the arena had is not what it publishes"
+
+
+def test_memory_that_is_short_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.arange(3.0), torch.arange(4.0)]
+    away = Offload(tensors, keep=tensors)
+    resize, asked = torch.UntypedStorage.resize_, []
+
+    def short(storage: torch.UntypedStorage, nbytes: int) -> None:
+        asked.append(nbytes)
+        if len(asked) == 2:
+            raise torch.OutOfMemoryError
+        resize(storage, nbytes)
+
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", short)
+    with pytest.raises(torch.OutOfMemoryError):
+        away.undo()
+    away.undo()
+    away.undo()
+    assert [each.tolist() for each in tensors] == [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0, 3.0]]

@@ -77,7 +77,7 @@ class EngineRanks:
             raise ConfigError(
                 field, False, f"engine {self._name} can sleep (level {level}) if started with true"
             )
-        if len(self._asleep) == len((WEIGHTS, CACHES)):
+        if WEIGHTS in self._asleep:
             return
         self.pause(mode, timeout_s)
         self._wake(CACHES)  # of a half awake one, vLLM takes no more notice

@@ -101,9 +101,7 @@ class Rank:
         """Where each live parameter lies: these stay, since CUDA graphs hold them."""
         return {name: each.data_ptr() for name, each in self._host.model().named_parameters()}
 
-    def attach(
-        self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float, asleep: bool = False
-    ) -> Attached:
+    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float, asleep: bool) -> Attached:
         """See `Engine.attach`; `tickets` are all ranks'. While `asleep`, the weights have no memory."""
         self.close()
         layout, ticket = self.layout(), tickets[self._rank]

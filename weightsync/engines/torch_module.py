@@ -125,8 +125,11 @@ class TorchEngine:
             raise ConfigError("options.enable_sleep_mode", False, remedy)
         if self._asleep is None:
             self.pause(mode, timeout_s)
-            self._writer = None
-            self._asleep = Offload(named_tensors(self._model)[0].values(), keep=level == 1)
+            self._writer, tensors = None, named_tensors(self._model)[0].values()
+            try:
+                self._asleep = Offload(tensors, keep=tensors if level == 1 else ())
+            except RuntimeError as error:  # no page-locked memory to keep them in
+                raise EngineError(self._name, "sleep", str(error)) from error
             self._whole = self._whole and level == 1
 
     def _wake(self) -> None:

@@ -132,11 +132,12 @@ class ModuleSource:
             raise StateError("the holder may read this memory in place: give TrainerShard offloads=True")
         if self._offloaded is None:
             stored: dict[str, list[Stored]] = {}
+            digests = self._to_arena() if self._arena else None
             if self._arena:
-                self._in_arena = self._to_arena()
                 for copy in self._copies:
                     stored.setdefault(copy.source, []).append(Stored(copy.index, self._in(self._arena, copy)))
             self._offloaded = Offloaded(self._live(), stored)
+            self._in_arena = digests
 
     def onload(self) -> None:
         """Undo `offload`: the same values, in new memory."""

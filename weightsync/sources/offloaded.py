@@ -34,8 +34,7 @@ class Offloaded:
             if num_users[live[name].untyped_storage()._cdata] == 1 and _is_whole(live[name], parts)
         }
         others = [tensor for name, tensor in live.items() if name not in self._stored]
-        self._kept = Offload(others, keep=True)
-        self._dropped = Offload([live[name] for name in self._stored], keep=False)
+        self._memory = Offload(live.values(), keep=others)
 
     def leave_arena(self) -> None:
         """It is about to be another's: have copies of what it has."""
@@ -47,13 +46,12 @@ class Offloaded:
 
     def on_host(self) -> dict[str, torch.Tensor]:
         """All tensors, after `leave_arena`."""
-        kept = {n: self._kept.on_host(t) for n, t in self._live.items() if n not in self._stored}
+        kept = {n: self._memory.on_host(t) for n, t in self._live.items() if n not in self._stored}
         return kept | {n: part.data.view(self._live[n].shape) for n, (part,) in self._stored.items()}
 
     def undo(self) -> None:
         """Take the memory again, with all that was in it."""
-        self._kept.undo()
-        self._dropped.undo()
+        self._memory.undo()
         for name, parts in self._stored.items():
             _fill(self._live[name], parts)
 
