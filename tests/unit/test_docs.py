@@ -35,7 +35,7 @@ RUN_BY = {
     "docs/extending.md": ["tests/unit/test_docs.py"],
     "docs/faults.md": ["tests/actors/test_pages.py"] * 2,
     "docs/performance.md": ["tests/actors/test_pages.py"] * 3,
-    "docs/guide.md": ["tests/actors/test_sleep.py"]
+    "docs/guide.md": ["tests/actors/test_turns.py"]
     + ["tests/contract/test_vllm_transfer.py"] * 2
     + [BY_HAND],
     "docs/shuffle.md": ["tests/contract/test_shuffle_docs.py"],

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from benchmarks import rank_probe
-from benchmarks.models import Tensor, fill
+from benchmarks.models import Tensor
+from benchmarks.values import fill
 from weightsync.plan import Box, RankLayout, Segment
 
 QUERY, OUT = Tensor("q", (4, 6)), Tensor("o", (8, 6))
@@ -28,10 +29,8 @@ class Rank(nn.Module):
     def load_weights(self, version: int) -> None:
         time.sleep(0.01)
         with torch.no_grad():
-            for segment, tensor, held in zip(
-                LAYOUT.segments, (QUERY, OUT), (self.qk[3:], self.o), strict=True
-            ):
-                fill(held, tensor, segment.box, version)
+            boxes = [segment.box for segment in LAYOUT.segments]
+            fill(zip((QUERY, OUT), boxes, (self.qk[3:], self.o), strict=True), version)
 
 
 LAYOUT = RankLayout(
