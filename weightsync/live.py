@@ -12,6 +12,7 @@ from weightsync.buffers import Export
 from weightsync.device_memory import export_tensor
 from weightsync.errors import StateError, TransportError
 from weightsync.feed import PieceView
+from weightsync.missing import Missing
 from weightsync.modules import segment_view
 from weightsync.plan import Plan, RankLayout, Segment
 from weightsync.rows import bucket_rows, by_tensor
@@ -24,9 +25,6 @@ logger = logging.getLogger("weightsync.live")
 
 class LiveWriter:
     """A Sink for parameters whose bytes are the checkpoint's, sliced: what `layout` says lies where.
-
-    That the plan's pieces make up each tensor, and the layout's segments each parameter, was proven
-    when the plan was made.
 
     Args:
         layout: its segments say which box of which tensor lies where in which buffer.
@@ -47,6 +45,9 @@ class LiveWriter:
         self._segments = by_tensor(plan, layout)
         self._address = {name: tensor.data_ptr() for name, tensor in live.items()}
         self._next = 0
+        self._missing = Missing(plan)
+        for piece in (piece for bucket in plan.buckets() for piece in bucket.pieces):
+            self._missing.take(piece.tensor, piece.box)
         on_device = all(memory.is_cuda for memory in (*slots, *live.values()))
         self._device = _DeviceTables(plan, self._segments, self._address, slots) if on_device else None
         if self._device and readable:
@@ -90,6 +91,7 @@ class LiveWriter:
         """See `Sink.finish`; the digests are of the live memory."""
         if self._next != self._plan.num_buckets:
             raise TransportError(f"{self._next} of {self._plan.num_buckets} buckets came")
+        self._missing.require_none()
         return self._device.digests() if self._device else self._digests()
 
     def _copy(self, pieces: Sequence[PieceView]) -> None:

@@ -149,7 +149,6 @@ def test_a_bucket_that_did_not_come_is_missed() -> None:
     ("side", "problem"), [("trainers", "norm: no trainer holds"), ("engine", "norm: .* no segment writes")]
 )
 def test_a_hole_on_either_side_never_becomes_a_plan(side: str, problem: str) -> None:
-    """The writer relies on it."""
     _, (engine,) = build(1, 1, 1)
     layouts = {"trainers": source_layout(1)[0], "engine": engine}
     kept = tuple(segment for segment in layouts[side].segments if segment.tensor != "norm")
