@@ -31,7 +31,7 @@ times ``calls``, it is about `way`. ``total`` is the driver's wall clock. Nothin
 Ours: the phases of the report, by the driver's clock, and ``load`` and ``verify`` of the slowest rank, which
 lie inside `move`. The digests of both sides and their comparison are part of the total.
 
-vLLM 0.24 keeps a packed buffer mapped after each update (vLLM issue 51258), in the engine's process.
+vLLM 0.24 keeps a packed buffer mapped after each update, in the engine's process.
 Medians with the least and the greatest, the first two rounds of each way left out. Each part is a process
 with a time limit of its own.
 """

@@ -49,10 +49,10 @@ from benchmarks.cluster import free_port, gpu_uuids, spawn, start_ray
 from benchmarks.common import environment, print_table, write_json
 from benchmarks.gpu_fleet import start_fleet
 from benchmarks.isolate import emit, run_part, stage
-from benchmarks.models import model_of
+from benchmarks.models import model_of, save_config, shape_of
 from benchmarks.peer_awex import compare_awex
 from benchmarks.peer_checkpoint_engine import start_checkpoint_engine
-from benchmarks.peer_vllm import VllmTrainer, VllmUnderTest, save_config
+from benchmarks.peer_vllm import VllmTrainer, VllmUnderTest
 from benchmarks.turns import NUM_WARM, connected, in_turns, setting
 from benchmarks.updates import (
     MODES,
@@ -208,7 +208,7 @@ def _vllm(spec: Mapping[str, Any], gpus: Sequence[str]) -> None:
     backend = spec["backend"]
     model = model_of("8b", 0, spec["layers"])
     with tempfile.TemporaryDirectory() as directory:
-        save_config(Path(directory), spec["layers"])
+        save_config(shape_of("8b", spec["layers"]), Path(directory))
         options = {
             "gpu_memory_utilization": 0.4,
             "max_model_len": 1024,

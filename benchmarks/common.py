@@ -19,7 +19,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["Environment", "Row", "Timing", "environment", "measure", "print_table", "write_json"]
+__all__ = ["Environment", "Row", "Timing", "environment", "gpu_names", "measure", "print_table", "write_json"]
 
 Row = Mapping[str, object]
 T = TypeVar("T")
@@ -61,12 +61,17 @@ def environment(packages: Sequence[str] = _PACKAGES) -> Environment:
     return Environment(
         cpu=_cpu(),
         num_cores=len(os.sched_getaffinity(0)),
-        gpus=tuple(_lines("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")),
+        gpus=gpu_names(),
         python=platform.python_version(),
         versions=_versions(packages) | _device_versions(),
         commit=_commit(),
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     )
+
+
+def gpu_names() -> tuple[str, ...]:
+    """Of this host, without a CUDA context of this process."""
+    return tuple(_lines("nvidia-smi", "--query-gpu=name", "--format=csv,noheader"))
 
 
 def measure(call: Callable[[], T], repeats: int = 3) -> tuple[Timing, T]:

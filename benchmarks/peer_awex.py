@@ -13,7 +13,8 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from benchmarks.cluster import kill, spawn
 from benchmarks.gpu_fleet import Destination, Model, own_device, start_fleet
 from benchmarks.isolate import emit, stage
 from benchmarks.models import Tensor, model_of, rank_box
+from benchmarks.rank_probe import synchronize
 from benchmarks.turns import in_turns
 from benchmarks.updates import spread
 from benchmarks.values import fill
@@ -79,7 +81,7 @@ class Sender(Rank):
     def change(self, version: int) -> None:
         """Write `version` into every element."""
         fill(self._held, version)
-        _synchronize()
+        synchronize()
 
     def update(self) -> tuple[float, float]:
         """Seconds of building its operations, and of running them."""
@@ -90,7 +92,7 @@ class Sender(Rank):
         ops, _, _ = nccl_build_send_ops(parameters, self._plan, dist.group.WORLD, -1, True)
         built = time.perf_counter()
         batch_send_recv(ops, [], blocking=True, use_group=True)
-        _synchronize()
+        synchronize()
         return built - started, time.perf_counter() - built
 
 
@@ -107,7 +109,7 @@ class Receiver(Rank, Destination):
         batch_send_recv([], ops, blocking=True, use_group=True)
         for target, received in apart:
             target.copy_(received)
-        _synchronize()
+        synchronize()
         return built - started, time.perf_counter() - built
 
 
@@ -139,9 +141,6 @@ class Awex:
         total = time.perf_counter() - started
         return {"total": total, "build": max(b for b, _ in ranks), "run": max(r for _, r in ranks)}
 
-    def close(self) -> None:
-        kill([*self.senders, *self.receivers])
-
 
 def compare_awex(spec: Mapping[str, Any], gpus: Sequence[str]) -> None:
     """A row of ours and one of awex's, from trainer GPUs to the GPUs of one engine."""
@@ -151,14 +150,16 @@ def compare_awex(spec: Mapping[str, Any], gpus: Sequence[str]) -> None:
         raise SystemExit(f"{num_trainers + num_engines} GPUs asked for, {len(seats)} there")
     at = seats[:num_trainers], seats[num_trainers : num_trainers + num_engines]
     model = model_of("tiny" if cpu else "moe", 0, spec["layers"])
-    stage(f"{len(model)} tensors are made, twice")
-    fleet, peer = start_fleet(model, *at, "device"), _start(model, *at)
     row: dict[str, object] = {"table": "awex", "ranks": f"{num_trainers}:{num_engines}"}
     row |= {
         "shards": "uneven" if _uneven(model, num_trainers, num_engines) else "even",
         "tensors": len(model),
     }
-    ours, theirs = in_turns(fleet, peer, spec, on_gpus=not cpu)
+    stage(f"{len(model)} tensors are made, twice")
+    fleet = start_fleet(model, *at, "device")
+    with _started(model, *at) as peer:
+        ours, theirs = in_turns(fleet, peer, spec, on_gpus=not cpu)
+    fleet.close()
     if ours:
         emit(row | {"system": "ours"} | ours)
     phases = [spread(name, [taken[name] for taken in theirs]) for name in ("total", "build", "run")]
@@ -168,8 +169,6 @@ def compare_awex(spec: Mapping[str, Any], gpus: Sequence[str]) -> None:
     if floor_ms := ours.get("floor ms"):
         merged |= {"floor ms": floor_ms, "share": float(str(floor_ms)) / total_ms}
     emit(row | {"system": "awex"} | merged)
-    peer.close()
-    fleet.close()
 
 
 def _uneven(model: Model, num_trainers: int, num_engines: int) -> bool:
@@ -178,17 +177,21 @@ def _uneven(model: Model, num_trainers: int, num_engines: int) -> bool:
     return any(size % num_parts for size, num_parts in cuts)
 
 
-def _start(model: Model, trainer_gpus: Sequence[str | None], engine_gpus: Sequence[str | None]) -> Awex:
+@contextmanager
+def _started(
+    model: Model, trainer_gpus: Sequence[str | None], engine_gpus: Sequence[str | None]
+) -> Iterator[Awex]:
     """A rank for each GPU named; None is this host."""
     num_trainers, num_engines = len(trainer_gpus), len(engine_gpus)
-    meeting = tempfile.mktemp(prefix="weightsync-bench-")
-    receivers = [spawn(Receiver, model, i, num_engines, gpu=gpu) for i, gpu in enumerate(engine_gpus)]
-    senders = [spawn(Sender, model, i, num_trainers, gpu=gpu) for i, gpu in enumerate(trainer_gpus)]
-    joins = [
-        rank.join.remote(model, i, num_engines, num_trainers, meeting)
-        for i, rank in enumerate((*receivers, *senders))
-    ]
-    return Awex(senders, receivers, max(ray.get(joins)))
+    with tempfile.TemporaryDirectory(prefix="weightsync-bench-") as folder:
+        receivers = [spawn(Receiver, model, i, num_engines, gpu=gpu) for i, gpu in enumerate(engine_gpus)]
+        senders = [spawn(Sender, model, i, num_trainers, gpu=gpu) for i, gpu in enumerate(trainer_gpus)]
+        joins = [
+            rank.join.remote(model, i, num_engines, num_trainers, f"{folder}/meeting")
+            for i, rank in enumerate((*receivers, *senders))
+        ]
+        yield Awex(senders, receivers, max(ray.get(joins)))
+        kill([*senders, *receivers])
 
 
 def _skip_package() -> None:
@@ -240,8 +243,3 @@ def _shard(tensor: Tensor, rank: int, num_ranks: int, box: Box) -> Any:  # noqa:
         num_shards=num_ranks if cut else 1,
         sharding_dim=tensor.cut or 0,
     )
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

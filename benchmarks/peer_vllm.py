@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -17,7 +16,7 @@ from benchmarks.models import Tensor
 from benchmarks.values import count_wrong, poison
 from weightsync.plan import Box
 
-__all__ = ["VllmTrainer", "VllmUnderTest", "save_config"]
+__all__ = ["VllmTrainer", "VllmUnderTest"]
 
 _IPC_NBYTES = 2 << 30  # the embedding alone is more than vLLM's default of 1 GiB, which refuses it
 _FUSED = {
@@ -27,27 +26,6 @@ _FUSED = {
     "gate_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
     "up_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
 }
-
-
-def save_config(directory: Path, num_layers: int) -> None:
-    """Qwen3-8B's configuration, with so many of its 36 layers; no weights."""
-    from transformers import Qwen3Config
-
-    Qwen3Config(
-        architectures=["Qwen3ForCausalLM"],
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=num_layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-        max_position_embeddings=40960,
-        rope_theta=1000000.0,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    ).save_pretrained(directory)
 
 
 class VllmTrainer(ShardTrainer):

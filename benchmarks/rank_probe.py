@@ -16,7 +16,8 @@ import torch
 from benchmarks.models import Tensor
 from benchmarks.values import count_wrong, poison
 from weightsync.clock import PhaseClock
-from weightsync.plan import RankLayout, Segment
+from weightsync.modules import segment_view
+from weightsync.plan import RankLayout
 
 __all__ = ["LOADER", "answer", "on_worker", "receive", "synchronize"]
 
@@ -85,15 +86,11 @@ def _wrong(model: torch.nn.Module, layout: RankLayout, tensors: Sequence[Tensor]
     live = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     known = {tensor.name: tensor for tensor in tensors}
     assert {segment.tensor for segment in layout.segments} == set(known)
-    held = [(known[segment.tensor], segment.box, _cut(segment, live)) for segment in layout.segments]
+    held = (
+        (known[segment.tensor], segment.box, segment_view(live[segment.buffer], segment))
+        for segment in layout.segments
+    )
     return count_wrong(held, version)
-
-
-def _cut(segment: Segment, live: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    held = live[segment.buffer].data
-    strides = [stride // held.itemsize for stride in segment.strides]
-    start = held.storage_offset() + segment.byte_offset // held.itemsize
-    return held.as_strided(segment.box.extent, strides, start)
 
 
 _COMMANDS: dict[str, Callable[..., Any]] = {

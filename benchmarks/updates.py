@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from benchmarks.common import gpu_names
 from benchmarks.gpu_fleet import Fleet
 from benchmarks.isolate import stage
 from weightsync import SyncConfig, SyncReport, WeightSync
@@ -140,7 +141,13 @@ def applied(reports: Sequence[SyncReport]) -> dict[str, object]:
 
 
 def floor(links: Sequence[Link], rounds: Sequence[Round]) -> dict[str, object]:
-    """Of the rank with the most to take: its bytes over its links' rates, and that over ``applied``."""
+    """Of the rank with the most to take: its bytes over its links' rates, and that over ``applied``.
+
+    Nothing where this host's GPUs are not those of the rates.
+    """
+    names = gpu_names()
+    if not names or not all(_RATES.name in name.split() for name in names):
+        return {}
     reports = [each.report for each in rounds]
     seconds = max(each.floor_s for each in shares(links, reports[-1], _RATES))
     return {"floor ms": seconds * 1e3, "share": seconds * 1e3 / float(str(applied(reports)["applied ms"]))}

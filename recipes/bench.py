@@ -69,7 +69,7 @@ def run(
             sync.register_engines(engines)
             sync.connect()
         with screen.stage(f"{num_updates} updates"):
-            updates = [_update(sync, trainers, patience_s) for _ in range(NUM_WARM + num_updates)]
+            updates = [_update(sync, trainers, recipe) for _ in range(NUM_WARM + num_updates)]
         made = BenchReport.of(recipe.name, kinds, updates[NUM_WARM:], sync.links(), cluster)
     finally:
         sync.close()
@@ -78,8 +78,11 @@ def run(
     return made
 
 
-def _update(sync: WeightSync, trainers: Mapping[str, ActorHandle[Any]], timeout_s: float) -> SyncReport:
+def _update(sync: WeightSync, trainers: Mapping[str, ActorHandle[Any]], recipe: Recipe) -> SyncReport:
     """Of weights unlike those before, when no holder copies the last version any longer."""
-    collect({who: trainer.scramble.remote() for who, trainer in trainers.items()}, "scramble", timeout_s)
-    sync.settle(timeout_s)
+    patience_s = recipe.sync.connect_timeout_s
+    sync.settle(patience_s)
+    if recipe.loop.sleep:
+        sync.sleep(level=recipe.loop.sleep)
+    collect({who: trainer.scramble.remote() for who, trainer in trainers.items()}, "scramble", patience_s)
     return sync.update_weights(sync.version + 1)

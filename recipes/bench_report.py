@@ -150,13 +150,13 @@ def _rank_rows(
     taken: dict[str, int] = {}
     for link in links:
         taken[link.target] = taken.get(link.target, 0) + link.nbytes
-    for who in updates[-1].spans:
-        for what in dict.fromkeys(span.name for span in updates[-1].spans[who]):
+    for who, spans in updates[-1].spans.items():
+        if who == "driver":
+            continue
+        for what in dict.fromkeys(span.name for span in spans):
             seconds = [_seconds(update.spans[who], what) for update in updates]
-            if who != "driver" and what == "load":
-                yield BenchRow.of(who, what, seconds, taken.get(who, 0), floors.get(who, 0.0))
-            elif who != "driver":
-                yield BenchRow.of(who, what, seconds)
+            of_links = (taken.get(who, 0), floors.get(who, 0.0)) if what == "load" else ()
+            yield BenchRow.of(who, what, seconds, *of_links)
 
 
 def _seconds(spans: Sequence[Span], what: str) -> float:

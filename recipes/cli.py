@@ -23,6 +23,7 @@ from recipes.forecast import Scene, forecast, recipe_scene
 from recipes.hosts import HostSpec
 from recipes.inputs import (
     at_least_one,
+    check_cluster,
     check_models,
     check_ranks,
     load_fault_plan,
@@ -74,6 +75,7 @@ def run(
     """Run a recipe. Exits with 0 when it did its work, 1 when it failed, 2 for bad input."""
     try:
         loaded = runnable_recipe(recipe, set_ or [])
+        check_cluster(loaded)
         faults = load_fault_plan(chaos, loaded) if chaos is not None else None
     except ConfigError as error:
         raise typer.Exit(_complain(error, BAD_INPUT)) from None

@@ -96,7 +96,7 @@ def recipe_scene(recipe: Recipe, cluster: tuple[str, HostSpec] | None, *, offloa
         trainers=Fsdp(recipe.trainers.count),
         engines=tuple(EngineParallel(tp=spec.tensor_parallel_size) for spec in recipe.engine_specs.values()),
         apart=recipe.placement == "disaggregated",
-        offloaded=offloaded,
+        offloaded=offloaded or recipe.loop.sleep > 0,
         cluster=cluster,
         sync=recipe.sync,
     )

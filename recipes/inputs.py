@@ -19,6 +19,7 @@ from weightsync.faults import FaultPlan
 __all__ = [
     "SHIPPED",
     "at_least_one",
+    "check_cluster",
     "check_models",
     "check_ranks",
     "load_fault_plan",
@@ -38,8 +39,14 @@ def runnable_recipe(given: str, overrides: Sequence[str]) -> Recipe:
     """A recipe by its path or name, whose engines this machine can start."""
     recipe = load_recipe(recipe_file(given), overrides)
     _check_engines(recipe)
-    _check_cluster(recipe)
     return recipe
+
+
+def check_cluster(recipe: Recipe) -> None:
+    """What is to be resumed needs a cluster that is there already."""
+    if recipe.resume and not existing_cluster():
+        remedy = "a cluster has to outlive the driver: call ray start --head, and set RAY_ADDRESS=auto"
+        raise ConfigError("resume", recipe.resume, remedy)
 
 
 def recipe_file(given: str) -> Path:
@@ -127,9 +134,3 @@ def _check_engines(recipe: Recipe) -> None:
     for group, spec in recipe.engines.items():
         at = f"engines.{group}"
         check_ranks(f"{at}.kind", spec.kind, f"{at}.tensor_parallel_size", spec.tensor_parallel_size)
-
-
-def _check_cluster(recipe: Recipe) -> None:
-    if recipe.resume and not existing_cluster():
-        remedy = "a cluster has to outlive the driver: call ray start --head, and set RAY_ADDRESS=auto"
-        raise ConfigError("resume", recipe.resume, remedy)

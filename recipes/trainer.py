@@ -56,7 +56,8 @@ class GrpoTrainer(TrainerShard):
 
     def scramble(self) -> None:
         """See :meth:`recipes.learner.Learner.scramble`."""
-        self._learner.scramble()
+        with self._turn():
+            self._learner.scramble()
 
     def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
         """See :meth:`recipes.learner.Learner.greedy`."""

@@ -271,7 +271,7 @@ class _Digester:
     """Of each cut of a bucket, its share in the digest of its flattened tensor."""
 
     def __init__(self) -> None:
-        self._tables: dict[tuple[int, tuple[_Chunk, ...]], DigestTable] = {}
+        self._tables: dict[tuple[_Chunk, ...], tuple[int, DigestTable]] = {}  # and where its bucket lay
 
     def __call__(self, data: torch.Tensor, cuts: Sequence[tuple[_Chunk, torch.Tensor]]) -> list[int]:
         if data.is_cuda:
@@ -281,13 +281,14 @@ class _Digester:
     def _on_device(self, data: torch.Tensor, cuts: Sequence[tuple[_Chunk, torch.Tensor]]) -> list[int]:
         """One launch for all. The next version's buckets are alike, and mostly lie where this one's did."""
         with torch.cuda.device(data.device):
-            key = data.data_ptr(), tuple(chunk for chunk, _ in cuts)
-            if key not in self._tables:
+            chunks, address = tuple(chunk for chunk, _ in cuts), data.data_ptr()
+            if self._tables.get(chunks, (None,))[0] != address:
                 if len(self._tables) >= _MOST_TABLES:
                     self._tables.clear()
-                self._tables[key] = _table(cuts)
-            self._tables[key].launch(torch.cuda.current_stream())
-            return [int(digest) for digest in self._tables[key].result()]
+                self._tables[chunks] = address, _table(cuts)
+            _, table = self._tables[chunks]
+            table.launch(torch.cuda.current_stream())
+            return [int(digest) for digest in table.result()]
 
 
 def _table(cuts: Sequence[tuple[_Chunk, torch.Tensor]]) -> DigestTable:

@@ -13,6 +13,7 @@ import ray
 from tests.actors.fleet import Engine, Trainer, spawn
 from tests.actors.turns import GREEDY, PROMPTS, Sleeper, Teacher
 from tests.models import build_tiny_qwen3
+from tests.unit.test_docs import blocks
 from weightsync import ConfigError, StateError, SyncConfig, WeightSync
 from weightsync.states import EngineState
 
@@ -60,6 +61,13 @@ def test_trainer_and_engine_take_turns(tmp_path: Path) -> None:
         sync.settle(20)
         assert sync.heal("e0").version == 3
         assert ray.get(engine.generate.remote(PROMPTS, GREEDY)).tokens == said[-1]
+
+        names: dict[str, Any] = {"sync": sync, "trainers": [trainer], "engine": engine, "ray": ray}
+        names |= {"version": 4, "prompts": PROMPTS, "sampling": GREEDY}
+        exec(compile(blocks("docs/guide.md")[0], "docs/guide.md", "exec"), names)
+        assert names["rollout"].version == 4
+        ray.get(trainer.onload.remote())
+        assert names["rollout"].tokens == ray.get(trainer.says.remote()) != said[-1]
     for actor in (trainer, engine):
         ray.kill(actor)
 

@@ -21,11 +21,14 @@ class Teacher(TrainerShard):
         super().__init__(slot, offloads=True)
         self.model = build_tiny_qwen3(Path(path), False, 1)
 
-    def train(self, seed: int) -> list[list[int]]:
+    def train(self, seed: int = 9) -> list[list[int]]:
         draw = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.mul_(1 + 0.5 * torch.randn(parameter.shape, generator=draw))
+        return self.says()
+
+    def says(self) -> list[list[int]]:
         return greedy(self.model, PROMPTS, GREEDY["max_tokens"])
 
     def live_nbytes(self) -> int:

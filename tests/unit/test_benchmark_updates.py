@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks import updates
 from benchmarks.updates import Round, floor
 from weightsync import SyncReport
 from weightsync.report import Link
@@ -26,7 +27,10 @@ def report(**phases: float) -> SyncReport:
     )
 
 
-def test_the_floor_is_of_the_slowest_link_of_the_rank_that_takes_most() -> None:
+def test_the_floor_is_of_the_slowest_link_of_the_rank_that_takes_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(updates, "gpu_names", lambda: ("NVIDIA H200",) * 2)
     links = [
         Link("trainer 0", "engine e rank 0", "same GPU or slot", 2_400_000_000),
         Link("trainer 1", "engine e rank 0", "same host", 374_000_000),
@@ -41,3 +45,6 @@ def test_the_floor_is_of_the_slowest_link_of_the_rank_that_takes_most() -> None:
     }
     links[0] = Link("trainer 0", "engine e rank 0", "same GPU or slot", 0)
     assert floor(links, rounds)["floor ms"] == pytest.approx(1.0)
+    for others in (("NVIDIA H200", "NVIDIA GH200 480GB"), ()):
+        monkeypatch.setattr(updates, "gpu_names", lambda others=others: others)
+        assert floor(links, rounds) == {}

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
+from recipes import bench as recipe_bench
 from recipes import cli
 from recipes.bench_report import BenchReport, BenchRow
 from recipes.catalog import load
 from recipes.hosts import HostSpec
+from recipes.inputs import recipe_file
+from recipes.recipe import load_recipe
 from tests.unit.test_report import REPORT
 from weightsync.clock import Span
 from weightsync.report import Link, SyncReport
@@ -85,6 +89,30 @@ def test_the_file_has_what_is_shown(tmp_path: Path) -> None:
     assert made["rates"]["nvlink"] == 382
     assert made["rows"][3]["what"] == "load"
     assert made["rows"][3]["floor_s"] == pytest.approx(0.01)
+
+
+def test_what_would_be_resumed_is_measured_without_a_cluster_that_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    started: list[bool] = []
+    monkeypatch.setattr(cli, "_on_cluster", lambda recipe, *_: started.append(recipe.resume) or 0)
+    assert RUNNER.invoke(cli.app, ["bench", "quickstart", "--set", "resume=true"]).exit_code == 0
+    assert started == [False]
+
+
+def test_engines_sleep_before_the_trainers_take_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(recipe_bench, "collect", lambda _, what, __: said.append(what))
+    sync = SimpleNamespace(
+        version=3,
+        settle=lambda _: said.append("settle"),
+        sleep=lambda level: said.append(f"sleep {level}"),
+        update_weights=lambda version: said.append(f"update {version}"),
+    )
+    for level in ("0", "1"):
+        recipe_bench._update(sync, {}, load_recipe(recipe_file("quickstart"), [f"loop.sleep={level}"]))
+    assert said == ["settle", "scramble", "update 4", "settle", "sleep 1", "scramble", "update 4"]
 
 
 @pytest.mark.parametrize(

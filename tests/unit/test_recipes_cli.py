@@ -352,6 +352,10 @@ def test_trainers_in_host_memory_are_not_read_directly() -> None:
     assert lines == ["  none: the trainers publish into host memory, which engines do not read"]
 
 
+def test_a_recipe_whose_trainers_sleep_says_so_itself() -> None:
+    assert direct_section("quickstart", "--set", "loop.sleep=2") == direct_section(*MODEL, "--offloaded")
+
+
 def test_the_plan_of_a_recipe_moves_what_its_run_moves() -> None:
     result = RUNNER.invoke(cli.app, ["plan", "quickstart", "--set", "placement=disaggregated"])
     assert result.exit_code == 0

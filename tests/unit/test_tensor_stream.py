@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weightsync import tensor_stream
 from weightsync.errors import ConfigError, TransportError, VerifyError
 from weightsync.tensor_stream import TensorStream
 from weightsync.transports import Transport
@@ -178,3 +180,29 @@ def test_a_source_that_fails_is_told(pool, bus: Bus) -> None:
 def test_a_bucket_without_room_is_refused() -> None:
     with pytest.raises(ConfigError, match="bucket_nbytes: 8"):
         TensorStream(GlooTransport(), 0, 2, HOST, 8)
+
+
+def test_one_digest_table_is_kept_of_a_bucket_wherever_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    class Table:
+        def __init__(self, cuts) -> None:
+            self.address = cuts[0][1].data_ptr() if cuts else 0
+            made.append(self.address)
+
+        def launch(self, _: object) -> None: ...
+
+        def result(self) -> list[int]:
+            return [self.address]
+
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(tensor_stream, "_table", Table)
+    digester, buckets = tensor_stream._Digester(), [torch.zeros(16, dtype=torch.uint8) for _ in range(2)]
+    one, other = (data.data_ptr() for data in buckets)
+    chunk = tensor_stream._Chunk("t", "float32", (4,), 0, 4, 0)
+    for data in (buckets[0], buckets[0], buckets[1], buckets[0]):
+        assert digester._on_device(data, [(chunk, data.view(torch.float32))]) == [data.data_ptr()]
+    assert made == [one, other, one]
+    assert len(digester._tables) == 1
+    assert digester._on_device(buckets[0][:0], []) == [0]  # an empty tensor has no address

@@ -80,6 +80,7 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
         self._meeting = ""
         self._place: _Place | None = None
         self._transport: Transport | None = None
+        self._stream: TensorStream | None = None
 
     def prepare(self) -> _Ready:
         if self._is_master and self._store is None:
@@ -120,6 +121,8 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
             store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=self._timeout_s))
             rendezvous = store.get(epoch).decode()
         self._transport.open(rendezvous, rank, num_ranks, self._timeout_s)
+        device = device_of(self._transport_name)
+        self._stream = TensorStream(self._transport, rank, num_ranks, device, self._bucket_nbytes)
         self._place = place
 
     def finalize(self) -> None:
@@ -135,7 +138,7 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
                 pass
             return
         try:
-            with self._stream().sending(global_steps or 0) as put:
+            with self._opened().sending(global_steps or 0) as put:
                 async for name, weight in ensure_async_iterator(weights):
                     put(name, weight)
         except BaseException:
@@ -145,7 +148,7 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
     async def receive_weights(
         self, global_steps: int | None = None
     ) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        batches = self._stream().receiving()
+        batches = self._opened().receiving()
         try:
             while (batch := await asyncio.to_thread(next, batches, None)) is not None:
                 for name, weight in batch:
@@ -155,14 +158,13 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
             self._leave()
             raise
 
-    def _stream(self) -> TensorStream:
-        if self._place is None or self._transport is None:
+    def _opened(self) -> TensorStream:
+        if self._stream is None:
             raise StateError("init_process_group has to come first")
-        place, device = self._place, device_of(self._transport_name)
-        return TensorStream(self._transport, place.rank, place.num_ranks, device, self._bucket_nbytes)
+        return self._stream
 
     def _leave(self) -> None:
-        self._place = None
+        self._place = self._stream = None
         if self._transport:
             self._transport.close()
             self._transport = None
