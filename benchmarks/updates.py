@@ -16,7 +16,7 @@ from benchmarks.isolate import stage
 from weightsync import SyncConfig, SyncReport, WeightSync
 from weightsync.plan.direct_floor import LinkRates
 from weightsync.report import Link
-from weightsync.shares import shares
+from weightsync.share import shares
 
 __all__ = [
     "MODES",

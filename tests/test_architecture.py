@@ -9,6 +9,7 @@ not each other, and only the edge knows Ray::
 from __future__ import annotations
 
 import ast
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -220,6 +221,12 @@ def test_the_door_is_sorted_and_every_name_opens() -> None:
     assert weightsync.__all__ == sorted(weightsync.__all__)
     assert [name for name in weightsync.__all__ if getattr(weightsync, name, None) is None] == []
     assert dir(weightsync) == weightsync.__all__
+
+
+def test_no_name_of_the_door_is_a_modules() -> None:
+    """Whoever imports the module first would put it in the name's place."""
+    modules = {each.name for each in pkgutil.iter_modules(weightsync.__path__)}
+    assert not modules & {*weightsync.__all__}
 
 
 def test_the_door_names_what_it_does_not_have() -> None:

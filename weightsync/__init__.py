@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from weightsync.plan.direct_floor import LinkRates
     from weightsync.plan.shuffle import ShufflePlan
     from weightsync.report import SyncReport
-    from weightsync.shares import shares
+    from weightsync.share import shares
     from weightsync.shuffle import Shuffle, gather_send, scatter_recv
 
 __version__ = "0.1.0"
@@ -95,7 +95,7 @@ _HOMES = {
     "make_plan": "weightsync.plan",
     "parse_size": "weightsync.config",
     "scatter_recv": "weightsync.shuffle",
-    "shares": "weightsync.shares",
+    "shares": "weightsync.share",
 }
 
 
