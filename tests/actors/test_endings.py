@@ -44,7 +44,7 @@ def _files() -> set[str]:
 @pytest.mark.parametrize(
     ("ending", "how"),
     [
-        ("normal", "normal"),
+        pytest.param("normal", "normal", marks=pytest.mark.faults),
         pytest.param("ctrl-c", "forever", marks=pytest.mark.faults),
         ("kill -9", "forever"),
         pytest.param("kill -9", "connecting", marks=pytest.mark.faults),
