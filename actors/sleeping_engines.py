@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 from actors.loop import LoopThread
 from weightsync.controller import Controller
 from weightsync.errors import ConfigError, StateError, nearest
+from weightsync.peers import Fleet
 from weightsync.states import EngineState
 
 __all__ = ["SleepingEngines"]
@@ -16,11 +17,8 @@ class SleepingEngines:
     """Engines that give their memory back between two updates."""
 
     _controller: Controller
+    _fleet: Fleet
     _loop: LoopThread
-
-    def engine_states(self) -> Mapping[str, EngineState]:
-        """The state of each engine."""
-        raise NotImplementedError
 
     def sleep(self, engines: Collection[str] = (), *, level: int = 2) -> None:
         """Have engines give their GPU memory back, for a trainer to use; all of them if none is named.
@@ -69,7 +67,7 @@ class SleepingEngines:
             await self._controller.wake(asleep)
 
     def _states(self, engines: Collection[str]) -> dict[str, EngineState]:
-        states = self.engine_states()
+        states = {name: seat.record.state for name, seat in self._fleet.engines.items()}
         if not states:
             raise StateError("connect() has to come before sleep() and wake()")
         for name in engines:

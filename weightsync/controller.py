@@ -148,7 +148,7 @@ class Controller:
         clock = PhaseClock()
         async with gauged(self._fleet, {holder for seat in asleep for holder in seat.holders}) as seen:
             report = await self._update(version, takers, clock, when_held)
-        return replace(report, peak_memory=peaks(seen, clock.spans))
+        return replace(report, peak_memory=peaks(seen, clock.spans)) if asleep else report
 
     async def _update(
         self,

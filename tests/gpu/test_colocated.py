@@ -28,8 +28,8 @@ CONFIG = SyncConfig(bucket_bytes=1 << 20, timeout_s=60, connect_timeout_s=300)
 NUM_ROUNDS = 100
 SETTLED = 3
 """From this round on memory in use does not change."""
-SLACK_NBYTES = 24 << 20
-"""Of the whole GPU's: far less than one of its weights a round, or a bucket every third."""
+SLACK_NBYTES = 8 << 20
+"""Of the whole GPU's, and less than a leak of one bucket in each tenth round."""
 GREEDY = {"max_tokens": 16, "temperature": 0.0}
 PROMPTS = [
     torch.randint(3, 5000, (5 + 9 * i,), generator=torch.Generator().manual_seed(i)).tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ WEIGHTS, CACHES = "weights", "kv_cache"
 """What sleeps, as both vLLM and SGLang call it, in the order in which it wakes."""
 
 
-class EngineRanks:
+class EngineRanks(ABC):
     """The part of an adapter that is the same for all; `on_ranks` is how its ranks are reached.
 
     Live parameters keep their addresses while they sleep: what was found out about them stays true.
@@ -36,9 +37,9 @@ class EngineRanks:
         self._whole = False
         self._spans: list[Sequence[Span]] = []
 
+    @abstractmethod
     def on_ranks(self, method: str, *args: object) -> list[Any]:
         """What `method` of `Rank` answers on each rank. Raises the first error of ours, or EngineError."""
-        raise NotImplementedError
 
     def layout(self) -> Sequence[RankLayout]:
         """See `Engine.layout`. A rank without buffers takes whole tensors: its loader cuts its shard."""
@@ -66,9 +67,9 @@ class EngineRanks:
         """See `Engine.spans`."""
         return self._spans
 
+    @abstractmethod
     def pause(self, mode: str, timeout_s: float) -> None:
         """See `Engine.pause`."""
-        raise NotImplementedError
 
     def sleep(self, level: int, mode: str, timeout_s: float) -> None:
         """See `Engine.sleep`."""
@@ -110,17 +111,17 @@ class EngineRanks:
         except Exception as error:  # whatever vLLM or SGLang raises where there is no memory
             raise EngineError(self._name, phase, f"{type(error).__name__}: {error}") from error
 
+    @abstractmethod
     def _sleep_option(self, level: int) -> tuple[str, bool]:
         """The option that an engine needs to be started with to sleep, and whether it was."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _release(self, level: int) -> None:
         """Give all memory back, while paused."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _take(self, part: str) -> None:
         """Take one part back."""
-        raise NotImplementedError
 
     def require_whole(self) -> None:
         """Raises StateError while the weights are dummies or a mix."""

@@ -128,7 +128,7 @@ class TorchEngine:
             self._writer, tensors = None, named_tensors(self._model)[0].values()
             try:
                 self._asleep = Offload(tensors, keep=tensors if level == 1 else ())
-            except RuntimeError as error:  # no page-locked memory to keep them in
+            except (RuntimeError, StateError) as error:  # no page-locked memory, or not torch's own
                 raise EngineError(self._name, "sleep", str(error)) from error
             self._whole = self._whole and level == 1
 

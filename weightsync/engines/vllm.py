@@ -79,7 +79,7 @@ class VllmEngine(VllmRanks):
         """See `EngineRanks.load`."""
         if not self._loop.frozen:
             raise StateError(f"engine {self._name} is serving: pause it first")
-        self.require_awake("pause it first")
+        self.require_awake("pause it first")  # before the `try`: requests are not void for that
         try:
             return super().load(attempt, timeout_s)
         except WeightSyncError:

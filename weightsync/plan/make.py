@@ -49,6 +49,7 @@ def make_plan(
     _check_members(source, engines, members)
     ordered = sorted(engines.items())
     matched = match(source, ordered)
+    # Engines that are alike share their layout: it is proven once, by the name of the first.
     for engine, name in {engine: name for name, engine in reversed(ordered)}.items():
         check_live(name, engine)
     itemsize = np.array([meta.itemsize for meta in matched.tensors], np.int64)

@@ -26,6 +26,7 @@ class Segment:
     byte_offset: int
     strides: tuple[int, ...]
 
+    # A dataclass with slots comes back field by field, which takes twice as long; there are 20,000 of them.
     def __reduce__(self) -> tuple[type[Segment], tuple[str, Box, str, int, tuple[int, ...]]]:
         return Segment, (self.tensor, self.box, self.buffer, self.byte_offset, self.strides)
 
