@@ -22,16 +22,12 @@ _TINY = ModelShape(
     vocab_size=256,
     qk_norm=True,
 )
-_LLAMA_1B = ModelShape(  # Llama-3.2-1B
-    hidden_size=2048,
-    num_hidden_layers=16,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    head_dim=64,
-    intermediate_size=8192,
-    vocab_size=128256,
-    tie_word_embeddings=True,
-)
+_SHIPPED = {
+    "1b": "llama-3.2-1b",
+    "8b": "qwen3-8b",
+    "moe": "qwen3-30b-a3b",
+    "moe-stacked": "qwen3-30b-a3b",
+}
 _CUTS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"), 0)
 _CUTS |= dict.fromkeys(("o_proj", "down_proj"), 1)
 
@@ -64,11 +60,7 @@ def model_of(name: str, gib: float = 0, num_layers: int | None = None) -> tuple[
 
 def shape_of(name: str, num_layers: int | None = None) -> ModelShape:
     """What `model_of` lists the tensors of; not of ``llama``, which no engine serves."""
-    if name in ("tiny", "1b"):
-        shape = _TINY if name == "tiny" else _LLAMA_1B
-    else:
-        shipped = {"8b": "qwen3-8b", "moe": "qwen3-30b-a3b", "moe-stacked": "qwen3-30b-a3b"}[name]
-        shape = load(ModelShape, shipped, field="model", kind="models")
+    shape = _TINY if name == "tiny" else load(ModelShape, _SHIPPED[name], field="model", kind="models")
     return replace(shape, num_hidden_layers=num_layers or shape.num_hidden_layers)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import nn
 
 from tests.contract.test_sglang_loop import FakeServer, of, until
 from tests.contract.test_vllm_loop import FakeLlm
+from tests.models import build_tiny_qwen3
+from weightsync.engines import torch_module
 from weightsync.engines.engine_ranks import EngineRanks
 from weightsync.engines.rank import Rank
 from weightsync.engines.sglang import SglangEngine
@@ -264,3 +267,20 @@ def test_what_was_dropped_is_zero_also_where_nothing_is_loaded() -> None:
     rank = Rank("vllm", 0, torch.device("cpu"), SimpleNamespace(model=lambda: model))
     rank.blank()
     assert not any(parameter.any() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("cause", [StateError("not torch's"), RuntimeError("no page-locked memory")])
+def test_a_torch_engine_that_cannot_give_its_memory_back_does_not_pass_for_one_that_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: Exception
+) -> None:
+    """It is paused by then: an EngineError makes it STALE, and it is filled again."""
+    build_tiny_qwen3(tmp_path)
+    engine = torch_module.TorchEngine(str(tmp_path), "e0", {"enable_sleep_mode": True})
+
+    def refused(*_: object, **__: object) -> None:
+        raise cause
+
+    monkeypatch.setattr(torch_module, "Offload", refused)
+    with pytest.raises(EngineError, match=str(cause)):
+        engine.sleep(2, "wait", 5)
+    engine.close()
