@@ -176,4 +176,5 @@ def _on_gpus(kind: str, gpu_memory: float) -> dict[str, Any]:
         "mem_fraction_static": gpu_memory,
         "max_total_tokens": 8192,
         "max_running_requests": 8,
+        "enforce_disable_flashinfer_allreduce_fusion": True,  # compiled on first use, for minutes
     }
