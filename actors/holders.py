@@ -38,11 +38,12 @@ class Holders:
         self._transport = ""
         self._spares: list[tuple[str, ActorHandle[Spare]]] = []
 
-    def spare(self, node: str, count: int) -> None:
+    def spare(self, node: str, num_gpus: int, num_engines: int) -> None:
         """Start processes before it is known on which seats of that host: `settle` uses or ends them."""
         here = sum(each == node for each, _ in self._spares)
         if not self._on and not self._run:
-            self._spares += [(node, spawn_spare(node)) for _ in range(count - here)]
+            count = (num_gpus or num_engines) - here
+            self._spares += [(node, spawn_spare(node, num_gpus > 0)) for _ in range(count)]
 
     async def settle(self, seats: Sequence[Seat]) -> list[RemoteHolder]:
         """One that answers for each of `seats`, in order, and none elsewhere."""

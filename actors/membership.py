@@ -65,7 +65,7 @@ class Membership:
             if node not in gpus or nodes.count(node) > 1:
                 raise ConfigError("nodes", nodes, f"give each host once: {', '.join(gpus)}")
         for node in () if self._fleet.holders else nodes:
-            self._holders.spare(node, gpus.get(node, 0) or len(self.engines))
+            self._holders.spare(node, gpus.get(node, 0), len(self.engines))
         await self.checkpoints.register(name, files, nodes, exclude)
 
     async def unregister_checkpoint(self, name: str) -> None:

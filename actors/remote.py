@@ -194,8 +194,8 @@ class RemoteHolder(_Remote):
     async def lend(self, protocol: str, rdma_device: str) -> None:
         await self._call("lend", protocol, rdma_device)
 
-    async def reserve(self, part: int, is_image: bool) -> Offer:
-        offer: Offer = await self._call("reserve", part, is_image)
+    async def reserve(self, part: int, is_image: bool) -> Offer | None:
+        offer: Offer | None = await self._call("reserve", part, is_image)
         return offer
 
     async def map(self, part: int, offer: Offer) -> None:

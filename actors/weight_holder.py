@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 from typing import Any
 
@@ -11,6 +13,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.detached import detached
 from actors.seat import Seat
+from weightsync import cuda
+from weightsync.errors import TransportError
 from weightsync.holder import Holder
 
 __all__ = ["Spare", "spawn_holder", "spawn_spare"]
@@ -35,8 +39,12 @@ def spawn_holder(name: str, seat: Seat, transport: str, outlives_as: str = "") -
 class Spare(Holder):
     """A process that has imported what a holder needs, before it is known which seat it is for."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_gpus: bool) -> None:
         """It is no holder before `sit`."""
+        if on_gpus:
+            importlib.import_module("weightsync.device_staging")
+            with contextlib.suppress(TransportError):  # the holder says so, if it needs it
+                cuda.nccl()
 
     def sit(self, name: str, seat: Seat, transport: str) -> None:
         """Be the holder of that name, on that seat."""
@@ -45,9 +53,9 @@ class Spare(Holder):
         super().__init__(*_place(name, seat, transport))
 
 
-def spawn_spare(node: str) -> ActorHandle[Spare]:
-    """A Spare actor on that host, which ends with its driver."""
-    return ray.remote(Spare).options(**_options(node, "")).remote()
+def spawn_spare(node: str, on_gpus: bool) -> ActorHandle[Spare]:
+    """A Spare actor on that host, which ends with its driver; likely to sit on a GPU or not."""
+    return ray.remote(Spare).options(**_options(node, "")).remote(on_gpus)
 
 
 def _place(name: str, seat: Seat, transport: str) -> tuple[str, str, str, str]:

@@ -11,7 +11,8 @@ in /dev/shm. Each round starts a fleet from each place in each way, in turn, wit
 - ``dummy``: vLLM by itself with dummy weights, which are never filled: no way can be quicker.
 
 ``total`` is the driver's, from the first actor's start until every engine has made a token; Ray runs.
-``engines`` is until all answer. ``read`` is beside that; ``connect`` includes what is left of reading.
+``engines`` is until all answer. ``read`` is beside that; ``connect`` includes what is left of reading, and
+its phases are listed beside it.
 ``fill`` is the whole update: pause, move, both sides' digests compared, commit.
 
 Before a round from disk, files are written back and the kernel is asked to drop them from its cache. An
@@ -141,7 +142,8 @@ def _measure(args: argparse.Namespace, gpus: Sequence[str]) -> tuple[list[_Row],
         tempfile.TemporaryDirectory(dir="/dev/shm") as memory,
     ):
         nbytes = _save(shape, Path(memory))
-        shutil.copytree(memory, disk, dirs_exist_ok=True)
+        if "disk" in args.places:
+            shutil.copytree(memory, disk, dirs_exist_ok=True)
         everywhere = [*gpus, *[None] * args.engines][: args.engines]
         _WAYS[args.ways[0]](
             args, memory, options, everywhere
@@ -178,7 +180,7 @@ def _ours(
     engines = {
         f"e{i}": _spawn(EngineActor, args.kind, path, f"e{i}", options, gpu=gpu) for i, gpu in enumerate(gpus)
     }
-    with WeightSync(SyncConfig(connect_timeout_s=1800, keep_versions=1)) as sync:
+    with WeightSync(SyncConfig(connect_timeout_s=1800)) as sync:
         sync.register_engines(engines)
         reading = sync.register_checkpoint("it", [path])
         ray.get([engine.info.remote() for engine in engines.values()])
@@ -196,6 +198,7 @@ def _ours(
         "read s": reading.result().seconds,
         "engines s": ready - begun,
         "connect s": connected - ready,
+        **{f"connect: {phase} s": seconds for phase, seconds in report.connect_phases.items()},
         "fill s": filled - connected,
         "move s": report.phases["move"],
         "token s": ended - filled,

@@ -205,14 +205,13 @@ def _runtime() -> Any:  # noqa: ANN401
 
 @functools.cache
 def _kernel(name: str) -> Any:  # noqa: ANN401
-    return _module().get_function(name)
+    """CuPy compiles it on first use of each device and keeps the result on disk.
 
-
-@functools.cache
-def _module() -> Any:  # noqa: ANN401
-    """CuPy compiles it on first use of each device and keeps the result on disk."""
+    It alone: all of them take 0.7 s, which engines that start would wait for, and each of them 0.2.
+    """
     source = Path(__file__).with_name("kernels.cu").read_text()
-    return _cupy().RawModule(code=source, backend="nvrtc", options=("--std=c++17",))
+    options = ("--std=c++17", f"-DKERNEL_{name}")
+    return _cupy().RawModule(code=source, backend="nvrtc", options=options).get_function(name)
 
 
 def _map(handle: bytes) -> int:

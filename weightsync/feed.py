@@ -214,7 +214,8 @@ class EngineFeed:
 
         Raises PeerLostError, DeadlineError, or TransportError when the holder gave this rank up.
         """
-        warm_up()
+        if any(isinstance(handle, BufferHandle) for handle in ticket.slots):
+            warm_up()  # of what lies on devices, they make the digests
         feed = cls(ticket, plan)
         feed._send(Hello(ticket.secret, ticket.engine, plan.digest()))
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Holder"]
 
-logger = logging.getLogger("weightsync.holder")
 _PATIENCE = 0.9  # of a move's time, what an engine rank may take: the rest is for the buckets to come
 
 
@@ -239,9 +237,10 @@ class Holder(Gauged):
         with self._moving if is_image else nullcontext():
             return self._lent().keep(label, expected, self._keepable(is_image))
 
-    def reserve(self, part: int, is_image: bool) -> Offer:
-        """Take the memory that `keep` needs. Raises TransportError when there is not that much."""
-        return self._lent().reserve(part, self._keepable(is_image).nbytes)
+    def reserve(self, part: int, is_image: bool) -> Offer | None:
+        """Take memory for `keep`; none for a checkpoint: engines wait. Raises TransportError without it."""
+        what = self._keepable(is_image)
+        return None if isinstance(what, MappedArena) else self._lent().reserve(part, what.nbytes)
 
     def map(self, part: int, offer: Offer) -> None:
         """See `Keeper.map`."""

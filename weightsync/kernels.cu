@@ -79,6 +79,7 @@ __device__ __forceinline__ void copy_tile(const CopyTile& tile) {
     }
 }
 
+#ifdef KERNEL_copy_tiles
 extern "C" __global__ void __launch_bounds__(kThreads, 2) copy_tiles(const CopyTile* tiles, int64 num_tiles) {
     CopyTile next = tiles[blockIdx.x];  // there are at least as many tiles as blocks
     for (int64 i = blockIdx.x; i < num_tiles; i += gridDim.x) {
@@ -99,6 +100,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) copy_tiles(const CopyT
         }
     }
 }
+#endif
 
 // The digest of weightsync/verify.py, over words of kWordNbytes. The 4096 column factors stand in
 // shared memory in pairs: first pair of each 16-byte unit, then second pair of each ...; so the
@@ -243,6 +245,12 @@ __device__ __forceinline__ void digest_tiles(
         digest_tiles<Word>(tiles, num_tiles, columns, rows, totals);                          \
     }
 
+#ifdef KERNEL_digest_words_1
 DIGEST(digest_words_1, unsigned char)
+#endif
+#ifdef KERNEL_digest_words_2
 DIGEST(digest_words_2, unsigned short)
+#endif
+#ifdef KERNEL_digest_words_4
 DIGEST(digest_words_4, uint32)
+#endif

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from weightsync.bounce import Bounce, aligned
 from weightsync.buffers import HostExport
 from weightsync.errors import StateError
 from weightsync.memory import SharedBuffer
@@ -18,21 +19,29 @@ from weightsync.rows import by_tensor
 __all__ = ["MappedArena"]
 
 
+_PART_NBYTES = 4 << 20
+"""What one thread copies at a time."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A piece of the plan, and its bytes where they lie; `dtype` is theirs if they have to be cast."""
+    """A stretch of a piece of the plan: its first byte in the bucket and in an arena, and its bytes where
+    they lie; with `dtypes`, they are cast from the first to the second.
+    """
 
-    piece: Piece
+    offset: int
+    arena_offset: int
+    nbytes: int
     held: torch.Tensor
     dtypes: tuple[torch.dtype, torch.dtype] | None
 
     def copy(self, target: torch.Tensor) -> None:
-        """Begin to copy to `target`, uint8[piece.nbytes]."""
+        """To `target`, uint8[nbytes] in host memory."""
         if self.dtypes is None:
-            target.copy_(self.held, non_blocking=True)
+            target.copy_(self.held)
         else:
             source, wanted = self.dtypes
-            target.view(wanted).copy_(_typed(self.held, source), non_blocking=True)
+            target.view(wanted).copy_(_typed(self.held, source))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +59,7 @@ class MappedArena:
         self.nbytes = plan.arena_nbytes(trainer)
         self._mapped: dict[str, _Mapped] = {}
         self._published = ""
+        self._bounce: Bounce | None = None
 
     def source(self, name: str, exports: Mapping[str, HostExport | None]) -> None:
         """Map `exports` by checkpoint, let go of those that are None, and publish `name` from now on.
@@ -67,18 +77,36 @@ class MappedArena:
             self._published = name or next(iter(self._mapped), "")
 
     def fill(self, bucket: int, slot: torch.Tensor) -> None:
-        """Begin to copy this rank's pieces of `bucket` to where they lie in `slot`, uint8[n], any device."""
-        for part in self._parts().get(bucket, ()):
-            part.copy(slot[part.piece.offset : part.piece.offset + part.piece.nbytes])
+        """Copy this rank's pieces of `bucket` to where they lie in `slot`, uint8[n].
+
+        To a device they are on their way when this returns. What had the slot before has to have arrived.
+        """
+        parts = self._parts().get(bucket, ())
+        if slot.is_cuda:
+            self._bounce = self._bounce or Bounce(self._plan.slots, self._most_nbytes())
+            self._bounce.send(bucket, parts, slot)
+            return
+        for part in parts:
+            part.copy(slot[part.offset : part.offset + part.nbytes])
 
     def save(self, to: torch.Tensor) -> None:
         """Copy all of it to `to`, uint8[nbytes] on the host, as an arena holds it."""
         for part in (part for parts in self._parts().values() for part in parts):
-            part.copy(to[part.piece.arena_offset : part.piece.arena_offset + part.piece.nbytes])
+            part.copy(to[part.arena_offset : part.arena_offset + part.nbytes])
 
     def close(self) -> None:
+        if self._bounce:
+            self._bounce.close()
+            self._bounce = None
         for name in [*self._mapped]:
             self._let_go(name)
+
+    def _most_nbytes(self) -> int:
+        """Of a bucket."""
+        nbytes: Counter[int] = Counter()
+        for piece in self._pieces:
+            nbytes[piece.bucket] += aligned(piece.nbytes)
+        return max(nbytes.values(), default=0)
 
     def _parts(self) -> Mapping[int, Sequence[_Part]]:
         if not self._published:
@@ -93,17 +121,17 @@ class MappedArena:
     def _map(self, export: HostExport) -> _Mapped:
         buffers: dict[str, SharedBuffer] = {}
         for name, handle in export.buffers.items():
-            buffers[name] = SharedBuffer.open(handle)
-            buffers[name].pin()
+            buffers[name] = SharedBuffer.open(handle, touch=False)
         parts: defaultdict[int, list[_Part]] = defaultdict(list)
-        for part in _parts(self._plan, self._pieces, export, buffers):
-            parts[part.piece.bucket].append(part)
+        for piece, held, dtypes in _held(self._plan, self._pieces, export, buffers):
+            parts[piece.bucket] += _cut(piece, held, dtypes)
         return _Mapped(buffers, parts)
 
 
-def _parts(
+def _held(
     plan: Plan, pieces: Sequence[Piece], export: HostExport, buffers: Mapping[str, SharedBuffer]
-) -> Iterator[_Part]:
+) -> Iterator[tuple[Piece, torch.Tensor, tuple[torch.dtype, torch.dtype]]]:
+    """Each piece with its bytes where they lie, and the dtypes that it has there and that it is sent in."""
     segments = [sorted(held, key=lambda each: each.box.offset) for held in by_tensor(plan, export.layout)]
     offsets = [[segment.box.offset for segment in held] for held in segments]
     dtypes = {meta.name: meta.dtype for meta in export.layout.tensors}
@@ -115,8 +143,21 @@ def _parts(
         )
         start = segment.byte_offset + _first(segment, piece.box)
         nbytes = piece.box.numel * source.itemsize
-        data = buffers[segment.buffer].tensor[start : start + nbytes]
-        yield _Part(piece, data, None if source == wanted else (source, wanted))
+        yield piece, buffers[segment.buffer].tensor[start : start + nbytes], (source, wanted)
+
+
+def _cut(piece: Piece, held: torch.Tensor, dtypes: tuple[torch.dtype, torch.dtype]) -> Iterator[_Part]:
+    source, wanted = dtypes
+    step = _PART_NBYTES // max(source.itemsize, wanted.itemsize)
+    for first in range(0, piece.box.numel, step):
+        numel, offset = min(step, piece.box.numel - first), first * wanted.itemsize
+        yield _Part(
+            piece.offset + offset,
+            piece.arena_offset + offset,
+            numel * wanted.itemsize,
+            held[first * source.itemsize : (first + numel) * source.itemsize],
+            None if source == wanted else dtypes,
+        )
 
 
 def _first(segment: Segment, box: Box) -> int:

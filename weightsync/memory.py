@@ -18,7 +18,6 @@ from weightsync.errors import PeerLostError, TransportError
 
 __all__ = ["BufferHandle", "SharedBuffer", "open_memory"]
 
-_REGISTER_READ_ONLY = 8  # cudaHostRegisterReadOnly
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
 _MOST_THREADS = 8
 _PART_NBYTES = 256 << 20
@@ -51,12 +50,12 @@ class SharedBuffer:
     made it, and for others once they `pin` it, so that copies to and from a device run at link speed.
     """
 
-    def __init__(self, fd: int, handle: BufferHandle, *, is_new: bool = False) -> None:
+    def __init__(self, fd: int, handle: BufferHandle, *, is_new: bool = False, touch: bool = True) -> None:
         self.handle = handle
         self._fd, self._pinned = fd, False
         # Touching pages for the first time is many times slower than writing them: never in an update.
         may = mmap.PROT_READ if handle.is_file else mmap.PROT_READ | mmap.PROT_WRITE
-        flags = mmap.MAP_SHARED | (0 if is_new else mmap.MAP_POPULATE)
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if touch and not is_new else 0)
         view = mmap.mmap(fd, max(handle.nbytes, 1), flags=flags, prot=may)
         memory = _writable(view) if handle.is_file else view
         self.tensor = torch.frombuffer(memory, dtype=torch.uint8)[: handle.nbytes]
@@ -80,16 +79,21 @@ class SharedBuffer:
         return buffer
 
     @classmethod
-    def open(cls, handle: BufferHandle) -> SharedBuffer:
-        """Map a neighbour's buffer. Raises PeerLostError when its process is gone."""
-        return cls(open_memory(handle, os.O_RDONLY if handle.is_file else os.O_RDWR), handle)
+    def open(cls, handle: BufferHandle, *, touch: bool = True) -> SharedBuffer:
+        """Map a neighbour's buffer. Raises PeerLostError when its process is gone.
+
+        Without `touch`, pages are mapped when they are used: that takes a second for 10 GB, or several
+        threads a part of it each.
+        """
+        fd = open_memory(handle, os.O_RDONLY if handle.is_file else os.O_RDWR)
+        return cls(fd, handle, touch=touch)
 
     @classmethod
     def of_file(cls, path: Path) -> SharedBuffer:
         """A file that lies in memory, as it is. Whoever writes to `tensor` ends this process."""
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         name = os.readlink(f"/proc/self/fd/{fd}")
-        return cls(fd, BufferHandle(os.getpid(), fd, name, os.fstat(fd).st_size, is_file=True))
+        return cls(fd, BufferHandle(os.getpid(), fd, name, os.fstat(fd).st_size, is_file=True), touch=False)
 
     def fileno(self) -> int:
         """The descriptor of the memory, for a child that maps it too."""
@@ -107,9 +111,8 @@ class SharedBuffer:
         """Lock its pages, for this process's copies to and from a device, where there is one."""
         if torch.cuda.is_available() and self.handle.nbytes and not self._pinned:
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            flags = _REGISTER_READ_ONLY if self.handle.is_file else 0
             torch.cuda.check_error(
-                int(runtime.cudaHostRegister(self.tensor.data_ptr(), self.handle.nbytes, flags))
+                int(runtime.cudaHostRegister(self.tensor.data_ptr(), self.handle.nbytes, 0))
             )
             self._pinned = True
 

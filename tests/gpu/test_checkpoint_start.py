@@ -1,4 +1,4 @@
-"""Engines on GPUs that are filled from files, read into pinned memory or mapped and locked where they lie."""
+"""Engines on GPUs that are filled from files, read into memory or mapped where they lie."""
 
 from __future__ import annotations
 

@@ -94,9 +94,10 @@ class CheckpointSource:
         """Where a rank's holder finds it. Raises StateError before `read` has ended."""
         if not self._held:
             raise StateError("the checkpoint has not been read yet")
-        return HostExport(
-            self.layout(rank, num_ranks), {str(i): buffer.handle for i, buffer in self._memory.items()}
-        )
+        layout = self.layout(rank, num_ranks)
+        used = {segment.buffer for segment in layout.segments}
+        memory = {str(file): buffer.handle for file, buffer in self._memory.items()}
+        return HostExport(layout, {file: handle for file, handle in memory.items() if file in used})
 
     def digests(self, tensors: Sequence[TensorMeta]) -> Digests:
         """Of the share of all ranks here, cast to the dtypes of `tensors`: uint64[len(tensors)]."""
@@ -195,5 +196,5 @@ def _segment(stretch: Stretch) -> Segment:
 
 
 def _num_threads() -> int:
-    """As many as make reading fast, and no more than may run."""
-    return min(16, len(os.sched_getaffinity(0)))
+    """As many as make reading fast, and half of those that may run: engines start meanwhile."""
+    return min(16, -(-len(os.sched_getaffinity(0)) // 2))
