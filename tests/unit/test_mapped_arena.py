@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -88,14 +89,11 @@ class Part:
 
 
 @pytest.fixture(scope="module")
-def pageable() -> None:
-    """Where there is no device, no memory is page-locked."""
-    if not torch.cuda.is_available():
-        patch, empty = pytest.MonkeyPatch(), torch.empty
+def pageable() -> Iterator[None]:
+    """Without a device no memory can be page-locked."""
+    empty = torch.empty
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "empty", lambda *args, pin_memory, **named: empty(*args, **named))
-        yield
-        patch.undo()
-    else:
         yield
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ _MEMORY = "/dev/shm"
 _CHUNK_NBYTES = 4 << 20
 """What is read and then digested while a processor's cache still has it."""
 _ALIGN = 64
+_NICE = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class CheckpointSource:
         begun, mapped = time.perf_counter(), {i for i, path in enumerate(self._files) if _in_memory(path)}
         numbers = sorted({stretch.buffer for stretch in self._mine})
         warm_up()
-        with ThreadPoolExecutor(_num_threads()) as threads:
+        with ThreadPoolExecutor(_num_threads(), initializer=_give_way) as threads:
             buffers = threads.map(lambda i: self._take(i, i in mapped), numbers)
             self._memory = dict(zip(numbers, buffers, strict=True))
             self._held = _packed(self._mine, mapped)
@@ -196,5 +198,10 @@ def _segment(stretch: Stretch) -> Segment:
 
 
 def _num_threads() -> int:
-    """As many as make reading fast, and half of those that may run: engines start meanwhile."""
-    return min(16, -(-len(os.sched_getaffinity(0)) // 2))
+    """As many as make reading fast, and no more than may run."""
+    return min(16, len(os.sched_getaffinity(0)))
+
+
+def _give_way() -> None:
+    """Of this thread alone, for as long as it is: engines start meanwhile."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
