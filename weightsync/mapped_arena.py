@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from weightsync.bounce import Bounce, aligned
+from weightsync.bounce import Bounce
 from weightsync.buffers import HostExport
 from weightsync.errors import StateError
 from weightsync.memory import SharedBuffer
@@ -82,8 +82,8 @@ class MappedArena:
         To a device they are on their way when this returns. What had the slot before has to have arrived.
         """
         parts = self._parts().get(bucket, ())
-        if slot.is_cuda:
-            self._bounce = self._bounce or Bounce(self._plan.slots, self._most_nbytes())
+        if parts and slot.is_cuda:
+            self._bounce = self._bounce or Bounce(self._plan.slots, self._longest())
             self._bounce.send(bucket, parts, slot)
             return
         for part in parts:
@@ -101,12 +101,12 @@ class MappedArena:
         for name in [*self._mapped]:
             self._let_go(name)
 
-    def _most_nbytes(self) -> int:
-        """Of a bucket."""
-        nbytes: Counter[int] = Counter()
-        for piece in self._pieces:
-            nbytes[piece.bucket] += aligned(piece.nbytes)
-        return max(nbytes.values(), default=0)
+    def _longest(self) -> int:
+        """The most bytes from the first to the last of this rank's in a bucket."""
+        parts = self._parts().values()
+        return max(
+            max(part.offset + part.nbytes for part in its) - min(part.offset for part in its) for its in parts
+        )
 
     def _parts(self) -> Mapping[int, Sequence[_Part]]:
         if not self._published:

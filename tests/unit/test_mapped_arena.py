@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from weightsync import mapped_arena
-from weightsync.bounce import Bounce, aligned
+from weightsync.bounce import Bounce
 from weightsync.mapped_arena import MappedArena
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
 from weightsync.sources.checkpoint import CheckpointSource
@@ -100,10 +100,10 @@ def pageable() -> Iterator[None]:
 @pytest.mark.usefixtures("pageable")
 @given(sizes=st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=9), min_size=1, max_size=5))
 def test_what_bounces_arrives_where_it_belongs(sizes: list[list[int]]) -> None:
-    bounce = Bounce(2, max(sum(map(aligned, bucket)) for bucket in sizes))
+    bounce = Bounce(2, max(sum(nbytes) + sum(range(len(nbytes))) for nbytes in sizes))
     for bucket, nbytes in enumerate(sizes):
         slot, wanted = torch.zeros(2, 3000, dtype=torch.uint8)
-        parts, end = [], 0
+        parts, end = [], bucket  # where this rank's begin
         for number, each in enumerate(nbytes, start=1):
             parts.append(Part(end, torch.full((each,), number, dtype=torch.uint8)))
             wanted[end : end + each] = number
