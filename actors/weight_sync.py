@@ -85,8 +85,8 @@ class WeightSync(SleepingEngines):
 
     def register_trainers(self, handles: Sequence[ActorHandle[Any]]) -> None:
         """All trainer ranks, in rank order. Raises ConfigError when there are none."""
-        if not handles:
-            raise ConfigError("trainers", list(handles), "give at least one actor handle")
+        if not isinstance(handles, Sequence) or not handles:
+            raise ConfigError("trainers", handles, "give a list of at least one actor handle")
         self._members.trainers = list(handles)
         self._controller.connected = False
 
@@ -100,8 +100,8 @@ class WeightSync(SleepingEngines):
         `respawn` starts another actor for the engine of that name, with dummy weights, on the same
         resources; engines whose process is gone are brought back with it.
         """
-        if not handles:
-            raise ConfigError("engines", dict(handles), "give at least one actor handle")
+        if not isinstance(handles, Mapping) or not handles:
+            raise ConfigError("engines", handles, "give a dict of at least one name and actor handle")
         self._members.engines, self._members.respawner = dict(handles), respawn
         self._controller.connected = False
 
@@ -231,7 +231,7 @@ class WeightSync(SleepingEngines):
         """
         version = self.version + 1 if version is None and checkpoint else version
         if not isinstance(version, int) or isinstance(version, bool):
-            raise ConfigError("version", version, "give a whole number")
+            raise ConfigError("version", version, "give a whole number, or a checkpoint")
         held: Future[None] = Future()
         report = self._loop.submit(lambda: self._update(version, checkpoint, held))
         either: list[Future[Any]] = [held, report]

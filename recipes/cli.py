@@ -179,6 +179,7 @@ def serve_checkpoint(
     engines: Annotated[int, typer.Option(help="How many.", min=1)] = 1,
     kind: Annotated[str, typer.Option(help="auto, vllm, sglang or torch.")] = "auto",
     tensor_parallel_size: Annotated[int, typer.Option(help="Ranks of each engine.", min=1)] = 1,
+    name: Annotated[str, typer.Option(help="Under which Ray finds the engines.")] = "serve-checkpoint",
     check: Annotated[
         bool, typer.Option("--check", help="End after the first tokens of each checkpoint.")
     ] = False,
@@ -196,7 +197,7 @@ def serve_checkpoint(
 
     def inside() -> int:
         made = importlib.import_module("recipes.serve_checkpoint")
-        fleet = made.Fleet(kind, engines, tensor_parallel_size)
+        fleet = made.Fleet(kind, engines, tensor_parallel_size, name)
         made.serve(models, fleet, Screen(Console()), None if check else _lines())
         return DONE
 
@@ -278,6 +279,8 @@ def _with_cluster(logs: Path, num_at_once: int, inside: Callable[[], int]) -> in
                 return inside()
             except WeightSyncError as error:
                 return _complain(f"{str(error).rstrip('.')}; logs are in {logs}", FAILED)
+    except ConfigError as error:
+        return _complain(error, BAD_INPUT)
     except KeyboardInterrupt:
         return _complain("interrupted", INTERRUPTED)
 

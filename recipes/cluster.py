@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from weightsync.errors import ConfigError
+
 __all__ = ["existing_cluster", "local_cluster"]
 
 OBJECT_STORE_BYTES = 256 << 20  # rollouts and reports only; weights never pass through it
@@ -28,25 +30,32 @@ def local_cluster(logs: Path, *, threads_per_actor: int) -> Iterator[None]:
 
     Nothing that actors print reaches the terminal; it lies in `logs` afterwards. Import Ray only
     inside: it reads its credentials as it is imported.
+
+    Raises ConfigError for a cluster that cannot be reached.
     """
     with _environment(_quiet() | _credentials()):
         import ray
 
         from actors.detached import NAMESPACE  # in which a later driver looks for what this one leaves
 
-        session, job = None, ""
+        session, job, address = None, "", existing_cluster()
         own = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
         try:
             context = ray.init(
-                address=existing_cluster() or "local",
+                address=address or "local",
                 namespace=NAMESPACE,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 runtime_env={"env_vars": _actor_environment(threads_per_actor)},
-                **({} if existing_cluster() else own),
+                **({} if address else own),
             )
             session, job = Path(context.address_info["session_dir"]), ray.get_runtime_context().get_job_id()
             yield
+        except (ConnectionError, ValueError) as error:
+            if session or not address:
+                raise
+            remedy = "give auto or host:port of one that runs (RAY_AUTH_MODE=token if it asks for a token)"
+            raise ConfigError("RAY_ADDRESS", address, f"{remedy}, or unset it to start one here") from error
         finally:
             ray.shutdown()
             if session:

@@ -15,6 +15,7 @@ from recipes.yaml_lines import located, read_yaml
 from weightsync.engines import choose_engine
 from weightsync.errors import ConfigError, nearest
 from weightsync.faults import FaultPlan
+from weightsync.sources.safetensors_files import contents
 
 __all__ = [
     "SHIPPED",
@@ -64,7 +65,7 @@ def check_ranks(kind_field: str, kind: str, field: str, num_ranks: int) -> None:
 
 
 def check_models(models: Sequence[Path]) -> None:
-    """They can be served, and told apart by their names."""
+    """They can be served, and told apart by their names; every file's header is looked at."""
     for index, model in enumerate(models):
         if not (model / "config.json").is_file():
             raise ConfigError("PATH", str(model), "give a folder with a config.json and safetensors files")
@@ -72,6 +73,7 @@ def check_models(models: Sequence[Path]) -> None:
             raise ConfigError(
                 "PATH", str(model), f"another one is called {model.name}: rename one of the two"
             )
+        contents([str(model)])
 
 
 def load_fault_plan(chaos: str, recipe: Recipe) -> FaultPlan:

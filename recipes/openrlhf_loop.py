@@ -106,11 +106,9 @@ class PolicyModelActor(TrainerShard):  # +
     def connect_to_vllm(self, engines: list[Any]) -> None:
         if self.rank == 0:
             store, size = TCPStore(HOST, 0, is_master=True, wait_for_workers=False), len(engines) + 1
-            calls = [
-                e.init_process_group.remote(HOST, store.port, 1 + i, size) for i, e in enumerate(engines)
-            ]
+            made = [e.init_process_group.remote(HOST, store.port, 1 + i, size) for i, e in enumerate(engines)]
             self._group = Group(store, 0, size)
-            ray.get(calls)
+            ray.get(made)
 
     def broadcast_to_vllm(self, engines: list[Any]) -> None:
         parameters: list[Any] = list(self.model.named_parameters())
@@ -142,7 +140,9 @@ def run(path: str, size: int = 2, steps: int = 3) -> list[Tokens]:
         print(f"step {step}: reward {sum(rewards) / size:.3f}")
     sync.close()  # +
     said: list[Tokens] = ray.get([policy.greedy.remote(shares[0]) for policy in policies])
-    return [*said, *ray.get([engine.generate.remote(shares[0], 0.0) for engine in engines])]
+    said += ray.get([engine.generate.remote(shares[0], 0.0) for engine in engines])
+    ray.get([engine.__ray_call__.remote(lambda actor: actor.llm.shutdown()) for engine in engines])
+    return said
 
 
 if __name__ == "__main__":

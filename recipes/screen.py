@@ -39,6 +39,9 @@ class Screen:
         width = len(str(num_steps))
         bar = "█" * round(row.reward * 10)
         proof = "verified" if row.verified else "NOT VERIFIED"
+        num_there = sum(version == row.version for version in row.engines.values())
+        if num_there < len(row.engines):
+            proof += f" on {num_there} of {len(row.engines)} engines"
         self.line(
             f"step {row.step:{width}}/{num_steps}  reward {row.reward:.3f} {bar:<10}"
             f"  version {row.version:{width}}  {bytes_text(row.bytes)}"

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from actors.detached import NAMESPACE, actor_name, end
+from actors.detached import NAMESPACE, actor_name, end, names, run_prefix
 from actors.engine import EngineActor
 from recipes.calls import collect
 from recipes.screen import Screen
 from weightsync import SyncConfig, WeightSync
 from weightsync.engines import choose_engine
-from weightsync.errors import WeightSyncError
+from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.report import bytes_text
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Fleet", "serve"]
 
-_RUN = "serve-checkpoint"
 _PATIENCE_S = 1800.0
 """For engines to start and for files to be read."""
 _PROMPT = [[1, 2, 3]]
@@ -40,15 +39,16 @@ _PROMPT = [[1, 2, 3]]
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """`count` engines of a kind, each of `tensor_parallel_size` ranks."""
+    """`count` engines of a kind, each of `tensor_parallel_size` ranks; Ray has them under `name`."""
 
     kind: str
     count: int
     tensor_parallel_size: int
+    name: str = "serve-checkpoint"
 
     def start(self, name: str, model: Path) -> ActorHandle[Any]:
         """Start the engine of that name, the first time or again, on GPUs where there are enough."""
-        end(actor_name(_RUN, name))
+        end(actor_name(self.name, name))
         num_gpus = self.tensor_parallel_size
         enough = ray.cluster_resources().get("GPU", 0) >= num_gpus * self.count
         options: dict[str, Any] = {"tensor_parallel_size": num_gpus}
@@ -58,7 +58,7 @@ class Fleet:
         if not enough:  # a cluster with GPUs shows all of them to an actor that reserves none
             place["runtime_env"] = {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}}
         actor = ray.remote(EngineActor).options(
-            num_cpus=0, max_restarts=0, name=actor_name(_RUN, name), namespace=NAMESPACE, **place
+            num_cpus=0, max_restarts=0, name=actor_name(self.name, name), namespace=NAMESPACE, **place
         )
         engine: ActorHandle[Any] = actor.remote(self.kind, str(model), name, options)
         return engine
@@ -72,11 +72,13 @@ def serve(models: Sequence[Path], fleet: Fleet, screen: Screen, lines: Iterable[
     one. A mistake in a line is said and passed over. Without `lines`, all `models` have their turn.
 
     Raises:
-        WeightSyncError: a checkpoint does not fit, or engines failed, before `lines` were asked for.
+        WeightSyncError: a checkpoint does not fit, or engines failed, before `lines` were asked for; or
+            engines of that name serve on this cluster.
     """
     begun = time.monotonic()
-    names = [f"e{index}" for index in range(fleet.count)]
-    engines = {name: fleet.start(name, models[0]) for name in names}
+    if serving := names(run_prefix(fleet.name)):
+        raise ConfigError("--name", fleet.name, f"choose another: it is that of {', '.join(serving)}")
+    engines = {name: fleet.start(name, models[0]) for name in (f"e{i}" for i in range(fleet.count))}
     try:
         with WeightSync(SyncConfig(connect_timeout_s=_PATIENCE_S)) as sync:
             _connect(sync, models, fleet, engines, screen)
@@ -88,8 +90,8 @@ def serve(models: Sequence[Path], fleet: Fleet, screen: Screen, lines: Iterable[
             for model in models[1:]:
                 _switch(sync, model.name, screen)
     finally:
-        for name in names:  # one that was healed has another handle
-            end(actor_name(_RUN, name))
+        for name in engines:  # one that was healed has another handle
+            end(actor_name(fleet.name, name))
 
 
 def _connect(

@@ -193,6 +193,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     Shape of the answer: ``"did you mean 'x'? valid: a, b, x"``.
     """
     words = sorted(known)
-    close = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
+    begun = [each for each in words if word and each.startswith(word)]
+    close = begun or difflib.get_close_matches(word, words, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}valid: {', '.join(words)}"

@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
+from actors.detached import NAMESPACE, actor_name
 from actors.engine import EngineActor
 from recipes.screen import Screen
 from recipes.serve_checkpoint import Fleet, serve
@@ -245,6 +246,23 @@ def test_greedy_tokens_follow_each_switch(tmp_path: Path, num_switches: int) -> 
             rollout = ray.get(engines["e0"].generate.remote(PROMPTS, {"max_tokens": 4, "temperature": 0}))
             assert (rollout.tokens, rollout.version) == (wanted[name], turn + 1)
     ray.kill(engines["e0"])
+
+
+def test_the_command_leaves_engines_of_another_alone(tmp_path: Path, cluster: None) -> None:
+    @ray.remote(num_cpus=0)
+    class Engine:
+        def ready(self) -> bool:
+            return True
+
+    name = actor_name("serve-checkpoint", "e0")
+    other = Engine.options(name=name, namespace=NAMESPACE).remote()
+    ray.get(other.ready.remote())
+    with pytest.raises(
+        ConfigError, match=f"--name: 'serve-checkpoint'.*choose another: it is that of {name}"
+    ):
+        serve([tmp_path], Fleet("torch", 1, 1), Screen(Console(file=io.StringIO())), None)
+    assert ray.get(other.ready.remote())
+    ray.kill(other)
 
 
 @pytest.mark.faults

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 
-from weightsync.engines import choose_engine
+from weightsync.engines import choose_engine, make_engine
 from weightsync.errors import ConfigError
 
 
@@ -47,6 +48,11 @@ def test_a_named_engine_that_is_not_installed_is_refused_with_a_remedy(installed
 def test_an_unknown_engine_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="did you mean 'vllm'"):
         choose_engine("vlm")
+
+
+def test_a_model_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model_path: '.*nope' is not valid; there is no such folder"):
+        make_engine("torch", str(tmp_path / "nope"), "e0", {})
 
 
 def test_auto_without_any_engine_says_what_to_install(installed) -> None:

@@ -85,16 +85,20 @@ def test_floating_dtypes_are_cast_by_the_source() -> None:
     ("ours", "theirs"), [("int8", "uint8"), ("float32", "int32"), ("bool", "bfloat16"), ("int64", "int32")]
 )
 def test_other_dtypes_must_agree(ours: str, theirs: str) -> None:
-    with pytest.raises(PlanError, match=f"a: dtype {ours} at the trainers, {theirs} at the engine"):
+    with pytest.raises(PlanError, match=f"a: dtype {ours} at the source, {theirs} at the engine"):
         plan(whole(TensorMeta("a", ours, (4, 2))), whole(TensorMeta("a", theirs, (4, 2))))
 
 
 def test_missing_and_extra_tensors_name_the_nearest() -> None:
     layer = TensorMeta("model.layers.0.up.weight", "bfloat16", (4, 2))
     typo = TensorMeta("model.layer.0.up.weight", "bfloat16", (4, 2))
-    with pytest.raises(PlanError, match=r"no trainer declares it; did you mean 'model\.layer\.0\.up"):
+    with pytest.raises(
+        PlanError, match=r"no trainer or checkpoint declares it; did you mean 'model\.layer\.0\.up"
+    ):
         plan(whole(typo, A), whole(layer, A))
-    with pytest.raises(PlanError, match="b: a trainer declares it, no engine takes it"):
+    with pytest.raises(
+        PlanError, match="b: a trainer or checkpoint declares it, no engine takes it; leave it out"
+    ):
         plan(whole(A, B), whole(A))
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -8,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from recipes import cli
@@ -399,12 +402,15 @@ def test_a_plan_needs_neither_ray_nor_torch() -> None:
 
 
 def test_checkpoints_that_cannot_be_served_start_nothing(tmp_path: Path) -> None:
-    for name in ("a", "b/a", "empty"):
+    for name in ("a", "b/a", "cut", "empty"):
         (tmp_path / name).mkdir(parents=True)
-    for name in ("a", "b/a"):
+    for name in ("a", "b/a", "cut"):
         (tmp_path / name / "config.json").write_text("{}")
+        save_file({"weight": torch.zeros(4)}, tmp_path / name / "model.safetensors")
+    os.truncate(tmp_path / "cut/model.safetensors", 40)
     cases = {
         "a config.json and safetensors files": [tmp_path / "empty"],
+        "it is cut short": [tmp_path / "cut"],
         "another one is called a: rename one": [tmp_path / "a", tmp_path / "b/a"],
         "--kind: 'tensorrt'": [tmp_path / "a", "--kind", "tensorrt"],
         "a torch engine has one rank": [tmp_path / "a", "--kind", "torch", "--tensor-parallel-size", "2"],

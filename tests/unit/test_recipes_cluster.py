@@ -1,9 +1,11 @@
-"""What needs no Ray: the credentials, and that the caller's environment comes back."""
+"""Credentials, an address that leads nowhere, and that the caller's environment comes back."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -53,3 +55,12 @@ def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> N
     assert not swallowed
     assert os.environ["RECIPES_TEST_A"] == "before"
     assert "RECIPES_TEST_B" not in os.environ
+
+
+def test_a_cluster_that_cannot_be_reached_is_bad_input(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "recipes.cli", "run", "quickstart", "--out", str(tmp_path)]
+    done = subprocess.run(
+        command, env={**os.environ, "RAY_ADDRESS": ":6399"}, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("weightsync: RAY_ADDRESS: ':6399' is not valid; give auto")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -39,6 +40,8 @@ def test_a_step_is_one_plain_line_however_narrow_the_screen(screen: Screen, show
     right, wrong = shown.getvalue().splitlines()
     assert " ".join(right.split()) == "step 7/30 reward 0.500 █████ version 8 1.25 MB sync 23 ms verified"
     assert wrong.endswith("NOT VERIFIED")
+    screen.step(replace(row(verified=True), engines={"main-0": 8, "main-1": 0}), 30)
+    assert shown.getvalue().endswith("verified on 1 of 2 engines\n")
 
 
 def test_text_in_brackets_is_not_taken_for_markup(screen: Screen, shown: io.StringIO) -> None:

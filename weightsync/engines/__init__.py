@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,7 +50,12 @@ def _has_gpu() -> bool:
 
 
 def make_engine(kind: str, model_path: str, name: str, options: Mapping[str, Any]) -> Engine:
-    """Import the adapter of a resolved kind and start an engine."""
+    """Import the adapter of a resolved kind and start an engine.
+
+    Raises ConfigError for a folder that is not there; what may be the name of a model on a hub passes.
+    """
+    if model_path.count("/") != 1 and "/" in model_path and not os.path.isdir(model_path):
+        raise ConfigError("model_path", model_path, "there is no such folder on this host")
     module, _, cls = ENGINES[kind][1].partition(":")
     engine: Engine = getattr(importlib.import_module(module), cls)(model_path, name, options)
     return engine

@@ -57,7 +57,7 @@ def _find(name: str, index: dict[str, int], aliases: dict[str, int]) -> int:
     number = index.get(name, aliases.get(name, -1))
     if number < 0:
         hint = suggest(name, [*index, *aliases])
-        raise PlanError(name, f"the engine needs it, no trainer declares it; {hint}")
+        raise PlanError(name, f"the engine needs it, no trainer or checkpoint declares it; {hint}")
     return number
 
 
@@ -66,20 +66,21 @@ def _check_used(source: Layout, pairs: Int64, wanted: Sequence[TensorMeta]) -> N
     if len(unused):
         name = source.tensors[int(unused[0])].name
         hint = suggest(name, [meta.name for meta in wanted])
-        raise PlanError(name, f"a trainer declares it, no engine takes it; leave it out or rename it: {hint}")
+        remedy = "leave it out (of a checkpoint: by exclude) or rename it"
+        raise PlanError(name, f"a trainer or checkpoint declares it, no engine takes it; {remedy}: {hint}")
 
 
 def _check_pair(ours: TensorMeta, theirs: TensorMeta) -> None:
     if ours.shape != theirs.shape:
         raise PlanError(
             theirs.name,
-            f"shape {ours.shape} at the trainers, {theirs.shape} at the engine; "
+            f"shape {ours.shape} at the source, {theirs.shape} at the engine; "
             "both must declare the global shape of the checkpoint",
         )
     if ours.dtype != theirs.dtype and not {ours.dtype, theirs.dtype} <= FLOATING:
         raise PlanError(
             theirs.name,
-            f"dtype {ours.dtype} at the trainers, {theirs.dtype} at the engine; "
+            f"dtype {ours.dtype} at the source, {theirs.dtype} at the engine; "
             "only floating dtypes are cast, so declare the same on both sides",
         )
 
