@@ -135,7 +135,7 @@ def test_a_wrong_shape_or_name_is_refused_by_name(world: World, data: st.DataObj
     meta = data.draw(st.sampled_from([m for m in world.tensors if m.shape]))
     if data.draw(st.booleans()):
         wrong = replace(meta, shape=(meta.shape[0] + 1, *meta.shape[1:]))
-        says = f"{wrong.shape} at the trainers, {meta.shape} at the engine"
+        says = f"{wrong.shape} at the source, {meta.shape} at the engine"
     else:
         wrong = replace(meta, name=meta.name + "_x")
         says = f"did you mean '{meta.name}_x'"
