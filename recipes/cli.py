@@ -191,7 +191,7 @@ def serve_checkpoint(
     try:
         check_models(models)
         check_ranks("--kind", kind, "--tensor-parallel-size", tensor_parallel_size)
-    except ConfigError as error:
+    except WeightSyncError as error:
         raise typer.Exit(_complain(error, BAD_INPUT)) from None
     logs = Path("runs/serve-checkpoint/logs").resolve()
 

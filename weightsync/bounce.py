@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import torch
 
-__all__ = ["Bounce", "Sent"]
+from weightsync.memory import num_threads
 
-_MOST_THREADS = 8
+__all__ = ["Bounce", "Sent"]
 
 
 class Sent(Protocol):
@@ -28,13 +27,13 @@ class Sent(Protocol):
 class Bounce:
     """A buffer for each slot, which threads fill while another is copied to the device.
 
-    Page-locked itself, what is sent would go twice as fast, after a second of locking for each 2 GB.
+    What is sent need not be page-locked itself then: that takes a second for about 2 GB.
     """
 
     def __init__(self, num_slots: int, nbytes: int) -> None:
         """`nbytes`: how far apart in a slot the first and the last byte of a bucket lie at most."""
         self._buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(num_slots)]
-        self._threads = ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))), "bounce")
+        self._threads = ThreadPoolExecutor(num_threads(8), "bounce")
 
     def send(self, bucket: int, parts: Sequence[Sent], slot: torch.Tensor) -> None:
         """Begin to copy `parts` to `slot` on the current stream. What had the slot before has arrived."""

@@ -1,7 +1,7 @@
 // Compiled by NVRTC, without headers. Both kernels work through a table of tiles: parts of 2-D
 // copies, small enough (weightsync/kernels.py says how small) that 32-bit numbers count what is in
 // one. A block takes every gridDim-th tile and its threads never wait for each other, so the next
-// tile's loads start while the last one's stores are still on their way.
+// tile's loads start while the last one's stores are still on their way. KERNEL_name has that one compiled.
 
 using int64 = long long;
 using uint32 = unsigned int;

@@ -16,10 +16,9 @@ import torch
 
 from weightsync.errors import PeerLostError, TransportError
 
-__all__ = ["BufferHandle", "SharedBuffer", "open_memory"]
+__all__ = ["BufferHandle", "SharedBuffer", "num_threads", "open_memory"]
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
-_MOST_THREADS = 8
 _PART_NBYTES = 256 << 20
 """What one thread touches at a time."""
 
@@ -43,7 +42,7 @@ class BufferHandle(msgspec.Struct, frozen=True, tag="host"):
 
 
 class SharedBuffer:
-    """An anonymous memory file (memfd), mapped and touched once, seen as a uint8 tensor.
+    """A memory file (memfd), or a file that lies in memory, mapped once and seen as a uint8 tensor.
 
     It has no name in any file system, so nothing is left when its last process ends, however it
     ends. `tensor` has shape ``[nbytes]``. Where CUDA is present it is page-locked for the process that
@@ -139,6 +138,11 @@ def open_memory(handle: BufferHandle, flags: int) -> int:
         ) from error
 
 
+def num_threads(most: int) -> int:
+    """`most`, and no more than this process may run at once."""
+    return min(most, len(os.sched_getaffinity(0)))
+
+
 def _touch(tensor: torch.Tensor) -> None:
     """All pages of new memory that is zero, by several threads: the kernel clears 5 GB/s for one."""
     start, nbytes = tensor.data_ptr(), len(tensor)
@@ -148,7 +152,7 @@ def _touch(tensor: torch.Tensor) -> None:
         part = ctypes.c_size_t(min(_PART_NBYTES, nbytes - at))
         return int(advise(ctypes.c_void_p(start + at), part, _POPULATE_WRITE))
 
-    with ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0)))) as threads:
+    with ThreadPoolExecutor(num_threads(8)) as threads:
         if any(threads.map(touch, range(0, nbytes, _PART_NBYTES))):
             tensor.zero_()  # an older kernel
 

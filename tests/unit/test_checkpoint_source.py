@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from tests.models import build_tiny_qwen3
 from weightsync.errors import ConfigError, PlanError
 from weightsync.plan import Box, TensorMeta
 from weightsync.plan.deal import Stretch, deal
+from weightsync.sources import checkpoint
 from weightsync.sources.checkpoint import CheckpointSource
 from weightsync.sources.safetensors_files import contents
 from weightsync.verify import combine, tensor_digest
@@ -190,3 +193,30 @@ def test_a_file_that_shrinks_after_it_was_checked_is_named(folder: Path) -> None
     (folder / ONE).write_bytes(b"")
     with pytest.raises(ConfigError, match=f"{ONE}.*cut short while it was read"):
         source.read()
+
+
+def test_reading_gives_way_and_what_comes_after_does_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[int] = set()
+
+    def digest(*args: object) -> int:
+        seen.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return tensor_digest(*args)
+
+    monkeypatch.setattr(checkpoint, "tensor_digest", digest)
+    usual = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    source = CheckpointSource([str(folder)])
+    source.read()
+    assert seen == {max(usual, checkpoint._NICE)}
+    seen.clear()
+    source.digests((TensorMeta("b", "bfloat16", (2, 3)),))
+    assert seen == {usual}
+
+
+def test_a_rank_exports_the_files_that_it_sends_from_and_no_others(folder: Path) -> None:
+    source = CheckpointSource([str(folder)])
+    source.read()
+    for rank in range(3):
+        export = source.export(rank, 3)
+        assert set(export.buffers) == {segment.buffer for segment in export.layout.segments}

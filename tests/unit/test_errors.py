@@ -95,3 +95,7 @@ def test_a_verify_error_shows_three_tensors_and_counts_the_rest() -> None:
 )
 def test_nearest(word: str, remedy: str) -> None:
     assert nearest(word, ["broadcast", "auto"]) == remedy
+
+
+def test_a_name_that_begins_so_is_nearer_than_one_that_resembles() -> None:
+    assert nearest("qwen3-30b", ["qwen3-8b", "qwen3-30b-a3b"]).startswith("did you mean 'qwen3-30b-a3b'?")

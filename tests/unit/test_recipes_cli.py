@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -408,9 +409,14 @@ def test_checkpoints_that_cannot_be_served_start_nothing(tmp_path: Path) -> None
         (tmp_path / name / "config.json").write_text("{}")
         save_file({"weight": torch.zeros(4)}, tmp_path / name / "model.safetensors")
     os.truncate(tmp_path / "cut/model.safetensors", 40)
+    (tmp_path / "twice").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(tmp_path / "a" / name, tmp_path / "twice")
+    shutil.copy(tmp_path / "a/model.safetensors", tmp_path / "twice/other.safetensors")
     cases = {
         "a config.json and safetensors files": [tmp_path / "empty"],
         "it is cut short": [tmp_path / "cut"],
+        "weight: ": [tmp_path / "twice"],
         "another one is called a: rename one": [tmp_path / "a", tmp_path / "b/a"],
         "--kind: 'tensorrt'": [tmp_path / "a", "--kind", "tensorrt"],
         "a torch engine has one rank": [tmp_path / "a", "--kind", "torch", "--tensor-parallel-size", "2"],

@@ -15,7 +15,7 @@ import torch
 
 from weightsync.buffers import HostExport
 from weightsync.errors import ConfigError, StateError
-from weightsync.memory import SharedBuffer
+from weightsync.memory import SharedBuffer, num_threads
 from weightsync.plan import MAPPED, RankLayout, Segment, TensorMeta
 from weightsync.plan.deal import Stretch, deal
 from weightsync.sources.safetensors_files import contents
@@ -27,6 +27,7 @@ _MEMORY = "/dev/shm"
 _CHUNK_NBYTES = 4 << 20
 """What is read and then digested while a processor's cache still has it."""
 _ALIGN = 64
+_MOST_THREADS = 16
 _NICE = 10
 
 
@@ -71,7 +72,7 @@ class CheckpointSource:
         begun, mapped = time.perf_counter(), {i for i, path in enumerate(self._files) if _in_memory(path)}
         numbers = sorted({stretch.buffer for stretch in self._mine})
         warm_up()
-        with ThreadPoolExecutor(_num_threads(), initializer=_give_way) as threads:
+        with ThreadPoolExecutor(num_threads(_MOST_THREADS), initializer=_give_way) as threads:
             buffers = threads.map(lambda i: self._take(i, i in mapped), numbers)
             self._memory = dict(zip(numbers, buffers, strict=True))
             self._held = _packed(self._mine, mapped)
@@ -110,7 +111,7 @@ class CheckpointSource:
             if held.tensor in dtypes and (held.tensor, dtypes[held.tensor]) not in self._digests
             for chunk in _chunks(held)
         ]
-        with ThreadPoolExecutor(_num_threads()) as threads:
+        with ThreadPoolExecutor(num_threads(_MOST_THREADS)) as threads:
             shares = threads.map(lambda chunk: self._digest(chunk, dtypes[chunk.tensor]), chunks)
             self._add_up(chunks, shares, dtypes)
         found = [self._digests.get((meta.name, meta.dtype), 0) for meta in tensors]
@@ -197,11 +198,7 @@ def _segment(stretch: Stretch) -> Segment:
     return Segment(stretch.tensor, stretch.box, str(stretch.buffer), stretch.start, tuple(reversed(strides)))
 
 
-def _num_threads() -> int:
-    """As many as make reading fast, and no more than may run."""
-    return min(16, len(os.sched_getaffinity(0)))
-
-
 def _give_way() -> None:
     """Of this thread alone, for as long as it is: engines start meanwhile."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+    this = os.PRIO_PROCESS, threading.get_native_id()
+    os.setpriority(*this, max(_NICE, os.getpriority(*this)))  # a higher priority is not anybody's to take
