@@ -70,7 +70,7 @@ def run(
             sync.connect()
         with screen.stage(f"{num_updates} updates"):
             updates = [_update(sync, trainers, recipe) for _ in range(NUM_WARM + num_updates)]
-        made = BenchReport.of(recipe.name, kinds, updates[NUM_WARM:], sync.links(), cluster)
+        made = BenchReport.of(recipe.name, str(launcher), kinds, updates[NUM_WARM:], sync.links(), cluster)
     finally:
         sync.close()
         launcher.close()

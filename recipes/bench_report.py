@@ -78,6 +78,7 @@ class BenchReport:
     """`str()` is a table of the rows.
 
     Attributes:
+        devices: what its trainers and engines run on.
         engines: what each said of itself as it was started.
         routes: as in `SyncReport`.
         nbytes: payload bytes of the model.
@@ -86,6 +87,7 @@ class BenchReport:
     """
 
     name: str
+    devices: str
     num_updates: int
     nbytes: int
     engines: Mapping[str, Mapping[str, str]]
@@ -101,6 +103,7 @@ class BenchReport:
     def of(
         cls,
         name: str,
+        devices: str,
         engines: Mapping[str, Mapping[str, str]],
         updates: Sequence[SyncReport],
         links: Sequence[Link],
@@ -114,6 +117,7 @@ class BenchReport:
             floors = {share.rank: share.floor_s for share in found}
         return cls(
             name=name,
+            devices=devices,
             num_updates=len(updates),
             nbytes=last.nbytes,
             engines=engines,
@@ -131,7 +135,8 @@ class BenchReport:
         kinds = (
             f"{name}: {info['kind']}, {self.routes.get(name, '')}" for name, info in self.engines.items()
         )
-        head = f"{self.name}: {self.num_updates} updates of {bytes_text(self.nbytes)}, all verified"
+        what = f"{self.num_updates} updates of {bytes_text(self.nbytes)}"
+        head = f"{self.name}: {what}, all verified, on {self.devices}"
         floors = [f"floors are those of {self.rates.name}"] if self.rates else []
         return "\n".join([head, *kinds, *_aligned([_HEAD, *(row.cells() for row in self.rows)]), *floors])
 

@@ -45,6 +45,7 @@ def run(
     report = RunReport(name=recipe.name, seed=loop.seed, target_reward=loop.target_reward)
     updates: list[SyncReport] = []
     launcher = Launcher(recipe, folder / "model")
+    report.devices = str(launcher)
     sync = WeightSync(recipe.sync)
     coming: dict[str, tuple[Actor, ObjectRef[Any]]] = {}  # started, not up yet
     try:

@@ -41,6 +41,9 @@ _SLEEPS: dict[str, tuple[str, ...]] = {
     "sglang": ("enable_memory_saver", "enable_weights_cpu_backup"),
 }
 
+_KIND = "accelerator_type:"
+"""How Ray calls what GPUs a cluster has, as one of its resources."""
+
 
 class Launcher:
     """Trainers and engines of `recipe`, which read the checkpoint at `model` when they start.
@@ -54,7 +57,9 @@ class Launcher:
 
     def __init__(self, recipe: Recipe, model: Path) -> None:
         self._recipe, self._model = recipe, model
-        self._num_gpus = int(ray.cluster_resources().get("GPU", 0))
+        there = ray.cluster_resources()
+        self._num_gpus = int(there.get("GPU", 0))
+        self._kinds = sorted(key.removeprefix(_KIND) for key in there if key.startswith(_KIND))
         enough = self._num_gpus >= recipe.num_devices
         for name, spec in recipe.engine_specs.items():
             if recipe.loop.sleep and not enough and (kind := choose_engine(spec.kind)[0]) != "torch":
@@ -63,8 +68,10 @@ class Launcher:
         self._bundles = _reserve(recipe) if enough else None
 
     def __str__(self) -> str:
-        needed = self._recipe.num_devices
-        return f"{needed} GPUs" if self._bundles else f"CPUs ({needed} GPUs wanted, {self._num_gpus} there)"
+        needed = f"{self._recipe.num_devices} GPUs"
+        if self._bundles:
+            return f"{needed} ({', '.join(self._kinds)})" if self._kinds else needed
+        return f"CPUs ({needed} wanted, {self._num_gpus} there)"
 
     def engine(self, name: str) -> ActorHandle[Any]:
         """Start the engine of that name, the first time or again, with dummy weights."""

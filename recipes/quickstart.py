@@ -49,6 +49,7 @@ def run(
     healed: list[HealReport] = []
     updates: list[SyncReport] = []
     launcher = Launcher(recipe, folder / "model")
+    report.devices = str(launcher)
     sync = WeightSync(recipe.sync, name=recipe.name if recipe.resume else None)
     try:
         disable_progress_bar()

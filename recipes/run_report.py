@@ -81,6 +81,7 @@ class RunReport:
     """Filled while the run goes on; :meth:`write` may be called at any time.
 
     Attributes:
+        devices: what its trainers and engines run on.
         engines: what each said of itself as it was first started.
         heals: each engine that failed and came back.
         links: the bytes of one update by where they go, as connected first.
@@ -92,6 +93,7 @@ class RunReport:
     started: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
     host: dict[str, str | int | None] = field(default_factory=lambda: this_host())
     packages: dict[str, str] = field(default_factory=lambda: packages_here())
+    devices: str = ""
     engines: dict[str, Mapping[str, str]] = field(default_factory=dict)
     steps: list[StepRow] = field(default_factory=list)
     heals: list[HealReport] = field(default_factory=list)

@@ -19,7 +19,7 @@ def test_the_updates_of_a_small_fleet_are_measured(tmp_path: Path) -> None:
     asked = ["--updates", "3", "--cluster", "4xh200", "--json", str(out), "--out", str(tmp_path / "run")]
     done = weightsync("bench", "quickstart", *sets, *asked)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "quickstart: 3 updates of 1.25 MB, all verified" in done.stdout
+    assert "quickstart: 3 updates of 1.25 MB, all verified, on " in done.stdout
     assert "floors are those of 4xh200" in done.stdout
     made = json.loads(out.read_text())
     rows = {(row["who"], row["what"]): row for row in made["rows"]}

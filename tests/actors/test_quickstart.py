@@ -40,6 +40,7 @@ def test_a_short_run_does_its_work_and_reports_it(tmp_path: Path) -> None:
     assert all(step["verified"] and step["bytes"] > 1e6 for step in report["steps"])
     assert report["steps"][-1]["engines"] == {"main-0": 3, "main-1": 3}
     assert report["heals"] == []
+    assert f"start 2 trainers and 2 engines on {report['devices']}:" in done.stdout
     assert {"seed", "host", "packages", "name"} <= set(report)
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
     assert {link["distance"] for link in report["links"]} == {"same GPU or slot", "same host"}

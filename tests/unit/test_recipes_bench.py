@@ -44,7 +44,7 @@ def bench(*, cluster: bool) -> BenchReport:
     host = load(HostSpec, "4xh200", field="--cluster", kind="clusters")
     updates = [update(seconds) for seconds in (0.04, 0.2, 0.1)]
     return BenchReport.of(
-        "it", {"e0": {"kind": "torch"}}, updates, LINKS, ("4xh200", host) if cluster else None
+        "it", "CPUs", {"e0": {"kind": "torch"}}, updates, LINKS, ("4xh200", host) if cluster else None
     )
 
 
@@ -75,7 +75,7 @@ def test_the_floor_of_a_rank_is_that_of_its_slowest_link() -> None:
     report = bench(cluster=True)
     assert rows(report)[RANK, "load"].floor_s == pytest.approx(0.01)
     lines = str(report).splitlines()
-    assert lines[0] == "it: 3 updates of 5 GB, all verified"
+    assert lines[0] == "it: 3 updates of 5 GB, all verified, on CPUs"
     assert lines[2].split() == ["who", "what", "median", "least", "most", "bytes", "GB/s", "floor", "reached"]
     (line,) = (line for line in lines if line.startswith(f"{RANK}  load"))
     assert line.endswith("50.0 ms  20.0 ms  100.0 ms  4.82 GB  96.4  10.0 ms      20%")

@@ -31,6 +31,7 @@ def run_report(engines: tuple[str, ...] = ("main-0", "main-1"), num_steps: int =
     """The second engine is missing from version 7 to 10, and comes back by itself."""
     report = RunReport(name="quickstart", seed=3, target_reward=0.8, status="done")
     report.host = {"name": "host-a", "system": "Linux", "python": "3.11", "num_cpus": 2}
+    report.devices = "2 GPUs (H200)"
     report.engines = {name: {"kind": "torch", "why": "asked for"} for name in engines}
     for step in range(1, num_steps + 1):
         away = 6 <= step < 10
@@ -95,6 +96,7 @@ def test_the_figures_of_the_run_are_on_the_page() -> None:
         "Updates verified 15 of 16 version 17 is the newest",
         "Update, median 28.5 ms 36 ms the longest",
         "Bytes of an update 1.25 MB 0.125 GB/s while moving",
+        "on 2 GPUs (H200), driven from host-a, 2 CPUs; seed 3",
         "Failures 2 1 heal ",
         "main-0 17 directly out of the trainers' memory",
         "main-1 17 by broadcast: sync.mode is broadcast",
