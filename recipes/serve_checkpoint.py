@@ -44,7 +44,7 @@ class Fleet:
     kind: str
     count: int
     tensor_parallel_size: int
-    name: str = "serve-checkpoint"
+    name: str
 
     def start(self, name: str, model: Path) -> ActorHandle[Any]:
         """Start the engine of that name, the first time or again, on GPUs where there are enough."""

@@ -27,7 +27,7 @@ class Sent(Protocol):
 class Bounce:
     """A buffer for each slot, which threads fill while another is copied to the device.
 
-    What is sent need not be page-locked itself then: that takes a second for about 2 GB.
+    What is sent need not be page-locked itself then, which takes longer than sending it once.
     """
 
     def __init__(self, num_slots: int, nbytes: int) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from weightsync.clock import PhaseClock
 from weightsync.config import SyncConfig
-from weightsync.deadline import GRACE_S, gather_named
+from weightsync.deadline import GRACE_S, Outcome, gather_named
 from weightsync.errors import PlanError, StateError
 from weightsync.fold import Fold
 from weightsync.image import image_layout
@@ -137,20 +137,19 @@ async def _open(
         }
         prepared = list((await gather_named(calls, "prepare", timeout_s)).require().values())
         await _lend(fleet.named_holders(), config)
-    with clock.phase("join"):
-        offers = {group: offer for answer in prepared for group, offer in answer.offers.items()}
-        # The communicators keep this deadline for every broadcast.
-        joins = {
-            name: holder.join(offers, config.timeout_s) for name, holder in fleet.named_holders().items()
-        }
-        (await gather_named(joins, "join", timeout_s)).require()
-    with clock.phase("attach"):
-        attached = await _attach_trainers(fleet, plan, prepared, timeout_s)
+    with clock.phase("attach"):  # and communicators open beside it: both wait for others, mostly
+        joined, trainers, engines = await asyncio.gather(
+            _join(fleet, prepared, config, clock),
+            _attach_trainers(fleet, plan, prepared, timeout_s),
+            _attach_engines(fleet, plan, prepared, timeout_s),
+        )
+        joined.require()
+        attached, answers = trainers.require(), engines.require()
         digests = {f"holder {i}": [answer.plan_digest] for i, answer in enumerate(prepared)}
         digests |= {name: [answer.plan_digest] for name, answer in attached.items()}
         read = {h: each.export for (_, h), each in zip(fleet.trainers, attached.values(), strict=True)}
-        served = await _attach_engines(fleet, plan, prepared, timeout_s)
-        digests |= {f"engine {name}": [each.plan_digest for each in ranks] for name, ranks in served.items()}
+        served = {name.removeprefix("engine "): found for name, found in answers.items()}
+        digests |= {name: [each.plan_digest for each in ranks] for name, ranks in answers.items()}
         written = {
             holder: each.export
             for name, ranks in served.items()
@@ -232,41 +231,48 @@ async def _lend(holders: Mapping[str, HolderPeer], config: SyncConfig) -> None:
         (await gather_named(calls, "prepare", config.connect_timeout_s)).require()
 
 
+async def _join(
+    fleet: Fleet, prepared: Sequence[Prepared], config: SyncConfig, clock: PhaseClock
+) -> Outcome[None]:
+    offers = {group: offer for answer in prepared for group, offer in answer.offers.items()}
+    # The communicators keep this deadline for every broadcast.
+    joins = {name: holder.join(offers, config.timeout_s) for name, holder in fleet.named_holders().items()}
+    with clock.phase("join"):
+        return await gather_named(joins, "join", config.connect_timeout_s)
+
+
 async def _attach_trainers(
     fleet: Fleet, plan: Plan, prepared: Sequence[Prepared], timeout_s: float
-) -> Mapping[str, Attached]:
+) -> Outcome[Attached]:
     calls = {
         f"trainer {rank}": trainer.attach(plan, rank, prepared[holder].arena)
         for rank, (trainer, holder) in enumerate(fleet.trainers)
     }
-    return (await gather_named(calls, "attach", timeout_s + GRACE_S)).require()
+    return await gather_named(calls, "attach", timeout_s + GRACE_S)
 
 
 async def _attach_engines(
     fleet: Fleet, plan: Plan, prepared: Sequence[Prepared], timeout_s: float
-) -> Mapping[str, Sequence[Attached]]:
-    """Everybody maps and connects; returns what the ranks of each engine say."""
+) -> Outcome[Sequence[Attached]]:
+    """Everybody maps and connects; what the ranks of each engine say."""
     engines = {}
     for name, seat in fleet.live().items():
         tickets = [ticket for holder in seat.holders if (ticket := prepared[holder].ticket)]
         engines[f"engine {name}"] = seat.peer.attach(plan, tickets, timeout_s)
-    answers = await _meet(engines, fleet.named_holders(), timeout_s)
-    return {name.removeprefix("engine "): found for name, found in answers.items()}
+    return await _meet(engines, fleet.named_holders(), timeout_s)
 
 
 async def _meet(
     engines: Mapping[str, Coroutine[object, object, Sequence[Attached]]],
     holders: Mapping[str, HolderPeer],
     timeout_s: float,
-) -> dict[str, Sequence[Attached]]:
+) -> Outcome[Sequence[Attached]]:
     accepts = {name: holder.accept(timeout_s) for name, holder in holders.items()}
     served, accepted = await asyncio.gather(
         gather_named(engines, "attach", timeout_s + GRACE_S),
         gather_named(accepts, "accept", timeout_s + GRACE_S),
     )
-    answers = served.require()
-    accepted.require()
-    return answers
+    return Outcome(served.answers, {**served.failures, **accepted.failures})
 
 
 async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncConfig) -> None:
@@ -287,7 +293,7 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     calls = {who: holder.adopt(plan, name) for who, holder in holders.items()}
     tickets = list((await gather_named(calls, "adopt", timeout_s)).require().values())
     engines = {named: seat.peer.attach(plan, tickets, timeout_s)}
-    attached = (await _meet(engines, holders, timeout_s))[named]
+    attached = (await _meet(engines, holders, timeout_s)).require()[named]
     _compare(plan, {named: [each.plan_digest for each in attached]})
     links = {
         who: holder.link(each.export)

@@ -113,7 +113,7 @@ class Holder(Gauged):
     def source(self, name: str, exports: Mapping[str, HostExport | None]) -> None:
         """See `MappedArena.source`; without effect where trainers publish now."""
         if isinstance(self._arena, MappedArena):
-            self._arena.source(name, exports)
+            self._arena.source(name, exports, bool(self._device))
 
     def adopt(self, plan: Plan, engine: str) -> FeedTicket:
         """A ticket for an engine rank that takes another's place here, or that came after the connecting.

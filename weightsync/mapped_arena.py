@@ -5,14 +5,17 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain, groupby
+from operator import attrgetter
 
 import torch
 
 from weightsync.bounce import Bounce
 from weightsync.buffers import HostExport
 from weightsync.errors import StateError
-from weightsync.memory import SharedBuffer
+from weightsync.memory import SharedBuffer, map_pages, num_threads
 from weightsync.plan import Box, Piece, Plan, Segment
 from weightsync.rows import by_tensor
 
@@ -61,16 +64,22 @@ class MappedArena:
         self._published = ""
         self._bounce: Bounce | None = None
 
-    def source(self, name: str, exports: Mapping[str, HostExport | None]) -> None:
+    def source(self, name: str, exports: Mapping[str, HostExport | None], to_device: bool) -> None:
         """Map `exports` by checkpoint, let go of those that are None, and publish `name` from now on.
 
-        With an empty `name`, whatever is there: the layout of all is the same. Raises PeerLostError when
-        the process that read it is gone, StateError when `name` is not mapped.
+        With an empty `name`, whatever is there: the layout of all is the same. If `fill` is to copy
+        `to_device`, page-locked memory is taken now, which no update then waits for. Raises PeerLostError
+        when the process that read it is gone, StateError when `name` is not mapped.
         """
-        for each, export in exports.items():
+        for each in exports:
             self._let_go(each)
-            if export:
-                self._mapped[each] = self._map(export)
+        with ThreadPoolExecutor(num_threads(8)) as threads:
+            for each, export in exports.items():
+                if export:
+                    self._mapped[each] = mapped = self._map(export)
+                    threads.map(map_pages, [part.held for part in chain(*mapped.parts.values())])
+            if to_device and self._bounce is None:
+                self._bounce = Bounce(self._plan.slots, self._longest())
         if name and name not in self._mapped:
             raise StateError(f"checkpoint {name} is not mapped here")
         if name or self._published not in self._mapped:
@@ -82,8 +91,7 @@ class MappedArena:
         To a device they are on their way when this returns. What had the slot before has to have arrived.
         """
         parts = self._parts().get(bucket, ())
-        if parts and slot.is_cuda:
-            self._bounce = self._bounce or Bounce(self._plan.slots, self._longest())
+        if parts and self._bounce:
             self._bounce.send(bucket, parts, slot)
             return
         for part in parts:
@@ -91,7 +99,7 @@ class MappedArena:
 
     def save(self, to: torch.Tensor) -> None:
         """Copy all of it to `to`, uint8[nbytes] on the host, as an arena holds it."""
-        for part in (part for parts in self._parts().values() for part in parts):
+        for part in chain(*self._parts().values()):
             part.copy(to[part.arena_offset : part.arena_offset + part.nbytes])
 
     def close(self) -> None:
@@ -103,10 +111,12 @@ class MappedArena:
 
     def _longest(self) -> int:
         """The most bytes from the first to the last of this rank's in a bucket."""
-        parts = self._parts().values()
-        return max(
-            max(part.offset + part.nbytes for part in its) - min(part.offset for part in its) for its in parts
+        buckets = (list(its) for _, its in groupby(self._pieces, attrgetter("bucket")))
+        spans = (
+            max(piece.offset + piece.nbytes for piece in its) - min(piece.offset for piece in its)
+            for its in buckets
         )
+        return max(spans, default=0)
 
     def _parts(self) -> Mapping[int, Sequence[_Part]]:
         if not self._published:

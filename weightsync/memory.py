@@ -7,6 +7,7 @@ import mmap
 import os
 import secrets
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ import torch
 
 from weightsync.errors import PeerLostError, TransportError
 
-__all__ = ["BufferHandle", "SharedBuffer", "num_threads", "open_memory"]
+__all__ = ["BufferHandle", "SharedBuffer", "map_pages", "num_threads", "open_memory"]
 
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
+_madvise = ctypes.CDLL(None).madvise  # unlike mmap's own it lets other threads run
+_POPULATE_READ, _POPULATE_WRITE = 22, 23  # since Linux 5.14
 _PART_NBYTES = 256 << 20
 """What one thread touches at a time."""
 
@@ -44,8 +46,8 @@ class BufferHandle(msgspec.Struct, frozen=True, tag="host"):
 class SharedBuffer:
     """A memory file (memfd), or a file that lies in memory, mapped once and seen as a uint8 tensor.
 
-    It has no name in any file system, so nothing is left when its last process ends, however it
-    ends. `tensor` has shape ``[nbytes]``. Where CUDA is present it is page-locked for the process that
+    A memfd has no name in any file system, so nothing is left when its last process ends, however it
+    ends. `tensor` has shape ``[nbytes]``. Where CUDA is present a memfd is page-locked for the process that
     made it, and for others once they `pin` it, so that copies to and from a device run at link speed.
     """
 
@@ -81,8 +83,7 @@ class SharedBuffer:
     def open(cls, handle: BufferHandle, *, touch: bool = True) -> SharedBuffer:
         """Map a neighbour's buffer. Raises PeerLostError when its process is gone.
 
-        Without `touch`, pages are mapped when they are used: that takes a second for 10 GB, or several
-        threads a part of it each.
+        Without `touch`, pages are mapped by `map_pages`, or when they are used.
         """
         fd = open_memory(handle, os.O_RDONLY if handle.is_file else os.O_RDWR)
         return cls(fd, handle, touch=touch)
@@ -143,18 +144,26 @@ def num_threads(most: int) -> int:
     return min(most, len(os.sched_getaffinity(0)))
 
 
+def map_pages(part: torch.Tensor) -> None:
+    """Map the pages of `part`, uint8[n] of a neighbour's memory, before it is read.
+
+    Reading maps them too, a few at a time, and is slower for it; before Linux 5.14 that is left to it.
+    """
+    _advise(_POPULATE_READ, part)
+
+
 def _touch(tensor: torch.Tensor) -> None:
     """All pages of new memory that is zero, by several threads: the kernel clears 5 GB/s for one."""
-    start, nbytes = tensor.data_ptr(), len(tensor)
-    advise = ctypes.CDLL(None).madvise  # unlike mmap's own it lets other threads run
-
-    def touch(at: int) -> int:
-        part = ctypes.c_size_t(min(_PART_NBYTES, nbytes - at))
-        return int(advise(ctypes.c_void_p(start + at), part, _POPULATE_WRITE))
-
+    parts = (tensor[at : at + _PART_NBYTES] for at in range(0, len(tensor), _PART_NBYTES))
     with ThreadPoolExecutor(num_threads(8)) as threads:
-        if any(threads.map(touch, range(0, nbytes, _PART_NBYTES))):
+        if any(threads.map(partial(_advise, _POPULATE_WRITE), parts)):
             tensor.zero_()  # an older kernel
+
+
+def _advise(advice: int, part: torch.Tensor) -> int:
+    before = part.data_ptr() % mmap.PAGESIZE
+    start, nbytes = part.data_ptr() - before, part.numel() + before
+    return int(_madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), advice))
 
 
 def _writable(view: mmap.mmap) -> ctypes.Array[ctypes.c_uint8]:

@@ -43,7 +43,7 @@ class SyncReport:
         num_buckets: messages that were broadcast, to one receiver.
         epoch: the membership's count; it grows whenever an engine joins or leaves.
         connect_phases: seconds of each phase of connecting that membership, once: ``warm_up`` is
-            what this and every later update of the epoch did not have to pay.
+            what this and every later update of the epoch did not have to pay; ``join`` is part of ``attach``.
         routes: per engine ``direct``, where each GPU gets just its part, or why it takes broadcasts.
         bytes_from: in a refill, the bytes that were read from each holder.
         ways: in a refill, how each holder was read: ``direct``, ``rdma``, ``tcp`` or ``zeromq``.

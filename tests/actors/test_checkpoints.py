@@ -260,7 +260,7 @@ def test_the_command_leaves_engines_of_another_alone(tmp_path: Path, cluster: No
     with pytest.raises(
         ConfigError, match=f"--name: 'serve-checkpoint'.*choose another: it is that of {name}"
     ):
-        serve([tmp_path], Fleet("torch", 1, 1), Screen(Console(file=io.StringIO())), None)
+        serve([tmp_path], Fleet("torch", 1, 1, "serve-checkpoint"), Screen(Console(file=io.StringIO())), None)
     assert ray.get(other.ready.remote())
     ray.kill(other)
 
@@ -271,7 +271,7 @@ def test_the_command_serves_and_obeys_lines(tmp_path: Path, cluster: None) -> No
     tokens = {m.name: greedy(build_tiny_qwen3(m, seed=i), [[1, 2, 3]], 1)[0][0] for i, m in enumerate(models)}
     console = Console(file=io.StringIO())
     lines = ["two", "three", "-one", "one", str(models[0])]
-    serve(models, Fleet("torch", 1, 1), Screen(console), lines)
+    serve(models, Fleet("torch", 1, 1, "it"), Screen(console), lines)
     said = console.file.getvalue()
     assert re.findall(r"first token of (\w+): .* \(engine e0 (\d+)\)", said) == [
         (name, str(tokens[name])) for name in ("one", "two", "one")

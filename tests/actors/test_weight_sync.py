@@ -143,10 +143,12 @@ def test_trainers_may_train_on_while_the_version_travels(make: Make) -> None:
 
 def test_nothing_registered_is_refused() -> None:
     with WeightSync() as sync:
-        with pytest.raises(ConfigError, match="trainers"):
-            sync.register_trainers([])
-        with pytest.raises(ConfigError, match="engines"):
-            sync.register_engines({})
+        for trainers in ([], object()):
+            with pytest.raises(ConfigError, match=r"trainers.*give a list of at least one actor handle"):
+                sync.register_trainers(trainers)
+        for engines in ({}, [object()]):
+            with pytest.raises(ConfigError, match=r"engines.*give a dict of at least one name and actor"):
+                sync.register_engines(engines)
         with pytest.raises(StateError, match="register_trainers"):
             sync.connect()
 

@@ -51,9 +51,11 @@ def plan_of(source: CheckpointSource) -> Plan:
     )
 
 
+@pytest.mark.usefixtures("pageable")
+@pytest.mark.parametrize("to_device", [False, True])
 @pytest.mark.parametrize("part_nbytes", [64, 4 << 20])
 def test_every_rank_fills_its_pieces_of_every_bucket_in_the_dtype_that_is_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_nbytes: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_nbytes: int, to_device: bool
 ) -> None:
     monkeypatch.setattr(mapped_arena, "_PART_NBYTES", part_nbytes)
     save_file(TENSORS, tmp_path / "model.safetensors")
@@ -63,7 +65,7 @@ def test_every_rank_fills_its_pieces_of_every_bucket_in_the_dtype_that_is_sent(
     slots = {bucket: torch.zeros(1024, dtype=torch.uint8) for bucket in range(plan.num_buckets)}
     arenas = [MappedArena(plan, rank) for rank in range(NUM_RANKS)]
     for rank, arena in enumerate(arenas):
-        arena.source("it", {"it": source.export(rank, NUM_RANKS)})
+        arena.source("it", {"it": source.export(rank, NUM_RANKS)}, to_device)
         for bucket, slot in slots.items():
             arena.fill(bucket, slot)
     saved = [torch.zeros(arena.nbytes, dtype=torch.uint8) for arena in arenas]

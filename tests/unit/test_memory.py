@@ -12,7 +12,7 @@ import torch
 
 from weightsync import memory
 from weightsync.errors import PeerLostError, TransportError
-from weightsync.memory import BufferHandle, SharedBuffer
+from weightsync.memory import BufferHandle, SharedBuffer, map_pages
 
 
 def _own(pipe: multiprocessing.connection.Connection) -> None:
@@ -95,6 +95,20 @@ def test_new_memory_is_there_before_it_is_used(monkeypatch: pytest.MonkeyPatch, 
     assert shared_kib() - before == nbytes >> 10
     assert not buffer.tensor.any()
     buffer.close()
+
+
+@pytest.mark.parametrize("advice", [memory._POPULATE_READ, 9999], ids=["today", "an older kernel"])
+def test_parts_are_mapped_before_they_are_read_where_the_kernel_can(
+    monkeypatch: pytest.MonkeyPatch, advice: int
+) -> None:
+    monkeypatch.setattr(memory, "_POPULATE_READ", advice)
+    owned = SharedBuffer.create(4 << 20)
+    before, seen = shared_kib(), SharedBuffer.open(owned.handle, touch=False)
+    map_pages(seen.tensor[3 : 1 << 20])
+    map_pages(seen.tensor[2 << 20 : 3 << 20])
+    assert (shared_kib() - before) // 1024 == (0 if advice == 9999 else 2)  # MiB; others map a little, too
+    seen.close()
+    owned.close()
 
 
 def shared_kib() -> int:

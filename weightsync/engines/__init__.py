@@ -54,7 +54,7 @@ def make_engine(kind: str, model_path: str, name: str, options: Mapping[str, Any
 
     Raises ConfigError for a folder that is not there; what may be the name of a model on a hub passes.
     """
-    if model_path.count("/") != 1 and "/" in model_path and not os.path.isdir(model_path):
+    if (model_path.count("/") > 1 or os.path.isabs(model_path)) and not os.path.isdir(model_path):
         raise ConfigError("model_path", model_path, "there is no such folder on this host")
     module, _, cls = ENGINES[kind][1].partition(":")
     engine: Engine = getattr(importlib.import_module(module), cls)(model_path, name, options)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import DeadlineError, PeerLostError, ReadError
-from weightsync.memory import open_memory
+from weightsync.memory import num_threads, open_memory
 from weightsync.readers.base import Offer, Read, by_peer, host_id, pieces
 from weightsync.readers.ending import Ending
 
@@ -56,7 +56,7 @@ class MappedReader:
         self._targets: list[Bytes] = [target.tensor.numpy() for target in targets]
         self._sources = {peer: _map(peer, offer) for peer, offer in offers.items()}
         self._ending = Ending(self._release)
-        self._num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)))
+        self._num_threads = num_threads(MAX_THREADS)
 
     def read(self, reads: Sequence[Read], timeout_s: float) -> dict[str, int]:
         """As `Reader.read`."""

@@ -28,7 +28,8 @@ _CHUNK_NBYTES = 4 << 20
 """What is read and then digested while a processor's cache still has it."""
 _ALIGN = 64
 _MOST_THREADS = 16
-_NICE = 10
+_NICE = 19
+"""The least there is: Ray gives its workers 15, those that engines start in, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,5 +201,4 @@ def _segment(stretch: Stretch) -> Segment:
 
 def _give_way() -> None:
     """Of this thread alone, for as long as it is: engines start meanwhile."""
-    this = os.PRIO_PROCESS, threading.get_native_id()
-    os.setpriority(*this, max(_NICE, os.getpriority(*this)))  # a higher priority is not anybody's to take
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

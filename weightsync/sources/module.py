@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from weightsync.buffers import Attached, Export
 from weightsync.device_memory import DeviceHandle, export_tensor
 from weightsync.errors import ConfigError, StateError, TransportError, nearest
-from weightsync.memory import BufferHandle, SharedBuffer
+from weightsync.memory import BufferHandle, SharedBuffer, num_threads
 from weightsync.modules import device_id, named_tensors
 from weightsync.places import local_tensor, local_tensors
 from weightsync.plan import Box, Piece, Plan, RankLayout, Segment, TensorMeta
@@ -169,7 +168,7 @@ class ModuleSource:
             return tensor_digest(cut, metas[copy.tensor].shape, copy.box)
 
         shares = np.zeros(len(metas), dtype=np.uint64)
-        with ThreadPoolExecutor(_num_threads()) as threads:
+        with ThreadPoolExecutor(num_threads(16)) as threads:
             for copy, share in zip(self._copies, threads.map(publish, self._copies), strict=True):
                 # On a slice: arrays wrap, scalars warn.
                 shares[copy.tensor : copy.tensor + 1] += np.uint64(share)
@@ -207,11 +206,6 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
         np.copyto(target.view(torch.uint8).numpy(), host_bytes(source))
     else:
         target.view(source.shape).copy_(source)
-
-
-def _num_threads() -> int:
-    """As many as make copies fast, and no more than may run."""
-    return min(16, len(os.sched_getaffinity(0)))
 
 
 def _share(tensors: Mapping[str, torch.Tensor]) -> tuple[str, dict[str, DeviceHandle]]:
