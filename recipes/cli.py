@@ -278,7 +278,8 @@ def _with_cluster(logs: Path, num_at_once: int, inside: Callable[[], int]) -> in
             try:
                 return inside()
             except WeightSyncError as error:
-                return _complain(f"{str(error).rstrip('.')}; logs are in {logs}", FAILED)
+                code = BAD_INPUT if isinstance(error, ConfigError) else FAILED
+                return _complain(f"{str(error).rstrip('.')}; logs are in {logs}", code)
     except ConfigError as error:
         return _complain(error, BAD_INPUT)
     except KeyboardInterrupt:

@@ -23,6 +23,7 @@ from actors.engine import EngineActor
 from recipes.screen import Screen
 from recipes.serve_checkpoint import Fleet, serve
 from tests.actors.fleet import Engine, Trainer, build, counts, spawn
+from tests.actors.test_quickstart import weightsync
 from tests.models import build_tiny_qwen3, greedy
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
 from weightsync.errors import PeerLostError, StateError, VerifyError
@@ -257,10 +258,12 @@ def test_the_command_leaves_engines_of_another_alone(tmp_path: Path, cluster: No
     name = actor_name("serve-checkpoint", "e0")
     other = Engine.options(name=name, namespace=NAMESPACE).remote()
     ray.get(other.ready.remote())
-    with pytest.raises(
-        ConfigError, match=f"--name: 'serve-checkpoint'.*choose another: it is that of {name}"
-    ):
-        serve([tmp_path], Fleet("torch", 1, 1, "serve-checkpoint"), Screen(Console(file=io.StringIO())), None)
+    build_tiny_qwen3(tmp_path / "one", seed=1)
+    address = ray.get_runtime_context().gcs_address
+    done = weightsync("serve-checkpoint", str(tmp_path / "one"), cwd=tmp_path, RAY_ADDRESS=address)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "--name: 'serve-checkpoint'" in done.stderr
+    assert f"choose another: it is that of {name}" in done.stderr
     assert ray.get(other.ready.remote())
     ray.kill(other)
 

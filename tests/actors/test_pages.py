@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def test_the_loop_of_the_readme_and_what_the_other_pages_do_with_it(
         shown = capsys.readouterr().out
         assert "engine e1 rank 0 load" in shown
         assert "on 4xh200: floor" in shown
-        assert "engine e1 rank 0: 1.2 MiB, floor 0.0 ms, took" in shown
+        assert re.search(r"engine e1 rank 0: 1\.2 MiB, floor \d+ µs, took", shown)
 
         names["start_engine"] = lambda name: ray.remote(EngineActor).remote("auto", str(path), name)
         register, inject = blocks("docs/faults.md")

@@ -14,11 +14,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def weightsync(*args: str) -> subprocess.CompletedProcess[str]:
+def weightsync(*args: str, cwd: str | Path = "/", **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "recipes.cli", *args],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        cwd="/",
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
+        cwd=cwd,
         capture_output=True,
         text=True,
         check=False,

@@ -29,9 +29,12 @@ def test_the_slowest_link_of_a_rank_is_its_floor(distance: str, floor_s: float) 
 
 
 def test_a_line_says_what_was_taken_and_how_near_it_came() -> None:
-    links = [Link("trainer 0", "engine e0 rank 0", "same host", 1 << 30), Link("t", "other", "same host", 1)]
+    links = [
+        Link("trainer 0", "engine e0 rank 0", "same host", 1 << 30),
+        Link("t", "other", "same host", 16 << 20),
+    ]
     lines = [*map(str, shares(links, of(engine_e0_rank_0=[Span("load", 0.0, 3e-3)]), RATES))]
     assert lines == [
         "engine e0 rank 0: 1.0 GiB, floor 2.7 ms, took 3.0 ms, 89% of what is possible",
-        "other: 1 B, floor 0.0 ms, took no part",
+        "other: 16.0 MiB, floor 42 µs, took no part",
     ]

@@ -16,5 +16,7 @@ def size_text(nbytes: int) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """``8.3 ms``, ``1.20 s``."""
+    """``41 µs``, ``8.3 ms``, ``1.20 s``."""
+    if seconds < 1e-4:
+        return f"{seconds * 1e6:.0f} µs"
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
