@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -37,8 +38,10 @@ class CheckpointShard:
         self._source = CheckpointSource(*self._given)
         return self._source.tensors, self._source.origin
 
-    def read(self) -> Reading:
-        """See `CheckpointSource.read`."""
+    def read(self, after: Sequence[ObjectRef[Any]]) -> Reading:
+        """See `CheckpointSource.read`; begins when `after` have ended, well or not."""
+        if after:
+            ray.wait([*after], num_returns=len(after))
         return self._checked.read()
 
     def layout(self, rank: int, num_ranks: int) -> RankLayout:

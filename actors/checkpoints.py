@@ -51,6 +51,7 @@ class Checkpoints:
     def __init__(self, config: SyncConfig) -> None:
         self._config = config
         self._held: dict[str, _Checkpoint] = {}
+        self._in_memory: set[str] = set()
         self.published = ""
         self.ranks: list[CheckpointRank] = []
 
@@ -65,12 +66,21 @@ class Checkpoints:
 
     @property
     def names(self) -> list[str]:
+        """In the order in which they were registered, which is that in which they are read."""
         return [*self._held]
+
+    @property
+    def names_in_memory(self) -> list[str]:
+        """Of those that are read."""
+        return [name for name in self._held if name in self._in_memory]
 
     async def register(
         self, name: str, files: Sequence[str], nodes: Sequence[str], exclude: Collection[str]
     ) -> None:
-        """Start reading. Returns when all headers are checked; raises as `CheckpointSource`."""
+        """Start reading, once those before are read: the first is wanted first.
+
+        Returns when all headers are checked; raises as `CheckpointSource`.
+        """
         if name in self._held or not name:
             raise ConfigError("checkpoint", name, f"choose a name other than {', '.join(self._held)}")
         if isinstance(files, str | os.PathLike) or not files:
@@ -94,7 +104,8 @@ class Checkpoints:
         except BaseException:
             _kill(shards)
             raise
-        readings = {node: shard.read.remote() for node, shard in shards.items()}
+        before = {node: [held.readings[node] for held in self._held.values()] for node in nodes}
+        readings = {node: shard.read.remote(before[node]) for node, shard in shards.items()}
         self._held[name] = replace(made, readings=readings)
 
     async def read(self, name: str) -> Reading:
@@ -105,6 +116,7 @@ class Checkpoints:
         calls = {f"host {node}": answer(f"host {node}", it) for node, it in self[name].readings.items()}
         outcome = await gather_named(calls, "read", self._config.connect_timeout_s)
         done = [*outcome.require().values()]
+        self._in_memory.add(name)
         mapped, seconds = sum(each.mapped_nbytes for each in done), max(each.seconds for each in done)
         return Reading(sum(each.nbytes for each in done), mapped, seconds)
 
@@ -114,6 +126,7 @@ class Checkpoints:
         calls = {f"holder {i}": rank.forget(name) for i, rank in enumerate(self.ranks)}
         await gather_named(calls, "unmap", self._config.timeout_s)  # who is gone has nothing mapped
         del self._held[name]
+        self._in_memory.discard(name)
         closed = {node: answer(node, shard.close.remote()) for node, shard in shards.items()}
         await gather_named(closed, "close", self._config.timeout_s)
         _kill(shards)
@@ -156,10 +169,10 @@ class CheckpointRank:
         return layout
 
     async def attach(self, plan: Plan, trainer: int, arena: BufferHandle | None) -> Attached:
-        """All that are registered are mapped, once they are read, so that no update waits for that."""
+        """The first is mapped, once it is read, and with it those that are read by then."""
         self._plan, self._mapped = plan, {}
-        for name in self._checkpoints.names:
-            await self._checkpoints.read(name)
+        await self._checkpoints.read(self._checkpoints.names[0])
+        for name in self._checkpoints.names_in_memory:
             await self._map(name)
         return Attached(next(iter(self._mapped.values())), None)
 
@@ -168,7 +181,7 @@ class CheckpointRank:
         name = self._checkpoints.published
         assert self._plan is not None
         assert self.holder is not None
-        if name not in self._mapped:  # it was registered since
+        if name not in self._mapped:  # it was read since
             await self._map(name)
         await self.holder.source(name, {})
         digests: Digests = np.zeros(len(self._plan.tensors), np.uint64)

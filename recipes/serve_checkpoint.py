@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,7 +86,7 @@ def serve(models: Sequence[Path], fleet: Fleet, screen: Screen, lines: Iterable[
             _switch(sync, models[0].name, screen)
             screen.line(f"{models[0].name} is served after {time.monotonic() - begun:.1f} s")
             if lines is not None:
-                _obey(sync, lines, screen)
+                _obey(sync, {model.name for model in models}, lines, screen)
                 return
             for model in models[1:]:
                 _switch(sync, model.name, screen)
@@ -106,8 +107,10 @@ def _connect(
     with screen.stage(f"start {fleet.count} engines, and read beside them"):
         readings = {model.name: sync.register_checkpoint(model.name, [str(model)]) for model in models}
         collect({f"engine {n}": e.info.remote() for n, e in engines.items()}, "start", _PATIENCE_S)
-    for name, reading in readings.items():
-        _say_read(name, reading, screen)
+    (first, reading), *others = readings.items()
+    _say_read(first, reading, screen)
+    for name, reading in others:  # of which this waits for none
+        reading.add_done_callback(partial(_say_read_later, name, screen))
     with screen.stage("connect"):
         sync.connect()
 
@@ -124,16 +127,19 @@ def _switch(sync: WeightSync, name: str, screen: Screen) -> None:
     screen.line(f"first token of {name}: {time.monotonic() - begun:.3f} s ({tokens})")
 
 
-def _obey(sync: WeightSync, lines: Iterable[str], screen: Screen) -> None:
+def _obey(sync: WeightSync, registered: set[str], lines: Iterable[str], screen: Screen) -> None:
     for line in filter(None, map(str.strip, lines)):
         try:
             if line.startswith("-"):
                 sync.unregister_checkpoint(line[1:])
+                registered.discard(line[1:])
                 screen.line(f"{line[1:]} is freed")
                 continue
             name = Path(line).name
-            if Path(line).is_dir():
-                _say_read(name, sync.register_checkpoint(name, [line]), screen)
+            if line not in registered and Path(line).is_dir():
+                reading = sync.register_checkpoint(name, [line])
+                registered.add(name)
+                _say_read(name, reading, screen)
             _switch(sync, name, screen)
         except WeightSyncError as error:
             screen.line(f"weightsync: {error}")
@@ -143,3 +149,12 @@ def _say_read(name: str, reading: Future[Reading], screen: Screen) -> None:
     done = reading.result()
     what = f"{bytes_text(done.nbytes)} read, {bytes_text(done.mapped_nbytes)} mapped"
     screen.line(f"read {name}: {done.seconds:.1f} s ({what})")
+
+
+def _say_read_later(name: str, screen: Screen, reading: Future[Reading]) -> None:
+    if reading.cancelled():
+        return
+    try:
+        _say_read(name, reading, screen)
+    except WeightSyncError as error:
+        screen.line(f"weightsync: {error}")

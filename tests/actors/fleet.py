@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
 import torch
+from ray import ObjectRef
 from torch import nn
 
+from actors.checkpoint_shard import CheckpointShard
 from actors.engine import EngineActor
 from actors.trainer_shard import TrainerShard
 from recipes.trainer import GrpoTrainer
+from weightsync.sources.checkpoint import Reading
 from weightsync.testing import DictEngine
 
 
@@ -95,6 +99,16 @@ class Deaf(Engine):
     async def sync_attach(self, plan: object, tickets: object, timeout_s: float) -> list[str]:
         await asyncio.sleep(timeout_s)
         return []
+
+
+class HeldShard(CheckpointShard):
+    """One that begins to read when there is a file ``go`` in its folder."""
+
+    def read(self, after: Sequence[ObjectRef[Any]]) -> Reading:
+        go = Path(self._given[0][0]) / "go"
+        while not go.exists():
+            time.sleep(0.01)
+        return super().read(after)
 
 
 def spawn(cls: type, *args: object) -> Any:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from actors.detached import NAMESPACE, actor_name
 from actors.engine import EngineActor
 from recipes.screen import Screen
 from recipes.serve_checkpoint import Fleet, serve
-from tests.actors.fleet import Engine, Trainer, build, counts, spawn
+from tests.actors.fleet import Engine, HeldShard, Trainer, build, counts, spawn
 from tests.actors.test_quickstart import weightsync
 from tests.models import build_tiny_qwen3, greedy
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
@@ -82,31 +83,39 @@ def memory(sync: WeightSync, name: str) -> tuple[list[int], list[int]]:
     return ray.get(count[0]), ray.get(count[1])
 
 
-def test_two_checkpoints_are_registered_and_switched(make: Make, tmp_path: Path) -> None:
+def test_two_checkpoints_are_registered_and_switched(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.checkpoint_shard.CheckpointShard", HeldShard)
     a, b = weights(1), weights(2)
+    folders = [save(tmp_path / "a", a), save(tmp_path / "b", b)]
+    (tmp_path / "a" / "go").touch()
     sync = make()
-    reading = sync.register_checkpoint("a", [save(tmp_path / "a", a)])
+    reading, later = (sync.register_checkpoint(Path(folder).name, [folder]) for folder in folders)
     assert reading.result().nbytes + reading.result().mapped_nbytes == sum(t.nbytes for t in a.values())
-    sync.connect()
+    sync.connect()  # waits for the first alone
     first = sync.update_weights(checkpoint="a")
     assert (first.version, first.checkpoint, all_hold(sync, a)) == (1, "a", True)
-    sync.register_checkpoint("b", [save(tmp_path / "b", b)])
-    for version, (name, wanted) in enumerate([("b", b), ("a", a), ("b", b)], start=2):
-        report = sync.update_weights(checkpoint=name)
-        assert (report.version, report.checkpoint, report.epoch) == (version, name, first.epoch)
-        assert f"({name})" in str(report)
-        assert all_hold(sync, wanted)
-    assert sync.engine_versions() == {"e0": 4, "e1": 4}
     with pytest.raises(ConfigError, match="did you mean 'a'"):
         sync.update_weights(checkpoint="aa")
     ray.kill(*sync._members.checkpoints["a"].shards.values())
     with pytest.raises(PeerLostError, match="checkpoint a on host"):
         sync.update_weights(checkpoint="a")
-    assert sync.engine_versions() == {"e0": 4, "e1": 4}
+    assert sync.engine_versions() == {"e0": 1, "e1": 1}
     sync.unregister_checkpoint("a")
-    sync.register_checkpoint("a", [str(tmp_path / "a")])
-    sync.update_weights(checkpoint="a")
+    again = sync.register_checkpoint("a", [str(tmp_path / "a")])
+    with ThreadPoolExecutor(1) as thread:
+        update = thread.submit(sync.update_weights, checkpoint="a")
+        assert not wait([later, again, update], 1.5).done  # a is read after b
+        (tmp_path / "b" / "go").touch()
+        assert update.result(30).version == 2
     assert all_hold(sync, a)
+    for version, (name, wanted) in enumerate([("b", b), ("a", a), ("b", b)], start=3):
+        report = sync.update_weights(checkpoint=name)
+        assert (report.version, report.checkpoint, report.epoch) == (version, name, first.epoch)
+        assert f"({name})" in str(report)
+        assert all_hold(sync, wanted)
+    assert sync.engine_versions() == {"e0": 5, "e1": 5}
 
 
 @pytest.mark.faults
@@ -269,19 +278,32 @@ def test_the_command_leaves_engines_of_another_alone(tmp_path: Path, cluster: No
 
 
 @pytest.mark.faults
-def test_the_command_serves_and_obeys_lines(tmp_path: Path, cluster: None) -> None:
+def test_the_command_serves_and_obeys_lines(
+    tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where names are folders, too
+    monkeypatch.setattr("actors.checkpoint_shard.CheckpointShard", HeldShard)
     models = [tmp_path / "one", tmp_path / "two"]
     tokens = {m.name: greedy(build_tiny_qwen3(m, seed=i), [[1, 2, 3]], 1)[0][0] for i, m in enumerate(models)}
+    (models[0] / "go").touch()
     console = Console(file=io.StringIO())
-    lines = ["two", "three", "-one", "one", str(models[0])]
-    serve(models, Fleet("torch", 1, 1, "it"), Screen(console), lines)
+
+    def lines() -> Iterator[str]:  # asked for while the second is still to be read
+        os.truncate(models[1] / "model.safetensors", 40)
+        (models[1] / "go").touch()
+        yield from ("two", "-two", "three")
+        build_tiny_qwen3(models[1], seed=1)
+        yield from ("two", "-one", "-one", "one", "two")
+
+    serve(models, Fleet("torch", 1, 1, "it"), Screen(console), lines())
     said = console.file.getvalue()
     assert re.findall(r"first token of (\w+): .* \(engine e0 (\d+)\)", said) == [
-        (name, str(tokens[name])) for name in ("one", "two", "one")
+        (name, str(tokens[name])) for name in ("one", "two", "one", "two")
     ]
     mistakes = [line for line in said.splitlines() if line.startswith("weightsync: ")]
     assert [mistake.split(" is not valid")[0] for mistake in mistakes] == [
+        *[f"weightsync: files: {str(models[1] / 'model.safetensors')!r}"] * 2,  # as it is read, and wanted
         "weightsync: checkpoint: 'three'",
         "weightsync: checkpoint: 'one'",
     ]
-    assert "version 3 (one)" in said
+    assert "version 4 (two)" in said
