@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from actors.seat import Seat
 from weightsync.buffers import Attached
 from weightsync.config import SyncConfig
 from weightsync.deadline import gather_named
-from weightsync.errors import ConfigError, PlanError, nearest
+from weightsync.errors import ConfigError, PeerLostError, PlanError, nearest
 from weightsync.sources.checkpoint import Reading
 
 if TYPE_CHECKING:
@@ -68,6 +69,11 @@ class Checkpoints:
     def names(self) -> list[str]:
         """In the order in which they were registered, which is that in which they are read."""
         return [*self._held]
+
+    @property
+    def wanted(self) -> str:
+        """The one that is published, else the first."""
+        return self.published if self.published in self._held else self.names[0]
 
     @property
     def names_in_memory(self) -> list[str]:
@@ -165,16 +171,23 @@ class CheckpointRank:
         """Set before it is used."""
 
     async def layout(self) -> RankLayout:
-        layout: RankLayout = await self._call(self._checkpoints.names[0], "layout", *self._place)
+        layout: RankLayout = await self._call(self._checkpoints.wanted, "layout", *self._place)
         return layout
 
     async def attach(self, plan: Plan, trainer: int, arena: BufferHandle | None) -> Attached:
-        """The first is mapped, once it is read, and with it those that are read by then."""
+        """The one that is wanted is mapped, once it is read, and with it those that are read by then.
+
+        Of those, one whose process is gone is passed over: its next update says so.
+        """
         self._plan, self._mapped = plan, {}
-        await self._checkpoints.read(self._checkpoints.names[0])
+        wanted = self._checkpoints.wanted
+        await self._checkpoints.read(wanted)
+        await self._map(wanted)
         for name in self._checkpoints.names_in_memory:
-            await self._map(name)
-        return Attached(next(iter(self._mapped.values())), None)
+            if name != wanted:
+                with suppress(PeerLostError):
+                    await self._map(name)
+        return Attached(self._mapped[wanted], None)
 
     async def publish(self) -> Digests:
         """Those of all ranks of a host come from the first."""

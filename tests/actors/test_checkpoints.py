@@ -8,7 +8,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -183,6 +183,23 @@ def test_an_engine_that_is_killed_is_healed_without_trainers(
     assert sync.heals[0].verified
     assert sync.engine_versions() == {"e0": 1, "e1": 1}
     assert all_hold(sync, a)
+
+
+@pytest.mark.faults
+def test_holders_are_replaced_though_who_read_another_checkpoint_is_gone(make: Make, tmp_path: Path) -> None:
+    sync = make()
+    for seed, name in enumerate("ab"):
+        sync.register_checkpoint(name, [save(tmp_path / name, weights(seed))])
+    sync.connect()
+    sync.update_weights(checkpoint="a")
+    ray.kill(*sync._members.checkpoints["a"].shards.values())
+    ray.kill(sync._fleet.holders[1].handle)
+    with suppress(PeerLostError):  # of the holder, unless that was noticed before
+        sync.update_weights(checkpoint="b")
+    sync.update_weights(checkpoint="b")
+    assert all_hold(sync, weights(1))
+    with pytest.raises(PeerLostError, match="checkpoint a on host"):
+        sync.update_weights(checkpoint="a")
 
 
 @pytest.mark.faults
