@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,17 @@ def end_process(handle: ActorHandle[Any], seats: Iterable[Seat]) -> None:
 
     Ray's own kill does not end a process that is stopped. A host that is gone has no such process.
     """
-    ray.kill(handle)
     for node, pid in {(seat.node, seat.pid) for seat in seats}:
         end_pid(node, pid)
+    ray.kill(handle)
 
 
 def end_pid(node: str, pid: int) -> None:
-    """End the worker `pid` of host `node`, and return once it is gone."""
+    """End the worker `pid` of host `node` and what it started, and return once they are gone.
+
+    But multiprocessing's resource tracker: once they are gone it unlinks the shared memory that they named,
+    and ends. Ray's own kill ends it at once, so that what vLLM's ranks share stays in /dev/shm.
+    """
     here = NodeAffinitySchedulingStrategy(node, soft=False)
     ended = ray.remote(num_cpus=0, max_retries=0)(_end).options(scheduling_strategy=here).remote(pid)
     try:
@@ -43,14 +48,42 @@ def end_pid(node: str, pid: int) -> None:
 
 def _end(pid: int) -> None:
     deadline = time.monotonic() + _PATIENCE_S
-    while _is_worker(pid) and time.monotonic() < deadline:
-        os.kill(pid, signal.SIGKILL)
+    if _command(pid).startswith(b"ray::"):  # else it is gone, and an unrelated process may have its number
+        _kill([each for each in _started_by(pid) if b"resource_tracker" not in _command(each)], deadline)
+        # Last: 0.2 s after it Ray kills its whole group, and the tracker waits for whoever shares memory.
+        _kill([pid], deadline)
+
+
+def _kill(pids: Collection[int], deadline: float) -> None:
+    while (left := [each for each in pids if _is_there(each)]) and time.monotonic() < deadline:
+        for each in left:
+            with suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
         time.sleep(0.02)
 
 
-def _is_worker(pid: int) -> bool:
-    """Not an unrelated process that has got the number since."""
+def _is_there(pid: int) -> bool:
+    """Whether any of its threads still runs, and so holds its files open."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::")
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return False
+    state, num_threads = fields[0], int(fields[17])
+    return state not in "XZ" or num_threads > 1
+
+
+def _command(pid: int) -> bytes:
+    """Its command line; nothing if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _started_by(pid: int) -> Iterator[int]:
+    """By it, and by those in turn."""
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # that thread has ended
+            for child in map(int, children.read_text().split()):
+                yield child
+                yield from _started_by(child)

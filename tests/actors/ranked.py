@@ -30,6 +30,11 @@ OPTIONS = {"tensor_parallel_size": 2, "max_model_len": 128, "max_num_seqs": 8}
 PROMPTS = [[7 * i + j + 3 for j in range(3 + i)] for i in range(4)]
 
 
+def num_shared() -> int:
+    """Files of Python's shared memory, through which ranks talk."""
+    return len(list(Path("/dev/shm").glob("psm_*")))
+
+
 class QwenTrainer(TrainerShard):
     def __init__(self, path: str, slot: str) -> None:
         super().__init__(slot)
@@ -61,6 +66,7 @@ class Ranked:
         self.sync.register_engines(engines, respawn=lambda _: self._respawn())
         self.sync.connect()
         assert self.sync.plan.num_buckets >= 5
+        self._num_shared = num_shared()
 
     def close(self) -> None:
         self.log.close()
@@ -114,6 +120,7 @@ class Ranked:
         assert set(self.sync.engine_states().values()) == {EngineState.SERVING}
         self.check()
         assert until(lambda: not any(map(process_state, victims)), 5)
+        assert until(lambda: num_shared() == self._num_shared, 5)
 
     def state(self) -> EngineState:
         return self.sync.engine_states()[VICTIM]
