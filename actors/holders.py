@@ -42,8 +42,8 @@ class Holders:
         """Start processes before it is known on which seats of that host: `settle` uses or ends them."""
         here = sum(each == node for each, _ in self._spares)
         if not self._on and not self._run:
-            count = (num_gpus or num_engines) - here
-            self._spares += [(node, spawn_spare(node, num_gpus > 0)) for _ in range(count)]
+            gpus: Sequence[int | None] = range(num_gpus) or [None] * num_engines
+            self._spares += [(node, spawn_spare(node, gpu)) for gpu in gpus[here:]]
 
     async def settle(self, seats: Sequence[Seat]) -> list[RemoteHolder]:
         """One that answers for each of `seats`, in order, and none elsewhere."""
@@ -65,9 +65,14 @@ class Holders:
 
     async def _seat_spares(self, seats: Sequence[Seat]) -> None:
         """Who does not answer is left out: its seat gets a process of its own."""
+        spares = {f"spare {i}": each for i, each in enumerate(self._spares)}
+        calls = {name: answer(name, spare.bound_to.remote()) for name, (_, spare) in spares.items()}
+        bound = (await gather_named(calls, "start", self._config.timeout_s)).answers
         calls, taken = {}, {}
         for index, seat in enumerate(seats):
-            here = next((each for each in self._spares if each[0] == seat.node), None)
+            gpus = ("", seat.device) if self._transport == "nccl" else bound.values()
+            fits = [spares[name] for name, gpu in bound.items() if gpu in gpus]
+            here = next((each for each in fits if each[0] == seat.node and each in self._spares), None)
             if here and seat.key not in self._on:
                 self._spares.remove(here)
                 name, spare = f"holder {index}", here[1]

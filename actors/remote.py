@@ -160,8 +160,8 @@ class RemoteHolder(_Remote):
     async def accept(self, timeout_s: float) -> None:
         await self._call("accept", timeout_s)
 
-    async def warm_up(self, trainer: Export | None, engine: Export | None, timeout_s: float) -> None:
-        await self._call("warm_up", trainer, engine, timeout_s)
+    async def warm_up(self, timeout_s: float) -> None:
+        await self._call("warm_up", timeout_s)
 
     async def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
         await self._call("route", reads, memory)
@@ -185,8 +185,8 @@ class RemoteHolder(_Remote):
         ticket: FeedTicket = await self._call("adopt", plan, engine)
         return ticket
 
-    async def link(self, engine: Export | None) -> None:
-        await self._call("link", engine)
+    async def link(self, engine: Export | None, trainer: Export | None = None) -> None:
+        await self._call("link", engine, trainer)
 
     async def drop_engine(self) -> None:
         await self._call("drop_engine")

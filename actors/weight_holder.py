@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 import ray
+import torch
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -16,6 +17,8 @@ from actors.seat import Seat
 from weightsync import cuda
 from weightsync.errors import TransportError
 from weightsync.holder import Holder
+from weightsync.modules import device_id
+from weightsync.transports.roll_call import aside
 
 __all__ = ["Spare", "spawn_holder", "spawn_spare"]
 
@@ -39,23 +42,42 @@ def spawn_holder(name: str, seat: Seat, transport: str, outlives_as: str = "") -
 class Spare(Holder):
     """A process that has imported what a holder needs, before it is known which seat it is for."""
 
-    def __init__(self, on_gpus: bool) -> None:
-        """It is no holder before `sit`."""
-        if on_gpus:
+    def __init__(self, gpu: int | None) -> None:
+        """It is no holder before `sit`. `gpu`: the one of Ray's on this host that it sees from now on."""
+        self._bound_to = ""
+        if gpu is not None:
             importlib.import_module("weightsync.device_staging")
             with contextlib.suppress(TransportError):  # the holder says so, if it needs it
                 cuda.nccl()
+            self._bound_to = _see(gpu)
+
+    def bound_to(self) -> str:
+        """The only GPU that it can use, ``cuda:<UUID>``, or ``cpu`` for none; empty if it is still free."""
+        return self._bound_to
 
     def sit(self, name: str, seat: Seat, transport: str) -> None:
         """Be the holder of that name, on that seat."""
-        # In time: nothing here has asked for a device so far.
         os.environ["CUDA_VISIBLE_DEVICES"] = seat.gpu if transport == "nccl" else ""
         super().__init__(*_place(name, seat, transport))
+        aside(self.ready)  # a context takes time, too, and memory of the device
 
 
-def spawn_spare(node: str, on_gpus: bool) -> ActorHandle[Spare]:
-    """A Spare actor on that host, which ends with its driver; likely to sit on a GPU or not."""
-    return ray.remote(Spare).options(**_options(node, "")).remote(on_gpus)
+def _see(gpu: int) -> str:
+    """Start CUDA with that one alone, and take nothing of its memory.
+
+    CUDA starts in one process of a host after the other: engines would wait for it when they connect.
+    """
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu) if shown is None else shown.split(",")[gpu]
+        return device_id(torch.device("cuda", 0))
+    except (AssertionError, IndexError, RuntimeError):  # a PyTorch or a process without it
+        return "cpu"
+
+
+def spawn_spare(node: str, gpu: int | None) -> ActorHandle[Spare]:
+    """A Spare actor on that host, which ends with its driver. `gpu`: which of those that Ray has there."""
+    return ray.remote(Spare).options(**_options(node, "" if gpu is None else None)).remote(gpu)
 
 
 def _place(name: str, seat: Seat, transport: str) -> tuple[str, str, str, str]:

@@ -163,10 +163,8 @@ class Staging(HostStaging):
         super().__init__(plan, index, arena, receives)
         self._plan, self.writes, self._pull = plan, False, None
 
-    def connect(self, trainer: Export | None, engine: Export | None) -> None:
-        if trainer:
-            self.source = mapped(trainer.buffers)
-        self.link(engine)
+    def connect(self, trainer: Export) -> None:
+        self.source = mapped(trainer.buffers)
 
     def link(self, engine: Export | None) -> None:
         self.writes, self.target, self._pull = engine is not None, {}, None

@@ -138,31 +138,15 @@ async def _open(
         prepared = list((await gather_named(calls, "prepare", timeout_s)).require().values())
         await _lend(fleet.named_holders(), config)
     with clock.phase("attach"):  # and communicators open beside it: both wait for others, mostly
-        joined, trainers, engines = await asyncio.gather(
-            _join(fleet, prepared, config, clock),
-            _attach_trainers(fleet, plan, prepared, timeout_s),
-            _attach_engines(fleet, plan, prepared, timeout_s),
-        )
-        joined.require()
-        attached, answers = trainers.require(), engines.require()
-        digests = {f"holder {i}": [answer.plan_digest] for i, answer in enumerate(prepared)}
-        digests |= {name: [answer.plan_digest] for name, answer in attached.items()}
-        read = {h: each.export for (_, h), each in zip(fleet.trainers, attached.values(), strict=True)}
-        served = {name.removeprefix("engine "): found for name, found in answers.items()}
-        digests |= {name: [each.plan_digest for each in ranks] for name, ranks in answers.items()}
-        written = {
-            holder: each.export
-            for name, ranks in served.items()
-            for holder, each in zip(fleet.engines[name].holders, ranks, strict=True)
-        }
-        _compare(plan, digests)
+        joining = asyncio.ensure_future(_join(fleet, prepared, config, clock))
+        attaching = asyncio.ensure_future(_attach(fleet, plan, prepared, timeout_s))
+        await asyncio.gather(joining, attaching, return_exceptions=True)
+        joining.result().require()
+        attached, served = attaching.result()
     with clock.phase("warm_up"):
-        warm_ups = {
-            f"holder {i}": holder.warm_up(read.get(i), written.get(i), timeout_s)
-            for i, holder in enumerate(fleet.holders)
-        }
+        warm_ups = {name: holder.warm_up(timeout_s) for name, holder in fleet.named_holders().items()}
         (await gather_named(warm_ups, "warm-up", timeout_s + GRACE_S)).require()
-        exports = [each.export for each in attached.values()]
+        exports = [each.export for each in attached]
         router = Router(fleet, config, plan, layouts.source, exports, demoted)
         for name, ranks in served.items():
             await router.add(name, layouts.joined[name], [each.export for each in ranks])
@@ -170,7 +154,7 @@ async def _open(
             await router.meet()
     for seat in fleet.live().values():
         seat.attached = True
-    content, in_place = plan.content(), any(read.values())
+    content, in_place = plan.content(), any(exports)
     images = _images(content, layouts.engines, served) if in_place else {}
     return Connection(
         plan, content, folds, in_place, images, router, layouts.engines, layouts.joined, clock.seconds
@@ -241,25 +225,47 @@ async def _join(
         return await gather_named(joins, "join", config.connect_timeout_s)
 
 
-async def _attach_trainers(
+async def _attach(
     fleet: Fleet, plan: Plan, prepared: Sequence[Prepared], timeout_s: float
-) -> Outcome[Attached]:
+) -> tuple[Sequence[Attached], Mapping[str, Sequence[Attached]]]:
+    """Everybody maps and connects; what trainers say in order, and the ranks of each engine."""
     calls = {
         f"trainer {rank}": trainer.attach(plan, rank, prepared[holder].arena)
         for rank, (trainer, holder) in enumerate(fleet.trainers)
     }
-    return await gather_named(calls, "attach", timeout_s + GRACE_S)
-
-
-async def _attach_engines(
-    fleet: Fleet, plan: Plan, prepared: Sequence[Prepared], timeout_s: float
-) -> Outcome[Sequence[Attached]]:
-    """Everybody maps and connects; what the ranks of each engine say."""
     engines = {}
     for name, seat in fleet.live().items():
         tickets = [ticket for holder in seat.holders if (ticket := prepared[holder].ticket)]
         engines[f"engine {name}"] = seat.peer.attach(plan, tickets, timeout_s)
-    return await _meet(engines, fleet.named_holders(), timeout_s)
+    trainers, meeting = await asyncio.gather(
+        gather_named(calls, "attach", timeout_s + GRACE_S), _meet(engines, fleet.named_holders(), timeout_s)
+    )
+    attached, answers = trainers.require(), meeting.require()
+    digests = {f"holder {i}": [answer.plan_digest] for i, answer in enumerate(prepared)}
+    digests |= {name: [answer.plan_digest] for name, answer in attached.items()}
+    digests |= {name: [each.plan_digest for each in ranks] for name, ranks in answers.items()}
+    _compare(plan, digests)
+    served = {name.removeprefix("engine "): found for name, found in answers.items()}
+    await _link(fleet, [*attached.values()], served, timeout_s)
+    return [*attached.values()], served
+
+
+async def _link(
+    fleet: Fleet, attached: Sequence[Attached], served: Mapping[str, Sequence[Attached]], timeout_s: float
+) -> None:
+    """Holders map what both sides export."""
+    read = {holder: each.export for (_, holder), each in zip(fleet.trainers, attached, strict=True)}
+    written = {
+        holder: each.export
+        for name, ranks in served.items()
+        for holder, each in zip(fleet.engines[name].holders, ranks, strict=True)
+    }
+    links = {
+        f"holder {i}": holder.link(written.get(i), read.get(i))
+        for i, holder in enumerate(fleet.holders)
+        if written.get(i) or read.get(i)
+    }
+    (await gather_named(links, "attach", timeout_s)).require()
 
 
 async def _meet(

@@ -81,35 +81,32 @@ class DeviceStaging:
     def writes(self) -> bool:
         return self._unpack is not None
 
-    def connect(self, trainer: Export | None, engine: Export | None) -> None:
+    def connect(self, trainer: Export) -> None:
         starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
-        if trainer:
-            self.source = memory = self._map(trainer, self._mapped)
-            segments = by_tensor(self._plan, trainer.layout)
-            dtypes = {meta.name: meta.dtype for meta in trainer.layout.tensors}
-            cast = {
-                index
-                for index, held in enumerate(segments)
-                if held and dtypes[held[0].tensor] != self._plan.tensors[index].dtype
-            }
-            self._pack = CopyTable(
-                *bucket_rows(
-                    self._plan,
-                    segments,
-                    {name: buffer.data_ptr() for name, buffer in memory.items()},
-                    starts,
-                    into=False,
-                    only=lambda piece: self._is_own(piece) and piece.tensor not in cast,
-                ),
-                _NUM_BLOCKS,
-            )
-            for piece in (piece for bucket in self._plan.buckets() for piece in bucket.pieces if cast):
-                if self._is_own(piece) and piece.tensor in cast:
-                    held = segments[piece.tensor]
-                    pairs = self._cast(piece, held, memory, dtypes[held[0].tensor])
-                    self._casts.setdefault(piece.bucket, []).extend(pairs)
-        if engine:
-            self.link(engine)
+        self.source = memory = self._map(trainer, self._mapped)
+        segments = by_tensor(self._plan, trainer.layout)
+        dtypes = {meta.name: meta.dtype for meta in trainer.layout.tensors}
+        cast = {
+            index
+            for index, held in enumerate(segments)
+            if held and dtypes[held[0].tensor] != self._plan.tensors[index].dtype
+        }
+        self._pack = CopyTable(
+            *bucket_rows(
+                self._plan,
+                segments,
+                {name: buffer.data_ptr() for name, buffer in memory.items()},
+                starts,
+                into=False,
+                only=lambda piece: self._is_own(piece) and piece.tensor not in cast,
+            ),
+            _NUM_BLOCKS,
+        )
+        for piece in (piece for bucket in self._plan.buckets() for piece in bucket.pieces if cast):
+            if self._is_own(piece) and piece.tensor in cast:
+                held = segments[piece.tensor]
+                pairs = self._cast(piece, held, memory, dtypes[held[0].tensor])
+                self._casts.setdefault(piece.bucket, []).extend(pairs)
 
     def link(self, engine: Export | None) -> None:
         self._let_go_of_engine()

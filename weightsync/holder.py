@@ -135,10 +135,12 @@ class Holder(Gauged):
             self._feed = self._open_feed(engine, self._staging)
             return self._feed.ticket
 
-    def link(self, engine: Export | None) -> None:
-        """Map what an engine rank exports, in place of what the last one did. Raises TransportError."""
+    def link(self, engine: Export | None, trainer: Export | None = None) -> None:
+        """Map the engine rank's memory, in place of the last, and the trainer's. Raises TransportError."""
         if self._staging:
             with self._moving, self._staging.queue():
+                if trainer:
+                    self._staging.connect(trainer)
                 self._staging.link(engine)
 
     def join(self, offers: Mapping[Group, str], timeout_s: float) -> None:
@@ -154,8 +156,8 @@ class Holder(Gauged):
             slot.close()
         self._retired = ()
 
-    def warm_up(self, trainer: Export | None, engine: Export | None, timeout_s: float) -> None:
-        """Map what is exported, and use every path once, so that no update pays its first use.
+    def warm_up(self, timeout_s: float) -> None:
+        """Use every path once, so that no update pays its first use.
 
         Each communicator sends a byte from each rank; then the first bucket is sent as an update
         would, but goes no further. Raises TransportError or DeadlineError.
@@ -165,7 +167,6 @@ class Holder(Gauged):
         assert staging is not None
         assert self._groups
         with self._moving, staging.queue():
-            staging.connect(trainer, engine)
             self._groups.warm_up(staging.device)
             if plan.slots and plan.num_buckets:
                 for pending in self._start(plan, staging, 0, timeout_s):

@@ -38,14 +38,11 @@ class Staging(Protocol):
     def writes(self) -> bool:
         """Whether the engine rank's memory is written from here, so that it need not read the slots."""
 
-    def connect(self, trainer: Export | None, engine: Export | None) -> None:
-        """Read the trainer's memory in place and write the engine rank's, where they are given.
-
-        Raises TransportError when one cannot be mapped.
-        """
+    def connect(self, trainer: Export) -> None:
+        """Read the trainer's memory in place. Raises TransportError when it cannot be mapped."""
 
     def link(self, engine: Export | None) -> None:
-        """As `connect` does, the engine's memory alone; what was mapped of another's is let go of."""
+        """Write the engine rank's memory, in place of that of the last one. Raises TransportError."""
 
     @property
     def image(self) -> EngineImage | None:
@@ -112,8 +109,8 @@ class HostStaging:
     source: Mapping[str, torch.Tensor] = {}
     target: Mapping[str, torch.Tensor] = {}
 
-    def connect(self, trainer: Export | None, engine: Export | None) -> None:
-        assert trainer is engine is None, "what lies on the host is not exported"
+    def connect(self, trainer: Export) -> None:
+        raise AssertionError("what lies on the host is not exported")
 
     def link(self, engine: Export | None) -> None:
         assert engine is None, "what lies on the host is not exported"

@@ -10,6 +10,7 @@ import ray
 import torch
 from ray.util.placement_group import PlacementGroup
 
+from actors.weight_holder import Spare
 from tests.gpu.fleet import Engine, spawn
 from tests.gpu.qwen3_models import save_qwen3
 from weightsync import SyncConfig, WeightSync
@@ -38,6 +39,7 @@ def test_checkpoints_arrive_bit_for_bit(
             sync.register_engines(engines)
             first = sync.register_checkpoint("one", [one])
             sync.connect()
+            assert started_early(sync) == [True] * num_gpus
             assert (first.result().mapped_nbytes > 0) is (place == "/dev/shm")
             sync.register_checkpoint("two", [two])
             for name in ("one", "two", "one"):
@@ -50,6 +52,16 @@ def test_checkpoints_arrive_bit_for_bit(
             check(engines, named_tensors(models["one"])[0])
         for engine in engines.values():
             ray.kill(engine)
+
+
+def started_early(sync: WeightSync) -> list[bool]:
+    """Of each holder, whether its process began on its GPU before it was known who sits there."""
+    holders = [holder.handle for holder in sync._fleet.holders]
+    is_spare = [
+        it.__ray_call__.remote(lambda it: isinstance(it, Spare) and it.bound_to() == it._device)
+        for it in holders
+    ]
+    return ray.get(is_spare)
 
 
 def check(engines: dict[str, Engine], wanted: dict[str, torch.Tensor]) -> None:
