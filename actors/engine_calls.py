@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from actors.seat import Seat
@@ -37,9 +38,14 @@ class EngineCalls:
 
     async def sync_layout(self) -> Sequence[RankLayout]:
         """See `Engine.layout`; asked for once, since what it says does not change."""
-        if self._layouts is None:
-            self._layouts = await asyncio.to_thread(self._engine.layout)
+        async with self._asking:
+            if self._layouts is None:
+                self._layouts = await asyncio.to_thread(self._engine.layout)
         return self._layouts
+
+    @cached_property
+    def _asking(self) -> asyncio.Lock:
+        return asyncio.Lock()
 
     async def sync_attach(
         self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float

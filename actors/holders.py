@@ -45,6 +45,12 @@ class Holders:
             gpus: Sequence[int | None] = range(num_gpus) or [None] * num_engines
             self._spares += [(node, spawn_spare(node, gpu)) for gpu in gpus[here:]]
 
+    def expect(self, seat: Seat) -> None:
+        """Before `settle`: an engine rank sits there, and others are still to come."""
+        for node, spare in self._spares:
+            if node == seat.node:
+                spare.expect.remote(seat.device)
+
     async def settle(self, seats: Sequence[Seat]) -> list[RemoteHolder]:
         """One that answers for each of `seats`, in order, and none elsewhere."""
         transport = self._choose_transport(seats)

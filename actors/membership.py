@@ -49,6 +49,7 @@ class Membership:
         self._seats: dict[str, list[Seat]] = {}
         self._holders = Holders(config, run)
         self._watches = Watches(config.heartbeat_s)
+        self._expecting: asyncio.Future[None] | None = None
 
     async def reconnect(self) -> None:
         """Connect again when a holder was lost or came new since."""
@@ -64,9 +65,21 @@ class Membership:
         for node in nodes:
             if node not in gpus or nodes.count(node) > 1:
                 raise ConfigError("nodes", nodes, f"give each host once: {', '.join(gpus)}")
-        for node in () if self._fleet.holders else nodes:
-            self._holders.spare(node, gpus.get(node, 0), len(self.engines))
+        if not self._fleet.holders:
+            for node in nodes:
+                self._holders.spare(node, gpus.get(node, 0), len(self.engines))
+            self._expecting = self._expecting or asyncio.ensure_future(self._expect())
         await self.checkpoints.register(name, files, nodes, exclude)
+
+    async def _expect(self) -> None:
+        """Tell spare processes of each engine as it starts; `connect` waits for all, and says who failed."""
+
+        async def started(engine: RemoteEngine) -> None:
+            for seat in await engine.seats():
+                self._holders.expect(seat)
+
+        calls = {name: started(RemoteEngine(f"engine {name}", h)) for name, h in self.engines.items()}
+        await gather_named(calls, "start", self._config.connect_timeout_s)
 
     async def unregister_checkpoint(self, name: str) -> None:
         """As `Checkpoints.unregister`, once holders have copied what they keep of it."""

@@ -18,7 +18,6 @@ from weightsync import cuda
 from weightsync.errors import TransportError
 from weightsync.holder import Holder
 from weightsync.modules import device_id
-from weightsync.transports.roll_call import aside
 
 __all__ = ["Spare", "spawn_holder", "spawn_spare"]
 
@@ -55,11 +54,15 @@ class Spare(Holder):
         """The only GPU that it can use, ``cuda:<UUID>``, or ``cpu`` for none; empty if it is still free."""
         return self._bound_to
 
+    def expect(self, device: str) -> None:
+        """An engine rank has started there: what a holder of that GPU needs of it first is taken now."""
+        if device == self._bound_to:
+            torch.cuda.current_stream().query()
+
     def sit(self, name: str, seat: Seat, transport: str) -> None:
         """Be the holder of that name, on that seat."""
         os.environ["CUDA_VISIBLE_DEVICES"] = seat.gpu if transport == "nccl" else ""
         super().__init__(*_place(name, seat, transport))
-        aside(self.ready)  # a context takes time, too, and memory of the device
 
 
 def _see(gpu: int) -> str:

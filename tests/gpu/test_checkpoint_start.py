@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import tempfile
 from pathlib import Path
 
@@ -11,9 +12,10 @@ import torch
 from ray.util.placement_group import PlacementGroup
 
 from actors.weight_holder import Spare
+from tests.actors.faulty import until
 from tests.gpu.fleet import Engine, spawn
 from tests.gpu.qwen3_models import save_qwen3
-from weightsync import SyncConfig, WeightSync
+from weightsync import SyncConfig, WeightSync, cuda
 from weightsync.modules import named_tensors
 
 pytestmark = [
@@ -38,6 +40,7 @@ def test_checkpoints_arrive_bit_for_bit(
         with WeightSync(SyncConfig(bucket_bytes=4 << 20, timeout_s=30, connect_timeout_s=120)) as sync:
             sync.register_engines(engines)
             first = sync.register_checkpoint("one", [one])
+            assert until(lambda: contexts(sync) == [True] * num_gpus, 60)
             sync.connect()
             assert started_early(sync) == [True] * num_gpus
             assert (first.result().mapped_nbytes > 0) is (place == "/dev/shm")
@@ -52,6 +55,17 @@ def test_checkpoints_arrive_bit_for_bit(
             check(engines, named_tensors(models["one"])[0])
         for engine in engines.values():
             ray.kill(engine)
+
+
+def contexts(sync: WeightSync) -> list[bool]:
+    """Of each process that is to be a holder, whether it has a context on its GPU."""
+
+    def has_one(_: Spare) -> bool:
+        flags, is_active = ctypes.c_uint(), ctypes.c_int()
+        cuda._driver().cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(is_active))
+        return bool(is_active.value)
+
+    return ray.get([spare.__ray_call__.remote(has_one) for _, spare in sync._members._holders._spares])
 
 
 def started_early(sync: WeightSync) -> list[bool]:
