@@ -202,7 +202,7 @@ def test_what_was_mapped_before_a_mapping_failed_is_let_go_of(monkeypatch: pytes
     staging = device_staging.DeviceStaging(plan_of(3), 0, None, ())
     export = Export(RankLayout((), ()), {name: name for name in "abcd"})
     with pytest.raises(TransportError):
-        staging.connect(export, None)
+        staging.connect(export)
     staging.close()
     assert opened == []
 
