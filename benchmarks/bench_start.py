@@ -11,8 +11,8 @@ in /dev/shm. Each round starts a fleet from each place in each way, in turn, wit
 - ``dummy``: vLLM by itself with dummy weights, which are never filled: no way can be quicker.
 
 ``total`` is the driver's, from the first actor's start until every engine has made a token; Ray runs.
-``engines`` is until all answer. ``read`` is beside that; ``connect`` includes what is left of reading, and
-its phases are listed beside it.
+``totals`` are of the rounds, in turn. ``engines`` is until all answer. ``read`` is beside that; ``connect``
+includes what is left of reading, and its phases are listed beside it.
 ``fill`` is the whole update: pause, move, both sides' digests compared, commit.
 
 Before a round from disk, files are written back and the kernel is asked to drop them from its cache. An
@@ -223,7 +223,11 @@ def _spawn(cls: type, *args: object, gpu: str | None) -> ActorHandle[Any]:
 def _row(place: str, way: str, rounds: Sequence[_Row]) -> _Row:
     median = {key: statistics.median(float(str(row[key])) for row in rounds) for key in rounds[0]}
     totals = [float(str(row["total s"])) for row in rounds]
-    return {"from": place, "way": way, **median, "range": f"{min(totals):.1f}-{max(totals):.1f}"}
+    spread = {
+        "range": f"{min(totals):.1f}-{max(totals):.1f}",
+        "totals s": [round(each, 2) for each in totals],
+    }
+    return {"from": place, "way": way, **median, **spread}
 
 
 def _shape(args: argparse.Namespace, *, float32: bool) -> ModelShape:
