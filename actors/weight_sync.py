@@ -268,6 +268,7 @@ class WeightSync(SleepingEngines):
         Safe to call twice.
         """
         if self._loop.shut():
+            self._loop.beside(self._controller.keeping.stop()).result()  # it would warn of holders that end
             self._members.close()
             self._loop.close()
 

@@ -47,7 +47,14 @@ async def gather_named(
     if not calls:
         return Outcome({}, {})
     tasks = {name: asyncio.ensure_future(call) for name, call in calls.items()}
-    _, pending = await asyncio.wait(tasks.values(), timeout=timeout_s)
+    try:
+        _, pending = await asyncio.wait(tasks.values(), timeout=timeout_s)
+    except asyncio.CancelledError:
+        for task in tasks.values():
+            task.cancel()
+        # What they raised, nobody is going to ask.
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        raise
     for task in pending:
         task.cancel()
     answers: dict[str, T] = {}

@@ -102,6 +102,13 @@ class Keeping:
         if self._mirroring:
             await asyncio.wait([self._mirroring])
 
+    async def stop(self) -> None:
+        """What is being copied will be of no use."""
+        tasks = [task for task in (self._copying, self._mirroring) if task]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     def kept(self, version: int, connection: Connection, engine: str) -> Kept | None:
         """What there is of `version` that `engine` can be filled with: all of it, or None."""
         image = connection.images.get(engine)

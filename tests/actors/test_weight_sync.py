@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch
 from tests.actors.fleet import Engine, Modelless, Trainer, spawn
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
 from weightsync.errors import PeerLostError, StateError, WeightSyncError
+from weightsync.faults import Fault, FaultPlan
 from weightsync.states import EngineState
 
 WIDTH = 64
@@ -123,6 +127,25 @@ def test_the_order_of_calls_is_held(make: Make) -> None:
     sync.close()
     with pytest.raises(StateError, match="closed"):
         sync.update_weights(2)
+
+
+def test_closing_while_a_version_is_still_being_copied_warns_of_nothing(
+    make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = make()
+    end_holders = sync._members.close
+
+    def end_slowly() -> None:
+        end_holders()
+        time.sleep(1)
+
+    monkeypatch.setattr(sync._members, "close", end_slowly)
+    sync.connect()
+    sync.inject(FaultPlan((Fault(who="holder 0", action="slow", at="commit", seconds=5.0),)))
+    assert sync.update_weights(1).verified
+    sync.close()
+    gc.collect()
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_trainers_may_train_on_while_the_version_travels(make: Make) -> None:
