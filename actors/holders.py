@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from itertools import count
 from typing import Any
@@ -74,12 +75,15 @@ class Holders:
         spares = {f"spare {i}": each for i, each in enumerate(self._spares)}
         calls = {name: answer(name, spare.bound_to.remote()) for name, (_, spare) in spares.items()}
         bound = (await gather_named(calls, "start", self._config.timeout_s)).answers
+        free: defaultdict[tuple[str, str], list[tuple[str, ActorHandle[Spare]]]] = defaultdict(list)
+        for name, gpu in bound.items():
+            node, _ = spares[name]
+            free[node, gpu if self._transport == "nccl" else ""].append(spares[name])
         calls, taken = {}, {}
         for index, seat in enumerate(seats):
-            gpus = ("", seat.device) if self._transport == "nccl" else bound.values()
-            fits = [spares[name] for name, gpu in bound.items() if gpu in gpus]
-            here = next((each for each in fits if each[0] == seat.node and each in self._spares), None)
-            if here and seat.key not in self._on:
+            fits = free[seat.key] or free[seat.node, ""]
+            if fits and seat.key not in self._on:
+                here = fits.pop()
                 self._spares.remove(here)
                 name, spare = f"holder {index}", here[1]
                 calls[name] = answer(name, spare.sit.remote(name, seat, self._transport))

@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.seat import Seat
+from weightsync.process_stat import process_stat
 
 __all__ = ["end_pid", "end_process"]
 
@@ -64,12 +65,8 @@ def _kill(pids: Collection[int], deadline: float) -> None:
 
 def _is_there(pid: int) -> bool:
     """Whether any of its threads still runs, and so holds its files open."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return False
-    state, num_threads = fields[0], int(fields[17])
-    return state not in "XZ" or num_threads > 1
+    stat = process_stat(pid)
+    return stat.state not in "XZ" or stat.num_threads > 1
 
 
 def _command(pid: int) -> bytes:

@@ -6,19 +6,19 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from tests.actors.fleet import Counting, Engine, spawn
+from tests.actors.fleet import Counting, Engine, spawn, until
 from weightsync import SyncConfig, WeightSync
 from weightsync.errors import StateError, WeightSyncError
 from weightsync.faults import Fault, FaultPlan
+from weightsync.process_stat import process_stat
 from weightsync.report import SyncReport
 from weightsync.states import EngineState
 from weightsync.verify import warm_up
@@ -194,24 +194,13 @@ def answers(actor: Any) -> bool:
 
 def process_state(number: int) -> str:
     """As ps has it, ``T`` for stopped; nothing if there is no such process any more."""
-    try:
-        state = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
+    state = process_stat(number).state
     return "" if state in "XZ" else state
 
 
 def end(number: int) -> None:
     if process_state(number):
         os.kill(number, signal.SIGKILL)
-
-
-def until(true: Callable[[], bool], timeout_s: float) -> bool:
-    """Whether it came true in time."""
-    deadline = time.monotonic() + timeout_s
-    while not (now := true()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return now
 
 
 def healthy(fleet: Faulty) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,11 +105,17 @@ class HeldShard(CheckpointShard):
     """One that begins to read when there is a file ``go`` in its folder."""
 
     def read(self, after: Sequence[ObjectRef[Any]]) -> Reading:
-        go = Path(self._given[0][0]) / "go"
-        while not go.exists():
-            time.sleep(0.01)
+        assert until((Path(self._given[0][0]) / "go").exists, 60)
         return super().read(after)
 
 
 def spawn(cls: type, *args: object) -> Any:
     return ray.remote(cls).options(num_cpus=0, max_restarts=0).remote(*args)
+
+
+def until(true: Callable[[], bool], timeout_s: float) -> bool:
+    """Whether it came true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not (now := true()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return now

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from actors.engine import EngineActor
 from actors.trainer_shard import TrainerShard
-from tests.actors.faulty import Heard, process_state, until
-from tests.actors.fleet import spawn
+from tests.actors.faulty import Heard, process_state
+from tests.actors.fleet import spawn, until
 from tests.models import build_tiny_qwen3, greedy, redraw
 from weightsync import SyncConfig, WeightSync
 from weightsync.faults import Fault, FaultPlan

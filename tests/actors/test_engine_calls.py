@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 
 from actors.engine_calls import EngineCalls
 
 
 class Adapter:
     def __init__(self) -> None:
-        self.num_asked = 0
+        self.num_asked, self.both_have_asked = 0, threading.Event()
 
     def layout(self) -> list[object]:
         self.num_asked += 1
-        time.sleep(0.05)
+        assert self.both_have_asked.wait(10)
         return []
 
 
@@ -23,7 +23,10 @@ def test_an_engine_works_out_its_layout_once_though_two_ask_at_a_time() -> None:
     calls._engine = adapter = Adapter()  # type: ignore[assignment]
 
     async def ask() -> None:
-        assert await asyncio.gather(calls.sync_seats(), calls.sync_layout()) == [[], []]
+        both = asyncio.gather(calls.sync_seats(), calls.sync_layout())
+        await asyncio.sleep(0)  # each has gone as far as it goes
+        adapter.both_have_asked.set()
+        assert await both == [[], []]
         assert await calls.sync_seats() == []
 
     asyncio.run(ask())

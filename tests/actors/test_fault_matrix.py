@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.actors.faulty import Faulty, end, healthy, process_state, until
+from tests.actors.faulty import Faulty, end, healthy, process_state
+from tests.actors.fleet import until
 from weightsync.faults import Fault
 from weightsync.report import SyncReport
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from tests.actors.faulty import Faulty, end, healthy, until
-from tests.actors.fleet import Counts, counts
+from tests.actors.faulty import Faulty, end, healthy
+from tests.actors.fleet import Counts, counts, until
 
 NUM_KILLS = 50
 

@@ -13,7 +13,8 @@ import ray
 
 from actors.process import end_process
 from actors.seat import Seat
-from tests.actors.faulty import process_state, until
+from tests.actors.faulty import process_state
+from tests.actors.fleet import until
 
 
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])

@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import ray
 import torch
 
-from tests.actors.fleet import Engine, Modelless, Trainer, spawn
+from tests.actors.fleet import Engine, Modelless, Trainer, spawn, until
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
 from weightsync.errors import PeerLostError, StateError, WeightSyncError
 from weightsync.faults import Fault, FaultPlan
@@ -133,16 +132,17 @@ def test_closing_while_a_version_is_still_being_copied_warns_of_nothing(
     make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sync = make()
-    end_holders = sync._members.close
+    sync.connect()
+    sync.inject(FaultPlan((Fault(who="holder 0", action="slow", at="commit", seconds=60.0),)))
+    assert sync.update_weights(1).verified
+    copying, end_holders = sync._controller.keeping._copying, sync._members.close
+    assert copying is not None
 
     def end_slowly() -> None:
         end_holders()
-        time.sleep(1)
+        assert until(copying.done, 10)  # who copies still would notice that they ended
 
     monkeypatch.setattr(sync._members, "close", end_slowly)
-    sync.connect()
-    sync.inject(FaultPlan((Fault(who="holder 0", action="slow", at="commit", seconds=5.0),)))
-    assert sync.update_weights(1).verified
     sync.close()
     gc.collect()
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []

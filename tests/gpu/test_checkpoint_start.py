@@ -12,7 +12,7 @@ import torch
 from ray.util.placement_group import PlacementGroup
 
 from actors.weight_holder import Spare
-from tests.actors.faulty import until
+from tests.actors.fleet import until
 from tests.gpu.fleet import Engine, spawn
 from tests.gpu.qwen3_models import save_qwen3
 from weightsync import SyncConfig, WeightSync, cuda

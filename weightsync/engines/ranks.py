@@ -8,9 +8,9 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from weightsync.errors import RankLostError
+from weightsync.process_stat import process_stat
 
 __all__ = ["RankProcess", "RankWatch"]
 
@@ -43,12 +43,12 @@ class RankProcess:
     @classmethod
     def of(cls, rank: int, pid: int) -> RankProcess:
         """The process that has this `pid` now."""
-        return cls(rank, pid, _stat(pid)[1])
+        return cls(rank, pid, process_stat(pid).started)
 
     def state(self) -> str:
         """As ps has it, ``T`` for stopped; nothing if it has ended."""
-        state, started = _stat(self.pid)
-        return state if started == self.started and state not in "XZ" else ""
+        stat = process_stat(self.pid)
+        return stat.state if stat.started == self.started and stat.state not in "XZ" else ""
 
     def end(self) -> None:
         """Kill it, if it is still there."""
@@ -94,12 +94,3 @@ class RankWatch:
         if not state:
             return f"its process {rank.pid} ended"
         return f"its process {rank.pid} is stopped" if self._stopped[rank] * _LOOK_S >= _STOPPED_S else ""
-
-
-def _stat(pid: int) -> tuple[str, str]:
-    """State and start time, in clock ticks since the host's start; both empty if there is no such process."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "", ""
-    return fields[0], fields[19]
