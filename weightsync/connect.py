@@ -136,11 +136,12 @@ async def _open(
             for i, holder in enumerate(fleet.holders)
         }
         prepared = list((await gather_named(calls, "prepare", timeout_s)).require().values())
-        await _lend(fleet.named_holders(), config)
-    with clock.phase("attach"):  # and communicators open beside it: both wait for others, mostly
+    with clock.phase("attach"):  # and communicators open beside it: all wait for others, mostly
+        lending = asyncio.ensure_future(_lend(fleet.named_holders(), config))
         joining = asyncio.ensure_future(_join(fleet, prepared, config, clock))
         attaching = asyncio.ensure_future(_attach(fleet, plan, prepared, timeout_s))
-        await asyncio.gather(joining, attaching, return_exceptions=True)
+        await asyncio.gather(lending, joining, attaching, return_exceptions=True)
+        lending.result()
         joining.result().require()
         attached, served = attaching.result()
     with clock.phase("warm_up"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ from weightsync.plan import Box
 from weightsync.plan.copies import Copies, Copy, box_copies, tiles
 from weightsync.verify import COLUMNS, Digests, column_factors, row_factors
 
-__all__ = ["CopyTable", "DigestPart", "DigestTable", "digest_tiles"]
+__all__ = ["CopyTable", "DigestPart", "DigestTable", "digest_tiles", "load_digests"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -89,8 +89,7 @@ class DigestTable:
             num_blocks: thread blocks of a launch; by default two per multiprocessor.
         """
         self._tables = {word: _upload(table) for word, table in digest_tiles(parts).items()}
-        for word_nbytes in self._tables:
-            cuda.load(f"{_DIGEST}{word_nbytes}")
+        load_digests(self._tables)
         self._columns = _upload(column_factors().view(np.int64))
         self._rows = _upload(row_factors(_num_rows(parts)).view(np.int64))
         self._totals = _upload(np.zeros(num_tensors, np.int64))
@@ -114,6 +113,12 @@ class DigestTable:
         self._done.synchronize()
         totals: Digests = self._totals.cpu().numpy().view(np.uint64)
         return totals
+
+
+def load_digests(itemsizes: Iterable[int]) -> None:
+    """Loads what digests elements of these many bytes on the current device."""
+    for word_nbytes in sorted({min(itemsize, 4) for itemsize in itemsizes}):
+        cuda.load(f"{_DIGEST}{word_nbytes}")
 
 
 def digest_tiles(parts: Sequence[DigestPart]) -> Mapping[int, Int64]:

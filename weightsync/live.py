@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,6 +19,9 @@ from weightsync.modules import segment_view
 from weightsync.plan import Plan, RankLayout, Segment
 from weightsync.rows import bucket_rows, by_tensor
 from weightsync.verify import Digests, tensor_digest
+
+if TYPE_CHECKING:
+    from weightsync.kernels import CopyTable
 
 __all__ = ["LiveWriter"]
 
@@ -52,6 +57,8 @@ class LiveWriter:
         self._device = _DeviceTables(plan, self._segments, self._address, slots) if on_device else None
         if self._device and readable:
             self._device.digests()  # its first use compiles
+        elif self._device:
+            self._device.copies()
 
     def begin(self, live: Mapping[str, torch.Tensor]) -> None:
         """Before each load, with the buffers as the engine has them now.
@@ -72,6 +79,7 @@ class LiveWriter:
             return Export(self._layout, handles)
         except TransportError as error:
             logger.warning("buckets are copied by the engine: %s", error)
+            self._device.copies()
             return None
 
     def written(self) -> None:
@@ -124,11 +132,12 @@ class _DeviceTables:
         address: Mapping[str, int],
         slots: Sequence[torch.Tensor],
     ) -> None:
-        from weightsync.kernels import CopyTable, DigestPart, DigestTable
+        from weightsync.kernels import DigestPart, DigestTable
 
         self._stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         starts = [slot.data_ptr() for slot in slots]
-        self._copies = CopyTable(*bucket_rows(plan, segments, address, starts, into=True))
+        self._rows = partial(bucket_rows, plan, segments, address, starts, into=True)
+        self._copies: CopyTable | None = None
         parts = [
             DigestPart(
                 tensor=tensor,
@@ -143,8 +152,15 @@ class _DeviceTables:
         ]
         self._table = DigestTable(parts, len(plan.tensors))
 
+    def copies(self) -> CopyTable:
+        """Made on first use: where the holder writes there is none."""
+        from weightsync.kernels import CopyTable
+
+        self._copies = self._copies or CopyTable(*self._rows())
+        return self._copies
+
     def copy(self, bucket: int) -> None:
-        self._copies.launch(bucket, self._stream)
+        self.copies().launch(bucket, self._stream)
         self._stream.synchronize()
 
     def digests(self) -> Digests:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import pickle
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -14,7 +16,7 @@ from weightsync.engines.loader_segments import UnprovableError
 from weightsync.engines.loader_trace import trace
 from weightsync.engines.ranks import RankProcess
 from weightsync.engines.whole_sink import Loader, WholeSink, synchronize
-from weightsync.errors import DeadlineError, EngineError, StateError, WeightSyncError
+from weightsync.errors import DeadlineError, EngineError, StateError, TransportError, WeightSyncError
 from weightsync.faults import Fault, arm
 from weightsync.feed import EngineFeed
 from weightsync.live import LiveWriter
@@ -89,6 +91,8 @@ class Rank:
         """
         if self._layout is None:
             self._layout = self._find_layout()
+            if self._layout.buffers and self._device.type == "cuda":
+                threading.Thread(target=self._load_kernels, args=(self._layout,), daemon=True).start()
         return self._layout
 
     def reload(self) -> RankLayout:
@@ -149,6 +153,13 @@ class Rank:
         """What the model has now under the names of the live buffers."""
         model = self._host.model()
         return {**dict(model.named_buffers()), **dict(model.named_parameters())}
+
+    def _load_kernels(self, layout: RankLayout) -> None:
+        """While the plan is made: `attach` would wait for CuPy's import and its compiler."""
+        from weightsync.kernels import load_digests
+
+        with suppress(TransportError), torch.cuda.device(self._device):  # `attach` says what is missing
+            load_digests(meta.itemsize for meta in layout.tensors)
 
     def _find_layout(self) -> RankLayout:
         metas, tied = self._host.checkpoint()
