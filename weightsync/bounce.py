@@ -53,7 +53,7 @@ class Bounce:
         """`nbytes`: the most that a part has."""
         self._nbytes = nbytes
         self._threads = ThreadPoolExecutor(num_threads(_NUM_THREADS), "bounce")
-        self._free = self._places()
+        self._free, self._lost = self._places(), False
 
     def send(self, parts: Sequence[Sent], slot: torch.Tensor, timeout_s: float) -> None:
         """Begin to copy `parts` to `slot` on the current stream. What had the slot before has arrived.
@@ -61,6 +61,8 @@ class Bounce:
         Raises `concurrent.futures.TimeoutError` when the device has not taken earlier parts in time.
         """
         deadline = time.monotonic() + timeout_s
+        if self._lost:
+            self._free, self._lost = self._places(), False
         taken: deque[tuple[Sent, _Place, Future[None]]] = deque()
 
         def pass_on() -> None:
@@ -82,7 +84,7 @@ class Bounce:
             while taken:
                 pass_on()
         except BaseException:
-            self._free = self._places()  # threads may still write to the others
+            self._lost = True  # threads may still write to those that are taken
             raise
 
     def close(self) -> None:

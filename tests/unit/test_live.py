@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weightsync import kernels, live
 from weightsync.errors import PlanError, StateError, TransportError
 from weightsync.feed import PieceView
 from weightsync.fold import Fold
@@ -172,3 +175,37 @@ def test_memory_that_moved_is_not_written() -> None:
     live["norm"].data = live["norm"].clone()  # the same tensor, with other memory
     with pytest.raises(StateError, match="norm is in other memory"):
         writer.begin(live)
+
+
+@pytest.mark.parametrize(
+    ("asleep", "refuses", "made_to_connect"), [(False, False, 0), (False, True, 1), (True, False, 1)]
+)
+def test_copies_are_laid_out_to_connect_where_no_holder_is_to_write(
+    monkeypatch: pytest.MonkeyPatch, asleep: bool, refuses: bool, made_to_connect: int
+) -> None:
+    def export(_: object) -> str:
+        if refuses:
+            raise TransportError("it is in no memory that can be shared")
+        return "handle"
+
+    made: list[Callable[[int, object], None]] = []
+    copied: list[int] = []
+
+    def tables(*_: object) -> SimpleNamespace:
+        made.append(lambda bucket, _: copied.append(bucket))
+        return SimpleNamespace(launch=made[-1])
+
+    digests = SimpleNamespace(launch=lambda _: None, result=lambda: None)
+    monkeypatch.setattr(kernels, "CopyTable", tables)
+    monkeypatch.setattr(kernels, "DigestTable", lambda *_: digests)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(live, "export_tensor", export)
+    plan, (layout,) = build(1, 1, 1)
+    memory = SimpleNamespace(is_cuda=True, data_ptr=lambda: 64, numel=lambda: 1)
+    writer = LiveWriter(plan, layout, {b.name: memory for b in layout.buffers}, [memory], readable=not asleep)
+    assert asleep or (writer.export() is None) is refuses
+    assert len(made) == made_to_connect
+    for bucket in range(plan.num_buckets):
+        writer.take(bucket, [])
+    assert copied == [*range(plan.num_buckets)]
+    assert len(made) == 1
