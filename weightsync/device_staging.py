@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import TimeoutError as Late
 from contextlib import contextmanager
 
 import torch
@@ -142,11 +141,7 @@ class DeviceStaging:
             for target, source in self._casts.get(bucket, ()):
                 target.copy_(source)
         elif isinstance(self._arena, MappedArena):
-            try:
-                self._arena.fill(bucket, self._slot(bucket), timeout_s)
-            except Late:
-                who = f"the device of holder {self._index}"
-                raise DeadlineError(f"filling of bucket {bucket}", (who,), timeout_s) from None
+            self._arena.fill(bucket, self._slot(bucket))
         elif self._arena is not None:
             for step in self._plan.bucket_steps(bucket):
                 if step.root == self._index:

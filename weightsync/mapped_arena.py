@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, groupby
+from operator import attrgetter
 
 import torch
 
@@ -78,21 +79,20 @@ class MappedArena:
                     self._mapped[each] = mapped = self._map(export)
                     threads.map(map_pages, [part.held for part in chain(*mapped.parts.values())])
             if to_device and self._bounce is None:
-                self._bounce = Bounce(_PART_NBYTES)
+                self._bounce = Bounce(self._plan.slots, self._longest())
         if name and name not in self._mapped:
             raise StateError(f"checkpoint {name} is not mapped here")
         if name or self._published not in self._mapped:
             self._published = name or next(iter(self._mapped), "")
 
-    def fill(self, bucket: int, slot: torch.Tensor, timeout_s: float) -> None:
+    def fill(self, bucket: int, slot: torch.Tensor) -> None:
         """Copy this rank's pieces of `bucket` to where they lie in `slot`, uint8[n].
 
-        To a device they are on their way when this returns, see `Bounce.send`. What had the slot before has
-        to have arrived.
+        To a device they are on their way when this returns. What had the slot before has to have arrived.
         """
         parts = self._parts().get(bucket, ())
         if parts and self._bounce:
-            self._bounce.send(parts, slot, timeout_s)
+            self._bounce.send(bucket, parts, slot)
             return
         for part in parts:
             part.copy(slot[part.offset : part.offset + part.nbytes])
@@ -108,6 +108,15 @@ class MappedArena:
             self._bounce = None
         for name in [*self._mapped]:
             self._let_go(name)
+
+    def _longest(self) -> int:
+        """The most bytes from the first to the last of this rank's in a bucket."""
+        buckets = (list(its) for _, its in groupby(self._pieces, attrgetter("bucket")))
+        spans = (
+            max(piece.offset + piece.nbytes for piece in its) - min(piece.offset for piece in its)
+            for its in buckets
+        )
+        return max(spans, default=0)
 
     def _parts(self) -> Mapping[int, Sequence[_Part]]:
         if not self._published:

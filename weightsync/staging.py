@@ -129,7 +129,7 @@ class HostStaging:
 
     def fill(self, bucket: int, timeout_s: float) -> Sequence[Pending]:
         if isinstance(self._arena, MappedArena):
-            self._arena.fill(bucket, self._slots[bucket % len(self._slots)].tensor, timeout_s)
+            self._arena.fill(bucket, self._slots[bucket % len(self._slots)].tensor)
         return ()
 
     def targets(self) -> Sequence[SharedBuffer]:

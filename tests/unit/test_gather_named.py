@@ -16,25 +16,24 @@ from weightsync.errors import PeerLostError
 def test_who_is_no_longer_waited_for_is_cancelled_and_leaves_no_error_behind() -> None:
     ended: list[str] = []
     unasked: list[Mapping[str, Any]] = []
+    started = asyncio.Event()
 
-    async def lost() -> None:
-        await asyncio.sleep(0)
-        raise PeerLostError("holder 0", "it was killed")
-
-    async def waits() -> None:
+    async def is_lost() -> None:
         try:
+            started.set()
             await asyncio.sleep(60)
         finally:
-            ended.append("holder 1")
+            ended.append("holder 0")
+            raise PeerLostError("holder 0", "it was killed")
 
     async def run() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: unasked.append(context))
-        waiting = asyncio.create_task(gather_named({"holder 0": lost(), "holder 1": waits()}, "keep", 60))
-        await asyncio.sleep(0.05)
+        waiting = asyncio.create_task(gather_named({"holder 0": is_lost()}, "keep", 60))
+        await asyncio.wait_for(started.wait(), 10)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        assert ended == ["holder 1"]
+        assert ended == ["holder 0"]
         del waiting
         gc.collect()
 

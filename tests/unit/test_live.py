@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync import kernels, live
 from weightsync.errors import PlanError, StateError, TransportError
 from weightsync.feed import PieceView
 from weightsync.fold import Fold
@@ -188,18 +186,18 @@ def test_copies_are_laid_out_to_connect_where_no_holder_is_to_write(
             raise TransportError("it is in no memory that can be shared")
         return "handle"
 
-    made: list[Callable[[int, object], None]] = []
+    made: list[SimpleNamespace] = []
     copied: list[int] = []
 
-    def tables(*_: object) -> SimpleNamespace:
-        made.append(lambda bucket, _: copied.append(bucket))
-        return SimpleNamespace(launch=made[-1])
+    def copy_table(*_: object) -> SimpleNamespace:
+        made.append(SimpleNamespace(launch=lambda bucket, _: copied.append(bucket)))
+        return made[-1]
 
     digests = SimpleNamespace(launch=lambda _: None, result=lambda: None)
-    monkeypatch.setattr(kernels, "CopyTable", tables)
-    monkeypatch.setattr(kernels, "DigestTable", lambda *_: digests)
+    monkeypatch.setattr("weightsync.kernels.CopyTable", copy_table)
+    monkeypatch.setattr("weightsync.kernels.DigestTable", lambda *_: digests)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(synchronize=lambda: None))
-    monkeypatch.setattr(live, "export_tensor", export)
+    monkeypatch.setattr("weightsync.live.export_tensor", export)
     plan, (layout,) = build(1, 1, 1)
     memory = SimpleNamespace(is_cuda=True, data_ptr=lambda: 64, numel=lambda: 1)
     writer = LiveWriter(plan, layout, {b.name: memory for b in layout.buffers}, [memory], readable=not asleep)

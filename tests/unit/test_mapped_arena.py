@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as Late
 from pathlib import Path
-from threading import Event
 
 import pytest
 import torch
@@ -70,7 +67,7 @@ def test_every_rank_fills_its_pieces_of_every_bucket_in_the_dtype_that_is_sent(
     for rank, arena in enumerate(arenas):
         arena.source("it", {"it": source.export(rank, NUM_RANKS)}, to_device)
         for bucket, slot in slots.items():
-            arena.fill(bucket, slot, 30)
+            arena.fill(bucket, slot)
     saved = [torch.zeros(arena.nbytes, dtype=torch.uint8) for arena in arenas]
     for arena, to in zip(arenas, saved, strict=True):
         arena.save(to)
@@ -105,7 +102,7 @@ def pageable() -> Iterator[None]:
 @pytest.mark.usefixtures("pageable")
 @given(sizes=st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=9), min_size=1, max_size=5))
 def test_what_bounces_arrives_where_it_belongs(sizes: list[list[int]]) -> None:
-    bounce = Bounce(300)
+    bounce = Bounce(2, max(sum(nbytes) + sum(range(len(nbytes))) for nbytes in sizes))
     for bucket, nbytes in enumerate(sizes):
         slot, wanted = torch.zeros(2, 3000, dtype=torch.uint8)
         parts, end = [], bucket  # where this rank's begin
@@ -113,39 +110,6 @@ def test_what_bounces_arrives_where_it_belongs(sizes: list[list[int]]) -> None:
             parts.append(Part(end, torch.full((each,), number, dtype=torch.uint8)))
             wanted[end : end + each] = number
             end += each + number  # what lies between is another rank's
-        bounce.send(parts, slot, 30)
+        bounce.send(bucket, parts, slot)
         assert torch.equal(slot, wanted)
-    bounce.close()
-
-
-class Held(Part):
-    """Its copy waits to be let go."""
-
-    def __init__(self, offset: int, data: torch.Tensor) -> None:
-        super().__init__(offset, data)
-        self.go, self.copied = Event(), Event()
-
-    def copy(self, target: torch.Tensor) -> None:
-        self.go.wait(30)
-        super().copy(target)
-        self.copied.set()
-
-
-@pytest.mark.usefixtures("pageable")
-def test_what_came_too_late_does_not_get_into_what_is_sent_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsync.bounce.num_threads", lambda _: 4)
-    bounce, slot, late = Bounce(8), torch.zeros(800, dtype=torch.uint8), Held(0, torch.full((8,), 9))
-    with pytest.raises(Late):
-        bounce.send([late], slot, 0.05)
-    parts = [Held(8 * at, torch.full((8,), at + 1, dtype=torch.uint8)) for at in range(100)]
-    for part in parts[1:]:
-        part.go.set()
-    with ThreadPoolExecutor(1) as thread:
-        sending = thread.submit(bounce.send, parts, slot, 30)
-        assert parts[7].copied.wait(30)  # there are eight places
-        late.go.set()
-        assert late.copied.wait(30)
-        parts[0].go.set()
-        sending.result(30)
-    assert slot.tolist() == [at + 1 for at in range(100) for _ in range(8)]
     bounce.close()
