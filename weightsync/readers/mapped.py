@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
@@ -61,9 +62,10 @@ class MappedReader:
     def read(self, reads: Sequence[Read], timeout_s: float) -> dict[str, int]:
         """As `Reader.read`."""
         with self._ending.reading(), ThreadPoolExecutor(self._num_threads) as threads:
-            copies = {threads.submit(self._copy, piece): piece.peer for piece in _cut(reads)}
+            deadline = time.monotonic() + timeout_s
+            copies = {threads.submit(self._copy, piece, deadline): piece.peer for piece in _cut(reads)}
             try:
-                _finish(copies, timeout_s)
+                _finish(copies, deadline, timeout_s)
             finally:
                 threads.shutdown(cancel_futures=True)
         return {peer: sum(read.nbytes for read in its) for peer, its in by_peer(reads).items()}
@@ -72,10 +74,14 @@ class MappedReader:
         """As `Reader.close`."""
         self._ending.end()
 
-    def _copy(self, piece: Read) -> None:
+    def _copy(self, piece: Read, deadline: float) -> bool:
+        """Whether it began in time; if not, nothing is copied."""
         self._ending.check()
+        if time.monotonic() > deadline:
+            return False
         target = self._targets[piece.target][piece.offset : piece.offset + piece.nbytes]
         np.copyto(target, self._sources[piece.peer][piece.source : piece.source + piece.nbytes])
+        return True
 
     def _release(self) -> None:
         self._targets.clear()
@@ -87,11 +93,9 @@ def _cut(reads: Sequence[Read]) -> Iterator[Read]:
         yield from pieces(its, PIECE_NBYTES)
 
 
-def _finish(copies: Mapping[Future[None], str], timeout_s: float) -> None:
-    done, late = wait(copies, timeout_s, FIRST_EXCEPTION)
-    for copy in done:
-        copy.result()
-    if late:
+def _finish(copies: Mapping[Future[bool], str], deadline: float, timeout_s: float) -> None:
+    done, pending = wait(copies, max(0.0, deadline - time.monotonic()), FIRST_EXCEPTION)
+    if late := [*pending, *(copy for copy in done if not copy.result())]:
         raise DeadlineError("refill", sorted({copies[copy] for copy in late}), timeout_s)
 
 
