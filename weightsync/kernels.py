@@ -18,7 +18,7 @@ from weightsync import cuda
 from weightsync.errors import PlanError
 from weightsync.plan import Box
 from weightsync.plan.copies import Copies, Copy, box_copies, tiles
-from weightsync.verify import COLUMNS, Digests, column_factors, row_factors
+from weightsync.verify import COLUMNS, Digests, column_factors, row_factors, word_nbytes
 
 __all__ = ["CopyTable", "DigestPart", "DigestTable", "digest_tiles", "load_digests"]
 
@@ -101,11 +101,11 @@ class DigestTable:
         with torch.cuda.stream(stream):
             self._totals.zero_()
         factors = (self._columns, self._rows, self._totals)
-        for word_nbytes, table in self._tables.items():
+        for word, table in self._tables.items():
             args = (np.uint64(table.data_ptr()), np.int64(len(table)))
             pointers = (np.uint64(each.data_ptr()) for each in factors)
             num_blocks = min(self._num_blocks, len(table))
-            cuda.launch(f"{_DIGEST}{word_nbytes}", stream, num_blocks, NUM_THREADS, (*args, *pointers))
+            cuda.launch(f"{_DIGEST}{word}", stream, num_blocks, NUM_THREADS, (*args, *pointers))
         self._done.record(stream)
 
     def result(self) -> Digests:
@@ -117,8 +117,8 @@ class DigestTable:
 
 def load_digests(itemsizes: Iterable[int]) -> None:
     """Loads what digests elements of these many bytes on the current device."""
-    for word_nbytes in sorted({min(itemsize, 4) for itemsize in itemsizes}):
-        cuda.load(f"{_DIGEST}{word_nbytes}")
+    for word in sorted({word_nbytes(itemsize) for itemsize in itemsizes}):
+        cuda.load(f"{_DIGEST}{word}")
 
 
 def digest_tiles(parts: Sequence[DigestPart]) -> Mapping[int, Int64]:
@@ -135,10 +135,9 @@ def digest_tiles(parts: Sequence[DigestPart]) -> Mapping[int, Int64]:
     for part in parts:
         if math.prod(part.shape) * part.itemsize > _MAX_TENSOR_NBYTES:
             raise PlanError(f"tensor {part.tensor}", f"shape {part.shape} is more than 64 GiB: no digest")
-        word_nbytes = min(part.itemsize, 4)
-        runs = _runs(part)
-        copies[word_nbytes] += runs
-        tensors[word_nbytes] += [part.tensor] * len(runs)
+        word, runs = word_nbytes(part.itemsize), _runs(part)
+        copies[word] += runs
+        tensors[word] += [part.tensor] * len(runs)
     return {word: _digest_table(copies[word], tensors[word]) for word in sorted(copies) if copies[word]}
 
 
@@ -157,7 +156,7 @@ def _digest_table(copies: Sequence[Copy], tensors: Sequence[int]) -> Int64:
 
 def _num_rows(parts: Sequence[DigestPart]) -> int:
     """Rows of 4096 words in the longest tensor."""
-    words = (math.prod(part.shape) * part.itemsize // min(part.itemsize, 4) for part in parts)
+    words = (math.prod(part.shape) * part.itemsize // word_nbytes(part.itemsize) for part in parts)
     return -(-max(words, default=0) // COLUMNS)
 
 

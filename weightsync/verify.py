@@ -34,6 +34,7 @@ __all__ = [
     "row_factors",
     "tensor_digest",
     "warm_up",
+    "word_nbytes",
 ]
 
 Digests = npt.NDArray[np.uint64]
@@ -64,7 +65,7 @@ def tensor_digest(data: torch.Tensor, shape: Sequence[int], box: Box | None = No
         return _device_digest(data, tuple(shape), box)
     itemsize = data.element_size()
     flat = data.detach().cpu().contiguous().reshape(-1)
-    words: _Words = host_bytes(flat).view(_WORD_TYPES[min(itemsize, 4)])
+    words: _Words = host_bytes(flat).view(_WORD_TYPES[word_nbytes(itemsize)])
     starts, run = _runs(tuple(shape), box)
     per_element = max(1, itemsize // 4)
     return int(_kernel()(words, starts * per_element, run * per_element, column_factors()))
@@ -83,6 +84,11 @@ def host_bytes(data: torch.Tensor) -> npt.NDArray[np.uint8]:
     """
     memory = (ctypes.c_uint8 * data.nbytes).from_address(data.data_ptr())
     return np.frombuffer(memoryview(memory), np.uint8)
+
+
+def word_nbytes(itemsize: int) -> int:
+    """Bytes of the words as which elements of `itemsize` bytes are digested."""
+    return min(itemsize, 4)
 
 
 def warm_up() -> None:

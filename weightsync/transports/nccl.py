@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
-import platform
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as Late
@@ -45,7 +43,6 @@ class NcclTransport:
     """Whether equal parts, one from each rank, into one stretch of memory travel as one all-gather."""
 
     def __init__(self) -> None:
-        _set_environment()
         self._store: Store | None = None
         self._nccl: Any = None  # the module cupy.cuda.nccl; CuPy has no types
         self._comm: Any = None  # its NcclCommunicator
@@ -186,14 +183,6 @@ class _NcclPending:
             return bool(self._event.query())  # type: ignore[no-untyped-call]
         except RuntimeError:
             return False
-
-
-def _set_environment() -> None:
-    """Before NCCL reads it; what the user has set stays."""
-    # To use paths once took four GPUs 0.32 s with buffers of cuMem, and takes 0.03 with those of CUDA IPC.
-    # Only NVLink between hosts needs cuMem, and those that have it are Arm machines.
-    if platform.machine() == "x86_64":
-        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
 
 
 @functools.cache
