@@ -72,7 +72,7 @@ def idle(sync: WeightSync, lose: Callable[[str], None]) -> None:
     published = update(sync, trainer, 1)
 
     lose("east")  # an engine, with its holder
-    healed(sync, 1)
+    respawned(sync, "far", 0)
     assert sync.heals[-1].version == 1
     assert set(sync.heals[-1].ways.values()) == {"zeromq"}
     check(sync, published)
@@ -80,7 +80,7 @@ def idle(sync: WeightSync, lose: Callable[[str], None]) -> None:
 
     lose("west")  # the trainer, with its holder: what is left of version 2 is the mirror
     ray.kill(sync._members.engines["near"])
-    healed(sync, 2)
+    respawned(sync, "near", 1)
     assert sync.heals[-1].version == 2
     assert [*sync.heals[-1].bytes_from] == ["holder 1"]
     check(sync, published)
@@ -142,7 +142,7 @@ def phases(sync: WeightSync, gain: Callable[[str], None], lose: Callable[[str], 
         published: Weights = ray.get(trainer.weights.remote())
         with contextlib.suppress(WeightSyncError):  # it went on without the lost one, or did not commit
             sync.update_weights(version)
-        healed(sync, num_heals + (2 if phase == "refill" else 1))
+        respawned(sync, "far", num_heals)  # it may have been refilled before it was lost
         setattr(owner, method, work)
         for handle in sync.serving().values():
             exact(handle, published if sync.version == version else before)
@@ -178,9 +178,10 @@ def update(sync: WeightSync, trainer: Any, version: int) -> Weights:
     return published
 
 
-def healed(sync: WeightSync, num_heals: int) -> None:
+def respawned(sync: WeightSync, engine: str, since: int) -> None:
+    """A new process of `engine` is what one of the heals after the first `since` brought back."""
     deadline = time.monotonic() + 60
-    while len(sync.heals) < num_heals:
+    while not any(heal.engine == engine and heal.respawned_at for heal in sync.heals[since:]):
         assert time.monotonic() < deadline, sync.engine_states()
         time.sleep(0.05)
     sync.settle(30)
