@@ -25,7 +25,7 @@ from weightsync.faults import FaultPlan
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("weightsync", "actors", "recipes")
-MAX_LINES = 350
+MAX_LINES = 500
 
 PURE = (
     "weightsync.plan",
