@@ -318,6 +318,22 @@ def test_sides_that_do_not_fit_are_refused_by_the_tensors_name(change: str) -> N
     drive(work)
 
 
+def test_a_float8_is_never_a_cast_but_travels_as_it_is() -> None:
+    async def work(loop: Loop) -> None:
+        for engine in loop.engines.values():
+            engine.tensors["1.weight"] = torch.zeros(5, 30, dtype=torch.float8_e4m3fn)
+        with pytest.raises(PlanError, match=r"1\.weight: dtype float32 .*, float8_e4m3fn .* scale"):
+            await loop.controller.connect()
+        layer = loop.model[1]
+        layer.weight = nn.Parameter(layer.weight.to(torch.float8_e4m3fn), requires_grad=False)
+        await loop.controller.connect()
+        assert (await loop.controller.update(1)).engines == {"e0": 1, "e1": 1}
+        held = loop.engines["e1"].tensors["1.weight"]
+        assert torch.equal(held.view(torch.uint8), layer.weight.view(torch.uint8))
+
+    drive(work)
+
+
 def test_engines_that_hold_another_float_get_the_cast_value() -> None:
     async def work(loop: Loop) -> None:
         for engine in loop.engines.values():

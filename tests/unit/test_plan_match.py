@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from weightsync.errors import ConfigError, PlanError
-from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
+from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, castless, make_plan
 
 A, B, C = (TensorMeta(name, "bfloat16", (4, 2)) for name in "abc")
 
@@ -87,6 +87,30 @@ def test_floating_dtypes_are_cast_by_the_source() -> None:
 def test_other_dtypes_must_agree(ours: str, theirs: str) -> None:
     with pytest.raises(PlanError, match=f"a: dtype {ours} at the source, {theirs} at the engine"):
         plan(whole(TensorMeta("a", ours, (4, 2))), whole(TensorMeta("a", theirs, (4, 2))))
+
+
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+
+
+@pytest.mark.parametrize("float8", FLOAT8)
+@pytest.mark.parametrize("other", ["bfloat16", "float16", "float32", "float64"])
+def test_a_float8_is_never_cast_since_its_values_need_a_scale(float8: str, other: str) -> None:
+    for ours, theirs in ((other, float8), (float8, other)):
+        args = whole(TensorMeta("a", ours, (4, 2))), whole(TensorMeta("a", theirs, (4, 2)))
+        told = f"a: dtype {ours} at the source, {theirs} at the engine; a float8 is not cast.* scale"
+        with pytest.raises(PlanError, match=told):
+            plan(*args)
+        with pytest.raises(PlanError, match=told):
+            castless(args[0], "e0", args[1])
+
+
+@pytest.mark.parametrize("float8", FLOAT8)
+def test_the_same_float8_on_both_sides_travels_as_it_is(float8: str) -> None:
+    meta = TensorMeta("a", float8, (4, 2))
+    assert plan(whole(meta), whole(meta)).tensors == (meta,)
+    assert castless(whole(meta), "e0", whole(meta)) == (frozenset("a"), {})
+    with pytest.raises(PlanError, match="a float8 is not cast"):
+        plan(whole(meta), whole(TensorMeta("a", FLOAT8[float8 == FLOAT8[0]], (4, 2))))
 
 
 def test_missing_and_extra_tensors_name_the_nearest() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from weightsync.errors import PlanError
 from weightsync.plan.buffers import Int64
 from weightsync.plan.layout import Layout
-from weightsync.plan.tensors import FLOATING, TensorMeta, suggest
+from weightsync.plan.tensors import CASTABLE, TensorMeta, suggest
 
 __all__ = ["Match", "match"]
 
@@ -77,12 +77,20 @@ def _check_pair(ours: TensorMeta, theirs: TensorMeta) -> None:
             f"shape {ours.shape} at the source, {theirs.shape} at the engine; "
             "both must declare the global shape of the checkpoint",
         )
-    if ours.dtype != theirs.dtype and not {ours.dtype, theirs.dtype} <= FLOATING:
+    if ours.dtype != theirs.dtype and not {ours.dtype, theirs.dtype} <= CASTABLE:
         raise PlanError(
             theirs.name,
-            f"dtype {ours.dtype} at the source, {theirs.dtype} at the engine; "
-            "only floating dtypes are cast, so declare the same on both sides",
+            f"dtype {ours.dtype} at the source, {theirs.dtype} at the engine; {_remedy(ours, theirs)}",
         )
+
+
+def _remedy(ours: TensorMeta, theirs: TensorMeta) -> str:
+    if ours.dtype.startswith("float8") or theirs.dtype.startswith("float8"):
+        return (
+            "a float8 is not cast, since its values need a scale: serve the engine in the source's dtype, "
+            "or have the source hold float8 values and their scales, as the engine names them"
+        )
+    return f"only {', '.join(sorted(CASTABLE))} are cast to one another: declare the same on both sides"
 
 
 def _check_ties(source: Layout, index: dict[str, int], engines: Sequence[tuple[str, Layout]]) -> None:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from weightsync.errors import PlanError, nearest
 
-__all__ = ["FLOATING", "ITEMSIZE", "TensorMeta", "suggest"]
+__all__ = ["CASTABLE", "ITEMSIZE", "TensorMeta", "suggest"]
 
 ITEMSIZE = MappingProxyType(
     {
@@ -32,7 +32,8 @@ ITEMSIZE = MappingProxyType(
 )
 """Bytes per element, by torch's name without its prefix."""
 
-FLOATING = frozenset(name for name in ITEMSIZE if "float" in name)
+CASTABLE = frozenset({"bfloat16", "float16", "float32", "float64"})
+"""Dtypes that are cast to one another. A float8 is not: its values need a scale, which no cast makes."""
 
 
 @dataclass(frozen=True, slots=True)
