@@ -53,7 +53,7 @@ class Buffers:
         """`padding` is (rank, buffer, byte offset, nbytes); `names` numbers the buffers' names.
 
         Raises:
-            PlanError: a rank declares a buffer twice, or padding of a buffer that it does not declare.
+            PlanError: a rank declares a buffer twice, or padding outside of those that it declares.
         """
         key = np.array([rank * len(names) + names[meta.name] for rank, meta in metas], np.int64)
         order: Int64 = np.argsort(key, kind="stable")
@@ -69,6 +69,11 @@ class Buffers:
                     name, f"rank {rank} pads it, but does not declare it as a live parameter; {hint}"
                 )
         rows = [(numbers[rank, name], start, size) for rank, name, start, size in padding if size]
+        for number, start, size in rows:
+            meta = metas[number][1]
+            if not 0 <= start < start + size <= meta.nbytes:
+                problem = f"bytes {start} to {start + size} are to stay as they are, and lie outside"
+                raise PlanError(meta.name, f"rank {metas[number][0]}: {problem} its {meta.nbytes} bytes")
         pads = np.array(rows, np.int64).reshape(-1, 3)
         return cls(
             metas=metas,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,9 +11,11 @@ from weightsync.errors import PlanError
 from weightsync.plan.box import Box
 from weightsync.plan.buffers import DTYPES, Buffers, Int32, Int64
 from weightsync.plan.segment import RankLayout, Segment
-from weightsync.plan.tensors import TensorMeta, suggest
+from weightsync.plan.tensors import MOST_NBYTES, TensorMeta, suggest
 
 __all__ = ["Layout"]
+
+_FAR = f"reaches beyond {MOST_NBYTES} bytes (4 PiB); offsets and strides count bytes, boxes count elements"
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -56,7 +58,7 @@ class Layout:
         """Joins what the ranks of one side declare.
 
         Raises:
-            PlanError: the ranks disagree on a tensor, or a segment does not fit its tensor.
+            PlanError: the ranks disagree on a tensor, or a segment does not fit its tensor or in memory.
         """
         tied = _join_tied(ranks)
         metas = _join_tensors(ranks, dict(tied))
@@ -64,6 +66,20 @@ class Layout:
         segments = [segment for layout in ranks for segment in layout.segments]
         for segment in segments:
             _check_segment(segment, metas, dict(tied) if segment.tensor not in metas else {})
+        try:
+            return cls._join(ranks, metas, index, tied, segments)
+        except OverflowError:  # NumPy's, for a number that int64 does not hold
+            raise _too_large(segments) from None
+
+    @classmethod
+    def _join(
+        cls,
+        ranks: Sequence[RankLayout],
+        metas: Mapping[str, TensorMeta],
+        index: Mapping[str, int],
+        tied: tuple[tuple[str, str], ...],
+        segments: Sequence[Segment],
+    ) -> Layout:
         buffers: dict[str, int] = {}
         columns = _Padded(max([1, *(len(meta.shape) for meta in metas.values())]))
         counts = [len(layout.segments) for layout in ranks]
@@ -108,7 +124,8 @@ class Layout:
         `padding` is (rank, buffer, byte offset, nbytes).
 
         Raises:
-            PlanError: a box reaches out of its tensor, or the buffers contradict each other.
+            PlanError: a box reaches out of its tensor or its buffer beyond 4 PiB, or the buffers
+                contradict each other.
         """
         shape = _Padded(offset.shape[1]).stack((meta.shape for meta in tensors), 1)
         itemsize = np.array([meta.itemsize for meta in tensors], np.int64)
@@ -116,6 +133,9 @@ class Layout:
         if strides is None:
             inner = np.cumprod(np.maximum(extent, 1)[:, :0:-1], axis=1)[:, ::-1]
             strides = np.hstack([inner, np.ones((len(tensor), 1), np.int64)]) * itemsize[tensor, None]
+        if byte_offset is None:
+            byte_offset = np.zeros(len(tensor), np.int64)
+        _check_reach(tensors, tensor, extent, byte_offset, strides)
         by_rank = np.argsort(rank, kind="stable")
         names = tuple(meta.name for meta in tensors)
         buffer_names = names if buffer_names is None else buffer_names
@@ -132,7 +152,7 @@ class Layout:
             extent=extent[by_rank],
             buffer_names=tuple(known),
             buffer=(tensor if buffer is None else buffer).astype(np.int32)[by_rank],
-            byte_offset=(np.zeros(len(tensor), np.int64) if byte_offset is None else byte_offset)[by_rank],
+            byte_offset=byte_offset[by_rank],
             strides=strides[by_rank],
             names=names,
             shape=shape,
@@ -236,7 +256,8 @@ def _check_segment(segment: Segment, metas: dict[str, TensorMeta], tied: dict[st
 def _check_bounds(
     tensors: tuple[TensorMeta, ...], shape: Int64, tensor: Int32, offset: Int64, extent: Int64
 ) -> None:
-    bad = ((offset < 0) | (extent < 0) | (offset + extent > shape[tensor])).any(axis=1)
+    # Not offset + extent, which may be more than int64 holds.
+    bad = ((offset < 0) | (extent < 0) | (extent > shape[tensor] - offset)).any(axis=1)
     if bad.any():
         row = int(bad.argmax())
         meta = tensors[int(tensor[row])]
@@ -246,3 +267,30 @@ def _check_bounds(
             f"box at {tuple(offset[row, :ndim].tolist())} of extent {tuple(extent[row, :ndim].tolist())} "
             f"reaches out of the shape {meta.shape}; offsets and extents count global elements",
         )
+
+
+def _check_reach(
+    tensors: tuple[TensorMeta, ...], tensor: Int32, extent: Int64, byte_offset: Int64, strides: Int64
+) -> None:
+    """Segments lie in memory that there can be, so that sums of their bytes stay exact."""
+    steps = _largest(extent) * _largest(strides) * extent.shape[1]
+    if steps + _largest(byte_offset) <= MOST_NBYTES:
+        return
+    reach = np.abs(byte_offset.astype(float)) + (extent * np.abs(strides.astype(float))).sum(axis=1)
+    if (reach > MOST_NBYTES).any():
+        row = int(reach.argmax())
+        shown = f"byte offset {int(byte_offset[row])}, strides {tuple(strides[row].tolist())}"
+        raise PlanError(tensors[int(tensor[row])].name, f"{shown} {_FAR}")
+
+
+def _largest(values: Int64) -> int:
+    return max(int(values.max(initial=0)), -int(values.min(initial=0)))
+
+
+def _too_large(segments: Sequence[Segment]) -> PlanError:
+    for segment in segments:
+        box = segment.box
+        numbers = (*box.offset, *box.extent, *segment.strides, segment.byte_offset)
+        if any(abs(number) > MOST_NBYTES for number in numbers):
+            return PlanError(segment.tensor, f"{segment} {_FAR}")
+    raise AssertionError("no segment has a number that int64 does not hold")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, PlanError
 from weightsync.plan.buckets import RUN_ALIGN, Pieces, arrange, cut, split_large
 from weightsync.plan.buffers import Int32, Int64
 from weightsync.plan.layout import Layout
@@ -16,6 +16,7 @@ from weightsync.plan.members import Members
 from weightsync.plan.plan import Plan
 from weightsync.plan.replicas import choose
 from weightsync.plan.shards import Shards
+from weightsync.plan.tensors import MOST_NBYTES, TensorMeta
 
 __all__ = ["make_plan"]
 
@@ -43,12 +44,14 @@ def make_plan(
         epoch: number of the membership.
 
     Raises:
-        PlanError: the layouts do not fit, or do not cover what they must; names the parameter.
+        PlanError: the layouts do not fit, or do not cover what they must, or hold no byte, or more
+            than 4 PiB; names the parameter.
         ConfigError: members that do not fit the layouts, or limits that are too small.
     """
     _check_members(source, engines, members)
     ordered = sorted(engines.items())
     matched = match(source, ordered)
+    _check_size(matched.tensors)
     # Engines that are alike share their layout: it is proven once, by the name of the first.
     for engine, name in {engine: name for name, engine in reversed(ordered)}.items():
         check_live(name, engine)
@@ -108,6 +111,18 @@ def _check_members(source: Layout, engines: Mapping[str, Layout], members: Membe
             raise ConfigError(
                 f"members.engines[{name}]", known[name], f"the layout has {layout.num_ranks} ranks"
             )
+
+
+def _check_size(tensors: Sequence[TensorMeta]) -> None:
+    total = sum(meta.nbytes for meta in tensors)
+    if not total:
+        name = tensors[0].name if tensors else "(none)"
+        problem = f"none of the {len(tensors)} tensors has an element, so there is nothing to update"
+        raise PlanError(name, f"{problem}; register the model's own parameters")
+    if total > MOST_NBYTES:
+        largest = max(tensors, key=lambda meta: meta.nbytes)
+        problem = f"all tensors have {total} bytes together, {largest.nbytes} of them this one"
+        raise PlanError(largest.name, f"{problem}; the most is {MOST_NBYTES} (4 PiB)")
 
 
 def _check_limits(bucket_bytes: int, slots: int, itemsize: Int64) -> None:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from weightsync.errors import PlanError, nearest
 
-__all__ = ["CASTABLE", "ITEMSIZE", "TensorMeta", "suggest"]
+__all__ = ["CASTABLE", "ITEMSIZE", "MOST_NBYTES", "TensorMeta", "suggest"]
 
 ITEMSIZE = MappingProxyType(
     {
@@ -35,13 +35,16 @@ ITEMSIZE = MappingProxyType(
 CASTABLE = frozenset({"bfloat16", "float16", "float32", "float64"})
 """Dtypes that are cast to one another. A float8 is not: its values need a scale, which no cast makes."""
 
+MOST_NBYTES = 1 << 52
+"""The largest tensor, and the largest model: sums stay exact in int64, and in float64 where NumPy uses it."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
     """A tensor's name, dtype (a key of `ITEMSIZE`) and shape.
 
     Raises:
-        PlanError: the dtype is unknown, or the shape has a negative dimension.
+        PlanError: the dtype is unknown, the shape has a negative dimension, or it spans more than 4 PiB.
     """
 
     name: str
@@ -55,6 +58,11 @@ class TensorMeta:
             raise PlanError(
                 self.name, f"shape {self.shape} has a negative dimension; give sizes of 0 or more"
             )
+        # As Python's integers: NumPy's would wrap around. A dimension beside one of 0 counts too.
+        nbytes = math.prod(int(dim) or 1 for dim in self.shape) * self.itemsize
+        if nbytes > MOST_NBYTES:
+            problem = f"{self.dtype} of shape {self.shape} spans {nbytes} bytes"
+            raise PlanError(self.name, f"{problem}; give sizes that span at most {MOST_NBYTES} (4 PiB)")
 
     def __reduce__(self) -> tuple[type[TensorMeta], tuple[str, str, tuple[int, ...]]]:
         return TensorMeta, (self.name, self.dtype, self.shape)
