@@ -43,6 +43,15 @@ HEAVY = ("cupy", "vllm", "sglang", "mooncake", "verl")
 PLUGINS = ("weightsync.plugins",)
 """Each of their modules is imported by the framework that it is for, and by nobody else."""
 EDGE = ("actors", "recipes", *PLUGINS)
+UNPICKLERS = ("pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing")
+BY_ENGINES_CHANNELS = (
+    "weightsync.engines.sglang_api",
+    "weightsync.engines.sglang_worker",
+    "weightsync.engines.vllm",
+    "weightsync.engines.vllm_ranks",
+    "weightsync.engines.vllm_worker",
+)
+"""They pickle what goes by vLLM's and SGLang's own channels. None of them has a socket of ours."""
 USERS_OWN = ("recipes.openrlhf_loop",)
 """Recipes that play somebody who has a loop, and engines of his own."""
 # The first that holds a module says how high it stands.
@@ -143,6 +152,10 @@ def _broken_rules(item: Import) -> Iterator[str]:
         yield "import it in a function, on use"
     if inside(module, PLUGINS) and not inside(importer, PLUGINS):
         yield "its framework imports a plug-in, we do not"
+    if inside(module, UNPICKLERS) and importer not in BY_ENGINES_CHANNELS:
+        yield "what arrives on our sockets is read by a schema, never unpickled"
+    if inside(module, ("zmq",)) and importer in BY_ENGINES_CHANNELS:
+        yield "a module that unpickles has no socket"
     if inside(importer, ("weightsync",)) and module == "weightsync":
         yield "the library does not import through its own door"
     if inside(module, PACKAGES) and layer(module) > layer(importer):
@@ -176,6 +189,10 @@ def test_nothing_breaks_the_arrows() -> None:
         ("weightsync/engines/base.py", "import vllm.config", "in a function"),
         ("weightsync/holder.py", "import weightsync.plugins.verl", "its framework imports"),
         ("weightsync/plugins/verl.py", "import actors.remote", "points upwards"),
+        ("weightsync/feed.py", "def f():\n    from pickle import loads", "never unpickled"),
+        ("actors/weight_holder.py", "from multiprocessing.connection import Client", "never unpickled"),
+        ("weightsync/engines/sglang_worker.py", "import zmq", "has no socket"),
+        ("weightsync/engines/vllm.py", "import pickle", None),
         ("actors/weight_holder.py", "import ray", None),
         ("recipes/recipe.py", "from weightsync import WeightSync", None),
     ],
@@ -188,6 +205,17 @@ def test_a_planted_violation_is_caught(tmp_path: Path, path: str, line: str, rul
     before = violations(ROOT)
     caught = [each for each in violations(tmp_path) if each not in before]
     assert any(each.startswith(path) and rule in each for each in caught) if rule else caught == []
+
+
+def test_no_object_is_received_or_sent_as_a_pickle() -> None:
+    """pyzmq pickles without an import of ours."""
+    names = {
+        f"{path.relative_to(ROOT)}: {node.attr}"
+        for path in source_files(ROOT)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in {"recv_pyobj", "send_pyobj", "recv_serialized"}
+    }
+    assert names == set()
 
 
 def test_a_second_home_of_a_heavy_library_is_caught(tmp_path: Path) -> None:

@@ -32,8 +32,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import MappingProxyType
 
 __all__ = [
+    "KINDS",
     "ConfigError",
     "DeadlineError",
     "EngineError",
@@ -185,6 +187,29 @@ class VerifyError(WeightSyncError):
         shown = ", ".join(self.tensors[:3])
         more = f" and {len(self.tensors) - 3} more" if len(self.tensors) > 3 else ""
         return f"engine {self.engine}, version {self.version}: wrong bytes in {shown}{more}"
+
+
+KINDS = MappingProxyType(
+    {
+        kind.__name__: kind
+        for kind in (
+            WeightSyncError,
+            ConfigError,
+            PlanError,
+            StateError,
+            DeadlineError,
+            PeerLostError,
+            PeerError,
+            TransportError,
+            ReadError,
+            WireError,
+            EngineError,
+            RankLostError,
+            VerifyError,
+        )
+    }
+)
+"""The errors that travel in a message, by name."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -6,9 +6,11 @@ from a peer that has not shown the run's secret raises WireError, and the receiv
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
-from weightsync.errors import WireError
+from weightsync.errors import KINDS, WeightSyncError, Where, WireError
 
 __all__ = [
     "MAX_MESSAGE_NBYTES",
@@ -18,6 +20,7 @@ __all__ = [
     "Hello",
     "Message",
     "Ready",
+    "SentError",
     "Welcome",
     "Written",
     "decode",
@@ -79,6 +82,31 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     cause: str
 
 
+class SentError(msgspec.Struct, frozen=True):
+    """An error of ours in a message: its class by name, what it was made from, and where it happened."""
+
+    kind: str
+    args: list[Any]
+    where: Where | None
+
+    @classmethod
+    def of(cls, error: WeightSyncError) -> SentError:
+        """A class that `KINDS` lacks travels as the nearest of its bases that is there."""
+        kind = next(each.__name__ for each in type(error).__mro__ if KINDS.get(each.__name__) is each)
+        return cls(kind, [_sendable(each) for each in error.args], error.where)
+
+    def rebuild(self) -> WeightSyncError:
+        """The error. Raises WireError when it is none of ours."""
+        try:
+            error = KINDS[self.kind](*self.args)
+            str(error)  # fields of another type do not make a text
+        except (KeyError, TypeError, ValueError) as cause:
+            raise WireError(f"not an error of ours: {self.kind!r} of {len(self.args)} values") from cause
+        if self.where is not None:
+            error.where = self.where
+        return error
+
+
 Message = Hello | Welcome | Ready | Written | Done | Failed | Cancel
 
 _decoder = msgspec.msgpack.Decoder(Message)
@@ -103,3 +131,11 @@ def decode(data: bytes) -> Message:
     except msgspec.MsgspecError as error:
         raise WireError(f"not a message of ours: {error}") from error
     return message
+
+
+def _sendable(value: object) -> object:
+    """`value` where MessagePack keeps it as it is, a list for a tuple, else its text."""
+    if isinstance(value, list | tuple):
+        return [_sendable(each) for each in value]
+    fits = -(1 << 63) <= value < 1 << 64 if isinstance(value, int) else isinstance(value, float | str | bytes)
+    return value if fits or value is None else repr(value)

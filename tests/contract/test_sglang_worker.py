@@ -6,6 +6,7 @@ transformers that has a loader of its own. `test_engines.py` runs it in SGLang, 
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import pickle
@@ -14,18 +15,24 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import zmq
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.models import build_tiny_qwen3
-from weightsync.engines import sglang_api, sglang_worker
+from weightsync.buffers import Attached, Export
+from weightsync.clock import Span
+from weightsync.device_memory import DeviceHandle
+from weightsync.engines import sglang_api, sglang_channel, sglang_worker
 from weightsync.engines.ranks import RankProcess
-from weightsync.engines.sglang_api import stored_otherwise
-from weightsync.engines.sglang_channel import Replies
+from weightsync.engines.sglang_api import pack, stored_otherwise
+from weightsync.engines.sglang_channel import Call, Replies
 from weightsync.engines.sglang_worker import RankSettings, receive
-from weightsync.errors import EngineError
+from weightsync.errors import EngineError, StateError, WireError
+from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 
 TIMEOUT_S = 60.0
 NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -64,11 +71,14 @@ class Ranks:
         theirs.close()
 
     def ask(self, method: str, *args: object) -> object:
-        calls = self.replies.calls(self.settings, method, args)
+        calls = self.calls(method, *args)
         for call in calls:
             self.deliver(pickle.dumps(call))
         (answer,) = self.replies.collect(calls, TIMEOUT_S)
         return answer
+
+    def calls(self, method: str, *args: object) -> list[Call]:
+        return self.replies.calls(self.settings, method, pack(args))
 
     def deliver(self, blob: bytes) -> None:
         self.pipe.send(blob)
@@ -105,19 +115,122 @@ def test_calls_reach_the_rank_and_its_answers_and_errors_come_back(ranks: Ranks)
     assert layout.buffers
     assert layout.tied == (("lm_head.weight", "model.embed_tokens.weight"),)
     refused = ranks.ask("load", 1, 1.0)
-    assert "connect first" in str(refused)
+    assert type(refused) is StateError
+    assert str(refused) == "a rank is not attached: connect first"
     failed = ranks.ask("no_such_method")
-    assert isinstance(failed, EngineError)
-    assert failed.rank == 0
+    assert type(failed) is EngineError
+    assert (failed.phase, failed.rank) == ("no_such_method", 0)
+    assert "AttributeError" in failed.cause
 
 
 def test_what_is_no_call_does_not_end_the_process(ranks: Ranks) -> None:
     ranks.deliver(b"no pickle")
     with pytest.raises(EngineError, match="rank 0, failed in call: no answer came"):
-        ranks.replies.collect(ranks.replies.calls(ranks.settings, "settle", ()), 0.01)
-    late = ranks.replies.calls(ranks.settings, "addresses", ())
+        ranks.replies.collect(ranks.calls("settle"), 0.01)
+    late = ranks.calls("addresses")
     ranks.deliver(pickle.dumps(late[0]))
     assert ranks.ask("settle") is None  # and not what nobody waited for
+
+
+class Trap:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[object, tuple[Path]]:
+        return Path.touch, (self.file,)
+
+
+META = TensorMeta("w", "float32", (2, 3))
+LAYOUT = RankLayout(
+    (META,),
+    (Segment("w", Box((0, 0), (1, 3)), "live", 12, (12, 4)),),
+    (("head", "w"),),
+    (TensorMeta("live", "float32", (1, 3)),),
+    (("live", 0, 12),),
+    "cuda:GPU-1",
+)
+
+
+@pytest.fixture
+def replies() -> Iterator[Replies]:
+    replies = Replies("e0", 1)
+    yield replies
+    for each in sglang_channel._sockets.values():
+        each.close()
+    sglang_channel._sockets.clear()
+    replies.close()
+
+
+def answered(replies: Replies, method: str, *outcomes: object) -> object:
+    """What the engine makes of the last of `outcomes`, which this process answers in the rank's place."""
+    calls = replies.calls(None, method, b"")
+    for outcome in outcomes:
+        sglang_channel.reply(calls[0], outcome)
+    return replies.collect(calls, TIMEOUT_S)[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "outcome"),
+    [
+        ("join", None),
+        ("join", RankProcess(0, 7, "99")),
+        ("layout", LAYOUT),
+        ("addresses", {"w": 1 << 47}),
+        ("attach", Attached("ab", None)),
+        ("attach", Attached("ab", Export(LAYOUT, {"live": DeviceHandle("cuda:GPU-1", 7, b"ipc", 512, 12)}))),
+        ("settle", None),
+    ],
+)
+def test_what_a_rank_returns_arrives_as_it_was(replies: Replies, method: str, outcome: object) -> None:
+    assert answered(replies, method, outcome) == outcome
+
+
+def test_digests_and_spans_arrive_as_they_were(replies: Replies) -> None:
+    digests, spans = (
+        np.array([1, (1 << 64) - 1], np.uint64),
+        (Span("load", 1e9, 0.5), Span("verify", 1e9, 1.0)),
+    )
+    arrived, arrived_spans = answered(replies, "load", (digests, spans))
+    assert arrived.dtype == np.uint64
+    assert arrived.flags.writeable
+    assert arrived.tolist() == digests.tolist()
+    assert arrived_spans == spans
+
+
+@pytest.mark.parametrize(
+    ("method", "outcome"),
+    [("settle", 1), ("layout", None), ("addresses", {"w": "here"}), ("load", ("x", ())), ("join", META)],
+)
+def test_what_the_method_does_not_return_is_a_wire_error(
+    replies: Replies, method: str, outcome: object
+) -> None:
+    with pytest.raises(WireError, match=f"not what rank 0 returns from {method}"):
+        answered(replies, method, outcome)
+
+
+def test_what_a_stranger_sends_is_refused_and_not_unpickled(
+    replies: Replies, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trap = pickle.dumps(Trap(tmp_path / "sprung"))
+    calls = replies.calls(None, "addresses", b"")
+    forged = dataclasses.replace(calls[0], secret=bytes(32))
+    beyond = dataclasses.replace(calls[0], rank=1)
+    with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+        stranger.connect(calls[0].endpoint)
+        for frames in ([b"0", b"0", trap], [trap], [b""], [b"0"] * 1000):
+            stranger.send_multipart(frames)
+        for call in (forged, beyond):
+            sglang_channel.reply(call, {"w": 666})
+        with pytest.raises(EngineError, match="no answer came"):
+            replies.collect(calls, 1.0)
+        assert sum("refused an answer" in record.getMessage() for record in caplog.records) == 6
+        sglang_channel.reply(calls[0], {"w": 1})
+        assert replies.collect(calls, TIMEOUT_S) == [{"w": 1}]
+    assert not (tmp_path / "sprung").exists()
+    pickle.loads(trap)
+    assert (tmp_path / "sprung").exists()  # the trap works
 
 
 class Fp8LinearMethod: ...

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -64,16 +63,15 @@ class Rank:
         self._writer: LiveWriter | None = None
         self._engine = ""
 
-    def answer(self, method: str, args: Sequence[Any]) -> bytes:
-        """The pickled result of a method, or its error: never raises, since that may end the engine."""
+    def answer(self, method: str, args: Sequence[Any]) -> object:
+        """The result of a method, or its error: never raises, since that may end the engine."""
         try:
-            outcome = getattr(self, method)(*args)
+            return getattr(self, method)(*args)
         except WeightSyncError as error:
-            outcome = error
+            return error
         except Exception as error:
             self._logger.exception("rank %d: %s failed", self._rank, method)
-            outcome = EngineError(self._engine, method, f"{type(error).__name__}: {error}", self._rank)
-        return pickle.dumps(outcome)
+            return EngineError(self._engine, method, f"{type(error).__name__}: {error}", self._rank)
 
     def join(self, engine_pid: int) -> RankProcess | None:
         """See `RankProcess.join`."""

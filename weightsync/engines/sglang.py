@@ -18,7 +18,7 @@ from weightsync.engines.checks import require_gpus, warn_untested
 from weightsync.engines.engine_ranks import CACHES, WEIGHTS, EngineRanks
 from weightsync.engines.ranks import RankProcess, RankWatch
 from weightsync.engines.sampling import Sampling
-from weightsync.engines.sglang_api import Server, has_sessions, sampling_params, server_args
+from weightsync.engines.sglang_api import Server, has_sessions, pack, sampling_params, server_args
 from weightsync.engines.sglang_channel import Replies
 from weightsync.engines.sglang_loop import Params, RequestLoop
 from weightsync.engines.sglang_worker import RankSettings
@@ -202,7 +202,7 @@ class SglangEngine(EngineRanks):
         Raises FutureTimeoutError after `wait_s`.
         """
         with self._asking:
-            calls = self._replies.calls(self._settings, method, args)
+            calls = self._replies.calls(self._settings, method, pack(args))
             self._asked(method, lambda server: server.on_ranks(calls, version), wait_s)
             outcomes = self._replies.collect(calls, _ANSWER_S)
         for outcome in outcomes:

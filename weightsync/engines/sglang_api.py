@@ -31,6 +31,7 @@ __all__ = [
     "Server",
     "has_sessions",
     "join_update_group",
+    "pack",
     "sampling_params",
     "server_args",
     "stored_otherwise",
@@ -203,7 +204,7 @@ class Server:
         nothing = torch.empty(0, dtype=torch.uint8)
         request = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[
-                MultiprocessingSerializer.serialize([(pickle.dumps(call), nothing)]) for call in calls
+                MultiprocessingSerializer.serialize([(pack(call), nothing)]) for call in calls
             ],
             load_format=_LOADER,
             flush_cache=False,
@@ -240,6 +241,11 @@ class Server:
                     **{"flush_cache": False, **fields},
                 )
             )
+
+
+def pack(value: object) -> bytes:
+    """Pickle what goes to a rank by SGLang's own channel."""
+    return pickle.dumps(value)
 
 
 def _lead_to_cudart() -> None:

@@ -45,10 +45,10 @@ def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[bytes, torch.T
     try:
         ((blob, _),) = named_tensors
         call: Call = pickle.loads(blob)
-        method, args = pickle.loads(call.blob)
+        args = pickle.loads(call.blob)
         # Serving may run in inference mode, where operators reach a tracer in other pieces.
         with torch.inference_mode(False), torch.no_grad():
-            reply(call, _rank(model, call).answer(method, args))
+            reply(call, _rank(model, call).answer(call.method, args))
     except Exception:
         logger.exception("a call failed")
 

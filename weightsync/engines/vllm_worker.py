@@ -31,7 +31,7 @@ class WeightSyncWorker:
         if not hasattr(self, "_ws_rank"):
             self._ws_rank = Rank("vllm", self.rank, self.device, _Host(self.model_runner, self.device))
         method, args = pickle.loads(blob)
-        return self._ws_rank.answer(method, args)
+        return pickle.dumps(self._ws_rank.answer(method, args))
 
 
 class _Host:
