@@ -1,34 +1,36 @@
-"""Other ways to bring a trainer's weights into an engine, on the same tensors and GPUs, in the same run.
+"""Other ways to bring a trainer's weights into an engine, with the same tensors and GPUs, each alone.
 
     python -m benchmarks.bench_peers --only checkpoint_engine [--world 4] [--gib 16]     all GPUs
     python -m benchmarks.bench_peers --only vllm [--bucket-mib 256]                      two GPUs
     python -m benchmarks.bench_peers --only awex [--ranks 1:1] [--moe-layers 4]          as many GPUs as ranks
 
-Both fleets of a comparison live at the same time and take turns, one update each, round after round.
-Before each update the source holds other values and the destination is filled with 0xFF; after it
-every element is compared. Both are outside the clock. Every clock is the driver's wall clock from
-the first call until the last process has answered, Ray's calls included; connecting, NCCL set-up and
-pinned or shared memory that is used again are outside, for all.
+The peer and ours run one after the other, each in processes of its own, ``--turns`` times. Nothing of the
+one is alive while the other runs, and a peer is started as its own examples start it. Before each update the
+source holds other values and the destination is filled with 0xFF; after it every element is compared. Both
+are outside the clock, and so are connecting, NCCL set-up and pinned or shared memory that is used again, for
+all. Rows say which turn they are of. Quote a peer's best turn.
+
+``ours`` is everywhere `update_weights` on the driver's wall clock: Ray's calls, the digests of both sides and
+their comparison included. ``applied`` is its phases pause + move + verify: from published to live and proven.
 
 ``checkpoint_engine``: a source sharded over all GPUs to an engine of as many ranks on the same GPUs.
-  ours                `update_weights`: digests on both sides and their comparison included; ``applied``
-                      is its phases pause + move + verify: from published to applied and proven
-  checkpoint-engine   ``register`` (copy into pinned memory) + ``gather`` + ``update`` (buckets, copies
-                      by the consumers, tear-down); nothing is verified. Its best bucket size of five,
+  checkpoint-engine   torchrun, a server and a consumer process on each GPU. ``register`` (copy into pinned
+                      memory) + ``gather`` + ``update`` (buckets, copies by the consumers, tear-down), each
+                      until the slowest rank is done. Nothing is verified. Its best bucket size of five,
                       found first. Its tensors are whole on their owners: gathering is not counted.
 ``awex``: the first layers and the embeddings of Qwen3-30B-A3B, from trainer GPUs to the GPUs of one
  engine; ``--ranks 3:1`` is 3 trainer ranks to 1 engine rank, whose shards are uneven.
-  ours                as above
-  awex                building its send and receive operations (``build``, the slowest rank) and running them
-                      over NCCL until every rank has synchronised (``run``), as it does each time; nothing is
-                      verified. Its plan is made once (``plan ms``); its process group stays.
+  awex                torchrun. Building its send and receive operations (``build``, the slowest rank)
+                      and running them over NCCL until every rank has synchronised (``run``), as it does
+                      each time. Nothing is verified. Its plan is made once (``plan ms``) and its
+                      process group stays.
 ``vllm``: Qwen3-8B, the whole model on one trainer GPU, to a real vLLM of one rank with dummy weights;
  ``nccl`` on another GPU and ``ipc`` on the trainer's own.
-  ours                as above
-  nccl, ipc           ``start_weight_update`` + sending + ``finish_weight_update``, packed or not
+  nccl, ipc           a trainer actor and an actor with a ``vllm.LLM``: ``start_weight_update`` + sending +
+                      ``finish_weight_update``, packed or not, on the driver's wall clock
   tensor by tensor    one call and one NCCL broadcast for each parameter, vLLM's loader, as in OpenRLHF
 
-Every comparison is a process with a time limit of its own; a peer that is not installed is left out.
+Every part has a time limit of its own; a peer that is not installed is left out.
 """
 
 from __future__ import annotations
@@ -36,10 +38,11 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
-import json
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,54 +51,62 @@ import ray
 from benchmarks.cluster import free_port, gpu_uuids, spawn, start_ray
 from benchmarks.common import environment, print_table, write_json
 from benchmarks.gpu_fleet import start_fleet
-from benchmarks.isolate import emit, run_part, stage
+from benchmarks.isolate import asked, emit, run_part, stage
 from benchmarks.models import model_of, save_config, shape_of
-from benchmarks.peer_awex import compare_awex
-from benchmarks.peer_checkpoint_engine import start_checkpoint_engine
-from benchmarks.peer_vllm import VllmTrainer, VllmUnderTest
-from benchmarks.turns import NUM_WARM, connected, in_turns, setting
+from benchmarks.peer_awex import uneven
+from benchmarks.peer_vllm import OwnVllm, VllmTrainer, VllmUnderTest
 from benchmarks.updates import (
     MODES,
+    NUM_WARM,
     applied,
     check,
     config,
     connect,
+    floor,
     new_version,
     spread,
     timed_rounds,
     update_row,
 )
 from weightsync import SyncReport, WeightSync
-from weightsync.errors import WeightSyncError
 
 __all__ = ["main"]
 
 _PEERS = ("checkpoint_engine", "awex", "vllm")
 
+_OURS = "benchmarks.bench_peers"
+
 Way = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One system alone on the host: what is started, and what its rows say first."""
+
+    row: Mapping[str, object]
+    spec: Mapping[str, Any]
+    module: str = _OURS
+    num_ranks: int = field(default=0, kw_only=True)
 
 
 def main() -> None:
     """Parse, measure part by part, print, write."""
     args = _parser().parse_args()
-    if args.part:
-        _run_part(json.loads(args.part))
-        return
-    num_gpus = len(gpu_uuids())
     where = environment()
     rows: list[dict[str, object]] = []
     notes: list[str] = []
-    for spec in _parts(args, num_gpus, notes):
-        found, trouble = run_part("benchmarks.bench_peers", spec, args.part_timeout)
-        rows += found
-        notes += [trouble] if trouble else []
-        for row in found:
-            print(json.dumps(_shown(row)), flush=True)
-        if args.json:  # after each part: a later one may be cut off
-            write_json(args.json, "peers", rows, where, notes)
-    tables = list(dict.fromkeys(str(row["table"]) for row in rows))
-    for title in tables:
-        print_table(title, [_shown(row) for row in rows if row["table"] == title], where)
+    comparisons = list(_comparisons(args, len(gpu_uuids()), notes))
+    for parts, turn in itertools.product(comparisons, range(1, args.turns + 1)):
+        for part in parts:
+            found, trouble = run_part(part.module, part.spec, args.part_timeout, part.num_ranks)
+            notes += [trouble] if trouble else []
+            rows += [{**part.row, "turn": turn, **row} for row in found]
+            for row in rows[len(rows) - len(found) :]:
+                print(_shown(row), flush=True)
+            if args.json:  # after each part: a later one may be cut off
+                write_json(args.json, "peers", rows, where, notes)
+    for table in dict.fromkeys(str(row["table"]) for row in rows):
+        print_table(table, [_shown(row) for row in rows if row["table"] == table], where)
     print("\n".join(notes))
 
 
@@ -103,7 +114,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--only", nargs="+", choices=_PEERS, default=_PEERS)
     parser.add_argument("--world", type=int, help="GPUs of the checkpoint-engine comparison (all)")
     parser.add_argument("--source", nargs="+", default=["device", "host"], choices=["device", "host"])
@@ -120,45 +130,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", nargs="+", default=["nccl", "ipc"], choices=["nccl", "ipc"])
     parser.add_argument("--graphs", action="store_true", help="vLLM captures CUDA graphs: a slower start")
     parser.add_argument("--bucket-mib", type=int, default=256, help="ours")
-    parser.add_argument(
-        "--slots", type=int, nargs="+", default=[2], help="ours; more than one: after another"
-    )
-    parser.add_argument("--mode", nargs="+", default=["auto"], choices=MODES, help="ours, likewise")
+    parser.add_argument("--mode", default="auto", choices=MODES, help="ours")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--part-timeout", type=float, default=240, help="seconds for each comparison")
+    parser.add_argument("--turns", type=int, default=2, help="how often each runs alone")
+    parser.add_argument("--part-timeout", type=float, default=240, help="seconds for each system's run")
     parser.add_argument("--json", type=Path)
     return parser
-
-
-def _parts(args: argparse.Namespace, num_gpus: int, notes: list[str]) -> Iterator[dict[str, Any]]:
-    common = {"rounds": args.rounds, "bucket_mib": args.bucket_mib}
-    common |= {"settings": [*itertools.product(args.mode, args.slots)]}
-    for peer in args.only:
-        if importlib.util.find_spec(peer) is None:
-            notes.append(f"{peer}: not installed, left out")
-        elif peer == "awex" and (num_gpus > 1 or args.cpu):
-            half = max(1, num_gpus // 2)
-            for trainers, engines in args.ranks or [(half, half), *([(3, 1)] if num_gpus == 4 else [])]:
-                shape = {"trainers": trainers, "engines": engines, "cpu": args.cpu, "layers": args.moe_layers}
-                yield {"peer": peer, **shape, **common}
-        elif num_gpus == 0 or peer == "awex":
-            notes.append(f"{peer}: not enough GPUs here, left out")
-        elif peer == "checkpoint_engine":
-            for source in args.source:
-                world = args.world or num_gpus
-                yield {"peer": peer, "source": source, "world": world, "gib": args.gib, **common}
-        else:
-            for backend in args.backend:
-                if backend == "nccl" and num_gpus < 2:
-                    notes.append("vllm nccl: needs two GPUs, left out")
-                    continue
-                yield {
-                    "peer": peer,
-                    "backend": backend,
-                    "layers": args.layers,
-                    "graphs": args.graphs,
-                    **common,
-                }
 
 
 def _ranks(text: str) -> tuple[int, int]:
@@ -166,75 +143,131 @@ def _ranks(text: str) -> tuple[int, int]:
     return trainers, engines
 
 
+def _comparisons(args: argparse.Namespace, num_gpus: int, notes: list[str]) -> Iterator[list[Part]]:
+    """The peer's part first, then ours."""
+    common = {"rounds": args.rounds, "bucket_mib": args.bucket_mib, "mode": args.mode, "cpu": args.cpu}
+    for peer in args.only:
+        if importlib.util.find_spec(peer) is None:
+            notes.append(f"{peer}: not installed, left out")
+        elif num_gpus < (1 if peer == "vllm" else 2) and not (args.cpu and peer == "awex"):
+            notes.append(f"{peer}: not enough GPUs here, left out")
+        elif peer == "checkpoint_engine":
+            yield from _checkpoint_engine_parts(args, num_gpus, common)
+        elif peer == "awex":
+            yield from _awex_parts(args, num_gpus, common)
+        else:
+            yield from _vllm_parts(args, num_gpus, common, notes)
+
+
+def _checkpoint_engine_parts(
+    args: argparse.Namespace, num_gpus: int, common: dict[str, Any]
+) -> Iterator[list[Part]]:
+    world = args.world or num_gpus
+    for source in args.source:
+        row: dict[str, object] = {"table": "checkpoint-engine", "source": source, "world": world}
+        theirs = {"source": source, "gib": args.gib, "rounds": args.rounds}
+        ours = {"model": ["llama", args.gib, None], "trainers": world, "engines": world, "shared": True}
+        yield [
+            Part(
+                row | {"system": "checkpoint-engine"},
+                theirs,
+                "benchmarks.peer_checkpoint_engine",
+                num_ranks=world,
+            ),
+            Part(row | {"system": "ours"}, common | ours | {"source": source}),
+        ]
+
+
+def _awex_parts(args: argparse.Namespace, num_gpus: int, common: dict[str, Any]) -> Iterator[list[Part]]:
+    half = max(1, num_gpus // 2)
+    for trainers, engines in args.ranks or [(half, half), *([(3, 1)] if num_gpus == 4 else [])]:
+        named = ["tiny" if args.cpu else "moe", 0, args.moe_layers]
+        shards = "uneven" if uneven(model_of(*named), trainers, engines) else "even"
+        row: dict[str, object] = {"table": "awex", "ranks": f"{trainers}:{engines}", "shards": shards}
+        cut = {"trainers": trainers, "engines": engines}
+        theirs = cut | {"layers": args.moe_layers, "cpu": args.cpu, "rounds": args.rounds}
+        ours = cut | {"model": named, "source": "device", "shared": False}
+        yield [
+            Part(row | {"system": "awex"}, theirs, "benchmarks.peer_awex", num_ranks=trainers + engines),
+            Part(row | {"system": "ours"}, common | ours),
+        ]
+
+
+def _vllm_parts(
+    args: argparse.Namespace, num_gpus: int, common: dict[str, Any], notes: list[str]
+) -> Iterator[list[Part]]:
+    for backend in args.backend:
+        if backend == "nccl" and num_gpus < 2:
+            notes.append("vllm nccl: needs two GPUs, left out")
+            continue
+        row = {"table": "vLLM", "placement": "one GPU to another" if backend == "nccl" else "same GPU"}
+        spec = common | {"backend": backend, "layers": args.layers, "graphs": args.graphs}
+        yield [Part(row, spec | {"vllm": "theirs"}), Part(row, spec | {"vllm": "ours"})]
+
+
 def _run_part(spec: Mapping[str, Any]) -> None:
     gpus = gpu_uuids()
     stage("Ray starts")
     start_ray(len(gpus))
     try:
-        compare = {"checkpoint_engine": _checkpoint_engine, "awex": compare_awex, "vllm": _vllm}
-        compare[spec["peer"]](spec, gpus)
+        if "vllm" in spec:
+            _vllm(spec, gpus)
+        else:
+            _ours(spec, gpus)
     finally:
         ray.shutdown()
 
 
-def _checkpoint_engine(spec: Mapping[str, Any], gpus: Sequence[str]) -> None:
-    model, used = model_of("llama", spec["gib"]), gpus[: spec["world"]]
-    row = {"table": "checkpoint-engine", "source": spec["source"], "world": len(used)}
-    fleet = start_fleet(model, used, used, spec["source"])
-    peer = start_checkpoint_engine(model, used, spec["source"])
-    peer.prepare(new_version())
-    sizes = peer.sweep()
-    best = min(sizes, key=lambda size: sizes[size])
-    peer.limit(best)
-    ours_named = {"system": "ours", "bucket": f"{spec['bucket_mib']} MiB"}
-    ours, theirs = in_turns(fleet, peer, spec)
-    if ours:
-        emit(row | ours_named | ours)
-    total = spread("total", [sum(phases.values()) for phases in theirs])
-    phases = [spread(name, [taken[name] for taken in theirs]) for name in ("register", "gather", "update")]
-    nbytes = sum(tensor.nbytes for tensor in model)
-    rate = nbytes / float(str(total["total ms"])) / 1e6
-    merged = {key: value for part in (total, *phases) for key, value in part.items()}
-    named = {"system": "checkpoint-engine", "bucket": f"{best:g} GB", "GB": nbytes / 1e9, "GB/s": rate}
-    emit(row | named | merged | {"sweep s": {str(size): seconds for size, seconds in sizes.items()}})
-    peer.close()
-    for each in spec["settings"][1:]:
-        with connected(fleet, spec["bucket_mib"], *each) as sync:
-            again = list(timed_rounds(sync, fleet, spec["rounds"], NUM_WARM))
-        emit(row | ours_named | setting(*each) | update_row(again))
+def _ours(spec: Mapping[str, Any], gpus: list[str]) -> None:
+    """A fleet of ours with the peer's tensors and cuts, on the same GPUs."""
+    seats: list[str | None] = [None] * (spec["trainers"] + spec["engines"]) if spec["cpu"] else [*gpus]
+    first = 0 if spec["shared"] else spec["trainers"]
+    at = seats[: spec["trainers"]], seats[first : first + spec["engines"]]
+    fleet = start_fleet(model_of(*spec["model"]), *at, spec["source"])
+    with WeightSync(config(spec["bucket_mib"], 2, spec["mode"])) as sync:
+        sync.register_trainers(fleet.trainers)
+        sync.register_engines({"engine": fleet.front})
+        connect(sync)
+        rounds = list(timed_rounds(sync, fleet, spec["rounds"]))
+        emit({"mode": spec["mode"]} | update_row(rounds) | floor(sync.links(), rounds))
+    fleet.close()
 
 
-def _vllm(spec: Mapping[str, Any], gpus: Sequence[str]) -> None:
-    backend = spec["backend"]
+def _vllm(spec: Mapping[str, Any], gpus: list[str]) -> None:
     model = model_of("8b", 0, spec["layers"])
+    pair = gpus[:2] if spec["backend"] == "nccl" else (gpus[-1], gpus[-1])
+    options: dict[str, Any] = {
+        "gpu_memory_utilization": 0.4,
+        "max_model_len": 1024,
+        "enforce_eager": not spec["graphs"],
+    }
     with tempfile.TemporaryDirectory() as directory:
         save_config(shape_of("8b", spec["layers"]), Path(directory))
-        options = {
-            "gpu_memory_utilization": 0.4,
-            "max_model_len": 1024,
-            "enforce_eager": not spec["graphs"],
-            "weight_transfer_config": {"backend": backend},
-        }
-        meeting = f"{directory}/meeting"
         env = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-        pair = gpus[:2] if backend == "nccl" else (gpus[-1], gpus[-1])
-        trainer = spawn(VllmTrainer, model, 0, 1, meeting, "device", None, gpu=pair[0], env=env)
-        engine = spawn(VllmUnderTest, directory, model, options, gpu=pair[1], env=env)
-        ray.get([engine.info.remote(), trainer.used.remote()])  # started
-        mode, slots = spec["settings"][0]
-        with WeightSync(config(spec["bucket_mib"], slots, mode)) as sync:
-            sync.register_trainers([trainer])
-            sync.register_engines({"vllm": engine})
-            ways = _ours(sync) | _theirs(backend, trainer, engine)
-            seconds, reports = _take_turns(ways, trainer, engine, spec["rounds"])
-    nbytes = sum(tensor.nbytes for tensor in model)
-    for name, taken in seconds.items():
-        row = spread("total", taken)
-        rate = nbytes / float(str(row["total ms"])) / 1e6
-        placement = "one GPU to another" if backend == "nccl" else "same GPU"
-        row |= {"GB": nbytes / 1e9, "GB/s": rate}
-        shown = applied(reports) if name == "ours" else {"applied ms": row["total ms"]}
-        emit({"table": "vLLM", "placement": placement, "system": name, **row, **shown})
+        trainer = spawn(
+            VllmTrainer, model, 0, 1, f"{directory}/meeting", "device", None, gpu=pair[0], env=env
+        )
+        if spec["vllm"] == "theirs":
+            options |= {"weight_transfer_config": {"backend": spec["backend"]}}
+            engine = spawn(OwnVllm, directory, model, options, gpu=pair[1], env=env)
+            seconds, _ = _rounds(_theirs(spec["backend"], trainer, engine), trainer, engine, spec["rounds"])
+            rows = {name: spread("total", taken) for name, taken in seconds.items()}
+        else:
+            engine = spawn(VllmUnderTest, directory, model, options, gpu=pair[1], env=env)
+            rows = _vllm_ours(spec, trainer, engine)
+        for name, row in rows.items():
+            emit({"system": name, "GB": sum(tensor.nbytes for tensor in model) / 1e9} | row)
+
+
+def _vllm_ours(spec: Mapping[str, Any], trainer: Any, engine: Any) -> dict[str, dict[str, object]]:  # noqa: ANN401
+    ray.get([engine.info.remote(), trainer.used.remote()])  # started
+    with WeightSync(config(spec["bucket_mib"], 2, spec["mode"])) as sync:
+        sync.register_trainers([trainer])
+        sync.register_engines({"vllm": engine})
+        connect(sync)
+        ways: dict[str, Way] = {"ours": lambda: sync.update_weights(sync.version + 1)}
+        seconds, reports = _rounds(ways, trainer, engine, spec["rounds"])
+    return {"ours": spread("total", seconds["ours"]) | applied(reports)}
 
 
 def _theirs(backend: str, trainer: Any, engine: Any) -> dict[str, Way]:  # noqa: ANN401 (actor handles)
@@ -258,42 +291,32 @@ def _theirs(backend: str, trainer: Any, engine: Any) -> dict[str, Way]:  # noqa:
     return named | {"tensor by tensor": each}
 
 
-def _ours(sync: WeightSync) -> dict[str, Way]:
-    try:
-        connect(sync)
-    except WeightSyncError as error:
-        print(f"ours: left out: {type(error).__name__}: {error}", flush=True)
-        return {}
-    return {"ours": lambda: sync.update_weights(sync.version + 1)}
-
-
-def _take_turns(
+def _rounds(
     ways: Mapping[str, Way],
     trainer: Any,  # noqa: ANN401 (an actor handle)
     engine: Any,  # noqa: ANN401 (an actor handle)
     num_rounds: int,
 ) -> tuple[dict[str, list[float]], list[SyncReport]]:
-    """Seconds of each way in each round after the warm ones, and our reports; who fails is left out."""
+    """Seconds of each way in the rounds that count, and our reports. A way that fails is left out."""
     reports: list[SyncReport] = []
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    failed: set[str] = set()
-    for _ in range(NUM_WARM + num_rounds):
-        for name, run in ways.items():
-            if name in failed:
-                continue
-            version = new_version()
-            ray.get([trainer.change.remote(version), engine.poison.remote()])
-            try:
+    seconds: dict[str, list[float]] = {}
+    for name, run in ways.items():
+        taken = []
+        try:
+            for number in range(NUM_WARM + num_rounds):
+                version = new_version()
+                stage(f"{name}: round {number + 1 - NUM_WARM}")
+                ray.get([trainer.change.remote(version), engine.poison.remote()])
                 started = time.perf_counter()
                 report = run()
-                seconds[name].append(time.perf_counter() - started)
+                taken.append(time.perf_counter() - started)
                 reports += [report] if isinstance(report, SyncReport) else []
                 check(ray.get(engine.wrong.remote(version)), name, version)
-            except Exception as error:  # noqa: BLE001 (the other ways go on)
-                print(f"{name}: left out: {type(error).__name__}: {str(error)[-600:]}", flush=True)
-                failed.add(name)
-    kept = {name: taken[NUM_WARM:] for name, taken in seconds.items() if name not in failed}
-    return kept, reports[NUM_WARM:]
+        except Exception as error:  # noqa: BLE001 (the other ways go on)
+            print(f"{name}: left out: {type(error).__name__}: {str(error)[-600:]}", flush=True)
+            continue
+        seconds[name] = taken[NUM_WARM:]
+    return seconds, reports[NUM_WARM:]
 
 
 def _shown(row: Mapping[str, object]) -> dict[str, object]:
@@ -302,4 +325,4 @@ def _shown(row: Mapping[str, object]) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    main()
+    _run_part(asked()) if "--part" in sys.argv else main()

@@ -56,8 +56,12 @@ def device_used() -> tuple[str, int]:
 
 
 def own_device() -> torch.device:
-    """This process's only GPU, or the host."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    """This process's current GPU, or the host."""
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 class ShardTrainer(TrainerShard):
@@ -108,8 +112,6 @@ class Destination:
     """One engine rank's slices of a model, in memory that stays where it is."""
 
     def __init__(self, model: Model, rank: int, num_ranks: int) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.set_device(0)
         self.device = own_device()
         self.held = [(tensor, rank_box(tensor, rank, num_ranks)) for tensor in model]
         self.live = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -11,12 +12,21 @@ import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-__all__ = ["emit", "run_part", "stage"]
+__all__ = ["asked", "emit", "run_part", "stage"]
 
 _MARK = "ROW "
 _STAGE = "STAGE "
 _GRACE_S = 20.0
+
+
+def asked() -> dict[str, Any]:
+    """In the part: what it was started with."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--part", type=json.loads, required=True)
+    spec: dict[str, Any] = parser.parse_args().part
+    return spec
 
 
 def emit(row: Mapping[str, object]) -> None:
@@ -25,20 +35,38 @@ def emit(row: Mapping[str, object]) -> None:
 
 
 def stage(name: str) -> None:
-    """In the part: say what begins, so that the parent knows how far it came."""
-    print(_STAGE + name, flush=True)
+    """In the part (of ranks, the first): say what begins, so that the parent knows how far it came."""
+    if os.environ.get("RANK", "0") == "0":
+        print(_STAGE + name, flush=True)
 
 
 def run_part(
-    module: str, spec: Mapping[str, object], timeout_s: float
+    module: str, spec: Mapping[str, object], timeout_s: float, num_ranks: int = 0
 ) -> tuple[list[dict[str, object]], str | None]:
     """``python -m module --part SPEC``: its rows so far, and what went wrong, if anything did.
 
-    Its stages go to stderr, with the seconds since its start; what it prints besides passes through.
+    With `num_ranks`, torchrun starts so many of it, of which one prints rows. Stages go to stderr, with the
+    seconds since the start; what else it prints passes through.
     """
-    command = [sys.executable, "-m", module, "--part", json.dumps(dict(spec))]
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"]
+    command = [
+        sys.executable,
+        "-m",
+        *(launcher if num_ranks else []),
+        module,
+        "--part",
+        json.dumps(dict(spec)),
+    ]
     root = str(Path(__file__).parent.parent)
-    part = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root, start_new_session=True)
+    threads = {"OMP_NUM_THREADS": "8"} if num_ranks else {}  # as `cluster.spawn`; torchrun would take 1
+    part = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=root,
+        env=os.environ | threads,
+        start_new_session=True,
+    )
     started, late, last = time.monotonic(), threading.Event(), "its start"
     timer = threading.Timer(timeout_s, _end, (part, late))
     timer.start()

@@ -85,9 +85,24 @@ class SglangLatency(EngineActor):
 class VllmLatency(VllmUnderTest):
     """Our engine actor, and vLLM's own weight transfer over CUDA IPC on the same engine."""
 
+    async def start(self) -> None:
+        """Begin an update in vLLM's way."""
+        await self._rpc("start_weight_update", {"is_checkpoint_format": True})
+
+    async def update_weights(self, request: Mapping[str, Any]) -> None:
+        """Called by vLLM's trainer side for each chunk."""
+        await self._rpc("update_weights", {"update_info": request["update_info"]})
+
+    async def finish(self) -> None:
+        """End an update in vLLM's way."""
+        await self._rpc("finish_weight_update", {})
+
     async def empty(self) -> None:
         """A call to all ranks with nothing to do."""
         await self.probe("nothing")
+
+    async def _rpc(self, method: str, arguments: Mapping[str, Any]) -> None:
+        await self._call(lambda engine: engine.collective_rpc(method, kwargs=dict(arguments)))
 
     async def forget(self) -> None:
         """Drop the prefix cache."""

@@ -1,33 +1,36 @@
-"""checkpoint-engine's parameter servers and the consumers beside them, as actors.
+"""checkpoint-engine alone, one process for each GPU, as torchrun starts it in its own examples.
 
-Each server owns whole tensors, a contiguous part of the list, and every consumer is sent all of them
-and copies its slice, as an inference engine's ``load_weights`` would. The process group is made once
-(``auto_pg=False``) and the pinned pool is used again, so no update pays for either.
+    python -m torch.distributed.run --standalone --nproc-per-node 2 \\
+        -m benchmarks.peer_checkpoint_engine --part '{"gib": 16, "source": "device", "rounds": 7}'
+
+Each rank owns whole tensors, a contiguous part of the list. Beside it, a consumer process of its own is sent
+all tensors and copies its slices, as an inference engine's ``load_weights`` would. The process group is made
+once (``auto_pg=False``) and the pinned pool is used again, so no update pays for either.
 """
 
 from __future__ import annotations
 
 import os
-import threading
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-import ray
 import torch
-from ray.actor import ActorHandle
+from torch import multiprocessing
 
-from benchmarks.cluster import free_port, kill, spawn
-from benchmarks.gpu_fleet import Destination
-from benchmarks.models import Tensor
+from benchmarks.gpu_fleet import Destination, Model
+from benchmarks.isolate import asked, emit, stage
+from benchmarks.models import Tensor, model_of
+from benchmarks.spmd import Control
+from benchmarks.updates import NUM_WARM, check, new_version, spread
 from benchmarks.values import fill
 from weightsync.plan import Box
 
-__all__ = ["CheckpointEngine", "start_checkpoint_engine"]
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 _NAME = "weights"
 _SIZES_GB = (0.5, 1.0, 2.0, 4.0, 8.0)
+_PHASES = ("register", "gather", "update")
 
 
 class Consumer(Destination):
@@ -38,7 +41,9 @@ class Consumer(Destination):
         import zmq
         from checkpoint_engine.worker import update_weights_from_ipc
 
-        update_weights_from_ipc(zmq.Context.instance(), path, 0, run=self._copy, post_hook=None)
+        update_weights_from_ipc(
+            zmq.Context.instance(), path, self.device.index, run=self._copy, post_hook=torch.cuda.synchronize
+        )
 
     def _copy(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         boxes = {tensor.name: box for tensor, box in self.held}
@@ -46,124 +51,131 @@ class Consumer(Destination):
             self.live[name].copy_(whole[boxes[name].slices()])
 
 
-class Server:
-    """One rank of the parameter servers."""
+def consume(calls: Connection, model: Model, rank: int, num_ranks: int) -> None:
+    """Answer the calls of the server beside it, until there is None."""
+    torch.cuda.set_device(rank)
+    consumer = Consumer(model, rank, num_ranks)
+    calls.send(None)
+    while call := calls.recv():
+        name, args = call
+        calls.send(getattr(consumer, name)(*args))
 
-    def __init__(
-        self,
-        model: Sequence[Tensor],
-        rank: int,
-        num_ranks: int,
-        port: int,
-        source: str,
-        beside: ActorHandle[Any],
-    ) -> None:
-        os.environ |= {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(num_ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
+
+class Rank:
+    """One parameter server, with the consumer beside it."""
+
+    def __init__(self, model: Model, source: str, rank: int, num_ranks: int) -> None:
         from checkpoint_engine.ps import ParameterServer
 
-        self._consumer = beside
+        context = multiprocessing.get_context("spawn")
+        self._consumer, calls = context.Pipe()
+        self.process = context.Process(target=consume, args=(calls, model, rank, num_ranks), daemon=True)
+        self.process.start()
         self._server = ParameterServer(auto_pg=False)
         self._server.init_process_group()
         share = -(-len(model) // num_ranks)
-        self._tensors = model[rank * share : (rank + 1) * share]
-        device = "cuda" if source == "device" else "cpu"
+        self._tensors: list[Tensor] = list(model[rank * share : (rank + 1) * share])
+        device = torch.device("cuda", rank) if source == "device" else torch.device("cpu")
         self._data = {
             t.name: torch.empty(t.shape, dtype=torch.bfloat16, device=device) for t in self._tensors
         }
         self._failed: BaseException | None = None
+        self._consumer.recv()
 
-    def change(self, version: int) -> None:
-        """Write `version` into every element."""
+    def prepare(self, version: int) -> None:
+        """The server holds `version`, the consumer nothing that is right."""
         wholes = (Box((0,) * len(tensor.shape), tensor.shape) for tensor in self._tensors)
         fill(zip(self._tensors, wholes, self._data.values(), strict=True), version)
         torch.cuda.synchronize()
+        self._ask("poison")
 
-    def limit(self, gigabytes: float) -> None:
-        """The largest bucket of later updates."""
-        os.environ["PS_MAX_BUCKET_SIZE_GB"] = str(gigabytes)
+    def wrong(self, version: int) -> int:
+        """Elements of the consumer that differ from `version`."""
+        return int(self._ask("wrong", version))
 
-    def register(self) -> None:
-        """Copy the tensors into the pinned pool."""
+    def phases(self) -> dict[str, Callable[[], object]]:
+        """What an update does, one after the other."""
+        return {"register": self._register, "gather": self._gather, "update": self._update}
+
+    def end_update(self) -> None:
+        """Let the next version take the pool."""
+        self._server.unregister_checkpoint(_NAME)
+
+    def close(self) -> None:
+        """End the consumer."""
+        self._consumer.send(None)
+        self.process.join(30)
+
+    def _register(self) -> None:
         self._server.register_checkpoint(_NAME, named_tensors=self._data, use_shared_memory_pool=True)
 
-    def gather(self) -> None:
-        """Tell each other what there is."""
+    def _gather(self) -> None:
         self._server.gather_metas(_NAME)
 
-    def update(self) -> None:
+    def _update(self) -> None:
         """Send everything to every consumer; returns when the own one has loaded it."""
         self._failed = None
         self._server.update(_NAME, self._tell_consumer)
         if self._failed is not None:
             raise self._failed
 
-    def unregister(self) -> None:
-        """Let the next version take the pool."""
-        self._server.unregister_checkpoint(_NAME)
-
     def _tell_consumer(self, paths: list[tuple[str, str]]) -> None:
-        assert threading.current_thread() is not threading.main_thread()
-        own = dict(paths)[self._server._device_uuid]
+        """Called in a thread of the server's, which swallows what it raises."""
         try:
-            ray.get(self._consumer.load.remote(own))
-        except Exception as error:  # noqa: BLE001 (its thread would swallow it)
+            self._ask("load", dict(paths)[self._server._device_uuid])
+        except Exception as error:  # noqa: BLE001
             self._failed = error
 
+    def _ask(self, name: str, *args: object) -> Any:  # noqa: ANN401 (whatever the consumer answers)
+        self._consumer.send((name, args))
+        return self._consumer.recv()
 
-@dataclass(slots=True)
-class CheckpointEngine:
-    """The driver's handles."""
 
-    servers: list[ActorHandle[Any]]
-    consumers: list[ActorHandle[Any]]
+def main() -> None:
+    """Find the best bucket size, then time rounds and print a row."""
+    spec = asked()
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(rank)
+    model = model_of("llama", spec["gib"])
+    stage("checkpoint-engine: memory and processes")
+    server = Rank(model, spec["source"], rank, num_ranks)
+    control = Control()
 
-    def prepare(self, version: int) -> None:
-        """The servers hold `version`, the consumers nothing that is right."""
-        ray.get([server.change.remote(version) for server in self.servers])
-        ray.get([consumer.poison.remote() for consumer in self.consumers])
-
-    def wrong(self, version: int) -> int:
-        """Elements of the consumers that differ from `version`."""
-        return sum(ray.get([consumer.wrong.remote(version) for consumer in self.consumers]))
-
-    def update(self) -> dict[str, float]:
-        """Seconds of ``register``, ``gather`` and ``update``, each until the last rank is done."""
-        seconds = {}
-        for phase in ("register", "gather", "update"):
-            started = time.perf_counter()
-            ray.get([getattr(server, phase).remote() for server in self.servers])
-            seconds[phase] = time.perf_counter() - started
-        ray.get([server.unregister.remote() for server in self.servers])
+    def update() -> dict[str, float]:
+        seconds = {name: control.seconds(run) for name, run in server.phases().items()}
+        server.end_update()
         return seconds
 
-    def limit(self, gigabytes: float) -> None:
-        """The largest bucket of later updates."""
-        ray.get([server.limit.remote(gigabytes) for server in self.servers])
+    sizes = {}
+    server.prepare(new_version())
+    for size in (_SIZES_GB[0], *_SIZES_GB):  # the first warms up
+        stage(f"checkpoint-engine: buckets of {size:g} GB")
+        os.environ["PS_MAX_BUCKET_SIZE_GB"] = str(size)
+        sizes[size] = min(update()["update"] for _ in range(2))
+    best = min(sizes, key=lambda size: sizes[size])
+    os.environ["PS_MAX_BUCKET_SIZE_GB"] = str(best)
+    rounds = []
+    for number in range(-NUM_WARM, spec["rounds"]):
+        version = new_version()
+        stage(f"checkpoint-engine: round {number + 1}")
+        server.prepare(version)
+        taken = update()
+        check(control.total(server.wrong(version)), "checkpoint-engine", version)
+        rounds += [taken] if number >= 0 else []
+    server.close()
+    if rank == 0:
+        emit(_row(model, best, sizes, rounds))
 
-    def sweep(self) -> dict[float, float]:
-        """Seconds of the better of two warm updates, for each bucket size."""
-        self.limit(_SIZES_GB[0])
-        self.update()
-        seconds = {}
-        for size in _SIZES_GB:
-            self.limit(size)
-            seconds[size] = min(self.update()["update"] for _ in range(2))
-        return seconds
 
-    def close(self) -> None:
-        kill([*self.servers, *self.consumers])
+def _row(
+    model: Model, best: float, sizes: dict[float, float], rounds: list[dict[str, float]]
+) -> dict[str, object]:
+    row = spread("total", [sum(phases.values()) for phases in rounds])
+    for name in _PHASES:
+        row |= spread(name, [taken[name] for taken in rounds])
+    row |= {"bucket": f"{best:g} GB", "GB": sum(tensor.nbytes for tensor in model) / 1e9}
+    return row | {"sweep s": {str(size): seconds for size, seconds in sizes.items()}}
 
 
-def start_checkpoint_engine(model: Sequence[Tensor], gpus: Sequence[str], source: str) -> CheckpointEngine:
-    """A server and a consumer on each GPU."""
-    port, num_ranks = free_port(), len(gpus)
-    consumers = [spawn(Consumer, model, i, num_ranks, gpu=gpu) for i, gpu in enumerate(gpus)]
-    servers = [
-        spawn(Server, model, i, num_ranks, port, source, consumers[i], gpu=gpu) for i, gpu in enumerate(gpus)
-    ]
-    return CheckpointEngine(servers, consumers)
+if __name__ == "__main__":
+    main()

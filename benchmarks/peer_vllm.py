@@ -1,4 +1,8 @@
-"""A real vLLM that takes weights in four ways: ours, vLLM's own over NCCL or IPC, and tensor by tensor."""
+"""A real vLLM that takes weights in four ways: ours, vLLM's own over NCCL or IPC, and tensor by tensor.
+
+`VllmUnderTest` takes ours. `OwnVllm` takes the others: a plain ``vllm.LLM`` in a Ray actor, beside a trainer
+in another, as vLLM's own examples (``examples/rl/rlhf_nccl.py``, ``rlhf_ipc.py``) start them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from benchmarks.models import Tensor
 from benchmarks.values import count_wrong, poison
 from weightsync.plan import Box
 
-__all__ = ["VllmTrainer", "VllmUnderTest"]
+__all__ = ["OwnVllm", "VllmTrainer", "VllmUnderTest"]
 
 _IPC_NBYTES = 2 << 30  # the embedding alone is more than vLLM's default of 1 GiB, which refuses it
 _FUSED = {
@@ -68,49 +72,11 @@ class VllmTrainer(ShardTrainer):
 
 
 class VllmUnderTest(EngineActor):
-    """Our engine actor, and vLLM's weight transfer on the same engine. One rank."""
+    """Our engine actor, whose live weights can be spoilt and compared. One rank."""
 
     def __init__(self, model_path: str, model: Sequence[Tensor], options: Mapping[str, Any]) -> None:
         super().__init__("vllm", model_path, "vllm", options)
-        self._model = tuple(model)
-        self._places = _places(self._model)
-
-    async def join(self, port: int) -> None:
-        """Make the NCCL group with the trainer."""
-        where = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
-        await self._rpc("init_weight_transfer_engine", {"init_info": where})
-
-    async def take_nccl(self, packed: bool) -> None:
-        """One whole update over vLLM's NCCL group."""
-        info = {
-            "names": [tensor.name for tensor in self._model],
-            "dtype_names": ["bfloat16"] * len(self._model),
-            "shapes": [list(tensor.shape) for tensor in self._model],
-            "packed": packed,
-        }
-        await self.start()
-        await self._rpc("update_weights", {"update_info": info})
-        await self.finish()
-
-    async def start(self) -> None:
-        """Begin an update in vLLM's way."""
-        await self._rpc("start_weight_update", {"is_checkpoint_format": True})
-
-    async def update_weights(self, request: Mapping[str, Any]) -> None:
-        """Called by vLLM's trainer side for each chunk."""
-        await self._rpc("update_weights", {"update_info": request["update_info"]})
-
-    async def finish(self) -> None:
-        """End an update in vLLM's way."""
-        await self._rpc("finish_weight_update", {})
-
-    async def take_one(self, name: str, shape: tuple[int, ...]) -> None:
-        """Receive one tensor and hand it to vLLM's loader."""
-        await self._on_worker(lambda worker: _take_one(worker, name, shape))
-
-    async def synchronize(self) -> None:
-        """Wait for the device."""
-        await self._on_worker(lambda worker: torch.cuda.synchronize())
+        self._places = _places(model)
 
     async def poison(self) -> None:
         """Make every byte of every parameter wrong."""
@@ -124,9 +90,6 @@ class VllmUnderTest(EngineActor):
         """See `device_used`."""
         return await asyncio.to_thread(device_used)
 
-    async def _rpc(self, method: str, arguments: Mapping[str, Any]) -> None:
-        await self._call(lambda engine: engine.collective_rpc(method, kwargs=dict(arguments)))
-
     async def _on_worker(self, work: Callable[[Any], Any]) -> list[Any]:
         answers: list[Any] = await self._call(lambda engine: engine.collective_rpc(work))
         return answers
@@ -134,6 +97,62 @@ class VllmUnderTest(EngineActor):
     async def _call(self, work: Callable[[Any], Any]) -> Any:  # noqa: ANN401 (whatever vLLM returns)
         engine: Any = self._engine  # behind our adapter: only a benchmark may look there
         return await asyncio.to_thread(engine._loop.call, work)
+
+
+class OwnVllm:
+    """``vllm.LLM`` in an actor, which takes weights by vLLM's own calls. One rank."""
+
+    def __init__(self, model_path: str, model: Sequence[Tensor], options: Mapping[str, Any]) -> None:
+        from vllm import LLM
+
+        self._model, self._places = tuple(model), _places(model)
+        self._llm = LLM(model_path, load_format="dummy", skip_tokenizer_init=True, **options)
+        self._llm.sleep(level=0)
+
+    def join(self, port: int) -> None:
+        """Make the NCCL group with the trainer."""
+        where = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+        self._llm.init_weight_transfer_engine({"init_info": where})
+
+    def take_nccl(self, packed: bool) -> None:
+        """One whole update over vLLM's NCCL group."""
+        info = {
+            "names": [tensor.name for tensor in self._model],
+            "dtype_names": ["bfloat16"] * len(self._model),
+            "shapes": [list(tensor.shape) for tensor in self._model],
+            "packed": packed,
+        }
+        self.start()
+        self.update_weights({"update_info": info})
+        self.finish()
+
+    def start(self) -> None:
+        """Begin an update."""
+        self._llm.start_weight_update(is_checkpoint_format=True)
+
+    def update_weights(self, request: Mapping[str, Any]) -> None:
+        """Called by vLLM's trainer side for each chunk."""
+        self._llm.update_weights({"update_info": request["update_info"]})
+
+    def finish(self) -> None:
+        """End an update."""
+        self._llm.finish_weight_update()
+
+    def take_one(self, name: str, shape: tuple[int, ...]) -> None:
+        """Receive one tensor and hand it to vLLM's loader."""
+        self._llm.collective_rpc(_take_one, args=(name, shape))
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        self._llm.collective_rpc(_synchronize)
+
+    def poison(self) -> None:
+        """Make every byte of every parameter wrong."""
+        self._llm.collective_rpc(_poison)
+
+    def wrong(self, version: int) -> int:
+        """Elements of vLLM's live parameters that differ from `version`."""
+        return sum(self._llm.collective_rpc(_wrong, args=(self._places, version)))
 
 
 def _places(model: Sequence[Tensor]) -> list[tuple[Tensor, str, int]]:
@@ -155,6 +174,10 @@ def _take_one(worker: Any, name: str, shape: tuple[int, ...]) -> None:  # noqa: 
     group.broadcast(weight, src=0, stream=torch.cuda.current_stream())
     with torch.no_grad():
         worker.model_runner.model.load_weights([(name, weight)])
+
+
+def _synchronize(worker: Any) -> None:  # noqa: ANN401 (vLLM's Worker)
+    torch.cuda.synchronize(worker.device)
 
 
 def _poison(worker: Any) -> None:  # noqa: ANN401 (vLLM's Worker)

@@ -20,6 +20,7 @@ from weightsync.share import shares
 
 __all__ = [
     "MODES",
+    "NUM_WARM",
     "PHASES",
     "Mode",
     "WrongWeightsError",
@@ -38,6 +39,9 @@ PHASES = ("publish", "pause", "move", "verify", "commit")
 _APPLIED = ("pause", "move", "verify")
 _RATES = LinkRates(name="H200", hbm=4800, nvlink=374, nic=50)
 """Memory: the datasheet's; NVLink: what a bare kernel reads, see `benchmarks.bench_pull`."""
+
+NUM_WARM = 2
+"""Rounds before those that count."""
 
 _versions = itertools.count(1)
 
@@ -104,7 +108,9 @@ def check(wrong: int, who: str, version: int) -> None:
         raise WrongWeightsError(f"{who}: {wrong} elements are not those of version {version}")
 
 
-def timed_rounds(sync: WeightSync, fleet: Fleet, num_rounds: int, num_warm: int = 2) -> Iterator[Round]:
+def timed_rounds(
+    sync: WeightSync, fleet: Fleet, num_rounds: int, num_warm: int = NUM_WARM
+) -> Iterator[Round]:
     """Poison, update, compare, again and again; the rounds after the first `num_warm`."""
     for number in range(1 - num_warm, num_rounds + 1):
         version = new_version()
