@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+import torch
 from ray.util import get_placement_group, placement_group, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -31,6 +32,7 @@ _SHARE = 0.4
 
 _ON_GPU: dict[str, dict[str, Any]] = {
     "torch": {"device": "cuda"},
+    "sglang": {"mem_fraction_static": 0.3},
     "vllm": {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 256 << 20, "enforce_eager": True},
 }
 
@@ -52,7 +54,7 @@ class Launcher:
 
     Raises:
         DeadlineError: the GPUs that the cluster has are not free within ``sync.connect_timeout_s``.
-        ConfigError: engines are to sleep that do so on GPUs only, and there are not enough.
+        ConfigError: engines start, or are to sleep, on GPUs only, and there are not enough.
     """
 
     def __init__(self, recipe: Recipe, model: Path) -> None:
@@ -61,6 +63,8 @@ class Launcher:
         self._num_gpus = int(there.get("GPU", 0))
         self._kinds = sorted(key.removeprefix(_KIND) for key in there if key.startswith(_KIND))
         enough = self._num_gpus >= recipe.num_devices
+        if not enough:
+            self._refuse_engines_for_gpus()
         for name, spec in recipe.engine_specs.items():
             if recipe.loop.sleep and not enough and (kind := choose_engine(spec.kind)[0]) != "torch":
                 remedy = f"engine {name} is {kind}, which sleeps on GPUs: give 0, or kind: torch"
@@ -72,6 +76,16 @@ class Launcher:
         if self._bundles:
             return f"{needed} ({', '.join(self._kinds)})" if self._kinds else needed
         return f"CPUs ({needed} wanted, {self._num_gpus} there)"
+
+    def _refuse_engines_for_gpus(self) -> None:
+        """A vLLM or SGLang beside a CUDA build of torch does not start on a CPU."""
+        for group, spec in self._recipe.engines.items():
+            kind, _ = choose_engine(spec.kind)
+            if kind != "torch" and torch.version.cuda:
+                wanted = f"the recipe wants {self._recipe.num_devices} GPUs, the cluster has {self._num_gpus}"
+                fewer = f"--set trainers.count=1 --set engines.{group}.count=1"
+                remedy = f"{wanted}: give fewer ranks, such as {fewer}, or kind: torch"
+                raise ConfigError(f"engines.{group}.kind", kind, remedy)
 
     def engine(self, name: str) -> ActorHandle[Any]:
         """Start the engine of that name, the first time or again, with dummy weights."""

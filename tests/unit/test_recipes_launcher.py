@@ -9,6 +9,7 @@ import pytest
 from recipes import launcher
 from recipes.launcher import Launcher
 from recipes.recipe import EngineSpec, Recipe
+from weightsync.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -26,3 +27,18 @@ def test_devices_are_named(monkeypatch: pytest.MonkeyPatch, there: dict[str, flo
     monkeypatch.setattr(launcher, "_reserve", lambda recipe: object())
     recipe = Recipe(name="it", engines={"main": EngineSpec(kind="torch", count=2)})
     assert str(Launcher(recipe, Path("model"))) == said
+
+
+@pytest.mark.parametrize("num_gpus", [0, 1])
+def test_engines_that_start_on_gpus_only_are_refused_before_they_start(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int
+) -> None:
+    monkeypatch.setattr(launcher.ray, "cluster_resources", lambda: {"GPU": float(num_gpus)})
+    monkeypatch.setattr(launcher, "choose_engine", lambda kind: ("vllm", "it is installed"))
+    monkeypatch.setattr(launcher.torch.version, "cuda", "13.0")
+    recipe = Recipe(name="it", engines={"main": EngineSpec(kind="auto", count=2)})
+    with pytest.raises(ConfigError) as refused:
+        Launcher(recipe, Path("model"))
+    assert refused.value.field == "engines.main.kind"
+    assert f"the recipe wants 2 GPUs, the cluster has {num_gpus}" in str(refused.value)
+    assert "--set trainers.count=1 --set engines.main.count=1" in str(refused.value)
