@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from weightsync.errors import ConfigError
 from weightsync.plugins import register_vllm
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +57,17 @@ def test_a_trainer_pushes_weights_into_vllm(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+@with_vllm
+def test_a_worker_with_a_draft_refuses_to_join() -> None:
+    from weightsync.plugins.vllm import WeightSyncInitInfo, WeightSyncTransferEngine
+
+    speculative = SimpleNamespace(method="eagle", model="a/draft")
+    config = SimpleNamespace(speculative_config=speculative, parallel_config=None, model_config=None)
+    engine = WeightSyncTransferEngine(None, config, torch.device("cpu"), torch.nn.Linear(1, 1))
+    with pytest.raises(ConfigError, match=r"speculative_config: .*eagle.*leave speculative decoding out"):
+        engine.init_transfer_engine(WeightSyncInitInfo("", 2))
 
 
 class _Source32:

@@ -10,8 +10,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from weightsync.engines.vllm_adopted import AdoptedVllm
+from weightsync.engines.vllm_worker import WeightSyncWorker
 from weightsync.errors import ConfigError, DeadlineError, EngineError, PeerLostError, StateError
 from weightsync.faults import Fault
 
@@ -111,3 +113,15 @@ def test_faults_of_its_ranks_strike_in_their_processes(adopted) -> None:
     fault = Fault(who="engine e0", action="error", at="move", rank=1)
     engine.arm("engine e0", [fault], 0)
     assert llm.asked[-1] == ("arm", ("engine e0", ((), (fault,)), 0))
+
+
+@pytest.mark.parametrize("method", ["eagle3", "mtp", "ngram"])
+def test_a_worker_whose_engine_has_a_draft_refuses_its_first_call(method: str) -> None:
+    config = SimpleNamespace(speculative_config=SimpleNamespace(method=method, model="a/draft"))
+    worker = WeightSyncWorker()
+    worker.rank, worker.device = 0, torch.device("cpu")
+    worker.model_runner = SimpleNamespace(vllm_config=config)
+    error = pickle.loads(worker.ws_call(pickle.dumps(("layout", ()))))
+    assert isinstance(error, ConfigError)
+    assert (error.field, error.value) == ("speculative_config", {"method": method, "model": "a/draft"})
+    assert "leave speculative decoding out" in error.remedy

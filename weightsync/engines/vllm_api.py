@@ -29,6 +29,7 @@ __all__ = [
     "ModelRunner",
     "Reload",
     "engine_args",
+    "require_no_draft",
     "sampling_params",
     "set_environment",
     "start",
@@ -37,6 +38,10 @@ __all__ = [
 ]
 
 _FIXED = ("model", "load_format", "worker_extension_cls")
+_SPECULATIVE = ("speculative", "spec_", "draft")
+_NO_DRAFT = (
+    "leave speculative decoding out: updates reach the target model alone, a draft would keep other weights"
+)
 # They keep parameters as their loaders write them. Mixture-of-experts layers: by their backend.
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _EXPERTS_METHOD, _PLAIN_BACKENDS = "UnquantizedFusedMoEMethod", ("TRITON", "BATCHED_TRITON")
@@ -70,8 +75,8 @@ def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> Eng
     """Arguments of an engine that starts with dummy weights and `worker` mixed into its workers.
 
     Raises:
-        ConfigError: an option that vLLM has not, a dtype that its platform cannot hold, or more ranks than
-            this process sees GPUs.
+        ConfigError: an option that vLLM has not, or that it cannot be updated with, a dtype that its platform
+            cannot hold, or more ranks than this process sees GPUs.
     """
     from transformers import AutoConfig
     from vllm import EngineArgs
@@ -79,6 +84,9 @@ def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> Eng
 
     known = {spec.name for spec in dataclasses.fields(EngineArgs)} - set(_FIXED)
     for key, value in options.items():
+        # Also by names that other versions of vLLM have for it.
+        if value is not None and (key.startswith(_SPECULATIVE) or key == "num_speculative_tokens"):
+            raise ConfigError(f"options.{key}", value, _NO_DRAFT)
         if key not in known:
             raise ConfigError(f"options.{key}", value, nearest(key, known))
     settings = {"dtype": "auto", "skip_tokenizer_init": True, "disable_log_stats": True, **options}
@@ -100,6 +108,16 @@ def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> Eng
             "options.dtype", settings["dtype"], f"vLLM on this platform holds {', '.join(held)}"
         )
     return EngineArgs(model=model_path, load_format="dummy", worker_extension_cls=worker, **settings)
+
+
+def require_no_draft(config: VllmConfig) -> None:
+    """Raises ConfigError where an engine decodes speculatively, however it came to that.
+
+    A checkpoint may say so itself: vLLM then loads its draft without being asked.
+    """
+    if speculative := config.speculative_config:
+        value = {"method": speculative.method, "model": speculative.model}
+        raise ConfigError("speculative_config", value, _NO_DRAFT)
 
 
 def _check_sleep(settings: dict[str, Any], available: bool) -> None:

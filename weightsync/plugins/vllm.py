@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -19,7 +20,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from weightsync.engines.stacked_experts import as_loaded
-from weightsync.engines.vllm_api import Reload
+from weightsync.engines.vllm_api import Reload, require_no_draft
 from weightsync.errors import StateError
 from weightsync.plugins.sender import Sender, device_of
 from weightsync.tensor_stream import TensorStream
@@ -63,7 +64,10 @@ class WeightSyncTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     _reload: Reload | None = None
 
     def init_transfer_engine(self, init_info: WeightSyncInitInfo) -> None:
-        """Join the trainer and the other workers."""
+        """Join the trainer and the other workers. Raises ConfigError where vLLM decodes speculatively."""
+        # 0.24 gives no configuration of its own.
+        if config := getattr(self, "vllm_config", None) or get_current_vllm_config_or_none():
+            require_no_draft(config)
         self.shutdown()
         # 0.24 does not say it, and in a reload the parameters are on none.
         self._model_device = next(self.model.parameters()).device
