@@ -54,6 +54,13 @@ BY_ENGINES_CHANNELS = (
 """They pickle what goes by vLLM's and SGLang's own channels. None of them has a socket of ours."""
 USERS_OWN = ("recipes.openrlhf_loop",)
 """Recipes that play somebody who has a loop, and engines of his own."""
+WALL_CLOCK = {
+    "weightsync/clock.py": "stamps of spans and heals",
+    "recipes/run_report.py": "when a run started, and a step committed",
+    "recipes/bench_report.py": "when a benchmark started",
+    "benchmarks/common.py": "when a benchmark was run",
+}
+"""Where the wall clock may be read, each for a stamp; durations and ages come from one that is never set."""
 # The first that holds a module says how high it stands.
 LAYERS = (
     (PURE, 0),
@@ -163,6 +170,47 @@ def _broken_rules(item: Import) -> Iterator[str]:
     seam = next((seam for seam in SEAMS if inside(importer, (seam,))), None)
     if seam and any(other != seam and inside(module, (other,)) for other in SEAMS):
         yield "sources, engines, transports and readers do not know each other"
+
+
+def wall_clock_reads(root: Path) -> Iterator[str]:
+    """``file:line`` of each use of ``time.time``, ``datetime.now`` and the like."""
+    named = {"time": ("time", "time_ns", "localtime", "gmtime"), "datetime": ("now", "utcnow", "today")}
+    for package in (*PACKAGES, "benchmarks"):
+        for path in sorted((root / package).rglob("*.py")):
+            where = path.relative_to(root)
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Attribute):
+                    owner = ast.unparse(node.value).rpartition(".")[2]
+                    if node.attr in named.get("datetime" if owner == "date" else owner, ()):
+                        yield f"{where}:{node.lineno}"
+                elif isinstance(node, ast.ImportFrom) and node.module == "time":
+                    taken = {alias.name for alias in node.names} & {*named["time"]}
+                    yield from [f"{where}:{node.lineno}"] * bool(taken)
+
+
+def test_the_wall_clock_is_read_for_stamps_alone() -> None:
+    reads = [*wall_clock_reads(ROOT)]
+    assert [each for each in reads if each.partition(":")[0] not in WALL_CLOCK] == []
+    assert {each.partition(":")[0] for each in reads} == {*WALL_CLOCK}
+    assert sum(each.startswith("weightsync/clock.py") for each in reads) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "is_caught"),
+    [
+        ("import time\nbegan = time.time()", True),
+        ("from time import time", True),
+        ("import datetime\nbegan = datetime.datetime.now()", True),
+        ("from datetime import date\nday = date.today()", True),
+        ("import time\nnow = time.time_ns", True),
+        ("import time\nbegan = time.monotonic(), time.perf_counter()", False),
+        ("from datetime import timedelta", False),
+    ],
+)
+def test_a_planted_read_of_the_wall_clock_is_caught(tmp_path: Path, line: str, is_caught: bool) -> None:
+    (tmp_path / "weightsync").mkdir()
+    (tmp_path / "weightsync/one.py").write_text(line)
+    assert bool([*wall_clock_reads(tmp_path)]) == is_caught
 
 
 def test_nothing_breaks_the_arrows() -> None:

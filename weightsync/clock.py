@@ -18,8 +18,8 @@ class Span:
     """What one process did, and when.
 
     Attributes:
-        began: seconds since 1970, by the clock of the process's host: spans of one host compare to the
-            microsecond, those of several as well as their clocks agree.
+        began: seconds since 1970, as `PhaseClock.now` says: spans of one host compare to the microsecond
+            if nobody set its clock between them, those of several as well as their clocks agree.
         seconds: by a clock that is never set.
     """
 
@@ -29,10 +29,17 @@ class Span:
 
 
 class PhaseClock:
-    """Wall clock of the phases of one piece of work; `spans` keeps them in order, the log tells each."""
+    """Times the phases of one piece of work; `spans` keeps them in order, the log tells each.
+
+    The wall clock is read once, when this is made. All else is counted from there by a clock that is
+    never set, so that stamps of one piece of work are as far apart as what they stand for.
+
+    Attributes:
+        began: seconds since 1970.
+    """
 
     def __init__(self) -> None:
-        self._started = time.perf_counter()
+        self.began, self._started = time.time(), time.perf_counter()
         self.spans: list[Span] = []
 
     @property
@@ -46,13 +53,17 @@ class PhaseClock:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count the body's time as `name`, also when it raises."""
-        began, started = time.time(), time.perf_counter()
+        started = self.total()
         try:
             yield
         finally:
-            self.spans.append(Span(name, began, time.perf_counter() - started))
+            self.spans.append(Span(name, self.began + started, self.total() - started))
             logger.debug("%s: %.3f s", name, self.spans[-1].seconds)
 
     def total(self) -> float:
         """Seconds since the clock was made."""
         return time.perf_counter() - self._started
+
+    def now(self) -> float:
+        """Seconds since 1970, by the wall clock as it was when this was made."""
+        return self.began + self.total()

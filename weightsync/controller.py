@@ -146,7 +146,8 @@ class Controller:
             raise StateError(f"{len(takers)} engines are alive, sync.min_engines is {least}")
         asleep = [seat for seat in takers.values() if seat.record.state is EngineState.ASLEEP]
         clock = PhaseClock()
-        async with gauged(self._fleet, {holder for seat in asleep for holder in seat.holders}) as seen:
+        watching = {holder for seat in asleep for holder in seat.holders}
+        async with gauged(self._fleet, watching, clock.now) as seen:
             report = await self._update(version, takers, clock, when_held)
         return replace(report, peak_memory=peaks(seen, clock.spans)) if asleep else report
 

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Gauge", "Gauged", "Samples", "gauged", "peaks"]
 
 Samples = Sequence[tuple[float, int]]
-"""Seconds since 1970, and the bytes that were in use from then on."""
+"""Seconds since the first look, and the bytes that were in use from then on."""
 
 _EVERY_S = 0.005
 
@@ -29,6 +29,7 @@ class Gauge:
 
     def __init__(self, read: Callable[[], int]) -> None:
         self._read = read
+        self._started = time.perf_counter()
         self._samples: list[tuple[float, int]] = []
         self._ended = threading.Event()
         self._look()
@@ -49,7 +50,7 @@ class Gauge:
     def _look(self) -> None:
         used = self._read()
         if not self._samples or self._samples[-1][1] != used:
-            self._samples.append((time.time(), used))
+            self._samples.append((time.perf_counter() - self._started, used))
 
 
 class Gauged:
@@ -74,25 +75,38 @@ def _used_nbytes() -> int:
 
 
 @asynccontextmanager
-async def gauged(fleet: Fleet, holders: Collection[int]) -> AsyncIterator[dict[str, Samples]]:
-    """Have `holders` look at their devices meanwhile; what they saw is there afterwards, by device.
+async def gauged(
+    fleet: Fleet, holders: Collection[int], now: Callable[[], float]
+) -> AsyncIterator[dict[str, Samples]]:
+    """Have `holders` look at their devices during the body; afterwards has what they saw, by device.
 
-    Who does not answer is left out: it will be noticed elsewhere.
+    Its times are `now`'s: a holder counts from its first look, which it has taken when it answers.
+    A holder that does not answer is left out: it will be noticed elsewhere.
     """
     seen: dict[str, Samples] = {}
+    began: dict[int, float] = {}
     if not holders:
         yield seen
         return
 
-    async def switch(on: bool) -> Mapping[str, tuple[str, Samples]]:
-        calls = {f"holder {i}": fleet.holders[i].gauge(on) for i in holders if i < len(fleet.holders)}
-        return (await gather_named(calls, "gauge", GRACE_S)).answers
+    async def begin(holder: int) -> None:
+        await fleet.holders[holder].gauge(True)
+        began[holder] = now()
 
-    await switch(True)
+    async def end(holder: int) -> None:
+        device, samples = await fleet.holders[holder].gauge(False)
+        if device and holder in began:
+            seen[device] = [(began[holder] + at, used) for at, used in samples]
+
+    async def each(do: Callable[[int], Coroutine[object, object, None]]) -> None:
+        calls = {f"holder {i}": do(i) for i in holders if i < len(fleet.holders)}
+        await gather_named(calls, "gauge", GRACE_S)
+
+    await each(begin)
     try:
         yield seen
     finally:
-        seen.update((device, samples) for device, samples in (await switch(False)).values() if device)
+        await each(end)
 
 
 def peaks(seen: Mapping[str, Samples], spans: Sequence[Span]) -> dict[str, dict[str, int]]:

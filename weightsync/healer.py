@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 
+from weightsync.clock import PhaseClock
 from weightsync.config import SyncConfig
 from weightsync.controller import Controller
 from weightsync.errors import EngineError, PlanError, WeightSyncError
@@ -82,7 +82,7 @@ class Healer:
         return seat is not None and seat.record.state is EngineState.DEAD
 
     async def _heal(self, name: str, failure: WeightSyncError) -> None:
-        died_at, respawned_at, cause = time.time(), None, str(failure)
+        clock, respawned_at, cause = PhaseClock(), None, str(failure)
         for attempt in range(1, self._config.heal_attempts + 2):
             decision = await self._decide(name, failure, attempt)
             if name not in self._fleet.engines:
@@ -98,7 +98,7 @@ class Healer:
                 await asyncio.sleep(decision.delay_s)
                 if decision.action is Action.RESPAWN:
                     await self._start(name)
-                    respawned_at = time.time()
+                    respawned_at = clock.now()
                 report = await self._fill(name)
             except WeightSyncError as error:
                 if not self._is_newest(name):
@@ -108,7 +108,7 @@ class Healer:
             if self._is_dead(name):  # it ended, or went deaf, while it was filled
                 failure = self._missed.pop(name, failure)
                 continue
-            self.heals.append(self._describe(name, cause, died_at, respawned_at, report))
+            self.heals.append(self._describe(name, cause, clock, respawned_at, report))
             self.given_up.pop(name, None)
             logger.warning("%s", self.heals[-1])
             self.on_heal(self.heals[-1])
@@ -163,7 +163,7 @@ class Healer:
                 return None
 
     def _describe(
-        self, name: str, cause: str, died_at: float, respawned_at: float | None, report: SyncReport | None
+        self, name: str, cause: str, clock: PhaseClock, respawned_at: float | None, report: SyncReport | None
     ) -> HealReport:
         record = self._fleet.engines[name].record
         serving = record.state is EngineState.SERVING
@@ -171,9 +171,9 @@ class Healer:
             engine=name,
             cause=cause,
             version=record.version,
-            died_at=died_at,
+            died_at=clock.began,
             respawned_at=respawned_at,
-            serving_at=time.time() if serving else None,
+            serving_at=clock.now() if serving else None,
             bytes_from=report.bytes_from if report else {},
             ways=report.ways if report else {},
             gb_per_s=report.gb_per_s if report else 0.0,

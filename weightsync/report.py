@@ -51,8 +51,8 @@ class SyncReport:
             ``holder 0``, ``load`` and ``verify`` of ``engine e0 rank 0``. Who failed has none.
         checkpoint: which one the version is, where no trainers published it.
         peak_memory: where engines slept before, of each phase and GPU the most bytes that were in use on all
-            of it, by whomever. The holder there looks every 5 ms, so that a shorter peak may be missed, and
-            tells phases by its host's clock. Empty where nobody slept, and on hosts without GPUs.
+            of it, by whomever. The holder there looks every 5 ms, so that a shorter peak may be missed.
+            Empty where nobody slept, and on hosts without GPUs.
     """
 
     version: int
@@ -100,7 +100,10 @@ class SyncReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HealReport:
-    """How one engine that failed came back. Times are seconds since 1970.
+    """How one engine that failed came back.
+
+    Times are seconds since 1970: `died_at` by the wall clock, the others as many seconds later as a clock
+    counted that is never set.
 
     Attributes:
         cause: what it failed of.

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
+import pytest
+
 from weightsync import clock as module
 from weightsync.clock import PhaseClock
 
@@ -17,3 +21,20 @@ def test_a_phase_that_runs_again_counts_twice(monkeypatch, caplog) -> None:
     assert clock.seconds == {"plan": 7.0, "join": 4.0}
     assert [span.name for span in clock.spans] == ["plan", "join", "plan"]
     assert caplog.messages == ["plan: 2.000 s", "join: 4.000 s", "plan: 5.000 s"]
+
+
+@pytest.mark.parametrize("shift_s", [-3600.0, 3600.0])
+def test_stamps_of_one_piece_of_work_are_apart_as_long_as_it_took_though_the_clock_is_set(
+    monkeypatch: pytest.MonkeyPatch, shift_s: float
+) -> None:
+    real = time.time
+    clock = PhaseClock()
+    assert abs(clock.began - real()) < 60
+    with clock.phase("publish"):
+        monkeypatch.setattr(time, "time", lambda: real() + shift_s)
+    with clock.phase("move"):
+        pass
+    publish, move = clock.spans
+    assert clock.began <= publish.began <= publish.began + publish.seconds <= move.began + 1e-6
+    assert move.began + move.seconds <= clock.now() + 1e-6 < clock.began + 60
+    assert clock.total() < 60

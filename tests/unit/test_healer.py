@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable
+
+import pytest
 
 from tests.unit.test_controller import Loop, drive
 from weightsync.config import SyncConfig
@@ -204,5 +207,33 @@ def test_an_update_that_comes_between_connecting_and_filling_is_what_the_engine_
         assert loop.fleet.engines["e1"].record.version == 3
         assert loop.holds_the_models_weights("e1")
         assert (await loop.controller.update(4)).engines == {"e0": 4, "e1": 4}
+
+    drive(work, CONFIG)
+
+
+def test_a_heal_takes_as_long_as_it_took_though_the_wall_clock_is_set_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = time.time
+
+    async def work(loop: Loop) -> None:
+        async def set_back() -> None:
+            monkeypatch.setattr(time, "time", lambda: real() - 3600)
+
+        healer = _healer(loop, Respawned(loop, set_back))
+        await loop.controller.connect()
+        await loop.controller.update(1)
+        loop.controller.crew.lost("e1", GONE)
+        await _healed(healer)
+        (heal,) = healer.heals
+        assert heal.respawned_at is not None
+        assert heal.serving_at is not None
+        assert heal.died_at < heal.respawned_at < heal.serving_at < heal.died_at + 60
+        assert abs(heal.died_at - real()) < 60
+        assert "after -" not in str(heal)
+        loop.train()
+        report = await loop.controller.update(2)
+        assert 0 < report.seconds < 60
+        assert all(0 <= seconds < 60 for seconds in report.phases.values())
 
     drive(work, CONFIG)
