@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from recipes.grids import engine_layout, trainer_layout
@@ -172,6 +172,8 @@ def _floor(sides: _Sides, tensors: Collection[str]) -> DirectFloor:
         if id(engine) not in reshards:
             reshards[id(engine)] = Reshard(sides.source, name, engine, only=tensors)
     every = [(name, rank, gpu) for name, gpus in members.engines for rank, gpu in enumerate(gpus)]
+    times = _alike(sides, every, per_host)
+    models = [*times]
 
     def planned(number: int) -> tuple[str, int, Reads]:
         name, rank, gpu = every[number]
@@ -181,14 +183,47 @@ def _floor(sides: _Sides, tensors: Collection[str]) -> DirectFloor:
         return f"{name} rank {rank}", gpu, reads
 
     first = planned(0)
-    num_planned = min(len(every), max(_LEAST_RANKS, _MOST_COPIES // max(len(first[2]), 1)))
-    chosen = _sample(len(every), num_planned, per_host)
+    num_planned = min(len(models), max(_LEAST_RANKS, _MOST_COPIES // max(len(first[2]), 1)))
+    chosen = [models[index] for index in _sample(len(models), num_planned, per_host)]
     rates = scene.cluster[1].link_rates(scene.cluster[0]) if scene.cluster else None
     receivers: list[Receiver] = []
-    for _, numbers in groupby(chosen, lambda number: every[number][2] // per_host):
+    for _, group in groupby(chosen, lambda number: every[number][2] // per_host):
+        numbers = [*group]
         here = [planned(number) if number else first for number in numbers]
-        receivers += Receiver.of_host(here, members.trainers, per_host)
+        made = Receiver.of_host(here, members.trainers, per_host)
+        receivers += [replace(each, times=times[n]) for each, n in zip(made, numbers, strict=True)]
     return direct_floor(receivers, members.trainers, per_host, rates, num_ranks=len(every))
+
+
+def _alike(sides: _Sides, every: Sequence[tuple[str, int, int]], per_host: int) -> dict[int, int]:
+    """Ranks of `every` that stand for all, with how many each stands for: they read the same bytes.
+
+    Where hosts are known, whole hosts are alike that have no trainer and the same ranks in the same
+    order. Else ranks are, on GPUs without a trainer, that begin with the same one.
+    """
+    members = sides.members
+    trainers = {*members.trainers}
+    hosts = {gpu // per_host for gpu in trainers}
+
+    def kind(number: int) -> tuple[int, ...]:
+        name, rank, gpu = every[number]
+        turn = 0 if sides.scene.cluster else gpu * len(members.trainers) // members.num_holders
+        place = gpu % per_host if sides.scene.cluster else 0
+        return id(sides.engines[name]), rank, turn, place
+
+    def by_group(number: int) -> int:
+        return every[number][2] // per_host if sides.scene.cluster else number
+
+    first: dict[tuple[object, ...], list[int]] = {}
+    times: dict[int, int] = {}
+    for group, found in groupby(range(len(every)), by_group):
+        numbers = [*found]
+        gpus = [every[number][2] for number in numbers]
+        alone = group in hosts if sides.scene.cluster else gpus[0] in trainers
+        key = (*gpus,) if alone else tuple(map(kind, numbers))
+        for number in first.setdefault(key, numbers):
+            times[number] = times.get(number, 0) + 1
+    return times
 
 
 def _sample(num_ranks: int, num_planned: int, per_host: int) -> list[int]:
@@ -239,7 +274,7 @@ def _between_hosts(shown: Explanation, host: HostSpec) -> list[str]:
         sent[holder // host.gpus_per_host] += nbytes
     takers = {holder // host.gpus_per_host for holder in shown.received}
     into = max(total - sent[taker] for taker in takers)
-    out = max(sent[giver] for giver in range(num_hosts) if takers - {giver})
+    out = max(sent[giver] for giver in range(num_hosts) if len(takers) > 1 or giver not in takers)
     seconds = max(into, out) / (host.gpus_per_host * host.nic.gb_per_s * 1e9)
     return [
         f"between {num_hosts} hosts: floor {time_text(seconds)}; {into / 1e9:.2f} GB into one of them, "

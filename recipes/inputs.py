@@ -10,6 +10,7 @@ from pathlib import Path
 
 from recipes.catalog import find
 from recipes.cluster import existing_cluster
+from recipes.parallel import EngineParallel
 from recipes.recipe import Recipe, load_recipe
 from recipes.yaml_lines import located, read_yaml
 from weightsync.engines import choose_engine
@@ -24,6 +25,7 @@ __all__ = [
     "check_models",
     "check_ranks",
     "load_fault_plan",
+    "many_engines",
     "recipe_file",
     "refuse",
     "report_in",
@@ -34,6 +36,7 @@ __all__ = [
 ]
 
 SHIPPED = Path(__file__).parent
+_MOST_ENGINE_RANKS = 1_000_000
 
 
 def runnable_recipe(given: str, overrides: Sequence[str]) -> Recipe:
@@ -115,6 +118,15 @@ def at_least_one(option: str, value: int | None) -> int:
     if value is not None and value < 1:
         raise ConfigError(option, value, "give at least 1")
     return value or 1
+
+
+def many_engines(engine: EngineParallel, count: int | None) -> tuple[EngineParallel, ...]:
+    """`count` of them, 1 if it was not given, as far as they can be planned within seconds."""
+    given, most = at_least_one("--engines", count), _MOST_ENGINE_RANKS // engine.num_ranks
+    if given > most:
+        remedy = f"give at most {most}: engines of {engine.num_ranks} ranks are planned up to a million ranks"
+        raise ConfigError("--engines", given, remedy)
+    return (engine,) * given
 
 
 def writable(option: str, path: Path) -> None:

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from recipes.recipe import Recipe, load_recipe
 from recipes.run_report import RunReport, read_report
 from tests.unit.test_recipes_page import run_report
 from weightsync.faults import Fault, FaultPlan
-from weightsync.plan import Layout
+from weightsync.plan import Layout, Reads, Reshard
 
 RUNNER = CliRunner()
 
@@ -327,6 +328,41 @@ def test_of_very_many_copies_only_some_are_planned(monkeypatch: pytest.MonkeyPat
     assert "floor at least " in lines[-2]
 
 
+@pytest.mark.parametrize("cluster", [[], ["--cluster", "8xh100"]])
+@pytest.mark.parametrize("apart", [[], ["--apart"]])
+@pytest.mark.parametrize(("trainers", "tp", "engines"), [(4, 2, 7), (12, 4, 9), (3, 8, 5)])
+def test_ranks_that_are_alike_are_planned_once(
+    monkeypatch: pytest.MonkeyPatch,
+    cluster: list[str],
+    apart: list[str],
+    trainers: int,
+    tp: int,
+    engines: int,
+) -> None:
+    arguments = ["--model", "qwen3-8b", "--trainers", f"fsdp={trainers}", "--engine", f"tp={tp}"]
+    arguments += ["--engines", str(engines), *apart, *cluster]
+    planned: list[int] = []
+    reads = Reshard.reads
+
+    def counted(reshard: Reshard, rank: int, near: Sequence[int], *, start: int | None = None) -> Reads:
+        planned.append(rank)
+        return reads(reshard, rank, near, start=start)
+
+    monkeypatch.setattr(Reshard, "reads", counted)
+    quick, num_quick = direct_section(*arguments), len(planned)
+    monkeypatch.setattr("recipes.forecast._alike", lambda _, every, __: dict.fromkeys(range(len(every)), 1))
+    assert quick == direct_section(*arguments)
+    assert num_quick <= len(planned) - num_quick == tp * engines
+
+
+def test_a_hundred_thousand_engines_are_planned_at_once() -> None:
+    arguments = ["plan", *MODEL, "--engines", "100000", "--cluster", "8xh200"]
+    result = RUNNER.invoke(cli.app, arguments)
+    assert result.exit_code == 0
+    assert "100000 engines of 2 ranks, on 200000 GPUs in 25000 hosts" in result.stdout
+    assert "  200000 engine ranks read 1489.9 TiB in " in result.stdout
+
+
 @pytest.mark.parametrize(
     ("sizes", "ranks"),
     [
@@ -380,6 +416,10 @@ def test_the_plan_of_a_recipe_moves_what_its_run_moves() -> None:
         (["quickstart", "--set", "sync.max_staging_bytes=4KiB"], "sync.max_staging_bytes: "),
         ([*MODEL, "--set", "trainers.count=1"], "--set: ['trainers.count=1'] is not valid"),
         ([*MODEL, "--engines", "0"], "--engines: 0 is not valid; give at least 1"),
+        (
+            [*MODEL, "--engines", "500001"],
+            "--engines: 500001 is not valid; give at most 500000: engines of 2",
+        ),
         ([*MODEL, "--cluster", "8xh2000"], "did you mean '8xh200'?"),
         ([*MODEL, "--cluster", "no/such.yaml"], "--cluster: 'no/such.yaml' is not valid"),
         (["--model", "qwen3-30b-a33b", *MODEL[2:]], "did you mean 'qwen3-30b-a3b'?"),

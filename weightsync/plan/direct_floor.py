@@ -37,7 +37,10 @@ class LinkRates:
 class Receiver:
     """One engine rank on GPU number `gpu`, and the bytes that it reads from each trainer rank.
 
-    `passed_on`: bytes of other hosts that it gets from other GPUs of its own, by GPU.
+    Attributes:
+        passed_on: bytes of other hosts that it gets from other GPUs of its own, by GPU.
+        times: how many ranks are like it, on hosts of their own where it reads from others: what they
+            load of their own is loaded alike, what they load at the trainers adds up.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Receiver:
     by_trainer: Mapping[int, int]
     num_copies: int
     passed_on: Mapping[int, int] = field(default_factory=dict)
+    times: int = 1
 
     @classmethod
     def of_host(
@@ -88,12 +92,14 @@ class RankFloor:
     Attributes:
         nbytes: from trainers on the same GPU, elsewhere on the same host, on other hosts.
         seconds: of the links that these bytes take, as the only ones, the slowest; None without rates.
+        times: how many ranks read the same.
     """
 
     name: str
     nbytes: tuple[int, int, int]
     num_copies: int
     seconds: float | None
+    times: int = 1
 
     def __str__(self) -> str:
         time = "" if self.seconds is None else f"; floor {time_text(self.seconds)}"
@@ -105,9 +111,9 @@ class DirectFloor:
     """Figures of the reads of several engine ranks; `str()` prints them.
 
     Attributes:
-        ranks: those that were planned, in the order given.
-        num_ranks: how many ranks there are; where more than `ranks`, the figures are of `ranks` only.
-        nbytes, num_copies: of all `ranks`; nbytes as in `RankFloor`.
+        ranks: those that were planned, in the order given; each stands for `times` ranks.
+        num_ranks: how many ranks there are; where more than planned, the figures are of the planned only.
+        nbytes, num_copies: of all planned; nbytes as in `RankFloor`.
         seconds: no schedule of these reads is faster; None without rates.
         bottleneck: the link that takes that long, such as ``NVLink into GPU 3``.
     """
@@ -121,8 +127,12 @@ class DirectFloor:
     bottleneck: str
 
     @property
+    def num_planned(self) -> int:
+        return sum(rank.times for rank in self.ranks)
+
+    @property
     def is_sample(self) -> bool:
-        return len(self.ranks) < self.num_ranks
+        return self.num_planned < self.num_ranks
 
     @property
     def slowest(self) -> RankFloor:
@@ -130,7 +140,7 @@ class DirectFloor:
         return max(self.ranks, key=lambda rank: (rank.seconds or 0.0, sum(rank.nbytes)))
 
     def __str__(self) -> str:
-        which = f"{len(self.ranks)} of {self.num_ranks}" if self.is_sample else f"{self.num_ranks}"
+        which = f"{self.num_planned} of {self.num_ranks}" if self.is_sample else f"{self.num_ranks}"
         lines = [
             f"{which} engine ranks read {size_text(sum(self.nbytes))} in {self.num_copies} copies",
             f"all: {_distances_text(self.nbytes)}",
@@ -145,10 +155,10 @@ class DirectFloor:
 
     def _rank_lines(self) -> Iterator[str]:
         shown = self.ranks
-        if len(shown) > _MOST_SHOWN:
+        if self.num_planned > _MOST_SHOWN:
             shown = (shown[0],) if self.slowest is shown[0] else (shown[0], self.slowest)
         for rank in shown:
-            mark = ", the slowest" if rank is self.slowest and len(self.ranks) > 1 else ""
+            mark = ", the slowest" if rank is self.slowest and self.num_planned > 1 else ""
             yield f"{rank.name}{mark}: {rank}"
 
 
@@ -176,7 +186,7 @@ def direct_floor(
     parts = [_by_distance(receiver, trainers, gpus_per_host) for receiver in receivers]
     loads: dict[str, float] = {}
     for receiver in receivers if rates else ():
-        _add(loads, _seconds(receiver, trainers, gpus_per_host, rates))
+        _add(loads, _seconds(receiver, trainers, gpus_per_host, rates, receiver.times))
     slowest = max(loads, key=loads.__getitem__, default="")
     ranks = tuple(
         RankFloor(
@@ -184,15 +194,17 @@ def direct_floor(
             nbytes=nbytes,
             num_copies=receiver.num_copies,
             seconds=_own_seconds(receiver, trainers, gpus_per_host, rates),
+            times=receiver.times,
         )
         for receiver, nbytes in zip(receivers, parts, strict=True)
     )
-    local, near, far = (sum(column) for column in zip(*parts, strict=True))
+    all_parts = [[nbytes * rank.times for nbytes in rank.nbytes] for rank in ranks]
+    local, near, far = (sum(column) for column in zip(*all_parts, strict=True))
     return DirectFloor(
         ranks=ranks,
-        num_ranks=len(ranks) if num_ranks is None else num_ranks,
+        num_ranks=sum(rank.times for rank in ranks) if num_ranks is None else num_ranks,
         nbytes=(local, near, far),
-        num_copies=sum(rank.num_copies for rank in ranks),
+        num_copies=sum(rank.num_copies * rank.times for rank in ranks),
         cluster=rates.name if rates else None,
         seconds=loads.get(slowest, 0.0) if rates else None,
         bottleneck=slowest,
@@ -213,24 +225,28 @@ def _by_distance(receiver: Receiver, trainers: Sequence[int], gpus_per_host: int
 
 
 def _seconds(
-    receiver: Receiver, trainers: Sequence[int], gpus_per_host: int, rates: LinkRates | None
+    receiver: Receiver, trainers: Sequence[int], gpus_per_host: int, rates: LinkRates | None, times: int = 1
 ) -> dict[str, float]:
-    """How long each link is busy with what `receiver` reads. Every byte is read and written once."""
+    """How long each link is busy with what `receiver` reads. Every byte is read and written once.
+
+    `times`: how many such receivers load the links of other hosts.
+    """
     assert rates
     loads: dict[str, float] = {}
     here = receiver.gpu
     for there, nbytes in receiver.links(trainers):
         memory = nbytes / rates.hbm / 1e9
-        _add(loads, {f"memory of GPU {here}": memory})
-        _add(loads, {f"memory of GPU {there}": memory})
         distance = _distance(here, there, gpus_per_host)
+        elsewhere = times if distance == OTHER_HOST else 1
+        _add(loads, {f"memory of GPU {here}": memory})
+        _add(loads, {f"memory of GPU {there}": memory * elsewhere})
         if distance == SAME_HOST:
             seconds = nbytes / rates.nvlink / 1e9
             _add(loads, {f"NVLink into GPU {here}": seconds, f"NVLink out of GPU {there}": seconds})
         if distance == OTHER_HOST:
             seconds = nbytes / (rates.nic * gpus_per_host) / 1e9
             into, out = here // gpus_per_host, there // gpus_per_host
-            _add(loads, {f"NICs into host {into}": seconds, f"NICs out of host {out}": seconds})
+            _add(loads, {f"NICs into host {into}": seconds, f"NICs out of host {out}": seconds * elsewhere})
     return loads
 
 

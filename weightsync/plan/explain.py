@@ -30,7 +30,6 @@ class Explanation:
     Bytes are wire bytes, alignment included, except `payload_nbytes`. Mappings are by holder.
 
     Attributes:
-        edges: (root, receiver) -> bytes. A broadcast's bytes count on each of its edges.
         sent: bytes per root, each once: a pipelined broadcast sends a byte once.
         received: bytes per receiver, its own left out.
         imbalance: max / mean of the bytes that the trainers send; 1.0 is even.
@@ -44,7 +43,6 @@ class Explanation:
     num_steps: int
     num_pieces: int
     payload_nbytes: int
-    edges: Mapping[tuple[int, int], int]
     sent: Mapping[int, int]
     received: Mapping[int, int]
     imbalance: float
@@ -53,6 +51,11 @@ class Explanation:
     cluster: Cluster | None = None
     floor_seconds: float | None = None
     stage_seconds: Mapping[str, float] | None = None
+
+    @property
+    def edges(self) -> dict[tuple[int, int], int]:
+        """(root, receiver) -> bytes. A broadcast's bytes count on each of its edges."""
+        return {(s, r): n for s, n in self.sent.items() if n for r in self.received if r != s}
 
     def __str__(self) -> str:
         lines = [
