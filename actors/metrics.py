@@ -62,7 +62,10 @@ class Metrics:
         if floor := self._floor_seconds(report, plan):
             self._share.set(floor / report.phases["move"])
         for engine in report.failures:
-            if report.states.get(engine) == "SERVING":  # it did not pause, and is not counted as failed
+            if report.states.get(engine) in (
+                "SERVING",
+                "PAUSING",
+            ):  # it did not pause, and is not counted as failed
                 self._failures.inc(tags={"engine": engine, "phase": "pause"})
         self.serve(report.engines)
 

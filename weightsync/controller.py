@@ -57,6 +57,7 @@ class Controller:
         self.keeping = Keeping(config, fleet)
         self.keeping.on_silence = self._disconnect
         self._turns = Turns(GRACE_S)
+        self.crew.between_updates = self.beside
         self._refiller = Refiller(config, fleet, self.crew, self.keeping, self._turns)
         self._epoch = self._num_buckets = self._nbytes = 0
         self._expected: Digests | None = None

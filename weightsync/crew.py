@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TypeVar
 
 import numpy as np
@@ -12,7 +14,9 @@ from weightsync.config import SyncConfig
 from weightsync.connect import Connection
 from weightsync.deadline import GRACE_S, gather_named
 from weightsync.errors import (
+    DeadlineError,
     EngineError,
+    PeerError,
     PeerLostError,
     RankLostError,
     TransportError,
@@ -20,8 +24,9 @@ from weightsync.errors import (
     WeightSyncError,
     Where,
 )
+from weightsync.halts import Halts
 from weightsync.peers import EnginePeer, EngineSeat, Fleet
-from weightsync.states import EngineState
+from weightsync.states import EngineRecord, EngineState
 from weightsync.verify import Digests
 
 __all__ = ["Crew", "remoteness"]
@@ -40,6 +45,7 @@ class Crew:
     Attributes:
         failures: of the update or refill that an engine took part in last.
         on_failure: told of every engine that fails, with its error.
+        between_updates: runs work on one engine while no update does.
     """
 
     def __init__(self, config: SyncConfig, fleet: Fleet) -> None:
@@ -47,7 +53,9 @@ class Crew:
         self._attempt = 0
         self.failures: dict[str, WeightSyncError] = {}
         self._version: dict[str, int] = {}
+        self._halts, self._undoing = Halts(), set[asyncio.Future[None]]()
         self.on_failure: Callable[[str, WeightSyncError], None] = lambda _name, _error: None
+        self.between_updates: Callable[[str], AbstractAsyncContextManager[None]] = lambda _name: nullcontext()
 
     def next_attempt(self) -> int:
         """A number that no message of an earlier attempt has."""
@@ -61,9 +69,20 @@ class Crew:
             self._version[name] = version
 
     async def pause(self, takers: Mapping[str, EngineSeat]) -> Sequence[str]:
+        """Pause all at once; returns the names of those that did. What others do late is undone."""
         mode, timeout_s = self._config.pause, self._config.timeout_s
-        paused = list(await self.ask(takers, "pause", lambda peer: peer.pause(mode, timeout_s)))
+
+        async def pause(name: str, seat: EngineSeat) -> None:
+            await self._halts.ask(
+                name,
+                seat.record,
+                lambda: seat.peer.pause(mode, timeout_s),
+                lambda error: self._undo(self._after_late_pause(name, seat.record, error)),
+            )
+
+        paused = list(await self._gather({n: pause(n, seat) for n, seat in takers.items()}, "pause"))
         self.enter(paused, EngineState.PAUSED)
+        self._doubt(takers)
         return paused
 
     async def resume(self, names: Iterable[str], version: int) -> int:
@@ -82,11 +101,19 @@ class Crew:
         seats = {name: self._fleet.engines[name] for name in names}
         self.begin(seats, 0)
         mode, timeout_s = self._config.pause, self._config.timeout_s
-        asleep = await self.ask(
-            seats, "sleep", lambda peer: peer.sleep(level, mode, timeout_s), timeout_s=2 * timeout_s
-        )
-        for name in asleep:
-            self.enter([name], EngineState.ASLEEP, seats[name].record.version if level == 1 else 0)
+
+        async def sleep(name: str, seat: EngineSeat) -> None:
+            await self._halts.ask(
+                name,
+                seat.record,
+                lambda: seat.peer.sleep(level, mode, timeout_s),
+                lambda error: self._undo(self._after_late_sleep(name, seat.record, level, error)),
+            )
+
+        calls = {name: sleep(name, seat) for name, seat in seats.items()}
+        for name in await self._gather(calls, "sleep", 2 * timeout_s):
+            self._fall_asleep(name, seats[name].record, level)
+        self._doubt(seats)
         self._require(seats)
 
     async def wake(self, names: Iterable[str]) -> None:
@@ -95,6 +122,63 @@ class Crew:
         self.begin(seats, 0)
         await self.go_on(await self.pause(seats))
         self._require(seats)
+
+    def _fall_asleep(self, name: str, record: EngineRecord, level: int) -> None:
+        self.enter([name], EngineState.ASLEEP, record.version if level == 1 else 0)
+
+    def _doubt(self, seats: Mapping[str, EngineSeat]) -> None:
+        """Mark those that may yet stop serving, or have stopped though their call failed."""
+        for name, seat in seats.items():
+            record, error = seat.record, self.failures.get(name)
+            if record.state not in (EngineState.SERVING, EngineState.PAUSING):
+                continue
+            if self._halts.unanswered(name, record):
+                self.enter([name], EngineState.PAUSING)
+            elif isinstance(error, EngineError | PeerError):
+                self.enter([name], EngineState.PAUSING)  # it may have failed after it stopped
+                self._undo(self._after_late_pause(name, record, error))
+            elif record.state is EngineState.PAUSING:
+                self.enter([name], EngineState.SERVING, record.version)  # it says that it went on by itself
+
+    def _undo(self, work: Coroutine[object, object, None]) -> None:
+        undoing = asyncio.ensure_future(work)
+        self._undoing.add(undoing)
+        undoing.add_done_callback(self._undoing.discard)
+
+    async def _after_late_pause(self, name: str, record: EngineRecord, error: WeightSyncError | None) -> None:
+        """Let an engine go on that has paused, or may have; wait for a running update to end first."""
+        async with self.between_updates(name):
+            if not self._is_in_doubt(name, record) or self._settles(name, record, error):
+                return
+            logger.warning("engine %s paused late: it goes on with version %d", name, record.version)
+            await self.resume([name], record.version)
+
+    async def _after_late_sleep(
+        self, name: str, record: EngineRecord, level: int, error: WeightSyncError | None
+    ) -> None:
+        async with self.between_updates(name):
+            if not self._is_in_doubt(name, record) or self._settles(name, record, error):
+                return
+            if error:
+                self._blame(name, "sleep", error)
+            else:
+                self._fall_asleep(name, record, level)
+
+    def _is_in_doubt(self, name: str, record: EngineRecord) -> bool:
+        """Whether it still is: no update took it since, it was not replaced, nothing more is unanswered."""
+        seat = self._fleet.engines.get(name)
+        same = seat is not None and seat.record is record and record.state is EngineState.PAUSING
+        return same and not self._halts.unanswered(name, record)
+
+    def _settles(self, name: str, record: EngineRecord, error: WeightSyncError | None) -> bool:
+        """Whether a late `error` says what the engine does now: it is gone, or goes on by itself."""
+        if isinstance(error, _GONE):
+            self.lost(name, error)
+        elif isinstance(error, DeadlineError):
+            self.enter([name], EngineState.SERVING, record.version)
+        else:
+            return False
+        return True
 
     def _require(self, names: Iterable[str]) -> None:
         for name in names:
@@ -143,13 +227,18 @@ class Crew:
                     await when_lost(seat)
                 raise
 
-        calls = {f"engine {name}": one(seat) for name, seat in seats.items()}
-        outcome = await gather_named(calls, phase, (timeout_s or self._config.timeout_s) + GRACE_S)
-        for name in seats:
+        return await self._gather({name: one(seat) for name, seat in seats.items()}, phase, timeout_s)
+
+    async def _gather(
+        self, calls: Mapping[str, Coroutine[object, object, T]], phase: str, timeout_s: float | None = None
+    ) -> dict[str, T]:
+        named = {f"engine {name}": call for name, call in calls.items()}
+        outcome = await gather_named(named, phase, (timeout_s or self._config.timeout_s) + GRACE_S)
+        for name in calls:
             if error := outcome.failures.get(f"engine {name}"):
                 self._blame(name, phase, error)
         return {
-            name: outcome.answers[f"engine {name}"] for name in seats if f"engine {name}" in outcome.answers
+            name: outcome.answers[f"engine {name}"] for name in calls if f"engine {name}" in outcome.answers
         }
 
     async def drop(self, seat: EngineSeat) -> None:

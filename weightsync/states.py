@@ -3,6 +3,7 @@
 EMPTY → PAUSED → WRITING → SERVING(v) → PAUSED(v) → WRITING → SERVING(w)
                     └→ STALE → PAUSED → WRITING → …         (load failed, digest wrong, too late)
 DEAD from anywhere. A refill is PAUSED → REFILLING → SERVING(v). ASLEEP from anywhere else, then PAUSED.
+SERVING(v) → PAUSING(v) when a pause was not answered in time; then PAUSED(v), or SERVING(v) again.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ __all__ = ["EngineRecord", "EngineState"]
 class EngineState(enum.Enum):
     """One engine's state. EMPTY and STALE engines hold no version and serve nothing.
 
+    PAUSING ones were asked to pause and have not answered: they may, or may not, serve what they hold.
     ASLEEP ones serve nothing either, and hold a version only if their weights were kept on the host.
     """
 
     EMPTY = "EMPTY"
     SERVING = "SERVING"
+    PAUSING = "PAUSING"
     PAUSED = "PAUSED"
     ASLEEP = "ASLEEP"
     WRITING = "WRITING"
@@ -31,7 +34,8 @@ class EngineState(enum.Enum):
 
 _NEXT = {
     EngineState.EMPTY: {EngineState.PAUSED},
-    EngineState.SERVING: {EngineState.PAUSED},
+    EngineState.SERVING: {EngineState.PAUSED, EngineState.PAUSING},
+    EngineState.PAUSING: {EngineState.PAUSED, EngineState.PAUSING, EngineState.SERVING},
     EngineState.PAUSED: {
         EngineState.PAUSED,
         EngineState.WRITING,
@@ -66,5 +70,5 @@ class EngineRecord:
         self.state = state
         if state in (EngineState.SERVING, EngineState.ASLEEP):
             self.version = version
-        elif state is not EngineState.PAUSED:
+        elif state not in (EngineState.PAUSED, EngineState.PAUSING):
             self.version = 0

@@ -76,11 +76,12 @@ class AdoptedVllm(VllmRanks):
 
     def pause(self, mode: str, timeout_s: float) -> None:
         """See `Engine.pause`; caches are dropped here, and frozen requests are computed again."""
-        self._serving = 0
+        serving, self._serving = self._serving, 0
         try:
             self._wait(self._llm.pause_generation(mode=mode, clear_cache=True), timeout_s)
         except FutureTimeoutError as error:
             self._wait(self._llm.resume_generation(), _GO_ON_S)
+            self._serving = serving
             raise DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s) from error
         self._wake(WEIGHTS)
         self.on_ranks("settle")
