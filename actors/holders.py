@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections import defaultdict
 from collections.abc import Collection, Sequence
@@ -13,8 +12,9 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
+from actors.daemon import on_daemon
 from actors.detached import actor_name, end, find, names, run_prefix
-from actors.process import end_pid
+from actors.process import PATIENCE_S, end_pid
 from actors.remote import RemoteHolder, answer
 from actors.seat import Seat
 from actors.weight_holder import Spare, spawn_holder, spawn_spare
@@ -168,7 +168,7 @@ class Holders:
                 pid = ray.get(asked)
             except RayError:
                 return  # it never ran
-            await asyncio.to_thread(end_pid, key[0], pid)
+            await on_daemon(lambda: end_pid(key[0], pid), f"holder on {key[1]}", "end", 2 * PATIENCE_S)
 
     def _end(self, key: tuple[str, str]) -> None:
         handle = self._on.pop(key).handle

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,9 @@ import ray
 from ray.actor import ActorHandle
 
 from actors.checkpoints import Checkpoints
+from actors.daemon import on_daemon
 from actors.holders import Holders
-from actors.process import end_process
+from actors.process import PATIENCE_S, end_process
 from actors.remote import RemoteEngine, RemoteHolder, RemoteTrainer
 from actors.seat import Seat, seat_everybody
 from actors.watch import Watches
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from weightsync.faults import FaultPlan
 
 __all__ = ["Membership"]
+
+logger = logging.getLogger("weightsync.membership")
 
 
 class Membership:
@@ -111,14 +115,33 @@ class Membership:
         return self.respawner is not None and name in self.engines
 
     async def respawn(self, name: str) -> None:
-        """End an engine's process, which may hang or be gone, and seat another in its place."""
+        """End an engine's process, which may hang or be gone, and seat another in its place.
+
+        Raises what `respawner` raises; DeadlineError of phase ``respawn`` where it does not return within
+        ``respawn_timeout_s``: an actor that it returns later is killed.
+        """
         assert self.respawner is not None
-        await asyncio.to_thread(end_process, self.engines[name], self._seats.get(name, ()))
+        respawner, old, seats = self.respawner, self.engines[name], self._seats.get(name, ())
+        end_s = PATIENCE_S * (1 + len(seats))
+        await on_daemon(lambda: end_process(old, seats), f"engine {name}", "end", end_s)
+        self._controller.crew.enter([name], EngineState.DEAD)
         # The dead one's memory stays on its GPU for as long as a holder has it mapped.
         at = self._fleet.engines[name].holders
         calls = {f"holder {i}": self._fleet.holders[i].link(None) for i in at}
         await gather_named(calls, "unlink", self._config.timeout_s)
-        await self.take_seat(name, await asyncio.to_thread(self.respawner, name))
+        handle = await on_daemon(
+            lambda: respawner(name),
+            f"respawn() of engine {name}",
+            "respawn",
+            self._config.respawn_timeout_s,
+            when_late=lambda late: self._end_late(name, late),
+        )
+        await self.take_seat(name, handle)
+
+    def _end_late(self, name: str, handle: ActorHandle[Any]) -> None:
+        if isinstance(handle, ActorHandle) and handle not in self.engines.values() and ray.is_initialized():
+            logger.warning("engine %s: respawn() has returned too late, its actor is killed", name)
+            ray.kill(handle)
 
     async def take_seat(self, name: str, handle: ActorHandle[Any]) -> None:
         """Once the engine answers, it has the holders of its seats: those that were there, or new ones."""

@@ -18,9 +18,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.seat import Seat
 from weightsync.process_stat import process_stat
 
-__all__ = ["end_pid", "end_process"]
+__all__ = ["PATIENCE_S", "end_pid", "end_process"]
 
-_PATIENCE_S = 15.0
+PATIENCE_S = 15.0
+"""Seconds that ending one process may take."""
 
 
 def end_process(handle: ActorHandle[Any], seats: Iterable[Seat]) -> None:
@@ -42,13 +43,13 @@ def end_pid(node: str, pid: int) -> None:
     here = NodeAffinitySchedulingStrategy(node, soft=False)
     ended = ray.remote(num_cpus=0, max_retries=0)(_end).options(scheduling_strategy=here).remote(pid)
     try:
-        ray.get(ended, timeout=_PATIENCE_S)
+        ray.get(ended, timeout=PATIENCE_S)
     except RayError:
         ray.cancel(ended, force=True)
 
 
 def _end(pid: int) -> None:
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + PATIENCE_S
     if _command(pid).startswith(b"ray::"):  # else it is gone, and an unrelated process may have its number
         _kill([each for each in _started_by(pid) if b"resource_tracker" not in _command(each)], deadline)
         # Last: 0.2 s after it Ray kills its whole group, and the tracker waits for whoever shares memory.

@@ -98,7 +98,9 @@ class WeightSync(SleepingEngines):
         """All engines, by the names that reports use. Raises ConfigError when there are none.
 
         `respawn` starts another actor for the engine of that name, with dummy weights, on the same
-        resources; engines whose process is gone are brought back with it.
+        resources; engines whose process is gone are brought back with it. It runs on a thread of its own.
+        An engine for which it does not return within ``config.respawn_timeout_s`` stays DEAD; an actor that
+        it returns after that is killed.
         """
         if not isinstance(handles, Mapping) or not handles:
             raise ConfigError("engines", handles, "give a dict of at least one name and actor handle")

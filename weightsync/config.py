@@ -215,6 +215,8 @@ class SyncConfig:
         heal_attempts: how often an engine that failed is healed before it is given up; 0 heals none.
         heal_backoff_s: the first attempt does not wait, the second twice as many seconds as this, and
             each further one twice as long as the one before it, 60 at most.
+        respawn_timeout_s: seconds that ``respawn=`` may take to return an engine's new actor; an engine for
+            which it does not stays DEAD. That the engine then answers has ``connect_timeout_s``.
         heartbeat_s: an engine that does not answer for so many seconds while it is idle has hung.
         refill: how holders read each other's copies: ``rdma`` or ``tcp`` through Mooncake, or
             ``zeromq``; ``auto`` maps them where both are on one host, else takes the first that works.
@@ -237,6 +239,7 @@ class SyncConfig:
     mirrors: int = 1
     heal_attempts: int = 3
     heal_backoff_s: float = 1.0
+    respawn_timeout_s: float = 600.0
     heartbeat_s: float = 10.0
     refill: Literal["auto", "rdma", "tcp", "zeromq"] = "auto"
     rdma_device: str = ""
@@ -247,7 +250,7 @@ class SyncConfig:
             raise ConfigError("sync.bucket_bytes", self.bucket_bytes, "give at least 4KiB")
         if self.max_staging_bytes < 1:
             raise ConfigError("sync.max_staging_bytes", self.max_staging_bytes, "give at least one byte")
-        for name in ("timeout_s", "connect_timeout_s", "heartbeat_s"):
+        for name in ("timeout_s", "connect_timeout_s", "respawn_timeout_s", "heartbeat_s"):
             seconds: float = getattr(self, name)
             if not (math.isfinite(seconds) and seconds > 0):
                 raise ConfigError(f"sync.{name}", seconds, "give seconds, more than 0 and finite")

@@ -14,7 +14,8 @@ which ReadError is one; PeerLostError
 and DeadlineError that name only
 holders and trainers)
 it would fail again just so             give up           give up
-(ConfigError, PlanError)
+(ConfigError, PlanError), or it may
+yet return (DeadlineError of respawn)
 ======================================  ================  ==================  ====================
 
 To give up is DROP where the other engines are enough, else RAISE; after the last attempt nothing
@@ -122,6 +123,8 @@ def _kind(failure: WeightSyncError) -> _Kind:
         return _Kind.PEER if _is_peer(failure.peer) else _Kind.GONE
     if isinstance(failure, RankLostError):
         return _Kind.GONE
+    if isinstance(failure, DeadlineError) and failure.phase == "respawn":
+        return _Kind.HOPELESS  # a second engine would claim what the first start still holds
     if isinstance(failure, DeadlineError):
         return _Kind.PEER if all(map(_is_peer, failure.missing)) else _Kind.HUNG
     if isinstance(failure, TransportError) or (isinstance(failure, PeerError) and _is_peer(failure.peer)):

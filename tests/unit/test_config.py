@@ -227,6 +227,7 @@ def test_sync_config_from_yaml_equals_the_one_from_python() -> None:
         ("heal_backoff_s", -0.5, "0 or more"),
         ("heal_backoff_s", math.inf, "finite"),
         ("heartbeat_s", 0.0, "more than 0"),
+        ("respawn_timeout_s", 0, "more than 0"),
         ("refill", "rmda", "did you mean 'rdma'?"),
         ("rdma_device", None, "give a text"),
     ],

@@ -1,0 +1,65 @@
+"""A driver whose `respawn` never returns for one engine: says what came of its engines, and ends.
+
+python -m tests.actors.stuck
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from tests.actors.fleet import Engine, Trainer, spawn, until
+from weightsync import SyncConfig, WeightSync
+from weightsync.states import EngineState
+
+WIDTH = 64
+
+
+def main() -> None:
+    env = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        runtime_env={"env_vars": env},
+    )
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
+    sync = WeightSync(SyncConfig(bucket_bytes=64 << 10, respawn_timeout_s=3.0, heal_backoff_s=0.05))
+    sync.register_trainers([spawn(Trainer, WIDTH, "0")])
+    engines = {name: spawn(Engine, WIDTH, name, name) for name in ("e0", "e1", "e2")}
+    sync.register_engines(engines, respawn=respawn)
+    sync.connect()
+    sync.update_weights(1)
+    ray.kill(engines["e1"])
+    assert until(lambda: sync.engine_states()["e1"] is EngineState.DEAD, 60)
+    ray.kill(engines["e2"])
+    sync.settle(60)
+    states = {name: state.value for name, state in sync.engine_states().items()}
+    report = sync.update_weights(2)
+    ray.kill(engines["e0"])  # at the end a respawn has no deadline yet
+    assert until(lambda: "e0" in calls, 60)
+    sync.close()
+    told = {"states": states, "engines": dict(report.engines), "heals": [h.engine for h in sync.heals]}
+    sys.stdout.write(json.dumps(told | {"calls": calls}) + "\n")
+    sys.stdout.flush()
+
+
+calls: list[str] = []
+
+
+def respawn(name: str) -> Any:
+    calls.append(name)
+    if name != "e2":
+        threading.Event().wait()
+    return spawn(Engine, WIDTH, name, name)
+
+
+if __name__ == "__main__":
+    main()
