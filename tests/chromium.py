@@ -19,8 +19,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from tests.patience import patient
+
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-_LIMIT_S = 60.0
+_LIMIT_S = patient(60)
 
 
 @dataclass

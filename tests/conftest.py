@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
+import pytest_timeout
 from hypothesis import settings
+
+from tests.patience import FACTOR, VARIABLE, patient
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Read when Ray is imported; by default it would leave a token in the home folder.
@@ -15,6 +18,17 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+def pytest_report_header() -> str:
+    return f"patience: every deadline is {FACTOR:g} times as long as it says, set by {VARIABLE}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> object:
+    """Give a test its own limit, times the factor."""
+    patiently = settings._replace(timeout=patient(settings.timeout))
+    return pytest_timeout.pytest_timeout_set_timer(item, patiently)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,6 +15,7 @@ import torch
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from tests.actors.fleet import Counting, Engine, spawn, until
+from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.errors import StateError, WeightSyncError
 from weightsync.faults import Fault, FaultPlan
@@ -24,14 +25,14 @@ from weightsync.states import EngineState
 from weightsync.verify import warm_up
 
 WIDTH = 64
-TIMEOUT_S = 2.0
+TIMEOUT_S = patient(1)
 LIMIT_S = 4 * TIMEOUT_S
 """What an update may take: one phase's deadline, the grace of who waits for it, and a busy host's delays."""
 SETTINGS: dict[str, Any] = {
     "bucket_bytes": 4096,
     "timeout_s": TIMEOUT_S,
-    "connect_timeout_s": 60.0,
-    "heartbeat_s": 1.0,
+    "connect_timeout_s": patient(60),
+    "heartbeat_s": patient(0.5),
     "heal_backoff_s": 0.05,
 }
 _NUMBERS = count()
@@ -103,15 +104,18 @@ class Faulty:
         serving, versions = self.sync.serving(), self.sync.engine_versions()
         for name, handle in serving.items():
             assert versions[name] in self.committed
-            wanted, found = self.published[versions[name]], ray.get(handle.weights.remote(), timeout=5)
+            wanted, found = (
+                self.published[versions[name]],
+                ray.get(handle.weights.remote(), timeout=patient(5)),
+            )
             assert all(torch.equal(wanted[tensor], found[tensor]) for tensor in wanted), name
-            assert ray.get(handle.generate.remote([[1]], {}), timeout=5).version == versions[name]
+            assert ray.get(handle.generate.remote([[1]], {}), timeout=patient(5)).version == versions[name]
         for name in versions.keys() - serving.keys():
             assert self._is_silent(name), name
 
     def settle(self) -> None:
         """Until everything is healed that can be."""
-        self.sync.settle(30)
+        self.sync.settle(patient(30))
         self.check()
 
     def inject(self, *faults: Fault) -> None:
@@ -137,11 +141,11 @@ class Faulty:
     def _is_silent(self, name: str) -> bool:
         handle = self.sync._members.engines[name]
         try:
-            ray.get(handle.generate.remote([[1]], {}), timeout=2)
+            ray.get(handle.generate.remote([[1]], {}), timeout=patient(0.5))
         except (StateError, RayActorError, GetTimeoutError):
             return True
         # It answers before the controller has heard that it may.
-        return until(lambda: name in self.sync.serving(), 2)
+        return until(lambda: name in self.sync.serving(), patient(2))
 
     def _trainer(self, rank: int) -> Any:
         return spawn(Counting, WIDTH, f"faulty-{self._number}-{rank}")
@@ -180,13 +184,13 @@ class Heard(logging.Handler):
 
 
 def pid(actor: Any) -> int:
-    found: int = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=20)
+    found: int = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=patient(20))
     return found
 
 
 def answers(actor: Any) -> bool:
     try:
-        ray.get(actor.__ray_ready__.remote(), timeout=1)
+        ray.get(actor.__ray_ready__.remote(), timeout=patient(0.5))
     except (RayActorError, GetTimeoutError):
         return False
     return True

@@ -18,6 +18,7 @@ from actors.checkpoint_shard import CheckpointShard
 from actors.engine import EngineActor
 from actors.trainer_shard import TrainerShard
 from recipes.trainer import GrpoTrainer
+from tests.patience import patient
 from weightsync.sources.checkpoint import Reading
 from weightsync.testing import DictEngine
 
@@ -105,7 +106,7 @@ class HeldShard(CheckpointShard):
     """One that begins to read when there is a file ``go`` in its folder."""
 
     def read(self, after: Sequence[ObjectRef[Any]]) -> Reading:
-        assert until((Path(self._given[0][0]) / "go").exists, 60)
+        assert until((Path(self._given[0][0]) / "go").exists, patient(60))
         return super().read(after)
 
 

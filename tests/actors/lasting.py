@@ -22,12 +22,13 @@ import torch
 
 from actors.detached import actor_name, detached, end_all, find, names, run_prefix
 from tests.actors.fleet import Engine, Trainer, build
+from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.faults import Fault, FaultPlan
 from weightsync.states import EngineState
 
 RUN, WIDTH = "lasting", 256
-SYNC = SyncConfig(bucket_bytes=64 << 10, timeout_s=20)
+SYNC = SyncConfig(bucket_bytes=64 << 10, timeout_s=patient(20))
 
 
 class CountingEngine(Engine):
@@ -44,19 +45,19 @@ def first(sync: WeightSync) -> None:
     update(sync, 1)
     update(sync, 2)
     update(sync, 3)
-    sync.settle(20)
+    sync.settle(patient(20))
     say(sync)
 
 
 def second(sync: WeightSync) -> None:
     say(sync)
     update(sync, 4)
-    sync.settle(20)
+    sync.settle(patient(20))
     slow = Fault(who="engine e1", action="slow", at="move", bucket="middle", seconds=5.0, version=5)
     sync.inject(FaultPlan((slow,)))
     train(sync, 5)
     sync.update_weights_async(5)
-    written, deadline = trained(4), time.monotonic() + 20
+    written, deadline = trained(4), time.monotonic() + patient(20)
     while all(torch.equal(written[name], tensor) for name, tensor in weights(sync, "e1").items()):
         assert time.monotonic() < deadline, "no bucket came"
     assert sync.engine_states()["e1"] is EngineState.WRITING
@@ -71,7 +72,7 @@ def third(sync: WeightSync) -> None:
 
 
 def last(sync: WeightSync) -> None:
-    sync.settle(20)
+    sync.settle(patient(20))
     say(sync)
     end(sync)
 
@@ -99,7 +100,7 @@ def drive(address: str, stage: str) -> None:
 
 def die(sync: WeightSync, phase: str) -> None:
     """Say what was found, then die in the next update, or in what follows it."""
-    sync.settle(20)
+    sync.settle(patient(20))
     say(sync)
     controller = sync._controller
     owner, method = {

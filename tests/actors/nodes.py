@@ -19,6 +19,7 @@ from ray.cluster_utils import Cluster
 from safetensors.torch import save_file
 
 from tests.actors.fleet import Engine, Trainer
+from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.errors import WeightSyncError
 from weightsync.faults import Fault, FaultPlan
@@ -41,7 +42,12 @@ def main(when: str) -> None:
     env = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     ray.init(address=cluster.address, log_to_driver=False, runtime_env={"env_vars": env})
     config = SyncConfig(
-        bucket_bytes=4096, timeout_s=5, heartbeat_s=2.0, heal_backoff_s=0.1, mirrors=1, refill="zeromq"
+        bucket_bytes=4096,
+        timeout_s=patient(5),
+        heartbeat_s=patient(2),
+        heal_backoff_s=0.1,
+        mirrors=1,
+        refill="zeromq",
     )
     try:
         with WeightSync(config) as sync:
@@ -173,18 +179,18 @@ def update(sync: WeightSync, trainer: Any, version: int) -> Weights:
     published: Weights = ray.get(trainer.weights.remote())
     report = sync.update_weights(version)
     assert report.engines == {"near": version, "far": version}, report
-    sync.settle(30)
+    sync.settle(patient(30))
     check(sync, published)
     return published
 
 
 def respawned(sync: WeightSync, engine: str, since: int) -> None:
     """A new process of `engine` is what one of the heals after the first `since` brought back."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patient(60)
     while not any(heal.engine == engine and heal.respawned_at for heal in sync.heals[since:]):
         assert time.monotonic() < deadline, sync.engine_states()
         time.sleep(0.05)
-    sync.settle(30)
+    sync.settle(patient(30))
 
 
 def check(sync: WeightSync, published: Weights) -> None:

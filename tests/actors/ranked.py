@@ -16,16 +16,17 @@ from actors.trainer_shard import TrainerShard
 from tests.actors.faulty import Heard, process_state
 from tests.actors.fleet import spawn, until
 from tests.models import build_tiny_qwen3, greedy, redraw
+from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.faults import Fault, FaultPlan
 from weightsync.report import SyncReport
 from weightsync.states import EngineState
 
 VICTIM = "e1"
-HEARTBEAT_S = 2.0
-TIMEOUT_S = 5.0
+HEARTBEAT_S = patient(1)
+TIMEOUT_S = patient(2.5)
 LIMIT_S = 3 * TIMEOUT_S
-START_S = 120.0
+START_S = patient(120)
 OPTIONS = {"tensor_parallel_size": 2, "max_model_len": 128, "max_num_seqs": 8}
 PROMPTS = [[7 * i + j + 3 for j in range(3 + i)] for i in range(4)]
 
@@ -74,7 +75,7 @@ class Ranked:
         self.sync.close()
         for actor in (self.trainer, *engines.values()):
             ray.kill(actor)
-        assert until(lambda: not any(map(process_state, ranks)), 20)
+        assert until(lambda: not any(map(process_state, ranks)), patient(20))
 
     def update(self) -> SyncReport:
         """The next version, which has to commit on those that can take it, in time."""
@@ -105,8 +106,8 @@ class Ranked:
 
     def be_noticed(self, begun: float) -> None:
         """While nothing runs: within two heartbeats, and a moment for a busy host."""
-        assert until(lambda: self.state() is EngineState.DEAD, 2 * HEARTBEAT_S + 1)
-        assert time.monotonic() - begun < 2 * HEARTBEAT_S + 1
+        assert until(lambda: self.state() is EngineState.DEAD, 2 * HEARTBEAT_S + patient(1))
+        assert time.monotonic() - begun < 2 * HEARTBEAT_S + patient(1)
 
     def be_healed(self, num_heals: int, rank: int, victims: list[int]) -> None:
         """Started anew and filled; of the old one nothing is left."""
@@ -119,8 +120,8 @@ class Ranked:
         assert f"rank {rank}, is lost" in self.log.text()
         assert set(self.sync.engine_states().values()) == {EngineState.SERVING}
         self.check()
-        assert until(lambda: not any(map(process_state, victims)), 5)
-        assert until(lambda: num_shared() == self._num_shared, 5)
+        assert until(lambda: not any(map(process_state, victims)), patient(5))
+        assert until(lambda: num_shared() == self._num_shared, patient(5))
 
     def state(self) -> EngineState:
         return self.sync.engine_states()[VICTIM]

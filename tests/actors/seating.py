@@ -14,6 +14,7 @@ from ray.cluster_utils import Cluster
 from actors.detached import NAMESPACE
 from recipes.launcher import Launcher
 from recipes.recipe import EngineSpec, Recipe, TrainerSpec
+from tests.patience import patient
 
 ENGINES = {"wide": EngineSpec(kind="vllm", tensor_parallel_size=2), "narrow": EngineSpec(kind="torch")}
 TRAINERS = TrainerSpec(count=2)
@@ -27,7 +28,7 @@ def seen(recipe: Recipe, launcher: Launcher) -> dict[str, str]:
     for each in options.values():
         each.pop("max_restarts")  # of actors only; all of them at once, each with its share
     asked = {who: visible.options(**each).remote() for who, each in options.items()}
-    return {who: ray.get(answer, timeout=60) for who, answer in asked.items()}
+    return {who: ray.get(answer, timeout=patient(60)) for who, answer in asked.items()}
 
 
 def main() -> None:

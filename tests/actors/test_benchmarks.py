@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.patience import patient
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -45,7 +47,7 @@ def test_the_layers_of_an_engines_updates_are_measured_and_its_weights_right(
     if not importlib.util.find_spec(engine):
         pytest.skip(f"{engine} is not installed")
     asked = ["--cpu", "--engine", engine, "--model", "tiny", "--rounds", "1", "--each-rounds", "1"]
-    asked += ["--part-timeout", "350", "--bucket-mib", "0"]
+    asked += ["--part-timeout", str(patient(350)), "--bucket-mib", "0"]
     found, _ = measured("bench_latency", *asked, out=tmp_path / "latency.json")
     rows = {row["way"]: row for row in found}
     own = ["per-tensor", "per-tensor, one by one", "bucketed"] if engine == "sglang" else []
@@ -63,7 +65,9 @@ def test_the_layers_of_an_engines_updates_are_measured_and_its_weights_right(
 def measured(module: str, *asked: str, out: Path) -> tuple[list[dict[str, Any]], str]:
     """The rows, and what went to stderr."""
     command = [sys.executable, "-m", f"benchmarks.{module}", *asked, "--json", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=390, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=patient(390), check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     record: dict[str, Any] = json.loads(out.read_text())
     assert "notes" not in record, record["notes"]

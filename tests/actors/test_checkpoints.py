@@ -26,6 +26,7 @@ from recipes.serve_checkpoint import Fleet, serve
 from tests.actors.fleet import Engine, HeldShard, Trainer, build, counts, spawn
 from tests.actors.test_quickstart import weightsync
 from tests.models import build_tiny_qwen3, greedy
+from tests.patience import patient
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
 from weightsync.errors import PeerLostError, StateError, VerifyError
 
@@ -58,7 +59,7 @@ def make(engines: dict[str, Any]) -> Iterator[Make]:
     made: list[WeightSync] = []
 
     def run(**settings: object) -> WeightSync:
-        sync = WeightSync(SyncConfig(**({"bucket_bytes": 65536, "timeout_s": 10} | settings)))
+        sync = WeightSync(SyncConfig(**({"bucket_bytes": 65536, "timeout_s": patient(10)} | settings)))
         sync.register_engines(engines)
         made.append(sync)
         return sync
@@ -108,7 +109,7 @@ def test_two_checkpoints_are_registered_and_switched(
         update = thread.submit(sync.update_weights, checkpoint="a")
         assert not wait([later, again, update], 1.5).done  # a is read after b
         (tmp_path / "b" / "go").touch()
-        assert update.result(30).version == 2
+        assert update.result(patient(30)).version == 2
     assert all_hold(sync, a)
     for version, (name, wanted) in enumerate([("b", b), ("a", a), ("b", b)], start=3):
         report = sync.update_weights(checkpoint=name)
@@ -176,10 +177,10 @@ def test_an_engine_that_is_killed_is_healed_without_trainers(
     sync.register_checkpoint("a", [save(tmp_path, a)])
     sync.connect()
     sync.update_weights(checkpoint="a")
-    sync.settle(30)
+    sync.settle(patient(30))
     os.kill(ray.get(engines["e1"].__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
     while not sync.heals:
-        sync.settle(30)
+        sync.settle(patient(30))
     assert sync.heals[0].verified
     assert sync.engine_versions() == {"e0": 1, "e1": 1}
     assert all_hold(sync, a)

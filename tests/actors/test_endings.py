@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patient
+
 MARK = "WEIGHTSYNC_TEST_RUN"
 
 
@@ -65,9 +67,9 @@ def test_nothing_is_left(ending: str, how: str) -> None:
         assert len(_processes(mark)) > 5
         if ending != "normal":
             driver.send_signal(signal.SIGINT if ending == "ctrl-c" else signal.SIGKILL)
-        status = driver.wait(60)
+        status = driver.wait(patient(60))
     assert (status == 0) == (ending == "normal")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patient(60)
     while (left := _processes(mark)) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not left

@@ -6,6 +6,7 @@ import asyncio
 import threading
 
 from actors.engine_calls import EngineCalls
+from tests.patience import patient
 
 
 class Adapter:
@@ -14,7 +15,7 @@ class Adapter:
 
     def layout(self) -> list[object]:
         self.num_asked += 1
-        assert self.both_have_asked.wait(10)
+        assert self.both_have_asked.wait(patient(10))
         return []
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from tests.actors.faulty import Faulty, end, healthy, process_state
 from tests.actors.fleet import until
+from tests.patience import patient
 from weightsync.faults import Fault
 from weightsync.report import SyncReport
 
@@ -142,7 +143,7 @@ def _suffer(fleet: Faulty, case: Case) -> None:
     fleet.update_all()
     fleet.settle()
     assert healthy(fleet)
-    assert until(lambda: not process_state(victim) or case.action not in ("kill", "hang"), 5)
+    assert until(lambda: not process_state(victim) or case.action not in ("kill", "hang"), patient(5))
 
 
 def test_an_engine_that_dies_with_its_holder_is_healed_without_an_update(fleets: Fleets) -> None:
@@ -152,7 +153,7 @@ def test_an_engine_that_dies_with_its_holder_is_healed_without_an_update(fleets:
     num_heals = len(fleet.sync.heals)
     for who in ("holder 2", "engine e1"):
         end(fleet.pid(who))
-    assert until(lambda: len(fleet.sync.heals) > num_heals, 20)
+    assert until(lambda: len(fleet.sync.heals) > num_heals, patient(20))
     fleet.settle()
     assert healthy(fleet)
     assert fleet.sync.heals[-1].version == fleet.version
@@ -161,9 +162,9 @@ def test_an_engine_that_dies_with_its_holder_is_healed_without_an_update(fleets:
 
 
 def _be_noticed(fleet: Faulty, case: Case, victim: int, num_heals: int) -> None:
-    assert until(lambda: process_state(victim) in ("", "T"), 3)
+    assert until(lambda: process_state(victim) in ("", "T"), patient(3))
     if case.who.startswith("engine"):
-        assert until(lambda: len(fleet.sync.heals) > num_heals, 20)
+        assert until(lambda: len(fleet.sync.heals) > num_heals, patient(20))
         assert healthy(fleet)
         assert fleet.sync.heals[-1].engine == case.served
         return

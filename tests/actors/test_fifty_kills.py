@@ -10,6 +10,7 @@ import ray
 
 from tests.actors.faulty import Faulty, end, healthy
 from tests.actors.fleet import Counts, counts, until
+from tests.patience import patient
 
 NUM_KILLS = 50
 
@@ -37,7 +38,7 @@ def test_fifty_kills_leave_memory_files_and_sockets_as_they_were(cluster: None) 
         fleet.settle()
         num_heals = len(fleet.sync.heals)
         end(fleet.pid(f"engine e{number % 2}"))
-        assert until(lambda done=num_heals: len(fleet.sync.heals) > done, 30)
+        assert until(lambda done=num_heals: len(fleet.sync.heals) > done, patient(30))
         fleet.settle()
         assert healthy(fleet)
         if number == 10:

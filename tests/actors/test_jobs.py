@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.actors.test_endings import MARK, _files, _processes
+from tests.patience import patient
 
 ROOT = Path(__file__).parents[2]
 RUN = (sys.executable, "-m", "recipes.cli", "run", "recipes/colocated_grpo.yaml")
@@ -36,12 +37,12 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jobs]:
         assert cluster.stdout is not None
         try:
             jobs = Jobs(f"http://{cluster.stdout.readline().strip()}", folder, environment)
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + patient(120)
             while (first := jobs("submit", "--no-wait", "--", "true"))[0]:  # until the host's agent is up
                 assert time.monotonic() < deadline, first[1]
             yield jobs
         finally:
-            cluster.communicate(timeout=60)
+            cluster.communicate(timeout=patient(60))
 
 
 class Jobs:
@@ -73,7 +74,7 @@ class Jobs:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=180,
+            timeout=patient(180),
             check=False,
         )
         return done.returncode, done.stdout
@@ -105,7 +106,7 @@ def test_a_job_that_is_stopped_leaves_nothing_behind(jobs: Jobs, tmp_path: Path)
     command = (*RUN, *SMALL, "--set", "loop.steps=10000", "--out", str(tmp_path / "run"))
     code, log = jobs.submit(*command, options=("--no-wait", "--submission-id", name))
     assert code == 0, log
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + patient(180)
     while not report.exists() or len(json.loads(report.read_text())["steps"]) < 2:
         assert time.monotonic() < deadline, jobs("logs", name)[1]
         time.sleep(0.2)
@@ -115,7 +116,7 @@ def test_a_job_that_is_stopped_leaves_nothing_behind(jobs: Jobs, tmp_path: Path)
     assert "was stopped" in jobs("status", name)[1]
     assert "weightsync: interrupted" in jobs("logs", name)[1]
     assert json.loads(report.read_text())["status"] == "failed"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patient(60)
     while (left := [*_processes(jobs.mark).values(), *(_files() - before)]) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert left == []

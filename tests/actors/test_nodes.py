@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patient
+
 
 @pytest.mark.faults
 @pytest.mark.timeout(400)
@@ -18,7 +20,7 @@ def test_lost_hosts_are_survived_and_several_read_a_checkpoint(when: str) -> Non
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=380,
+        timeout=patient(380),
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

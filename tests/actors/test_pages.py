@@ -12,6 +12,7 @@ import ray
 from actors.engine import EngineActor
 from recipes.model import build_checkpoint
 from recipes.recipe import ModelSpec
+from tests.patience import patient
 from tests.unit.test_docs import blocks
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
@@ -49,7 +50,7 @@ def test_the_loop_of_the_readme_and_what_the_other_pages_do_with_it(
         run(inject, names)
         for version in range(sync.version + 1, 9):
             sync.update_weights(version)
-        sync.settle(200)
+        sync.settle(patient(200))
         assert [heal.engine for heal in sync.heals] == ["e1"]
     finally:
         sync.close()

@@ -15,6 +15,7 @@ from actors.process import end_process
 from actors.seat import Seat
 from tests.actors.faulty import process_state
 from tests.actors.fleet import until
+from tests.patience import patient
 
 
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])
@@ -37,4 +38,4 @@ def test_what_an_actor_started_ends_with_it_and_its_shared_memory_is_freed(
     assert (Path("/dev/shm") / name).exists()
     end_process(actor, [Seat(ray.get_runtime_context().get_node_id(), "", "", pids[0])])
     assert not any(map(process_state, pids))
-    assert until(lambda: not (Path("/dev/shm") / name).exists(), 10)
+    assert until(lambda: not (Path("/dev/shm") / name).exists(), patient(10))

@@ -9,18 +9,19 @@ import pytest
 import ray
 
 from tests.actors.fleet import Engine, Trainer, spawn
+from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 
 
 @pytest.mark.faults  # Ray exports what it was told after some ten seconds
 def test_an_update_is_found_on_the_nodes_prometheus_endpoint() -> None:
     engines = {name: spawn(Engine, 64, name, name) for name in ("metered", 'e"1')}
-    with WeightSync(SyncConfig(timeout_s=20)) as sync:
+    with WeightSync(SyncConfig(timeout_s=patient(20))) as sync:
         sync.register_trainers([spawn(Trainer, 64, "t0")])
         sync.register_engines(engines)
         sync.connect()
         nbytes = sync.update_weights(7).nbytes
-        text = exported('engine="metered"', time.monotonic() + 60)
+        text = exported('engine="metered"', time.monotonic() + patient(60))
     values = {
         line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
         for line in text.splitlines()
@@ -45,7 +46,7 @@ def exported(what: str, deadline: float) -> str:
     """All that this node exports, once `what` is among it."""
     port = ray.nodes()[0]["MetricsExportPort"]
     while time.monotonic() < deadline:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=patient(10)) as answer:
             text: str = answer.read().decode()
         if what in text:
             return text

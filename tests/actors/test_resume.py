@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.patience import patient
+
 PHASES = ("publish", "pause", "move", "verify", "commit", "keep", "refill")
 
 
@@ -40,7 +42,7 @@ class Process:
 
     def ended(self) -> None:
         """It has killed itself."""
-        assert self._process.wait(timeout=60) == -signal.SIGKILL
+        assert self._process.wait(timeout=patient(60)) == -signal.SIGKILL
 
     def kill(self) -> None:
         self._process.kill()
@@ -48,7 +50,7 @@ class Process:
 
     def close(self) -> None:
         """Let it end, once what it has to say has been read."""
-        self._process.communicate(timeout=60)
+        self._process.communicate(timeout=patient(60))
 
 
 @contextmanager
@@ -128,7 +130,7 @@ def test_a_driver_may_die_in_any_phase(address: str) -> None:
 
 
 def _gone(*pids: int) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + patient(10)
     while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)

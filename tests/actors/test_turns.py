@@ -13,11 +13,12 @@ import ray
 from tests.actors.fleet import Engine, Trainer, spawn
 from tests.actors.turns import GREEDY, PROMPTS, Sleeper, Teacher
 from tests.models import build_tiny_qwen3
+from tests.patience import patient
 from tests.unit.test_docs import blocks
 from weightsync import ConfigError, StateError, SyncConfig, WeightSync
 from weightsync.states import EngineState
 
-CONFIG = SyncConfig(bucket_bytes=16 << 10, timeout_s=20)
+CONFIG = SyncConfig(bucket_bytes=16 << 10, timeout_s=patient(20))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
@@ -58,7 +59,7 @@ def test_trainer_and_engine_take_turns(tmp_path: Path) -> None:
         sync.sleep()
         with pytest.raises(StateError, match=r"e0 sleeps without weights.*heal"):
             sync.wake(["e0"])
-        sync.settle(20)
+        sync.settle(patient(20))
         assert sync.heal("e0").version == 3
         assert ray.get(engine.generate.remote(PROMPTS, GREEDY)).tokens == said[-1]
 
@@ -84,10 +85,10 @@ def test_one_that_dies_asleep_comes_back_with_the_committed_version() -> None:
         sync.connect()
         sync.update_weights(1)
         sync.sleep()
-        sync.settle(20)
+        sync.settle(patient(20))
         os.kill(ray.get(engines["e1"].__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
         while not sync.heals:
-            sync.settle(20)
+            sync.settle(patient(20))
         assert sync.engine_states() == {"e0": EngineState.ASLEEP, "e1": EngineState.SERVING}
         assert sync.engine_versions() == {"e0": 0, "e1": 1}
         assert sync.update_weights(2).engines == {"e0": 2, "e1": 2}

@@ -14,6 +14,7 @@ import ray
 import torch
 
 from tests.actors.fleet import Engine, Modelless, Trainer, spawn, until
+from tests.patience import patient
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
 from weightsync.errors import PeerLostError, StateError, WeightSyncError
 from weightsync.faults import Fault, FaultPlan
@@ -54,7 +55,7 @@ def make(pool: Pool) -> Iterator[Make]:
         place = "s" if colocated else "x"
         shards = [pool.get(Trainer, "", f"s{i}") for i in range(trainers)]
         served = {f"e{i}": pool.get(Engine, f"e{i}", f"{place}{i}") for i in range(engines)}
-        sync = WeightSync(SyncConfig(**({"bucket_bytes": 8192, "timeout_s": 10} | settings)))
+        sync = WeightSync(SyncConfig(**({"bucket_bytes": 8192, "timeout_s": patient(10)} | settings)))
         sync.register_trainers(shards)
         sync.register_engines(served)
         made.append(sync)
@@ -118,7 +119,7 @@ def test_the_order_of_calls_is_held(make: Make) -> None:
     first = sync.update_weights_async(1)
     with pytest.raises(StateError, match="an update is running"):
         sync.update_weights(2)
-    assert first.result(10).version == 1
+    assert first.result(patient(10)).version == 1
     with pytest.raises(ConfigError, match="more than 1"):
         sync.update_weights(1)
     with pytest.raises(ConfigError, match="whole number"):
@@ -140,7 +141,7 @@ def test_closing_while_a_version_is_still_being_copied_warns_of_nothing(
 
     def end_slowly() -> None:
         end_holders()
-        assert until(copying.done, 10)  # who copies still would notice that they ended
+        assert until(copying.done, patient(10))  # who copies still would notice that they ended
 
     monkeypatch.setattr(sync._members, "close", end_slowly)
     sync.close()
@@ -157,7 +158,7 @@ def test_trainers_may_train_on_while_the_version_travels(make: Make) -> None:
         published = ray.get(trainer.weights.remote())
         future = sync.update_weights_async(version)
         trained = trainer.train.remote(100 + version)
-        assert future.result(10).version == version
+        assert future.result(patient(10)).version == version
         ray.get(trained)
         found = ray.get(sync._members.engines["e0"].weights.remote())
         assert all(torch.equal(published[name], found[name]) for name in published)
@@ -317,7 +318,7 @@ def test_fewer_living_engines_than_min_engines_is_refused_before_anything_moves(
 
 
 def test_a_killed_holder_fails_the_update_and_is_replaced_for_the_next(make: Make) -> None:
-    sync = make(engines=2, timeout_s=5)
+    sync = make(engines=2, timeout_s=patient(1))
     sync.connect()
     sync.update_weights(1)
     holder = next(h for key, h in sync._members._holders._on.items() if key[1] == "slot:x1")

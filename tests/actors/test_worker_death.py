@@ -14,6 +14,7 @@ import ray
 import torch
 
 from tests.actors.ranked import VICTIM, Ranked
+from tests.patience import patient
 from weightsync.errors import RankLostError
 from weightsync.faults import Fault
 
@@ -61,9 +62,9 @@ def fleet(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
 
 @pytest.fixture
 def ready(fleet: Ranked) -> Ranked:
-    fleet.sync.settle(120)
+    fleet.sync.settle(patient(120))
     fleet.update_all()
-    fleet.sync.settle(20)
+    fleet.sync.settle(patient(20))
     fleet.log.clear()
     return fleet
 
@@ -98,7 +99,7 @@ def test_a_request_to_a_rank_that_is_stopped_is_told_so(ready: Ranked) -> None:
     victims, num_heals = ready.pids(), len(ready.sync.heals)
     ready.signal(0, signal.SIGSTOP)
     with pytest.raises(RankLostError, match="engine e1, rank 0, is lost") as told:
-        ray.get(ready.generate(100), timeout=10)
+        ray.get(ready.generate(100), timeout=patient(10))
     assert told.value.rank == 0
     ready.be_noticed(time.monotonic())
     ready.be_healed(num_heals, 0, victims)
@@ -106,11 +107,11 @@ def test_a_request_to_a_rank_that_is_stopped_is_told_so(ready: Ranked) -> None:
 
 def test_a_rank_that_only_does_not_go_on_is_ended_by_the_deadline(ready: Ranked) -> None:
     victims, num_heals = ready.pids(), len(ready.sync.heals)
-    ready.inject(Fault(who=WHO, action="slow", at="move", bucket="middle", rank=1, seconds=60.0))
+    ready.inject(Fault(who=WHO, action="slow", at="move", bucket="middle", rank=1, seconds=patient(60)))
     report = ready.update()
     assert report.engines == {"e0": ready.version, VICTIM: 0}
     assert "no answer within" in report.failures[VICTIM]
-    ready.sync.settle(120)
+    ready.sync.settle(patient(120))
     assert len(ready.sync.heals) == num_heals + 1
     assert ready.sync.heals[-1].respawned_at is not None
     ready.update_all()

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from tests.contract import sglang_hooks
 from tests.gpu.qwen3_models import save_qwen3
 from tests.models import build_tiny_qwen3, greedy
+from tests.patience import patient
 from weightsync.device_memory import DeviceBuffer
 from weightsync.engines import Engine, make_engine
 from weightsync.errors import StateError
@@ -26,7 +27,7 @@ from weightsync.modules import named_tensors
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
 from weightsync.verify import Digests
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = patient(120)
 BUCKET_BYTES = 12 << 10  # smaller than the larger tensors, so that these come in pieces
 OPTIONS = {
     "torch": {"enable_sleep_mode": True},

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from tests.patience import patient
+
 if TYPE_CHECKING:
     from weightsync.engines.sglang import SglangEngine
 
 LOADER = "tests.contract.sglang_hooks.stop_at"
-WAIT_S = 30.0
+WAIT_S = patient(30)
 
 _hooks: list[Any] = []
 

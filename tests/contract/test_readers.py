@@ -23,6 +23,7 @@ import torch
 import zmq
 
 from tests.contract.reader_processes import Peer, pattern
+from tests.patience import patient
 from weightsync.errors import ConfigError, DeadlineError, ReadError, TransportError
 from weightsync.memory import SharedBuffer
 from weightsync.readers import Offer, Read, Reader, choice, choose_protocol, open_reader, serve
@@ -38,6 +39,8 @@ WAYS = [
 NETWORK = WAYS[1:]
 PROTOCOLS = ["zeromq"] if NO_MOONCAKE else ["zeromq", "tcp"]
 NBYTES = (64 << 20) + 13
+SHORT_S = patient(0.5)
+"""What a read waits for a peer that is stopped; those that are not come within it."""
 
 
 class Targets:
@@ -102,7 +105,7 @@ def test_one_peer_fills_several_targets(rig: Targets, way: str) -> None:
     half = NBYTES // 2
     reads = [Read("peer 1", 0, 0, 0, half), Read("peer 1", half, 0, half, NBYTES - half)]
     reads += [Read("peer 1", 77, 1, 100, 3), Read("peer 1", 80, 1, 200, 0), Read("peer 1", 0, 1, 300, 5)]
-    assert reader.read(reads, 20) == {"peer 1": NBYTES + 8}
+    assert reader.read(reads, patient(20)) == {"peer 1": NBYTES + 8}
     wanted = pattern(NBYTES, 1)
     assert torch.equal(targets[0].tensor, wanted)
     small = torch.zeros(1000, dtype=torch.uint8)
@@ -121,7 +124,7 @@ def test_three_peers_fill_two_targets_at_once_and_again(rig: Targets, way: str) 
             Read(f"peer {peer.key}", i * third + turn, turn, i * third, third)
             for i, peer in enumerate(rig.peers)
         ]
-        assert reader.read(reads, 20) == {f"peer {key}": third for key in (1, 2, 3)}
+        assert reader.read(reads, patient(20)) == {f"peer {key}": third for key in (1, 2, 3)}
     for turn, target in enumerate(targets):
         for i in range(3):
             part = target.tensor[i * third : (i + 1) * third]
@@ -137,7 +140,7 @@ def test_each_peer_is_read_its_own_way(rig: Targets) -> None:
     reader = open_reader([target], offers)
     third = NBYTES // 3
     reads = [Read(f"peer {i + 1}", i * third, 0, i * third, third) for i in range(3)]
-    assert reader.read(reads, 20) == dict.fromkeys(offers, third)
+    assert reader.read(reads, patient(20)) == dict.fromkeys(offers, third)
     reader.close()
     assert reader.ways == {"peer 1": "zeromq", "peer 2": "direct", "peer 3": "direct"}
     for i in range(3):
@@ -153,19 +156,19 @@ def test_a_peer_that_stops_is_named_at_the_deadline_and_nothing_of_it_lands_late
     targets = [rig.buffer(), rig.buffer()]
     reader = rig.reader(way, targets, [stopped, sound])
     reads = [whole(stopped, 0), whole(sound, 1)]
-    reader.read(reads, 20)
+    reader.read(reads, patient(20))
     with ThreadPoolExecutor(1) as thread:
-        reading = thread.submit(read_until_it_fails, reader, reads, 1.0)
+        reading = thread.submit(read_until_it_fails, reader, reads, SHORT_S)
         stopped.signal(signal.SIGSTOP)
         try:
-            error, seconds = reading.result(20)
+            error, seconds = reading.result(patient(20))
         finally:
             for target in targets:
                 target.tensor.fill_(0x5A)
             stopped.signal(signal.SIGCONT)
     assert isinstance(error, DeadlineError)
-    assert (error.phase, error.missing, error.timeout_s) == ("refill", (f"peer {stopped.key}",), 1.0)
-    assert 0.9 < seconds < 5
+    assert (error.phase, error.missing, error.timeout_s) == ("refill", (f"peer {stopped.key}",), SHORT_S)
+    assert 0.9 * SHORT_S < seconds < SHORT_S + patient(5)
     nothing_lands(rig, way, stopped, targets)
 
 
@@ -176,14 +179,14 @@ def test_a_peer_that_hangs_before_it_is_met_holds_up_nobody_for_longer(rig: Targ
     stopped.signal(signal.SIGSTOP)
     try:
         reader = rig.reader(way, targets, [stopped, sound])
-        error, seconds = read_until_it_fails(reader, [whole(stopped, 0), whole(sound, 1)], 1.0)
+        error, seconds = read_until_it_fails(reader, [whole(stopped, 0), whole(sound, 1)], SHORT_S)
         assert torch.equal(targets[1].tensor, pattern(NBYTES, sound.key))
         targets[0].tensor.fill_(0x5A)
     finally:
         stopped.signal(signal.SIGCONT)
     assert isinstance(error, DeadlineError)
     assert error.missing == (f"peer {stopped.key}",)
-    assert 0.9 < seconds < 5
+    assert 0.9 * SHORT_S < seconds < SHORT_S + patient(5)
     nothing_lands(rig, way, stopped, targets[:1])
 
 
@@ -191,7 +194,7 @@ def test_memory_of_a_stopped_neighbour_can_be_read(rig: Targets) -> None:
     target = rig.buffer()
     rig.peers[0].signal(signal.SIGSTOP)
     try:
-        rig.reader("direct", [target], rig.peers[:1]).read([whole(rig.peers[0])], 5)
+        rig.reader("direct", [target], rig.peers[:1]).read([whole(rig.peers[0])], patient(5))
     finally:
         rig.peers[0].signal(signal.SIGCONT)
     assert torch.equal(target.tensor, pattern(NBYTES, 1))
@@ -209,18 +212,18 @@ def test_a_peer_that_is_killed_is_named_soon(rig: Targets, mortals: Iterator[Pee
     targets = [rig.buffer(), rig.buffer()]
     reader = rig.reader(way, targets, [killed, sound])
     reads = [whole(killed, 0), whole(sound, 1)]
-    reader.read(reads, 20)
+    reader.read(reads, patient(20))
     with ThreadPoolExecutor(1) as thread:
-        reading = thread.submit(read_until_it_fails, reader, reads, 20.0)
+        reading = thread.submit(read_until_it_fails, reader, reads, patient(20))
         killed.end()
         at = time.monotonic()
-        error, _ = reading.result(20)
-        assert time.monotonic() - at < 5
+        error, _ = reading.result(patient(20))
+        assert time.monotonic() - at < patient(5)
     assert isinstance(error, ReadError)
     assert error.peer == f"peer {killed.key}"
     for again in (reader, rig.reader(way, targets, [killed, sound])):
         with pytest.raises(TransportError):
-            again.read(reads, 20)
+            again.read(reads, patient(20))
 
 
 def test_a_neighbour_that_is_gone_is_named_when_the_reader_is_opened(
@@ -231,7 +234,7 @@ def test_a_neighbour_that_is_gone_is_named_when_the_reader_is_opened(
     gone.leave()
     with pytest.raises(ReadError, match=f"peer {gone.key} could not be read: process .* is gone"):
         rig.reader("direct", targets, [gone])
-    reader.read([whole(gone)], 5)  # what is mapped stays
+    reader.read([whole(gone)], patient(5))  # what is mapped stays
     assert torch.equal(targets[0].tensor, pattern(NBYTES, gone.key))
 
 
@@ -240,15 +243,15 @@ def test_a_close_from_another_thread_ends_a_read_at_once(rig: Targets, way: str)
     target = rig.buffer()
     reader = rig.reader(way, [target], rig.peers[:1])
     reads = [whole(rig.peers[0])]
-    reader.read(reads, 20)
+    reader.read(reads, patient(20))
     with ThreadPoolExecutor(1) as thread:
-        reading = thread.submit(read_until_it_fails, reader, reads, 20.0)
+        reading = thread.submit(read_until_it_fails, reader, reads, patient(20))
         threading.Event().wait(0.02)
         started = time.monotonic()
         reader.close()
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < patient(5)
         target.tensor.fill_(0x5A)
-        error, _ = reading.result(5)
+        error, _ = reading.result(patient(5))
     assert type(error) is TransportError
     assert str(error) == "the reader is closed"
     nothing_lands(rig, way, rig.peers[0], [target])
@@ -267,14 +270,14 @@ def test_bytes_that_a_peer_does_not_have_are_refused(rig: Targets, way: str) -> 
         Read("peer 2", 0, 0, 0, 1),
     ):
         with pytest.raises(ReadError) as caught:
-            reader.read([read], 5)
+            reader.read([read], patient(5))
         assert caught.value.peer == read.peer
-    assert reader.read([Read("peer 1", NBYTES - 10, 0, 0, 10)], 5) == {"peer 1": 10}
+    assert reader.read([Read("peer 1", NBYTES - 10, 0, 0, 10)], patient(5)) == {"peer 1": 10}
     offer = rig.peers[0].offer("zeromq" if way == "direct" else way)
     memory = msgspec.structs.replace(offer.memory, nbytes=NBYTES + 4096)
     offer = dataclasses.replace(offer, memory=memory)
     with pytest.raises(ReadError) as caught:
-        rig.open([target], {"peer 1": offer}, way).read([Read("peer 1", NBYTES + 4000, 0, 0, 6)], 5)
+        rig.open([target], {"peer 1": offer}, way).read([Read("peer 1", NBYTES + 4000, 0, 0, 6)], patient(5))
     assert caught.value.peer == "peer 1"
     assert target.tensor.tolist() == pattern(NBYTES, 1)[-10:].tolist()
 
@@ -303,11 +306,11 @@ def test_servers_leave_nothing_behind_and_their_readers_fail(rig: Targets, way: 
     before = left_behind()
     server = serve(source, "h9", "127.0.0.1", way)
     reader = rig.open([target], {"h9": server.offer}, way)
-    assert reader.read([Read("h9", 0, 0, 0, 1000)], 5) == {"h9": 1000}
+    assert reader.read([Read("h9", 0, 0, 0, 1000)], patient(5)) == {"h9": 1000}
     server.close()
     server.close()
     with pytest.raises(ReadError, match="h9"):
-        reader.read([Read("h9", 0, 0, 0, 1000)], 5)
+        reader.read([Read("h9", 0, 0, 0, 1000)], patient(5))
     reader.close()
     assert torch.equal(target.tensor, source.tensor)
     nothing_is_left(before)
@@ -319,7 +322,7 @@ def test_a_process_of_mooncake_ends_with_its_parent(rig: Targets, mortals: Itera
     port = peer.offer("tcp").endpoint.rpartition(":")[2]
     assert is_listening(port)
     os.kill(peer.offer("tcp").memory.pid, signal.SIGKILL)  # not its group
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + patient(10)
     while is_listening(port):
         assert time.monotonic() < deadline
 
@@ -329,7 +332,7 @@ def test_a_wrong_secret_is_refused(rig: Targets) -> None:
     offer = dataclasses.replace(rig.peers[0].offer("zeromq"), secret=secrets.token_bytes(32))
     reader = rig.open([target], {"peer 1": offer}, "zeromq")
     with pytest.raises(ReadError, match="peer 1 could not be read: it refused: the secret is wrong"):
-        reader.read([Read("peer 1", 0, 0, 0, 10)], 5)
+        reader.read([Read("peer 1", 0, 0, 0, 10)], patient(5))
     assert not target.tensor.any()
 
 
@@ -340,11 +343,11 @@ def test_what_is_no_request_does_not_end_a_server(rig: Targets) -> None:
         socket.connect(offer.endpoint)
         for request in ([b""], [offer.secret], [offer.secret, b"x"], [offer.secret, b"x" * 24, b""]):
             socket.send_multipart(request)
-            assert socket.poll(5000)
+            assert socket.poll(int(1000 * patient(5)))
             assert socket.recv_multipart()[2] in (b"this is no request",)
         socket.send(bytes(1 << 20))  # more than a server takes: it hangs up
     target = rig.buffer(10)
-    assert rig.open([target], {"peer 1": offer}, "zeromq").read([Read("peer 1", 0, 0, 0, 10)], 5)
+    assert rig.open([target], {"peer 1": offer}, "zeromq").read([Read("peer 1", 0, 0, 0, 10)], patient(5))
 
 
 @pytest.mark.parametrize(
@@ -365,11 +368,11 @@ def test_an_answer_that_is_not_what_was_asked_for_fails_the_read(rig: Targets, a
         offer = dataclasses.replace(rig.peers[0].offer("zeromq"), endpoint=f"tcp://127.0.0.1:{port}")
         reader = rig.open([target], {"peer 1": offer}, "zeromq")
         with ThreadPoolExecutor(1) as thread:
-            reading = thread.submit(reader.read, [Read("peer 1", 0, 0, 0, 10)], 5)
+            reading = thread.submit(reader.read, [Read("peer 1", 0, 0, 0, 10)], patient(5))
             peer, _, header = socket.recv_multipart()
             socket.send_multipart([peer, *answer(header)])
             with pytest.raises(ReadError, match=f"peer 1 could not be read: {problem}"):
-                reading.result(10)
+                reading.result(patient(10))
     assert not target.tensor.any()
 
 
@@ -465,7 +468,7 @@ def nothing_lands(rig: Targets, way: str, peer: Peer, targets: Sequence[SharedBu
     """`targets` keep what they hold, 0x5A, while `peer` works through what it was asked before."""
     other = rig.buffer()
     for _ in range(2):
-        rig.reader(way, [other], [peer]).read([whole(peer)], 20)
+        rig.reader(way, [other], [peer]).read([whole(peer)], patient(20))
     assert torch.equal(other.tensor, pattern(NBYTES, peer.key))
     for target in targets:
         assert bool((target.tensor == 0x5A).all())
@@ -482,7 +485,7 @@ def left_behind() -> tuple[int, int, int]:
 
 def nothing_is_left(before: tuple[int, int, int]) -> None:
     """No more than `before`, at the latest when the kernel is done with threads that have ended."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + patient(10)
     while any(now > then for now, then in zip(left_behind(), before, strict=True)):
         assert time.monotonic() < deadline, (before, left_behind())
         threading.Event().wait(0.01)

@@ -14,11 +14,12 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import pytest
 
+from tests.patience import patient
 from weightsync.engines.base import Completion
 from weightsync.engines.sglang_loop import Params, RequestLoop
 from weightsync.errors import DeadlineError, EngineError, RankLostError, StateError
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = patient(10)
 
 
 class FakeServer:

@@ -23,6 +23,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.models import build_tiny_qwen3
+from tests.patience import patient
 from weightsync.buffers import Attached, Export
 from weightsync.clock import Span
 from weightsync.device_memory import DeviceHandle
@@ -34,7 +35,7 @@ from weightsync.engines.sglang_worker import RankSettings, receive
 from weightsync.errors import EngineError, StateError, WireError
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = patient(60)
 NOTHING = torch.empty(0, dtype=torch.uint8)
 
 

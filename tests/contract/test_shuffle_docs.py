@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from tests.patience import patient
 from weightsync.transports import transport_class
 
 PAGE = Path(__file__).parents[2] / "docs/shuffle.md"
@@ -22,7 +23,7 @@ def test_rows_become_columns() -> None:
     address = transports[0].offer("127.0.0.1")
     with ThreadPoolExecutor(num_ranks) as pool:
         futures = [pool.submit(names["work"], rank, address, each) for rank, each in enumerate(transports)]
-        held = [future.result(60) for future in futures]
+        held = [future.result(patient(60)) for future in futures]
     for transport in transports:
         transport.close()
     whole = torch.arange(24.0).reshape(4, 6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.contract.transport_processes import Fleet, lose_one_that_passes_on
+from tests.patience import patient
 from tests.shuffle_cases import CASES, make_case
 
 pytestmark = pytest.mark.slow
@@ -17,7 +18,7 @@ def test_every_receiver_has_what_it_wants_and_nothing_else(name: str) -> None:
     num_senders, num_receivers, both = CASES[name]
     fleet = Fleet("gloo", num_senders if both else num_senders + num_receivers)
     try:
-        fleet.open(20)
+        fleet.open(patient(20))
         answers = fleet.shuffle(name, ROWS, MAX_MESSAGE_BYTES)
     finally:
         fleet.end()
@@ -33,6 +34,6 @@ def test_every_receiver_has_what_it_wants_and_nothing_else(name: str) -> None:
 def test_who_passes_messages_on_and_is_lost_is_named_and_the_others_go_on() -> None:
     fleet = Fleet("gloo", 4)
     try:
-        lose_one_that_passes_on(fleet, 2, timeout_s=2)
+        lose_one_that_passes_on(fleet, 2, timeout_s=patient(1))
     finally:
         fleet.end()

@@ -17,6 +17,7 @@ from torch import nn
 from tests.contract.test_sglang_loop import FakeServer, of, until
 from tests.contract.test_vllm_loop import FakeLlm
 from tests.models import build_tiny_qwen3
+from tests.patience import patient
 from weightsync.engines import torch_module
 from weightsync.engines.engine_ranks import EngineRanks
 from weightsync.engines.rank import Rank
@@ -28,7 +29,7 @@ from weightsync.engines.vllm_api import _check_sleep
 from weightsync.engines.vllm_loop import EngineLoop
 from weightsync.errors import ConfigError, EngineError, StateError
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = patient(10)
 
 
 class Vllm(VllmEngine):
@@ -282,5 +283,5 @@ def test_a_torch_engine_that_cannot_give_its_memory_back_does_not_pass_for_one_t
 
     monkeypatch.setattr(torch_module, "Offload", refused)
     with pytest.raises(EngineError, match=str(cause)):
-        engine.sleep(2, "wait", 5)
+        engine.sleep(2, "wait", patient(5))
     engine.close()

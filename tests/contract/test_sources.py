@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.contract.source_ranks import Model, Share, engine_needs, plan_for, publish, run_rank
+from tests.patience import patient
 from weightsync.errors import ConfigError
 from weightsync.modules import named_tensors
 from weightsync.plan import Plan
@@ -31,9 +32,9 @@ def published(
     ]
     for rank in ranks:
         rank.start()
-    found = results.get(timeout=90)
+    found = results.get(timeout=patient(90))
     for rank in ranks:
-        rank.join(30)
+        rank.join(patient(30))
     return found
 
 

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 import torch
 
+from tests.patience import patient
 from weightsync.errors import ConfigError, TransportError
 from weightsync.transports import TRANSPORTS, Broadcast, Recv, Send, Transport, transport_class
 
@@ -27,11 +28,11 @@ class Ring:
     def __init__(self, name: str) -> None:
         self.name = name
         # A communicator has to be up within it too.
-        self.short_s = 8 if name == "nccl" else 1
+        self.short_s = patient(2 if name == "nccl" else 0.5)
         self._made: list[Transport] = []
         self._pool = ThreadPoolExecutor(16)
 
-    def run(self, num_ranks: int, work: Work, timeout_s: float = 20) -> list[Future[object]]:
+    def run(self, num_ranks: int, work: Work, timeout_s: float = patient(20)) -> list[Future[object]]:
         """``work(transport, rank)`` on every rank of a new communicator, on the rank's own device."""
         if self.name == "nccl" and num_ranks > torch.cuda.device_count():
             pytest.skip(f"needs {num_ranks} GPUs")
@@ -85,7 +86,7 @@ def test_every_rank_has_the_roots_bytes(ring: Ring, num_ranks: int) -> None:
         return right
 
     for future in ring.run(num_ranks, work):
-        assert future.result(60) == [True] * (num_ranks * len(sizes))
+        assert future.result(patient(60)) == [True] * (num_ranks * len(sizes))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -106,7 +107,7 @@ def test_one_start_may_have_every_rank_as_a_root(
         return [torch.equal(view, want) for view, want in zip(views, wanted, strict=True)]
 
     for future in ring.run(num_ranks, work):
-        assert future.result(60) == [True] * num_ranks
+        assert future.result(patient(60)) == [True] * num_ranks
 
 
 def test_roots_may_come_in_any_order_and_lie_apart(ring: Ring) -> None:
@@ -115,7 +116,7 @@ def test_roots_may_come_in_any_order_and_lie_apart(ring: Ring) -> None:
         transport.start([Broadcast(bucket[8:11], 1), Broadcast(bucket[1:4], 0)]).wait()
         return bucket.tolist()
 
-    first, second = (future.result(60) for future in ring.run(2, work))
+    first, second = (future.result(patient(60)) for future in ring.run(2, work))
     assert first == [0] * 8 + [1] * 3 + [0]
     assert second == [1, 0, 0, 0] + [1] * 8
 
@@ -126,7 +127,7 @@ def test_a_broadcast_out_of_and_into_a_part_of_a_buffer_leaves_the_rest(ring: Ri
         transport.start([Broadcast(buffer[3:6], 1)]).wait()
         return buffer.tolist()
 
-    first, second = (future.result(60) for future in ring.run(2, work))
+    first, second = (future.result(patient(60)) for future in ring.run(2, work))
     assert first == [0, 0, 0, 1, 1, 1, 0, 0, 0, 0]
     assert second == [1] * 10
 
@@ -139,7 +140,7 @@ def test_each_rank_sends_to_the_next(ring: Ring, num_ranks: int) -> None:
         transport.start([Send(ring.pattern(100_001, rank), after), Recv(received, before)]).wait()
         return torch.equal(received, ring.pattern(100_001, before))
 
-    assert [future.result(60) for future in ring.run(num_ranks, work)] == [True] * num_ranks
+    assert [future.result(patient(60)) for future in ring.run(num_ranks, work)] == [True] * num_ranks
 
 
 def test_several_starts_are_pending_and_run_in_turn(ring: Ring) -> None:
@@ -154,7 +155,7 @@ def test_several_starts_are_pending_and_run_in_turn(ring: Ring) -> None:
             each.wait()
         return all(torch.equal(data, ring.pattern(500_000, key)) for key, data in enumerate(buckets))
 
-    assert [future.result(60) for future in ring.run(2, work)] == [True, True]
+    assert [future.result(patient(60)) for future in ring.run(2, work)] == [True, True]
 
 
 def test_what_is_over_before_it_is_waited_for_is_not_late(ring: Ring) -> None:
@@ -166,7 +167,7 @@ def test_what_is_over_before_it_is_waited_for_is_not_late(ring: Ring) -> None:
         pending.wait()
         return bool((data == 1).all() and (more == 0).all())
 
-    assert [future.result(60) for future in ring.run(2, work, ring.short_s)] == [True, True]
+    assert [future.result(patient(60)) for future in ring.run(2, work, ring.short_s)] == [True, True]
 
 
 def test_a_rank_that_never_comes_is_named_at_the_deadline(ring: Ring) -> None:
@@ -175,7 +176,7 @@ def test_a_rank_that_never_comes_is_named_at_the_deadline(ring: Ring) -> None:
     def work(transport: Transport, rank: int) -> float:
         transport.start([Broadcast(ring.full(1, 0), 0)]).wait()
         if rank == 1:
-            finished.wait(30)
+            finished.wait(patient(30))
             return 0.0
         data = ring.full(1 << 20, 0)
         started = time.monotonic()
@@ -184,8 +185,8 @@ def test_a_rank_that_never_comes_is_named_at_the_deadline(ring: Ring) -> None:
         finished.set()
         return time.monotonic() - started
 
-    waited = ring.run(2, work, timeout_s=ring.short_s)[0].result(60)
-    assert ring.short_s - 0.1 < waited < ring.short_s + 10
+    waited = ring.run(2, work, timeout_s=ring.short_s)[0].result(patient(60))
+    assert ring.short_s - 0.1 < waited < ring.short_s + patient(10)
 
 
 def test_a_rank_that_had_nothing_to_do_is_not_blamed(ring: Ring) -> None:
@@ -198,7 +199,7 @@ def test_a_rank_that_had_nothing_to_do_is_not_blamed(ring: Ring) -> None:
             for _ in range(3):
                 transport.start([move(ring.full(10, rank), 1 - rank)]).wait()
         if rank == 1:
-            finished.wait(30)
+            finished.wait(patient(30))
             return
         try:
             with pytest.raises(TransportError, match="rank 1 of 3 did not come to operation"):
@@ -207,7 +208,7 @@ def test_a_rank_that_had_nothing_to_do_is_not_blamed(ring: Ring) -> None:
             finished.set()
 
     for future in ring.run(3, work, timeout_s=ring.short_s):
-        future.result(60)
+        future.result(patient(60))
 
 
 def test_a_rank_that_leaves_is_noticed_before_the_deadline(ring: Ring) -> None:
@@ -219,13 +220,13 @@ def test_a_rank_that_leaves_is_noticed_before_the_deadline(ring: Ring) -> None:
             transport.close()
             left.set()
             return 0.0
-        assert left.wait(20)
+        assert left.wait(patient(20))
         started = time.monotonic()
         with pytest.raises(TransportError):
             transport.start([Broadcast(ring.full(1 << 20, 0), 1)]).wait()
         return time.monotonic() - started
 
-    assert ring.run(2, work, timeout_s=40)[0].result(60) < 20
+    assert ring.run(2, work, timeout_s=patient(40))[0].result(patient(60)) < patient(20)
 
 
 def test_an_abort_from_another_thread_frees_a_waiting_rank_and_tells_its_peers(ring: Ring) -> None:
@@ -234,7 +235,7 @@ def test_an_abort_from_another_thread_frees_a_waiting_rank_and_tells_its_peers(r
     def work(transport: Transport, rank: int) -> None:
         transport.start([Broadcast(ring.full(1, 0), 0)]).wait()
         if rank == 1:
-            assert waiting.wait(20)
+            assert waiting.wait(patient(20))
             transport.abort("the controller said so")
             with pytest.raises(TransportError, match=r"^the controller said so$"):
                 transport.start([Broadcast(ring.full(10, 0), 1)])
@@ -244,9 +245,9 @@ def test_an_abort_from_another_thread_frees_a_waiting_rank_and_tells_its_peers(r
             transport.start([Broadcast(ring.full(1 << 20, 0), 1)]).wait()
 
     started = time.monotonic()
-    for future in ring.run(2, work, timeout_s=50):
-        future.result(60)
-    assert time.monotonic() - started < 30
+    for future in ring.run(2, work, timeout_s=patient(50)):
+        future.result(patient(60))
+    assert time.monotonic() - started < patient(30)
 
 
 def test_ones_own_abort_is_raised_with_its_cause(ring: Ring) -> None:
@@ -258,10 +259,10 @@ def test_ones_own_abort_is_raised_with_its_cause(ring: Ring) -> None:
             with pytest.raises(TransportError, match=r"^engine e1 died$"):
                 transport.start([Broadcast(ring.full(1 << 20, 0), 1)]).wait()
             finished.set()
-        assert finished.wait(30)
+        assert finished.wait(patient(30))
 
-    for future in ring.run(2, work, timeout_s=50):
-        future.result(60)
+    for future in ring.run(2, work, timeout_s=patient(50)):
+        future.result(patient(60))
 
 
 def test_a_new_epoch_works_after_an_abort(ring: Ring) -> None:
@@ -279,8 +280,8 @@ def test_a_new_epoch_works_after_an_abort(ring: Ring) -> None:
 
     for _ in range(3):
         for future in ring.run(2, fail):
-            future.result(60)
-    assert [future.result(60) for future in ring.run(2, work)] == [True, True]
+            future.result(patient(60))
+    assert [future.result(patient(60)) for future in ring.run(2, work)] == [True, True]
 
 
 @pytest.mark.parametrize("name", NAMES)

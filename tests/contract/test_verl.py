@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patient
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
@@ -16,6 +18,11 @@ import pytest
 def test_verls_manager_moves_weights_from_update_to_update(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.contract.verl_fleet", str(tmp_path)]
     done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=200, check=False
+        command,
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=patient(200),
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.patience import patient
 from weightsync.engines.base import Completion
 from weightsync.engines.vllm_loop import EngineLoop
 from weightsync.errors import DeadlineError, EngineError, RankLostError, StateError
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = patient(10)
 
 
 class FakeLlm:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.patience import patient
 from weightsync.errors import ConfigError
 from weightsync.plugins import register_vllm
 
@@ -53,7 +54,7 @@ def test_a_trainer_pushes_weights_into_vllm(tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=patient(280),
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -19,11 +19,12 @@ from pathlib import Path
 
 import torch
 
+from tests.patience import patient
 from weightsync.errors import TransportError
 from weightsync.transports import Broadcast, Transport, transport_class
 
 ROOT = Path(__file__).parents[2]
-READY_S = 120
+READY_S = patient(120)
 """Importing torch and cupy on a busy machine."""
 
 
@@ -257,12 +258,12 @@ def lose_one_that_passes_on(fleet: Fleet, rank: int, timeout_s: float) -> None:
 def _survive(fleet: Fleet, rank: int, num_ranks: int, timeout_s: float) -> None:
     started = time.monotonic()
     others = fleet.others(rank)
-    errors = [process.outcome(2 * timeout_s + 20) for process in others]
+    errors = [process.outcome(2 * timeout_s + patient(20)) for process in others]
     print(f"after {time.monotonic() - started:.2f} s: {errors}")  # noqa: T201
     # Who is left by a rank that gave up first may take one broadcast for done: see `Pending.wait`.
     assert any(errors)
     assert all(f"rank {rank} of {num_ranks}" in error for error in errors if error)
-    assert time.monotonic() - started < 2 * timeout_s + 10
+    assert time.monotonic() - started < 2 * timeout_s + patient(10)
     fleet.lose(rank)
     fleet.open(timeout_s)
     fleet.broadcast()

@@ -23,12 +23,14 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.utils.import_utils import import_external_libs
 from verl.workers.config import CheckpointEngineConfig
 
+from tests.patience import patient
+
 ROOT = Path(__file__).parents[2]
 CONFIG = CheckpointEngineConfig(
     backend="weightsync",
     custom_backend_module="weightsync.plugins.verl",
     update_weights_bucket_megabytes=1,
-    engine_kwargs={"weightsync": {"transport": "gloo", "timeout_s": 60.0}},
+    engine_kwargs={"weightsync": {"transport": "gloo", "timeout_s": patient(60)}},
 )
 
 

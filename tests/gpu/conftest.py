@@ -11,6 +11,8 @@ import ray
 import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from tests.patience import patient
+
 ROOT = str(Path(__file__).parents[2])
 # For every process that a test starts: vLLM's compiler would otherwise choose among kernels by timing
 # them, and two vLLMs that are to agree bit for bit could choose differently.
@@ -39,7 +41,7 @@ def cluster() -> Iterator[None]:
 def bundles(cluster: None) -> Iterator[PlacementGroup]:
     """As many bundles of one GPU as there are."""
     group = placement_group([{"GPU": 1, "CPU": 1}] * torch.cuda.device_count(), strategy="STRICT_PACK")
-    ray.get(group.ready(), timeout=60)
+    ray.get(group.ready(), timeout=patient(60))
     yield group
     remove_placement_group(group)
 

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.contract.conftest import source_layout
+from tests.patience import patient
 from weightsync.device_memory import DeviceBuffer
 from weightsync.engines import make_engine
 from weightsync.feed import HolderFeed
@@ -19,7 +20,7 @@ from weightsync.verify import Digests
 
 __all__ = ["FedEngine"]
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = patient(60)
 BUCKET_BYTES = 1 << 20  # smaller than the embedding, larger than a layer's norms
 
 

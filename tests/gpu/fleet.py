@@ -17,6 +17,7 @@ from actors.engine import EngineActor
 from actors.trainer_shard import TrainerShard
 from tests.gpu import sglang_probe
 from tests.gpu.vllm_probe import OPTIONS, Answers, probe
+from tests.patience import patient
 from weightsync.modules import named_tensors
 
 
@@ -159,7 +160,7 @@ def spawn(
 def visible_devices(bundles: PlacementGroup, gpus: Sequence[int]) -> list[str]:
     """What CUDA_VISIBLE_DEVICES says on each of these bundles."""
     asked = [_visible.options(scheduling_strategy=_at(bundles, gpu)).remote() for gpu in gpus]
-    return ray.get(asked, timeout=60)
+    return ray.get(asked, timeout=patient(60))
 
 
 @ray.remote(num_cpus=0, num_gpus=0.01)

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from tests.patience import patient
+
 __all__ = ["OPTIONS", "Answers", "answers_of", "probe"]
 
 # The same on both sides of a comparison, or kernels would differ.
@@ -61,7 +63,7 @@ async def probe(manager: Any) -> Answers:
 def answers_of(engine: Any) -> Answers:
     """Of our adapter, from another thread than its own, while it serves."""
     server = engine._loop._server
-    return asyncio.run_coroutine_threadsafe(probe(server._manager), server.loop).result(120)
+    return asyncio.run_coroutine_threadsafe(probe(server._manager), server.loop).result(patient(120))
 
 
 def _row(row: list[Any]) -> list[list[float]]:

@@ -15,6 +15,7 @@ from actors.weight_holder import Spare
 from tests.actors.fleet import until
 from tests.gpu.fleet import Engine, spawn
 from tests.gpu.qwen3_models import save_qwen3
+from tests.patience import patient
 from weightsync import SyncConfig, WeightSync, cuda
 from weightsync.modules import named_tensors
 
@@ -37,10 +38,12 @@ def test_checkpoints_arrive_bit_for_bit(
             for seed, (name, folder) in enumerate({"one": one, "two": two}.items())
         }
         engines = {f"e{i}": spawn(Engine, bundles, i, one, f"e{i}") for i in range(num_gpus)}
-        with WeightSync(SyncConfig(bucket_bytes=4 << 20, timeout_s=30, connect_timeout_s=120)) as sync:
+        with WeightSync(
+            SyncConfig(bucket_bytes=4 << 20, timeout_s=patient(30), connect_timeout_s=patient(120))
+        ) as sync:
             sync.register_engines(engines)
             first = sync.register_checkpoint("one", [one])
-            assert until(lambda: contexts(sync) == [True] * num_gpus, 60)
+            assert until(lambda: contexts(sync) == [True] * num_gpus, patient(60))
             sync.connect()
             assert started_early(sync) == [True] * num_gpus
             assert (first.result().mapped_nbytes > 0) is (place == "/dev/shm")
@@ -50,7 +53,7 @@ def test_checkpoints_arrive_bit_for_bit(
                 assert report.verified
                 check(engines, named_tensors(models[name])[0])
             sync.unregister_checkpoint("two")
-            sync.settle(30)
+            sync.settle(patient(30))
             assert sync.heal("e0").verified  # from what holders keep, without the files
             check(engines, named_tensors(models["one"])[0])
         for engine in engines.values():

@@ -16,6 +16,7 @@ from ray.util.placement_group import PlacementGroup
 from tests.gpu.fleet import SglangEngine, Trainer, VllmEngine, spawn
 from tests.gpu.qwen3_models import save_qwen3
 from tests.gpu.test_vllm import served
+from tests.patience import patient
 from weightsync import StateError, SyncConfig, WeightSync
 
 pytestmark = [
@@ -24,7 +25,7 @@ pytestmark = [
     pytest.mark.timeout(420),
 ]
 
-CONFIG = SyncConfig(bucket_bytes=1 << 20, timeout_s=60, connect_timeout_s=300)
+CONFIG = SyncConfig(bucket_bytes=1 << 20, timeout_s=patient(60), connect_timeout_s=patient(300))
 NUM_ROUNDS = 100
 SETTLED = 3
 """From this round on memory in use does not change."""
@@ -75,8 +76,8 @@ class Turns:
         for seed, path in enumerate(paths):
             save_qwen3(Path(path), "tied", seed)
         self.trainer = spawn(Trainer, bundles, 0, paths[0], 0, 1, "bfloat16", source)
-        ray.get(self.trainer.join.remote(""), timeout=120)
-        ray.get(self.trainer.remember.remote(paths), timeout=120)
+        ray.get(self.trainer.join.remote(""), timeout=patient(120))
+        ray.get(self.trainer.remember.remote(paths), timeout=patient(120))
         self.engine = spawn(case.cls, bundles, 0, served(paths[0]), "e0", 1, **case.options)
         self.used: list[tuple[int, int]] = []
         self.first: dict[int, list[list[int]]] = {}
@@ -93,7 +94,7 @@ class Turns:
         sync.register_trainers([self.trainer])
         sync.register_engines({"e0": self.engine})
         sync.connect()
-        (layout,) = ray.get(self.engine.sync_layout.remote(), timeout=200)
+        (layout,) = ray.get(self.engine.sync_layout.remote(), timeout=patient(200))
         assert layout.buffers, "it reloads here, see the log of weightsync.engines"
 
     def device_nbytes(self) -> int:

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 
+from tests.patience import patient
 from weightsync import cuda
 from weightsync.device_memory import DeviceBuffer, DeviceHandle, export_tensor
 from weightsync.errors import TransportError
@@ -46,7 +47,7 @@ def pipe():
     process.start()
     yield ours
     ours.send(None)
-    process.join(30)
+    process.join(patient(30))
     process.kill()
     process.join()
 
@@ -54,7 +55,7 @@ def pipe():
 def ask(pipe: Connection, handles: list[DeviceHandle], value: int) -> list[bytes]:
     torch.cuda.synchronize()
     pipe.send((handles, value))
-    assert pipe.poll(100)
+    assert pipe.poll(patient(100))
     return pipe.recv()
 
 
@@ -115,7 +116,7 @@ def test_it_works_from_a_thread_that_never_touched_the_device() -> None:
 
     thread = threading.Thread(target=work)
     thread.start()
-    thread.join(60)
+    thread.join(patient(60))
     assert sums == [2000]
 
 
@@ -150,7 +151,12 @@ def test_expandable_segments_are_refused_with_the_remedy() -> None:
     setting = "expandable_segments:True"
     variables = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": setting, "PYTORCH_ALLOC_CONF": setting}
     done = subprocess.run(
-        [sys.executable, "-c", script], env=variables, cwd=ROOT, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", script],
+        env=variables,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=patient(100),
     )
     assert done.stdout.startswith("refused:"), done.stdout + done.stderr
     assert "unset expandable_segments" in done.stdout

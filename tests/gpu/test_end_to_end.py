@@ -18,6 +18,7 @@ from ray.util.placement_group import PlacementGroup
 from transformers import Qwen3Config
 
 from tests.gpu.fleet import Engine, Trainer, spawn
+from tests.patience import patient
 from weightsync import PeerLostError, SyncConfig, SyncReport, WeightSync
 from weightsync.states import EngineState
 
@@ -123,7 +124,9 @@ def case(request: pytest.FixtureRequest, num_gpus: int) -> Case:
 
 def test_each_version_arrives_bit_for_bit(case: Case, bundles: PlacementGroup, path: str) -> None:
     fleet = Fleet(bundles, path, case.num_trainers, case.engine_gpus, case.dtype, case.source)
-    config = SyncConfig(mode=case.mode, bucket_bytes=4 << 20, timeout_s=30, connect_timeout_s=60)
+    config = SyncConfig(
+        mode=case.mode, bucket_bytes=4 << 20, timeout_s=patient(30), connect_timeout_s=patient(60)
+    )
     with WeightSync(config) as sync:
         fleet.register(sync)
         sync.connect()
@@ -145,7 +148,9 @@ def test_no_update_pays_for_the_first_use_and_memory_stays_flat(
     bundles: PlacementGroup, num_gpus: int, path: str
 ) -> None:
     fleet = Fleet(bundles, path, num_gpus, list(range(num_gpus)))
-    with WeightSync(SyncConfig(bucket_bytes=16 << 20, timeout_s=30, connect_timeout_s=60)) as sync:
+    with WeightSync(
+        SyncConfig(bucket_bytes=16 << 20, timeout_s=patient(30), connect_timeout_s=patient(60))
+    ) as sync:
         fleet.register(sync)
         sync.connect()
         moves, used = [], []
@@ -173,7 +178,9 @@ def pid_of(actor: Any) -> int:
     return ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
 
 
-MANY_BUCKETS = SyncConfig(mode="broadcast", bucket_bytes=64 << 10, timeout_s=20, connect_timeout_s=60)
+MANY_BUCKETS = SyncConfig(
+    mode="broadcast", bucket_bytes=64 << 10, timeout_s=patient(20), connect_timeout_s=patient(60)
+)
 
 
 def test_a_holder_killed_in_an_update_is_named_and_the_next_update_works(
@@ -187,7 +194,7 @@ def test_a_holder_killed_in_an_update_is_named_and_the_next_update_works(
         fleet.train(2)
         holders = [holder.handle for holder in sync._fleet.holders]
         before = [pid_of(holder) for holder in holders[:-1]]
-        lost = start_and_kill(sync, 2, holders[-1]).exception(timeout=30)
+        lost = start_and_kill(sync, 2, holders[-1]).exception(timeout=patient(30))
         assert isinstance(lost, PeerLostError), lost
         assert f"holder {num_gpus - 1}" in str(lost)
         fleet.train(3)
@@ -212,9 +219,9 @@ def test_an_engine_killed_while_its_memory_is_written_harms_nobody_else(
         fleet.train(1)
         update = start_and_kill(sync, 1, fleet.engines.pop(f"e{last}"))
         if num_gpus == 1:
-            assert isinstance(update.exception(timeout=30), PeerLostError)
+            assert isinstance(update.exception(timeout=patient(30)), PeerLostError)
         else:
-            assert set(update.result(timeout=30).engines.values()) == {0, 1}
+            assert set(update.result(timeout=patient(30)).engines.values()) == {0, 1}
             fleet.check()
         fleet.engines[f"e{last}"] = newcomer = spawn(Engine, bundles, last, path, f"e{last}")
         sync.add_engine(f"e{last}", newcomer)

@@ -15,6 +15,7 @@ from ray.util.placement_group import PlacementGroup
 from tests.gpu.fleet import Engine, spawn
 from tests.gpu.qwen3_models import save_qwen3
 from tests.gpu.test_end_to_end import Fleet, pid_of
+from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 
 pytestmark = [
@@ -23,8 +24,8 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-CONFIG = SyncConfig(bucket_bytes=4 << 20, timeout_s=30, connect_timeout_s=60)
-SETTLE_S = 120
+CONFIG = SyncConfig(bucket_bytes=4 << 20, timeout_s=patient(30), connect_timeout_s=patient(60))
+SETTLE_S = patient(120)
 
 
 @pytest.fixture

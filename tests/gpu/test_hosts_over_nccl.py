@@ -10,6 +10,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from tests.gpu.test_end_to_end import Fleet, path, start_and_kill
+from tests.patience import patient
 from weightsync import PeerLostError, SyncConfig, WeightSync
 
 __all__ = ["path"]
@@ -20,7 +21,9 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-CONFIG = SyncConfig(mode="direct", bucket_bytes=4 << 20, timeout_s=30, connect_timeout_s=60, keep_versions=1)
+CONFIG = SyncConfig(
+    mode="direct", bucket_bytes=4 << 20, timeout_s=patient(30), connect_timeout_s=patient(60), keep_versions=1
+)
 
 
 def on_hosts(sync: WeightSync, hosts: str) -> None:
@@ -81,13 +84,13 @@ def test_a_holder_killed_between_messages_is_named_and_the_next_update_works(
     if num_gpus < 2:
         pytest.skip("needs another GPU")
     fleet = Fleet(bundles, path, 1, [1])
-    with WeightSync(replace(CONFIG, bucket_bytes=64 << 10, timeout_s=20)) as sync:
+    with WeightSync(replace(CONFIG, bucket_bytes=64 << 10, timeout_s=patient(20))) as sync:
         fleet.register(sync)
         on_hosts(sync, "ab")
         sync.connect()
         sync.update_weights(1)
         fleet.train(2)
-        lost = start_and_kill(sync, 2, sync._fleet.holders[victim].handle).exception(timeout=60)
+        lost = start_and_kill(sync, 2, sync._fleet.holders[victim].handle).exception(timeout=patient(60))
         assert isinstance(lost, PeerLostError), lost
         assert f"holder {victim}" in str(lost)
         fleet.train(3)

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from tests.contract.transport_processes import Fleet, lose_one_inside, lose_one_outside
+from tests.patience import patient
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = patient(10)
 """Within it a communicator has to be up, too."""
 
 

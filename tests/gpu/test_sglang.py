@@ -18,6 +18,7 @@ import torch
 from tests.gpu.fed_engine import FedEngine
 from tests.gpu.qwen3_models import save_qwen3
 from tests.gpu.sglang_probe import OPTIONS, Answers, answers_of
+from tests.patience import patient
 from weightsync.modules import named_tensors
 from weightsync.verify import tensor_digest
 
@@ -36,7 +37,7 @@ def from_disk(checkpoints: list[str], num_ranks: int) -> list[Answers]:
     answers = Path(checkpoints[0]) / "answers.json"
     command = [sys.executable, "-m", "tests.gpu.sglang_from_disk", str(num_ranks), str(answers)]
     done = subprocess.run(
-        [*command, *checkpoints], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        [*command, *checkpoints], cwd=ROOT, capture_output=True, text=True, timeout=patient(300), check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(answers.read_text())

@@ -16,6 +16,7 @@ from tests.gpu import test_vllm
 from tests.gpu.fleet import SglangEngine, Trainer, VllmEngine, spawn, visible_devices
 from tests.gpu.qwen3_models import save_qwen3
 from tests.gpu.test_sglang import assert_same, from_disk
+from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 
 pytestmark = [
@@ -25,7 +26,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-CONFIG = SyncConfig(bucket_bytes=1 << 20, timeout_s=30, connect_timeout_s=60)
+CONFIG = SyncConfig(bucket_bytes=1 << 20, timeout_s=patient(30), connect_timeout_s=patient(60))
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def spawn_trainers(gpus: tuple[int, ...], bundles: PlacementGroup, path: str, fo
         spawn(Trainer, bundles, gpu, path, rank, len(gpus), "bfloat16", "device")
         for rank, gpu in enumerate(gpus)
     ]
-    ray.get([trainer.join.remote(str(folder / "meeting")) for trainer in trainers], timeout=120)
+    ray.get([trainer.join.remote(str(folder / "meeting")) for trainer in trainers], timeout=patient(120))
     return trainers
 
 
@@ -95,7 +96,7 @@ def test_sglang_answers_as_from_the_trainers_checkpoint(
     assert expected[0] != expected[1]
     engine = spawn_engine(case.engine_gpus, bundles, paths[0])  # starts meanwhile
     trainers = spawn_trainers(case.trainer_gpus, bundles, paths[0], tmp_path)
-    layouts = ray.get(engine.sync_layout.remote(), timeout=200)
+    layouts = ray.get(engine.sync_layout.remote(), timeout=patient(200))
     assert len({layout.device for layout in layouts}) == len(layouts) == len(case.engine_gpus)
     assert all(layout.buffers for layout in layouts), "see the log of weightsync.engines.sglang"
     for version, mode in enumerate(("broadcast", "auto"), start=1):

@@ -8,12 +8,13 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
+from tests.patience import patient
 from weightsync.tensor_stream import TensorStream
 from weightsync.transports.nccl import NcclTransport
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = patient(60)
 BUCKET_NBYTES = 1 << 20
 VERSIONS = (1, 2)
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from tests.gpu.fed_engine import FedEngine
 from tests.gpu.qwen3_models import save_qwen3
 from tests.gpu.vllm_probe import OPTIONS, Answers, probe
+from tests.patience import patient
 from weightsync.engines import vllm_worker
 from weightsync.modules import named_tensors
 from weightsync.verify import tensor_digest
@@ -78,7 +79,9 @@ def from_disk(checkpoint: str, num_ranks: int) -> Answers:
     answers = Path(checkpoint) / "answers.json"
     model = served(checkpoint)
     command = [sys.executable, "-m", "tests.gpu.vllm_from_disk", model, str(num_ranks), str(answers)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=patient(300), check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(answers.read_text())
 

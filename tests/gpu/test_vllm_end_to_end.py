@@ -20,6 +20,7 @@ from ray.util.placement_group import PlacementGroup
 from tests.gpu.fleet import Trainer, VllmEngine, spawn, visible_devices
 from tests.gpu.qwen3_models import save_qwen3
 from tests.gpu.test_vllm import assert_same, from_disk, served
+from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 
 pytestmark = [
@@ -29,7 +30,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-CONFIG = SyncConfig(bucket_bytes=1 << 20, timeout_s=30, connect_timeout_s=60)
+CONFIG = SyncConfig(bucket_bytes=1 << 20, timeout_s=patient(30), connect_timeout_s=patient(60))
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Fleet:
         else:  # further ranks are vLLM's own processes, so that one actor has to see all its GPUs
             visible = visible_devices(bundles, case.engine_gpus)
             self.engine = spawn(VllmEngine, bundles, 0, *arguments, share=0, visible=visible)
-        ray.get([*joined, self.engine.info.remote()], timeout=200)
+        ray.get([*joined, self.engine.info.remote()], timeout=patient(200))
 
     def connect(self, sync: WeightSync) -> None:
         sync.register_trainers(self.trainers)
@@ -152,12 +153,12 @@ def test_a_killed_vllm_comes_back_with_the_committed_weights(bundles: PlacementG
         fleet.load(paths[0])
         sync.update_weights(1)
         answers = ray.get(fleet.engine.answers.remote())
-        sync.settle(60)
+        sync.settle(patient(60))
         fleet.load(paths[1])
         os.kill(ray.get(fleet.engine.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + patient(200)
         while not sync.heals and time.monotonic() < deadline:
-            sync.settle(200)
+            sync.settle(patient(200))
         (heal,) = sync.heals
         sys.stdout.write(f"{heal}\n")
         assert (heal.version, set(heal.ways.values())) == (1, {"own"})

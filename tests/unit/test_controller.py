@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.patience import patient
 from weightsync.config import SyncConfig
 from weightsync.connect import Image
 from weightsync.controller import Controller
@@ -67,7 +68,7 @@ class Loop:
             part.close()
 
 
-CONFIG = SyncConfig(bucket_bytes=4096, timeout_s=15, connect_timeout_s=20)
+CONFIG = SyncConfig(bucket_bytes=4096, timeout_s=patient(15), connect_timeout_s=patient(20))
 
 
 def drive(
@@ -177,7 +178,7 @@ def test_too_few_engines_is_an_error_and_the_next_update_works() -> None:
         loop.engines["e0"].on_write = lambda _: None
         assert (await loop.controller.update(2)).engines == {"e0": 2, "e1": 2}
 
-    drive(work, SyncConfig(bucket_bytes=4096, timeout_s=5, min_engines=2))
+    drive(work, SyncConfig(bucket_bytes=4096, timeout_s=patient(5), min_engines=2))
 
 
 def test_a_flipped_bit_is_caught_before_commit_and_names_the_tensor() -> None:
@@ -205,7 +206,7 @@ def test_an_engine_that_hangs_is_named_and_the_others_do_not_wait_for_it_longer_
         running = asyncio.get_running_loop()
 
         def hang(_: str) -> None:
-            asyncio.run_coroutine_threadsafe(release.wait(), running).result(20)
+            asyncio.run_coroutine_threadsafe(release.wait(), running).result(patient(20))
 
         loop.engines["e1"].on_write = hang
         report = await loop.controller.update(1)
@@ -213,7 +214,7 @@ def test_an_engine_that_hangs_is_named_and_the_others_do_not_wait_for_it_longer_
         assert report.engines == {"e0": 1, "e1": 0}
         assert "engine e1" in report.failures["e1"]
 
-    drive(work, SyncConfig(bucket_bytes=4096, timeout_s=1))
+    drive(work, SyncConfig(bucket_bytes=4096, timeout_s=patient(0.5)))
 
 
 def test_a_holder_that_is_gone_is_named_and_every_engine_is_stale_until_the_next_connect() -> None:
@@ -239,7 +240,7 @@ def test_a_holder_that_is_gone_is_named_and_every_engine_is_stale_until_the_next
         await loop.controller.connect()
         assert (await loop.controller.update(3)).engines == {"e0": 3, "e1": 3}
 
-    drive(work, replace(CONFIG, timeout_s=5))
+    drive(work, replace(CONFIG, timeout_s=patient(0.5)))
 
 
 def test_a_failed_publish_leaves_the_engines_serving() -> None:
@@ -260,7 +261,7 @@ def test_a_failed_publish_leaves_the_engines_serving() -> None:
         loop.fleet.trainers[0] = whole
         assert (await loop.controller.update(2)).engines == {"e0": 2, "e1": 2}
 
-    drive(work, SyncConfig(bucket_bytes=4096, timeout_s=0.5))
+    drive(work, SyncConfig(bucket_bytes=4096, timeout_s=patient(0.25)))
 
 
 def refuse_to_pause(mode: str, timeout_s: float) -> None:
@@ -282,7 +283,7 @@ def test_engines_paused_in_vain_go_on_with_the_version_that_they_have() -> None:
         del loop.engines["e1"].pause
         assert (await loop.controller.update(3)).engines == {"e0": 3, "e1": 3}
 
-    drive(work, SyncConfig(bucket_bytes=4096, timeout_s=5, min_engines=2))
+    drive(work, SyncConfig(bucket_bytes=4096, timeout_s=patient(5), min_engines=2))
 
 
 def test_an_engine_that_does_not_pause_goes_on_with_its_version_and_the_others_commit() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.hosts_fleet import Hosts, drive
+from tests.patience import patient
 from weightsync.config import SyncConfig
 from weightsync.errors import ConfigError, PeerLostError, PlanError, TransportError
 from weightsync.host_copies import HostCopies
@@ -17,7 +18,7 @@ from weightsync.shuffle import Shuffle
 from weightsync.states import EngineState
 from weightsync.testing import LocalPeer
 
-CONFIG = SyncConfig(bucket_bytes=4096, timeout_s=15, connect_timeout_s=20, keep_versions=1)
+CONFIG = SyncConfig(bucket_bytes=4096, timeout_s=patient(15), connect_timeout_s=patient(20), keep_versions=1)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +157,7 @@ def test_a_holder_that_does_not_come_to_the_messages_is_told_by_its_rank_within_
         await loop.controller.connect()
         await loop.update(3)
 
-    drive(work, "aa", {"e0": "bb"}, replace(CONFIG, timeout_s=1))
+    drive(work, "aa", {"e0": "bb"}, replace(CONFIG, timeout_s=patient(0.5)))
 
 
 def test_an_update_plans_nothing_and_takes_no_memory() -> None:

@@ -19,6 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.patience import patient
 from weightsync import faults
 from weightsync.errors import ConfigError
 from weightsync.faults import arm, armed, strike
@@ -264,16 +265,16 @@ def test_who_is_slow_holds_no_other_thread_up(monkeypatch: pytest.MonkeyPatch) -
 
     def sleep(_: float) -> None:
         asleep.set()
-        wake.wait(30)
+        wake.wait(patient(30))
 
     monkeypatch.setattr(time, "sleep", sleep)
     rearm(VICTIM, [fault(action="slow"), fault(at="commit")], 0)
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(strike, "move")
-        assert asleep.wait(30)
+        assert asleep.wait(patient(30))
         assert strike("commit")
         wake.set()
-        assert slow.result(30) is False
+        assert slow.result(patient(30)) is False
 
 
 def test_a_fault_at_idle_strikes_after_the_call_unless_disarmed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +327,7 @@ def test_a_killed_process_is_gone_without_a_word(victims: list[subprocess.Popen[
     victims.append(
         _victim(f"arm('engine e', [Fault(who='engine e', action='kill', at={at!r})], 0)\nstrike('move')")
     )
-    assert victims[0].wait(60) == -signal.SIGKILL
+    assert victims[0].wait(patient(60)) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("at", ["idle", "move"])
@@ -345,7 +346,7 @@ def test_a_hung_process_stops_with_all_its_threads(victims: list[subprocess.Pope
     assert len(threads) >= 2
     assert {(thread / "stat").read_text().rsplit(")")[1].split()[0] for thread in threads} == {"T"}
     victims[0].send_signal(signal.SIGCONT)
-    victims[0].communicate(timeout=60)
+    victims[0].communicate(timeout=patient(60))
     assert victims[0].returncode == 0
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import zmq
 
+from tests.patience import patient
 from weightsync.errors import (
     DeadlineError,
     EngineError,
@@ -52,7 +53,7 @@ def _directory(feed: HolderFeed) -> Path:
 
 
 def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + patient(10)
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -73,7 +74,7 @@ def _accept(feed: HolderFeed, plan: Plan, errors: list[Exception]) -> threading.
 def _connected(feed: HolderFeed, plan: Plan) -> EngineFeed:
     errors: list[Exception] = []
     thread = _accept(feed, plan, errors)
-    engine = EngineFeed.open(feed.ticket, plan, 10)
+    engine = EngineFeed.open(feed.ticket, plan, patient(10))
     thread.join()
     assert not errors
     return engine
@@ -105,7 +106,7 @@ def test_a_stray_clients_bytes_are_refused_and_logged_and_hurt_nothing(
     strays[0].send_multipart([b"many", b"frames", b"of", b"it"])
     _until(lambda: "without the run's secret" in caplog.text)
     assert thread.is_alive()
-    engine = EngineFeed.open(holder.ticket, plan, 10)
+    engine = EngineFeed.open(holder.ticket, plan, patient(10))
     thread.join()
     assert not errors
     strays[0].send(wrong)
@@ -150,14 +151,14 @@ def test_a_dropped_engine_is_not_waited_for(holder: HolderFeed, plan: Plan) -> N
 
     def wait() -> None:
         try:
-            holder.wait_done(1, 0, 30)
+            holder.wait_done(1, 0, patient(30))
         except Exception as error:  # noqa: BLE001 (looked at below)
             waiter.append(error)
 
     thread = threading.Thread(target=wait)
     thread.start()
     holder.drop()
-    thread.join(5)
+    thread.join(patient(5))
     assert isinstance(waiter[0], EngineError)
     engine.close()
 
@@ -171,11 +172,11 @@ def test_a_cancelled_attempt_ends_the_engines_wait_and_the_next_one_reads_past_i
     sink = DictEngine("e0", {"a": torch.ones(10), "b": torch.ones(500)})
     sink._plan = plan
     with pytest.raises(TransportError, match="a peer was lost"):
-        engine.receive(1, sink, 5)
+        engine.receive(1, sink, patient(5))
     holder.offer(1, 1)
     for bucket in range(plan.num_buckets):
         holder.offer(2, bucket)
-    assert len(engine.receive(2, sink, 5)) == 2
+    assert len(engine.receive(2, sink, patient(5))) == 2
     assert not sink.tensors["b"].any()
     engine.close()
 
@@ -203,7 +204,7 @@ def test_a_killed_holders_ticket_is_refused_and_its_directory_goes(plan: Plan) -
     assert done.returncode == -9, done.stderr
     ticket = msgspec.msgpack.decode(done.stdout, type=FeedTicket)
     with pytest.raises(PeerLostError):
-        EngineFeed.open(ticket, plan, 1)
+        EngineFeed.open(ticket, plan, patient(1))
     directory = Path(ticket.endpoint.removeprefix("ipc://")).parent
     _until(lambda: not directory.exists())
 
@@ -214,7 +215,7 @@ def test_closing_ends_a_load_that_waits(holder: HolderFeed, plan: Plan) -> None:
 
     def load() -> None:
         try:
-            engine.receive(1, DictEngine("e0", {}), 60)
+            engine.receive(1, DictEngine("e0", {}), patient(60))
         except WeightSyncError as error:
             raised.append(error)
 
@@ -226,7 +227,7 @@ def test_closing_ends_a_load_that_waits(holder: HolderFeed, plan: Plan) -> None:
     engine.close()
     thread.join()
     assert "connected anew" in str(raised[0])
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < patient(5)
 
 
 def test_an_engine_whose_holder_gives_it_up_before_the_welcome_does_not_wait(
@@ -235,5 +236,5 @@ def test_an_engine_whose_holder_gives_it_up_before_the_welcome_does_not_wait(
     holder.drop()
     begun = time.monotonic()
     with pytest.raises(TransportError, match="holder 1 gave up e0"):
-        EngineFeed.open(holder.ticket, plan, 30)
-    assert time.monotonic() - begun < 5
+        EngineFeed.open(holder.ticket, plan, patient(30))
+    assert time.monotonic() - begun < patient(5)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import patient
 from weightsync.deadline import gather_named
 from weightsync.errors import PeerLostError
 
@@ -29,7 +30,7 @@ def test_who_is_no_longer_waited_for_is_cancelled_and_leaves_no_error_behind() -
     async def run() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: unasked.append(context))
         waiting = asyncio.create_task(gather_named({"holder 0": is_lost()}, "keep", 60))
-        await asyncio.wait_for(started.wait(), 10)
+        await asyncio.wait_for(started.wait(), patient(10))
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting

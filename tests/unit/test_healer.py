@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from tests.patience import patient
 from tests.unit.test_controller import Loop, drive
 from weightsync.config import SyncConfig
 from weightsync.errors import DeadlineError, PeerLostError, RankLostError, Where
@@ -17,7 +18,9 @@ from weightsync.peers import EngineSeat
 from weightsync.states import EngineState
 from weightsync.testing import LocalPeer
 
-CONFIG = SyncConfig(bucket_bytes=4096, timeout_s=15, connect_timeout_s=20, heal_backoff_s=0.01)
+CONFIG = SyncConfig(
+    bucket_bytes=4096, timeout_s=patient(15), connect_timeout_s=patient(20), heal_backoff_s=0.01
+)
 GONE = PeerLostError("engine e1", "killed")
 
 
@@ -43,7 +46,7 @@ def _healer(loop: Loop, respawn: Callable[[str], Awaitable[None]], can_respawn: 
 
 async def _healed(healer: Healer) -> None:
     for task in [*healer._tasks.values()]:
-        await asyncio.wait([task], timeout=20)
+        await asyncio.wait([task], timeout=patient(20))
     assert not healer.busy()
 
 
@@ -65,7 +68,7 @@ def test_an_engine_that_is_lost_while_it_is_filled_is_healed_once_more() -> None
             noticed = threading.Event()
             running.call_soon_threadsafe(loop.controller.crew.lost, "e1", deaf)
             running.call_soon_threadsafe(noticed.set)
-            assert noticed.wait(5)
+            assert noticed.wait(patient(5))
 
         async def lost_again() -> None:
             if respawn.times == 1:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.patience import patient
 from weightsync import memory
 from weightsync.errors import PeerLostError, TransportError
 from weightsync.memory import BufferHandle, SharedBuffer, map_pages
@@ -30,7 +31,7 @@ def neighbour():
     ours, theirs = context.Pipe()
     process = context.Process(target=_own, args=(theirs,), daemon=True)
     process.start()
-    assert ours.poll(60)
+    assert ours.poll(patient(60))
     yield process, BufferHandle(*ours.recv()), ours
     process.kill()
     process.join()

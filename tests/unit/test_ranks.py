@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patient
 from weightsync.engines.ranks import RankProcess, RankWatch
 from weightsync.errors import RankLostError
 
@@ -28,7 +29,7 @@ import os, subprocess, sys
 rank = subprocess.Popen([sys.executable, "-c", {RANK!r}.format(engine=os.getpid())], stdin=subprocess.PIPE)
 sys.stdin.read()
 """
-TIMEOUT_S = 20.0
+TIMEOUT_S = patient(20)
 
 
 def until(true: Callable[[], bool]) -> bool:

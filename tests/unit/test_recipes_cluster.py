@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from recipes.cluster import _credentials, _environment, existing_cluster
+from tests.patience import patient
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +61,11 @@ def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_cluster_that_cannot_be_reached_is_bad_input(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "recipes.cli", "run", "quickstart", "--out", str(tmp_path)]
     done = subprocess.run(
-        command, env={**os.environ, "RAY_ADDRESS": ":6399"}, capture_output=True, text=True, timeout=100
+        command,
+        env={**os.environ, "RAY_ADDRESS": ":6399"},
+        capture_output=True,
+        text=True,
+        timeout=patient(100),
     )
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("weightsync: RAY_ADDRESS: ':6399' is not valid; give auto")

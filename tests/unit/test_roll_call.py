@@ -10,6 +10,7 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
+from tests.patience import patient
 from weightsync.errors import TransportError
 from weightsync.transports import roll_call
 from weightsync.transports.roll_call import Absence, RollCall, ranks_text
@@ -30,8 +31,8 @@ class DyingStore:
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roll_call, "ANSWER_S", 0.3)
-    monkeypatch.setattr(roll_call, "SEE_OFF_S", 0.3)
+    monkeypatch.setattr(roll_call, "ANSWER_S", patient(0.1))
+    monkeypatch.setattr(roll_call, "SEE_OFF_S", patient(0.1))
 
 
 def answers(store: Store, states: Mapping[int, tuple[dict[int, int], bool]], num_ranks: int) -> list[Absence]:
@@ -41,13 +42,13 @@ def answers(store: Store, states: Mapping[int, tuple[dict[int, int], bool]], num
             pool.submit(RollCall(store, rank, num_ranks).answer, meetings, waiting)
             for rank, (meetings, waiting) in states.items()
         ]
-        return [future.result(10) for future in futures]
+        return [future.result(patient(10)) for future in futures]
 
 
 def test_all_that_sign_in_go_on() -> None:
     store = HashStore()
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda rank: RollCall(store, rank, 3).sign_in(5), range(3)))
+        list(pool.map(lambda rank: RollCall(store, rank, 3).sign_in(patient(5)), range(3)))
 
 
 def test_a_sign_in_names_the_missing() -> None:

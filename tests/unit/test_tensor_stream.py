@@ -12,13 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.patience import patient
 from weightsync import tensor_stream
 from weightsync.errors import ConfigError, TransportError, VerifyError
 from weightsync.tensor_stream import TensorStream
 from weightsync.transports import Transport
 from weightsync.transports.gloo import GlooTransport
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = patient(20)
 HOST = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.float8_e4m3fn]
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.patience import patient
 from weightsync.engines.vllm_adopted import AdoptedVllm
 from weightsync.engines.vllm_worker import WeightSyncWorker
 from weightsync.errors import ConfigError, DeadlineError, EngineError, PeerLostError, StateError
@@ -61,10 +62,10 @@ def test_it_goes_on_with_the_version_that_it_took(adopted) -> None:
     llm, engine = adopted
     with pytest.raises(StateError, match="no whole weights"):
         engine.resume(1)
-    engine.attach(None, [SimpleNamespace(engine="e0")] * 2, 1.0)
-    engine.pause("keep", 1.0)
+    engine.attach(None, [SimpleNamespace(engine="e0")] * 2, patient(1))
+    engine.pause("keep", patient(1))
     assert (llm.paused, engine.serving()) == (True, 0)
-    assert len(engine.load(1, 1.0)) == 2
+    assert len(engine.load(1, patient(1))) == 2
     engine.resume(7)
     assert (llm.paused, engine.serving()) == (False, 7)
     engine.check()
@@ -72,11 +73,11 @@ def test_it_goes_on_with_the_version_that_it_took(adopted) -> None:
 
 def test_a_load_that_failed_leaves_it_paused(adopted) -> None:
     llm, engine = adopted
-    engine.pause("keep", 1.0)
-    engine.load(1, 1.0)
+    engine.pause("keep", patient(1))
+    engine.load(1, patient(1))
     llm.fails = EngineError("e0", "load", "half of it came", 1)
     with pytest.raises(EngineError, match="half of it came"):
-        engine.load(2, 1.0)
+        engine.load(2, patient(1))
     with pytest.raises(StateError, match="no whole weights"):
         engine.resume(2)
     assert llm.paused
