@@ -169,7 +169,9 @@ def ray_cluster() -> Row:
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=_PATIENCE_S, check=True
         )
     except (subprocess.SubprocessError, OSError):
-        remedy = "call ray start --head there, or unset RAY_ADDRESS"
+        remedy = (
+            "call ray start --head there, set RAY_AUTH_MODE=token if it asks for one, or unset RAY_ADDRESS"
+        )
         return Row("ray cluster", f"{address} does not answer", "missing", remedy)
     num_nodes, resources = json.loads(done.stdout.splitlines()[-1])
     counts = ", ".join(f"{resources.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
