@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
-__all__ = ["build_tiny_qwen3", "greedy", "redraw"]
+__all__ = ["build_tiny_qwen3", "greedy", "pack_int4", "redraw"]
 
 # head_dim 32 is the smallest that vLLM's CPU attention takes.
 _SHAPE = {
@@ -28,6 +30,7 @@ _EXPERTS = {
     "norm_topk_prob": True,
     "tie_word_embeddings": False,
 }
+_INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 
 
 def build_tiny_qwen3(path: Path, moe: bool = False, seed: int = 0) -> PreTrainedModel:
@@ -57,6 +60,34 @@ def _scale(name: str, parameter: torch.Tensor) -> float:
     if "norm" in name:
         return 0.1
     return 0.02 if "embed" in name else 2 * parameter.shape[-1] ** -0.5
+
+
+def pack_int4(path: Path) -> dict[str, torch.Tensor]:
+    """Quantize a saved model's projections to int4 in groups of 32; returns its new tensors."""
+    tensors = {}
+    for name, value in load_file(path / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = value
+            continue
+        rows, columns = value.shape
+        groups = value.view(rows, columns // 32, 32)
+        scale = groups.abs().amax(2, keepdim=True) / 7
+        nibbles = ((groups / scale).round() + 8).to(torch.int64).view(rows, columns // 8, 8)
+        words = (nibbles << (4 * torch.arange(8))).sum(2)
+        tensors[f"{name}_packed"] = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+        tensors[f"{name}_scale"] = scale[:, :, 0].contiguous()
+        tensors[f"{name}_shape"] = torch.tensor([rows, columns])
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT4}},
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    return tensors
 
 
 def greedy(model: PreTrainedModel, prompts: list[list[int]], max_tokens: int = 16) -> list[list[int]]:

@@ -58,6 +58,7 @@ def test_a_trainer_pushes_weights_into_vllm(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "Failed to load weights" not in done.stderr + done.stdout
 
 
 @with_vllm

@@ -76,16 +76,16 @@ def main(folder: Path) -> None:
     from weightsync.plugins.vllm_trainer import WeightSyncTrainerInitInfo
 
     class Switch(ModuleSource):
-        """The weights of `model`, or fewer."""
+        """The weights of `model`, but for those whose names contain `without`."""
 
-        num = 1000
+        without = "nothing"
 
         def __init__(self) -> None:
             self.model = models[0]
 
         def __iter__(self):
             self._module = self.model
-            yield from list(super().__iter__())[: self.num]
+            yield from ((name, each) for name, each in super().__iter__() if self.without not in name)
 
         def metadata(self):
             self._module = self.model
@@ -104,11 +104,15 @@ def main(folder: Path) -> None:
         trainer.send_weights()
         llm.reset_prefix_cache()
         assert said() == tokens, "not the trainer's tokens"
-    source.model, source.num = models[0], 5
-    with pytest.raises(Exception, match="vLLM's loader left out"):
-        trainer.send_weights()
-    source.num = 1000
-    trainer = start()
+    source.model = models[0]
+    for source.without, named in (
+        ("layers.1.mlp", "layers.1.mlp.gate_up_proj.weight, .*down_proj.weight"),
+        ("1.self_attn.k_proj", r"layers.1.self_attn.qkv_proj.weight \(12288 of 16384 elements came\)"),
+    ):
+        with pytest.raises(Exception, match=f"vLLM's loader left out model.{named}"):
+            trainer.send_weights()
+        trainer = start()
+    source.without = "nothing"
     trainer.send_weights()
     llm.reset_prefix_cache()
     assert said() == wanted[0], "not the trainer's tokens after an update that failed"

@@ -116,13 +116,30 @@ def test_faults_of_its_ranks_strike_in_their_processes(adopted) -> None:
     assert llm.asked[-1] == ("arm", ("engine e0", ((), (fault,)), 0))
 
 
+def refusal(config: SimpleNamespace, model: torch.nn.Module) -> ConfigError:
+    """Of a worker's first call, in an engine of that configuration."""
+    worker = WeightSyncWorker()
+    worker.rank, worker.device = 0, torch.device("cpu")
+    worker.model_runner = SimpleNamespace(vllm_config=config, get_model=lambda: model)
+    error = pickle.loads(worker.ws_call(pickle.dumps(("layout", ()))))
+    assert isinstance(error, ConfigError)
+    return error
+
+
 @pytest.mark.parametrize("method", ["eagle3", "mtp", "ngram"])
 def test_a_worker_whose_engine_has_a_draft_refuses_its_first_call(method: str) -> None:
     config = SimpleNamespace(speculative_config=SimpleNamespace(method=method, model="a/draft"))
-    worker = WeightSyncWorker()
-    worker.rank, worker.device = 0, torch.device("cpu")
-    worker.model_runner = SimpleNamespace(vllm_config=config)
-    error = pickle.loads(worker.ws_call(pickle.dumps(("layout", ()))))
-    assert isinstance(error, ConfigError)
+    error = refusal(config, torch.nn.Module())
     assert (error.field, error.value) == ("speculative_config", {"method": method, "model": "a/draft"})
     assert "leave speculative decoding out" in error.remedy
+
+
+def test_a_worker_whose_kernels_would_read_freed_scales_refuses_its_first_call() -> None:
+    config = SimpleNamespace(
+        speculative_config=None, model_config=SimpleNamespace(quantization="compressed-tensors")
+    )
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    model[0].scheme = SimpleNamespace(kernel=SimpleNamespace(dnnl_handler=object()))
+    error = refusal(config, model)
+    assert (error.field, error.value) == ("quantization", "compressed-tensors")
+    assert "freed scales in 0 after a reload" in error.remedy

@@ -6,16 +6,19 @@ its sources of 0.24 to 0.33.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
+import logging
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from weightsync.engines.checks import require_gpus
+from weightsync.engines.loader_fill import FillCount, ToFill
 from weightsync.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -26,10 +29,11 @@ if TYPE_CHECKING:
     from weightsync.engines.sampling import Sampling
 
 __all__ = [
+    "LoadAccount",
     "ModelRunner",
     "Reload",
     "engine_args",
-    "require_no_draft",
+    "require_updatable",
     "sampling_params",
     "set_environment",
     "start",
@@ -44,6 +48,7 @@ _NO_DRAFT = (
 )
 # They keep parameters as their loaders write them. Mixture-of-experts layers: by their backend.
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+_FROM_CONFIG = ("input_scale_ub",)
 _EXPERTS_METHOD, _PLAIN_BACKENDS = "UnquantizedFusedMoEMethod", ("TRITON", "BATCHED_TRITON")
 
 
@@ -110,14 +115,19 @@ def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> Eng
     return EngineArgs(model=model_path, load_format="dummy", worker_extension_cls=worker, **settings)
 
 
-def require_no_draft(config: VllmConfig) -> None:
-    """Raises ConfigError where an engine decodes speculatively, however it came to that.
+def require_updatable(config: VllmConfig, model: torch.nn.Module) -> None:
+    """Raises ConfigError for an engine in which an update would leave weights as they were, or break them.
 
-    A checkpoint may say so itself: vLLM then loads its draft without being asked.
+    Speculative decoding may be a checkpoint's own wish: vLLM then loads the draft without being asked.
     """
     if speculative := config.speculative_config:
         value = {"method": speculative.method, "model": speculative.model}
         raise ConfigError("speculative_config", value, _NO_DRAFT)
+    for name, module in model.named_modules():
+        kernel = getattr(getattr(module, "scheme", None), "kernel", None)
+        if hasattr(kernel, "dnnl_handler"):
+            remedy = f"oneDNN would use freed scales in {name} after a reload: serve this format on a GPU"
+            raise ConfigError("quantization", config.model_config.quantization, remedy)
 
 
 def _check_sleep(settings: dict[str, Any], available: bool) -> None:
@@ -210,35 +220,29 @@ class Reload:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self._model, self._config, self._device = model, config, device
-        names = {name for name, _ in self._model.named_parameters()}
-        self._missing = names if self._config.quantization is None else set()
         with torch.device(device):
             initialize_layerwise_reload(self._model)
+        self._account = LoadAccount(model)
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Hand whole tensors to the loader, which keeps them until their module is complete."""
         with torch.no_grad(), torch.device(self._device):
-            self._missing -= self._model.load_weights(iter(weights))  # type: ignore[operator]
+            self._account.load(weights)
 
     def require_all(self) -> None:
-        """Raises RuntimeError when the loader left parameters out."""
-        if self._missing:
-            some = ", ".join(sorted(self._missing)[:3])
-            raise RuntimeError(f"vLLM's loader left out {some} of {len(self._missing)} parameters")
+        """See `LoadAccount.require_all`."""
+        self._account.require_all()
 
     def finish(self) -> None:
         """Raises as `require_all`."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
         self.require_all()
-        with torch.no_grad(), torch.device(self._device):
-            finalize_layerwise_reload(self._model, self._config)
-            if self._device.type == "cpu":
+        self._finalize()
+        if self._device.type == "cpu":
+            with torch.no_grad(), torch.device(self._device):
                 _pack_again(self._model)
 
     def abandon(self) -> None:
         """Leave the reload, so that the next one starts afresh; the weights are a mix then."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         # A module that vLLM holds half-loaded is skipped by the next start and would count on.
@@ -246,8 +250,104 @@ class Reload:
             info = get_layerwise_info(module)
             info.load_numel = 0
             info.loaded_weights.clear()
-        with torch.no_grad(), torch.device(self._device):
+        self._finalize()
+
+    def _finalize(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        with torch.no_grad(), torch.device(self._device), _without_failed_to_load():
             finalize_layerwise_reload(self._model, self._config)
+
+
+class LoadAccount:
+    """A model's ``load_weights``, and what it has filled since the reload began."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        load: Callable[[Iterable[tuple[str, torch.Tensor]]], object] | None = None,
+    ) -> None:
+        """Begin to count, in a reload that has begun. `load` is by default the model's ``load_weights``."""
+        self._load: Callable[..., object] = load or model.load_weights  # type: ignore[assignment]
+        self._count = FillCount(_to_fill(model))
+        self._handed: set[str] = set()
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Hand tensors to the loader, by a checkpoint's names."""
+        named = list(weights)
+        self._handed.update(name for name, _ in named)
+        with self._count:
+            self._load(iter(named))
+
+    def require_all(self) -> None:
+        """Raises RuntimeError, with names, when a tensor that the loader fills is not full."""
+        if missing := self._count.missing(self._handed):
+            some = ", ".join(missing[:3])
+            raise RuntimeError(f"vLLM's loader left out {some}: {len(missing)} parameters are not whole")
+
+
+def _to_fill(model: torch.nn.Module) -> dict[str, ToFill]:
+    """By name, what a checkpoint has to fill in a reload that has begun.
+
+    Then a module has the parameters that its loader knows, also where it serves others: quantized, packed.
+    Left out are those that no checkpoint need have: a second name of a tied parameter, the scales of a cache,
+    which have defaults, and what is computed as a module is quantized online.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    wanted: dict[str, ToFill] = {}
+    known: set[int] = set()
+    for path, module in model.named_modules():
+        if hasattr(module, "kv_cache_dtype"):
+            continue
+        served, _ = get_layerwise_info(module).kernel_tensors or (module._parameters, {})
+        parameters = {name: each for name, each in module._parameters.items() if each is not None}
+        for name, parameter in parameters.items():
+            first = id(served.get(name, parameter))
+            if first not in known and not _is_computed(module, name):
+                wanted[_join(path, name)] = ToFill(parameter, _load_numel(parameter))
+            known.add(first)
+        for name, buffer in module._buffers.items():
+            # Of a module with parameters, vLLM replaces those that it loads anew; others keep their values.
+            if buffer is not None and buffer.is_meta and name not in module._non_persistent_buffers_set:
+                wanted[_join(path, name)] = ToFill(buffer, _load_numel(buffer), needed=bool(parameters))
+    return wanted
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _load_numel(tensor: torch.Tensor) -> int:
+    """Without padding that vLLM declares."""
+    numel: int = getattr(tensor, "weight_loader_numel", tensor.numel())
+    return numel
+
+
+def _is_computed(module: torch.nn.Module, name: str) -> bool:
+    if name in _FROM_CONFIG:
+        return True
+    # Methods that quantize what a checkpoint has in full precision, by their names in 0.24 to 0.33.
+    method = type(getattr(module, "quant_method", None)).__name__
+    return name.endswith("_scale") and ("Online" in method or method == "ExpertsInt8MoEMethod")
+
+
+@contextlib.contextmanager
+def _without_failed_to_load() -> Iterator[None]:
+    """Keep vLLM from warning of modules without weights, such as rotary embeddings, at each update.
+
+    What was to be loaded has been accounted for by then.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    def passes(record: logging.LogRecord) -> bool:
+        return record.msg != "%s: Failed to load weights"
+
+    layerwise.logger.addFilter(passes)
+    try:
+        yield
+    finally:
+        layerwise.logger.removeFilter(passes)
 
 
 def _pack_again(model: torch.nn.Module) -> None:

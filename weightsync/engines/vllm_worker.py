@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightsync.engines.rank import Checkpoint, Rank, checkpoint_of
-from weightsync.engines.vllm_api import ModelRunner, Reload, require_no_draft, stored_otherwise
+from weightsync.engines.vllm_api import ModelRunner, Reload, require_updatable, stored_otherwise
 
 __all__ = ["WeightSyncWorker"]
 
@@ -44,7 +44,7 @@ class _Host:
         return self._runner.get_model()
 
     def checkpoint(self) -> Checkpoint:
-        require_no_draft(self._runner.vllm_config)
+        require_updatable(self._runner.vllm_config, self.model())
         config = self._runner.model_config
         return checkpoint_of(config.hf_config, config.dtype)
 

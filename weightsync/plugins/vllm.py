@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from weightsync.engines.stacked_experts import as_loaded
-from weightsync.engines.vllm_api import Reload, require_no_draft
+from weightsync.engines.vllm_api import LoadAccount, Reload, require_updatable
 from weightsync.errors import StateError
 from weightsync.plugins.sender import Sender, device_of
 from weightsync.tensor_stream import TensorStream
@@ -64,10 +64,10 @@ class WeightSyncTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     _reload: Reload | None = None
 
     def init_transfer_engine(self, init_info: WeightSyncInitInfo) -> None:
-        """Join the trainer and the other workers. Raises ConfigError where vLLM decodes speculatively."""
+        """Join the trainer and the other workers. Raises ConfigError, see `require_updatable`."""
         # 0.24 gives no configuration of its own.
         if config := getattr(self, "vllm_config", None) or get_current_vllm_config_or_none():
-            require_no_draft(config)
+            require_updatable(config, self.model)
         self.shutdown()
         # 0.24 does not say it, and in a reload the parameters are on none.
         self._model_device = next(self.model.parameters()).device
@@ -104,14 +104,15 @@ class WeightSyncTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """
         if self._stream is None:
             raise StateError("init_weight_transfer_engine has to come first")
-        load = load_weights or (self._reload.load if self._reload else None)
-        assert load, "vLLM starts before it updates"
+        loading = self._reload or (LoadAccount(self.model, load_weights) if load_weights else None)
+        assert loading, "vLLM starts before it updates"
         shapes = {name: tuple(shape) for name, shape in update_info.shapes.items()}
         try:
             for batch in self._stream.receiving():
-                load([each for name, data in self._own(batch) for each in as_loaded(name, data, shapes)])
-            if self._reload:
-                self._reload.require_all()
+                loading.load(
+                    [each for name, data in self._own(batch) for each in as_loaded(name, data, shapes)]
+                )
+            loading.require_all()
         except BaseException:
             if self._reload:
                 self._reload.abandon()
