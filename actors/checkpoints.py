@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,7 +19,14 @@ from actors.seat import Seat
 from weightsync.buffers import Attached
 from weightsync.config import SyncConfig
 from weightsync.deadline import gather_named
-from weightsync.errors import ConfigError, PeerLostError, PlanError, nearest
+from weightsync.errors import (
+    ConfigError,
+    PeerLostError,
+    PlanError,
+    SourceChangedError,
+    WeightSyncError,
+    nearest,
+)
 from weightsync.sources.checkpoint import Reading
 
 if TYPE_CHECKING:
@@ -152,8 +160,18 @@ class Checkpoints:
         self.ranks = [rank for rank, _ in found]
         return found
 
-    def told(self, error: PlanError) -> PlanError:
+    def told(self, error: WeightSyncError) -> WeightSyncError:
         """`error`, with the file that its tensor is in."""
+        if isinstance(error, SourceChangedError):
+            files: defaultdict[str, list[str]] = defaultdict(list)
+            for name in (name for _, tensors in error.writers for name in tensors):
+                files[self[self.published].origin[name]].append(name)
+            writers = [(f"another process, in {file},", tensors) for file, tensors in files.items()]
+            found = SourceChangedError(error.version, writers)
+            found.where = error.where
+            return found
+        if not isinstance(error, PlanError):
+            return error
         file = next((f for held in self._held.values() if (f := held.origin.get(error.parameter))), "")
         return PlanError(error.parameter, f"{error.problem}; it is in {file}") if file else error
 

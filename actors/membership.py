@@ -194,7 +194,11 @@ class Membership:
         try:
             await self._controller.connect()
         except PlanError as error:
-            raise (error if self.trainers else self.checkpoints.told(error)) from error
+            raise self.told(error) from error
+
+    def told(self, error: WeightSyncError) -> WeightSyncError:
+        """`error`, with the file that is at fault where weights come from files."""
+        return error if self.trainers else self.checkpoints.told(error)
 
     async def _seat(self) -> None:
         """Ask everybody where they sit, and start a holder on every seat that has none."""

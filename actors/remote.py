@@ -178,6 +178,10 @@ class RemoteHolder(_Remote):
         self._spans = [(self.name, [span])]
         return span
 
+    async def digests(self) -> Digests:
+        digests: Digests = await self._call("digests")
+        return digests
+
     async def abort(self, cause: str) -> None:
         await self._call("abort", cause)
 

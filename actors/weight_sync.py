@@ -303,9 +303,9 @@ class WeightSync(SleepingEngines):
             self._members.take_spans()  # what an update that failed left
             try:
                 report = await self._controller.update(version, lambda: held.set_result(None))
-            except WeightSyncError:
+            except WeightSyncError as error:
                 self._metrics.update_failed()
-                raise
+                raise self._members.told(error) from error
             self._metrics.update(report, self.plan)
             spans = {**report.spans, **self._members.take_spans()}
             return replace(report, spans=spans, checkpoint=checkpoint)

@@ -48,6 +48,7 @@ class Connection:
         content: its `Plan.content`.
         folds: per engine, how its ranks' digests add up.
         in_place: trainers' memory is read in place, so that it may change once it was moved.
+        checkpoint: what is sent is a checkpoint's, and no trainer's.
         images: of engines whose memory their holders write, if nothing else is kept: see `Image`.
         router: which engines read the trainers' memory.
         layouts: what each engine said; one that is to take part later has to say the same as one of them.
@@ -59,6 +60,7 @@ class Connection:
     content: str
     folds: dict[str, Fold]
     in_place: bool
+    checkpoint: bool
     images: dict[str, Image]
     router: Router
     layouts: Mapping[str, Sequence[RankLayout]]
@@ -157,8 +159,18 @@ async def _open(
         seat.attached = True
     content, in_place = plan.content(), any(exports)
     images = _images(content, layouts.engines, served) if in_place else {}
+    checkpoint = any(rank.device == MAPPED for rank in layouts.trainers)
     return Connection(
-        plan, content, folds, in_place, images, router, layouts.engines, layouts.joined, clock.seconds
+        plan,
+        content,
+        folds,
+        in_place,
+        checkpoint,
+        images,
+        router,
+        layouts.engines,
+        layouts.joined,
+        clock.seconds,
     )
 
 

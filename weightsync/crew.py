@@ -19,6 +19,7 @@ from weightsync.errors import (
     PeerError,
     PeerLostError,
     RankLostError,
+    SourceChangedError,
     TransportError,
     VerifyError,
     WeightSyncError,
@@ -26,6 +27,7 @@ from weightsync.errors import (
 )
 from weightsync.halts import Halts
 from weightsync.peers import EnginePeer, EngineSeat, Fleet
+from weightsync.rewritten import Rewritten
 from weightsync.states import EngineRecord, EngineState
 from weightsync.verify import Digests
 
@@ -191,23 +193,30 @@ class Crew:
             if version := self._fleet.engines[name].record.version:
                 await self.resume([name], version)
 
-    def verify(
-        self,
-        connection: Connection,
-        version: int,
-        digests: Mapping[str, Sequence[Digests]],
-        expected: Digests,
-    ) -> list[str]:
-        """Compare every rank's digests with the trainers'; returns the engines that hold `version`."""
-        plan, good = connection.plan, []
+    def compare(
+        self, connection: Connection, digests: Mapping[str, Sequence[Digests]], expected: Digests
+    ) -> dict[str, list[str]]:
+        """Compare every rank's digests with the trainers'; returns by engine the tensors that differ."""
+        plan, wrong = connection.plan, {}
         for name, ranks in digests.items():
-            wrong = (connection.folds[name](ranks) != expected).any(axis=0)
-            if wrong.any():
-                tensors = [plan.tensors[i].name for i in np.flatnonzero(wrong)]
-                self._blame(name, "verify", VerifyError(name, version, tensors))
-            else:
-                good.append(name)
-        return good
+            differs = (connection.folds[name](ranks) != expected).any(axis=0)
+            wrong[name] = [plan.tensors[i].name for i in np.flatnonzero(differs)]
+        return wrong
+
+    def judge(self, version: int, wrong: Mapping[str, Sequence[str]], changed: Rewritten) -> list[str]:
+        """Blame engines that hold `wrong` tensors; returns those that hold `version`.
+
+        Where tensors were `changed` while they were read, no engine is at fault for those.
+        """
+        for name, tensors in wrong.items():
+            own = [tensor for tensor in tensors if not any(tensor in those for those in changed.values())]
+            if own:
+                self._blame(name, "verify", VerifyError(name, version, own))
+            elif tensors:
+                writers = [(who, [t for t in tensors if t in those]) for who, those in changed.items()]
+                error = SourceChangedError(version, [(who, those) for who, those in writers if those])
+                self._blame(name, "verify", error)
+        return [name for name, tensors in wrong.items() if not tensors]
 
     async def ask(
         self,

@@ -12,7 +12,8 @@
     ├── WireError             bytes on one of our sockets that are no message of ours
     ├── EngineError           an engine refused or failed: names it, its rank and the phase
     │   └── RankLostError     a rank's own process ended or is stopped: names the rank
-    └── VerifyError           what arrived is not what was sent: names the tensors
+    ├── VerifyError           what arrived is not what was sent: names the tensors
+    └── SourceChangedError    what was sent changed while it was read: names the trainers and the tensors
 
 Catch broadly, recover narrowly::
 
@@ -44,6 +45,7 @@ __all__ = [
     "PlanError",
     "RankLostError",
     "ReadError",
+    "SourceChangedError",
     "StateError",
     "TransportError",
     "VerifyError",
@@ -184,9 +186,28 @@ class VerifyError(WeightSyncError):
         super().__init__(engine, version, self.tensors)
 
     def __str__(self) -> str:
-        shown = ", ".join(self.tensors[:3])
-        more = f" and {len(self.tensors) - 3} more" if len(self.tensors) > 3 else ""
-        return f"engine {self.engine}, version {self.version}: wrong bytes in {shown}{more}"
+        return f"engine {self.engine}, version {self.version}: wrong bytes in {_shown(self.tensors)}"
+
+
+class SourceChangedError(WeightSyncError):
+    """``writers`` changed tensors of theirs while ``version`` was read: pairs of a name and tensors."""
+
+    def __init__(self, version: int, writers: Iterable[tuple[str, Iterable[str]]]) -> None:
+        self.version = version
+        self.writers = tuple((name, tuple(tensors)) for name, tensors in writers)
+        super().__init__(version, self.writers)
+
+    def __str__(self) -> str:
+        wrote = "; ".join(
+            f"{name} wrote {_shown(tensors)} while it was read" for name, tensors in self.writers
+        )
+        remedy = "leave weights as they are until the call that moves them returns"
+        return f"version {self.version}: {wrote}; {remedy}"
+
+
+def _shown(tensors: tuple[str, ...]) -> str:
+    more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
+    return ", ".join(tensors[:3]) + more
 
 
 KINDS = MappingProxyType(

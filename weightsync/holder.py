@@ -24,7 +24,8 @@ from weightsync.mapped_arena import MappedArena
 from weightsync.modules import device_id
 from weightsync.moves import carry_out
 from weightsync.outlet import open_outlet
-from weightsync.plan import Plan, Reads
+from weightsync.own_share import copied_parts, digest_parts, parts_in_place
+from weightsync.plan import Plan, RankLayout, Reads
 from weightsync.prepared import Group, Prepared, Way
 from weightsync.readers import Offer
 from weightsync.refill import Kept, Refill, Refilled
@@ -56,6 +57,7 @@ class Holder(Gauged):
         self._groups: Communicators | None = None
         self._exchange: Exchange | None = None
         self._arena: Arena | None = None
+        self._read: RankLayout | None = None
         self._staging: Staging | None = None
         self._slots: Sequence[DeviceBuffer] = ()
         self._retired: Sequence[DeviceBuffer] = ()
@@ -141,6 +143,7 @@ class Holder(Gauged):
             with self._moving, self._staging.queue():
                 if trainer:
                     self._staging.connect(trainer)
+                    self._read = trainer.layout
                 self._staging.link(engine)
 
     def join(self, offers: Mapping[Group, str], timeout_s: float) -> None:
@@ -226,6 +229,24 @@ class Holder(Gauged):
             self.abort(cause)
             outlet.cancel(cause)
             raise
+
+    def digests(self) -> Digests:
+        """Of what its trainer rank published as it is now, in its arena or in place: see `Source.publish`.
+
+        Raises StateError when it serves no trainer rank.
+        """
+        plan, staging, trainer, arena = self._plan, self._staging, self._trainer, self._arena
+        if plan is None or staging is None or trainer < 0:
+            raise StateError(f"{self.name} serves no trainer rank: connect first")
+        with self._moving, staging.queue():
+            if self._read:
+                parts = parts_in_place(plan, trainer, self._read, staging.source)
+            elif isinstance(arena, MappedArena):
+                parts = arena.held()
+            else:
+                assert arena is not None
+                parts = copied_parts(plan, trainer, arena)
+            return digest_parts(plan, parts)
 
     def lend(self, protocol: str, rdma_device: str) -> None:
         """Be ready to `keep`. Raises ConfigError when the protocol cannot be had: see `choose_protocol`."""
@@ -345,4 +366,4 @@ class Holder(Gauged):
                 self._feed.close()
             if self._staging:
                 self._staging.close()
-        self._groups = self._exchange = self._feed = self._staging = None
+        self._groups = self._exchange = self._feed = self._staging = self._read = None

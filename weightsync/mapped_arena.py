@@ -16,6 +16,7 @@ from weightsync.bounce import Bounce
 from weightsync.buffers import HostExport
 from weightsync.errors import StateError
 from weightsync.memory import SharedBuffer, map_pages, num_threads
+from weightsync.own_share import Part
 from weightsync.plan import Box, Piece, Plan, Segment
 from weightsync.rows import by_tensor
 
@@ -49,9 +50,11 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Mapped:
+    """`parts` by bucket; `pieces` are the same uncut: each with its bytes and the dtype that they are of."""
+
     buffers: Mapping[str, SharedBuffer]
     parts: Mapping[int, Sequence[_Part]]
-    """By bucket."""
+    pieces: Sequence[tuple[Piece, torch.Tensor, torch.dtype]]
 
 
 class MappedArena:
@@ -102,6 +105,11 @@ class MappedArena:
         for part in chain(*self._parts().values()):
             part.copy(to[part.arena_offset : part.arena_offset + part.nbytes])
 
+    def held(self) -> Iterator[Part]:
+        """What this rank sends of the checkpoint that is published. Raises StateError before there is one."""
+        for piece, data, dtype in self._now().pieces:
+            yield piece.tensor, piece.box, _typed(data, dtype).view(piece.box.extent)
+
     def close(self) -> None:
         if self._bounce:
             self._bounce.close()
@@ -119,9 +127,12 @@ class MappedArena:
         return max(spans, default=0)
 
     def _parts(self) -> Mapping[int, Sequence[_Part]]:
+        return self._now().parts
+
+    def _now(self) -> _Mapped:
         if not self._published:
             raise StateError("no checkpoint is mapped here: register one")
-        return self._mapped[self._published].parts
+        return self._mapped[self._published]
 
     def _let_go(self, name: str) -> None:
         if mapped := self._mapped.pop(name, None):
@@ -133,9 +144,11 @@ class MappedArena:
         for name, handle in export.buffers.items():
             buffers[name] = SharedBuffer.open(handle, touch=False)
         parts: defaultdict[int, list[_Part]] = defaultdict(list)
+        pieces = []
         for piece, held, dtypes in _held(self._plan, self._pieces, export, buffers):
             parts[piece.bucket] += _cut(piece, held, dtypes)
-        return _Mapped(buffers, parts)
+            pieces.append((piece, held, dtypes[0]))
+        return _Mapped(buffers, parts, pieces)
 
 
 def _held(

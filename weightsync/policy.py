@@ -12,7 +12,8 @@ the engine broke, or holds wrong bytes  REFILL            RESPAWN             fi
 a peer failed it (TransportError, of    REFILL            REFILL              give up
 which ReadError is one; PeerLostError
 and DeadlineError that name only
-holders and trainers)
+holders and trainers;
+SourceChangedError)
 it would fail again just so             give up           give up
 (ConfigError, PlanError), or it may
 yet return (DeadlineError of respawn)
@@ -35,6 +36,7 @@ from weightsync.errors import (
     PeerLostError,
     PlanError,
     RankLostError,
+    SourceChangedError,
     TransportError,
     WeightSyncError,
 )
@@ -127,7 +129,9 @@ def _kind(failure: WeightSyncError) -> _Kind:
         return _Kind.HOPELESS  # a second engine would claim what the first start still holds
     if isinstance(failure, DeadlineError):
         return _Kind.PEER if all(map(_is_peer, failure.missing)) else _Kind.HUNG
-    if isinstance(failure, TransportError) or (isinstance(failure, PeerError) and _is_peer(failure.peer)):
+    if isinstance(failure, (TransportError, SourceChangedError)) or (
+        isinstance(failure, PeerError) and _is_peer(failure.peer)
+    ):
         return _Kind.PEER
     if isinstance(failure, (ConfigError, PlanError)):
         return _Kind.HOPELESS

@@ -71,7 +71,8 @@ class Refiller:
                 loaded, refilled = await self._read(name, seat, kept)
             with clock.phase("verify"):
                 assert self._keeping.expected is not None
-                verified = self._crew.verify(connection, version, loaded, self._keeping.expected)
+                wrong = self._crew.compare(connection, loaded, self._keeping.expected)
+                verified = self._crew.judge(version, wrong, {})
             with clock.phase("commit"):
                 if not await self._crew.resume(verified, version):
                     raise self._crew.failures[name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -49,6 +50,26 @@ class Trainer(TrainerShard):
 
     def weights(self) -> Mapping[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+
+
+class Restless(Trainer):
+    """Steps on a thread of its own, as one does that does not wait for updates."""
+
+    _stopped: threading.Event
+
+    def begin(self) -> None:
+        self._stopped = threading.Event()
+        self._stepping = threading.Thread(target=self._step)
+        self._stepping.start()
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        while not self._stopped.is_set():
+            self.model[0].weight.add_(1)
+
+    def end(self) -> None:
+        self._stopped.set()
+        self._stepping.join()
 
 
 class SharpTrainer(GrpoTrainer):

@@ -28,7 +28,7 @@ from tests.actors.test_quickstart import weightsync
 from tests.models import build_tiny_qwen3, greedy
 from tests.patience import patient
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
-from weightsync.errors import PeerLostError, StateError, VerifyError
+from weightsync.errors import PeerLostError, SourceChangedError, StateError
 
 WIDTH = 512
 Make = Callable[..., WeightSync]
@@ -150,7 +150,10 @@ def test_what_lies_in_memory_is_mapped_and_freed_by_unregistering(make: Make, tm
         with open(f"{folder}/model-0.safetensors", "r+b") as file:
             file.seek(-1, os.SEEK_END)
             last = file.read()
-            for byte, outcome in ((bytes([last[0] ^ 1]), pytest.raises(VerifyError)), (last, nullcontext())):
+            written = pytest.raises(
+                SourceChangedError, match=rf"another process, in {folder}/model-0.* wrote"
+            )
+            for byte, outcome in ((bytes([last[0] ^ 1]), written), (last, nullcontext())):
                 file.seek(-1, os.SEEK_END)
                 file.write(byte)
                 file.flush()

@@ -45,6 +45,9 @@ class Shared:
             handles[name] = DeviceHandle("cuda:fake", 0, ipc, 0, tensor.nbytes)
         return Export(layout, handles)
 
+    def buffer(self, handle: DeviceHandle) -> torch.Tensor:
+        return torch.from_numpy(self._arrays[handle.ipc])
+
     def copy(self, reads: Reads, sources: Mapping[tuple[int, str], DeviceHandle], into: Export) -> None:
         columns = (reads.trainer.tolist(), reads.src_buffer.tolist(), reads.dst_buffer.tolist())
         for trainer, src_name, dst_name, row in zip(*columns, reads.table().tolist(), strict=True):
@@ -91,7 +94,8 @@ class Staging(HostStaging):
     writes = True  # type: ignore[assignment]
     unreachable = False
 
-    def connect(self, trainer: Export) -> None: ...
+    def connect(self, trainer: Export) -> None:
+        self.source = {name: self.shared.buffer(handle) for name, handle in trainer.buffers.items()}
 
     def link(self, engine: Export | None) -> None: ...
 
@@ -133,9 +137,9 @@ class Direct(Loop):
     def staging(self, holder: Holder, engine: Engine | None = None) -> Callable[[Plan, int, bool], Staging]:
         def stage(plan: Plan, index: int, receives: bool) -> Staging:
             made = Staging(plan, index, holder._arena, receives)
-            made.written = []
+            made.written, made.shared = [], self.source.shared
             if engine:
-                made.shared, made.engine = engine.shared, engine
+                made.engine = engine
             return made
 
         return stage

@@ -14,6 +14,7 @@ from weightsync.errors import (
     PlanError,
     RankLostError,
     ReadError,
+    SourceChangedError,
     StateError,
     TransportError,
     VerifyError,
@@ -39,6 +40,11 @@ EXAMPLES = [
     (EngineError("e0", "load", "a bad bucket", 2), "engine e0, rank 2, failed in load: a bad bucket"),
     (RankLostError("e0", "watch", "killed", 1), "engine e0, rank 1, is lost: killed"),
     (VerifyError("e0", 7, ["a", "b"]), "engine e0, version 7: wrong bytes in a, b"),
+    (
+        SourceChangedError(7, [("trainer 0", ["a", "b"]), ("trainer 1", "cdef")]),
+        "version 7: trainer 0 wrote a, b while it was read; trainer 1 wrote c, d, e and 1 more while it was "
+        "read; leave weights as they are until the call that moves them returns",
+    ),
 ]
 
 

@@ -15,6 +15,7 @@ from weightsync.errors import (
     PlanError,
     RankLostError,
     ReadError,
+    SourceChangedError,
     StateError,
     TransportError,
     VerifyError,
@@ -41,7 +42,8 @@ BAD_INPUT = ConfigError("sync.transport", "nccl", "give auto")
 
 ENGINE_GONE = [GONE, RANK_GONE, HUNG, HUNG_AND_LATE]
 ENGINE_BROKEN = [BROKEN, WRONG, THEIR_OWN, CLOSED]
-PEER_FAILED = [UNREADABLE, CUT, HOLDER_LOST, HOLDER_LATE]
+WRITTEN = SourceChangedError(7, [("trainer 0", ["lm_head.weight"])])
+PEER_FAILED = [UNREADABLE, CUT, HOLDER_LOST, HOLDER_LATE, WRITTEN]
 STUCK = DeadlineError("respawn", ("respawn() of engine e0",), 600.0)
 HOPELESS = [MISFIT, BAD_INPUT, STUCK]
 ALL = [*ENGINE_GONE, *ENGINE_BROKEN, *PEER_FAILED, *HOPELESS]
