@@ -8,6 +8,7 @@ from typing import Any
 
 from actors.engine_calls import EngineCalls
 from weightsync.engines import Rollout, choose_engine, make_engine
+from weightsync.engines.sampling import check_prompts
 
 __all__ = ["EngineActor"]
 
@@ -24,6 +25,8 @@ class EngineActor(EngineCalls):
             trainer with the same slot shares its holder. On GPUs, it is the trainer with the same GPU.
     """
 
+    _name = ""
+
     def __init__(
         self,
         kind: str,
@@ -33,15 +36,20 @@ class EngineActor(EngineCalls):
         slot: str | None = None,
     ) -> None:
         self._kind, self._why = choose_engine(kind)
-        self._slot = slot
+        self._slot, self._name = slot, name
         self._engine = make_engine(self._kind, model_path, name, options or {})
+
+    def __repr__(self) -> str:
+        """What Ray writes before each line of its log."""
+        return f"{type(self).__name__} {self._name}".rstrip()
 
     async def info(self) -> dict[str, str]:
         """``kind`` of engine and ``why`` it was chosen."""
         return {"kind": self._kind, "why": self._why}
 
     async def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
-        """Complete token-id prompts; see `Engine.generate`."""
+        """Complete token-id prompts; see `Engine.generate`. Raises ConfigError for a text."""
+        check_prompts(prompts)
         return await asyncio.to_thread(self._engine.generate, prompts, sampling)
 
     async def close(self) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ import ray
 from ray.actor import ActorHandle
 
 from actors.detached import run_prefix
+from actors.handles import check_engines, check_trainers
 from actors.loop import LoopThread
 from actors.membership import Membership
 from actors.metrics import Metrics
@@ -24,6 +27,7 @@ from weightsync.errors import ConfigError, DeadlineError, PlanError, StateError,
 from weightsync.healer import Healer
 from weightsync.peers import Fleet
 from weightsync.plan import Cluster, Plan
+from weightsync.plan.figures import count_text
 from weightsync.report import HealReport, Link, SyncReport
 from weightsync.states import EngineState
 
@@ -84,9 +88,11 @@ class WeightSync(SleepingEngines):
         self._loop = LoopThread()
 
     def register_trainers(self, handles: Sequence[ActorHandle[Any]]) -> None:
-        """All trainer ranks, in rank order. Raises ConfigError when there are none."""
-        if not isinstance(handles, Sequence) or not handles:
-            raise ConfigError("trainers", handles, "give a list of at least one actor handle")
+        """All trainer ranks, in rank order: handles of actors derived from `TrainerShard`.
+
+        Raises ConfigError when there are none, or one is something else, or given twice.
+        """
+        check_trainers(handles)
         self._members.trainers = list(handles)
         self._controller.connected = False
 
@@ -95,15 +101,18 @@ class WeightSync(SleepingEngines):
         handles: Mapping[str, ActorHandle[Any]],
         respawn: Callable[[str], ActorHandle[Any]] | None = None,
     ) -> None:
-        """All engines, by the names that reports use. Raises ConfigError when there are none.
+        """All engines, by the names that reports use: handles of `EngineActor`, or derived from `VllmActor`.
 
         `respawn` starts another actor for the engine of that name, with dummy weights, on the same
         resources; engines whose process is gone are brought back with it. It runs on a thread of its own.
         An engine for which it does not return within ``config.respawn_timeout_s`` stays DEAD; an actor that
         it returns after that is killed.
+
+        Raises ConfigError when there are none, or one is something else, or given twice.
         """
-        if not isinstance(handles, Mapping) or not handles:
-            raise ConfigError("engines", handles, "give a dict of at least one name and actor handle")
+        check_engines(handles)
+        if respawn is not None and not callable(respawn):
+            raise ConfigError("respawn", respawn, "give a function of an engine's name that starts its actor")
         self._members.engines, self._members.respawner = dict(handles), respawn
         self._controller.connected = False
 
@@ -142,7 +151,8 @@ class WeightSync(SleepingEngines):
 
         Raises:
             PlanError: the trainers' tensors are not what the engines need; names the tensor.
-            ConfigError: a setting does not fit, or two actors claim one GPU or slot.
+            ConfigError: a setting does not fit, two actors claim one GPU or slot, or fewer engines are
+                registered than ``config.min_engines``.
             DeadlineError: names who did not come within ``config.connect_timeout_s``.
         """
         self._loop.submit(self._connect).result()
@@ -217,11 +227,15 @@ class WeightSync(SleepingEngines):
         """Publish, pause, move, verify, commit, resume; returns when it is served.
 
         The trainers publish or, where none are registered, `checkpoint`, of which it waits for the
-        reading; `version` is then the next one if it is not given.
+        reading.
+
+        Args:
+            version: a whole number, greater than the last; the next one if it is not given.
+            checkpoint: one that is registered.
 
         Raises:
             StateError: before `connect`, or while another update runs.
-            ConfigError: `version` is not greater than the last, or `checkpoint` is not registered.
+            ConfigError: `version` is no such number, or `checkpoint` is not registered.
             WeightSyncError: fewer than ``config.min_engines`` took it; the next call starts afresh.
         """
         return self.update_weights_async(version, checkpoint=checkpoint).result()
@@ -231,11 +245,14 @@ class WeightSync(SleepingEngines):
 
         The future holds the report, or the exception that `update_weights` would raise.
         """
-        version = self.version + 1 if version is None and checkpoint else version
-        if not isinstance(version, int) or isinstance(version, bool):
-            raise ConfigError("version", version, "give a whole number, or a checkpoint")
         held: Future[None] = Future()
-        report = self._loop.submit(lambda: self._update(version, checkpoint, held))
+        try:
+            number = self._whole(version)
+            report = self._loop.submit(lambda: self._update(number, checkpoint, held))
+        except (ConfigError, StateError) as error:
+            refused: Future[SyncReport] = Future()
+            refused.set_exception(error)
+            return refused
         either: list[Future[Any]] = [held, report]
         wait(either, return_when=FIRST_COMPLETED)
         return report
@@ -245,8 +262,11 @@ class WeightSync(SleepingEngines):
 
         It is filled with the committed version from the holders, if they keep it, without asking the
         trainers; else it serves from the next update on, and None is returned. Raises ConfigError
-        when a living engine has the name, else as `connect`; it has not joined then.
+        when a living engine has the name, or another one is this actor, or it is no engine's actor; else
+        as `connect`. It has not joined then.
         """
+        others = {other: known for other, known in self._members.engines.items() if other != name}
+        check_engines({**others, name: handle})
         return self._loop.submit(lambda: self._join(name, handle)).result()
 
     def remove_engine(self, name: str) -> None:
@@ -283,6 +303,10 @@ class WeightSync(SleepingEngines):
         self.close()
 
     async def _connect(self) -> None:
+        least, there = self.config.min_engines, len(self._members.engines)
+        if 0 < there < least:
+            remedy = f"{count_text(there, 'engine')} registered: give at most {there}, or register more"
+            raise ConfigError("sync.min_engines", least, remedy)
         async with self._controller.alone():
             await self._members.connect()
             found_any = self.name is not None and not self._controller.version
@@ -292,6 +316,15 @@ class WeightSync(SleepingEngines):
             # Who failed is healed, or takes the next version.
             if isinstance(error, BaseException) and not isinstance(error, WeightSyncError):
                 raise error
+
+    def _whole(self, version: int | None) -> int:
+        """The number of a version; NumPy's integers are numbers, too, True is none."""
+        if version is None:
+            return self.version + 1
+        if not isinstance(version, bool):
+            with suppress(TypeError):
+                return operator.index(version)
+        raise ConfigError("version", version, f"give a whole number, such as {self.version + 1}, or nothing")
 
     async def _update(self, version: int, checkpoint: str, held: Future[None]) -> SyncReport:
         await self._members.choose(checkpoint)

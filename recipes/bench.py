@@ -21,6 +21,7 @@ from recipes.model import build_checkpoint
 from recipes.recipe import Recipe
 from recipes.screen import Screen
 from weightsync import WeightSync
+from weightsync.plan.figures import count_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,7 +60,8 @@ def run(
         disable_progress_bar()
         with screen.stage("build the model"):
             build_checkpoint(folder / "model", recipe.model, seed=recipe.loop.seed)
-        with screen.stage(f"start {recipe.trainers.count} trainers and {len(names)} engines on {launcher}"):
+        who = f"{count_text(recipe.trainers.count, 'trainer')} and {count_text(len(names), 'engine')}"
+        with screen.stage(f"start {who} on {launcher}"):
             engines = {name: launcher.engine(name) for name in names}
             trainers = launcher.trainers()
             infos = {name: engine.info.remote() for name, engine in engines.items()}
@@ -68,13 +70,15 @@ def run(
             sync.register_trainers(list(trainers.values()))
             sync.register_engines(engines)
             sync.connect()
-        with screen.stage(f"{num_updates} updates"):
+        with screen.stage(count_text(num_updates, "update")):
             updates = [_update(sync, trainers, recipe) for _ in range(NUM_WARM + num_updates)]
         made = BenchReport.of(recipe.name, str(launcher), kinds, updates[NUM_WARM:], sync.links(), cluster)
     finally:
         sync.close()
         launcher.close()
     screen.line(str(made))
+    if cluster and not launcher.has_gpus:
+        screen.line(f"this fleet ran on CPUs: comparing it with the floors of {cluster[0]} means nothing")
     return made
 
 

@@ -13,7 +13,7 @@ from recipes.hosts import HostSpec
 from recipes.run_report import packages_here, this_host
 from weightsync import LinkRates, shares
 from weightsync.clock import Span
-from weightsync.plan.figures import time_text
+from weightsync.plan.figures import count_text, time_text
 from weightsync.report import Link, SyncReport, bytes_text
 
 __all__ = ["BenchReport", "BenchRow"]
@@ -135,7 +135,7 @@ class BenchReport:
         kinds = (
             f"{name}: {info['kind']}, {self.routes.get(name, '')}" for name, info in self.engines.items()
         )
-        what = f"{self.num_updates} updates of {bytes_text(self.nbytes)}"
+        what = f"{count_text(self.num_updates, 'update')} of {bytes_text(self.nbytes)}"
         head = f"{self.name}: {what}, all verified, on {self.devices}"
         floors = [f"floors are those of {self.rates.name}"] if self.rates else []
         return "\n".join([head, *kinds, *_aligned([_HEAD, *(row.cells() for row in self.rows)]), *floors])

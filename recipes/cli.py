@@ -43,6 +43,7 @@ from recipes.schema import markdown as as_markdown
 from recipes.schema import recipe_schema
 from recipes.screen import Screen
 from recipes.shapes import ModelShape
+from weightsync import __version__
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.faults import FaultPlan
 
@@ -54,8 +55,19 @@ LOOPS = {"grpo": "recipes.quickstart", "elastic": "recipes.elastic"}
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        print(f"weightsync {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def root() -> None:
+def root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version, and end."),
+    ] = False,
+) -> None:
     """Moves a model's new weights from the processes that train it to the engines that serve it."""
 
 

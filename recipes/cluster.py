@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 
 from weightsync.errors import ConfigError
 
 __all__ = ["existing_cluster", "local_cluster"]
 
+_ACTOR = ":actor_name:"
+_HEAD_LINES = 20
 OBJECT_STORE_BYTES = 256 << 20  # rollouts and reports only; weights never pass through it
 
 
@@ -101,8 +105,18 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _keep_logs(session: Path, job: str, logs: Path) -> None:
-    """What this job's actors on this host wrote."""
+    """What this job's actors on this host wrote, in files that are named by them."""
     logs.mkdir(parents=True, exist_ok=True)
     for source in sorted(session.glob(f"worker-*-{job}-*.[oe][ur][tr]")):
         if source.stat().st_size:
-            shutil.copy(source, logs)
+            shutil.copy(source, logs / _named(source))
+
+
+def _named(log: Path) -> str:
+    """``EngineActor-main-0-4711.err``: Ray says in it whose it is, and in its name the process."""
+    with log.open(errors="replace") as lines:
+        found = [line.strip() for line in islice(lines, _HEAD_LINES) if line.startswith(_ACTOR)]
+    if not found:
+        return log.name
+    actor = re.sub(r"[^\w.]+", "-", found[-1].removeprefix(_ACTOR)).strip("-")
+    return f"{actor}-{log.stem.rpartition('-')[2]}{log.suffix}"

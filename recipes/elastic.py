@@ -25,6 +25,7 @@ from recipes.screen import Screen
 from recipes.steps import leave, train, update
 from recipes.task import ProblemSampler
 from weightsync import SyncReport, WeightSync
+from weightsync.plan.figures import count_text
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -53,7 +54,8 @@ def run(
         with screen.stage("build the model"):
             build_checkpoint(folder / "model", recipe.model, seed=loop.seed)
         first = present_at_start(recipe.engine_specs, recipe.events)
-        with screen.stage(f"start {recipe.trainers.count} trainers and {len(first)} engines on {launcher}"):
+        who = f"{count_text(recipe.trainers.count, 'trainer')} and {count_text(len(first), 'engine')}"
+        with screen.stage(f"start {who} on {launcher}"):
             engines = {name: launcher.engine(name) for name in first}
             trainers = launcher.trainers()
             infos = {name: engine.info.remote() for name, engine in engines.items()}

@@ -24,7 +24,7 @@ from weightsync.plan import (
     make_plan,
 )
 from weightsync.plan.direct_floor import OTHER_HOST, DirectFloor, Receiver, direct_floor, distances
-from weightsync.plan.figures import time_text
+from weightsync.plan.figures import count_text, time_text
 
 __all__ = ["Scene", "forecast", "recipe_scene"]
 
@@ -125,7 +125,7 @@ def forecast(scene: Scene) -> str:
     )
     lines = [
         f"{scene.name}: {_parameters(scene.model, tensors)}",
-        f"{_ranks(scene)}, on {members.num_holders} GPUs{_on_hosts(scene, members)}",
+        f"{_ranks(scene)}, on {count_text(members.num_holders, 'GPU')}{_on_hosts(scene, members)}",
     ]
     for title, section in (("broadcast", _broadcast(sides)), ("direct", _direct(sides))):
         lines += ["", title, *(f"  {line}" for line in section)]
@@ -158,7 +158,7 @@ def _direct(sides: _Sides) -> list[str]:
     names, reasons = castless(sides.source, name, engine)
     lines = [f"{tensor}, by broadcast: {reason}" for tensor, reason in list(reasons.items())[:_MOST_REASONS]]
     if len(reasons) > _MOST_REASONS:
-        lines.append(f"and {len(reasons) - _MOST_REASONS} more tensors by broadcast")
+        lines.append(f"and {count_text(len(reasons) - _MOST_REASONS, 'more tensor')} by broadcast")
     return [*str(_floor(sides, names)).splitlines(), *lines] if names else lines
 
 
@@ -243,13 +243,14 @@ def _parameters(model: ModelShape, tensors: Sequence[TensorMeta]) -> str:
     numel = sum(meta.numel for meta in tensors)
     count = f"{numel / 1e9:.2f} billion" if numel >= 1e9 else f"{numel / 1e6:.2f} million"
     published = f", published {model.published_billions:g}" if model.published_billions else ""
-    return f"{len(tensors)} tensors of {model.dtype}, {count} parameters{published}"
+    return f"{count_text(len(tensors), 'tensor')} of {model.dtype}, {count} parameters{published}"
 
 
 def _ranks(scene: Scene) -> str:
-    engines = "1 engine" if len(scene.engines) == 1 else f"{len(scene.engines)} engines"
-    kinds = dict.fromkeys(str(engine.num_ranks) for engine in scene.engines)
-    return f"{scene.trainers.num_ranks} trainer ranks, {engines} of {' and '.join(kinds)} ranks"
+    trainers = count_text(scene.trainers.num_ranks, "trainer rank")
+    *some, last = dict.fromkeys(engine.num_ranks for engine in scene.engines)
+    kinds = " and ".join([*map(str, some), count_text(last, "rank")])
+    return f"{trainers}, {count_text(len(scene.engines), 'engine')} of {kinds}"
 
 
 def _on_hosts(scene: Scene, members: Members) -> str:
@@ -261,7 +262,7 @@ def _on_hosts(scene: Scene, members: Members) -> str:
         for what, rate in (("NVLink", host.nvlink), ("host", host.host), ("NIC", host.nic))
     )
     num_hosts = host.num_hosts(members.num_holders)
-    return f" in {num_hosts} {'host' if num_hosts == 1 else 'hosts'}\n{name}, per GPU: {host.gpu}, {rates}"
+    return f" in {count_text(num_hosts, 'host')}\n{name}, per GPU: {host.gpu}, {rates}"
 
 
 def _between_hosts(shown: Explanation, host: HostSpec) -> list[str]:

@@ -21,6 +21,7 @@ from recipes.survival import actor_options
 from recipes.trainer import GrpoTrainer
 from weightsync.engines import choose_engine
 from weightsync.errors import ConfigError, DeadlineError
+from weightsync.plan.figures import count_text
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -72,17 +73,22 @@ class Launcher:
         self._bundles = _reserve(recipe) if enough else None
 
     def __str__(self) -> str:
-        needed = f"{self._recipe.num_devices} GPUs"
+        needed = count_text(self._recipe.num_devices, "GPU")
         if self._bundles:
             return f"{needed} ({', '.join(self._kinds)})" if self._kinds else needed
         return f"CPUs ({needed} wanted, {self._num_gpus} there)"
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether each actor has its GPU, and not a slot of a CPU."""
+        return self._bundles is not None
 
     def _refuse_engines_for_gpus(self) -> None:
         """A vLLM or SGLang beside a CUDA build of torch does not start on a CPU."""
         for group, spec in self._recipe.engines.items():
             kind, _ = choose_engine(spec.kind)
             if kind != "torch" and torch.version.cuda:
-                wanted = f"the recipe wants {self._recipe.num_devices} GPUs, the cluster has {self._num_gpus}"
+                wanted = f"the recipe wants {count_text(self._recipe.num_devices, 'GPU')}, the cluster has {self._num_gpus}"
                 fewer = f"--set trainers.count=1 --set engines.{group}.count=1"
                 remedy = f"{wanted}: give fewer ranks, such as {fewer}, or kind: torch"
                 raise ConfigError(f"engines.{group}.kind", kind, remedy)
@@ -148,7 +154,7 @@ def _reserve(recipe: Recipe) -> PlacementGroup:
     bundles = placement_group([{"GPU": 1}] * recipe.num_devices, strategy="PACK", **lasting)
     if not bundles.wait(timeout_s):
         remove_placement_group(bundles)
-        raise DeadlineError("place", [f"{recipe.num_devices} GPUs"], timeout_s)
+        raise DeadlineError("place", [count_text(recipe.num_devices, "GPU")], timeout_s)
     return bundles
 
 

@@ -24,6 +24,7 @@ from recipes.steps import leave, sleep, train, update
 from recipes.survival import find_actors, read_back, take_trainers
 from recipes.task import ProblemSampler
 from weightsync import SyncReport, WeightSync
+from weightsync.plan.figures import count_text
 
 if TYPE_CHECKING:
     from weightsync.faults import FaultPlan
@@ -60,7 +61,8 @@ def run(
         healed += report.heals
         with screen.stage("build the model"):
             build_checkpoint(folder / "model", recipe.model, seed=loop.seed)
-        who = f"{recipe.trainers.count} trainers and {len(recipe.engine_specs)} engines"
+        num_trainers = count_text(recipe.trainers.count, "trainer")
+        who = f"{num_trainers} and {count_text(len(recipe.engine_specs), 'engine')}"
         with screen.stage(f"start {who} on {launcher}"):
             engines = {
                 name: left.get(f"engine {name}") or launcher.engine(name) for name in recipe.engine_specs

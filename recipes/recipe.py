@@ -15,6 +15,7 @@ from recipes.events import EventSpec, check_events
 from recipes.yaml_lines import located, read_yaml
 from weightsync.config import SyncConfig, check_fields, load_dataclass
 from weightsync.errors import ConfigError, nearest
+from weightsync.plan.figures import count_text
 
 __all__ = ["EngineSpec", "LoopSpec", "ModelSpec", "MoeSpec", "Recipe", "TrainerSpec", "load_recipe"]
 
@@ -215,7 +216,7 @@ class Recipe:
             remedy = f"give each of the {len(self.engine_specs)} engines at least one"
             raise ConfigError("loop.prompts_per_step", self.loop.prompts_per_step, remedy)
         if self.sync.min_engines > len(self.engine_specs):
-            remedy = f"the recipe has only {len(self.engine_specs)} engines"
+            remedy = f"the recipe has only {count_text(len(self.engine_specs), 'engine')}"
             raise ConfigError("sync.min_engines", self.sync.min_engines, remedy)
         elastic = self.loop.kind == "elastic"
         if self.events and not elastic:

@@ -22,6 +22,7 @@ from recipes.screen import Screen
 from weightsync import SyncConfig, WeightSync
 from weightsync.engines import choose_engine
 from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.plan.figures import count_text
 from weightsync.report import bytes_text
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def _connect(
 ) -> None:
     """Reading and starting go on at the same time."""
     sync.register_engines(engines, respawn=lambda name: fleet.start(name, models[0]))
-    with screen.stage(f"start {fleet.count} engines, and read beside them"):
+    with screen.stage(f"start {count_text(fleet.count, 'engine')}, and read beside them"):
         readings = {model.name: sync.register_checkpoint(model.name, [str(model)]) for model in models}
         collect({f"engine {n}": e.info.remote() for n, e in engines.items()}, "start", _PATIENCE_S)
     (first, reading), *others = readings.items()

@@ -31,6 +31,10 @@ class GrpoTrainer(TrainerShard):
         self._model_path, self._loop, self._device = model_path, loop, device
         self._store: TCPStore | None = None
 
+    def __repr__(self) -> str:
+        """What Ray writes before each line of its log."""
+        return f"{type(self).__name__} {self._rank}"
+
     def listen(self) -> tuple[str, int]:
         """Open the ranks' meeting point on a free port, and return address and port."""
         address: str = ray.util.get_node_ip_address()

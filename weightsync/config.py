@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from functools import wraps
 from types import NoneType, UnionType
 from typing import (
     TYPE_CHECKING,
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 __all__ = ["Size", "SyncConfig", "check_fields", "load_dataclass", "parse_size"]
 
 T = TypeVar("T", bound="DataclassInstance")
+
+_Remedies = Mapping[object, str]
+"""What to give for a value of each type."""
 
 Size = Annotated[int, "bytes"]
 """A number of bytes. In YAML also a text such as ``256MiB``, see :func:`parse_size`."""
@@ -88,7 +92,7 @@ def load_dataclass(cls: type[T], data: object, *, field: str) -> T:
         if key not in known:
             raise ConfigError(_join(field, key), value, f"the key is unknown; {nearest(key, known)}")
     hints = get_type_hints(cls, include_extras=True)
-    values = {key: _convert(hints[key], value, _join(field, key)) for key, value in given.items()}
+    values = {key: _convert(hints[key], value, _join(field, key), _YAML) for key, value in given.items()}
     for name, spec in known.items():
         if name not in values and _is_required(spec):
             raise ConfigError(_join(field, name), None, "it is required")
@@ -106,30 +110,37 @@ def check_fields(instance: DataclassInstance, *, field: str) -> None:
         value, name = getattr(instance, spec.name), _join(field, spec.name)
         if hints[spec.name] == Size and isinstance(value, str):
             raise ConfigError(name, value, f'give bytes as an int, such as parse_size("{value}")')
-        _convert(hints[spec.name], value, name)
+        _convert(hints[spec.name], value, name, _PYTHON)
 
 
-def _convert(hint: object, value: object, field: str) -> object:
+def _convert(hint: object, value: object, field: str, remedies: _Remedies) -> object:
     origin, args = get_origin(hint), get_args(hint)
     if hint == Size:
         return parse_size(value, field=field)
     if origin is Literal:
         return _choice(args, value, field)
     if origin in (Union, UnionType):
-        return _either(args, value, field)
+        return _either(args, value, field, remedies)
     if origin in (dict, Mapping):
         return {
-            key: _convert(args[1], item, _join(field, key)) for key, item in _mapping(value, field).items()
+            key: _convert(args[1], item, _join(field, key), remedies)
+            for key, item in _mapping(value, field).items()
         }
     if origin is tuple:
         items = enumerate(_sequence(value, field))
-        return tuple(_convert(args[0], item, f"{field}[{index}]") for index, item in items)
+        return tuple(_convert(args[0], item, f"{field}[{index}]", remedies) for index, item in items)
     if isinstance(hint, type) and is_dataclass(hint):
         return value if isinstance(value, hint) else load_dataclass(hint, value, field=field)
-    return _scalar(hint, value, field)
+    return _scalar(hint, value, field, remedies)
 
 
-_REMEDIES: dict[object, str] = {
+_PYTHON: _Remedies = {
+    bool: "give True or False",
+    int: "give a whole number",
+    float: "give a number",
+    str: "give a text",
+}
+_YAML: _Remedies = {
     bool: "give true or false",
     int: "give a whole number",
     float: "give a number; YAML wants the dot in 1.0e-5",
@@ -137,12 +148,12 @@ _REMEDIES: dict[object, str] = {
 }
 
 
-def _scalar(hint: object, value: object, field: str) -> object:
-    assert hint in _REMEDIES, f"{field}: the loader does not know {hint}"
+def _scalar(hint: object, value: object, field: str, remedies: _Remedies) -> object:
+    assert hint in remedies, f"{field}: the loader does not know {hint}"
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint:
-        raise ConfigError(field, value, _REMEDIES[hint])
+        raise ConfigError(field, value, remedies[hint])
     return value
 
 
@@ -152,19 +163,19 @@ def _choice(choices: tuple[object, ...], value: object, field: str) -> object:
     return value
 
 
-def _either(hints: tuple[object, ...], value: object, field: str) -> object:
+def _either(hints: tuple[object, ...], value: object, field: str, remedies: _Remedies) -> object:
     if value is None and NoneType in hints:
         return None
     kinds = [hint for hint in hints if hint is not NoneType]
     if len(kinds) == 1:
-        return _convert(kinds[0], value, field)
-    remedies = []
+        return _convert(kinds[0], value, field, remedies)
+    refused = []
     for kind in kinds:
         try:
-            return _convert(kind, value, field)
+            return _convert(kind, value, field, remedies)
         except ConfigError as error:
-            remedies.append(error.remedy)
-    raise ConfigError(field, value, ", or ".join(remedies))
+            refused.append(error.remedy)
+    raise ConfigError(field, value, ", or ".join(refused))
 
 
 def _mapping(value: object, field: str) -> Mapping[str, object]:
@@ -190,6 +201,23 @@ def _is_required(spec: Field[object]) -> bool:
     return spec.default is MISSING and spec.default_factory is MISSING
 
 
+def _names_checked(cls: type[T]) -> type[T]:
+    """Have the constructor of `cls` name the nearest setting where it gets one that there is not."""
+    init = cls.__init__
+
+    @wraps(init)
+    def checked(self: T, *given: object, **named: object) -> None:
+        known = [spec.name for spec in fields(cls)]
+        for name, value in named.items():
+            if name not in known:
+                raise ConfigError(f"sync.{name}", value, f"there is no such setting; {nearest(name, known)}")
+        init(self, *given, **named)
+
+    cls.__init__ = checked  # type: ignore[method-assign,assignment]
+    return cls
+
+
+@_names_checked
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncConfig:
     """How weights are moved. ``SyncConfig()`` is a good start.

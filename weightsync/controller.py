@@ -147,7 +147,8 @@ class Controller:
         takers = {name: seat for name, seat in self._fleet.live().items() if seat.attached}
         least = self._config.min_engines
         if len(takers) < least:
-            raise StateError(f"{len(takers)} engines are alive, sync.min_engines is {least}")
+            alive = "1 engine is alive" if len(takers) == 1 else f"{len(takers)} engines are alive"
+            raise StateError(f"{alive}, sync.min_engines is {least}")
         asleep = [seat for seat in takers.values() if seat.record.state is EngineState.ASLEEP]
         clock = PhaseClock()
         watching = {holder for seat in asleep for holder in seat.holders}

@@ -67,6 +67,10 @@ class Holder(Gauged):
         self._moving, self._preparing = threading.Lock(), threading.Lock()
         self._watched = threading.Event()
 
+    def __repr__(self) -> str:
+        """What Ray writes before each line of its log."""
+        return self.name
+
     def ready(self) -> tuple[str, str]:
         """Its name and its transport. Raises what its device says: an error there stays for good."""
         if self._device:

@@ -43,6 +43,8 @@ def test_a_short_run_does_its_work_and_reports_it(tmp_path: Path) -> None:
     assert f"start 2 trainers and 2 engines on {report['devices']}:" in done.stdout
     assert {"seed", "host", "packages", "name"} <= set(report)
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+    logs = {each.name.rpartition("-")[0] for each in (tmp_path / "run" / "logs").iterdir()}
+    assert {"EngineActor-main-0", "EngineActor-main-1", "GrpoTrainer-0", "holder-0"} <= logs
     assert {link["distance"] for link in report["links"]} == {"same GPU or slot", "same host"}
     assert sum(link["nbytes"] for link in report["links"]) >= 2 * report["steps"][-1]["bytes"]
     assert "2 of 2" in (tmp_path / "run" / "report.html").read_text()

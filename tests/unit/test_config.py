@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
+import inspect
 import math
+import pickle
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -259,3 +262,30 @@ def test_sync_config_is_frozen_and_keyword_only() -> None:
         SyncConfig().mode = "broadcast"
     with pytest.raises(TypeError):
         SyncConfig("auto")
+    assert list(inspect.signature(SyncConfig).parameters)[:2] == ["mode", "transport"]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            {"timeout": 60},
+            "sync.timeout: 60 is not valid; there is no such setting; did you mean 'timeout_s'?",
+        ),
+        ({"slots": 3}, "sync.slots: 3 is not valid; there is no such setting; did you mean 'num_slots'?"),
+        ({"timeout_s": "60"}, "sync.timeout_s: '60' is not valid; give a number"),
+        ({"rdma_device": 5}, "sync.rdma_device: 5 is not valid; give a text"),
+    ],
+)
+def test_a_mistake_in_python_speaks_of_no_yaml(given: dict[str, Any], says: str) -> None:
+    for build in (lambda: SyncConfig(**given), lambda: dataclasses.replace(SyncConfig(), **given)):
+        with pytest.raises(ConfigError) as caught:
+            build()
+        assert str(caught.value).startswith(says)
+        assert "YAML" not in str(caught.value)
+
+
+def test_sync_config_travels() -> None:
+    config = SyncConfig(timeout_s=7)
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+    assert dataclasses.replace(config, num_slots=3).timeout_s == 7

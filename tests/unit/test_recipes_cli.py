@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+import weightsync
 from recipes import cli
 from recipes.forecast import _sample
 from recipes.inputs import SHIPPED, shipped_recipes
@@ -222,6 +223,11 @@ def test_resuming_needs_a_cluster_that_outlives_the_driver(
     assert recipe.resume
 
 
+def test_the_version_is_printed() -> None:
+    result = RUNNER.invoke(cli.app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"weightsync {weightsync.__version__}\n")
+
+
 def test_bad_input_needs_neither_ray_nor_torch() -> None:
     code = "import sys; from recipes.cli import app\ntry: app(['run', 'none'])\n"
     code += "except SystemExit as end: print(end.code, *{'ray', 'torch', 'transformers'} & set(sys.modules))"
@@ -399,7 +405,7 @@ def test_a_recipe_whose_trainers_sleep_says_so_itself() -> None:
 def test_the_plan_of_a_recipe_moves_what_its_run_moves() -> None:
     result = RUNNER.invoke(cli.app, ["plan", "quickstart", "--set", "placement=disaggregated"])
     assert result.exit_code == 0
-    assert "2 trainer ranks, 2 engines of 1 ranks, on 4 GPUs\n" in result.stdout
+    assert "2 trainer ranks, 2 engines of 1 rank, on 4 GPUs\n" in result.stdout
     assert "2 holders receive up to 1.2 MiB" in result.stdout
     assert "floor" not in result.stdout
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.cluster import _credentials, _environment, existing_cluster
+from recipes.cluster import _credentials, _environment, _keep_logs, existing_cluster
 from tests.patience import patient
 
 
@@ -69,3 +69,20 @@ def test_a_cluster_that_cannot_be_reached_is_bad_input(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith("weightsync: RAY_ADDRESS: ':6399' is not valid; give auto")
+
+
+def test_logs_are_kept_under_the_names_of_their_actors(tmp_path: Path) -> None:
+    session = tmp_path / "session"
+    session.mkdir()
+    head = ":job_id:01000000\n:actor_name:GrpoTrainer\n"
+    for name, text in {
+        "worker-ab12-01000000-41.out": head + ":actor_name:EngineActor main-0\nhello\n",
+        "worker-ab12-01000000-41.err": head + "oops\n",
+        "worker-ab13-01000000-42.err": "without a name\n",
+        "worker-ab14-01000000-43.err": "",
+        "worker-ab15-02000000-44.err": head,
+    }.items():
+        (session / name).write_text(text)
+    _keep_logs(session, "01000000", tmp_path / "logs")
+    kept = sorted(each.name for each in (tmp_path / "logs").iterdir())
+    assert kept == ["EngineActor-main-0-41.out", "GrpoTrainer-41.err", "worker-ab13-01000000-42.err"]

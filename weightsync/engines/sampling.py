@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
 from weightsync.config import load_dataclass
 from weightsync.errors import ConfigError
 
-__all__ = ["Sampling"]
+__all__ = ["Sampling", "check_prompts"]
+
+_REMEDY = "give a list of token ids for each prompt, such as [tokenizer(text)['input_ids']]"
+_MOST_SHOWN = 40
+
+
+def check_prompts(prompts: object) -> None:
+    """Raise ConfigError for prompts that are no lists of token ids; only the first of each is looked at."""
+    if not isinstance(prompts, Sequence) or isinstance(prompts, (str, bytes)):
+        raise ConfigError("prompts", _shown(prompts), _REMEDY)
+    for index, prompt in enumerate(prompts):
+        if isinstance(prompt, (str, bytes, Mapping)) or not isinstance(prompt, Sized):
+            raise ConfigError(f"prompts[{index}]", _shown(prompt), _REMEDY)
+        if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], (str, bytes)):
+            raise ConfigError(f"prompts[{index}][0]", _shown(prompt[0]), _REMEDY)
+
+
+def _shown(given: object) -> object:
+    """Itself, if that is short."""
+    if isinstance(given, (str, bytes)):
+        return given[:_MOST_SHOWN]
+    return given if isinstance(given, (int, float)) else type(given).__name__
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

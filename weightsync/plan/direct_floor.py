@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from weightsync.plan.crossing import arrivals, bundles
-from weightsync.plan.figures import size_text, time_text
+from weightsync.plan.figures import count_text, size_text, time_text
 from weightsync.plan.reads import Reads
 
 __all__ = ["DirectFloor", "LinkRates", "RankFloor", "Receiver", "direct_floor", "distances"]
@@ -103,7 +103,7 @@ class RankFloor:
 
     def __str__(self) -> str:
         time = "" if self.seconds is None else f"; floor {time_text(self.seconds)}"
-        return f"{_distances_text(self.nbytes)}; {self.num_copies} copies{time}"
+        return f"{_distances_text(self.nbytes)}; {count_text(self.num_copies, 'copy')}{time}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +140,11 @@ class DirectFloor:
         return max(self.ranks, key=lambda rank: (rank.seconds or 0.0, sum(rank.nbytes)))
 
     def __str__(self) -> str:
-        which = f"{self.num_planned} of {self.num_ranks}" if self.is_sample else f"{self.num_ranks}"
+        which = f"{self.num_planned} of " if self.is_sample else ""
+        reads = "engine rank reads" if self.num_ranks == 1 else "engine ranks read"
         lines = [
-            f"{which} engine ranks read {size_text(sum(self.nbytes))} in {self.num_copies} copies",
+            f"{which}{self.num_ranks} {reads} {size_text(sum(self.nbytes))} "
+            f"in {count_text(self.num_copies, 'copy')}",
             f"all: {_distances_text(self.nbytes)}",
             *self._rank_lines(),
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from weightsync.plan.figures import size_text, time_text
+from weightsync.plan.figures import count_text, size_text, time_text
 
 __all__ = ["Cluster", "Explanation"]
 
@@ -59,11 +59,14 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.num_tensors} tensors, {size_text(self.payload_nbytes)}, in {self.num_pieces} pieces, "
-            f"{self.num_buckets} buckets, {self.num_steps} broadcasts",
-            f"{len(self.sent)} roots send up to {size_text(max(self.sent.values(), default=0))} each "
-            f"(imbalance {self.imbalance:.2f})",
-            f"{len(self.received)} holders receive up to {size_text(max(self.received.values(), default=0))}",
+            f"{count_text(self.num_tensors, 'tensor')}, {size_text(self.payload_nbytes)}, "
+            f"in {count_text(self.num_pieces, 'piece')}, "
+            f"{count_text(self.num_buckets, 'bucket')}, {count_text(self.num_steps, 'broadcast')}",
+            f"{count_text(len(self.sent), 'root')} {'sends' if len(self.sent) == 1 else 'send'} up to "
+            f"{size_text(max(self.sent.values(), default=0))} each (imbalance {self.imbalance:.2f})",
+            f"{count_text(len(self.received), 'holder')} "
+            f"{'receives' if len(self.received) == 1 else 'receive'} up to "
+            f"{size_text(max(self.received.values(), default=0))}",
             f"memory per holder: staging up to {size_text(max(self.staging.values(), default=0))}, "
             f"arena up to {size_text(max(self.arena.values(), default=0))}",
         ]

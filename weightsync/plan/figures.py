@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = ["size_text", "time_text"]
+__all__ = ["count_text", "size_text", "time_text"]
+
+
+def count_text(count: int, noun: str) -> str:
+    """``1 engine``, ``2 engines``, ``0 copies``: regular nouns."""
+    if count == 1:
+        return f"{count} {noun}"
+    return f"{count} {noun[:-1]}ies" if noun.endswith("y") else f"{count} {noun}s"
 
 
 def size_text(nbytes: int) -> str:

@@ -1,0 +1,52 @@
+"""What is registered as a trainer or an engine: the handle of an actor of the right kind, once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from ray.actor import ActorClass, ActorHandle
+
+from weightsync.errors import ConfigError
+
+__all__ = ["check_engines", "check_trainers"]
+
+_KINDS = {
+    "sync_seat": "TrainerShard",
+    "sync_seats": "EngineActor or VllmActor",
+}
+"""A method of each kind of actor, and what it derives from."""
+
+
+def check_trainers(handles: object) -> None:
+    """Raise ConfigError unless `handles` is a list of trainers' actors, each of them once."""
+    if not isinstance(handles, Sequence) or isinstance(handles, str) or not handles:
+        raise ConfigError("trainers", handles, "give a list of at least one actor handle")
+    _check([(f"trainers[{rank}]", handle) for rank, handle in enumerate(handles)], "sync_seat")
+
+
+def check_engines(handles: object) -> None:
+    """Raise ConfigError unless `handles` is a dict of names and engines' actors, each of them once."""
+    if not isinstance(handles, Mapping) or not handles:
+        raise ConfigError("engines", handles, "give a dict of at least one name and actor handle")
+    for name in handles:
+        if not isinstance(name, str) or not name:
+            raise ConfigError("engines", name, "give a text as the name of an engine")
+    _check([(f"engines[{name!r}]", handle) for name, handle in handles.items()], "sync_seats")
+
+
+def _check(handles: Iterable[tuple[str, object]], method: str) -> None:
+    seen: dict[ActorHandle[object], str] = {}
+    for field, handle in handles:
+        if isinstance(handle, (type, ActorClass)):
+            raise ConfigError(field, handle, "it is a class: start an actor of it, and give its handle")
+        if not isinstance(handle, ActorHandle):
+            remedy = f"give the handle of an actor derived from {_KINDS[method]}"
+            raise ConfigError(field, handle, remedy)
+        if not hasattr(handle, method):
+            others = [kind for other, kind in _KINDS.items() if hasattr(handle, other)]
+            derived = f"this one is of {others[0]}" if others else "this one is of neither kind"
+            remedy = f"give the handle of an actor derived from {_KINDS[method]}; {derived}"
+            raise ConfigError(field, handle, remedy)
+        if handle in seen:
+            raise ConfigError(field, handle, f"{seen[handle]} is the same actor: start one for each")
+        seen[handle] = field

@@ -1,0 +1,155 @@
+"""What a user may get wrong at the public door: each is said at once, and a correct call works after it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import ray
+
+from actors.engine import EngineActor
+from tests.actors.fleet import Engine, Trainer, spawn
+from weightsync import ConfigError, SyncConfig, WeightSync
+from weightsync.errors import StateError
+from weightsync.faults import Fault, FaultPlan
+
+WIDTH = 16
+
+
+class Plain:
+    """An actor that is neither a trainer nor an engine."""
+
+    async def generate(self) -> None:
+        """As an engine of somebody else's."""
+
+
+class Actors(NamedTuple):
+    trainer: Any
+    e0: Any
+    e1: Any
+    plain: Any
+
+
+@pytest.fixture(scope="module")
+def actors(cluster: None) -> Actors:
+    e0, e1 = (spawn(Engine, WIDTH, f"e{i}", f"w{i}") for i in range(2))
+    return Actors(spawn(Trainer, WIDTH, "w0"), e0, e1, spawn(Plain))
+
+
+@pytest.fixture
+def sync(actors: Actors) -> Iterator[WeightSync]:
+    with WeightSync(SyncConfig(bucket_bytes=8192, timeout_s=60)) as made:
+        made.register_trainers([actors.trainer])
+        made.register_engines({"e0": actors.e0})
+        yield made
+
+
+def test_versions_are_whole_numbers_and_the_next_one_where_none_is_given(sync: WeightSync) -> None:
+    sync.connect()
+    assert sync.update_weights().version == 1
+    taken = sync.update_weights(np.int64(4)).version  # type: ignore[arg-type]
+    assert (taken, type(taken)) == (4, int)
+    assert sync.update_weights_async().result(60).version == 5
+    for bad in (True, np.bool_(1), "6", 6.0):
+        refused = sync.update_weights_async(bad)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=rf"version: {re.escape(repr(bad))} .* such as 6, or nothing"):
+            refused.result(0)
+    assert sync.update_weights().version == 6
+
+
+def test_a_second_update_says_in_its_future_that_one_runs(sync: WeightSync) -> None:
+    sync.connect()
+    sync.inject(FaultPlan((Fault(who="engine e0", action="slow", at="commit", seconds=2.0),)))
+    first = sync.update_weights_async()
+    second = sync.update_weights_async()
+    assert not first.done()
+    with pytest.raises(StateError, match="an update is running"):
+        second.result(0)
+    assert first.result(60).version == 1
+    assert sync.update_weights().version == 2
+
+
+def test_what_is_no_trainers_handle_is_refused(sync: WeightSync, actors: Actors) -> None:
+    derived = "give the handle of an actor derived from TrainerShard"
+    for given, says in (
+        (Trainer, "give a list of at least one actor handle"),
+        (actors.trainer, "give a list of at least one actor handle"),
+        ([Trainer], r"trainers\[0\]: <class .*Trainer'> is not valid; it is a class: start an actor of it"),
+        ([ray.remote(Trainer)], r"trainers\[0\]: .* is not valid; it is a class: start an actor of it"),
+        ([actors.trainer, None], rf"trainers\[1\]: None is not valid; {derived}"),
+        (
+            [actors.plain],
+            rf"trainers\[0\]: Actor\(Plain, .*\) is not valid; {derived}; this one is of neither kind",
+        ),
+        (
+            [actors.e0],
+            rf"Actor\(Engine, .*\) is not valid; {derived}; this one is of EngineActor or VllmActor",
+        ),
+        ([actors.trainer] * 2, r"trainers\[1\]: Actor\(Trainer, .*; trainers\[0\] is the same actor"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            sync.register_trainers(given)
+    sync.connect()
+    assert sync.update_weights().verified
+
+
+def test_what_is_no_engines_handle_is_refused(sync: WeightSync, actors: Actors) -> None:
+    derived = "give the handle of an actor derived from EngineActor or VllmActor"
+    mistakes: list[tuple[Any, str]] = [
+        (Engine, r"engines\['x'\]: <class .*Engine'> is not valid; it is a class: start an actor of it"),
+        (ray.remote(EngineActor), r"engines\['x'\]: .* is not valid; it is a class: start an actor of it"),
+        (None, rf"engines\['x'\]: None is not valid; {derived}"),
+        (
+            actors.plain,
+            rf"engines\['x'\]: Actor\(Plain, .*\) is not valid; {derived}; this one is of neither kind",
+        ),
+        (actors.trainer, rf"Actor\(Trainer, .*\) is not valid; {derived}; this one is of TrainerShard"),
+        (actors.e0, r"engines\['x'\]: Actor\(Engine, .*; engines\['e0'\] is the same actor"),
+    ]
+    for given, says in mistakes:
+        with pytest.raises(ConfigError, match=says):
+            sync.register_engines({"e0": actors.e0, "x": given})
+    with pytest.raises(ConfigError, match="engines: 1 is not valid; give a text as the name"):
+        sync.register_engines({1: actors.e0})  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match="respawn: 'e0' is not valid; give a function"):
+        sync.register_engines({"e0": actors.e0}, respawn="e0")  # type: ignore[arg-type]
+    sync.connect()
+    sync.update_weights()
+    for given, says in mistakes:
+        with pytest.raises(ConfigError, match=says):
+            sync.add_engine("x", given)
+    assert sync.add_engine("x", actors.e1) is not None
+    assert sync.update_weights().engines == {"e0": 2, "x": 2}
+
+
+def test_more_engines_asked_for_than_there_are_is_said_by_connect(actors: Actors) -> None:
+    with WeightSync(SyncConfig(bucket_bytes=8192, timeout_s=60, min_engines=2)) as sync:
+        sync.register_trainers([actors.trainer])
+        sync.register_engines({"e0": actors.e0})
+        with pytest.raises(
+            ConfigError, match=r"min_engines: 2 is not valid; 1 engine registered: give at most 1"
+        ):
+            sync.connect()
+        sync.register_engines({"e0": actors.e0, "e1": actors.e1})
+        sync.connect()
+        assert sync.update_weights().engines == {"e0": 1, "e1": 1}
+
+
+def test_prompts_are_token_ids(sync: WeightSync, actors: Actors) -> None:
+    sync.connect()
+    sync.update_weights()
+    for given, says in (
+        ("How are you?", r"prompts: 'How are you\?' is not valid; give a list of token ids for each prompt"),
+        (["How"], r"prompts\[0\]: 'How' is not valid; give a list of token ids"),
+        ([[1], ["How"]], r"prompts\[1\]\[0\]: 'How' is not valid; give a list of token ids"),
+        ([1, 2], r"prompts\[0\]: 1 is not valid; give a list of token ids"),
+        ({"input_ids": [[1]]}, r"prompts: 'dict' is not valid; give a list of token ids"),
+        ([{"input_ids": [1]}], r"prompts\[0\]: 'dict' is not valid; give a list of token ids"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            ray.get(actors.e0.generate.remote(given, {}))
+    for right in ([[1, 2]], [(1, 2)], [np.array([1, 2])], []):
+        assert ray.get(actors.e0.generate.remote(right, {})).version == (1 if right else 0)
