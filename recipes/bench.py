@@ -1,6 +1,6 @@
 """Updates of a recipe's fleet and nothing else, each of new weights: what `weightsync bench` measures.
 
-with local_cluster(folder / "logs", threads_per_actor=1):
+with local_cluster(RunFolder(folder), threads_per_actor=1):
     report = run(load_recipe(Path("recipes/quickstart.yaml")), folder, Screen(Console()), num_updates=10)
 """
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from recipes.inputs import (
 from recipes.page import write_page
 from recipes.parallel import parse_engine, parse_trainers
 from recipes.recipe import Recipe, load_recipe
+from recipes.run_folder import RunFolder
 from recipes.run_report import read_report
 from recipes.schema import markdown as as_markdown
 from recipes.schema import recipe_schema
@@ -50,6 +52,8 @@ from weightsync.faults import FaultPlan
 __all__ = ["app", "main"]
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+ASKED_FOR = ("report.json", "trace.json")
+"""Without them, a run that did its work has failed; a page can be made again, and logs are extra."""
 LOOPS = {"grpo": "recipes.quickstart", "elastic": "recipes.elastic"}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -85,7 +89,7 @@ def run(
         bool, typer.Option("--trace", help="Write trace.json: what each rank did in each update, and when.")
     ] = False,
 ) -> None:
-    """Run a recipe. Exits with 0 when it did its work, 1 when it failed, 2 for bad input."""
+    """Run a recipe. Exits with 0 when it did its work, 1 when it or its report failed, 2 for bad input."""
     try:
         loaded = runnable_recipe(recipe, set_ or [])
         check_cluster(loaded)
@@ -122,13 +126,16 @@ def bench(
     except ConfigError as error:
         raise typer.Exit(_complain(error, BAD_INPUT)) from None
 
-    def inside(folder: Path) -> int:
+    def inside(folder: RunFolder) -> int:
         screen = Screen(Console())
         if expected:
             screen.line(expected)
-        made = importlib.import_module("recipes.bench").run(loaded, folder, screen, num_updates, host)
+        made = importlib.import_module("recipes.bench").run(loaded, folder.path, screen, num_updates, host)
         if json_ is not None:
-            made.write(json_)
+            try:
+                made.write(json_)
+            except OSError as error:
+                return _complain(f"could not write {json_}: {error.strerror}", FAILED)
         return DONE
 
     raise typer.Exit(_on_cluster(loaded, out or Path("runs") / f"{loaded.name}-bench", inside))
@@ -206,7 +213,7 @@ def serve_checkpoint(
         check_ranks("--kind", kind, "--tensor-parallel-size", tensor_parallel_size)
     except WeightSyncError as error:
         raise typer.Exit(_complain(error, BAD_INPUT)) from None
-    logs = Path("runs/serve-checkpoint/logs").resolve()
+    folder = RunFolder(Path("runs/serve-checkpoint"))
 
     def inside() -> int:
         made = importlib.import_module("recipes.serve_checkpoint")
@@ -214,7 +221,7 @@ def serve_checkpoint(
         made.serve(models, fleet, Screen(Console()), None if check else _lines())
         return DONE
 
-    raise typer.Exit(_with_cluster(logs, engines, inside))
+    raise typer.Exit(_with_cluster(folder, engines, inside))
 
 
 @app.command()
@@ -272,20 +279,32 @@ def _execute(recipe: Recipe, folder: Path, chaos: FaultPlan | None, trace: bool)
     return _on_cluster(recipe, folder, lambda at: _run_inside(recipe, at, chaos, trace))
 
 
-def _on_cluster(recipe: Recipe, folder: Path, inside: Callable[[Path], int]) -> int:
-    folder = folder.resolve()
+def _on_cluster(recipe: Recipe, out: Path, inside: Callable[[RunFolder], int]) -> int:
+    folder = RunFolder(out)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        return _complain(ConfigError("--out", str(folder), str(error)), BAD_INPUT)
+        return _complain(ConfigError("--out", str(folder.path), str(error)), BAD_INPUT)
     num_at_once = max(recipe.trainers.count, len(recipe.engine_specs))
-    return _with_cluster(folder / "logs", num_at_once, lambda: inside(folder))
+    return _with_cluster(folder, num_at_once, lambda: inside(folder))
 
 
-def _with_cluster(logs: Path, num_at_once: int, inside: Callable[[], int]) -> int:
-    threads = max(1, (os.cpu_count() or 1) // num_at_once)
+def _with_cluster(folder: RunFolder, num_at_once: int, inside: Callable[[], int]) -> int:
+    """The exit code of `inside`. Its outcome is said first, then what could not be written."""
     try:
-        with local_cluster(logs, threads_per_actor=threads):
+        code = _outcome(folder, num_at_once, inside)
+    except Exception:  # noqa: BLE001 (Python would say it after us)
+        traceback.print_exc()
+        code = FAILED
+    if complaint := folder.complaint():
+        _complain(complaint, code)
+    return FAILED if code == DONE and folder.lacks(ASKED_FOR) else code
+
+
+def _outcome(folder: RunFolder, num_at_once: int, inside: Callable[[], int]) -> int:
+    threads, logs = max(1, (os.cpu_count() or 1) // num_at_once), folder.path / "logs"
+    try:
+        with local_cluster(folder, threads_per_actor=threads):
             # Who ends a job by SIGTERM gets what Ctrl-C gets: actors closed, the report written.
             signal.signal(signal.SIGTERM, signal.default_int_handler)
             try:
@@ -299,10 +318,13 @@ def _with_cluster(logs: Path, num_at_once: int, inside: Callable[[], int]) -> in
         return _complain("interrupted", INTERRUPTED)
 
 
-def _run_inside(recipe: Recipe, folder: Path, chaos: FaultPlan | None, trace: bool) -> int:
+def _run_inside(recipe: Recipe, folder: RunFolder, chaos: FaultPlan | None, trace: bool) -> int:
     # Only now: see local_cluster; and bad input need not wait for torch and transformers.
     loop = importlib.import_module(LOOPS[recipe.loop.kind])
-    report = loop.run(recipe, folder, Screen(Console()), chaos, trace=trace)
+    screen = Screen(Console())
+    report = loop.run(recipe, folder, screen, chaos, trace=trace)
+    if not folder.complaint():
+        screen.line(f"report: {folder.path / 'report.json'}, {folder.path / 'report.html'}")
     if report.status != "done":
         remedy = f"the mean reward of the last steps is {report.final_reward:.3f}"
         return _complain(

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
+from recipes.run_folder import RunFolder
 from weightsync.errors import ConfigError
 
 __all__ = ["existing_cluster", "local_cluster"]
@@ -29,11 +30,11 @@ def existing_cluster() -> str:
 
 
 @contextmanager
-def local_cluster(logs: Path, *, threads_per_actor: int) -> Iterator[None]:
+def local_cluster(folder: RunFolder, *, threads_per_actor: int) -> Iterator[None]:
     """Start Ray on this host, and end it whatever happens inside; or take part in `existing_cluster`.
 
-    Nothing that actors print reaches the terminal; it lies in `logs` afterwards. Import Ray only
-    inside: it reads its credentials as it is imported.
+    Nothing that actors print reaches the terminal; it lies in ``logs`` of `folder` afterwards.
+    Import Ray only inside: it reads its credentials as it is imported.
 
     Raises ConfigError for a cluster that cannot be reached.
     """
@@ -63,7 +64,7 @@ def local_cluster(logs: Path, *, threads_per_actor: int) -> Iterator[None]:
         finally:
             ray.shutdown()
             if session:
-                _keep_logs(session / "logs", job, logs)
+                folder.write("logs", lambda logs: _keep_logs(session / "logs", job, logs))
 
 
 def _quiet() -> dict[str, str]:

@@ -1,6 +1,7 @@
 """GRPO while engines come and go: one is added, one removed, one killed, and training does not wait.
 
-with local_cluster(folder / "logs", threads_per_actor=1):
+folder = RunFolder(Path("runs/NAME"))
+with local_cluster(folder, threads_per_actor=1):
     report = run(load_recipe(Path("recipes/elastic.yaml")), folder, Screen(Console()))
 """
 
@@ -8,7 +9,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import ray
@@ -20,6 +20,7 @@ from recipes.launcher import Launcher
 from recipes.model import build_checkpoint
 from recipes.recipe import Recipe
 from recipes.rollouts import roll_out
+from recipes.run_folder import RunFolder
 from recipes.run_report import RunReport, StepRow
 from recipes.screen import Screen
 from recipes.steps import leave, train, update
@@ -39,20 +40,20 @@ __all__ = ["run"]
 
 
 def run(
-    recipe: Recipe, folder: Path, screen: Screen, chaos: FaultPlan | None = None, *, trace: bool = False
+    recipe: Recipe, folder: RunFolder, screen: Screen, chaos: FaultPlan | None = None, *, trace: bool = False
 ) -> RunReport:
     """The whole loop; needs a Ray cluster. What it leaves in `folder` is as the quickstart's."""
     loop, patience_s = recipe.loop, recipe.sync.connect_timeout_s
     report = RunReport(name=recipe.name, seed=loop.seed, target_reward=loop.target_reward)
     updates: list[SyncReport] = []
-    launcher = Launcher(recipe, folder / "model")
+    launcher = Launcher(recipe, folder.path / "model")
     report.devices = str(launcher)
     sync = WeightSync(recipe.sync)
     coming: dict[str, tuple[Actor, ObjectRef[Any]]] = {}  # started, not up yet
     try:
         disable_progress_bar()
         with screen.stage("build the model"):
-            build_checkpoint(folder / "model", recipe.model, seed=loop.seed)
+            build_checkpoint(folder.path / "model", recipe.model, seed=loop.seed)
         first = present_at_start(recipe.engine_specs, recipe.events)
         who = f"{count_text(recipe.trainers.count, 'trainer')} and {count_text(len(first), 'engine')}"
         with screen.stage(f"start {who} on {launcher}"):
@@ -97,7 +98,7 @@ def run(
             row = StepRow.of(step, rollouts.reward, rollouts.versions, done, retried)
             report.steps.append(row)
             report.heals, report.spans = [*sync.heals], done.spans
-            report.write(folder / "report.json")
+            folder.write("report.json", report.write)
             screen.step(row, loop.steps)
         with screen.stage("settle"):
             report.engines |= _join(coming, sync, screen, patience_s, awaited=[*coming])
@@ -106,12 +107,11 @@ def run(
         report.status = "done" if report.final_reward >= loop.target_reward else "below target"
         report.heals = [*sync.heals]
         screen.summary(report)
-        screen.line(f"report: {folder / 'report.json'}, {folder / 'report.html'}")
     finally:
         if report.status == "running":
             report.status = "failed"
         report.heals = [*sync.heals]
-        report.write(folder / "report.json")
+        folder.write("report.json", report.write)
         sync.close()
         launcher.close()
         leave(report, folder, updates if trace else None)

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -20,6 +21,7 @@ from transformers import (
 
 from recipes.recipe import ModelSpec
 from recipes.task import EOS, PAD, WORDS
+from weightsync.errors import ConfigError
 
 __all__ = ["build_checkpoint", "build_tokenizer"]
 
@@ -30,14 +32,19 @@ def build_checkpoint(path: str | os.PathLike[str], spec: ModelSpec, *, seed: int
     """Write config, float32 weights and tokenizer to the folder `path`, and return it.
 
     The same `seed` gives the same weights; torch's global generator is left as it was.
+
+    Raises ConfigError when it cannot be written.
     """
     config = _config(spec)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3MoeForCausalLM(config) if spec.moe else Qwen3ForCausalLM(config)
     folder = Path(path)
-    model.save_pretrained(folder)
-    build_tokenizer(spec.vocab_size).save_pretrained(folder)
+    try:
+        model.save_pretrained(folder)
+        build_tokenizer(spec.vocab_size).save_pretrained(folder)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError("--out", str(folder), f"give a folder with room for the model: {error}") from error
     return folder
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from recipes.run_folder import replace_text
 from recipes.run_report import NUM_LAST, RunReport, StepRow
 from recipes.svg import Axis, Bar, Row, columns, lanes, line
 from weightsync.clock import Span
@@ -41,10 +41,8 @@ class _Chart:
 
 def write_page(report: RunReport, path: Path) -> None:
     """Replace `path` by the page of `report`. Raises ConfigError when it cannot be written."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        part.write_text(page(report), encoding="utf-8")
-        part.replace(path)
+        replace_text(path, page(report))
     except OSError as error:
         raise ConfigError("report.html", str(path), f"give a folder to write to: {error.strerror}") from error
 

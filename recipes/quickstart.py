@@ -1,13 +1,13 @@
 """GRPO on a laptop: FSDP2 shards train, engines sample, and every step ends with an update.
 
-with local_cluster(folder / "logs", threads_per_actor=1):
+folder = RunFolder(Path("runs/NAME"))
+with local_cluster(folder, threads_per_actor=1):
     report = run(load_recipe(Path("recipes/quickstart.yaml")), folder, Screen(Console()))
 """
 
 from __future__ import annotations
 
 import random
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transformers.utils.logging import disable_progress_bar
@@ -18,6 +18,7 @@ from recipes.launcher import Launcher
 from recipes.model import build_checkpoint
 from recipes.recipe import Recipe
 from recipes.rollouts import roll_out
+from recipes.run_folder import RunFolder
 from recipes.run_report import RunReport, StepRow
 from recipes.screen import Screen
 from recipes.steps import leave, sleep, train, update
@@ -34,9 +35,10 @@ __all__ = ["run"]
 
 
 def run(
-    recipe: Recipe, folder: Path, screen: Screen, chaos: FaultPlan | None = None, *, trace: bool = False
+    recipe: Recipe, folder: RunFolder, screen: Screen, chaos: FaultPlan | None = None, *, trace: bool = False
 ) -> RunReport:
-    """The whole loop; needs a Ray cluster. However it ends, `folder` has a ``report.json`` and a page of it.
+    """The whole loop; needs a Ray cluster. However it ends, `folder` has a ``report.json`` and a page of it,
+    if its disk takes them.
 
     `trace` leaves a ``trace.json`` there too, see `write_trace`.
 
@@ -49,18 +51,18 @@ def run(
     report = RunReport(name=recipe.name, seed=loop.seed, target_reward=loop.target_reward)
     healed: list[HealReport] = []
     updates: list[SyncReport] = []
-    launcher = Launcher(recipe, folder / "model")
+    launcher = Launcher(recipe, folder.path / "model")
     report.devices = str(launcher)
     sync = WeightSync(recipe.sync, name=recipe.name if recipe.resume else None)
     try:
         disable_progress_bar()
         left = find_actors(recipe)
         if left:
-            read_back(folder / "report.json", report)
-        report.write(folder / "report.json")
+            read_back(folder.path / "report.json", report)
+        folder.write("report.json", report.write)
         healed += report.heals
         with screen.stage("build the model"):
-            build_checkpoint(folder / "model", recipe.model, seed=loop.seed)
+            build_checkpoint(folder.path / "model", recipe.model, seed=loop.seed)
         num_trainers = count_text(recipe.trainers.count, "trainer")
         who = f"{num_trainers} and {count_text(len(recipe.engine_specs), 'engine')}"
         with screen.stage(f"start {who} on {launcher}"):
@@ -106,7 +108,7 @@ def run(
             row = StepRow.of(step, rollouts.reward, rollouts.versions, done, retried)
             report.steps.append(row)
             report.heals, report.spans = [*healed, *sync.heals], done.spans
-            report.write(folder / "report.json")
+            folder.write("report.json", report.write)
             screen.step(row, loop.steps)
         if chaos is not None:
             with screen.stage("heal"):
@@ -114,12 +116,11 @@ def run(
         report.status = "done" if report.final_reward >= loop.target_reward else "below target"
         report.heals = [*healed, *sync.heals]
         screen.summary(report)
-        screen.line(f"report: {folder / 'report.json'}, {folder / 'report.html'}")
     finally:
         if report.status == "running":
             report.status = "failed"
         report.heals = [*healed, *sync.heals]
-        report.write(folder / "report.json")
+        folder.write("report.json", report.write)
         sync.close()
         launcher.close()
         if recipe.resume:

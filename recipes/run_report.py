@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from recipes.run_folder import replace_text
 from weightsync.clock import Span
 from weightsync.errors import ConfigError
 from weightsync.report import HealReport, Link, SyncReport
@@ -116,9 +117,7 @@ class RunReport:
     def write(self, path: Path) -> None:
         """Replace `path` as a whole, so that a reader never meets half a report."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.{os.getpid()}")
-        part.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-        part.replace(path)
+        replace_text(path, json.dumps(asdict(self), indent=1) + "\n")
 
 
 def read_report(path: Path) -> RunReport:

@@ -1,6 +1,6 @@
 """Engines of a checkpoint that is read while they start, and that can be exchanged for another.
 
-with local_cluster(Path("runs/serve/logs"), threads_per_actor=1):
+with local_cluster(RunFolder(Path("runs/serve")), threads_per_actor=1):
     serve([Path("models/one"), Path("models/two")], Fleet("auto", 2, 1), Screen(Console()), sys.stdin)
 """
 

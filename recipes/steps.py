@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from recipes.calls import collect
-from recipes.page import write_page
+from recipes.page import page
+from recipes.run_folder import replace_text
 from recipes.trace import write_trace
 from weightsync import SyncReport, WeightSync, WeightSyncError
 from weightsync.errors import DeadlineError, EngineError, PeerLostError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from ray.actor import ActorHandle
 
     from recipes.grpo import Group
     from recipes.recipe import Recipe
+    from recipes.run_folder import RunFolder
     from recipes.run_report import RunReport
     from recipes.screen import Screen
 
@@ -52,8 +52,8 @@ def update(sync: WeightSync, version: int, recipe: Recipe, screen: Screen) -> tu
         return sync.update_weights(version), str(error)
 
 
-def leave(report: RunReport, folder: Path, updates: Sequence[SyncReport] | None) -> None:
+def leave(report: RunReport, folder: RunFolder, updates: Sequence[SyncReport] | None) -> None:
     """A page of the run and, of `updates`, a ``trace.json``; see `write_trace`."""
-    write_page(report, folder / "report.html")
+    folder.write("report.html", lambda path: replace_text(path, page(report)))
     if updates is not None:
-        write_trace(folder / "trace.json", updates, report.heals)
+        folder.write("trace.json", lambda path: write_trace(path, updates, report.heals))

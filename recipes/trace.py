@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from recipes.run_folder import replace_text
 from weightsync.report import HealReport, SyncReport
 
 __all__ = ["write_trace"]
@@ -30,7 +31,7 @@ def write_trace(path: Path, updates: Sequence[SyncReport], heals: Sequence[HealR
         tracks.setdefault(f"engine {heal.engine}, heals", []).extend(_heal(heal))
     events = [event for number, who in enumerate(tracks) for event in _track(who, number, tracks[who])]
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
-    path.write_text(text + "\n", encoding="utf-8")
+    replace_text(path, text + "\n")
 
 
 def _track(who: str, number: int, events: Sequence[_Event]) -> Iterator[_Event]:

@@ -35,8 +35,11 @@ def test_the_updates_of_a_small_fleet_are_measured(tmp_path: Path) -> None:
 def test_a_fleet_that_takes_turns_does_so_in_a_bench(tmp_path: Path) -> None:
     small = ["engines.main.kind=torch", "engines.main.count=1", "trainers.count=1", "loop.sleep=1"]
     sets = [part for setting in small for part in ("--set", setting)]
-    done = weightsync("bench", "quickstart", *sets, "--updates", "2", "--out", str(tmp_path / "run"))
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = weightsync(
+        "bench", "quickstart", *sets, "--updates", "2", "--json", "/dev/full", "--out", str(tmp_path / "run")
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stderr == "weightsync: could not write /dev/full: No space left on device\n"
     assert "quickstart: 2 updates of 1.25 MB, all verified" in done.stdout
 
 
