@@ -88,7 +88,8 @@ class Launcher:
         for group, spec in self._recipe.engines.items():
             kind, _ = choose_engine(spec.kind)
             if kind != "torch" and torch.version.cuda:
-                wanted = f"the recipe wants {count_text(self._recipe.num_devices, 'GPU')}, the cluster has {self._num_gpus}"
+                needed = count_text(self._recipe.num_devices, "GPU")
+                wanted = f"the recipe wants {needed}, the cluster has {self._num_gpus}"
                 fewer = f"--set trainers.count=1 --set engines.{group}.count=1"
                 remedy = f"{wanted}: give fewer ranks, such as {fewer}, or kind: torch"
                 raise ConfigError(f"engines.{group}.kind", kind, remedy)
