@@ -95,7 +95,7 @@ def print_table(title: str, rows: Sequence[Row], where: Environment, notes: Sequ
         table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
     console = Console()
     if not console.is_terminal:
-        console.width = 300  # a file or a log cuts nothing off
+        console.width = 500  # a file or a log cuts nothing off
     console.print(table)
     hardware = f"{where.cpu}, {where.num_cores} cores, {', '.join(where.gpus) or 'no GPU'}"
     software = ", ".join(f"{name} {version}" for name, version in where.versions.items())
