@@ -9,6 +9,7 @@ not each other, and only the edge knows Ray::
 from __future__ import annotations
 
 import ast
+import functools
 import pkgutil
 import shutil
 import subprocess
@@ -107,9 +108,14 @@ def imports(root: Path) -> list[Import]:
     return [
         Import(importer, target, f"{path.relative_to(root)}:{node.lineno}", in_function, for_types)
         for importer, path in files.items()
-        for node, in_function, for_types in _statements(ast.parse(path.read_text()))
+        for node, in_function, for_types in _import_statements(path.read_text())
         for target in _targets(node, importer, is_package=path.name == "__init__.py", ours=set(files))
     ]
+
+
+@functools.cache
+def _import_statements(source: str) -> list[tuple[ast.Import | ast.ImportFrom, bool, bool]]:
+    return [*_statements(ast.parse(source))]
 
 
 def _statements(

@@ -33,9 +33,9 @@ def _groups(version: int) -> list[Group]:
     return [Group(PROMPTS[version % 8], tokens, [1.0, 0.0, 0.0, 1.0])]
 
 
-@pytest.fixture(params=["dense", pytest.param("moe", marks=pytest.mark.faults)])
-def trained(request: pytest.FixtureRequest, tmp_path: Path):
-    model = build_checkpoint(tmp_path / "model", MODELS[request.param], seed=1)
+@pytest.fixture(scope="module", params=["dense", pytest.param("moe", marks=pytest.mark.faults)])
+def trained(request: pytest.FixtureRequest, cluster: None, tmp_path_factory: pytest.TempPathFactory):
+    model = build_checkpoint(tmp_path_factory.mktemp("trained") / "model", MODELS[request.param], seed=1)
     trainers = [spawn(SharpTrainer, rank, 2, str(model), LOOP, str(rank), "cpu") for rank in range(2)]
     meeting = ray.get(trainers[0].listen.remote())
     ray.get([trainer.join.remote(*meeting) for trainer in trainers])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
-
 import pytest
 import torch
 
 from tests.contract.source_ranks import Model, Share, engine_needs, plan_for, publish, run_rank
+from tests.forked import forking
 from tests.patience import patient
 from weightsync.errors import ConfigError
 from weightsync.modules import named_tensors
@@ -23,7 +22,7 @@ def published(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Plan, list[Share]]:
     kind, num_ranks = request.param
-    context = multiprocessing.get_context("spawn")
+    context = forking()
     results = context.Queue()
     meeting = str(tmp_path_factory.mktemp("meeting") / "file")
     ranks = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from recipes.learner import Learner
 from recipes.model import build_checkpoint
 from recipes.recipe import LoopSpec, ModelSpec
 from recipes.task import ProblemSampler, reward
+from tests.forked import forking
 
 LOOP = LoopSpec(steps=20, learning_rate=2e-3)
 Result = tuple[list[dict[str, float]], bool, list[list[int]], dict[str, torch.Tensor]]
@@ -51,7 +51,7 @@ def learn(rank: int, world: int, folder: Path, num_steps: int) -> None:
 
 
 def results(folder: Path, world: int, num_steps: int) -> list[Result]:
-    context = get_context("spawn")
+    context = forking()
     ranks = [context.Process(target=learn, args=(rank, world, folder, num_steps)) for rank in range(world)]
     for process in ranks:
         process.start()
