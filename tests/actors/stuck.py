@@ -15,6 +15,7 @@ from typing import Any
 import ray
 
 from tests.actors.fleet import Engine, Trainer, spawn, until
+from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.states import EngineState
 
@@ -38,13 +39,13 @@ def main() -> None:
     sync.connect()
     sync.update_weights(1)
     ray.kill(engines["e1"])
-    assert until(lambda: sync.engine_states()["e1"] is EngineState.DEAD, 60)
+    assert until(lambda: sync.engine_states()["e1"] is EngineState.DEAD, patient(60))
     ray.kill(engines["e2"])
-    sync.settle(60)
+    sync.settle(patient(60))
     states = {name: state.value for name, state in sync.engine_states().items()}
     report = sync.update_weights(2)
     ray.kill(engines["e0"])  # at the end a respawn has no deadline yet
-    assert until(lambda: "e0" in calls, 60)
+    assert until(lambda: "e0" in calls, patient(60))
     sync.close()
     told = {"states": states, "engines": dict(report.engines), "heals": [h.engine for h in sync.heals]}
     sys.stdout.write(json.dumps(told | {"calls": calls}) + "\n")

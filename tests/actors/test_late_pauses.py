@@ -16,12 +16,15 @@ from tests.actors.faulty import pid
 from tests.actors.fleet import spawn, until
 from tests.actors.turns import GREEDY, PROMPTS, Teacher
 from tests.models import build_tiny_qwen3
+from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.states import EngineState
 
 pytestmark = pytest.mark.timeout(300)
 # No heartbeat comes in between: the engine is not found dead.
-CONFIG = SyncConfig(bucket_bytes=64 << 10, timeout_s=3, connect_timeout_s=200, heartbeat_s=200)
+CONFIG = SyncConfig(
+    bucket_bytes=64 << 10, timeout_s=patient(1), connect_timeout_s=patient(200), heartbeat_s=patient(200)
+)
 KINDS = ["torch", pytest.param("vllm", marks=pytest.mark.faults)]
 
 
@@ -59,7 +62,7 @@ def test_an_engine_that_pauses_late_goes_on_by_itself(tmp_path: Path, actors: li
             assert sync.engine_states()["e1"] is EngineState.PAUSING
         finally:
             os.kill(stopped, signal.SIGCONT)
-        assert until(lambda: set(sync.serving()) == {"e0", "e1"}, 30)
-        rollout = ray.get(engines["e1"].generate.remote(PROMPTS, GREEDY), timeout=30)
+        assert until(lambda: set(sync.serving()) == {"e0", "e1"}, patient(30))
+        rollout = ray.get(engines["e1"].generate.remote(PROMPTS, GREEDY), timeout=patient(30))
         assert (rollout.tokens, rollout.version) == (wanted, 1)
         assert sync.update_weights(3).engines == {"e0": 3, "e1": 3}

@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from tests.actors.fleet import Engine, Trainer, spawn, until
+from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.states import EngineState
 
@@ -31,7 +32,7 @@ def test_a_respawn_that_never_returns_leaves_its_engine_dead_and_lets_the_proces
         assert driver.stderr is not None
         try:
             found = json.loads(driver.stdout.readline())  # close() has returned
-            assert driver.wait(30) == 0
+            assert driver.wait(patient(30)) == 0
             log = driver.stderr.read()
         finally:
             driver.kill()
@@ -48,7 +49,7 @@ def test_an_actor_that_respawn_returns_too_late_is_killed() -> None:
 
     def respawn(name: str) -> Any:
         begun.set()
-        assert go_on.wait(60)
+        assert go_on.wait(patient(60))
         late.append(spawn(Engine, WIDTH, name, "late-1"))
         ended.set()
         return late[0]
@@ -60,12 +61,12 @@ def test_an_actor_that_respawn_returns_too_late_is_killed() -> None:
         sync.connect()
         sync.update_weights(1)
         ray.kill(engines["e1"])
-        assert begun.wait(60)
-        sync.settle(60)
+        assert begun.wait(patient(60))
+        sync.settle(patient(60))
         assert sync.engine_states()["e1"] is EngineState.DEAD
         go_on.set()
-        assert ended.wait(60)
-        assert until(lambda: _is_dead(late[0]), 60)
+        assert ended.wait(patient(60))
+        assert until(lambda: _is_dead(late[0]), patient(60))
         assert sync.engine_states()["e1"] is EngineState.DEAD
         replacement = spawn(Engine, WIDTH, "e1", "late-e1")
         report = sync.add_engine("e1", replacement)
@@ -77,7 +78,7 @@ def test_an_actor_that_respawn_returns_too_late_is_killed() -> None:
 
 def _is_dead(actor: Any) -> bool:
     try:
-        ray.get(actor.sync_ping.remote(), timeout=10)
+        ray.get(actor.sync_ping.remote(), timeout=patient(10))
     except RayActorError:
         return True
     return False

@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from actors.daemon import on_daemon
+from tests.patience import patient
 from weightsync.errors import DeadlineError
 
 
@@ -26,7 +27,7 @@ def test_what_comes_late_is_handed_over_and_nobody_waits_for_the_thread(how: str
 
     def call() -> int:
         assert threading.current_thread().daemon
-        assert go_on.wait(60)
+        assert go_on.wait(patient(60))
         return 7
 
     def when_late(value: int) -> None:
@@ -47,7 +48,7 @@ def test_what_comes_late_is_handed_over_and_nobody_waits_for_the_thread(how: str
     asyncio.run(work())
     assert not late
     go_on.set()
-    assert done.wait(60)
+    assert done.wait(patient(60))
     assert late == [7]
 
 
@@ -62,7 +63,7 @@ def test_what_came_just_as_the_wait_was_cancelled_is_late_too() -> None:
 
         waiting = asyncio.ensure_future(on_daemon(call, "who", "phase", 60, late.append))
         await asyncio.sleep(0)
-        assert returned.wait(60)  # the loop has not heard of it yet
+        assert returned.wait(patient(60))  # the loop has not heard of it yet
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting

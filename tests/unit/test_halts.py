@@ -8,13 +8,14 @@ from collections.abc import Callable, Coroutine
 
 import pytest
 
+from tests.patience import patient
 from tests.unit.test_controller import Loop, drive
 from weightsync.config import SyncConfig
 from weightsync.errors import DeadlineError, EngineError, PeerLostError
 from weightsync.states import EngineState
 
-CONFIG = SyncConfig(bucket_bytes=4096, timeout_s=0.2, connect_timeout_s=20)
-END_S = 20.0
+CONFIG = SyncConfig(bucket_bytes=4096, timeout_s=patient(0.15), connect_timeout_s=patient(20))
+END_S = patient(20)
 
 
 @pytest.fixture(autouse=True)
