@@ -81,7 +81,7 @@ def source_layout(tensors: Mapping[str, torch.Tensor], tied: tuple[tuple[str, st
 class Rig:
     """An engine, the models that it is fed with, and the holder's end of its feed: buckets in `memory`."""
 
-    def __init__(self, kind: str, moe: bool, memory: str, folder: Path) -> None:
+    def __init__(self, kind: str, moe: bool, memory: str, folder: Path, **more: object) -> None:
         self.kind, self.on_gpu = kind, memory == "device"
         self.folder, self.dtype, bucket_bytes = folder, "float32", BUCKET_BYTES
         if kind == "sglang":
@@ -89,7 +89,7 @@ class Rig:
             self.models = [save_qwen3(folder / str(seed), "moe" if moe else "tied", seed) for seed in (1, 2)]
         else:
             self.models = [build_tiny_qwen3(folder / str(seed), moe, seed) for seed in (1, 2)]
-        options = OPTIONS[kind] | (GPU_OPTIONS[kind] if self.on_gpu else {})
+        options = OPTIONS[kind] | (GPU_OPTIONS[kind] if self.on_gpu else {}) | more
         self.engine: Engine = make_engine(kind, str(folder / "1"), "e0", options)
         self.layout = self.engine.layout()
         self.threads = ThreadPoolExecutor(4)

@@ -49,11 +49,17 @@ class Layer(nn.Module):
         self.quant_method = method
 
 
-def runner(*layers: nn.Module, quantization: str | None = None, lora: bool = False, eplb: bool = False):
+class LinearWithLoRA(nn.Module):
+    """Has its layer's attributes, as vLLM's."""
+
+    def __init__(self, base_layer: Layer) -> None:
+        super().__init__()
+        self.base_layer, self.quant_method = base_layer, base_layer.quant_method
+
+
+def runner(*layers: nn.Module, quantization: str | None = None, eplb: bool = False):
     return SimpleNamespace(
-        vllm_config=SimpleNamespace(
-            lora_config=object() if lora else None, parallel_config=SimpleNamespace(enable_eplb=eplb)
-        ),
+        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(enable_eplb=eplb)),
         model_config=SimpleNamespace(quantization=quantization),
         get_model=lambda: nn.Sequential(*layers),
     )
@@ -64,6 +70,7 @@ def runner(*layers: nn.Module, quantization: str | None = None, lora: bool = Fal
     [
         Layer(UnquantizedLinearMethod()),
         Layer(None),
+        LinearWithLoRA(Layer(UnquantizedLinearMethod())),
         Layer(UnquantizedFusedMoEMethod("TRITON")),
         Attention(),
         EncoderAttention(),
@@ -89,7 +96,7 @@ def test_others_are_reloaded(layer: nn.Module, says: str) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "says"),
-    [({"quantization": "fp8"}, "fp8"), ({"lora": True}, "LoRA"), ({"eplb": True}, "EPLB")],
+    [({"quantization": "fp8"}, "fp8"), ({"eplb": True}, "EPLB")],
 )
 def test_engines_that_change_weights_are_reloaded(settings: dict[str, object], says: str) -> None:
     assert says in stored_otherwise(runner(**settings), GPU)

@@ -8,7 +8,7 @@ something in between (a cast, a transposed copy) is noticed, and refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,10 +40,12 @@ def trace(
     metas: Sequence[TensorMeta],
     tied: Sequence[tuple[str, str]],
     device: str = "",
+    load: Callable[[Iterator[tuple[str, torch.Tensor]]], object] | None = None,
 ) -> Traced:
-    """Run ``model.load_weights`` on placeholders of `metas`; no parameter changes but for its padding.
+    """Run ``model.load_weights``, or `load`, on placeholders of `metas`.
 
-    Padding that the loader fills (of a vocabulary) is filled, once the proof stands.
+    No parameter changes but for its padding: what the loader fills of it (of a vocabulary) is filled, once
+    the proof stands.
 
     Args:
         device: see `RankLayout.device`.
@@ -53,9 +55,10 @@ def trace(
             parameter's byte twice or never; says which.
     """
     recorder = _Recorder(model)
+    run: Callable[..., object] = load or model.load_weights  # type: ignore[assignment]
     try:
         with torch.no_grad(), recorder:
-            model.load_weights(recorder.placeholders(metas))  # type: ignore[operator]
+            run(recorder.placeholders(metas))
     except Exception as error:
         # Whatever a foreign loader says of placeholders: whole tensors serve it instead.
         raise recorder.refusal or UnprovableError(f"{type(error).__name__}: {error}") from error

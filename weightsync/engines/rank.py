@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -38,7 +38,10 @@ class Host(Protocol):
     """What a rank asks of the engine that it lives in."""
 
     def model(self) -> torch.nn.Module:
-        """The model as it serves, with its own ``load_weights``."""
+        """The model as it serves."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Run the model's own loader on tensors of `checkpoint`, as they are asked for."""
 
     def checkpoint(self) -> Checkpoint:
         """What the engine's model is loaded from."""
@@ -167,7 +170,7 @@ class Rank:
             self._logger.log(level, "rank %d loads whole tensors: %s", self._rank, reason)
         else:
             try:
-                traced = trace(self._host.model(), metas, tied, device)
+                traced = trace(self._host.model(), metas, tied, device, self._host.load_weights)
             except UnprovableError as error:
                 self._logger.warning("rank %d loads whole tensors: %s", self._rank, error)
             else:

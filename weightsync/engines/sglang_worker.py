@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,6 +74,9 @@ class _Host:
 
         config = AutoConfig.from_pretrained(self._settings.model_path)
         return checkpoint_of(config, getattr(torch, self._settings.dtype))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._model.load_weights(weights)  # type: ignore[operator]
 
     def stored_otherwise(self) -> str:
         return stored_otherwise(self._model, self._device)

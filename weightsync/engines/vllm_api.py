@@ -33,6 +33,7 @@ __all__ = [
     "ModelRunner",
     "Reload",
     "engine_args",
+    "loader_names",
     "require_updatable",
     "sampling_params",
     "set_environment",
@@ -124,6 +125,11 @@ def require_updatable(config: VllmConfig, model: torch.nn.Module) -> None:
         value = {"method": speculative.method, "model": speculative.model}
         raise ConfigError("speculative_config", value, _NO_DRAFT)
     for name, module in model.named_modules():
+        if "MoE" in type(module).__name__ and _is_lora(module):
+            remedy = (
+                f"leave it out: adapters of experts replace the kernels of {name}, so no update is proven"
+            )
+            raise ConfigError("enable_lora", True, remedy)
         kernel = getattr(getattr(module, "scheme", None), "kernel", None)
         if hasattr(kernel, "dnnl_handler"):
             remedy = f"oneDNN would use freed scales in {name} after a reload: serve this format on a GPU"
@@ -177,16 +183,14 @@ def sampling_params(settings: Sampling, index: int) -> SamplingParams:
 def stored_otherwise(runner: ModelRunner, device: torch.device) -> str:
     """Why the live parameters may hold other bytes than the loader writes; empty if they hold the same.
 
-    Only what is known to keep them is let through: on GPUs, without quantization, adapters, offloading
-    and moving experts, layers that use their weights as they were loaded.
+    Only what is known to keep them is let through: on GPUs, without quantization, offloading and
+    moving experts, layers that use their weights as they were loaded.
     """
     config = runner.vllm_config
     if device.type != "cuda":
         return f"on {device.type}, vLLM packs weights"
     if runner.model_config.quantization is not None:
         return f"the weights are quantized ({runner.model_config.quantization})"
-    if config.lora_config is not None:
-        return "adapters (LoRA) may be merged"
     if config.parallel_config.enable_eplb:
         return "experts move between ranks (EPLB)"
     model = runner.get_model()
@@ -211,6 +215,33 @@ def _why_not_plain(module: torch.nn.Module) -> str:
     if hooked and not any(cls.__name__ in known for cls in type(module).__mro__):
         return f"{type(module).__name__} processes its weights after loading"
     return ""
+
+
+def loader_names(model: torch.nn.Module) -> Callable[[str], str]:
+    """What a model's loader calls a checkpoint's tensors, where adapters (LoRA) wrap layers.
+
+    A wrapped layer's parameters are called ``….base_layer.weight``. Wrappers of newer versions pass on what
+    has the checkpoint's name; for others the name has to say it.
+    """
+    wrapped = {
+        path
+        for path, module in model.named_modules()
+        if _is_lora(module) and not hasattr(type(module), "load_weights")
+    }
+    packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+
+    def known_as(name: str) -> str:
+        path, _, leaf = name.rpartition(".")
+        parent, _, last = path.rpartition(".")
+        holders = [last, *(whole for whole, parts in packed.items() if last in parts)]
+        inside = any(_join(parent, holder) in wrapped for holder in holders)
+        return f"{path}.base_layer.{leaf}" if inside else name
+
+    return known_as
+
+
+def _is_lora(module: torch.nn.Module) -> bool:
+    return type(module).__name__.endswith("WithLoRA")
 
 
 class Reload:
@@ -269,6 +300,7 @@ class LoadAccount:
     ) -> None:
         """Begin to count, in a reload that has begun. `load` is by default the model's ``load_weights``."""
         self._load: Callable[..., object] = load or model.load_weights  # type: ignore[assignment]
+        self._known_as = loader_names(model)
         self._count = FillCount(_to_fill(model))
         self._handed: set[str] = set()
 
@@ -277,7 +309,7 @@ class LoadAccount:
         named = list(weights)
         self._handed.update(name for name, _ in named)
         with self._count:
-            self._load(iter(named))
+            self._load((self._known_as(name), tensor) for name, tensor in named)
 
     def require_all(self) -> None:
         """Raises RuntimeError, with names, when a tensor that the loader fills is not full."""
@@ -353,6 +385,8 @@ def _without_failed_to_load() -> Iterator[None]:
 def _pack_again(model: torch.nn.Module) -> None:
     """Repeat what a reload leaves as first packed for the CPU: experts, and a head tied to the embedding."""
     for module in model.modules():
+        if _is_lora(module):
+            continue  # it has its layer's attributes
         method: Any = getattr(module, "quant_method", None)
         if hasattr(module, "w13_weight"):
             method.moe_kernel.fused_experts.process_weights_after_loading(module)

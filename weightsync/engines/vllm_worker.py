@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 
 from weightsync.engines.rank import Checkpoint, Rank, checkpoint_of
-from weightsync.engines.vllm_api import ModelRunner, Reload, require_updatable, stored_otherwise
+from weightsync.engines.vllm_api import (
+    ModelRunner,
+    Reload,
+    loader_names,
+    require_updatable,
+    stored_otherwise,
+)
 
 __all__ = ["WeightSyncWorker"]
 
@@ -47,6 +54,10 @@ class _Host:
         require_updatable(self._runner.vllm_config, self.model())
         config = self._runner.model_config
         return checkpoint_of(config.hf_config, config.dtype)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        known_as = loader_names(self.model())
+        self.model().load_weights((known_as(name), tensor) for name, tensor in weights)  # type: ignore[operator]
 
     def stored_otherwise(self) -> str:
         return stored_otherwise(self._runner, self._device)
