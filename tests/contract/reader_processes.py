@@ -59,6 +59,10 @@ class Peer:
             self._offers = pickle.loads(base64.b64decode(self._process.stdout.readline()))
         return self._offers[protocol]
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def signal(self, number: signal.Signals) -> None:
         os.killpg(self._process.pid, number)
 

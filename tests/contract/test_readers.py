@@ -21,6 +21,7 @@ import msgspec
 import pytest
 import torch
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
 from tests.contract.reader_processes import Peer, pattern
 from tests.patience import patient
@@ -29,6 +30,7 @@ from weightsync.memory import SharedBuffer
 from weightsync.readers import Offer, Read, Reader, choice, choose_protocol, open_reader, serve
 from weightsync.readers.base import pieces
 from weightsync.readers.mooncake_process import probe
+from weightsync.readers.zeromq_server import READER, Answer, Request
 
 NO_MOONCAKE = probe("tcp", "")
 WAYS = [
@@ -329,22 +331,26 @@ def test_a_process_of_mooncake_ends_with_its_parent(rig: Targets, mortals: Itera
 
 def test_a_wrong_secret_is_refused(rig: Targets) -> None:
     target = rig.buffer(10)
-    offer = dataclasses.replace(rig.peers[0].offer("zeromq"), secret=secrets.token_bytes(32))
+    offer = dataclasses.replace(rig.peers[0].offer("zeromq"), secret=secrets.token_hex(32))
     reader = rig.open([target], {"peer 1": offer}, "zeromq")
-    with pytest.raises(ReadError, match="peer 1 could not be read: it refused: the secret is wrong"):
+    with pytest.raises(ReadError, match="peer 1 could not be read: the secret is wrong"):
         reader.read([Read("peer 1", 0, 0, 0, 10)], patient(5))
     assert not target.tensor.any()
 
 
 def test_what_is_no_request_does_not_end_a_server(rig: Targets) -> None:
     offer = rig.peers[0].offer("zeromq")
+    too_far = msgspec.msgpack.encode(Request(3, 1 << 62, 1 << 62))
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt_string(zmq.PLAIN_USERNAME, READER)
+        socket.setsockopt_string(zmq.PLAIN_PASSWORD, offer.secret)
         socket.connect(offer.endpoint)
-        for request in ([b""], [offer.secret], [offer.secret, b"x"], [offer.secret, b"x" * 24, b""]):
-            socket.send_multipart(request)
+        for frames in ([b""], [b"x"], [b"x" * 24], [too_far], [too_far, b""], [msgpack([1, -1, 2])]):
+            socket.send_multipart(frames)
             assert socket.poll(int(1000 * patient(5)))
-            assert socket.recv_multipart()[2] in (b"this is no request",)
+            (answer,) = socket.recv_multipart()
+            assert msgspec.msgpack.decode(answer, type=Answer).refusal
         socket.send(bytes(1 << 20))  # more than a server takes: it hangs up
     target = rig.buffer(10)
     assert rig.open([target], {"peer 1": offer}, "zeromq").read([Read("peer 1", 0, 0, 0, 10)], patient(5))
@@ -353,33 +359,41 @@ def test_what_is_no_request_does_not_end_a_server(rig: Targets) -> None:
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
-        (lambda header: [header, b"x" * 9], "it sent 9 bytes where 10 were asked for"),
-        (lambda header: [header, b"x" * 11], "it sent 11 bytes where 10"),
-        (lambda header: [header], "it answered what it was not asked"),
-        (lambda header: [b"x" * 24, b"x" * 10], "it answered what it was not asked"),
-        (lambda header: [b"x", b"x" * 10], "it answered what it was not asked"),
+        (lambda ticket: [msgpack([ticket]), b"x" * 9], "it sent 9 bytes where 10 were asked for"),
+        (lambda ticket: [msgpack([ticket]), b"x" * 11], "it sent 11 bytes where 10"),
+        (lambda ticket: [msgpack([ticket])], "it answered what it was not asked"),
+        (lambda ticket: [msgpack([ticket]), b"x" * 10, b""], "it answered what it was not asked"),
+        (lambda ticket: [msgpack([ticket + 1]), b"x" * 10], "it answered what it was not asked"),
+        (lambda ticket: [msgpack([ticket, "why not"])], "it refused: why not"),
+        (lambda _: [b"x", b"x" * 10], "not a message of ours"),
     ],
 )
 def test_an_answer_that_is_not_what_was_asked_for_fails_the_read(rig: Targets, answer, problem: str) -> None:
-    target = rig.buffer(10)
+    target, secret = rig.buffer(10), rig.peers[0].offer("zeromq").secret
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        doorman = ThreadAuthenticator(context)
+        doorman.configure_plain(passwords={READER: secret})
+        doorman.start()
         socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.PLAIN_SERVER, 1)
         port = socket.bind_to_random_port("tcp://127.0.0.1")
         offer = dataclasses.replace(rig.peers[0].offer("zeromq"), endpoint=f"tcp://127.0.0.1:{port}")
         reader = rig.open([target], {"peer 1": offer}, "zeromq")
         with ThreadPoolExecutor(1) as thread:
             reading = thread.submit(reader.read, [Read("peer 1", 0, 0, 0, 10)], patient(5))
-            peer, _, header = socket.recv_multipart()
-            socket.send_multipart([peer, *answer(header)])
+            peer, request = socket.recv_multipart()
+            ticket = msgspec.msgpack.decode(request, type=Request).ticket
+            socket.send_multipart([peer, *answer(ticket)])
             with pytest.raises(ReadError, match=f"peer 1 could not be read: {problem}"):
                 reading.result(patient(10))
+        doorman.stop()
     assert not target.tensor.any()
 
 
 def test_an_offer_travels_and_keeps_its_secret_to_itself(rig: Targets) -> None:
     offer = rig.peers[0].offer("zeromq")
     assert pickle.loads(pickle.dumps(offer)) == offer
-    assert len(offer.secret) == 32
+    assert len(offer.secret) == 64
     assert repr(offer.secret) not in repr(offer)
     assert "secret" not in repr(offer)
 
@@ -450,6 +464,10 @@ class TestChoice:
 def test_an_address_that_is_not_ours_cannot_be_served_on(rig: Targets) -> None:
     with pytest.raises(TransportError, match=r"h cannot serve on 192\.0\.2\.1"):
         serve(rig.buffer(1), "h", "192.0.2.1", "zeromq")
+
+
+def msgpack(value: object) -> bytes:
+    return msgspec.msgpack.encode(value)
 
 
 def read_until_it_fails(

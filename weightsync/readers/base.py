@@ -40,7 +40,7 @@ class Offer:
         host_id: the host that they are on, see `host_id`.
         endpoint: what `protocol` connects to.
         base: the address of byte 0 in the process that serves it (Mooncake).
-        secret: shown with each request (ZeroMQ).
+        secret: shown when a reader connects (ZeroMQ).
     """
 
     holder: str
@@ -49,7 +49,7 @@ class Offer:
     host_id: str
     endpoint: str
     base: int = 0
-    secret: bytes = field(default=b"", repr=False)
+    secret: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,16 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from weightsync.errors import DeadlineError, ReadError
+from weightsync.errors import DeadlineError, ReadError, WireError
 from weightsync.readers.base import Offer, Read, by_peer, pieces
 from weightsync.readers.ending import Ending
-from weightsync.readers.zeromq_server import HEADER
+from weightsync.readers.zeromq_server import READER, Answer, Request, read
 
 if TYPE_CHECKING:
     from weightsync.memory import SharedBuffer
@@ -34,8 +35,15 @@ _LOST = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
     | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
+_CAUSES: dict[int, str] = {
+    zmq.EVENT_DISCONNECTED: "its connection broke",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the secret is wrong",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "what answers there is no server of ours",
+}
 
 
 class ZeroMqReader:
@@ -89,14 +97,16 @@ class _Peer:
     """One connection, and what is still to come over it."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], name: str, offer: Offer) -> None:
-        self.name, self._secret = name, offer.secret
+        self.name = name
         self._todo: deque[Read] = deque()
         self._asked: dict[int, Read] = {}
         self._ticket = 0
         self._lost = ""
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, CHUNK_NBYTES)
+        self.socket.setsockopt_string(zmq.PLAIN_USERNAME, READER)
+        self.socket.setsockopt_string(zmq.PLAIN_PASSWORD, offer.secret)
         # Another process may have its port by then.
         self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self.monitor = self.socket.get_monitor_socket(_LOST)
@@ -114,22 +124,26 @@ class _Peer:
 
     def take(self, targets: Sequence[npt.NDArray[np.uint8]]) -> None:
         """One answer, into its target."""
-        header, *data = self.socket.recv_multipart(copy=False)
-        if len(data) == 2:
-            raise ReadError(self.name, f"it refused: {data[1].bytes.decode(errors='replace')}")
-        read = self._asked.pop(HEADER.unpack(header.buffer)[0], None) if len(header) == HEADER.size else None
-        if read is None or len(data) != 1:
+        head, *data = self.socket.recv_multipart(copy=False)
+        try:
+            answer = read(Answer, [head.buffer])
+        except WireError as error:
+            raise ReadError(self.name, str(error)) from error
+        if answer.refusal:
+            raise ReadError(self.name, f"it refused: {answer.refusal}")
+        wanted = self._asked.pop(answer.ticket, None)
+        if wanted is None or len(data) != 1:
             raise ReadError(self.name, "it answered what it was not asked")
-        if len(data[0]) != read.nbytes:
-            raise ReadError(self.name, f"it sent {len(data[0])} bytes where {read.nbytes} were asked for")
+        if len(data[0]) != wanted.nbytes:
+            raise ReadError(self.name, f"it sent {len(data[0])} bytes where {wanted.nbytes} were asked for")
         self._ask()
         source = np.frombuffer(data[0].buffer, dtype=np.uint8)
-        np.copyto(targets[read.target][read.offset : read.offset + read.nbytes], source)
+        np.copyto(targets[wanted.target][wanted.offset : wanted.offset + wanted.nbytes], source)
 
     def heed(self) -> None:
         """The connection broke, or there is none: an error if anything is still to come over it."""
-        event = recv_monitor_message(self.monitor)["event"]
-        self._lost = "nobody answers there" if event != zmq.EVENT_DISCONNECTED else "its connection broke"
+        event: int = recv_monitor_message(self.monitor)["event"]
+        self._lost = self._lost or _CAUSES.get(event, "nobody answers there")
         self._check()
 
     def close(self) -> None:
@@ -143,11 +157,11 @@ class _Peer:
 
     def _ask(self) -> None:
         if self._todo:
-            read = self._todo.popleft()
+            wanted = self._todo.popleft()
             self._ticket += 1
-            self._asked[self._ticket] = read
-            request = [self._secret, HEADER.pack(self._ticket, read.source, read.nbytes)]
+            self._asked[self._ticket] = wanted
+            request = Request(self._ticket, wanted.source, wanted.nbytes)
             try:
-                self.socket.send_multipart(request, zmq.NOBLOCK)
+                self.socket.send(msgspec.msgpack.encode(request), zmq.NOBLOCK)
             except zmq.Again as error:  # it would wait for a connection that does not come back
                 raise ReadError(self.name, "its connection broke") from error

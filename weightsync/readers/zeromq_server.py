@@ -1,46 +1,82 @@
-"""Serves one buffer over ZeroMQ to who shows its secret.
+"""Serves one buffer over ZeroMQ to peers that show its secret.
 
-Request: secret, header. Answer: header, data; or header, nothing, the cause of a refusal. A header is
-ticket, offset and nbytes, 8 bytes each, little-endian.
+The secret is the password of ZeroMQ's PLAIN handshake, so a stranger gets nothing in but a handshake.
+Neither the secret nor the bytes are encrypted.
+
+A request is one frame, a `Request`. An answer is an `Answer`, and a frame of data unless that refuses.
 """
 
 from __future__ import annotations
 
-import hmac
+import logging
 import secrets
-import struct
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
+import msgspec
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
-from weightsync.errors import TransportError
+from weightsync.errors import TransportError, WireError
 from weightsync.readers.base import Offer, host_id
 
 if TYPE_CHECKING:
     from weightsync.memory import SharedBuffer
 
-__all__ = ["HEADER", "ZeroMqServer"]
+__all__ = ["READER", "Answer", "Request", "ZeroMqServer", "read"]
 
-HEADER = struct.Struct("<QQQ")
-MAX_REQUEST_NBYTES = 1 << 10
+HANDSHAKE_MS = 5000
+"""A peer that has not shown the secret by then is disconnected, and its descriptor is free again."""
+BACKLOG = 4096
+MAX_FRAME_NBYTES = 256
+"""Of a request, and of each step of the handshake."""
+READER = "reader"
+"""The name that goes with the secret."""
+
+_log = logging.getLogger("weightsync.readers.handshake")
+_log.setLevel(logging.WARNING)  # at DEBUG, pyzmq's authenticator logs passwords
+
+T = TypeVar("T")
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True):
+    """Reader → server: the buffer's `nbytes` bytes from `offset` on; `ticket` comes back with them."""
+
+    ticket: Natural
+    offset: Natural
+    nbytes: Natural
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """Server → reader: the data of `ticket` follows, or `refusal` says why it does not."""
+
+    ticket: Natural
+    refusal: str = ""
 
 
 class ZeroMqServer:
-    """Answers in a thread of its own."""
+    """Answers in a thread of its own; another one checks secrets."""
 
     def __init__(self, buffer: SharedBuffer, holder: str, host: str) -> None:
         """Raises TransportError when `host` is no address of this host."""
         self._view = buffer.tensor.numpy().data
-        self._secret = secrets.token_bytes(32)
+        secret = secrets.token_hex(32)
         self._context = zmq.Context()
+        self._handshakes = ThreadAuthenticator(self._context, log=_log)
+        self._handshakes.configure_plain(passwords={READER: secret})
+        self._handshakes.start()
         self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.PLAIN_SERVER, 1)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # readers bound it by their window
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_NBYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES)
         try:
             self._socket.bind(f"tcp://{host}:*")
         except zmq.ZMQError as error:
+            self._handshakes.stop()
             self._context.destroy(linger=0)
             raise TransportError(f"{holder} cannot serve on {host}: {error}") from error
         self.offer = Offer(
@@ -49,34 +85,44 @@ class ZeroMqServer:
             memory=buffer.handle,
             host_id=host_id(),
             endpoint=self._socket.getsockopt_string(zmq.LAST_ENDPOINT),
-            secret=self._secret,
+            secret=secret,
         )
         self._thread = threading.Thread(target=self._serve, daemon=True, name="weightsync-serve")
         self._thread.start()
 
     def close(self) -> None:
         """As `Server.close`."""
+        self._handshakes.stop()
         self._context.term()  # ends the thread, which closes the socket
         self._thread.join()
 
     def _serve(self) -> None:
         try:
             while True:
-                peer, *request = self._socket.recv_multipart()
-                self._socket.send_multipart([peer, *self._answer(request)], copy=False)
+                peer, *frames = self._socket.recv_multipart()
+                self._socket.send_multipart([peer, *self._answer(frames)], copy=False)
         except zmq.ContextTerminated:
             pass
         finally:
             self._socket.close(linger=0)
 
-    def _answer(self, request: Sequence[bytes]) -> Sequence[bytes | memoryview]:
-        if len(request) != 2 or len(request[1]) != HEADER.size:
-            return [bytes(HEADER.size), b"", b"this is no request"]
-        secret, header = request
-        _, offset, nbytes = HEADER.unpack(header)
-        if not hmac.compare_digest(secret, self._secret):
-            return [header, b"", b"the secret is wrong"]
-        if offset + nbytes > len(self._view):
-            cause = f"{nbytes} bytes from {offset} on, of the {len(self._view)} that it has"
-            return [header, b"", cause.encode()]
-        return [header, self._view[offset : offset + nbytes]]
+    def _answer(self, frames: Sequence[bytes]) -> Sequence[bytes | memoryview]:
+        try:
+            request = read(Request, frames)
+        except WireError as error:
+            return [msgspec.msgpack.encode(Answer(0, str(error)))]
+        start, end = request.offset, request.offset + request.nbytes
+        if end > len(self._view):
+            refusal = f"{request.nbytes} bytes from {start} on, of the {len(self._view)} that it has"
+            return [msgspec.msgpack.encode(Answer(request.ticket, refusal))]
+        return [msgspec.msgpack.encode(Answer(request.ticket)), self._view[start:end]]
+
+
+def read(kind: type[T], frames: Sequence[bytes | memoryview]) -> T:
+    """A `Request` or an `Answer` out of its one frame. Raises WireError when it is none."""
+    if len(frames) != 1:
+        raise WireError(f"{len(frames)} frames, where a message of ours is 1")
+    try:
+        return msgspec.msgpack.decode(frames[0], type=kind)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"not a message of ours: {error}") from error
