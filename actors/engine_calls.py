@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from actors.claim import Claimable
 from actors.seat import Seat
 from weightsync.engines import Engine
 from weightsync.faults import strike
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["EngineCalls"]
 
 
-class EngineCalls:
+class EngineCalls(Claimable):
     """Awaitable calls to the adapter `_engine`, so that they can overlap with what else the actor does."""
 
     _engine: Engine

@@ -12,6 +12,7 @@ import ray
 from ray.actor import ActorHandle
 
 from actors.checkpoints import Checkpoints
+from actors.claim import Claims, TakenError
 from actors.daemon import on_daemon
 from actors.holders import Holders
 from actors.process import PATIENCE_S, end_process
@@ -52,6 +53,7 @@ class Membership:
         self.respawner: Callable[[str], ActorHandle[Any]] | None = None
         self._seats: dict[str, list[Seat]] = {}
         self._holders = Holders(config, run)
+        self._claims = Claims(run)
         self._watches = Watches(config.heartbeat_s)
         self._expecting: asyncio.Future[None] | None = None
 
@@ -148,7 +150,7 @@ class Membership:
         if self._controller.plan is None:
             raise StateError("connect() has to come first")
         engine, who = RemoteEngine(f"engine {name}", handle), f"engine {name}"
-        started = await gather_named({who: engine.seats()}, "start", self._config.connect_timeout_s)
+        started = await gather_named({who: self._seats_of(engine)}, "start", self._config.connect_timeout_s)
         seats = started.require()[who]
         async with self._controller.beside(name):
             left = self._seats.get(name, [])
@@ -190,15 +192,27 @@ class Membership:
         return lost
 
     async def connect(self) -> None:
-        await self._seat()
         try:
+            await self._seat()
             await self._controller.connect()
         except PlanError as error:
             raise self.told(error) from error
+        finally:
+            if self._controller.plan is None:  # others may have what could not be connected
+                await self._claims.release()
+        await self._claims.release(staying=[*self.trainers, *self.engines.values()])
 
     def told(self, error: WeightSyncError) -> WeightSyncError:
         """`error`, with the file that is at fault where weights come from files."""
         return error if self.trainers else self.checkpoints.told(error)
+
+    async def _seat_of(self, trainer: RemoteTrainer) -> Seat:
+        await self._claims.take(trainer)
+        return await trainer.seat()
+
+    async def _seats_of(self, engine: RemoteEngine) -> list[Seat]:
+        await self._claims.take(engine)
+        return await engine.seats()
 
     async def _seat(self) -> None:
         """Ask everybody where they sit, and start a holder on every seat that has none."""
@@ -209,7 +223,7 @@ class Membership:
         trainers = {f"trainer {i}": RemoteTrainer(f"trainer {i}", h) for i, h in enumerate(self.trainers)}
         engines = {name: RemoteEngine(f"engine {name}", h) for name, h in self.engines.items()}
         asked = {
-            f"engine {name}": engine.seats()
+            f"engine {name}": self._seats_of(engine)
             for name, engine in engines.items()
             if records[name].state is not EngineState.DEAD
         }
@@ -217,12 +231,14 @@ class Membership:
         again = known.keys() >= self.engines.keys()
         timeout_s = self._config.timeout_s if again else self._config.connect_timeout_s
         trainer_seats, engine_seats = await asyncio.gather(
-            gather_named({name: trainer.seat() for name, trainer in trainers.items()}, "start", timeout_s),
+            gather_named(
+                {name: self._seat_of(trainer) for name, trainer in trainers.items()}, "start", timeout_s
+            ),
             gather_named(asked, "start", timeout_s),
         )
         for name, error in engine_seats.failures.items():
             bare = name.removeprefix("engine ")
-            if bare not in known or not engine_seats.answers:
+            if bare not in known or not engine_seats.answers or isinstance(error, TakenError):
                 raise error
             records[bare].enter(EngineState.DEAD)
         ranks = [] if self.trainers else self.checkpoints.seat(engine_seats.answers.values())
@@ -256,6 +272,7 @@ class Membership:
             seat = self._fleet.engines.pop(name)
             calls = {f"holder {i}": self._fleet.holders[i].drop_engine() for i in seat.holders}
             await gather_named(calls, "drop", self._config.timeout_s)
+            await self._claims.release(staying=[*self.trainers, *self.engines.values()])
 
     def take_spans(self) -> dict[str, Sequence[Span]]:
         """See `RemoteHolder.take_spans`; of everybody: trainers, then holders, then engines."""
@@ -287,3 +304,7 @@ class Membership:
     def close(self) -> None:
         """End the holders."""
         self._holders.close()
+
+    async def release(self) -> None:
+        """Let another WeightSync connect the actors."""
+        await self._claims.release()

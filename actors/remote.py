@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
 
+from actors.claim import Claim
 from actors.seat import Seat
 from weightsync.errors import ConfigError, PeerError, PeerLostError, WeightSyncError
 
@@ -63,6 +64,15 @@ class _Remote:
         """What each rank here took over its part of an update, since this was asked last."""
         spans, self._spans = self._spans, []
         return dict(spans)
+
+    async def claim(self, claim: Claim, instead_of: str) -> Claim | None:
+        """See `Claimable.sync_claim`."""
+        other: Claim | None = await self._call("sync_claim", claim, instead_of)
+        return other
+
+    async def release(self, run: str) -> None:
+        """See `Claimable.sync_release`."""
+        await self._call("sync_release", run)
 
     async def arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
         """See `weightsync.faults.arm`."""

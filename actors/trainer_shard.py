@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from actors.claim import Claimable
 from actors.seat import Seat
 from weightsync.clock import PhaseClock, Span
 from weightsync.errors import StateError
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["TrainerShard"]
 
 
-class TrainerShard:
+class TrainerShard(Claimable):
     """Derive your trainer actor from it and set ``self.model``, plain or wrapped by FSDP2::
 
         class Trainer(TrainerShard):

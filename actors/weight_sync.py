@@ -153,6 +153,8 @@ class WeightSync(SleepingEngines):
             PlanError: the trainers' tensors are not what the engines need; names the tensor.
             ConfigError: a setting does not fit, two actors claim one GPU or slot, or fewer engines are
                 registered than ``config.min_engines``.
+            StateError: another WeightSync has connected one of the actors, has not been closed, and its
+                process lives; names it.
             DeadlineError: names who did not come within ``config.connect_timeout_s``.
         """
         self._loop.submit(self._connect).result()
@@ -292,6 +294,7 @@ class WeightSync(SleepingEngines):
         if self._loop.shut():
             self._loop.beside(self._controller.keeping.stop()).result()  # it would warn of holders that end
             self._members.close()
+            self._loop.beside(self._members.release()).result()
             self._loop.close()
 
     def __enter__(self) -> WeightSync:

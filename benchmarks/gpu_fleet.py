@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from actors.claim import Claimable
 from actors.seat import Seat
 from actors.trainer_shard import TrainerShard
 from benchmarks.cluster import kill, spawn
@@ -169,7 +170,7 @@ class EngineRank(Destination):
         return self._feed.receive(attempt, self._writer, timeout_s), self._feed.spans
 
 
-class EngineFront:
+class EngineFront(Claimable):
     """The engine's own actor, to which WeightSync speaks; it passes everything on to the ranks."""
 
     def __init__(self, ranks: Sequence[ActorHandle[Any]]) -> None:

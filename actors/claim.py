@@ -1,0 +1,163 @@
+"""Who may drive an actor: one WeightSync at a time, until it closes or its driver dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import time
+import uuid
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, OwnerDiedError, RayError
+
+from actors.daemon import on_daemon
+from weightsync.deadline import GRACE_S, gather_named
+from weightsync.errors import StateError, WeightSyncError
+
+__all__ = ["Claim", "Claimable", "Claims", "TakenError"]
+
+_LOST_S = 4.0
+"""Ray tells within a second that an object's owner has died, on a busy host within three."""
+_POLL_S = 0.1
+_HERE = uuid.uuid4().hex
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One WeightSync's claim on an actor.
+
+    Attributes:
+        run: different for each WeightSync.
+        process: different for each process.
+        holder: the WeightSync, as errors name it.
+        owned: an object that Ray drops when the claiming process dies; in a tuple, so that it travels as a
+            reference.
+    """
+
+    run: str
+    process: str
+    holder: str
+    owned: tuple[ObjectRef[Any]]
+
+
+class TakenError(StateError):
+    """Another WeightSync has the actor."""
+
+
+class Claimable:
+    """The part of a trainer's or engine's actor that knows which WeightSync it takes part in."""
+
+    _claim: Claim | None = None
+
+    def sync_claim(self, claim: Claim, instead_of: str = "") -> Claim | None:
+        """Take part in `claim`, unless another has this actor already, which is returned then.
+
+        `instead_of`: the `Claim.run` of one whose driver is dead.
+        """
+        if self._claim is not None and self._claim.run not in (claim.run, instead_of):
+            return self._claim
+        self._claim = claim
+        return None
+
+    def sync_release(self, run: str) -> None:
+        """End the claim of that `Claim.run`; another's stays."""
+        if self._claim is not None and self._claim.run == run:
+            self._claim = None
+
+
+class Peer(Protocol):
+    """What can be claimed: see `RemoteTrainer` and `RemoteEngine`."""
+
+    name: str
+    handle: ActorHandle[Any]
+
+    async def claim(self, claim: Claim, instead_of: str) -> Claim | None: ...
+
+    async def release(self, run: str) -> None: ...
+
+
+class Claims:
+    """The claims of one WeightSync on the actors that it has connected."""
+
+    def __init__(self, name: str | None) -> None:
+        """`name`: as the user gave it to the WeightSync."""
+        self._name = name
+        self._mine: Claim | None = None
+        self._held: dict[ActorHandle[Any], Peer] = {}
+        self._looks: dict[str, asyncio.Task[bool]] = {}
+
+    async def take(self, peer: Peer) -> None:
+        """Claim an actor, if that has not been done. One whose driver is dead loses its claim.
+
+        Raises TakenError, which names the other WeightSync, while that one's driver lives.
+        """
+        if peer.handle in self._held:
+            return
+        self._mine = self._mine or _claim(self._name)
+        other = await peer.claim(self._mine, "")
+        if other is not None and not await self._lives(other):
+            other = await peer.claim(self._mine, other.run)
+        if other is not None:
+            raise TakenError(
+                f"{peer.name} is connected to another WeightSync, {other.holder}: close() that one first"
+            )
+        self._held[peer.handle] = peer
+
+    async def release(self, staying: Collection[ActorHandle[Any]] = ()) -> None:
+        """Release all actors but `staying`; those that do not answer in time do it when they can."""
+        leaving = {handle: peer for handle, peer in self._held.items() if handle not in staying}
+        self._held = {handle: peer for handle, peer in self._held.items() if handle in staying}
+        if leaving and self._mine and ray.is_initialized():
+            # An engine and the one that took its place have the same name.
+            each = enumerate(leaving.values())
+            calls = {f"{peer.name} {i}": _released(peer, self._mine.run) for i, peer in each}
+            await gather_named(calls, "release", GRACE_S)
+
+    async def _lives(self, claim: Claim) -> bool:
+        """Whether the process of that claim runs, or is only stopped; asked once for all its actors."""
+        if claim.process == _HERE:
+            return True
+        if claim.run not in self._looks:
+            who = claim.holder
+            look = on_daemon(lambda: _is_owned(claim.owned[0]), who, "claim", 2 * _LOST_S)
+            self._looks[claim.run] = asyncio.ensure_future(look)
+        try:
+            return await asyncio.shield(self._looks[claim.run])
+        finally:
+            self._looks.pop(claim.run, None)
+
+
+def _claim(name: str | None) -> Claim:
+    job = ray.get_runtime_context().get_job_id()
+    named = f"{name!r} " if name else ""
+    holder = f"{named}of process {os.getpid()} on {platform.node()}, Ray job {job}"
+    return Claim(uuid.uuid4().hex, _HERE, holder, (ray.put(holder),))
+
+
+def _is_owned(owned: ObjectRef[Any]) -> bool:
+    """Whether its owner lives. A copy of the object may outlive that by a moment."""
+    deadline = time.monotonic() + _LOST_S
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            ray.get(owned, timeout=left)
+        except OwnerDiedError:
+            return False
+        except GetTimeoutError:
+            return True  # it is stopped: it may go on
+        except RayError:
+            return False  # its host is gone
+        time.sleep(_POLL_S)
+    return True
+
+
+async def _released(peer: Peer, run: str) -> None:
+    try:
+        await peer.release(run)
+    except WeightSyncError:
+        """It is gone, and its claim with it."""
