@@ -16,6 +16,7 @@ from recipes.yaml_lines import located, read_yaml
 from weightsync.engines import choose_engine
 from weightsync.errors import ConfigError, nearest
 from weightsync.faults import FaultPlan
+from weightsync.plan.figures import count_text
 from weightsync.sources.safetensors_files import contents
 
 __all__ = [
@@ -124,7 +125,8 @@ def many_engines(engine: EngineParallel, count: int | None) -> tuple[EngineParal
     """`count` of them, 1 if it was not given, as far as they can be planned within seconds."""
     given, most = at_least_one("--engines", count), _MOST_ENGINE_RANKS // engine.num_ranks
     if given > most:
-        remedy = f"give at most {most}: engines of {engine.num_ranks} ranks are planned up to a million ranks"
+        ranks = count_text(engine.num_ranks, "rank")
+        remedy = f"give at most {most}: engines of {ranks} are planned up to a million ranks"
         raise ConfigError("--engines", given, remedy)
     return (engine,) * given
 

@@ -18,6 +18,7 @@ from recipes.run_report import NUM_LAST, RunReport, StepRow
 from recipes.svg import Axis, Bar, Row, columns, lanes, line
 from weightsync.clock import Span
 from weightsync.errors import ConfigError
+from weightsync.plan.figures import count_text
 from weightsync.report import bytes_text
 
 __all__ = ["page", "write_page"]
@@ -86,7 +87,7 @@ def _facts(report: RunReport) -> list[tuple[str, str, str]]:
     target = f"target {report.target_reward:g}; " if report.target_reward else ""
     return [
         (
-            f"Reward, last {min(NUM_LAST, len(rows))} steps",
+            f"Reward, last {count_text(min(NUM_LAST, len(rows)), 'step')}",
             f"{report.final_reward:.3f}",
             f"{target}{report.first_reward:.3f} at first",
         ),

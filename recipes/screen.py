@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from recipes.run_report import RunReport, StepRow
+from weightsync.plan.figures import count_text
 from weightsync.report import bytes_text
 
 __all__ = ["Screen"]
@@ -41,7 +42,7 @@ class Screen:
         proof = "verified" if row.verified else "NOT VERIFIED"
         num_there = sum(version == row.version for version in row.engines.values())
         if num_there < len(row.engines):
-            proof += f" on {num_there} of {len(row.engines)} engines"
+            proof += f" on {num_there} of {count_text(len(row.engines), 'engine')}"
         self.line(
             f"step {row.step:{width}}/{num_steps}  reward {row.reward:.3f} {bar:<10}"
             f"  version {row.version:{width}}  {bytes_text(row.bytes)}"

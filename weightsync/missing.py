@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from weightsync.errors import TransportError
+from weightsync.plan.figures import count_text
 
 if TYPE_CHECKING:
     from weightsync.plan import Box, Plan
@@ -28,4 +29,5 @@ class Missing:
         """Raises TransportError, with names, when a tensor is incomplete."""
         names = [meta.name for meta, left in zip(self._tensors, self._left, strict=True) if left]
         if names:
-            raise TransportError(f"bytes of {len(names)} tensors did not come: {', '.join(names[:3])}")
+            count = count_text(len(names), "tensor")
+            raise TransportError(f"bytes of {count} did not come: {', '.join(names[:3])}")

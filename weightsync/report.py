@@ -92,8 +92,9 @@ class SyncReport:
         proof = "verified" if self.verified else "not verified"
         failed = "".join(f"; {engine} failed: {error}" for engine, error in sorted(self.failures.items()))
         named = f"version {self.version}" + (f" ({self.checkpoint})" if self.checkpoint else "")
+        engines = "1 engine" if len(self.engines) == 1 else f"{len(self.engines)} engines"
         return (
-            f"{named}: {bytes_text(self.nbytes)} to {serving} of {len(self.engines)} engines"
+            f"{named}: {bytes_text(self.nbytes)} to {serving} of {engines}"
             f" in {self.seconds:.3g} s ({self.gb_per_s:.3g} GB/s), {proof}{failed}"
         )
 

@@ -46,6 +46,7 @@ def may_mount() -> None:
         pytest.skip("a full disk takes a file system that only root can mount")
 
 
+@pytest.mark.faults  # a whole run; the order alone is held by the unit tests of the command line
 def test_a_run_that_did_its_work_says_so_before_what_it_could_not_write(tmp_path: Path) -> None:
     out = tmp_path / "run"
     sets = ["--set", "loop.steps=6", "--set", "loop.target_reward=0", "--trace"]

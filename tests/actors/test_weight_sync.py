@@ -296,9 +296,8 @@ def test_trainers_that_were_lost_can_be_replaced(make: Make, pool: Pool) -> None
 
 def test_handles_of_something_else_are_refused(make: Make) -> None:
     sync = make(engines=1)
-    sync.register_trainers([object()])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match="derived from TrainerShard"):
-        sync.connect()
+        sync.register_trainers([object()])  # type: ignore[list-item]
     with pytest.raises(ConfigError, match=r"SyncConfig\.from_dict"):
         WeightSync({"timeout_s": 3})  # type: ignore[arg-type]
 
@@ -313,7 +312,7 @@ def test_fewer_living_engines_than_min_engines_is_refused_before_anything_moves(
     pool.kill(sync._members.engines["e1"])
     with pytest.raises(PeerLostError, match="engine e1"):
         sync.update_weights(2)
-    with pytest.raises(StateError, match="1 engines are alive"):
+    with pytest.raises(StateError, match="1 engine is alive"):
         sync.update_weights(3)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.bench_plan import engine_layout, growth_exponent, members, plan, tensors, trainer_layout
 from tests.unit.plan_strategies import World, worlds
 from weightsync.plan import Box, Cluster, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
+from weightsync.plan.figures import count_text
 
 
 def rows_plan(
@@ -120,3 +121,13 @@ def test_a_large_model_is_planned_in_seconds_and_travels_light() -> None:
     assert len(pickle.dumps(made)) < 50 * made.num_pieces
     assert made.explain().imbalance < 1.05
     assert (np.diff(made.bucket_step) > 0).all()
+
+
+def test_counts_are_said_in_words() -> None:
+    assert [count_text(n, "copy") for n in (0, 1, 2)] == ["0 copies", "1 copy", "2 copies"]
+    assert [count_text(n, "engine") for n in (0, 1, 2)] == ["0 engines", "1 engine", "2 engines"]
+    assert str(rows_plan((64, 64), 1, 1 << 16, (0,)).explain()).splitlines()[:3] == [
+        "1 tensor, 4.0 KiB, in 1 piece, 1 bucket, 1 broadcast",
+        "1 root sends up to 4.0 KiB each (imbalance 1.00)",
+        "1 holder receives up to 0 B",
+    ]

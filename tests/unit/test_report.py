@@ -41,6 +41,11 @@ def test_one_line_says_what_happened() -> None:
     )
 
 
+def test_one_engine_is_one() -> None:
+    one = str(replace(REPORT, engines={"e0": 7}, failures={}))
+    assert one.startswith("version 7: 16.4 GB to 1 of 1 engine in 0.5 s")
+
+
 def test_to_dict_is_json_and_complete() -> None:
     data = json.loads(json.dumps(REPORT.to_dict()))
     speed = data.pop("gb_per_s")

@@ -10,6 +10,7 @@ from importlib import metadata
 import torch
 
 from weightsync.errors import ConfigError
+from weightsync.plan.figures import count_text
 
 __all__ = ["installed", "require_gpus", "untested", "warn_untested"]
 
@@ -53,10 +54,11 @@ def require_gpus(tensor_parallel_size: int) -> None:
     """Raises ConfigError when this process sees fewer GPUs than an engine has ranks."""
     seen = torch.cuda.device_count()
     if tensor_parallel_size > seen:
+        remedy = f"give it {tensor_parallel_size}, or use {max(seen, 1)}"
         raise ConfigError(
             "options.tensor_parallel_size",
             tensor_parallel_size,
-            f"its process sees {seen} GPUs: give it {tensor_parallel_size}, or use {max(seen, 1)}",
+            f"its process sees {count_text(seen, 'GPU')}: {remedy}",
         )
 
 
