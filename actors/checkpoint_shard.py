@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from weightsync.buffers import HostExport
     from weightsync.faults import Fault
     from weightsync.plan import Plan, RankLayout, TensorMeta
-    from weightsync.verify import Digests
+    from weightsync.published import Published
 
 __all__ = ["CheckpointShard", "spawn_shard"]
 
@@ -53,13 +53,13 @@ class CheckpointShard:
         self._tensors = plan.tensors
         return plan.digest(), self._checked.export(rank, num_ranks)
 
-    def publish(self) -> tuple[Digests, Sequence[Span]]:
-        """The digests of what was read, of all ranks on this host."""
+    def publish(self) -> tuple[Published, Sequence[Span]]:
+        """What was read, of all ranks on this host."""
         clock = PhaseClock()
         with clock.phase("publish"):
             strike("publish")
-            digests = self._checked.digests(self._tensors)
-        return digests, clock.spans
+            published = self._checked.published(self._tensors)
+        return published, clock.spans
 
     def close(self) -> None:
         """See `CheckpointSource.close`: the process takes a moment to end."""

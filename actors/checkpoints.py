@@ -27,6 +27,7 @@ from weightsync.errors import (
     WeightSyncError,
     nearest,
 )
+from weightsync.published import Published
 from weightsync.sources.checkpoint import Reading
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from weightsync.faults import Fault
     from weightsync.memory import BufferHandle
     from weightsync.plan import Plan, RankLayout, TensorMeta
-    from weightsync.verify import Digests
 
 __all__ = ["CheckpointRank", "Checkpoints"]
 
@@ -207,19 +207,19 @@ class CheckpointRank:
                     await self._map(name)
         return Attached(self._mapped[wanted], None)
 
-    async def publish(self) -> Digests:
-        """Those of all ranks of a host come from the first."""
+    async def publish(self, count: bool) -> Published:
+        """Digests and counts of all ranks of a host come from the first, taken while it was read."""
         name = self._checkpoints.published
         assert self._plan is not None
         assert self.holder is not None
         if name not in self._mapped:  # it was read since
             await self._map(name)
         await self.holder.source(name, {})
-        digests: Digests = np.zeros(len(self._plan.tensors), np.uint64)
+        published = Published(np.zeros(len(self._plan.tensors), np.uint64), {})
         if self._place[0] == 0:
-            digests, spans = await self._call(name, "publish")
+            published, spans = await self._call(name, "publish")
             self._spans = [(f"checkpoint {name} on {self._node[:8]}", spans)]
-        return digests
+        return published
 
     async def arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
         """See `weightsync.faults.arm`."""

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from weightsync.memory import BufferHandle
     from weightsync.plan import Plan, RankLayout, Reads
     from weightsync.prepared import Group, Prepared, Way
+    from weightsync.published import Published
     from weightsync.readers import Offer
     from weightsync.refill import Kept, Refilled
     from weightsync.verify import Digests
@@ -102,11 +103,11 @@ class RemoteTrainer(_Remote):
         attached: Attached = await self._call("sync_attach", plan, trainer, arena)
         return attached
 
-    async def publish(self) -> Digests:
-        digests: Digests
-        digests, spans = await self._call("sync_publish")
+    async def publish(self, count: bool) -> Published:
+        published: Published
+        published, spans = await self._call("sync_publish", count)
         self._spans = [(self.name, spans)]
-        return digests
+        return published
 
 
 class RemoteEngine(_Remote):

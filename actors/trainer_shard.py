@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from weightsync.faults import Fault
     from weightsync.memory import BufferHandle
     from weightsync.plan import Plan, RankLayout
-    from weightsync.verify import Digests
+    from weightsync.published import Published
 
 __all__ = ["TrainerShard"]
 
@@ -85,14 +85,14 @@ class TrainerShard(Claimable):
         assert self._source is not None
         return self._source.attach(plan, trainer, arena)
 
-    def sync_publish(self) -> tuple[Digests, Sequence[Span]]:
+    def sync_publish(self, count: bool) -> tuple[Published, Sequence[Span]]:
         """Hand this rank's share to its holder: a copy, or, on a GPU, the memory as it is."""
         assert self._source is not None
         clock = PhaseClock()
         with clock.phase("publish"):
             strike("publish")
-            digests = self._source.publish()
-        return digests, clock.spans
+            published = self._source.publish(count)
+        return published, clock.spans
 
     def _current_source(self) -> ModuleSource:
         if not hasattr(self, "model"):

@@ -25,6 +25,7 @@ from weightsync.live import LiveWriter
 from weightsync.memory import BufferHandle, SharedBuffer
 from weightsync.peers import EngineSeat, Fleet
 from weightsync.plan import Box, Plan, RankLayout, Reads, TensorMeta
+from weightsync.published import Published
 from weightsync.rows import bucket_rows, by_tensor
 from weightsync.staging import HostStaging
 from weightsync.testing import DictEngine, LocalPeer
@@ -82,7 +83,7 @@ class Source:
         self._pieces = plan.trainer_pieces(trainer)
         return Attached(plan.digest(), export(self._layout, flat(self.rank)))
 
-    def publish(self) -> Digests:
+    def publish(self, count: bool) -> Published:
         assert self._plan
         shares = np.zeros(len(self._plan.tensors), np.uint64)
         for piece in self._pieces:
@@ -95,7 +96,7 @@ class Source:
             self._arena.tensor[at] = torch.from_numpy(held.reshape(-1).view(np.uint8))
             share = tensor_digest(torch.from_numpy(held.view(np.int32)), meta.shape, piece.box)
             shares[piece.tensor : piece.tensor + 1] += np.uint64(share)
-        return shares
+        return Published(shares, {})
 
 
 class Engine(DictEngine):

@@ -248,6 +248,9 @@ class SyncConfig:
         heartbeat_s: an engine that does not answer for so many seconds while it is idle has hung.
         refill: how holders read each other's copies: ``rdma`` or ``tcp`` through Mooncake, or
             ``zeromq``; ``auto`` maps them where both are on one host, else takes the first that works.
+        nonfinite: what is done about NaN and Inf in weights, which are counted as they are published:
+            ``warn`` logs their tensors, ``refuse`` fails the update while engines serve on, ``ignore`` does
+            not look.
         rdma_device: the network device that ``rdma`` reads through; empty takes what is found.
 
     Raises:
@@ -270,6 +273,7 @@ class SyncConfig:
     respawn_timeout_s: float = 600.0
     heartbeat_s: float = 10.0
     refill: Literal["auto", "rdma", "tcp", "zeromq"] = "auto"
+    nonfinite: Literal["warn", "refuse", "ignore"] = "warn"
     rdma_device: str = ""
 
     def __post_init__(self) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import TypeVar
@@ -16,13 +17,21 @@ from weightsync.config import SyncConfig
 from weightsync.connect import Connection, connect
 from weightsync.crew import Crew, remoteness
 from weightsync.deadline import GRACE_S, gather_named
-from weightsync.errors import ConfigError, PeerLostError, StateError, VerifyError, WeightSyncError
+from weightsync.errors import (
+    ConfigError,
+    NonfiniteError,
+    PeerLostError,
+    StateError,
+    VerifyError,
+    WeightSyncError,
+)
 from weightsync.gauge import gauged, peaks
 from weightsync.keeping import Keeping
 from weightsync.links import links
 from weightsync.peers import EngineSeat, Fleet, HolderPeer
 from weightsync.plan import Plan
 from weightsync.prepared import Way
+from weightsync.published import Published
 from weightsync.refill import Refilled
 from weightsync.refiller import Refiller
 from weightsync.report import Link, SyncReport
@@ -63,6 +72,7 @@ class Controller:
         self._refiller = Refiller(config, fleet, self.crew, self.keeping, self._turns)
         self._epoch = self._num_buckets = self._nbytes = 0
         self._published: Mapping[str, Digests] = {}
+        self._nonfinite: Mapping[str, int] = {}
         self._expected: Digests | None = None
         self._connection: Connection | None = None
 
@@ -232,9 +242,24 @@ class Controller:
         return self._connection
 
     async def _publish(self, version: int) -> None:
-        calls = {f"trainer {i}": t.publish() for i, (t, _) in enumerate(self._fleet.trainers)}
-        self._published = (await gather_named(calls, "publish", self._config.timeout_s)).require()
+        count = self._config.nonfinite != "ignore"
+        calls = {f"trainer {i}": t.publish(count) for i, (t, _) in enumerate(self._fleet.trainers)}
+        published = (await gather_named(calls, "publish", self._config.timeout_s)).require()
+        self._nonfinite = self._counted(version, published.values()) if count else {}
+        self._published = {name: each.digests for name, each in published.items()}
         self._expected = combine(list(self._published.values()))
+
+    def _counted(self, version: int, published: Iterable[Published]) -> Mapping[str, int]:
+        """NaN and Inf by tensor, all ranks together. Raises NonfiniteError where they are refused."""
+        counts: Counter[str] = Counter()
+        for each in published:
+            counts.update(each.nonfinite)
+        if counts:
+            error = NonfiniteError(version, sorted(counts.items()))
+            if self._config.nonfinite == "refuse":
+                raise error
+            logger.warning("%s", error)
+        return dict(counts)
 
     async def _publish_and_pause(self, takers: Mapping[str, EngineSeat], version: int) -> Sequence[str]:
         """Both at once: what is read in place is published in the time that it takes to pause."""
@@ -354,6 +379,7 @@ class Controller:
             epoch=plan.epoch,
             connect_phases=self._connection.seconds,
             routes=dict(self._connection.router.routes),
+            nonfinite={} if refilled else self._nonfinite,
             bytes_from=refilled.bytes_from if refilled else {},
             ways=refilled.ways if refilled else {},
         )

@@ -12,6 +12,7 @@
     ├── WireError             bytes on one of our sockets that are no message of ours
     ├── EngineError           an engine refused or failed: names it, its rank and the phase
     │   └── RankLostError     a rank's own process ended or is stopped: names the rank
+    ├── NonfiniteError        weights that hold NaN or Inf: names the tensors
     ├── VerifyError           what arrived is not what was sent: names the tensors
     └── SourceChangedError    what was sent changed while it was read: names the trainers and the tensors
 
@@ -40,6 +41,7 @@ __all__ = [
     "ConfigError",
     "DeadlineError",
     "EngineError",
+    "NonfiniteError",
     "PeerError",
     "PeerLostError",
     "PlanError",
@@ -205,6 +207,18 @@ class SourceChangedError(WeightSyncError):
         return f"version {self.version}: {wrote}; {remedy}"
 
 
+class NonfiniteError(WeightSyncError):
+    """``tensors`` of ``version`` hold NaN or Inf: pairs of a name and the number of elements."""
+
+    def __init__(self, version: int, tensors: Iterable[tuple[str, int]]) -> None:
+        self.version, self.tensors = version, tuple((name, count) for name, count in tensors)
+        super().__init__(version, self.tensors)
+
+    def __str__(self) -> str:
+        shown = _shown(tuple(f"{name} ({count})" for name, count in self.tensors))
+        return f"version {self.version}: NaN or Inf in {shown}, elements counted"
+
+
 def _shown(tensors: tuple[str, ...]) -> str:
     more = f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""
     return ", ".join(tensors[:3]) + more
@@ -227,6 +241,8 @@ KINDS = MappingProxyType(
             EngineError,
             RankLostError,
             VerifyError,
+            NonfiniteError,
+            SourceChangedError,
         )
     }
 )

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from weightsync.memory import BufferHandle
     from weightsync.plan import Plan, RankLayout, Reads
     from weightsync.prepared import Group, Prepared, Way
+    from weightsync.published import Published
     from weightsync.readers import Offer
     from weightsync.refill import Kept, Refilled
     from weightsync.verify import Digests
@@ -31,7 +32,7 @@ class TrainerPeer(Protocol):
 
     async def layout(self) -> RankLayout: ...
     async def attach(self, plan: Plan, trainer: int, arena: BufferHandle | None) -> Attached: ...
-    async def publish(self) -> Digests: ...
+    async def publish(self, count: bool) -> Published: ...
 
 
 class HolderPeer(Protocol):

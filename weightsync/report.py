@@ -50,6 +50,7 @@ class SyncReport:
         spans: what took how long where: the phases of ``driver``, ``publish`` of ``trainer 0``, ``move`` of
             ``holder 0``, ``load`` and ``verify`` of ``engine e0 rank 0``. Who failed has none.
         checkpoint: which one the version is, where no trainers published it.
+        nonfinite: elements that are NaN or Inf, of tensors that have any; see ``SyncConfig.nonfinite``.
         peak_memory: where engines slept before, of each phase and GPU the most bytes that were in use on all
             of it, by whomever. The holder there looks every 5 ms, so that a shorter peak may be missed.
             Empty where nobody slept, and on hosts without GPUs.
@@ -72,6 +73,7 @@ class SyncReport:
     ways: Mapping[str, str] = field(default_factory=dict)
     spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
     checkpoint: str = ""
+    nonfinite: Mapping[str, int] = field(default_factory=dict)
     peak_memory: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @property

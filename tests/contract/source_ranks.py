@@ -68,7 +68,7 @@ def publish(source: ModuleSource, plan: Plan, rank: int, offload: bool = False) 
     assert source.attach(plan, rank, arena.handle) == Attached(plan.digest(), None)
     if offload:
         source.offload()
-    digests = source.publish()
+    digests = source.publish(True).digests
     share = (bytes(arena.tensor.numpy()), digests.tolist())
     source.close()
     source.close()

@@ -250,7 +250,7 @@ def test_a_failed_publish_leaves_the_engines_serving() -> None:
         whole = loop.fleet.trainers[0]
 
         class Silent:
-            async def publish(self) -> None:
+            async def publish(self, count: bool) -> None:
                 await asyncio.sleep(60)
 
         loop.fleet.trainers[0] = (Silent(), 0)
@@ -499,5 +499,5 @@ def test_engines_that_paused_for_a_publish_that_failed_serve_on() -> None:
     drive(work)
 
 
-def fail_to_publish() -> None:
+def fail_to_publish(count: bool) -> None:
     raise StateError("a tensor has moved")

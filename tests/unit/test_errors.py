@@ -9,6 +9,7 @@ from weightsync.errors import (
     ConfigError,
     DeadlineError,
     EngineError,
+    NonfiniteError,
     PeerError,
     PeerLostError,
     PlanError,
@@ -40,6 +41,10 @@ EXAMPLES = [
     (EngineError("e0", "load", "a bad bucket", 2), "engine e0, rank 2, failed in load: a bad bucket"),
     (RankLostError("e0", "watch", "killed", 1), "engine e0, rank 1, is lost: killed"),
     (VerifyError("e0", 7, ["a", "b"]), "engine e0, version 7: wrong bytes in a, b"),
+    (
+        NonfiniteError(7, [("a", 3), ("b", 1)]),
+        "version 7: NaN or Inf in a (3), b (1), elements counted",
+    ),
     (
         SourceChangedError(7, [("trainer 0", ["a", "b"]), ("trainer 1", "cdef")]),
         "version 7: trainer 0 wrote a, b while it was read; trainer 1 wrote c, d, e and 1 more while it was "

@@ -91,9 +91,9 @@ def test_holders_that_were_half_published_to_refill_with_what_was_committed() ->
         whole = loop.fleet.trainers[0]
 
         class Half:
-            def publish(self) -> None:
+            def publish(self, count: bool) -> None:
                 loop.train()
-                loop.source.publish()
+                loop.source.publish(count)
                 raise DeadlineError("publish", ("trainer 1",), 1.0)
 
         loop.fleet.trainers[0] = (LocalPeer(Half()), 0)

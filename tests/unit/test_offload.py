@@ -55,7 +55,7 @@ def rig() -> Iterator[Rig]:
 
 def test_what_is_offloaded_lies_in_the_arena_and_is_published_without_another_copy(rig: Rig) -> None:
     rig.attach()
-    published = rig.source.publish()
+    published = rig.source.publish(True).digests
     sent = bytes(rig.arenas[0].tensor.tolist())
     rig.arenas[0].tensor.zero_()
     rig.source.offload()
@@ -63,7 +63,7 @@ def test_what_is_offloaded_lies_in_the_arena_and_is_published_without_another_co
     assert rig.live_nbytes() == 0
     assert bytes(rig.arenas[0].tensor.tolist()) == sent
     rig.arenas[0].tensor[0] ^= 1  # a second copy would put it right
-    np.testing.assert_array_equal(rig.source.publish(), published)
+    np.testing.assert_array_equal(rig.source.publish(True).digests, published)
     assert bytes(rig.arenas[0].tensor.tolist()) != sent
     rig.arenas[0].tensor[0] ^= 1
     rig.source.onload()
@@ -72,7 +72,7 @@ def test_what_is_offloaded_lies_in_the_arena_and_is_published_without_another_co
     assert rig.has_its_values()
     with torch.no_grad():
         rig.model.head.weight.add_(1)
-    assert (rig.source.publish() != published).sum() == 1
+    assert (rig.source.publish(True).digests != published).sum() == 1
 
 
 def test_weights_come_back_out_of_the_arena(rig: Rig) -> None:
@@ -89,7 +89,7 @@ def test_weights_come_back_out_of_the_arena(rig: Rig) -> None:
 
 def test_it_is_connected_anew_while_it_is_offloaded(rig: Rig) -> None:
     rig.attach()
-    published = rig.source.publish()
+    published = rig.source.publish(True).digests
     sent = rig.arenas[0].tensor.clone()
     rig.source.offload()
     rig.source.close()
@@ -97,22 +97,22 @@ def test_it_is_connected_anew_while_it_is_offloaded(rig: Rig) -> None:
     assert rig.source.layout() == rig.source.layout()
     for _ in range(2):
         rig.attach()
-        np.testing.assert_array_equal(rig.source.publish(), published)
+        np.testing.assert_array_equal(rig.source.publish(True).digests, published)
         assert torch.equal(rig.arenas[-1].tensor, sent)
         assert rig.live_nbytes() == 0
     rig.source.onload()
     assert rig.has_its_values()
-    np.testing.assert_array_equal(rig.source.publish(), published)
+    np.testing.assert_array_equal(rig.source.publish(True).digests, published)
 
 
 def test_it_may_be_offloaded_before_it_is_connected(rig: Rig) -> None:
     rig.source.offload()
     assert rig.live_nbytes() == 0
     rig.attach()
-    published = rig.source.publish()
+    published = rig.source.publish(True).digests
     rig.source.onload()
     assert rig.has_its_values()
-    np.testing.assert_array_equal(rig.source.publish(), published)
+    np.testing.assert_array_equal(rig.source.publish(True).digests, published)
 
 
 def test_who_may_be_read_in_place_is_not_offloaded() -> None:
@@ -158,7 +158,7 @@ def test_tensors_that_share_memory_are_kept_as_they_share_it() -> None:
 
 def test_memory_that_is_not_torchs_is_refused_and_nothing_has_changed(rig: Rig) -> None:
     rig.attach()
-    published = rig.source.publish()
+    published = rig.source.publish(True).digests
     rig.model.head.weight.data = torch.from_numpy(rig.model.head.weight.detach().numpy().copy())
     with pytest.raises(StateError, match="another library"):
         rig.source.offload()
@@ -166,7 +166,9 @@ def test_memory_that_is_not_torchs_is_refused_and_nothing_has_changed(rig: Rig) 
     assert rig.has_its_values()
     with torch.no_grad():
         rig.model.head.weight.add_(1)
-    assert (rig.source.publish() != published).sum() == 1, "what the arena had is not what it publishes"
+    assert (rig.source.publish(True).digests != published).sum() == 1, (
+        "what the arena had is not what it publishes"
+    )
 
 
 def test_memory_that_is_short_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:

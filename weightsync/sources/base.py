@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from weightsync.buffers import Attached
     from weightsync.memory import BufferHandle
     from weightsync.plan import Plan, RankLayout
-    from weightsync.verify import Digests
+    from weightsync.published import Published
 
 __all__ = ["Source"]
 
@@ -28,13 +28,12 @@ class Source(Protocol):
         Once per membership epoch.
         """
 
-    def publish(self) -> Digests:
+    def publish(self, count: bool) -> Published:
         """Copy this rank's share of the plan into the arena, or finish writing what is read in place.
 
         A consistent cut. With an arena, the weights may change once this returns; what is read in
-        place must stay until the holders have it. Returns, per tensor of the plan, the digest of
-        this rank's share, shape ``[num_tensors]``, uint64; the shares of all ranks add up to the
-        tensor's digest.
+        place must stay until the holders have it. Elements that are NaN or Inf are counted, as they
+        travel, if that is free or if `count` asks for it.
         """
 
     def close(self) -> None:

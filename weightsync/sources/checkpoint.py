@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,10 +17,12 @@ import torch
 from weightsync.buffers import HostExport
 from weightsync.errors import ConfigError, StateError
 from weightsync.memory import SharedBuffer, num_threads
+from weightsync.nonfinite import count_nonfinite
 from weightsync.plan import MAPPED, RankLayout, Segment, TensorMeta
 from weightsync.plan.deal import Stretch, deal
+from weightsync.published import Published
 from weightsync.sources.safetensors_files import contents
-from weightsync.verify import Digests, tensor_digest, warm_up
+from weightsync.verify import tensor_digest, warm_up
 
 __all__ = ["CheckpointSource", "Reading"]
 
@@ -63,6 +66,7 @@ class CheckpointSource:
         self._held: list[Stretch] = []
         self._memory: dict[int, SharedBuffer] = {}
         self._digests: dict[tuple[str, str], int] = {}
+        self._nonfinite: Counter[tuple[str, str]] = Counter()
 
     def read(self) -> Reading:
         """Bring the share to memory and digest it, several files and parts of them at once.
@@ -103,8 +107,8 @@ class CheckpointSource:
         memory = {str(file): buffer.handle for file, buffer in self._memory.items()}
         return HostExport(layout, {file: handle for file, handle in memory.items() if file in used})
 
-    def digests(self, tensors: Sequence[TensorMeta]) -> Digests:
-        """Of the share of all ranks here, cast to the dtypes of `tensors`: uint64[len(tensors)]."""
+    def published(self, tensors: Sequence[TensorMeta]) -> Published:
+        """The share of all ranks here, cast to the dtypes of `tensors`."""
         dtypes = {meta.name: meta.dtype for meta in tensors}
         chunks = [
             chunk
@@ -116,7 +120,8 @@ class CheckpointSource:
             shares = threads.map(lambda chunk: self._digest(chunk, dtypes[chunk.tensor]), chunks)
             self._add_up(chunks, shares, dtypes)
         found = [self._digests.get((meta.name, meta.dtype), 0) for meta in tensors]
-        return np.array(found, np.uint64)
+        counts = {meta.name: self._nonfinite[meta.name, meta.dtype] for meta in tensors}
+        return Published(np.array(found, np.uint64), {name: count for name, count in counts.items() if count})
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -129,29 +134,35 @@ class CheckpointSource:
             return SharedBuffer.of_file(self._files[file])
         return SharedBuffer.create(sum(_aligned(each.nbytes) for each in self._mine if each.buffer == file))
 
-    def _read(self, stored: Stretch, chunk: Stretch, offset: int, *, from_disk: bool) -> int:
-        """Part `chunk` of what is `stored` in a file, from byte `offset` of it on; its digest."""
+    def _read(self, stored: Stretch, chunk: Stretch, offset: int, *, from_disk: bool) -> tuple[int, int]:
+        """Part `chunk` of what is `stored` in a file, from byte `offset` of it on: see `_digest`."""
         if from_disk:
             _read_into(self._bytes(chunk), self._files[stored.buffer], stored.start + offset)
         return self._digest(chunk, self._shapes[chunk.tensor].dtype)
 
-    def _digest(self, chunk: Stretch, dtype: str) -> int:
+    def _digest(self, chunk: Stretch, dtype: str) -> tuple[int, int]:
+        """The digest of a chunk in `dtype`, and its elements that are NaN or Inf."""
         meta = self._shapes[chunk.tensor]
         data = self._bytes(chunk)
         if data.data_ptr() % meta.itemsize:  # files need not align what they hold
             data = data.clone()
         elements = data.view(getattr(torch, meta.dtype)).view(chunk.box.extent)
-        return tensor_digest(elements.to(getattr(torch, dtype)), meta.shape, chunk.box)
+        sent = elements.to(getattr(torch, dtype))
+        return tensor_digest(sent, meta.shape, chunk.box), count_nonfinite(sent)
 
     def _bytes(self, held: Stretch) -> torch.Tensor:
         return self._memory[held.buffer].tensor[held.start : held.start + held.nbytes]
 
     def _add_up(
-        self, chunks: Sequence[Stretch], shares: Iterable[int], dtypes: Mapping[str, str] | None = None
+        self,
+        chunks: Sequence[Stretch],
+        shares: Iterable[tuple[int, int]],
+        dtypes: Mapping[str, str] | None = None,
     ) -> None:
-        for chunk, share in zip(chunks, shares, strict=True):
+        for chunk, (share, nonfinite) in zip(chunks, shares, strict=True):
             key = chunk.tensor, dtypes[chunk.tensor] if dtypes else self._shapes[chunk.tensor].dtype
             self._digests[key] = (self._digests.get(key, 0) + share) % 2**64
+            self._nonfinite[key] += nonfinite
 
 
 def _in_memory(path: Path) -> bool:

@@ -10,9 +10,11 @@ from torch import nn
 
 from weightsync.kernels import DigestPart, DigestTable
 from weightsync.modules import named_tensors
+from weightsync.nonfinite import count_by_name
 from weightsync.places import Places, local_tensor, local_tensors
 from weightsync.plan import Piece, Plan, RankLayout
-from weightsync.verify import Digests, combine
+from weightsync.published import Published
+from weightsync.verify import combine
 
 __all__ = ["InPlace"]
 
@@ -45,6 +47,7 @@ class InPlace:
         tensors = named_tensors(model)[0]
         live = {name: local_tensor(tensors[name]) for _, name in sources}
         self._places = Places(model, {name: tensors[name] for name in live})
+        self._pieces = [(piece, name, piece.box.slices(boxes[name])) for piece, name in sources]
         parts, casts = [], []
         for piece, name in sources:
             cut = live[name][piece.box.slices(boxes[name])]
@@ -58,7 +61,7 @@ class InPlace:
             self._table = DigestTable(parts, len(plan.tensors))
             self._batches = self._batch(casts)
 
-    def publish(self) -> Digests:
+    def publish(self, count: bool) -> Published:
         """Wait until the weights are written, and digest them. Raises StateError when one has moved."""
         self._places.require_unmoved()
         live = local_tensors(self._model) if self._batches else {}
@@ -70,7 +73,14 @@ class InPlace:
                 for cast in casts:
                     cast.target.copy_(live[cast.source][cast.index])
                 table.launch(stream)
-            return combine([self._table.result(), *(table.result() for _, table in self._batches)])
+            nonfinite = count_by_name(self._cuts() if count else ())
+            tables = [self._table, *(table for _, table in self._batches)]
+            return Published(combine([table.result() for table in tables]), nonfinite)
+
+    def _cuts(self) -> list[tuple[str, torch.Tensor]]:
+        """What this rank sends, by the names by which it travels, and not yet cast."""
+        live, metas = local_tensors(self._model), self._plan.tensors
+        return [(metas[piece.tensor].name, live[name][index]) for piece, name, index in self._pieces]
 
     def _batch(
         self, casts: Sequence[tuple[Piece, str, tuple[slice, ...]]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,11 +19,13 @@ from weightsync.device_memory import DeviceHandle, export_tensor
 from weightsync.errors import ConfigError, StateError, TransportError, nearest
 from weightsync.memory import BufferHandle, SharedBuffer, num_threads
 from weightsync.modules import device_id, named_tensors
+from weightsync.nonfinite import NonfiniteTable
 from weightsync.places import local_tensor, local_tensors
 from weightsync.plan import Box, Piece, Plan, RankLayout, Segment, TensorMeta
+from weightsync.published import Published
 from weightsync.sources.in_place import InPlace
 from weightsync.sources.offloaded import Offloaded, Stored
-from weightsync.verify import Digests, host_bytes, tensor_digest, warm_up
+from weightsync.verify import host_bytes, tensor_digest, warm_up
 
 __all__ = ["ModuleSource"]
 
@@ -62,13 +65,14 @@ class ModuleSource:
         self._exclude = frozenset(exclude)
         self._offloads = offloads
         self._offloaded: Offloaded | None = None
-        self._in_arena: Digests | None = None
+        self._in_arena: Published | None = None
         self._layout: RankLayout | None = None
         self._exported: dict[str, DeviceHandle] = {}
         self._arena: SharedBuffer | None = None
         self._in_place: InPlace | None = None
         self._plan: Plan | None = None
         self._copies: tuple[_Copy, ...] = ()
+        self._nonfinite = NonfiniteTable(())
 
     def layout(self) -> RankLayout:
         """Global shapes, this rank's boxes, and which names are tied."""
@@ -106,20 +110,25 @@ class ModuleSource:
             for piece, name in sources
             for copy in _chunks(plan, piece, name, boxes[name], whole=live[name].is_cuda)
         )
+        metas = plan.tensors
+        self._nonfinite = NonfiniteTable(
+            (metas[copy.tensor].dtype, copy.start, copy.box.numel * metas[copy.tensor].itemsize)
+            for copy in self._copies
+        )
         self._arena = SharedBuffer.open(arena)
         if self._offloads:
             self._arena.pin()
         return Attached(plan.digest(), None)
 
-    def publish(self) -> Digests:
+    def publish(self, count: bool) -> Published:
         """Copy and digest, part by part, casting where the engine's dtype is another float.
 
         Without effect where `offload` has just done it.
         """
         assert self._plan is not None
         if self._in_place:
-            return self._in_place.publish()
-        return self._in_arena if self._in_arena is not None else self._to_arena()
+            return self._in_place.publish(count)
+        return self._in_arena if self._in_arena is not None else self._to_arena(count)
 
     def offload(self) -> None:
         """Give the memory of all parameters and persistent buffers back; what they hold goes to the arena.
@@ -131,12 +140,12 @@ class ModuleSource:
             raise StateError("the holder may read this memory in place: give TrainerShard offloads=True")
         if self._offloaded is None:
             stored: dict[str, list[Stored]] = {}
-            digests = self._to_arena() if self._arena else None
+            published = self._to_arena(count=True) if self._arena else None
             if self._arena:
                 for copy in self._copies:
                     stored.setdefault(copy.source, []).append(Stored(copy.index, self._in(self._arena, copy)))
             self._offloaded = Offloaded(self._live(), stored)
-            self._in_arena = digests
+            self._in_arena = published
 
     def onload(self) -> None:
         """Undo `offload`: the same values, in new memory."""
@@ -152,27 +161,36 @@ class ModuleSource:
         dtype: torch.dtype = getattr(torch, meta.dtype)
         return data.view(dtype)
 
-    def _to_arena(self) -> Digests:
+    def _to_arena(self, count: bool) -> Published:
         assert self._plan is not None
         assert self._arena is not None
         metas, arena, live = self._plan.tensors, self._arena, self._live()
         for device in {tensor.device for tensor in live.values() if tensor.is_cuda}:
             torch.cuda.synchronize(device)  # weights may be on their way on a stream of the trainer's own
 
-        def publish(copy: _Copy) -> int:
+        counts = np.zeros(len(self._copies), np.int64)
+
+        def publish(number: int, copy: _Copy) -> int:
             target = self._in(arena, copy)
             with torch.no_grad():
                 cut = live[copy.source][copy.index].to(target.dtype)
                 _copy(cut, target)
+            if count:
+                self._nonfinite.count(arena.tensor, counts, number, number + 1)
             # Of the weights, not of the copy: it has to show a copy that went wrong.
             return tensor_digest(cut, metas[copy.tensor].shape, copy.box)
 
         shares = np.zeros(len(metas), dtype=np.uint64)
         with ThreadPoolExecutor(num_threads(16)) as threads:
-            for copy, share in zip(self._copies, threads.map(publish, self._copies), strict=True):
+            for copy, share in zip(
+                self._copies, threads.map(publish, range(len(self._copies)), self._copies), strict=True
+            ):
                 # On a slice: arrays wrap, scalars warn.
                 shares[copy.tensor : copy.tensor + 1] += np.uint64(share)
-        return shares
+        nonfinite: Counter[str] = Counter()
+        for number in np.flatnonzero(counts).tolist():
+            nonfinite[metas[self._copies[number].tensor].name] += int(counts[number])
+        return Published(shares, dict(nonfinite))
 
     def close(self) -> None:
         """Let go of the holder."""
