@@ -14,6 +14,7 @@ import torch
 
 from tests.patience import patient
 from weightsync.engines.vllm_adopted import AdoptedVllm
+from weightsync.engines.vllm_api import require_updatable
 from weightsync.engines.vllm_worker import WeightSyncWorker
 from weightsync.errors import ConfigError, DeadlineError, EngineError, PeerLostError, StateError
 from weightsync.faults import Fault
@@ -143,3 +144,16 @@ def test_a_worker_whose_kernels_would_read_freed_scales_refuses_its_first_call()
     error = refusal(config, model)
     assert (error.field, error.value) == ("quantization", "compressed-tensors")
     assert "freed scales in 0 after a reload" in error.remedy
+
+
+def test_a_cache_whose_scales_are_dummies_is_refused() -> None:
+    config = SimpleNamespace(speculative_config=None, load_config=SimpleNamespace(load_format="dummy"))
+    model = torch.nn.Sequential(torch.nn.Identity())
+    model[0].kv_cache_dtype, model[0]._k_scale_float = "fp8", 3e-4
+    error = refusal(config, model)
+    assert (error.field, error.value) == ("kv_cache_dtype", "fp8")
+    assert "scales of 0 were drawn at random" in error.remedy
+    model[0]._k_scale_float = 1.0
+    require_updatable(config, model)
+    config.load_config.load_format, model[0]._k_scale_float = "auto", 0.7
+    require_updatable(config, model)

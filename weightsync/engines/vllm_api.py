@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -130,10 +131,23 @@ def require_updatable(config: VllmConfig, model: torch.nn.Module) -> None:
                 f"leave it out: adapters of experts replace the kernels of {name}, so no update is proven"
             )
             raise ConfigError("enable_lora", True, remedy)
+        if _has_drawn_scales(module) and config.load_config.load_format == "dummy":
+            remedy = (
+                f"use auto: the scales of {name} were drawn at random for the start, and no update sets them"
+            )
+            raise ConfigError("kv_cache_dtype", str(module.kv_cache_dtype), remedy)
         kernel = getattr(getattr(module, "scheme", None), "kernel", None)
         if hasattr(kernel, "dnnl_handler"):
             remedy = f"oneDNN would use freed scales in {name} after a reload: serve this format on a GPU"
             raise ConfigError("quantization", config.model_config.quantization, remedy)
+
+
+def _has_drawn_scales(module: torch.nn.Module) -> bool:
+    """Whether a quantized cache has scales other than vLLM's default.
+
+    vLLM takes a dummy scale for a checkpoint's where it is positive.
+    """
+    return any(getattr(module, name, 1.0) != 1.0 for name in ("_k_scale_float", "_v_scale_float"))
 
 
 def _check_sleep(settings: dict[str, Any], available: bool) -> None:
@@ -290,6 +304,13 @@ class Reload:
             finalize_layerwise_reload(self._model, self._config)
 
 
+_Came = tuple[str, torch.Size, torch.dtype]
+"""A checkpoint's tensor that was handed to a loader."""
+
+_WHOLE: WeakKeyDictionary[torch.nn.Module, frozenset[_Came]] = WeakKeyDictionary()
+"""What filled a model to the last element: the same tensors do so again, and need not be counted."""
+
+
 class LoadAccount:
     """A model's ``load_weights``, and what it has filled since the reload began."""
 
@@ -299,23 +320,39 @@ class LoadAccount:
         load: Callable[[Iterable[tuple[str, torch.Tensor]]], object] | None = None,
     ) -> None:
         """Begin to count, in a reload that has begun. `load` is by default the model's ``load_weights``."""
+        self._model = model
         self._load: Callable[..., object] = load or model.load_weights  # type: ignore[assignment]
         self._known_as = loader_names(model)
-        self._count = FillCount(_to_fill(model))
-        self._handed: set[str] = set()
+        self._expected = _WHOLE.get(model)
+        self._count = None if self._expected else FillCount(_to_fill(model))
+        self._came: set[_Came] = set()
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Hand tensors to the loader, by a checkpoint's names."""
         named = list(weights)
-        self._handed.update(name for name, _ in named)
-        with self._count:
+        self._came.update((name, tensor.shape, tensor.dtype) for name, tensor in named)
+        with self._count or contextlib.nullcontext():
             self._load((self._known_as(name), tensor) for name, tensor in named)
 
     def require_all(self) -> None:
-        """Raises RuntimeError, with names, when a tensor that the loader fills is not full."""
-        if missing := self._count.missing(self._handed):
+        """Raises RuntimeError, with names, when a tensor that the loader fills is not full.
+
+        Where other tensors came than those that filled the model before, the next update counts again.
+        """
+        if self._count:
+            missing = self._count.missing(name for name, _, _ in self._came)
+        else:
+            assert self._expected
+            missing = [
+                f"{name} {tuple(shape)}" for name, shape, _ in sorted(self._expected - self._came, key=str)
+            ]
+            if self._came - self._expected:
+                missing.append("what was given other names, shapes or dtypes than before")
+        if missing:
+            _WHOLE.pop(self._model, None)
             some = ", ".join(missing[:3])
-            raise RuntimeError(f"vLLM's loader left out {some}: {len(missing)} parameters are not whole")
+            raise RuntimeError(f"vLLM's loader left out {some}: {len(missing)} tensors are not whole")
+        _WHOLE[self._model] = frozenset(self._came)
 
 
 def _to_fill(model: torch.nn.Module) -> dict[str, ToFill]:
