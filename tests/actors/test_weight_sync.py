@@ -129,6 +129,7 @@ def test_the_order_of_calls_is_held(make: Make) -> None:
         sync.update_weights(2)
 
 
+@pytest.mark.faults
 def test_closing_while_a_version_is_still_being_copied_warns_of_nothing(
     make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,6 +235,7 @@ def test_an_engine_may_join_beside_a_trainer_that_had_none(make: Make) -> None:
     assert holds(sync, "late")
 
 
+@pytest.mark.faults
 def test_a_killed_engine_is_dead_and_the_others_go_on(make: Make, pool: Pool) -> None:
     sync = make(engines=2)
     sync.connect()
@@ -316,6 +318,7 @@ def test_fewer_living_engines_than_min_engines_is_refused_before_anything_moves(
         sync.update_weights(3)
 
 
+@pytest.mark.faults
 def test_a_killed_holder_fails_the_update_and_is_replaced_for_the_next(make: Make) -> None:
     sync = make(engines=2, timeout_s=patient(1))
     sync.connect()

@@ -10,6 +10,7 @@ from tests.contract.transport_processes import Fleet, lose_one_inside, lose_one_
 from tests.patience import patient
 
 
+@pytest.mark.faults
 @pytest.mark.slow
 def test_lost_ranks_are_named_and_the_others_go_on() -> None:
     fleet = Fleet("gloo", 4)
