@@ -7,6 +7,7 @@ import ray
 import torch
 
 from tests.actors.fleet import Engine, Restless, spawn
+from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.errors import SourceChangedError
 
@@ -21,7 +22,7 @@ def update_often(sync: WeightSync) -> None:
 def test_a_trainer_that_writes_while_it_publishes_is_named_and_engines_come_back() -> None:
     trainer = spawn(Restless, WIDTH, "t0")
     engines = {name: spawn(Engine, WIDTH, name, name) for name in ("e0",)}
-    with WeightSync(SyncConfig(timeout_s=30)) as sync:
+    with WeightSync(SyncConfig(timeout_s=patient(30))) as sync:
         sync.register_trainers([trainer])
         sync.register_engines(engines)
         sync.connect()
@@ -29,7 +30,7 @@ def test_a_trainer_that_writes_while_it_publishes_is_named_and_engines_come_back
         with pytest.raises(SourceChangedError, match=r"trainer 0 wrote 0\.weight while it was read"):
             update_often(sync)
         ray.get(trainer.end.remote())
-        sync.settle(60)
+        sync.settle(patient(60))
         report = sync.update_weights(50)
         assert report.engines == {"e0": 50}
         wanted = ray.get(trainer.weights.remote())

@@ -12,6 +12,7 @@ import ray
 
 from actors.engine import EngineActor
 from tests.actors.fleet import Engine, Trainer, spawn
+from tests.patience import patient
 from weightsync import ConfigError, SyncConfig, WeightSync
 from weightsync.errors import StateError
 from weightsync.faults import Fault, FaultPlan
@@ -41,7 +42,7 @@ def actors(cluster: None) -> Actors:
 
 @pytest.fixture
 def sync(actors: Actors) -> Iterator[WeightSync]:
-    with WeightSync(SyncConfig(bucket_bytes=8192, timeout_s=60)) as made:
+    with WeightSync(SyncConfig(bucket_bytes=8192, timeout_s=patient(60))) as made:
         made.register_trainers([actors.trainer])
         made.register_engines({"e0": actors.e0})
         yield made
@@ -52,7 +53,7 @@ def test_versions_are_whole_numbers_and_the_next_one_where_none_is_given(sync: W
     assert sync.update_weights().version == 1
     taken = sync.update_weights(np.int64(4)).version  # type: ignore[arg-type]
     assert (taken, type(taken)) == (4, int)
-    assert sync.update_weights_async().result(60).version == 5
+    assert sync.update_weights_async().result(patient(60)).version == 5
     for bad in (True, np.bool_(1), "6", 6.0):
         refused = sync.update_weights_async(bad)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match=rf"version: {re.escape(repr(bad))} .* such as 6, or nothing"):
@@ -68,7 +69,7 @@ def test_a_second_update_says_in_its_future_that_one_runs(sync: WeightSync) -> N
     assert not first.done()
     with pytest.raises(StateError, match="an update is running"):
         second.result(0)
-    assert first.result(60).version == 1
+    assert first.result(patient(60)).version == 1
     assert sync.update_weights().version == 2
 
 
@@ -126,7 +127,7 @@ def test_what_is_no_engines_handle_is_refused(sync: WeightSync, actors: Actors) 
 
 
 def test_more_engines_asked_for_than_there_are_is_said_by_connect(actors: Actors) -> None:
-    with WeightSync(SyncConfig(bucket_bytes=8192, timeout_s=60, min_engines=2)) as sync:
+    with WeightSync(SyncConfig(bucket_bytes=8192, timeout_s=patient(60), min_engines=2)) as sync:
         sync.register_trainers([actors.trainer])
         sync.register_engines({"e0": actors.e0})
         with pytest.raises(

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.contract.conftest import Rig
+from tests.patience import patient
 from weightsync.engines.loader_trace import trace
 from weightsync.engines.vllm_api import loader_names, require_updatable
 from weightsync.errors import ConfigError
@@ -126,7 +127,7 @@ def test_a_real_vllm_with_adapters_serves_what_was_sent(rig: Rig) -> None:
     prompts = [[5, 6, 7], [200, 3, 90, 41]]
     for version, model in enumerate(rig.models, start=1):
         rig.update(model, version)
-        assert rig.serves(model, prompts, rig.generate(prompts).result(120).tokens)
+        assert rig.serves(model, prompts, rig.generate(prompts).result(patient(120)).tokens)
     rig.engine._loop.call(lambda llm: assert_live(llm, rig.models[0]))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.patience import patient
 from tests.unit.test_controller import CONFIG, Loop
 from tests.unit.test_controller import drive as drive_broadcast
 from tests.unit.test_direct import Direct, Staging
@@ -168,7 +169,7 @@ def test_a_write_while_engines_read_in_place_demotes_none_of_them() -> None:
         running = asyncio.get_running_loop()
 
         def meet() -> None:
-            asyncio.run_coroutine_threadsafe(both.wait(), running).result(20)
+            asyncio.run_coroutine_threadsafe(both.wait(), running).result(patient(20))
 
         def write_first() -> None:
             write(loop)
@@ -201,7 +202,7 @@ def test_who_read_before_the_write_commits_and_who_read_after_it_is_not_demoted(
             running.call_soon_threadsafe(read.set)
 
         def wait_and_write() -> None:
-            asyncio.run_coroutine_threadsafe(read.wait(), running).result(20)  # type: ignore[arg-type]
+            asyncio.run_coroutine_threadsafe(read.wait(), running).result(patient(20))  # type: ignore[arg-type]
             write(loop)
 
         staging.pull = first  # type: ignore[method-assign]
