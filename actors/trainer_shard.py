@@ -33,6 +33,10 @@ class TrainerShard(Claimable):
 
         trainer = ray.remote(Trainer).remote(...)
 
+    Each update takes what ``self.model`` holds then. Another model, or other parameters, may take the
+    place of those that were connected if names, shapes, dtypes and sharding are the same; otherwise the
+    update raises a StateError that names the rank and the tensor, and `WeightSync.connect` has to come first.
+
     The methods below are called by WeightSync, between your own methods, as Ray orders them.
 
     Only for one of these, call ``super().__init__``.
@@ -68,7 +72,8 @@ class TrainerShard(Claimable):
 
     def onload(self) -> None:
         """Take the memory again, with what was in it; after an out-of-memory error, call it again."""
-        self._current_source().onload()
+        if self._source is not None:
+            self._source.onload()
 
     def sync_seat(self) -> Seat:
         """Where this rank sits."""
@@ -82,25 +87,23 @@ class TrainerShard(Claimable):
 
     def sync_attach(self, plan: Plan, trainer: int, arena: BufferHandle | None) -> Attached:
         """Map the holder's arena, or let it read this rank's memory in place."""
-        assert self._source is not None
-        return self._source.attach(plan, trainer, arena)
+        return self._current_source().attach(plan, trainer, arena)
 
     def sync_publish(self, count: bool) -> tuple[Published, Sequence[Span]]:
         """Hand this rank's share to its holder: a copy, or, on a GPU, the memory as it is."""
-        assert self._source is not None
         clock = PhaseClock()
         with clock.phase("publish"):
             strike("publish")
-            published = self._source.publish(count)
+            published = self._current_source().publish(count)
         return published, clock.spans
 
     def _current_source(self) -> ModuleSource:
         if not hasattr(self, "model"):
             raise StateError(f"{type(self).__name__} has to set self.model before it is used")
-        if self._source is None or self._source.model is not self.model:
-            if self._source is not None:
-                self._source.close()
+        if self._source is None:
             self._source = ModuleSource(self.model, self._exclude, offloads=self._offloads)
+        if self._source.model is not self.model:
+            self._source.replace(self.model)
         return self._source
 
     def sync_arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:

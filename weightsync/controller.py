@@ -16,9 +16,10 @@ from weightsync.clock import PhaseClock, Span
 from weightsync.config import SyncConfig
 from weightsync.connect import Connection, connect
 from weightsync.crew import Crew, remoteness
-from weightsync.deadline import GRACE_S, gather_named
+from weightsync.deadline import GRACE_S, Outcome, gather_named
 from weightsync.errors import (
     ConfigError,
+    MovedError,
     NonfiniteError,
     PeerLostError,
     StateError,
@@ -149,6 +150,8 @@ class Controller:
             ConfigError: `version` is not greater than the last that committed.
             WeightSyncError: what went wrong first, when fewer than ``min_engines`` took it. A failed
                 publish leaves every engine as it was, or awake; later failures leave the engines STALE.
+
+        Where trainers hold weights of the same layout in other memory, it connects again by itself.
         """
         if not self.connected or self._connection is None:
             raise StateError("connect() has to come before update_weights()")
@@ -163,7 +166,12 @@ class Controller:
         clock = PhaseClock()
         watching = {holder for seat in asleep for holder in seat.holders}
         async with gauged(self._fleet, watching, clock.now) as seen:
-            report = await self._update(version, takers, clock, when_held)
+            try:
+                report = await self._update(version, takers, clock, when_held)
+            except MovedError as error:
+                logger.info("connecting again: %s", error)
+                await self.connect()
+                report = await self._update(version, takers, clock, when_held)
         return replace(report, peak_memory=peaks(seen, clock.spans)) if asleep else report
 
     async def _update(
@@ -244,7 +252,9 @@ class Controller:
     async def _publish(self, version: int) -> None:
         count = self._config.nonfinite != "ignore"
         calls = {f"trainer {i}": t.publish(count) for i, (t, _) in enumerate(self._fleet.trainers)}
-        published = (await gather_named(calls, "publish", self._config.timeout_s)).require()
+        outcome = await gather_named(calls, "publish", self._config.timeout_s)
+        others = {who: e for who, e in outcome.failures.items() if not isinstance(e, MovedError)}
+        published = Outcome(outcome.answers, others or outcome.failures).require()
         self._nonfinite = self._counted(version, published.values()) if count else {}
         self._published = {name: each.digests for name, each in published.items()}
         self._expected = combine(list(self._published.values()))

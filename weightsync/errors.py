@@ -4,6 +4,7 @@
     ├── ConfigError           the user's input: names the field, the value and a remedy   (also ValueError)
     ├── PlanError             two layouts that do not fit: names the parameter            (also ValueError)
     ├── StateError            a call that this state does not allow                       (also RuntimeError)
+    │   └── MovedError        weights that are read in place are elsewhere: an update connects again by itself
     ├── DeadlineError         a wait ended: names the phase and who did not come          (also TimeoutError)
     ├── PeerLostError         a process that we need is gone
     ├── PeerError             a process that we need raised something that is not in this tree
@@ -41,6 +42,7 @@ __all__ = [
     "ConfigError",
     "DeadlineError",
     "EngineError",
+    "MovedError",
     "NonfiniteError",
     "PeerError",
     "PeerLostError",
@@ -106,6 +108,10 @@ class PlanError(WeightSyncError, ValueError):
 
 class StateError(WeightSyncError, RuntimeError):
     """The call is not allowed now; the message says what has to come first."""
+
+
+class MovedError(StateError):
+    """A trainer's weights are of the same layout in other memory, which holders have not mapped yet."""
 
 
 class DeadlineError(WeightSyncError, TimeoutError):
@@ -232,6 +238,7 @@ KINDS = MappingProxyType(
             ConfigError,
             PlanError,
             StateError,
+            MovedError,
             DeadlineError,
             PeerLostError,
             PeerError,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -16,13 +17,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from weightsync.buffers import Attached, Export
 from weightsync.device_memory import DeviceHandle, export_tensor
-from weightsync.errors import ConfigError, StateError, TransportError, nearest
+from weightsync.errors import ConfigError, MovedError, StateError, TransportError, nearest
 from weightsync.memory import BufferHandle, SharedBuffer, num_threads
 from weightsync.modules import device_id, named_tensors
 from weightsync.nonfinite import NonfiniteTable
-from weightsync.places import local_tensor, local_tensors
+from weightsync.places import Places, local_tensor, local_tensors
 from weightsync.plan import Box, Piece, Plan, RankLayout, Segment, TensorMeta
 from weightsync.published import Published
+from weightsync.sources.difference import difference
 from weightsync.sources.in_place import InPlace
 from weightsync.sources.offloaded import Offloaded, Stored
 from weightsync.verify import host_bytes, tensor_digest, warm_up
@@ -57,11 +59,13 @@ class ModuleSource:
     one that `offloads`, for what its holder has mapped could not be given back.
 
     Attributes:
-        model: whose parameters and buffers they are.
+        model: whose parameters and buffers they are. Another one of the same layout may take its place.
     """
 
     def __init__(self, model: nn.Module, exclude: Collection[str] = (), *, offloads: bool = False) -> None:
         self.model = model
+        self._places: Places | None = None
+        self._rank = 0
         self._exclude = frozenset(exclude)
         self._offloads = offloads
         self._offloaded: Offloaded | None = None
@@ -71,28 +75,47 @@ class ModuleSource:
         self._arena: SharedBuffer | None = None
         self._in_place: InPlace | None = None
         self._plan: Plan | None = None
+        self._sources: tuple[tuple[Piece, str, Box], ...] = ()
         self._copies: tuple[_Copy, ...] = ()
         self._nonfinite = NonfiniteTable(())
 
     def layout(self) -> RankLayout:
-        """Global shapes, this rank's boxes, and which names are tied."""
+        """Global shapes, this rank's boxes, and which names are tied.
+
+        Raises StateError when the model changed while it is offloaded.
+        """
         tensors, tied = named_tensors(self.model)
+        if self._offloaded:
+            self._require_as_offloaded(tensors)
         for name in self._exclude - set(tensors):
             raise ConfigError("exclude", name, nearest(name, tensors))
+        layout, device = self._describe(tensors, tied), ""
+        if not self._offloads:
+            local = {meta.name: local_tensor(tensors[meta.name]) for meta in layout.tensors}
+            device, self._exported = _share(local)
+        self._layout = dataclasses.replace(layout, device=device)
+        self._places = Places(self.model, tensors)
+        return self._layout
+
+    def replace(self, model: nn.Module) -> None:
+        """Take the weights of `model` from now on. Raises StateError while those it has are offloaded."""
+        if self._offloaded:
+            raise StateError(
+                f"trainer {self._rank}: another model took the place of one that is offloaded: onload() first"
+            )
+        self.model = model
+
+    def _describe(self, tensors: Mapping[str, torch.Tensor], tied: Collection[tuple[str, str]]) -> RankLayout:
         kept = {name: tensor for name, tensor in tensors.items() if name not in self._exclude}
         metas = tuple(TensorMeta(name, _dtype_name(t.dtype), tuple(t.shape)) for name, t in kept.items())
         segments = tuple(_segment(name, tensor) for name, tensor in kept.items())
-        ties = tuple(pair for pair in tied if pair[1] in kept)
-        device = ""
-        if not self._offloads:
-            device, self._exported = _share({name: local_tensor(tensor) for name, tensor in kept.items()})
-        self._layout = RankLayout(metas, segments, ties, device=device)
-        return self._layout
+        return RankLayout(metas, segments, tuple(pair for pair in tied if pair[1] in kept))
 
     def attach(self, plan: Plan, trainer: int, arena: BufferHandle | None) -> Attached:
         """Work out every copy once."""
         self.close()
         layout = self._layout or self.layout()
+        self._rank = trainer
         boxes = {segment.tensor: segment.box for segment in layout.segments}
         canonical = dict(layout.tied)
         sources = []
@@ -104,28 +127,38 @@ class ModuleSource:
             self._in_place = InPlace(plan, sources, self.model, layout)
             return Attached(plan.digest(), Export(layout, self._exported))
         warm_up()
-        live = self._live()
-        self._copies = tuple(
-            copy
-            for piece, name in sources
-            for copy in _chunks(plan, piece, name, boxes[name], whole=live[name].is_cuda)
-        )
-        metas = plan.tensors
-        self._nonfinite = NonfiniteTable(
-            (metas[copy.tensor].dtype, copy.start, copy.box.numel * metas[copy.tensor].itemsize)
-            for copy in self._copies
-        )
+        self._sources = tuple((piece, name, boxes[name]) for piece, name in sources)
         self._arena = SharedBuffer.open(arena)
+        self._make_copies()
         if self._offloads:
             self._arena.pin()
         return Attached(plan.digest(), None)
 
+    def _make_copies(self) -> None:
+        assert self._plan is not None
+        live, metas = self._live(), self._plan.tensors
+        self._copies = tuple(
+            copy
+            for piece, name, box in self._sources
+            for copy in _chunks(self._plan, piece, name, box, whole=live[name].is_cuda)
+        )
+        self._nonfinite = NonfiniteTable(
+            (metas[copy.tensor].dtype, copy.start, copy.box.numel * metas[copy.tensor].itemsize)
+            for copy in self._copies
+        )
+
     def publish(self, count: bool) -> Published:
         """Copy and digest, part by part, casting where the engine's dtype is another float.
 
-        Without effect where `offload` has just done it.
+        Without effect where `offload` has just done it. What is published is what `model` holds now.
+
+        Raises:
+            MovedError: weights that are read in place are in other memory, of the same layout.
+            StateError: the model has another layout than when it was connected, or changed while it is
+                offloaded; names this rank and the tensor.
         """
         assert self._plan is not None
+        self._follow()
         if self._in_place:
             return self._in_place.publish(count)
         return self._in_arena if self._in_arena is not None else self._to_arena(count)
@@ -140,18 +173,51 @@ class ModuleSource:
             raise StateError("the holder may read this memory in place: give TrainerShard offloads=True")
         if self._offloaded is None:
             stored: dict[str, list[Stored]] = {}
+            if self._arena:
+                self._follow()
             published = self._to_arena(count=True) if self._arena else None
             if self._arena:
                 for copy in self._copies:
                     stored.setdefault(copy.source, []).append(Stored(copy.index, self._in(self._arena, copy)))
             self._offloaded = Offloaded(self._live(), stored)
             self._in_arena = published
+            self._places = Places(self.model, named_tensors(self.model)[0])
 
     def onload(self) -> None:
         """Undo `offload`: the same values, in new memory."""
         if self._offloaded:
             self._offloaded.undo()
-            self._offloaded = self._in_arena = None
+            self._offloaded = self._in_arena = self._places = None
+
+    def _follow(self) -> None:
+        """Be attached to what the model holds now."""
+        assert self._layout is not None
+        if self._places and self._places.as_before(self.model):
+            return
+        tensors, tied = named_tensors(self.model)
+        if self._places and self._places.as_before(self.model):
+            return  # it had only been gathered, and its state_dict undid that
+        if self._offloaded:
+            self._require_as_offloaded(tensors)
+        now = self._describe(tensors, tied)
+        if changed := difference(self._layout, now):
+            raise StateError(f"trainer {self._rank}: {changed}: connect() again")
+        kept = {meta.name: tensors[meta.name] for meta in now.tensors}
+        moved = self._places.moved(kept) if self._places else []
+        if self._in_place and moved:
+            raise MovedError(f"trainer {self._rank}: {_listed(moved)}: connect() again")
+        if not self._in_place and not self._offloaded:
+            if moved:
+                logger.info("trainer %d: %s: attached again", self._rank, _listed(moved))
+            self._make_copies()
+        self._places = Places(self.model, tensors)
+
+    def _require_as_offloaded(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        assert self._places is not None
+        if moved := self._places.moved(tensors):
+            raise StateError(
+                f"trainer {self._rank}: {_listed(moved)}, while the weights are offloaded: onload() first"
+            )
 
     def _in(self, arena: SharedBuffer, copy: _Copy) -> torch.Tensor:
         """Where the arena has it: one dimension, in the dtype in which it travels."""
@@ -252,6 +318,11 @@ def _segment(name: str, tensor: torch.Tensor) -> Segment:
         )
     strides = tuple(stride * local.element_size() for stride in local.stride())
     return Segment(name, Box(tuple(offset), tuple(extent)), name, 0, strides)
+
+
+def _listed(moved: Sequence[str]) -> str:
+    more = f" and {len(moved) - 1} more are" if len(moved) > 1 else " is"
+    return f"{moved[0]}{more} in other memory than when it was connected"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
