@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from weightsync.keeper import Label, Share
     from weightsync.memory import BufferHandle
     from weightsync.plan import Plan, RankLayout, Reads
-    from weightsync.prepared import Group, Prepared, Way
+    from weightsync.prepared import Group, Moved, Prepared, Way
     from weightsync.published import Published
     from weightsync.readers import Offer
     from weightsync.refill import Kept, Refilled
@@ -184,10 +184,10 @@ class RemoteHolder(_Remote):
     async def meet(self, rendezvous: str, timeout_s: float) -> None:
         await self._call("meet", rendezvous, timeout_s)
 
-    async def move(self, attempt: int, feeding: bool, way: Way, timeout_s: float) -> Span:
-        span: Span = await self._call("move", attempt, feeding, way, timeout_s)
-        self._spans = [(self.name, [span])]
-        return span
+    async def move(self, attempt: int, feeding: bool, way: Way, timeout_s: float) -> Moved:
+        moved: Moved = await self._call("move", attempt, feeding, way, timeout_s)
+        self._spans = [(self.name, [moved.span])]
+        return moved
 
     async def digests(self) -> Digests:
         digests: Digests = await self._call("digests")

@@ -12,7 +12,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from weightsync.clock import PhaseClock, Span
+from weightsync.attempt import Attempt
+from weightsync.clock import PhaseClock
 from weightsync.config import SyncConfig
 from weightsync.connect import Connection, connect
 from weightsync.crew import Crew, remoteness
@@ -31,7 +32,7 @@ from weightsync.keeping import Keeping
 from weightsync.links import links
 from weightsync.peers import EngineSeat, Fleet, HolderPeer
 from weightsync.plan import Plan
-from weightsync.prepared import Way
+from weightsync.prepared import Moved, Way
 from weightsync.published import Published
 from weightsync.refill import Refilled
 from weightsync.refiller import Refiller
@@ -68,7 +69,7 @@ class Controller:
         self.crew = Crew(config, fleet)
         self.keeping = Keeping(config, fleet)
         self.keeping.on_silence = self._disconnect
-        self._turns = Turns(GRACE_S)
+        self._turns = Turns(min(GRACE_S, config.timeout_s))
         self.crew.between_updates = self.beside
         self._refiller = Refiller(config, fleet, self.crew, self.keeping, self._turns)
         self._epoch = self._num_buckets = self._nbytes = 0
@@ -126,6 +127,7 @@ class Controller:
             for name in late:  # its ranks are busy with what they do not let go of
                 self._fleet.engines[name].attached = False
                 await self.crew.drop(self._fleet.engines[name])
+                self.crew.left_behind(name)
             yield
 
     async def quiet(self) -> None:
@@ -304,6 +306,7 @@ class Controller:
             # Before trainers may go on: what they write from then on is no fault.
             changed = await self._changed(wrong)
             verified = self.crew.judge(version, wrong, changed)
+            self.crew.kept_up(verified)
         when_moved()
         for name, error in self.crew.failures.items():
             if isinstance(error, VerifyError):
@@ -328,7 +331,7 @@ class Controller:
         seats = {name: self._fleet.engines[name] for name in takers}
         fed = {holder for seat in seats.values() for holder in seat.holders}
 
-        async def move(index: int, holder: HolderPeer, way: Way) -> Span:
+        async def move(index: int, holder: HolderPeer, way: Way) -> Moved:
             try:
                 return await holder.move(attempt, index in fed, way, timeout_s)
             except PeerLostError as error:
@@ -340,10 +343,11 @@ class Controller:
         plan, every = self._connection.plan, next(iter(ways.values()))
         self._num_buckets = plan.num_buckets if every.broadcasts_all else len(every.cast)
         moves = {f"holder {i}": move(i, self._fleet.holders[i], way) for i, way in ways.items()}
-        loaded, moved = await asyncio.gather(
-            self.crew.ask(seats, "move", lambda peer: peer.load(attempt, timeout_s), self.crew.drop),
-            gather_named(moves, "move", timeout_s + GRACE_S),
-        )
+        loads = {name: self.crew.load(seat, attempt) for name, seat in seats.items()}
+        feeds = {name: [f"holder {i}" for i in seat.holders] for name, seat in seats.items()}
+        moved, outcome = await Attempt(moves, loads, feeds, timeout_s).run()
+        loaded = outcome.answers
+        self.crew.blame("move", outcome.failures)
         if moved.failures:
             # A move that broke leaves no engine with a whole version.
             self.connected = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TypeVar
@@ -19,6 +20,7 @@ from weightsync.errors import (
     PeerError,
     PeerLostError,
     RankLostError,
+    SlowError,
     SourceChangedError,
     TransportError,
     VerifyError,
@@ -55,6 +57,7 @@ class Crew:
         self._attempt = 0
         self.failures: dict[str, WeightSyncError] = {}
         self._version: dict[str, int] = {}
+        self._num_slow: Counter[str] = Counter()
         self._halts, self._undoing = Halts(), set[asyncio.Future[None]]()
         self.on_failure: Callable[[str, WeightSyncError], None] = lambda _name, _error: None
         self.between_updates: Callable[[str], AbstractAsyncContextManager[None]] = lambda _name: nullcontext()
@@ -228,15 +231,33 @@ class Crew:
     ) -> dict[str, T]:
         """The answers of the engines that answered; the others are blamed."""
 
-        async def one(seat: EngineSeat) -> T:
-            try:
-                return await call(seat.peer)
-            except _GONE:
-                if when_lost:
-                    await when_lost(seat)
-                raise
+        calls = {name: _told(seat, call(seat.peer), when_lost) for name, seat in seats.items()}
+        return await self._gather(calls, phase, timeout_s)
 
-        return await self._gather({name: one(seat) for name, seat in seats.items()}, phase, timeout_s)
+    async def load(self, seat: EngineSeat, attempt: int) -> Sequence[Digests]:
+        """What an engine loads in an update, without a deadline; one that is lost keeps no holder waiting."""
+        return await _told(seat, seat.peer.load(attempt, self._config.timeout_s), self.drop)
+
+    def blame(self, phase: str, failures: Mapping[str, WeightSyncError]) -> None:
+        """Each engine that failed, by its name."""
+        for name, error in failures.items():
+            self._blame(name, phase, error)
+
+    def kept_up(self, names: Iterable[str]) -> None:
+        """These took an update in time, or are others than before: what was slow is forgotten."""
+        for name in names:
+            self._num_slow.pop(name, None)
+
+    def num_slow(self, name: str) -> int:
+        """In how many updates running an engine was too slow."""
+        return self._num_slow[name]
+
+    def left_behind(self, name: str) -> None:
+        """An update could not wait for a refill to stop. Is the engine slow again, it counts as hung."""
+        stuck = (EngineState.STALE, EngineState.REFILLING)
+        if self._num_slow[name] and self._fleet.engines[name].record.state in stuck:
+            self._num_slow[name] += 1
+            self.lost(name, DeadlineError("ending an earlier load", (f"engine {name}",), GRACE_S))
 
     async def _gather(
         self, calls: Mapping[str, Coroutine[object, object, T]], phase: str, timeout_s: float | None = None
@@ -263,18 +284,37 @@ class Crew:
         self.on_failure(name, error)
 
     def _blame(self, name: str, phase: str, error: WeightSyncError) -> None:
+        hung = False
+        if isinstance(error, SlowError):
+            self._num_slow[name] += 1
+            if hung := self._num_slow[name] > 1:
+                what = f"{error.phase} (too slow in {self._num_slow[name]} updates running)"
+                error = DeadlineError(what, error.missing, error.timeout_s)
         error.where = Where(name, _rank(error), self._version.get(name, 0), phase)
         logger.warning("%s: %s", error.where, error)
         self.failures[name] = error
         seat, gone = self._fleet.engines[name], isinstance(error, _GONE)
         if gone or not _spares(phase, seat.record.state, error):
-            self.enter([name], EngineState.DEAD if gone else EngineState.STALE)
+            self.enter([name], EngineState.DEAD if gone or hung else EngineState.STALE)
             self.on_failure(name, error)
-        seat.attached = seat.attached and not gone
+        seat.attached = seat.attached and not (gone or hung)
 
     def enter(self, names: Iterable[str], state: EngineState, version: int = 0) -> None:
         for name in names:
             self._fleet.engines[name].record.enter(state, version)
+
+
+async def _told(
+    seat: EngineSeat,
+    call: Coroutine[object, object, T],
+    when_lost: Callable[[EngineSeat], Coroutine[object, object, None]] | None,
+) -> T:
+    try:
+        return await call
+    except _GONE:
+        if when_lost:
+            await when_lost(seat)
+        raise
 
 
 def _spares(phase: str, state: EngineState, error: WeightSyncError) -> bool:

@@ -6,6 +6,7 @@
     ├── StateError            a call that this state does not allow                       (also RuntimeError)
     │   └── MovedError        weights that are read in place are elsewhere: an update connects again by itself
     ├── DeadlineError         a wait ended: names the phase and who did not come          (also TimeoutError)
+    │   └── SlowError         an engine did not keep up with a move: names the engine
     ├── PeerLostError         a process that we need is gone
     ├── PeerError             a process that we need raised something that is not in this tree
     ├── TransportError        bytes could not be moved
@@ -49,6 +50,7 @@ __all__ = [
     "PlanError",
     "RankLostError",
     "ReadError",
+    "SlowError",
     "SourceChangedError",
     "StateError",
     "TransportError",
@@ -124,6 +126,10 @@ class DeadlineError(WeightSyncError, TimeoutError):
 
     def __str__(self) -> str:
         return f"{self.phase}: no answer within {self.timeout_s:g} s from {', '.join(self.missing)}"
+
+
+class SlowError(DeadlineError):
+    """``missing``, one engine, kept its holder waiting for ``timeout_s`` seconds; it may yet end."""
 
 
 class PeerLostError(WeightSyncError):
@@ -240,6 +246,7 @@ KINDS = MappingProxyType(
             StateError,
             MovedError,
             DeadlineError,
+            SlowError,
             PeerLostError,
             PeerError,
             TransportError,

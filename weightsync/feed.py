@@ -34,6 +34,7 @@ from weightsync.wire import (
     Cancel,
     Done,
     Failed,
+    GoingOn,
     Hello,
     Message,
     Ready,
@@ -122,6 +123,10 @@ class HolderFeed:
         """Tell the engine rank that a bucket may be read; all of it from its slot, if that is `whole`."""
         self._send(Ready(attempt, bucket, whole))
 
+    def go_on(self, attempt: int) -> None:
+        """Tell the engine rank, which waits for `written`, that buckets still come."""
+        self._send(GoingOn(attempt))
+
     def written(self, attempt: int) -> None:
         """Tell the engine rank that all buckets lie in its memory."""
         self._send(Written(attempt))
@@ -167,9 +172,10 @@ class HolderFeed:
             if self._dropped.is_set():
                 raise EngineError(self.ticket.engine, phase, "it was given up")
             left = deadline - time.monotonic()
-            if left <= 0:
-                raise DeadlineError(phase, (f"engine {self.ticket.engine}",), timeout_s)
-            if not self._socket.poll(int(min(left * 1000 + 1, _POLL_MS))):
+            # Once more at the end: this process may have stood still, and not the engine.
+            if not self._socket.poll(max(0, int(min(left * 1000 + 1, _POLL_MS)))):
+                if left <= 0:
+                    raise DeadlineError(phase, (f"engine {self.ticket.engine}",), timeout_s)
                 continue
             frames = self._socket.recv_multipart()
             known = self._peer in (None, frames[0])
@@ -248,7 +254,8 @@ class EngineFeed:
         holder falls silent for `timeout_s`, TransportError when it gave up, EngineError for what `sink`
         raised; the holder is told, and does not wait for this rank any longer.
         """
-        if not self._busy.acquire(blocking=False):
+        # One that was given up may still be writing a bucket.
+        if not self._busy.acquire(timeout=timeout_s):
             raise EngineError(self._ticket.engine, "move", "an earlier load has not ended yet")
         clock = PhaseClock()
         self.spans = clock.spans
@@ -324,6 +331,8 @@ class EngineFeed:
             if isinstance(message, Cancel) and message.attempt == attempt:
                 raise TransportError(f"{self._ticket.holder} gave up: {message.cause}")
             # What an earlier, abandoned attempt left in the queue is read past.
+            if isinstance(message, GoingOn) and message.attempt == attempt:
+                deadline = time.monotonic() + timeout_s
             if isinstance(message, Written) and message.attempt == attempt:
                 return message
             if isinstance(message, Ready) and (message.attempt, message.bucket) == (attempt, bucket):
@@ -333,10 +342,12 @@ class EngineFeed:
         self._socket.send(encode(message))
 
     def _receive(self, deadline: float, phase: str, timeout_s: float) -> Message:
-        while (left := deadline - time.monotonic()) > 0:
-            came = self._socket.poll(int(min(left * 1000 + 1, _POLL_MS)))
+        while True:
+            left = deadline - time.monotonic()
+            came = self._socket.poll(max(0, int(min(left * 1000 + 1, _POLL_MS))))
             if self._closing.is_set():  # the memory may be another load's by now
                 raise TransportError(f"{self._ticket.engine} is being connected anew")
             if came:
                 return decode(self._socket.recv())
-        raise DeadlineError(phase, (self._ticket.holder,), timeout_s)
+            if left <= 0:
+                raise DeadlineError(phase, (self._ticket.holder,), timeout_s)

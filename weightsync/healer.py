@@ -60,6 +60,7 @@ class Healer:
     def forget(self, name: str) -> None:
         """Somebody else sees to it, or it leaves."""
         self.given_up.pop(name, None)
+        self._controller.crew.kept_up([name])
         if task := self._tasks.get(name):
             task.cancel()
 
@@ -83,7 +84,9 @@ class Healer:
 
     async def _heal(self, name: str, failure: WeightSyncError) -> None:
         clock, respawned_at, cause = PhaseClock(), None, str(failure)
-        for attempt in range(1, self._config.heal_attempts + 2):
+        # One that is slow again after it was started anew has used up an attempt each time.
+        first = max(1, self._controller.crew.num_slow(name) - 1)
+        for attempt in range(first, self._config.heal_attempts + 2):
             decision = await self._decide(name, failure, attempt)
             if name not in self._fleet.engines:
                 return
@@ -150,6 +153,8 @@ class Healer:
             seat = self._fleet.engines[name]
             if seat.record.state is EngineState.SERVING:
                 return None
+            if seat.record.state is EngineState.DEAD:  # found so while an update ran
+                raise self._missed.pop(name, EngineError(name, "refill", "it is dead"))
             try:
                 await self._controller.adopt(name)
                 # To wake it would take the memory that a trainer uses.

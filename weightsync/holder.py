@@ -12,7 +12,7 @@ import torch
 
 from weightsync.arena import Arena, arena_for, keepable, written
 from weightsync.buffers import Export, HostExport
-from weightsync.clock import PhaseClock, Span
+from weightsync.clock import PhaseClock
 from weightsync.communicators import Communicators
 from weightsync.errors import ConfigError, StateError
 from weightsync.exchange import Exchange, Part
@@ -23,10 +23,10 @@ from weightsync.keeper import Keepable, Keeper, Label, Share
 from weightsync.mapped_arena import MappedArena
 from weightsync.modules import device_id
 from weightsync.moves import carry_out
-from weightsync.outlet import open_outlet
+from weightsync.outlet import Outlet, open_outlet
 from weightsync.own_share import copied_parts, digest_parts, parts_in_place
 from weightsync.plan import Plan, RankLayout, Reads
-from weightsync.prepared import Group, Prepared, Way
+from weightsync.prepared import Group, Moved, Prepared, Way
 from weightsync.readers import Offer
 from weightsync.refill import Kept, Refill, Refilled
 from weightsync.restore import Restore, open_refill
@@ -40,7 +40,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Holder"]
 
-_PATIENCE = 0.9  # of a move's time, what an engine rank may take: the rest is for the buckets to come
+_PATIENCE = 0.5, 0.9
+"""Of a move's time, what one wait for an engine rank may take, and what all may together.
+
+Others wait a move's time for each bucket: what is over is for the bucket to come.
+"""
 
 
 class Holder(Gauged):
@@ -201,27 +205,26 @@ class Holder(Gauged):
         with self._moving, self._staging.queue():
             self._exchange.open(rendezvous, timeout_s)
 
-    def move(self, attempt: int, feeding: bool, way: Way, timeout_s: float) -> Span:
+    def move(self, attempt: int, feeding: bool, way: Way, timeout_s: float) -> Moved:
         """Run the plan once: broadcast every bucket and, if `feeding`, bring them to the engine rank.
 
-        Returns when it began and what it took. Raises TransportError when the broadcast fails. Whatever
+        Raises TransportError when the broadcast fails. Whatever
         is raised, the communicators are left with it as the cause, so that nobody waits for this holder.
-        An engine rank that fails or falls silent is left behind and does not hold the others up: its own
-        `load` reports it.
+        An engine rank that fails or falls silent is left behind and does not hold the others up: the answer
+        says so if it was too slow, else its own `load` does.
         """
         plan, staging = self._plan, self._staging
         if plan is None or staging is None:
             raise StateError(f"{self.name} has no plan: connect first")
         clock = PhaseClock()
         with clock.phase("move"), self._moving, staging.queue():
-            self._run(plan, staging, attempt, feeding, way, timeout_s)
-        return clock.spans[0]
+            outlet = self._run(plan, staging, attempt, feeding, way, timeout_s)
+        return Moved(clock.spans[0], outlet.waited_s, outlet.slow)
 
     def _run(
         self, plan: Plan, staging: Staging, attempt: int, feeding: bool, way: Way, timeout_s: float
-    ) -> None:
-        # The others wait for us at each bucket, and the controller for all of them.
-        limits_s = timeout_s / 2, _PATIENCE * timeout_s
+    ) -> Outlet:
+        limits_s = _PATIENCE[0] * timeout_s, _PATIENCE[1] * timeout_s
         only = way.cast if way.pulls else None
         outlet = open_outlet(staging, self._feed, feeding, attempt, plan.slots, *limits_s, only=only)
         start = partial(self._start, plan, staging, timeout_s=timeout_s)
@@ -233,6 +236,7 @@ class Holder(Gauged):
             self.abort(cause)
             outlet.cancel(cause)
             raise
+        return outlet
 
     def digests(self) -> Digests:
         """Of what its trainer rank published as it is now, in its arena or in place: see `Source.publish`.

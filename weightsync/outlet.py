@@ -6,7 +6,7 @@ import logging
 import time
 from typing import Protocol
 
-from weightsync.errors import DeadlineError, EngineError
+from weightsync.errors import DeadlineError, EngineError, SlowError, WeightSyncError
 from weightsync.feed import HolderFeed
 from weightsync.staging import Staging
 
@@ -21,6 +21,14 @@ class Outlet(Protocol):
     @property
     def taking(self) -> bool:
         """Whether the engine rank takes part, and was not given up."""
+
+    @property
+    def waited_s(self) -> float:
+        """The time spent on waiting for the engine rank."""
+
+    @property
+    def slow(self) -> SlowError | None:
+        """Why the engine rank was given up, if it did not keep up."""
 
     def wait_free(self, bucket: int) -> None:
         """Wait until the slot that `bucket` goes to may be filled."""
@@ -56,7 +64,8 @@ def open_outlet(
 class Feeding:
     """The engine rank reads the slots; without a feed, or after its first failure, nobody does.
 
-    `timeout_s` is what it may take over a bucket, `limit_s` over all of them. `whole`: see `Ready`.
+    `timeout_s` is what a wait for it may take, `limit_s` all waits together: what its holder waits for
+    others does not count. `whole`: see `Ready`.
     """
 
     def __init__(
@@ -69,9 +78,10 @@ class Feeding:
         whole: bool = False,
     ) -> None:
         self._feed, self._attempt, self._timeout_s, self._whole = feed, attempt, timeout_s, whole
-        self._until = time.monotonic() + limit_s
-        self._num_slots = num_slots
+        self._limit_s, self._num_slots = limit_s, num_slots
         self._read = 0
+        self.waited_s = 0.0
+        self.slow: SlowError | None = None
 
     @property
     def taking(self) -> bool:
@@ -86,14 +96,28 @@ class Feeding:
 
     def finish(self, num_buckets: int) -> None:
         while self._feed and self._read < num_buckets:
+            begun = time.monotonic()
             try:
-                left = min(self._timeout_s, self._until - time.monotonic())
-                self._feed.wait_done(self._attempt, self._read, left)
+                left_s = max(0.0, self._limit_s - self.waited_s)
+                self._feed.wait_done(self._attempt, self._read, min(self._timeout_s, left_s))
                 self._read += 1
-            except (EngineError, DeadlineError) as error:
-                logger.warning("going on without an engine: %s", error)
-                self.cancel(str(error))
-                self._feed = None
+            except DeadlineError as error:
+                self.slow = self._slowness(error)
+                self._give_up(self.slow)
+            except EngineError as error:
+                self._give_up(error)
+            finally:
+                self.waited_s += time.monotonic() - begun
+
+    def _slowness(self, late: DeadlineError) -> SlowError:
+        if late.timeout_s >= self._timeout_s:
+            return SlowError(late.phase, late.missing, late.timeout_s)
+        return SlowError(f"reading of buckets 0 to {self._read}, together", late.missing, self._limit_s)
+
+    def _give_up(self, error: WeightSyncError) -> None:
+        logger.warning("going on without an engine: %s", error)
+        self.cancel(str(error))
+        self._feed = None
 
     def cancel(self, cause: str) -> None:
         if self._feed:
@@ -111,6 +135,8 @@ class Writing:
         timeout_s: float,
         only: frozenset[int] | None = None,
     ) -> None:
+        self.waited_s: float = 0.0  # nothing waits for it
+        self.slow: SlowError | None = None
         self._staging, self._feed, self._only = staging, feed, only
         self._attempt, self._timeout_s = attempt, timeout_s
 
@@ -124,6 +150,8 @@ class Writing:
     def offer(self, bucket: int) -> None:
         if self.taking and (self._only is None or bucket in self._only):
             self._staging.write(bucket)
+        if self._feed and self.taking:
+            self._feed.go_on(self._attempt)
 
     def finish(self, num_buckets: int) -> None:
         """Wait until everything is written, and say so."""

@@ -8,7 +8,8 @@ of its ranks' (PeerLostError,
 RankLostError)
 the engine hung (DeadlineError)         RESPAWN           RESPAWN             REFILL, else give up
 the engine broke, or holds wrong bytes  REFILL            RESPAWN             first: give up
-(EngineError, VerifyError, any other)                                         later: REFILL, else give up
+(EngineError, VerifyError, any other),                                        later: REFILL, else give up
+or it was too slow once (SlowError)
 a peer failed it (TransportError, of    REFILL            REFILL              give up
 which ReadError is one; PeerLostError
 and DeadlineError that name only
@@ -36,6 +37,7 @@ from weightsync.errors import (
     PeerLostError,
     PlanError,
     RankLostError,
+    SlowError,
     SourceChangedError,
     TransportError,
     WeightSyncError,
@@ -127,6 +129,8 @@ def _kind(failure: WeightSyncError) -> _Kind:
         return _Kind.GONE
     if isinstance(failure, DeadlineError) and failure.phase == "respawn":
         return _Kind.HOPELESS  # a second engine would claim what the first start still holds
+    if isinstance(failure, SlowError):
+        return _Kind.BROKEN
     if isinstance(failure, DeadlineError):
         return _Kind.PEER if all(map(_is_peer, failure.missing)) else _Kind.HUNG
     if isinstance(failure, (TransportError, SourceChangedError)) or (

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from weightsync.clock import Span
+from weightsync.errors import SlowError
 from weightsync.feed import FeedTicket
 from weightsync.memory import BufferHandle
 
-__all__ = ["Group", "Prepared", "Way"]
+__all__ = ["Group", "Moved", "Prepared", "Way"]
 
 Group = tuple[int, ...]
 """The holders of one communicator, ascending; a holder's rank is its place."""
@@ -46,3 +48,18 @@ class Way:
     broadcasts_all: bool = True
     cast: frozenset[int] = frozenset()
     exchanges: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What one update was on a holder.
+
+    Attributes:
+        span: when it began and what it took.
+        waited_s: the time spent on waiting for its engine rank alone.
+        slow: why the engine rank was given up, if it did not keep up.
+    """
+
+    span: Span
+    waited_s: float = 0.0
+    slow: SlowError | None = None

@@ -17,6 +17,7 @@ __all__ = [
     "Cancel",
     "Done",
     "Failed",
+    "GoingOn",
     "Hello",
     "Message",
     "Ready",
@@ -53,6 +54,12 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     attempt: int
     bucket: int
     whole: bool = False
+
+
+class GoingOn(msgspec.Struct, frozen=True, tag="going-on"):
+    """Holder → engine rank whose memory it writes: a bucket came, and others are still to come."""
+
+    attempt: int
 
 
 class Written(msgspec.Struct, frozen=True, tag="written"):
@@ -107,7 +114,7 @@ class SentError(msgspec.Struct, frozen=True):
         return error
 
 
-Message = Hello | Welcome | Ready | Written | Done | Failed | Cancel
+Message = Hello | Welcome | Ready | GoingOn | Written | Done | Failed | Cancel
 
 _decoder = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()

@@ -115,6 +115,14 @@ def counts() -> Counts:
     )
 
 
+class Slowing(Engine):
+    async def slow_down(self, seconds: float) -> None:
+        """Take so long over a version from now on: all of it over the first tensor."""
+        first = next(iter(self._engine.tensors))
+        ended = threading.Event()
+        self._engine.on_write = lambda tensor: ended.wait(seconds if tensor == first else 0) and None
+
+
 class Deaf(Engine):
     """Never answers its holder."""
 

@@ -16,6 +16,7 @@ from weightsync.errors import (
     PlanError,
     RankLostError,
     ReadError,
+    SlowError,
     SourceChangedError,
     StateError,
     TransportError,
@@ -34,6 +35,10 @@ EXAMPLES = [
     (StateError("connect first"), "connect first"),
     (MovedError("trainer 0: w is elsewhere"), "trainer 0: w is elsewhere"),
     (DeadlineError("move", ["e0", "e1"], 2.5), "move: no answer within 2.5 s from e0, e1"),
+    (
+        SlowError("reading of bucket 3", ["engine e0"], 3),
+        "reading of bucket 3: no answer within 3 s from engine e0",
+    ),
     (PeerLostError("holder 3", "killed"), "holder 3 is gone: killed"),
     (PeerError("trainer 0", "KeyError: 'w'"), "trainer 0 failed: KeyError: 'w'"),
     (TransportError("short read"), "short read"),

@@ -68,7 +68,8 @@ class Transport(Protocol):
         """Join the communicator; returns when every rank has. Device memory: on the current device.
 
         Raises TransportError, which names the ranks that did not come within `timeout_s`. The same
-        `timeout_s` bounds each later `start` together with its wait, counted from `start`.
+        `timeout_s` bounds each later `start` together with its wait, counted from `start`, or from the end
+        of the operation before it if that is later.
         """
 
     def start(self, ops: Sequence[Op]) -> Pending:

@@ -22,7 +22,11 @@ __all__ = ["GlooTransport"]
 _SLICE = timedelta(milliseconds=50)
 """How soon a waiting thread sees that the wait was ended."""
 _MARGIN_S = 5.0
-"""gloo's own time-out, which does not know who is late, comes this much after ours."""
+_NUM_WAITS = 3
+"""gloo's own time-out, which does not know who is late, comes after ours: that many waits, and a margin.
+
+Several operations may be pending, and ours counts for the oldest of them only.
+"""
 
 
 class GlooTransport:
@@ -49,7 +53,7 @@ class GlooTransport:
         """Sign in, then connect to every rank on the interface that `rendezvous` is reached by."""
         assert self._watch is None, "a transport opens once"
         self._rank, self._num_ranks = rank, num_ranks
-        self._timeout = timedelta(seconds=timeout_s + _MARGIN_S)
+        self._timeout = timedelta(seconds=_NUM_WAITS * timeout_s + _MARGIN_S)
         self._store = join_store(self._store, rendezvous, rank, num_ranks, timeout_s)
         roll = RollCall(PrefixStore("roll", self._store), rank, num_ranks)
         try:

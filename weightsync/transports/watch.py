@@ -29,7 +29,6 @@ END_S = 10.0
 @dataclass(slots=True)
 class _Operation:
     started: float
-    deadline: float
     meetings: dict[int, int]
     is_over: Callable[[], bool]
 
@@ -64,7 +63,7 @@ class Watch:
         self._operations: dict[int, _Operation] = {}
         self._cause, self._fault = "", ""
         self._stopped, self._closed, self._late = threading.Event(), threading.Event(), threading.Event()
-        self._lost_at = float("inf")
+        self._lost_at, self._last_over = float("inf"), 0.0
         self._listener = threading.Thread(target=self._listen, daemon=True, name="weightsync-listener")
         self._listener.start()
         threading.Thread(target=self._keep, daemon=True, name="weightsync-keeper").start()
@@ -77,7 +76,7 @@ class Watch:
             self._count += 1
             self._meetings.update(peers)
             meetings = {peer: self._meetings[peer] for peer in peers}
-            self._operations[self._count] = _Operation(now, now + self._timeout_s, meetings, lambda: False)
+            self._operations[self._count] = _Operation(now, meetings, lambda: False)
             return self._count
 
     def follow(self, number: int, is_over: Callable[[], bool]) -> None:
@@ -89,7 +88,8 @@ class Watch:
         """The operation is over. Raises TransportError when it was ended, not done."""
         self.check()
         with self._lock:
-            self._operations.pop(number, None)
+            if self._operations.pop(number, None):
+                self._last_over = time.monotonic()
 
     def check(self) -> None:
         """Raises TransportError with the cause, once the library has let go (or END_S later)."""
@@ -134,7 +134,8 @@ class Watch:
                 continue
             number, operation = oldest
             now = time.monotonic()
-            if now > operation.deadline or self._fault:
+            # An operation waits from when it is the oldest: what an earlier one waited for is not its own.
+            if now > max(operation.started, self._last_over) + self._timeout_s or self._fault:
                 self._call_roll(number)
             elif now - max(self._lost_at, operation.started) > LOST_S:
                 self.end(self._host_gone(number, "is gone"))
@@ -214,4 +215,5 @@ class Watch:
                 if not operation.is_over():
                     return number, operation
                 del self._operations[number]
+                self._last_over = time.monotonic()
         return None
