@@ -16,7 +16,7 @@ import torch
 from tests.actors.fleet import Engine, Modelless, Trainer, spawn, until
 from tests.patience import patient
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
-from weightsync.errors import PeerLostError, StateError, WeightSyncError
+from weightsync.errors import NonfiniteError, PeerLostError, StateError, WeightSyncError
 from weightsync.faults import Fault, FaultPlan
 from weightsync.states import EngineState
 
@@ -130,6 +130,23 @@ def test_the_order_of_calls_is_held(make: Make) -> None:
 
 
 @pytest.mark.faults
+def test_weights_with_nan_are_refused_by_name_and_engines_serve_on(make: Make) -> None:
+    sync = make(engines=1, nonfinite="refuse")
+    sync.connect()
+    (trainer,) = sync._members.trainers
+    ray.get(trainer.train.remote(1))
+    assert sync.update_weights(1).nonfinite == {}
+    ray.get(trainer.__ray_call__.remote(lambda self: self.model[1].bias.data.fill_(float("nan")).sum()))
+    with pytest.raises(NonfiniteError, match=r"version 2: NaN or Inf in 1\.bias \(8\)"):
+        sync.update_weights(2)
+    assert [*sync.serving()] == ["e0"]
+    rollout = ray.get(sync._members.engines["e0"].generate.remote([[1, 2]], {}))
+    assert rollout.version == 1
+    ray.get(trainer.train.remote(2))
+    assert sync.update_weights(2).engines == {"e0": 2}
+    assert holds(sync, "e0")
+
+
 def test_closing_while_a_version_is_still_being_copied_warns_of_nothing(
     make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,44 @@
+"""NaN and Inf in weights that are read in place on a GPU: counted as torch counts them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from weightsync.plan import Layout, Members, make_plan
+from weightsync.sources.module import ModuleSource
+
+pytestmark = pytest.mark.gpu
+
+
+class Weights(nn.Module):
+    """Many small tensors and a large one, of several dtypes; one empty, one of whole numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+            name = str(dtype).removeprefix("torch.")
+            for i in range(50):
+                self.register_buffer(f"{name}_{i}", torch.randn(33, 17, device="cuda").to(dtype))
+        self.register_buffer("large", torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16))
+        self.register_buffer("counts", torch.full((9,), -1, device="cuda"))
+
+
+def test_what_is_read_in_place_is_counted_by_name() -> None:
+    model = Weights()
+    source = ModuleSource(model)
+    layout = Layout.from_ranks([source.layout()])
+    members = Members(1, (0,), (("e0", (0,)),))
+    plan = make_plan(layout, {"e0": layout}, members, bucket_bytes=1 << 20, max_staging_bytes=1 << 30)
+    source.attach(plan, 0, None)
+    whole = source.publish(True)
+    assert whole.nonfinite == {}
+    model.large[3, 5] = float("nan")
+    model.float16_7[:, 2] = float("inf")
+    model.float64_49[32, 16] = float("-inf")
+    published = source.publish(True)
+    assert published.nonfinite == {"large": 1, "float16_7": 33, "float64_49": 1}
+    assert int((published.digests != whole.digests).sum()) == 3
+    assert source.publish(False).nonfinite == {}
+    source.close()
