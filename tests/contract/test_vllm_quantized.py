@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.models import build_tiny_qwen3, pack_int4
 from weightsync.engines.vllm_api import Reload, set_environment, stop
@@ -17,9 +19,65 @@ pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM runs on the GPU here"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
-    pytest.mark.faults,
-    pytest.mark.timeout(400),
 ]
+
+
+class Layer(nn.Module):
+    """A quantized layer; `Model` finds its parameters by name, as vLLM's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 3, dtype=torch.int8), requires_grad=False)
+        self.weight_scale = nn.Parameter(torch.zeros(4, 1), requires_grad=False)
+        self.register_buffer("cache", torch.arange(3), persistent=False)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = Layer()
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        parameters, taken = dict(self.named_parameters()), set()
+        for name, weight in weights:
+            parameter = parameters[name]
+            getattr(parameter, "weight_loader", torch.Tensor.copy_)(parameter, weight)
+            taken.add(name)
+        return taken
+
+
+TENSORS = {"proj.weight": torch.ones(4, 3, dtype=torch.int8), "proj.weight_scale": torch.full((4, 1), 0.5)}
+
+
+def reload_model(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    reload = Reload(
+        model, SimpleNamespace(dtype=torch.bfloat16, quantization="compressed-tensors"), torch.device("cpu")
+    )
+    try:
+        reload.load(tensors.items())
+        reload.finish()
+    except RuntimeError:
+        reload.abandon()
+        raise
+
+
+def test_a_scale_that_does_not_come_is_named_and_the_next_update_heals() -> None:
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    model = Model()
+    record_metadata_for_reloading(model)
+    without = {"proj.weight": TENSORS["proj.weight"]}
+    with pytest.raises(RuntimeError, match=r"left out proj\.weight_scale: 1 "):
+        reload_model(model, without)
+    for _ in range(2):
+        reload_model(model, TENSORS)
+        assert torch.equal(model.proj.weight_scale, TENSORS["proj.weight_scale"])
+    with pytest.raises(RuntimeError, match=r"left out proj\.weight_scale \(4, 1\): 1 "):
+        reload_model(model, without)
+    reload_model(model, TENSORS)
+    with pytest.raises(RuntimeError, match=r"left out proj\.weight \(4, 3\), what was given other names"):
+        reload_model(model, TENSORS | {"proj.weight": torch.ones(4, 3)})
+    reload_model(model, TENSORS)
 
 
 class Served:
@@ -47,13 +105,7 @@ class Served:
         return list(done.outputs[0].token_ids)
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        reload = Reload(self.runner.get_model(), self.runner.model_config, torch.device("cpu"))
-        try:
-            reload.load(tensors.items())
-            reload.finish()
-        except RuntimeError:
-            reload.abandon()
-            raise
+        reload_model(self.runner.get_model(), tensors)
 
     def close(self) -> None:
         stop(self._llm.llm_engine)
@@ -80,6 +132,8 @@ def dummy(checkpoint, from_disk) -> Iterator[Served]:
     served.close()
 
 
+@pytest.mark.faults
+@pytest.mark.timeout(400)
 def test_each_tensor_of_a_quantized_checkpoint_has_to_come(
     checkpoint, from_disk: list[int], dummy: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
