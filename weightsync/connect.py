@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from weightsync.clock import PhaseClock
 from weightsync.config import SyncConfig
 from weightsync.deadline import GRACE_S, Outcome, gather_named
-from weightsync.errors import PlanError, StateError
+from weightsync.errors import PlanError, StateError, WeightSyncError
 from weightsync.fold import Fold
 from weightsync.image import image_layout
 from weightsync.peers import Fleet, HolderPeer
@@ -251,7 +251,8 @@ async def _attach(
         tickets = [ticket for holder in seat.holders if (ticket := prepared[holder].ticket)]
         engines[f"engine {name}"] = seat.peer.attach(plan, tickets, timeout_s)
     trainers, meeting = await asyncio.gather(
-        gather_named(calls, "attach", timeout_s + GRACE_S), _meet(engines, fleet.named_holders(), timeout_s)
+        gather_named(calls, "attach", timeout_s + GRACE_S),
+        _meet(fleet, engines, fleet.named_holders(), timeout_s),
     )
     attached, answers = trainers.require(), meeting.require()
     digests = {f"holder {i}": [answer.plan_digest] for i, answer in enumerate(prepared)}
@@ -282,13 +283,27 @@ async def _link(
 
 
 async def _meet(
+    fleet: Fleet,
     engines: Mapping[str, Coroutine[object, object, Sequence[Attached]]],
     holders: Mapping[str, HolderPeer],
     timeout_s: float,
 ) -> Outcome[Sequence[Attached]]:
+    """Engines and their holders connect. What a holder says of itself comes before what engines miss."""
+
+    async def attach(name: str, call: Coroutine[object, object, Sequence[Attached]]) -> Sequence[Attached]:
+        try:
+            return await call
+        except WeightSyncError:
+            # Its holders would wait for its hello until their deadline.
+            own = fleet.engines[name.removeprefix("engine ")].holders
+            drops = {f"holder {i}": fleet.holders[i].drop_engine() for i in own}
+            await gather_named(drops, "drop", GRACE_S)
+            raise
+
+    calls = {name: attach(name, call) for name, call in engines.items()}
     accepts = {name: holder.accept(timeout_s) for name, holder in holders.items()}
     served, accepted = await asyncio.gather(
-        gather_named(engines, "attach", timeout_s + GRACE_S),
+        gather_named(calls, "attach", timeout_s + GRACE_S),
         gather_named(accepts, "accept", timeout_s + GRACE_S),
     )
     return Outcome(served.answers, {**served.failures, **accepted.failures})
@@ -312,7 +327,7 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     calls = {who: holder.adopt(plan, name) for who, holder in holders.items()}
     tickets = list((await gather_named(calls, "adopt", timeout_s)).require().values())
     engines = {named: seat.peer.attach(plan, tickets, timeout_s)}
-    attached = (await _meet(engines, holders, timeout_s)).require()[named]
+    attached = (await _meet(fleet, engines, holders, timeout_s)).require()[named]
     _compare(plan, {named: [each.plan_digest for each in attached]})
     links = {
         who: holder.link(each.export)

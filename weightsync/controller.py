@@ -16,8 +16,8 @@ from weightsync.attempt import Attempt
 from weightsync.clock import PhaseClock
 from weightsync.config import SyncConfig
 from weightsync.connect import Connection, connect
-from weightsync.crew import Crew, remoteness
-from weightsync.deadline import GRACE_S, Outcome, gather_named
+from weightsync.crew import Crew
+from weightsync.deadline import GRACE_S, Outcome, gather_named, remoteness
 from weightsync.errors import (
     ConfigError,
     MovedError,

@@ -22,7 +22,6 @@ from weightsync.errors import (
     RankLostError,
     SlowError,
     SourceChangedError,
-    TransportError,
     VerifyError,
     WeightSyncError,
     Where,
@@ -33,7 +32,7 @@ from weightsync.rewritten import Rewritten
 from weightsync.states import EngineRecord, EngineState
 from weightsync.verify import Digests
 
-__all__ = ["Crew", "remoteness"]
+__all__ = ["Crew"]
 
 logger = logging.getLogger("weightsync.controller")
 
@@ -329,8 +328,3 @@ def _spares(phase: str, state: EngineState, error: WeightSyncError) -> bool:
 
 def _rank(error: WeightSyncError) -> int | None:
     return error.rank if isinstance(error, EngineError) else None
-
-
-def remoteness(error: WeightSyncError) -> int:
-    """From the cause: who is lost, then what a holder says of itself, then that others are missed."""
-    return 0 if isinstance(error, PeerLostError) else 2 if isinstance(error, TransportError) else 1

@@ -7,9 +7,9 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from weightsync.errors import DeadlineError, WeightSyncError
+from weightsync.errors import DeadlineError, PeerLostError, TransportError, WeightSyncError
 
-__all__ = ["GRACE_S", "Outcome", "gather_named"]
+__all__ = ["GRACE_S", "Outcome", "gather_named", "remoteness"]
 
 GRACE_S = 2.0
 """Peers keep a deadline themselves and say what was late; ours, later by this, is for the silent."""
@@ -25,15 +25,26 @@ class Outcome(Generic[T]):
     failures: dict[str, WeightSyncError]
 
     def require(self) -> dict[str, T]:
-        """All answers. Raises the first failure; late peers are named in one DeadlineError."""
-        late = [error for error in self.failures.values() if isinstance(error, DeadlineError)]
-        other = [error for error in self.failures.values() if not isinstance(error, DeadlineError)]
+        """All answers. Raises the failure that is nearest to the cause, see `remoteness`.
+
+        Late peers are named in one DeadlineError, but for those that answered and only missed others.
+        """
+        late = {who: error for who, error in self.failures.items() if isinstance(error, DeadlineError)}
+        other = [error for who, error in self.failures.items() if who not in late]
         if other:
-            raise other[0]
+            raise min(other, key=remoteness)
         if late:
-            names = sorted({name for error in late for name in error.missing})
-            raise DeadlineError(late[0].phase, names, late[0].timeout_s)
+            first = next(iter(late.values()))
+            answered = {who for who, error in late.items() if who not in error.missing}
+            names = sorted({name for error in late.values() for name in error.missing} - answered)
+            # Where they only miss each other, the first says whom it missed.
+            raise DeadlineError(first.phase, names, first.timeout_s) if names else first
         return self.answers
+
+
+def remoteness(error: WeightSyncError) -> int:
+    """Sort key, from the cause: a lost peer, then what a peer says of itself, then what follows from it."""
+    return 0 if isinstance(error, PeerLostError) else 2 if isinstance(error, TransportError) else 1
 
 
 async def gather_named(

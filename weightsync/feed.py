@@ -13,7 +13,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,15 @@ import zmq
 
 from weightsync.buffers import Handle, open_buffer
 from weightsync.clock import PhaseClock, Span
-from weightsync.errors import DeadlineError, EngineError, TransportError, WeightSyncError, WireError
+from weightsync.descriptors import shortage
+from weightsync.errors import (
+    DeadlineError,
+    EngineError,
+    PeerError,
+    TransportError,
+    WeightSyncError,
+    WireError,
+)
 from weightsync.faults import armed, strike
 from weightsync.memory import BufferHandle, SharedBuffer
 from weightsync.plan import Box, Plan
@@ -54,6 +62,7 @@ logger = logging.getLogger("weightsync.feed")
 _POLL_MS = 50
 _LATE_MS = 1000
 _END_S = 5.0
+_NUM_SPARE = 4  # file descriptors: for the engine rank, and strangers who come first
 
 PieceView = tuple[int, Box, torch.Tensor]
 """The tensor's number in the plan, which box of it, and its data: shape ``box.extent``, the plan's dtype."""
@@ -79,7 +88,10 @@ class FeedTicket(msgspec.Struct, frozen=True):
 
 
 class HolderFeed:
-    """The holder's end. Used by one thread at a time, but for `drop`, which any thread may call."""
+    """The holder's end. Used by one thread at a time, but for `drop`, which any thread may call.
+
+    Raises PeerError of this holder when it has no file descriptors left for its engine rank to connect.
+    """
 
     def __init__(
         self,
@@ -99,15 +111,17 @@ class HolderFeed:
         self._socket.bind(endpoint)
         self._peer: bytes | None = None
         self._dropped = threading.Event()
+        self._check_descriptors()
 
     def accept(self, plan_digest: str, timeout_s: float) -> None:
         """Wait for the engine rank's hello, then take the socket's file away.
 
-        Raises DeadlineError when it does not come, WireError when it holds another plan.
+        Raises DeadlineError when it does not come, WireError when it holds another plan, PeerError when
+        this process has no file descriptor left to take the connection: the engine rank is told to give up.
         """
         deadline = time.monotonic() + timeout_s
         while self._peer is None:
-            sender, message = self._receive(deadline, "hello", timeout_s)
+            sender, message = self._receive(deadline, "hello", timeout_s, self._check_descriptors)
             if not isinstance(message, Hello) or not hmac.compare_digest(message.secret, self.ticket.secret):
                 logger.warning("[%s] refused a peer without the run's secret", self.ticket.holder)
             elif message.plan_digest != plan_digest:
@@ -163,11 +177,18 @@ class HolderFeed:
         self.drop()
         self._context.destroy(linger=0)
 
+    def _check_descriptors(self) -> None:
+        if short := shortage(_NUM_SPARE):
+            self.close()
+            raise PeerError(self.ticket.holder, short)
+
     def _send(self, message: Message) -> None:
         assert self._peer is not None
         self._socket.send_multipart([self._peer, encode(message)])
 
-    def _receive(self, deadline: float, phase: str, timeout_s: float) -> tuple[bytes, Message]:
+    def _receive(
+        self, deadline: float, phase: str, timeout_s: float, idle: Callable[[], None] = lambda: None
+    ) -> tuple[bytes, Message]:
         while True:
             if self._dropped.is_set():
                 raise EngineError(self.ticket.engine, phase, "it was given up")
@@ -176,6 +197,7 @@ class HolderFeed:
             if not self._socket.poll(max(0, int(min(left * 1000 + 1, _POLL_MS)))):
                 if left <= 0:
                     raise DeadlineError(phase, (f"engine {self.ticket.engine}",), timeout_s)
+                idle()
                 continue
             frames = self._socket.recv_multipart()
             known = self._peer in (None, frames[0])
@@ -216,28 +238,31 @@ class EngineFeed:
 
     @classmethod
     def open(cls, ticket: FeedTicket, plan: Plan, timeout_s: float) -> EngineFeed:
-        """Map, connect and exchange the first message.
+        """Map, connect and exchange the first message, within `timeout_s` in all.
 
-        Raises PeerLostError, DeadlineError, or TransportError when the holder gave this rank up.
+        Raises PeerLostError, DeadlineError, EngineError when this process has no file descriptor left, or
+        TransportError when the holder gave this rank up.
         """
+        deadline = time.monotonic() + timeout_s  # the controller's is hardly later
         if any(isinstance(handle, BufferHandle) for handle in ticket.slots):
             warm_up()  # of what lies on devices, they make the digests
         feed = cls(ticket, plan)
         feed._send(Hello(ticket.secret, ticket.engine, plan.digest()))
         try:
-            feed._await_welcome(timeout_s)
+            feed._await_welcome(deadline, timeout_s)
         except WeightSyncError:
             feed.close()
             raise
         return feed
 
-    def _await_welcome(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
+    def _await_welcome(self, deadline: float, timeout_s: float) -> None:
         path = Path(self._ticket.endpoint.removeprefix("ipc://"))
         while not self._socket.poll(_POLL_MS):
             # The file goes when the holder gives up, and when it has sent its welcome.
             if not path.exists() and not self._socket.poll(_LATE_MS):
                 raise TransportError(f"{self._ticket.holder} gave up {self._ticket.engine}")
+            if short := shortage():
+                raise EngineError(self._ticket.engine, "attach", short)
             if time.monotonic() > deadline:
                 raise DeadlineError("welcome", (self._ticket.holder,), timeout_s)
         decode(self._socket.recv())

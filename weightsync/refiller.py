@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 from weightsync.clock import PhaseClock
 from weightsync.config import SyncConfig
 from weightsync.connect import Connection, adopt
-from weightsync.crew import Crew, remoteness
-from weightsync.deadline import GRACE_S, gather_named
+from weightsync.crew import Crew
+from weightsync.deadline import GRACE_S, gather_named, remoteness
 from weightsync.errors import DeadlineError, StateError, WeightSyncError
 from weightsync.keeping import Keeping
 from weightsync.peers import EnginePeer, EngineSeat, Fleet

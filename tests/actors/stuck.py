@@ -32,7 +32,7 @@ def main() -> None:
         runtime_env={"env_vars": env},
     )
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
-    sync = WeightSync(SyncConfig(bucket_bytes=64 << 10, respawn_timeout_s=3.0, heal_backoff_s=0.05))
+    sync = WeightSync(SyncConfig(bucket_bytes=64 << 10, respawn_timeout_s=patient(2), heal_backoff_s=0.05))
     sync.register_trainers([spawn(Trainer, WIDTH, "0")])
     engines = {name: spawn(Engine, WIDTH, name, name) for name in ("e0", "e1", "e2")}
     sync.register_engines(engines, respawn=respawn)

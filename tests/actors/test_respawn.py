@@ -40,7 +40,7 @@ def test_a_respawn_that_never_returns_leaves_its_engine_dead_and_lets_the_proces
     assert found["engines"] == {"e0": 2, "e1": 0, "e2": 2}
     assert found["heals"] == ["e2"], "another engine is healed while the first start hangs"
     assert found["calls"] == ["e1", "e2", "e0"], "it is not called again for the same engine"
-    assert "engine e1 is given up after 1 attempts: respawn: no answer within 3 s" in log
+    assert "engine e1 is given up after 1 attempts: respawn: no answer within " in log
 
 
 def test_an_actor_that_respawn_returns_too_late_is_killed() -> None:

@@ -1,0 +1,30 @@
+"""File descriptors: whether this process has one left."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+
+__all__ = ["shortage"]
+
+
+def shortage(num: int = 1) -> str:
+    """Why `num` files or connections cannot be opened now, and the remedy; empty if they can.
+
+    ZeroMQ has to be asked to take a connection only while one can be opened: it ends the process else.
+    """
+    opened: list[int] = []
+    try:
+        opened.extend(os.open(os.devnull, os.O_RDONLY) for _ in range(num))
+    except OSError as error:
+        if error.errno == errno.EMFILE:
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            return f"it has no file descriptors left of {limit}: raise its limit (ulimit -n)"
+        if error.errno == errno.ENFILE:
+            return "its host has no file descriptors left: raise fs.file-max (sysctl)"
+        raise
+    finally:
+        for each in opened:
+            os.close(each)
+    return ""
