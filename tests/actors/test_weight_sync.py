@@ -147,6 +147,7 @@ def test_weights_with_nan_are_refused_by_name_and_engines_serve_on(make: Make) -
     assert holds(sync, "e0")
 
 
+@pytest.mark.faults
 def test_closing_while_a_version_is_still_being_copied_warns_of_nothing(
     make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
