@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch import nn
 
+from tests.patience import patient
 from tests.unit.test_controller import Loop, drive
 from tests.unit.test_healer import Respawned
 from weightsync.config import SyncConfig
@@ -18,9 +19,11 @@ from weightsync.errors import DeadlineError, SlowError
 from weightsync.healer import Healer
 from weightsync.states import EngineState
 
-TIMEOUT_S = 3.0
-CONFIG = SyncConfig(bucket_bytes=4096, timeout_s=TIMEOUT_S, connect_timeout_s=30, heal_backoff_s=0.01)
-END_S = 60.0
+TIMEOUT_S = patient(0.75)
+CONFIG = SyncConfig(
+    bucket_bytes=4096, timeout_s=TIMEOUT_S, connect_timeout_s=patient(30), heal_backoff_s=0.01
+)
+END_S = patient(60)
 
 
 class Three(Loop):
