@@ -34,6 +34,9 @@ class Places:
 
     It knows the way to every parameter and persistent buffer and keeps none of them alive. Comparing is
     left to C, some hundred tensors at a time, while a processor's cache still has them.
+
+    Attributes:
+        strays: names of tensors that no module holds: a hook puts them into the ``state_dict``.
     """
 
     def __init__(self, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -60,7 +63,7 @@ class Places:
         ]
         self._slots = [_Slots(slots[at : at + _NUM_AT_ONCE]) for at in range(0, len(slots), _NUM_AT_ONCE)]
         known = {id(home[key]) for home, key in slots}
-        self._has_strays = any(id(tensor) not in known for tensor in tensors.values())
+        self.strays = frozenset(name for name, tensor in tensors.items() if id(tensor) not in known)
 
     def as_before(self, module: nn.Module) -> bool:
         """Whether `module` is the same one, and its tensors have the same names, layouts and memory.
@@ -70,7 +73,7 @@ class Places:
         """
         return (
             module is self._module
-            and not self._has_strays
+            and not self.strays
             and not any(self._leaves)
             and list(map(len, self._parents)) == self._num_children
             and list(chain.from_iterable(self._parents)) == self._names

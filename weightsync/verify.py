@@ -30,8 +30,10 @@ __all__ = [
     "Digests",
     "column_factors",
     "combine",
+    "digest_kernel",
     "host_bytes",
     "row_factors",
+    "runs",
     "tensor_digest",
     "warm_up",
     "word_nbytes",
@@ -66,9 +68,9 @@ def tensor_digest(data: torch.Tensor, shape: Sequence[int], box: Box | None = No
     itemsize = data.element_size()
     flat = data.detach().cpu().contiguous().reshape(-1)
     words: _Words = host_bytes(flat).view(_WORD_TYPES[word_nbytes(itemsize)])
-    starts, run = _runs(tuple(shape), box)
+    starts, run = runs(tuple(shape), box)
     per_element = max(1, itemsize // 4)
-    return int(_kernel()(words, starts * per_element, run * per_element, column_factors()))
+    return int(digest_kernel()(words, starts * per_element, run * per_element, column_factors()))
 
 
 def combine(shares: Sequence[Digests]) -> Digests:
@@ -116,7 +118,7 @@ def _device_digest(data: torch.Tensor, shape: tuple[int, ...], box: Box) -> int:
         return int(table.result()[0])
 
 
-def _runs(shape: tuple[int, ...], box: Box) -> tuple[npt.NDArray[np.int64], int]:
+def runs(shape: tuple[int, ...], box: Box) -> tuple[npt.NDArray[np.int64], int]:
     """Global index at which each contiguous run of the box starts, and the length of every run."""
     split = len(shape)
     run = 1
@@ -162,7 +164,7 @@ def row_factors(num_rows: int) -> Digests:
 
 
 @functools.cache
-def _kernel() -> _Kernel:
+def digest_kernel() -> _Kernel:
     """Numba, imported on first use: torch's own integer passes took three to six times as long."""
     from numba import njit
 

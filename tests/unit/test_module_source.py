@@ -269,3 +269,23 @@ def test_what_changes_while_it_is_offloaded_is_refused() -> None:
             rig.source.offload()
     finally:
         rig.close()
+
+
+def test_many_small_tensors_are_published_without_python_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> int:
+        raise AssertionError("a tensor was digested by itself")
+
+    model = nn.ParameterList([nn.Parameter(torch.rand(1 + i % 7)) for i in range(2000)])
+    source = ModuleSource(model)
+    plan = plan_for([source.layout()])
+    arena = SharedBuffer.create(plan.arena_nbytes(0))
+    source.attach(plan, 0, arena.handle)
+    wanted = [tensor_digest(model[int(meta.name)], meta.shape) for meta in plan.tensors]
+    monkeypatch.setattr(module_source, "tensor_digest", none)
+    with torch.no_grad():
+        model[5].view(-1)[0] = float("inf")
+    published = source.publish(True)
+    assert published.nonfinite == {"5": 1}
+    assert sum(published.digests.tolist()[i] != wanted[i] for i in range(2000)) == 1
+    source.close()
+    arena.close()

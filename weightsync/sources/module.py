@@ -18,6 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from weightsync.buffers import Attached, Export
 from weightsync.device_memory import DeviceHandle, export_tensor
 from weightsync.errors import ConfigError, MovedError, StateError, TransportError, nearest
+from weightsync.host_table import HostPart, HostTable, compile_table
 from weightsync.memory import BufferHandle, SharedBuffer, num_threads
 from weightsync.modules import device_id, named_tensors
 from weightsync.nonfinite import NonfiniteTable
@@ -76,6 +77,7 @@ class ModuleSource:
         self._in_place: InPlace | None = None
         self._plan: Plan | None = None
         self._sources: tuple[tuple[Piece, str, Box], ...] = ()
+        self._table = HostTable((), 0)
         self._copies: tuple[_Copy, ...] = ()
         self._nonfinite = NonfiniteTable(())
 
@@ -127,6 +129,7 @@ class ModuleSource:
             self._in_place = InPlace(plan, sources, self.model, layout)
             return Attached(plan.digest(), Export(layout, self._exported))
         warm_up()
+        compile_table()
         self._sources = tuple((piece, name, boxes[name]) for piece, name in sources)
         self._arena = SharedBuffer.open(arena)
         self._make_copies()
@@ -135,13 +138,32 @@ class ModuleSource:
         return Attached(plan.digest(), None)
 
     def _make_copies(self) -> None:
+        """What lies on the host as it is to travel goes by a table, the rest one by one."""
         assert self._plan is not None
-        live, metas = self._live(), self._plan.tensors
-        self._copies = tuple(
-            copy
-            for piece, name, box in self._sources
-            for copy in _chunks(self._plan, piece, name, box, whole=live[name].is_cuda)
-        )
+        assert self._arena is not None
+        assert self._places is not None
+        live, metas, start = self._live(), self._plan.tensors, self._arena.tensor.data_ptr()
+        parts, by_table, others = [], [], []
+        for piece, name, box in self._sources:
+            meta, source = metas[piece.tensor], live[name]
+            dtype: torch.dtype = getattr(torch, meta.dtype)
+            for copy in _chunks(self._plan, piece, name, box, whole=source.is_cuda):
+                cut = source[copy.index]
+                if name in self._places.strays or not _is_ready(cut, dtype):
+                    others.append(copy)
+                    continue
+                by_table.append(copy)
+                parts.append(
+                    HostPart(
+                        tensor=piece.tensor,
+                        address=cut.data_ptr(),
+                        box=copy.box,
+                        shape=meta.shape,
+                        itemsize=meta.itemsize,
+                        target=start + copy.start,
+                    )
+                )
+        self._table, self._copies = HostTable(parts, len(metas)), (*by_table, *others)
         self._nonfinite = NonfiniteTable(
             (metas[copy.tensor].dtype, copy.start, copy.box.numel * metas[copy.tensor].itemsize)
             for copy in self._copies
@@ -206,11 +228,11 @@ class ModuleSource:
         moved = self._places.moved(kept) if self._places else []
         if self._in_place and moved:
             raise MovedError(f"trainer {self._rank}: {_listed(moved)}: connect() again")
+        self._places = Places(self.model, tensors)
         if not self._in_place and not self._offloaded:
             if moved:
                 logger.info("trainer %d: %s: attached again", self._rank, _listed(moved))
             self._make_copies()
-        self._places = Places(self.model, tensors)
 
     def _require_as_offloaded(self, tensors: Mapping[str, torch.Tensor]) -> None:
         assert self._places is not None
@@ -230,13 +252,21 @@ class ModuleSource:
     def _to_arena(self, count: bool) -> Published:
         assert self._plan is not None
         assert self._arena is not None
-        metas, arena, live = self._plan.tensors, self._arena, self._live()
+        metas, arena, table = self._plan.tensors, self._arena, self._table
+        first = table.ranges[-1][1] if table.ranges else 0
+        others = range(first, len(self._copies))
+        live = self._live() if others else {}
         for device in {tensor.device for tensor in live.values() if tensor.is_cuda}:
             torch.cuda.synchronize(device)  # weights may be on their way on a stream of the trainer's own
-
         counts = np.zeros(len(self._copies), np.int64)
 
-        def publish(number: int, copy: _Copy) -> int:
+        def run(first: int, end: int) -> None:
+            table.run(first, end)
+            if count:
+                self._nonfinite.count(arena.tensor, counts, first, end)
+
+        def publish(number: int) -> int:
+            copy = self._copies[number]
             target = self._in(arena, copy)
             with torch.no_grad():
                 cut = live[copy.source][copy.index].to(target.dtype)
@@ -246,17 +276,19 @@ class ModuleSource:
             # Of the weights, not of the copy: it has to show a copy that went wrong.
             return tensor_digest(cut, metas[copy.tensor].shape, copy.box)
 
-        shares = np.zeros(len(metas), dtype=np.uint64)
         with ThreadPoolExecutor(num_threads(16)) as threads:
-            for copy, share in zip(
-                self._copies, threads.map(publish, range(len(self._copies)), self._copies), strict=True
-            ):
-                # On a slice: arrays wrap, scalars warn.
-                shares[copy.tensor : copy.tensor + 1] += np.uint64(share)
+            ran = threads.map(run, *zip(*table.ranges, strict=True)) if table.ranges else ()
+            shares = list(threads.map(publish, others))
+            list(ran)  # raises what one of them raised
+        digests = table.digests()
+        for number, share in zip(others, shares, strict=True):
+            # On a slice: arrays wrap, scalars warn.
+            tensor = self._copies[number].tensor
+            digests[tensor : tensor + 1] += np.uint64(share)
         nonfinite: Counter[str] = Counter()
         for number in np.flatnonzero(counts).tolist():
             nonfinite[metas[self._copies[number].tensor].name] += int(counts[number])
-        return Published(shares, dict(nonfinite))
+        return Published(digests, dict(nonfinite))
 
     def close(self) -> None:
         """Let go of the holder."""
@@ -290,6 +322,13 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
         np.copyto(target.view(torch.uint8).numpy(), host_bytes(source))
     else:
         target.view(source.shape).copy_(source)
+
+
+def _is_ready(cut: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether it lies on the host as it is to travel."""
+    if cut.device.type != "cpu" or cut.dtype != dtype or not cut.is_contiguous():
+        return False
+    return cut.data_ptr() % cut.element_size() == 0
 
 
 def _share(tensors: Mapping[str, torch.Tensor]) -> tuple[str, dict[str, DeviceHandle]]:
