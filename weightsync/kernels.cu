@@ -17,7 +17,8 @@ struct __align__(16) CopyTile {
 struct __align__(16) DigestTile {
     int64 address, index;  // index: which byte of the whole tensor lies at address
     int64 rows, row_nbytes, pitch, index_pitch;
-    int64 tensor, unused;
+    uint32 tensor, mask;  // mask: in each word, the bits that are all set in NaN and Inf alone; 0: look for none
+    int64 unused;
 };
 
 // Number / divisor without a division; exact while both are below 2**16.
@@ -110,6 +111,7 @@ struct Digest {
     static constexpr int kColumns = 4096;
     static constexpr int kWords = 16 / sizeof(Word);
     static constexpr int kUnits = kColumns / kWords;  // in 4096 words
+    static constexpr uint32 kSigns = sizeof(Word) == 1 ? 0x80808080u : sizeof(Word) == 2 ? 0x80008000u : 0x80000000u;
 
     const ulonglong2* pairs;
     const uint64* rows;
@@ -156,7 +158,14 @@ struct Digest {
         return low + (static_cast<uint64>(high) << 32);
     }
 
-    __device__ __forceinline__ uint64 of_units(const DigestTile& tile) const {
+    // Sets each word's sign bit, unless the word has all bits of the mask: then nothing is carried into it.
+    // Done without a mask, too: a branch around it costs registers that there are not.
+    static __device__ __forceinline__ uint32 finite_signs(uint32 part, uint32 mask) {
+        return (~part & mask) + ~kSigns;
+    }
+
+    __device__ __forceinline__ uint64 of_units(const DigestTile& tile, uint64* flags) const {
+        uint32 finite = kSigns;
         const uint32 per_row = static_cast<uint32>(tile.row_nbytes) / 16;
         const uint32 count = tile.rows * per_row;
         const Divider row_of(per_row);
@@ -178,14 +187,18 @@ struct Digest {
             }
 #pragma unroll
             for (int k = 0; k < kUnroll; ++k) {
+                finite &= finite_signs(units[k].x, tile.mask) & finite_signs(units[k].y, tile.mask);
+                finite &= finite_signs(units[k].z, tile.mask) & finite_signs(units[k].w, tile.mask);
                 const uint64 of_row = of_unit(units[k], columns[k]) * factors[k];
                 if (start + k * kThreads < count) sum += of_row;
             }
         }
+        if (tile.mask && (~finite & kSigns)) flags[tile.tensor] = 1;
         return sum;
     }
 
-    __device__ __forceinline__ uint64 of_words(const DigestTile& tile) const {
+    __device__ __forceinline__ uint64 of_words(const DigestTile& tile, uint64* flags) const {
+        const Word mask = static_cast<Word>(tile.mask);
         const uint32 per_row = static_cast<uint32>(tile.row_nbytes) / sizeof(Word);
         const uint32 count = tile.rows * per_row;
         const Divider row_of(per_row);
@@ -194,6 +207,7 @@ struct Digest {
         for (uint32 i = threadIdx.x; i < count; i += kThreads) {
             const uint32 row = row_of(i), at = i - row * per_row;
             const uint64 word = reinterpret_cast<const Word*>(tile.address + row * tile.pitch)[at];
+            if (mask && (word & mask) == mask) flags[tile.tensor] = 1;
             const uint64 index = static_cast<uint64>(tile.index + row * tile.index_pitch) / sizeof(Word) + at;
             const uint32 column = index % kColumns, place = column % kWords;
             const ulonglong2 factors = pairs[place / 2 * kUnits + column / kWords];
@@ -202,10 +216,10 @@ struct Digest {
         return sum;
     }
 
-    __device__ __forceinline__ uint64 of_tile(const DigestTile& tile) const {
+    __device__ __forceinline__ uint64 of_tile(const DigestTile& tile, uint64* flags) const {
         int64 bits = tile.address | tile.index | tile.row_nbytes;
         if (tile.rows > 1) bits |= tile.pitch | tile.index_pitch;
-        return bits % 16 == 0 ? of_units(tile) : of_words(tile);
+        return bits % 16 == 0 ? of_units(tile, flags) : of_words(tile, flags);
     }
 };
 
@@ -218,31 +232,34 @@ __device__ __forceinline__ void add_warp(uint64* total, uint64 sum) {
 
 template <typename Word>
 __device__ __forceinline__ void digest_tiles(
-    const DigestTile* tiles, int64 num_tiles, const ulonglong2* columns, const uint64* rows, uint64* totals) {
+    const DigestTile* tiles, int64 num_tiles, const ulonglong2* columns, const uint64* rows, uint64* totals,
+    uint64* flags) {
     __shared__ ulonglong2 pairs[Digest<Word>::kColumns / 2];
     Digest<Word>::fill(pairs, columns);
     __syncthreads();
     const Digest<Word> digest{pairs, rows};
-    int64 tensor = -1;
+    constexpr uint32 kNone = ~0u;
+    uint32 tensor = kNone;
     uint64 sum = 0;
     DigestTile next = tiles[blockIdx.x];  // there are at least as many tiles as blocks
     for (int64 i = blockIdx.x; i < num_tiles; i += gridDim.x) {
         const DigestTile tile = next;
         next = tiles[min(i + gridDim.x, num_tiles - 1)];
         if (tile.tensor != tensor) {
-            if (tensor >= 0) add_warp(totals + tensor, sum);
+            if (tensor != kNone) add_warp(totals + tensor, sum);
             tensor = tile.tensor;
             sum = 0;
         }
-        sum += digest.of_tile(tile);
+        sum += digest.of_tile(tile, flags);
     }
-    if (tensor >= 0) add_warp(totals + tensor, sum);
+    if (tensor != kNone) add_warp(totals + tensor, sum);
 }
 
 #define DIGEST(name, Word)                                                                    \
     extern "C" __global__ void __launch_bounds__(kThreads, 2) name(                           \
-        const DigestTile* tiles, int64 num_tiles, const ulonglong2* columns, const uint64* rows, uint64* totals) { \
-        digest_tiles<Word>(tiles, num_tiles, columns, rows, totals);                          \
+        const DigestTile* tiles, int64 num_tiles, const ulonglong2* columns, const uint64* rows, uint64* totals, \
+        uint64* flags) {                                                                      \
+        digest_tiles<Word>(tiles, num_tiles, columns, rows, totals, flags);                   \
     }
 
 #ifdef KERNEL_digest_words_1

@@ -69,6 +69,8 @@ class DigestPart:
         address: of the box's first element.
         strides: bytes per dimension of the box.
         itemsize: bytes per element.
+        mask: bits of a word that are all set in NaN and Inf alone, see `weightsync.nonfinite.word_mask`;
+            0 looks for none.
     """
 
     tensor: int
@@ -77,6 +79,7 @@ class DigestPart:
     box: Box
     shape: tuple[int, ...]
     itemsize: int
+    mask: int = 0
 
 
 class DigestTable:
@@ -92,7 +95,7 @@ class DigestTable:
         load_digests(self._tables)
         self._columns = _upload(column_factors().view(np.int64))
         self._rows = _upload(row_factors(_num_rows(parts)).view(np.int64))
-        self._totals = _upload(np.zeros(num_tensors, np.int64))
+        self._totals = _upload(np.zeros((2, num_tensors), np.int64))  # digests, and what is flagged
         self._num_blocks = num_blocks or _default_num_blocks()
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
@@ -100,7 +103,7 @@ class DigestTable:
         """Reads all parts anew; asynchronous, ordered on `stream`."""
         with torch.cuda.stream(stream):
             self._totals.zero_()
-        factors = (self._columns, self._rows, self._totals)
+        factors = (self._columns, self._rows, *self._totals)
         for word, table in self._tables.items():
             args = (np.uint64(table.data_ptr()), np.int64(len(table)))
             pointers = (np.uint64(each.data_ptr()) for each in factors)
@@ -111,8 +114,14 @@ class DigestTable:
     def result(self) -> Digests:
         """Waits for the last launch; uint64[num_tensors], each tensor's sum over its parts."""
         self._done.synchronize()
-        totals: Digests = self._totals.cpu().numpy().view(np.uint64)
+        totals: Digests = self._totals[0].cpu().numpy().view(np.uint64)
         return totals
+
+    def flagged(self) -> list[int]:
+        """Tensors in which the last launch found a word with all bits of its part's mask. Waits for it."""
+        self._done.synchronize()
+        flagged: list[int] = self._totals[1].cpu().nonzero().flatten().tolist()
+        return flagged
 
 
 def load_digests(itemsizes: Iterable[int]) -> None:
@@ -126,19 +135,21 @@ def digest_tiles(parts: Sequence[DigestPart]) -> Mapping[int, Int64]:
 
     Columns: address, index, rows, row_nbytes, pitch, index_pitch, tensor, unused. `index` is the
     number of the whole tensor's byte that lies at `address`, `index_pitch` its growth per row.
+    `tensor` has the part's mask, in each word of 32 bits, in its upper half.
 
     Raises:
         PlanError: a tensor of more than 64 GiB, whose 16-byte units 32 bits cannot count.
     """
     copies: dict[int, list[Copy]] = defaultdict(list)
-    tensors: dict[int, list[int]] = defaultdict(list)
+    owners: dict[int, list[int]] = defaultdict(list)
     for part in parts:
         if math.prod(part.shape) * part.itemsize > _MAX_TENSOR_NBYTES:
             raise PlanError(f"tensor {part.tensor}", f"shape {part.shape} is more than 64 GiB: no digest")
         word, runs = word_nbytes(part.itemsize), _runs(part)
         copies[word] += runs
-        tensors[word] += [part.tensor] * len(runs)
-    return {word: _digest_table(copies[word], tensors[word]) for word in sorted(copies) if copies[word]}
+        mask = sum(part.mask << shift for shift in range(0, 32, 8 * word))
+        owners[word] += [part.tensor | mask << 32] * len(runs)
+    return {word: _digest_table(copies[word], owners[word]) for word in sorted(copies) if copies[word]}
 
 
 def _runs(part: DigestPart) -> list[Copy]:
@@ -148,10 +159,10 @@ def _runs(part: DigestPart) -> list[Copy]:
     return box_copies(part.box.extent, part.itemsize, part.address, part.strides, first, strides)
 
 
-def _digest_table(copies: Sequence[Copy], tensors: Sequence[int]) -> Int64:
+def _digest_table(copies: Sequence[Copy], owners: Sequence[int]) -> Int64:
     table, number = tiles(Copies.of(copies), TILE_NBYTES)
-    tensor = np.array(tensors, dtype=np.int64)[number]
-    return np.column_stack([table, tensor, np.zeros_like(tensor)])
+    owner = np.array(owners, dtype=np.int64)[number]
+    return np.column_stack([table, owner, np.zeros_like(owner)])
 
 
 def _num_rows(parts: Sequence[DigestPart]) -> int:

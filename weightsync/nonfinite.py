@@ -7,8 +7,6 @@ Elements are looked at eight bytes at a time. `MASKS` has the bits that are all 
 from __future__ import annotations
 
 import functools
-import math
-from collections import Counter
 from collections.abc import Callable, Iterable
 from types import MappingProxyType
 
@@ -19,7 +17,7 @@ import torch
 from weightsync.plan.tensors import ITEMSIZE
 from weightsync.verify import host_bytes
 
-__all__ = ["MASKS", "NonfiniteTable", "count_by_name", "count_nonfinite"]
+__all__ = ["MASKS", "NonfiniteTable", "count_nonfinite", "word_mask"]
 
 Int64 = npt.NDArray[np.int64]
 Uint64 = npt.NDArray[np.uint64]
@@ -61,10 +59,12 @@ class NonfiniteTable:
 
 
 def count_nonfinite(data: torch.Tensor) -> int:
-    """How many elements of a tensor on the host are NaN or Inf."""
+    """How many elements of a tensor are NaN or Inf."""
     dtype = str(data.dtype).removeprefix("torch.")
     if dtype not in MASKS or not data.numel():
         return 0
+    if data.is_cuda:
+        return int((~torch.isfinite(data.float() if data.itemsize == 1 else data)).sum())
     memory = data.detach().contiguous().reshape(-1).view(torch.uint8)
     if memory.data_ptr() % 8 or len(memory) % 8:
         padded = torch.zeros(-(-len(memory) // 8) * 8, dtype=torch.uint8)
@@ -75,20 +75,13 @@ def count_nonfinite(data: torch.Tensor) -> int:
     return int(counts[0])
 
 
-def count_by_name(parts: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    """How many elements of each name's tensors are NaN or Inf, of names that have any.
+def word_mask(dtype: str) -> int:
+    """The mask of a digest's word, for `DigestPart`: 0 for a dtype without NaN and Inf.
 
-    One pass over all finds out whether there are; on a device it is a few kernels. A float8 is not looked at
-    there.
+    A float64 is two words, of which only the upper one has its exponent: some numbers look like NaN there.
     """
-    seen = [(name, data) for name, data in parts if data.is_floating_point() and data.itemsize > 1]
-    held = [(name, data) for name, data in seen if data.numel()]
-    if not held or torch.isfinite(torch.nn.utils.get_total_norm([data for _, data in held], math.inf)):
-        return {}
-    counts: Counter[str] = Counter()
-    for name, data in held:
-        counts[name] += int((~torch.isfinite(data)).sum())
-    return {name: count for name, count in counts.items() if count}
+    mask = MASKS.get(dtype, 0)
+    return mask >> 32 if mask > 0xFFFF_FFFF else mask
 
 
 def _kind(dtype: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.unit.test_digest_tiles import part_of
 from weightsync.kernels import CopyTable, DigestTable
+from weightsync.nonfinite import MASKS, count_nonfinite, word_mask
 from weightsync.plan import Box
 from weightsync.plan.copies import Copies, Copy, box_copies
 from weightsync.verify import tensor_digest
@@ -149,6 +151,30 @@ def test_many_tensors_of_all_word_sizes_in_one_table() -> None:
     table.launch(stream)
     expected = [tensor_digest(tensor.cpu(), tensor.shape) for tensor in tensors]
     assert table.result().tolist() == [*expected, 0]
+
+
+@pytest.mark.parametrize("dtype", MASKS)
+@pytest.mark.parametrize("columns", [(0, 512), (3, 515)], ids=["in units", "in words"])
+def test_tensors_with_nan_or_inf_are_flagged_wherever_it_is(dtype: str, columns: tuple[int, int]) -> None:
+    shape = (300, 512)
+    wide = [torch.randn(300, 640, device="cuda").to(getattr(torch, dtype)) for _ in range(8)]
+    tensors = [each[:, slice(*columns)] for each in wide]
+    worst = [float("nan"), float("nan") if "e4m3" in dtype else float("-inf")]
+    for tensor, row, column, value in [(1, 0, 0, 0), (3, 299, 511, 1), (4, 150, 7, 0), (6, 31, 500, 1)]:
+        tensors[tensor][row, column] = worst[value]
+    tensors[7].fill_(torch.finfo(tensors[7].dtype).max)
+    parts = [
+        replace(part_of(each, Box((0, 0), shape), i), mask=word_mask(dtype)) for i, each in enumerate(tensors)
+    ]
+    table = DigestTable(parts, len(parts))
+    for _ in range(2):
+        table.launch(torch.cuda.current_stream())
+        assert table.flagged() == [1, 3, 4, 6]
+        assert table.result().tolist() == [tensor_digest(each.cpu(), shape) for each in tensors]
+    assert [count_nonfinite(each) for each in tensors] == [0, 1, 0, 1, 1, 0, 1, 0]
+    blind = DigestTable([replace(part, mask=0) for part in parts], len(parts))
+    blind.launch(torch.cuda.current_stream())
+    assert blind.flagged() == []
 
 
 @pytest.mark.parametrize("itemsize", [1, 2, 4, 8])

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tests.unit.test_controller import CONFIG, Loop, drive
 from tests.unit.test_controller import read_in_place as make_in_place
 from weightsync.errors import NonfiniteError
-from weightsync.nonfinite import MASKS, NonfiniteTable, count_by_name, count_nonfinite
+from weightsync.nonfinite import MASKS, NonfiniteTable, count_nonfinite, word_mask
 from weightsync.sources.checkpoint import CheckpointSource
 from weightsync.states import EngineState
 
@@ -67,19 +67,19 @@ def test_whole_numbers_are_all_finite(dtype: torch.dtype) -> None:
     counts = np.full(1, -1)
     NonfiniteTable([(name, 0, 8)]).count(torch.full((8,), 255, dtype=torch.uint8), counts, 0, 1)
     assert counts[0] == count_nonfinite(data) == 0
-    assert count_by_name([("a", data)]) == {}
 
 
-def test_many_tensors_are_looked_at_at_once_and_counted_by_name() -> None:
-    parts = [
-        ("a", torch.tensor([1.0, float("nan")])),
-        ("b", torch.full((3, 4), 3e38).bfloat16()),
-        ("c", torch.empty(0)),
-        ("d", torch.tensor([float("inf"), float("-inf")], dtype=torch.float16)),
-        ("a", torch.tensor([float("nan")])),
-    ]
-    assert count_by_name(parts) == {"a": 2, "d": 2}
-    assert count_by_name([parts[2], ("e", torch.full((5,), 6e4, dtype=torch.float16))]) == {}
+@pytest.mark.parametrize("dtype", MASKS)
+def test_the_mask_of_a_digests_word_is_all_set_in_nan_and_inf(dtype: str) -> None:
+    """A float64's upper word is the second of two."""
+    worst = [value for value in (float("nan"), float("inf")) if value != float("inf") or "e4m3" not in dtype]
+    words = torch.tensor(worst, dtype=torch.float64).to(getattr(torch, dtype)).view(torch.uint8).numpy()
+    size = min(MASKS[dtype].bit_length() + 7 >> 3, 4)
+    upper = words.reshape(len(worst), -1)[:, -size:]
+    assert all(
+        int.from_bytes(word.tobytes(), "little") & word_mask(dtype) == word_mask(dtype) for word in upper
+    )
+    assert word_mask("int32") == word_mask("bool") == 0
 
 
 @torch.no_grad()

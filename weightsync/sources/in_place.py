@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from weightsync.kernels import DigestPart, DigestTable
 from weightsync.modules import named_tensors
-from weightsync.nonfinite import count_by_name
+from weightsync.nonfinite import count_nonfinite, word_mask
 from weightsync.places import local_tensor, local_tensors
 from weightsync.plan import Piece, Plan, RankLayout
 from weightsync.published import Published
@@ -71,14 +72,19 @@ class InPlace:
                 for cast in casts:
                     cast.target.copy_(live[cast.source][cast.index])
                 table.launch(stream)
-            nonfinite = count_by_name(self._cuts() if count else ())
             tables = [self._table, *(table for _, table in self._batches)]
-            return Published(combine([table.result() for table in tables]), nonfinite)
+            digests = combine([table.result() for table in tables])
+            flagged = {tensor for table in tables for tensor in table.flagged()} if count else set()
+            return Published(digests, self._count(flagged) if flagged else {})
 
-    def _cuts(self) -> list[tuple[str, torch.Tensor]]:
-        """What this rank sends, by the names by which it travels, and not yet cast."""
-        live, metas = local_tensors(self._model), self._plan.tensors
-        return [(metas[piece.tensor].name, live[name][index]) for piece, name, index in self._pieces]
+    def _count(self, flagged: set[int]) -> dict[str, int]:
+        """NaN and Inf of those tensors, as they travel: few have any, so this may walk the module."""
+        live, counts = local_tensors(self._model), Counter[str]()
+        for piece, name, index in self._pieces:
+            if piece.tensor in flagged:
+                sent = live[name][index].to(self._dtype(piece))
+                counts[self._plan.tensors[piece.tensor].name] += count_nonfinite(sent)
+        return {name: count for name, count in counts.items() if count}
 
     def _batch(
         self, casts: Sequence[tuple[Piece, str, tuple[slice, ...]]]
@@ -111,4 +117,5 @@ class InPlace:
             box=piece.box,
             shape=meta.shape,
             itemsize=meta.itemsize,
+            mask=word_mask(meta.dtype),
         )
