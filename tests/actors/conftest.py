@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import ray
 
+from tests.actors.local_cluster import start_ray
+
 
 @pytest.fixture(scope="session", autouse=True)
 def cluster() -> Iterator[None]:
-    root = str(Path(__file__).parents[2])
-    env = {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        runtime_env={"env_vars": env},
-    )
+    start_ray()
     yield
     ray.shutdown()

@@ -14,18 +14,12 @@ from pathlib import Path
 import ray
 
 from tests.actors.fleet import Deaf, Engine, Trainer, spawn
+from tests.actors.local_cluster import start_ray
 from weightsync import SyncConfig, WeightSync
 
 
 def main(how: str) -> None:
-    env = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": env},
-    )
+    start_ray()
     engine = Deaf if how == "connecting" else Engine
     with WeightSync(SyncConfig(bucket_bytes=64 << 10)) as sync:
         sync.register_trainers([spawn(Trainer, 64, "0")])

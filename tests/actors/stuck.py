@@ -9,12 +9,12 @@ import json
 import logging
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import ray
 
 from tests.actors.fleet import Engine, Trainer, spawn, until
+from tests.actors.local_cluster import start_ray
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.states import EngineState
@@ -23,14 +23,7 @@ WIDTH = 64
 
 
 def main() -> None:
-    env = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    ray.init(
-        address="local",
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": env},
-    )
+    start_ray()
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
     sync = WeightSync(SyncConfig(bucket_bytes=64 << 10, respawn_timeout_s=patient(2), heal_backoff_s=0.05))
     sync.register_trainers([spawn(Trainer, WIDTH, "0")])

@@ -12,6 +12,7 @@ import torch
 
 from tests.actors.changed import OTHER, WIDTH, Moving, another, another_parameter, there_and_back
 from tests.actors.fleet import Engine, Trainer, spawn
+from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.errors import StateError
 
@@ -19,7 +20,7 @@ from weightsync.errors import StateError
 @pytest.fixture(scope="module")
 def sync(cluster: None) -> Iterator[WeightSync]:
     trainers, engine = [spawn(Moving, WIDTH, f"t{i}") for i in range(2)], spawn(Engine, WIDTH, "e0", "e")
-    made = WeightSync(SyncConfig(timeout_s=60))
+    made = WeightSync(SyncConfig(timeout_s=patient(60)))
     made.register_trainers(trainers)
     made.register_engines({"e0": engine})
     made.connect()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import patience
+from tests.actors import local_cluster
 from tests.patience import FACTOR, VARIABLE, patient
 
 ROOT = Path(__file__).parents[2]
@@ -117,3 +118,28 @@ def test_no_test_waits_for_a_bare_number_of_seconds() -> None:
 )
 def test_a_bare_deadline_is_found(line: str, bare: bool) -> None:
     assert bool([*bare_deadlines(line)]) is bare
+
+
+@pytest.mark.parametrize(
+    ("problem", "num_starts"),
+    [("The current node timed out during startup. This", 3), ("no such folder", 1)],
+)
+def test_ray_is_started_again_where_its_own_deadline_was_too_short(
+    monkeypatch: pytest.MonkeyPatch, problem: str, num_starts: int
+) -> None:
+    problems = [problem] * 2
+    started: list[object] = []
+
+    def init(**settings: object) -> None:
+        started.append(settings)
+        if problems:
+            raise RuntimeError(problems.pop())
+
+    monkeypatch.setattr(local_cluster.ray, "init", init)
+    monkeypatch.setattr(local_cluster.ray, "shutdown", lambda: None)
+    if num_starts == 1:
+        with pytest.raises(RuntimeError, match=problem):
+            local_cluster.start_ray()
+    else:
+        local_cluster.start_ray()
+    assert len(started) == num_starts
