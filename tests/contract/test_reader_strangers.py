@@ -21,7 +21,6 @@ from tests.contract.reader_processes import Peer, pattern
 from tests.patience import patient
 from weightsync.memory import SharedBuffer
 from weightsync.readers import Offer, Read, open_reader, serve
-from weightsync.readers.zeromq_server import READER
 
 NBYTES = 1000
 NUM_FRAMES = 200_000
@@ -108,7 +107,7 @@ def address_of(offer: Offer) -> socket.socket:
     "attack",
     [
         pytest.param(by_zeromq(), id="no secret"),
-        pytest.param(by_zeromq(PLAIN_USERNAME=READER, PLAIN_PASSWORD="wrong"), id="wrong secret"),
+        pytest.param(by_zeromq(PLAIN_USERNAME="peer", PLAIN_PASSWORD="wrong"), id="wrong secret"),
         pytest.param(by_hand(greeting(b"NULL"), READY, FRAMES), id="as without a handshake"),
         pytest.param(by_hand(greeting(b"PLAIN"), FRAMES), id="before the handshake"),
         pytest.param(by_hand(greeting(b"PLAIN"), HUGE_HELLO), id="a long handshake"),

@@ -21,16 +21,16 @@ import msgspec
 import pytest
 import torch
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from tests.contract.reader_processes import Peer, pattern
 from tests.patience import patient
+from weightsync.doorman import Doorman, show_secret
 from weightsync.errors import ConfigError, DeadlineError, ReadError, TransportError
 from weightsync.memory import SharedBuffer
 from weightsync.readers import Offer, Read, Reader, choice, choose_protocol, open_reader, serve
 from weightsync.readers.base import pieces
 from weightsync.readers.mooncake_process import probe
-from weightsync.readers.zeromq_server import READER, Answer, Request
+from weightsync.readers.zeromq_server import Answer, Request
 
 NO_MOONCAKE = probe("tcp", "")
 WAYS = [
@@ -343,8 +343,7 @@ def test_what_is_no_request_does_not_end_a_server(rig: Targets) -> None:
     too_far = msgspec.msgpack.encode(Request(3, 1 << 62, 1 << 62))
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt_string(zmq.PLAIN_USERNAME, READER)
-        socket.setsockopt_string(zmq.PLAIN_PASSWORD, offer.secret)
+        show_secret(socket, offer.secret)
         socket.connect(offer.endpoint)
         for frames in ([b""], [b"x"], [b"x" * 24], [too_far], [too_far, b""], [msgpack([1, -1, 2])]):
             socket.send_multipart(frames)
@@ -369,15 +368,15 @@ def test_what_is_no_request_does_not_end_a_server(rig: Targets) -> None:
     ],
 )
 def test_an_answer_that_is_not_what_was_asked_for_fails_the_read(rig: Targets, answer, problem: str) -> None:
-    target, secret = rig.buffer(10), rig.peers[0].offer("zeromq").secret
+    target = rig.buffer(10)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
-        doorman = ThreadAuthenticator(context)
-        doorman.configure_plain(passwords={READER: secret})
-        doorman.start()
+        doorman = Doorman(context)
+        doorman.guard(socket)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.PLAIN_SERVER, 1)
         port = socket.bind_to_random_port("tcp://127.0.0.1")
-        offer = dataclasses.replace(rig.peers[0].offer("zeromq"), endpoint=f"tcp://127.0.0.1:{port}")
+        offer = dataclasses.replace(
+            rig.peers[0].offer("zeromq"), endpoint=f"tcp://127.0.0.1:{port}", secret=doorman.secret
+        )
         reader = rig.open([target], {"peer 1": offer}, "zeromq")
         with ThreadPoolExecutor(1) as thread:
             reading = thread.submit(reader.read, [Read("peer 1", 0, 0, 0, 10)], patient(5))
@@ -386,7 +385,7 @@ def test_an_answer_that_is_not_what_was_asked_for_fails_the_read(rig: Targets, a
             socket.send_multipart([peer, *answer(ticket)])
             with pytest.raises(ReadError, match=f"peer 1 could not be read: {problem}"):
                 reading.result(patient(10))
-        doorman.stop()
+        doorman.close()
     assert not target.tensor.any()
 
 

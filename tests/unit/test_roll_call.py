@@ -112,7 +112,7 @@ def test_a_dead_store_names_its_host_alone() -> None:
 def test_a_host_that_answered_before_its_store_went_is_not_named() -> None:
     store = HashStore()
     RollCall(store, 1, 4).call(7, {0: 5, 2: 5, 3: 5})
-    store.set("here/0", "[[[1, 5]], true]")
+    store.set("here/0", '{"meetings": {"1": 5}, "waiting": true}')
     dying = RollCall(DyingStore(store, calls=20), 1, 4)  # type: ignore[arg-type]
     assert dying.answer({}, waiting=True) == Absence(1, 7, "", (2, 3))
 
@@ -123,6 +123,34 @@ def test_a_leaver_says_how_often_it_met_each_and_why_it_went() -> None:
     assert RollCall(store, 0, 3).num_left() == 1
     assert RollCall(store, 0, 3).left() == {2: (4, "the run is over")}
     assert RollCall(store, 1, 3).left() == {2: (1, "the run is over")}
+
+
+VALUES = [
+    b"",
+    b"no JSON",
+    b"\xff\xfe",
+    b"[]",
+    b"7",
+    b'{"meetings": 1, "waiting": true, "cause": "", "caller": 0, "operation": 1, "fault": ""}',
+    b'{"meetings": {"a": 1}}',
+]
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_value_that_is_not_ours_is_ignored_and_logged(
+    value: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = HashStore()
+    for key in ("call", "left/1", "here/1"):
+        store.set(key, value.decode("latin-1"))
+    roll = RollCall(store, 0, 2)
+    assert not roll.called()
+    assert roll.left() == {}
+    assert roll.answer({}, waiting=False) == Absence(0, 0, "the roll call in the store is not ours", ())
+    roll.call(3, {1: 3})
+    assert roll.called()
+    assert roll.answer({1: 3}, waiting=True) == Absence(0, 3, "", (1,))
+    assert "rank 0 ignores" in caplog.text
 
 
 def test_ranks_read_as_a_sentence() -> None:

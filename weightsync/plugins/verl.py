@@ -13,13 +13,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import ray
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 from verl.workers.rollout.utils import ensure_async_iterator
 
@@ -27,12 +25,11 @@ from weightsync.errors import StateError
 from weightsync.plugins.sender import device_of
 from weightsync.tensor_stream import TensorStream
 from weightsync.transports import Transport, transport_class
-from weightsync.transports.rendezvous import serve_store
+from weightsync.transports.store import NetworkStore, StoreServer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterable, Iterable
 
-    from torch.distributed.distributed_c10d import Store
 
 __all__ = ["WeightSyncCheckpointEngine"]
 
@@ -76,15 +73,16 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
             transport = "nccl" if torch.cuda.is_available() else "gloo"
         self._transport_name, self._transport_class = transport, transport_class(transport)
         self._bucket_nbytes, self._is_master, self._timeout_s = bucket_size, is_master, timeout_s
-        self._store: Store | None = None
+        self._server: StoreServer | None = None
         self._meeting = ""
         self._place: _Place | None = None
         self._transport: Transport | None = None
         self._stream: TensorStream | None = None
 
     def prepare(self) -> _Ready:
-        if self._is_master and self._store is None:
-            self._store, self._meeting = serve_store(_own_address())
+        if self._is_master and self._server is None:
+            self._server = StoreServer(_own_address())
+            self._meeting = self._server.address
         return _Ready(self._place, self._meeting)
 
     @classmethod
@@ -112,14 +110,15 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
             self._place = place
             return
         self._transport = self._transport_class()
-        if rank == 0:
-            assert self._store
-            rendezvous = self._transport.offer(meeting.rpartition(":")[0])
-            self._store.set(epoch, rendezvous)
-        else:
-            host, _, port = meeting.rpartition(":")
-            store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=self._timeout_s))
-            rendezvous = store.get(epoch).decode()
+        store = NetworkStore(meeting, self._timeout_s)
+        try:
+            if rank == 0:
+                rendezvous = self._transport.offer(_own_address())
+                store.set(epoch, rendezvous)
+            else:
+                rendezvous = store.get(epoch).decode()
+        finally:
+            store.close()
         self._transport.open(rendezvous, rank, num_ranks, self._timeout_s)
         device = device_of(self._transport_name)
         self._stream = TensorStream(self._transport, rank, num_ranks, device, self._bucket_nbytes)

@@ -16,10 +16,11 @@ import numpy.typing as npt
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from weightsync.doorman import show_secret
 from weightsync.errors import DeadlineError, ReadError, WireError
 from weightsync.readers.base import Offer, Read, by_peer, pieces
 from weightsync.readers.ending import Ending
-from weightsync.readers.zeromq_server import READER, Answer, Request, read
+from weightsync.readers.zeromq_server import Answer, Request, read
 
 if TYPE_CHECKING:
     from weightsync.memory import SharedBuffer
@@ -105,8 +106,7 @@ class _Peer:
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, CHUNK_NBYTES)
-        self.socket.setsockopt_string(zmq.PLAIN_USERNAME, READER)
-        self.socket.setsockopt_string(zmq.PLAIN_PASSWORD, offer.secret)
+        show_secret(self.socket, offer.secret)
         # Another process may have its port by then.
         self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self.monitor = self.socket.get_monitor_socket(_LOST)

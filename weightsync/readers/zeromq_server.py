@@ -1,41 +1,28 @@
-"""Serves one buffer over ZeroMQ to peers that show its secret.
-
-The secret is the password of ZeroMQ's PLAIN handshake, so a stranger gets nothing in but a handshake.
-Neither the secret nor the bytes are encrypted.
+"""Serves one buffer over ZeroMQ to peers that show its secret, see `doorman`.
 
 A request is one frame, a `Request`. An answer is an `Answer`, and a frame of data unless that refuses.
 """
 
 from __future__ import annotations
 
-import logging
-import secrets
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import msgspec
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
+from weightsync.doorman import Doorman
 from weightsync.errors import TransportError, WireError
 from weightsync.readers.base import Offer, host_id
 
 if TYPE_CHECKING:
     from weightsync.memory import SharedBuffer
 
-__all__ = ["READER", "Answer", "Request", "ZeroMqServer", "read"]
+__all__ = ["Answer", "Request", "ZeroMqServer", "read"]
 
-HANDSHAKE_MS = 5000
-"""A peer that has not shown the secret by then is disconnected, and its descriptor is free again."""
-BACKLOG = 4096
 MAX_FRAME_NBYTES = 256
 """Of a request, and of each step of the handshake."""
-READER = "reader"
-"""The name that goes with the secret."""
-
-_log = logging.getLogger("weightsync.readers.handshake")
-_log.setLevel(logging.WARNING)  # at DEBUG, pyzmq's authenticator logs passwords
 
 T = TypeVar("T")
 Natural = Annotated[int, msgspec.Meta(ge=0)]
@@ -62,21 +49,16 @@ class ZeroMqServer:
     def __init__(self, buffer: SharedBuffer, holder: str, host: str) -> None:
         """Raises TransportError when `host` is no address of this host."""
         self._view = buffer.tensor.numpy().data
-        secret = secrets.token_hex(32)
         self._context = zmq.Context()
-        self._handshakes = ThreadAuthenticator(self._context, log=_log)
-        self._handshakes.configure_plain(passwords={READER: secret})
-        self._handshakes.start()
+        self._doorman = Doorman(self._context)
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.PLAIN_SERVER, 1)
-        self._socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
+        self._doorman.guard(self._socket)
         self._socket.setsockopt(zmq.SNDHWM, 0)  # readers bound it by their window
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES)
         try:
             self._socket.bind(f"tcp://{host}:*")
         except zmq.ZMQError as error:
-            self._handshakes.stop()
+            self._doorman.close()
             self._context.destroy(linger=0)
             raise TransportError(f"{holder} cannot serve on {host}: {error}") from error
         self.offer = Offer(
@@ -85,14 +67,14 @@ class ZeroMqServer:
             memory=buffer.handle,
             host_id=host_id(),
             endpoint=self._socket.getsockopt_string(zmq.LAST_ENDPOINT),
-            secret=secret,
+            secret=self._doorman.secret,
         )
         self._thread = threading.Thread(target=self._serve, daemon=True, name="weightsync-serve")
         self._thread.start()
 
     def close(self) -> None:
         """As `Server.close`."""
-        self._handshakes.stop()
+        self._doorman.close()
         self._context.term()  # ends the thread, which closes the socket
         self._thread.join()
 

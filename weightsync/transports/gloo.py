@@ -9,12 +9,13 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
-from torch.distributed.distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, Work
+from torch.distributed.distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Work
 
 from weightsync.errors import TransportError
 from weightsync.transports.base import Broadcast, Op, Pending, Send
-from weightsync.transports.rendezvous import join_store, own_address, peers_of, serve_store
+from weightsync.transports.rendezvous import close_store, join_store, own_address, peers_of
 from weightsync.transports.roll_call import RollCall, aside
+from weightsync.transports.store import NetworkStore, StoreServer
 from weightsync.transports.watch import Watch
 
 __all__ = ["GlooTransport"]
@@ -37,7 +38,8 @@ class GlooTransport:
     """
 
     def __init__(self) -> None:
-        self._store: Store | None = None
+        self._server: StoreServer | None = None
+        self._store: NetworkStore | None = None
         self._group: Any = None  # a ProcessGroupGloo; its stub lacks the collectives
         self._watch: Watch | None = None
         self._works: list[_Work] = []
@@ -45,17 +47,17 @@ class GlooTransport:
         self._rank, self._num_ranks = -1, 0
 
     def offer(self, host: str) -> str:
-        """Serve the rendezvous on a port that the system chooses: ``host:port``."""
-        self._store, address = serve_store(host)
-        return address
+        """Serve the rendezvous on a port that the system chooses: ``secret@host:port``."""
+        self._server = StoreServer(host)
+        return self._server.address
 
     def open(self, rendezvous: str, rank: int, num_ranks: int, timeout_s: float) -> None:
         """Sign in, then connect to every rank on the interface that `rendezvous` is reached by."""
         assert self._watch is None, "a transport opens once"
         self._rank, self._num_ranks = rank, num_ranks
         self._timeout = timedelta(seconds=_NUM_WAITS * timeout_s + _MARGIN_S)
-        self._store = join_store(self._store, rendezvous, rank, num_ranks, timeout_s)
-        roll = RollCall(PrefixStore("roll", self._store), rank, num_ranks)
+        self._store = join_store(rendezvous, rank, num_ranks, timeout_s)
+        roll = RollCall(self._store, rank, num_ranks)
         try:
             options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = timedelta(seconds=timeout_s)
@@ -63,7 +65,7 @@ class GlooTransport:
             self._group = ProcessGroupGloo(PrefixStore("gloo", self._store), rank, num_ranks, options)
         except (RuntimeError, ValueError) as error:
             raise TransportError(
-                f"gloo rank {rank} of {num_ranks} could not join at {rendezvous}: {error}"
+                f"gloo rank {rank} of {num_ranks} could not join at {rendezvous.rpartition('@')[2]}: {error}"
             ) from error
         self._watch = Watch(roll, rank, num_ranks, timeout_s, stop=_nothing, probe=_nothing)
 
@@ -88,12 +90,13 @@ class GlooTransport:
             self._watch.end(cause)
 
     def close(self) -> None:
-        """Close the connections; the store goes with the last reference to it."""
+        """Close the connections, and the store."""
         if self._watch:
             self._watch.close()
         if not all(work.is_done() for work in self._works):
             aside(partial(_hold, self._group, self._works))
-        self._group, self._store, self._works = None, None, []
+        self._group, self._works = None, []
+        close_store(self._store, self._server)
 
     def _start(self, op: Op) -> _Work:
         if isinstance(op, Broadcast):

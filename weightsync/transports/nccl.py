@@ -10,14 +10,14 @@ from concurrent.futures import TimeoutError as Late
 from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from weightsync import cuda
 from weightsync.errors import TransportError
 from weightsync.transports.base import Broadcast, Op, Pending, Send
 from weightsync.transports.gate import Gate
-from weightsync.transports.rendezvous import join_store, peers_of, serve_store
+from weightsync.transports.rendezvous import close_store, join_store, peers_of
 from weightsync.transports.roll_call import RollCall, aside
+from weightsync.transports.store import NetworkStore, StoreServer
 from weightsync.transports.watch import Watch
 
 __all__ = ["NcclTransport"]
@@ -43,7 +43,8 @@ class NcclTransport:
     """Whether equal parts, one from each rank, into one stretch of memory travel as one all-gather."""
 
     def __init__(self) -> None:
-        self._store: Store | None = None
+        self._server: StoreServer | None = None
+        self._store: NetworkStore | None = None
         self._nccl: Any = None  # the module cupy.cuda.nccl; CuPy has no types
         self._comm: Any = None  # its NcclCommunicator
         self._watch: Watch | None = None
@@ -51,10 +52,10 @@ class NcclTransport:
         self._rank, self._num_ranks, self._device = -1, 0, -1
 
     def offer(self, host: str) -> str:
-        """Serve the rendezvous on a port that the system chooses: ``host:port/unique id in hex``."""
+        """Serve the rendezvous on a port that the system chooses: ``secret@host:port/unique id in hex``."""
         unique_id: bytes = cuda.nccl().get_unique_id()
-        self._store, address = serve_store(host)
-        return f"{address}/{unique_id.hex()}"
+        self._server = StoreServer(host)
+        return f"{self._server.address}/{unique_id.hex()}"
 
     def open(self, rendezvous: str, rank: int, num_ranks: int, timeout_s: float) -> None:
         """Sign in, so that who is missing is known by name, then build the communicator."""
@@ -63,9 +64,9 @@ class NcclTransport:
         self._nccl = cuda.nccl()
         address, _, unique_id = rendezvous.partition("/")
         self._rank, self._num_ranks, self._device = rank, num_ranks, torch.cuda.current_device()
-        self._store = join_store(self._store, address, rank, num_ranks, timeout_s)
+        self._store = join_store(address, rank, num_ranks, timeout_s)
         self._comm = self._communicator(bytes.fromhex(unique_id), timeout_s)
-        roll = RollCall(PrefixStore("roll", self._store), rank, num_ranks)
+        roll = RollCall(self._store, rank, num_ranks)
         self._watch = Watch(roll, rank, num_ranks, timeout_s, stop=self._stop, probe=self._probe)
 
     def start(self, ops: Sequence[Op]) -> Pending:
@@ -102,7 +103,8 @@ class NcclTransport:
         """Abort: unlike an orderly end it needs no peer, so it cannot hang."""
         if self._watch:
             self._watch.close()
-        self._comm, self._store = None, None
+        self._comm = None
+        close_store(self._store, self._server)
 
     def _communicator(self, unique_id: bytes, timeout_s: float) -> Any:  # noqa: ANN401 - cupy has no types
         nccl = self._nccl

@@ -1,56 +1,52 @@
-"""Where the ranks of a new communicator meet: a TCP store that rank 0 serves."""
+"""Where the ranks of a new communicator meet: a store that rank 0 serves."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
 from concurrent.futures import TimeoutError as Late
-from datetime import timedelta
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-from torch.distributed.distributed_c10d import PrefixStore, Store
-
-from weightsync.errors import TransportError
+from weightsync.errors import TransportError, WireError
 from weightsync.transports.base import Broadcast, Op
 from weightsync.transports.roll_call import RollCall, aside
+from weightsync.transports.store import NetworkStore, StoreServer
 
-__all__ = ["join_store", "own_address", "peers_of", "serve_store"]
-
-
-def serve_store(host: str) -> tuple[Store, str]:
-    """A store on a port that the system chooses, and its address ``host:port``."""
-    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
-    return store, f"{host}:{store.port}"
+__all__ = ["close_store", "join_store", "own_address", "peers_of"]
 
 
-def join_store(served: Store | None, address: str, rank: int, num_ranks: int, timeout_s: float) -> Store:
-    """The store at `address` (`served` where it is this rank's own), once every rank has signed in.
+def join_store(address: str, rank: int, num_ranks: int, timeout_s: float) -> NetworkStore:
+    """The store at `address`, once every rank has signed in.
 
     Raises TransportError, which names the ranks that did not come within `timeout_s`.
     """
-
-    def join() -> Store:
-        store = served
-        if store is None:
-            host, _, port = address.rpartition(":")
-            store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
-        store.set_timeout(timedelta(seconds=timeout_s))
-        RollCall(PrefixStore("roll", store), rank, num_ranks).sign_in(timeout_s)
-        return store
-
-    joining = aside(join)
+    store = NetworkStore(address, timeout_s)
+    place = address.rpartition("@")[2]
+    joining = aside(lambda: RollCall(store, rank, num_ranks).sign_in(timeout_s))
     try:
-        return joining.result(2 * timeout_s + 1)  # to connect, to sign in
+        joining.result(2 * timeout_s + 1)  # to connect, to sign in
     except Late as error:
+        store.close()
         cause = "rank 0, which hosts it, does not answer"
-        raise TransportError(f"rank {rank} of {num_ranks} could not join at {address}: {cause}") from error
-    except (RuntimeError, ValueError) as error:
-        raise TransportError(f"rank {rank} of {num_ranks} could not join at {address}: {error}") from error
+        raise TransportError(f"rank {rank} of {num_ranks} could not join at {place}: {cause}") from error
+    except (RuntimeError, ValueError, WireError) as error:
+        store.close()
+        raise TransportError(f"rank {rank} of {num_ranks} could not join at {place}: {error}") from error
+    except TransportError:
+        store.close()
+        raise
+    return store
+
+
+def close_store(store: NetworkStore | None, server: StoreServer | None) -> None:
+    """A rank's end of the store, and the store where it is this rank's."""
+    for each in (store, server):
+        if each:
+            each.close()
 
 
 def own_address(rendezvous: str) -> str:
     """This host's address on the network that leads to the rendezvous."""
-    host = rendezvous.rpartition(":")[0]
+    host = rendezvous.rpartition("@")[2].rpartition(":")[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])

@@ -6,13 +6,15 @@ hang when the store's host is stopped, so whoever must not hang calls from a thr
 
 from __future__ import annotations
 
-import json
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
 
 from weightsync.errors import TransportError
 
@@ -25,6 +27,8 @@ ANSWER_S = 1.0
 """How long a roll call waits for answers. Every rank looks for one several times a second."""
 SEE_OFF_S = 0.4
 _POLL_S = 0.01
+
+logger = logging.getLogger("weightsync.transports")
 
 T = TypeVar("T")
 
@@ -66,6 +70,29 @@ class Absence:
     behind: tuple[int, ...] = ()
 
 
+class _Left(msgspec.Struct, frozen=True):
+    """A rank takes part in nothing more."""
+
+    meetings: dict[int, int]
+    cause: str
+
+
+class _Call(msgspec.Struct, frozen=True):
+    """A rank calls the roll; it wants to know of the ranks that it has met as often as `meetings` says."""
+
+    caller: int
+    operation: int
+    fault: str
+    meetings: dict[int, int]
+
+
+class _Here(msgspec.Struct, frozen=True):
+    """A rank's answer."""
+
+    meetings: dict[int, int]
+    waiting: bool
+
+
 class RollCall:
     """One rank's place in the store. Store errors (RuntimeError) propagate where not said otherwise.
 
@@ -94,7 +121,7 @@ class RollCall:
 
     def leave(self, meetings: Mapping[int, int], cause: str) -> None:
         """Tell the others that this rank takes part in nothing more."""
-        self._store.set(f"left/{self._rank}", json.dumps([_pairs(meetings), cause]))
+        self._write(f"left/{self._rank}", _Left(dict(meetings), cause))
         self._store.add("leavers", 1)
 
     def num_left(self) -> int:
@@ -105,34 +132,39 @@ class RollCall:
         """The ranks that have left: how often each had met this rank, and why it went."""
         found = {}
         for rank in self._others():
-            if self._store.check([f"left/{rank}"]):
-                pairs, cause = json.loads(self._store.get(f"left/{rank}"))
-                found[rank] = (dict(pairs).get(self._rank, 0), str(cause))
+            if left := self._read(f"left/{rank}", _Left):
+                found[rank] = (left.meetings.get(self._rank, 0), left.cause)
         return found
 
     def called(self) -> bool:
         """Whether a rank has called the roll."""
-        return self._store.check(["call"])
+        return self._read("call", _Call) is not None
 
     def call(self, operation: int, meetings: Mapping[int, int], fault: str = "") -> None:
         """Call the roll: who has met this rank as often as `meetings` says? The first call counts."""
-        text = json.dumps([self._rank, operation, fault, _pairs(meetings)])
-        self._store.compare_set("call", "", text)
+        if not self.called():
+            before = self._store.get("call") if self._store.check(["call"]) else b""
+            call = _Call(self._rank, operation, fault, dict(meetings))
+            self._store.compare_set("call", before.decode(errors="replace"), _encode(call).decode())
 
     def answer(self, meetings: Mapping[int, int], waiting: bool) -> Absence:
         """Answer the roll that was called and wait, at most ANSWER_S, for the others' answers."""
-        caller, operation, fault, wanted = json.loads(self._store.get("call"))
-        self._store.set(f"here/{self._rank}", json.dumps([_pairs(meetings), waiting]))
-        silent = {rank: count for rank, count in wanted if rank != caller}
+        call = self._read("call", _Call)
+        if call is None:
+            return Absence(self._rank, 0, "the roll call in the store is not ours", ())
+        caller, operation, fault = call.caller, call.operation, call.fault
+        self._write(f"here/{self._rank}", _Here(dict(meetings), waiting))
+        silent = {rank: count for rank, count in call.meetings.items() if rank != caller}
         behind: list[int] = []
         present = {caller}
         deadline = time.monotonic() + ANSWER_S
         try:
             while silent and time.monotonic() < deadline:
-                for rank in [rank for rank in silent if self._store.check([f"here/{rank}"])]:
-                    pairs, waits = json.loads(self._store.get(f"here/{rank}"))
+                for rank in sorted(silent):
+                    if (here := self._read(f"here/{rank}", _Here)) is None:
+                        continue
                     present.add(rank)
-                    if silent.pop(rank) > dict(pairs).get(caller, 0) and not waits:
+                    if silent.pop(rank) > here.meetings.get(caller, 0) and not here.waiting:
                         behind.append(rank)
                 time.sleep(_POLL_S)
             self._see_off(len(present))
@@ -150,9 +182,23 @@ class RollCall:
             time.sleep(_POLL_S)
             seen = self._store.add("seen", 0)
 
+    def _write(self, key: str, value: msgspec.Struct) -> None:
+        self._store.set(key, _encode(value).decode())
+
+    def _read(self, key: str, kind: type[T]) -> T | None:
+        """What is at `key`; None where there is nothing, or something that no rank of ours wrote."""
+        if not self._store.check([key]):
+            return None
+        value = self._store.get(key)
+        try:
+            return msgspec.json.decode(value, type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            logger.warning("rank %d ignores %d bytes at %s: %s", self._rank, len(value), key, error)
+            return None
+
     def _others(self) -> list[int]:
         return [rank for rank in range(self._num_ranks) if rank != self._rank]
 
 
-def _pairs(meetings: Mapping[int, int]) -> list[tuple[int, int]]:
-    return sorted(meetings.items())  # JSON would make text of a mapping's keys
+def _encode(value: msgspec.Struct) -> bytes:
+    return msgspec.json.encode(value)

@@ -1,0 +1,248 @@
+"""A key-value store that the ranks of a communicator meet in, as torch's process groups ask for one.
+
+Torch's `TCPStore` asks nobody for a secret, listens on every address and can be made deaf by random bytes.
+This one lets in only those that show its secret, and listens on one address. Only the client waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Annotated, Any, Literal
+
+import msgspec
+import zmq
+from torch.distributed.distributed_c10d import Store
+from zmq.utils.monitor import recv_monitor_message
+
+from weightsync.doorman import Doorman, show_secret
+from weightsync.errors import TransportError, WireError
+
+__all__ = ["NetworkStore", "StoreServer"]
+
+MAX_MESSAGE_NBYTES = 1 << 20
+_POLL_MS = 50
+_WAIT_S = 0.01
+
+_LOST = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+
+
+class _Request(msgspec.Struct, frozen=True, array_like=True):
+    """What to do with `keys`; `ticket` comes back with the answer."""
+
+    ticket: Annotated[int, msgspec.Meta(ge=0)]
+    do: Literal["set", "get", "check", "add", "compare_set"]
+    keys: tuple[str, ...]
+    value: bytes = b""
+    expected: bytes = b""
+    amount: int = 0
+
+
+class _Answer(msgspec.Struct, frozen=True, array_like=True):
+    """A key's value, or None where there is none; `refusal` says why nothing was done."""
+
+    ticket: int
+    value: bytes | None = None
+    refusal: str = ""
+
+
+_requests = msgspec.msgpack.Decoder(_Request)
+_answers = msgspec.msgpack.Decoder(_Answer)
+
+
+class StoreServer:
+    """Serves a store on a port that the system chooses; `address` is ``secret@host:port``."""
+
+    def __init__(self, host: str) -> None:
+        """Raises TransportError when `host` is no address of this host."""
+        self._values: dict[str, bytes] = {}
+        self._context = zmq.Context()
+        self._doorman = Doorman(self._context)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_NBYTES)
+        self._socket.setsockopt(zmq.IPV6, ":" in host)
+        self._doorman.guard(self._socket)
+        shown = f"[{host}]" if ":" in host else host
+        try:
+            self._socket.bind(f"tcp://{shown}:*")
+        except zmq.ZMQError as error:
+            self._doorman.close()
+            self._context.destroy(linger=0)
+            raise TransportError(f"no rendezvous can be served on {host}: {error}") from error
+        port = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+        self.address = f"{self._doorman.secret}@{host}:{port}"
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="weightsync-store")
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving. Safe to call twice."""
+        self._doorman.close()
+        self._context.term()  # ends the thread, which closes the socket
+        self._thread.join()
+
+    def _serve(self) -> None:
+        try:
+            while True:
+                peer, *frames = self._socket.recv_multipart()
+                self._socket.send_multipart([peer, msgspec.msgpack.encode(self._answer(frames))])
+        except zmq.ContextTerminated:
+            pass
+        finally:
+            self._socket.close(linger=0)
+
+    def _answer(self, frames: Sequence[bytes]) -> _Answer:
+        try:
+            request = _read(_requests, frames)
+            return _Answer(request.ticket, self._do(request))
+        except WireError as error:
+            return _Answer(0, None, str(error))
+
+    def _do(self, request: _Request) -> bytes | None:
+        if request.do == "check":
+            return b"1" if all(key in self._values for key in request.keys) else None
+        if len(request.keys) != 1:
+            raise WireError(f"{request.do} of {len(request.keys)} keys")
+        (key,) = request.keys
+        value = self._values.get(key)
+        if request.do == "set":
+            self._values[key] = request.value
+        elif request.do == "add":
+            self._values[key] = b"%d" % (_number(value) + request.amount)
+        elif request.do == "compare_set" and (value or b"") == request.expected:
+            self._values[key] = request.value
+        return self._values.get(key)
+
+
+class NetworkStore(Store):
+    """The store at ``secret@host:port``. Calls exclude each other.
+
+    They raise RuntimeError when the server is gone, or does not answer within `timeout_s`.
+    """
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        super().__init__()
+        secret, _, place = address.rpartition("@")
+        host, _, port = place.rpartition(":")
+        self._place, self._timeout_s = place, timeout_s
+        self._lock, self._closing = threading.Lock(), threading.Event()
+        self._ticket = 0
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_NBYTES)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)  # another process may have its port by then
+        self._socket.setsockopt(zmq.IPV6, ":" in host)
+        show_secret(self._socket, secret)
+        self._monitor = self._socket.get_monitor_socket(_LOST)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._lost = False
+        self._socket.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{place}")
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Give `key` a value."""
+        self._ask("set", key, value=_bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """The value of `key`, once it has one."""
+        self.wait([key])
+        return self._ask("get", key) or b""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of `keys` have values."""
+        return self._ask("check", *keys) is not None
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a number, 0 at first; returns the sum."""
+        return int(self._ask("add", key, amount=amount) or 0)
+
+    def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
+        """Give `key` a value if it has `expected` (empty: or none); returns what it has then."""
+        done = self._ask("compare_set", key, value=_bytes(value), expected=_bytes(expected))
+        return done if done is not None else _bytes(expected)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Return once all of `keys` have values."""
+        seconds = timeout.total_seconds() if timeout else self._timeout_s
+        deadline = time.monotonic() + seconds
+        while not self.check(keys):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{', '.join(keys)}: nobody set it within {seconds:g} s")
+            time.sleep(_WAIT_S)
+
+    def close(self) -> None:
+        """Disconnect; a call that waits ends. Safe to call twice."""
+        self._closing.set()
+        with self._lock:
+            if not self._socket.closed:
+                self._socket.disable_monitor()
+                self._monitor.close(linger=0)
+                self._socket.close()
+                self._context.term()
+
+    def _ask(self, do: Any, *keys: str, **values: Any) -> bytes | None:  # noqa: ANN401 - as `_Request`
+        with self._lock:
+            self._check()
+            self._ticket += 1
+            request = msgspec.msgpack.encode(_Request(self._ticket, do, keys, **values))
+            try:
+                self._socket.send(request, zmq.NOBLOCK)
+                return self._answer(time.monotonic() + self._timeout_s)
+            except zmq.Again:  # it would wait for a connection that does not come back
+                self._lost = True
+                self._check()
+                raise
+            except WireError as error:
+                raise RuntimeError(f"the store at {self._place} failed: {error}") from error
+
+    def _answer(self, deadline: float) -> bytes | None:
+        while time.monotonic() < deadline:
+            ready = dict(self._poller.poll(_POLL_MS))
+            if self._socket in ready:
+                answer: _Answer = _read(_answers, self._socket.recv_multipart())
+                if answer.refusal:
+                    raise WireError(answer.refusal)
+                if answer.ticket == self._ticket:  # not of a call that was given up
+                    return answer.value
+            elif self._monitor in ready:
+                recv_monitor_message(self._monitor)
+                self._lost = True
+            self._check()
+        raise RuntimeError(f"the store at {self._place} does not answer within {self._timeout_s:g} s")
+
+    def _check(self) -> None:
+        if self._closing.is_set():
+            raise RuntimeError("the store is closed")
+        if self._lost:
+            raise RuntimeError(f"the connection to the store at {self._place} broke, or there is none")
+
+
+def _read(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[bytes]) -> Any:  # noqa: ANN401
+    if len(frames) != 1:
+        raise WireError(f"{len(frames)} frames, where a message of ours is 1")
+    try:
+        return decoder.decode(frames[0])
+    except msgspec.MsgspecError as error:
+        raise WireError(f"not a message of ours: {error}") from error
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _number(value: bytes | None) -> int:
+    """Raises WireError where `value` is none."""
+    try:
+        return int(value or 0)
+    except ValueError as error:
+        raise WireError(f"not a number: {value!r}") from error
