@@ -64,8 +64,10 @@ class Attempt(Generic[T]):
         finally:
             for each in ending:
                 each.cancel()
-        # The move broke, or all engines have what they get: who still moves has been left by the others.
-        await asyncio.wait(moves, timeout=GRACE_S)
+        # Holders that still move wait for the one that failed, and say so by their own deadline. Where none
+        # failed, all engines have what they get: a holder that still moves has been left by the others.
+        broke = any(task.done() and not task.cancelled() and task.exception() for task in moves)
+        await asyncio.wait(moves, timeout=GRACE_S + (self._timeout_s if broke else 0))
         for task in moves:
             task.cancel()
         await asyncio.wait(loads, timeout=self._timeout_s + GRACE_S)

@@ -15,7 +15,7 @@ from tests.unit.test_controller import drive as drive_broadcast
 from tests.unit.test_direct import Direct, Staging
 from tests.unit.test_direct import drive as drive_direct
 from weightsync.errors import SourceChangedError, StateError, VerifyError
-from weightsync.sources import module
+from weightsync.host_table import HostTable
 from weightsync.states import EngineState
 from weightsync.testing import LocalPeer
 
@@ -28,14 +28,17 @@ def write(loop: Loop) -> None:
 
 
 def write_between_copy_and_digest(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy = module._copy
+    run = HostTable.run
 
-    def torn(source: torch.Tensor, target: torch.Tensor) -> None:
-        copy(source, target)
-        if source.shape == (5, 30):
-            write(loop)
+    def torn(table: HostTable, first: int, end: int) -> None:
+        run(table, first, end)
+        write(loop)
+        targets = table._rows[:, 1].copy()
+        table._rows[:, 1] = 0  # digested again, and not copied
+        run(table, first, end)
+        table._rows[:, 1] = targets
 
-    monkeypatch.setattr(module, "_copy", torn)
+    monkeypatch.setattr(HostTable, "run", torn)
 
 
 def count_asked(loop: Loop) -> list[str]:
