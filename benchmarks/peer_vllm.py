@@ -7,6 +7,7 @@ in another, as vLLM's own examples (``examples/rl/rlhf_nccl.py``, ``rlhf_ipc.py`
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from actors.engine import EngineActor
 from benchmarks.gpu_fleet import ShardTrainer, device_used
 from benchmarks.models import Tensor
 from benchmarks.values import count_wrong, poison
+from weightsync.engines.vllm_api import set_environment
 from weightsync.plan import Box
 
 __all__ = ["OwnVllm", "VllmTrainer", "VllmUnderTest"]
@@ -103,6 +105,8 @@ class OwnVllm:
     """``vllm.LLM`` in an actor, which takes weights by vLLM's own calls. One rank."""
 
     def __init__(self, model_path: str, model: Sequence[Tensor], options: Mapping[str, Any]) -> None:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # as in vLLM's examples
+        set_environment()
         from vllm import LLM
 
         self._model, self._places = tuple(model), _places(model)

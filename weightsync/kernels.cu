@@ -106,7 +106,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) copy_tiles(const CopyT
 // The digest of weightsync/verify.py, over words of kWordNbytes. The 4096 column factors stand in
 // shared memory in pairs: first pair of each 16-byte unit, then second pair of each ...; so the
 // lanes of a warp, on neighbouring units, read neighbouring pairs and no bank twice.
-template <typename Word>
+// With kFlags, tensors are flagged in which any word has all bits of its tile's mask.
+template <typename Word, bool kFlags>
 struct Digest {
     static constexpr int kColumns = 4096;
     static constexpr int kWords = 16 / sizeof(Word);
@@ -159,7 +160,6 @@ struct Digest {
     }
 
     // Sets each word's sign bit, unless the word has all bits of the mask: then nothing is carried into it.
-    // Done without a mask, too: a branch around it costs registers that there are not.
     static __device__ __forceinline__ uint32 finite_signs(uint32 part, uint32 mask) {
         return (~part & mask) + ~kSigns;
     }
@@ -187,13 +187,15 @@ struct Digest {
             }
 #pragma unroll
             for (int k = 0; k < kUnroll; ++k) {
-                finite &= finite_signs(units[k].x, tile.mask) & finite_signs(units[k].y, tile.mask);
-                finite &= finite_signs(units[k].z, tile.mask) & finite_signs(units[k].w, tile.mask);
+                if constexpr (kFlags) {  // without a mask, too: a branch around it costs registers that there are not
+                    finite &= finite_signs(units[k].x, tile.mask) & finite_signs(units[k].y, tile.mask);
+                    finite &= finite_signs(units[k].z, tile.mask) & finite_signs(units[k].w, tile.mask);
+                }
                 const uint64 of_row = of_unit(units[k], columns[k]) * factors[k];
                 if (start + k * kThreads < count) sum += of_row;
             }
         }
-        if (tile.mask && (~finite & kSigns)) flags[tile.tensor] = 1;
+        if (kFlags && tile.mask && (~finite & kSigns)) flags[tile.tensor] = 1;
         return sum;
     }
 
@@ -207,7 +209,7 @@ struct Digest {
         for (uint32 i = threadIdx.x; i < count; i += kThreads) {
             const uint32 row = row_of(i), at = i - row * per_row;
             const uint64 word = reinterpret_cast<const Word*>(tile.address + row * tile.pitch)[at];
-            if (mask && (word & mask) == mask) flags[tile.tensor] = 1;
+            if (kFlags && mask && (word & mask) == mask) flags[tile.tensor] = 1;
             const uint64 index = static_cast<uint64>(tile.index + row * tile.index_pitch) / sizeof(Word) + at;
             const uint32 column = index % kColumns, place = column % kWords;
             const ulonglong2 factors = pairs[place / 2 * kUnits + column / kWords];
@@ -230,14 +232,14 @@ __device__ __forceinline__ void add_warp(uint64* total, uint64 sum) {
     if (threadIdx.x % 32 == 0) atomicAdd(total, sum);
 }
 
-template <typename Word>
+template <typename Word, bool kFlags>
 __device__ __forceinline__ void digest_tiles(
     const DigestTile* tiles, int64 num_tiles, const ulonglong2* columns, const uint64* rows, uint64* totals,
     uint64* flags) {
-    __shared__ ulonglong2 pairs[Digest<Word>::kColumns / 2];
-    Digest<Word>::fill(pairs, columns);
+    __shared__ ulonglong2 pairs[Digest<Word, kFlags>::kColumns / 2];
+    Digest<Word, kFlags>::fill(pairs, columns);
     __syncthreads();
-    const Digest<Word> digest{pairs, rows};
+    const Digest<Word, kFlags> digest{pairs, rows};
     constexpr uint32 kNone = ~0u;
     uint32 tensor = kNone;
     uint64 sum = 0;
@@ -255,19 +257,28 @@ __device__ __forceinline__ void digest_tiles(
     if (tensor != kNone) add_warp(totals + tensor, sum);
 }
 
-#define DIGEST(name, Word)                                                                    \
+#define DIGEST(name, Word, kFlags)                                                                    \
     extern "C" __global__ void __launch_bounds__(kThreads, 2) name(                           \
         const DigestTile* tiles, int64 num_tiles, const ulonglong2* columns, const uint64* rows, uint64* totals, \
         uint64* flags) {                                                                      \
-        digest_tiles<Word>(tiles, num_tiles, columns, rows, totals, flags);                   \
+        digest_tiles<Word, kFlags>(tiles, num_tiles, columns, rows, totals, flags);                   \
     }
 
 #ifdef KERNEL_digest_words_1
-DIGEST(digest_words_1, unsigned char)
+DIGEST(digest_words_1, unsigned char, false)
+#endif
+#ifdef KERNEL_flag_words_1
+DIGEST(flag_words_1, unsigned char, true)
 #endif
 #ifdef KERNEL_digest_words_2
-DIGEST(digest_words_2, unsigned short)
+DIGEST(digest_words_2, unsigned short, false)
+#endif
+#ifdef KERNEL_flag_words_2
+DIGEST(flag_words_2, unsigned short, true)
 #endif
 #ifdef KERNEL_digest_words_4
-DIGEST(digest_words_4, uint32)
+DIGEST(digest_words_4, uint32, false)
+#endif
+#ifdef KERNEL_flag_words_4
+DIGEST(flag_words_4, uint32, true)
 #endif

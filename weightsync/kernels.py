@@ -28,6 +28,7 @@ NUM_THREADS = 512  # kThreads in kernels.cu
 TILE_NBYTES = 32 << 10
 _COPY = "copy_tiles"
 _DIGEST = "digest_words_"
+_FLAG = "flag_words_"
 _BLOCKS_PER_PROCESSOR = 2
 _MAX_TENSOR_NBYTES = 64 << 30
 
@@ -92,7 +93,8 @@ class DigestTable:
             num_blocks: thread blocks of a launch; by default two per multiprocessor.
         """
         self._tables = {word: _upload(table) for word, table in digest_tiles(parts).items()}
-        load_digests(self._tables)
+        self._kernel = _FLAG if any(part.mask for part in parts) else _DIGEST
+        load_digests(self._tables, self._kernel)
         self._columns = _upload(column_factors().view(np.int64))
         self._rows = _upload(row_factors(_num_rows(parts)).view(np.int64))
         self._totals = _upload(np.zeros((2, num_tensors), np.int64))  # digests, and what is flagged
@@ -108,7 +110,7 @@ class DigestTable:
             args = (np.uint64(table.data_ptr()), np.int64(len(table)))
             pointers = (np.uint64(each.data_ptr()) for each in factors)
             num_blocks = min(self._num_blocks, len(table))
-            cuda.launch(f"{_DIGEST}{word}", stream, num_blocks, NUM_THREADS, (*args, *pointers))
+            cuda.launch(f"{self._kernel}{word}", stream, num_blocks, NUM_THREADS, (*args, *pointers))
         self._done.record(stream)
 
     def result(self) -> Digests:
@@ -124,10 +126,10 @@ class DigestTable:
         return flagged
 
 
-def load_digests(itemsizes: Iterable[int]) -> None:
+def load_digests(itemsizes: Iterable[int], kernel: str = _DIGEST) -> None:
     """Loads what digests elements of these many bytes on the current device."""
     for word in sorted({word_nbytes(itemsize) for itemsize in itemsizes}):
-        cuda.load(f"{_DIGEST}{word}")
+        cuda.load(f"{kernel}{word}")
 
 
 def digest_tiles(parts: Sequence[DigestPart]) -> Mapping[int, Int64]:
