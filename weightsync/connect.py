@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+import math
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from weightsync.clock import PhaseClock
 from weightsync.config import SyncConfig
-from weightsync.deadline import GRACE_S, Outcome, gather_named
+from weightsync.deadline import GRACE_S, gather_named
 from weightsync.errors import PlanError, StateError, WeightSyncError
 from weightsync.fold import Fold
 from weightsync.image import image_layout
@@ -142,13 +143,13 @@ async def _open(
         lending = asyncio.ensure_future(_lend(fleet.named_holders(), config))
         joining = asyncio.ensure_future(_join(fleet, prepared, config, clock))
         attaching = asyncio.ensure_future(_attach(fleet, plan, prepared, timeout_s))
-        await asyncio.gather(lending, joining, attaching, return_exceptions=True)
-        lending.result()
-        joining.result().require()
+        parts: dict[str, Awaitable[object]] = {"lend": lending, "join": joining, "attach": attaching}
+        # Each has its own deadlines. Who is lost is missed in the others, too.
+        (await gather_named(parts, "attach", math.inf, together=True)).require()
         attached, served = attaching.result()
     with clock.phase("warm_up"):
         warm_ups = {name: holder.warm_up(timeout_s) for name, holder in fleet.named_holders().items()}
-        (await gather_named(warm_ups, "warm-up", timeout_s + GRACE_S)).require()
+        (await gather_named(warm_ups, "warm-up", timeout_s + GRACE_S, together=True)).require()
         exports = [each.export for each in attached]
         router = Router(fleet, config, plan, layouts.source, exports, demoted)
         for name, ranks in served.items():
@@ -228,14 +229,12 @@ async def _lend(holders: Mapping[str, HolderPeer], config: SyncConfig) -> None:
         (await gather_named(calls, "prepare", config.connect_timeout_s)).require()
 
 
-async def _join(
-    fleet: Fleet, prepared: Sequence[Prepared], config: SyncConfig, clock: PhaseClock
-) -> Outcome[None]:
+async def _join(fleet: Fleet, prepared: Sequence[Prepared], config: SyncConfig, clock: PhaseClock) -> None:
     offers = {group: offer for answer in prepared for group, offer in answer.offers.items()}
     # The communicators keep this deadline for every broadcast.
     joins = {name: holder.join(offers, config.timeout_s) for name, holder in fleet.named_holders().items()}
     with clock.phase("join"):
-        return await gather_named(joins, "join", config.connect_timeout_s)
+        (await gather_named(joins, "join", config.connect_timeout_s + GRACE_S, together=True)).require()
 
 
 async def _attach(
@@ -250,11 +249,11 @@ async def _attach(
     for name, seat in fleet.live().items():
         tickets = [ticket for holder in seat.holders if (ticket := prepared[holder].ticket)]
         engines[f"engine {name}"] = seat.peer.attach(plan, tickets, timeout_s)
-    trainers, meeting = await asyncio.gather(
+    trainers, answers = await asyncio.gather(
         gather_named(calls, "attach", timeout_s + GRACE_S),
         _meet(fleet, engines, fleet.named_holders(), timeout_s),
     )
-    attached, answers = trainers.require(), meeting.require()
+    attached = trainers.require()
     digests = {f"holder {i}": [answer.plan_digest] for i, answer in enumerate(prepared)}
     digests |= {name: [answer.plan_digest] for name, answer in attached.items()}
     digests |= {name: [each.plan_digest for each in ranks] for name, ranks in answers.items()}
@@ -287,26 +286,32 @@ async def _meet(
     engines: Mapping[str, Coroutine[object, object, Sequence[Attached]]],
     holders: Mapping[str, HolderPeer],
     timeout_s: float,
-) -> Outcome[Sequence[Attached]]:
+) -> Mapping[str, Sequence[Attached]]:
     """Engines and their holders connect. What a holder says of itself comes before what engines miss."""
+    drops: list[asyncio.Future[object]] = []
 
     async def attach(name: str, call: Coroutine[object, object, Sequence[Attached]]) -> Sequence[Attached]:
         try:
             return await call
         except WeightSyncError:
-            # Its holders would wait for its hello until their deadline.
+            # Its holders would wait for its hello until their deadline. One that is silent does not answer
+            # this either: the engine has answered.
             own = fleet.engines[name.removeprefix("engine ")].holders
-            drops = {f"holder {i}": fleet.holders[i].drop_engine() for i in own}
-            await gather_named(drops, "drop", GRACE_S)
+            calls = {f"holder {i}": fleet.holders[i].drop_engine() for i in own}
+            drops.append(asyncio.ensure_future(gather_named(calls, "drop", GRACE_S)))
             raise
 
-    calls = {name: attach(name, call) for name, call in engines.items()}
-    accepts = {name: holder.accept(timeout_s) for name, holder in holders.items()}
-    served, accepted = await asyncio.gather(
-        gather_named(calls, "attach", timeout_s + GRACE_S),
-        gather_named(accepts, "accept", timeout_s + GRACE_S),
-    )
-    return Outcome(served.answers, {**served.failures, **accepted.failures})
+    calls: dict[str, Awaitable[Sequence[Attached]]] = {n: attach(n, call) for n, call in engines.items()}
+    calls |= {name: _accept(holder, timeout_s) for name, holder in holders.items()}
+    met = await gather_named(calls, "attach", timeout_s + GRACE_S, together=True)
+    await asyncio.gather(*drops)
+    answers = met.require()
+    return {name: answers[name] for name in engines}
+
+
+async def _accept(holder: HolderPeer, timeout_s: float) -> Sequence[Attached]:
+    await holder.accept(timeout_s)
+    return ()
 
 
 async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncConfig) -> None:
@@ -327,7 +332,7 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     calls = {who: holder.adopt(plan, name) for who, holder in holders.items()}
     tickets = list((await gather_named(calls, "adopt", timeout_s)).require().values())
     engines = {named: seat.peer.attach(plan, tickets, timeout_s)}
-    attached = (await _meet(fleet, engines, holders, timeout_s)).require()[named]
+    attached = (await _meet(fleet, engines, holders, timeout_s))[named]
     _compare(plan, {named: [each.plan_digest for each in attached]})
     links = {
         who: holder.link(each.export)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+import time
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -30,13 +31,15 @@ class Outcome(Generic[T]):
         Late peers are named in one DeadlineError, but for those that answered and only missed others.
         """
         late = {who: error for who, error in self.failures.items() if isinstance(error, DeadlineError)}
+        silent = {who for who, error in late.items() if who in error.missing}
+        missed = {name for error in late.values() for name in error.missing}
+        names = sorted(missed - (self.failures.keys() - silent) - self.answers.keys())
         other = [error for who, error in self.failures.items() if who not in late]
-        if other:
-            raise min(other, key=remoteness)
+        nearest = min(other, key=remoteness, default=None)
+        if nearest and not (names and isinstance(nearest, TransportError)):
+            raise nearest
         if late:
             first = next(iter(late.values()))
-            answered = {who for who, error in late.items() if who not in error.missing}
-            names = sorted({name for error in late.values() for name in error.missing} - answered)
             # Where they only miss each other, the first says whom it missed.
             raise DeadlineError(first.phase, names, first.timeout_s) if names else first
         return self.answers
@@ -48,18 +51,19 @@ def remoteness(error: WeightSyncError) -> int:
 
 
 async def gather_named(
-    calls: Mapping[str, Coroutine[object, object, T]], phase: str, timeout_s: float
+    calls: Mapping[str, Awaitable[T]], phase: str, timeout_s: float, *, together: bool = False
 ) -> Outcome[T]:
     """Await all of `calls` for at most `timeout_s` seconds.
 
     A WeightSyncError is an outcome; a name without an answer becomes a DeadlineError of its own.
-    Anything else that is raised is a bug and propagates.
+    Anything else that is raised is a bug and propagates. Calls that need each other are awaited `together`:
+    a lost peer ends the wait, and each that had no answer yet has a TransportError.
     """
     if not calls:
         return Outcome({}, {})
     tasks = {name: asyncio.ensure_future(call) for name, call in calls.items()}
     try:
-        _, pending = await asyncio.wait(tasks.values(), timeout=timeout_s)
+        pending, lost = await _wait(tasks.values(), timeout_s, together)
     except asyncio.CancelledError:
         for task in tasks.values():
             task.cancel()
@@ -71,10 +75,27 @@ async def gather_named(
     answers: dict[str, T] = {}
     failures: dict[str, WeightSyncError] = {}
     for name, task in tasks.items():
-        if task in pending:
+        if task in pending and lost:
+            failures[name] = TransportError(f"{phase} of {name} is given up: {lost}")
+        elif task in pending:
             failures[name] = DeadlineError(phase, (name,), timeout_s)
         elif isinstance(error := task.exception(), WeightSyncError):
             failures[name] = error
         else:
             answers[name] = task.result()
     return Outcome(answers, failures)
+
+
+async def _wait(
+    tasks: Iterable[asyncio.Task[T]], timeout_s: float, together: bool
+) -> tuple[set[asyncio.Task[T]], PeerLostError | None]:
+    """Who has not ended after `timeout_s`, or, if they are `together`, when a peer is lost: that one, too."""
+    when = asyncio.FIRST_EXCEPTION if together else asyncio.ALL_COMPLETED
+    pending: set[asyncio.Task[T]] = set(tasks)
+    deadline = time.monotonic() + timeout_s
+    while pending and (left_s := deadline - time.monotonic()) > 0:
+        done, pending = await asyncio.wait(pending, timeout=left_s, return_when=when)
+        lost = (error for task in done if isinstance(error := task.exception(), PeerLostError))
+        if together and (first := next(lost, None)):
+            return pending, first
+    return pending, None

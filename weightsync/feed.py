@@ -28,6 +28,7 @@ from weightsync.errors import (
     DeadlineError,
     EngineError,
     PeerError,
+    PeerLostError,
     TransportError,
     WeightSyncError,
     WireError,
@@ -246,7 +247,10 @@ class EngineFeed:
         deadline = time.monotonic() + timeout_s  # the controller's is hardly later
         if any(isinstance(handle, BufferHandle) for handle in ticket.slots):
             warm_up()  # of what lies on devices, they make the digests
-        feed = cls(ticket, plan)
+        try:
+            feed = cls(ticket, plan)
+        except PeerLostError as error:  # of memory, which does not know whose it is
+            raise PeerLostError(ticket.holder, error.cause) from error
         feed._send(Hello(ticket.secret, ticket.engine, plan.digest()))
         try:
             feed._await_welcome(deadline, timeout_s)

@@ -161,8 +161,9 @@ class Holder(Gauged):
 
     def accept(self, timeout_s: float) -> None:
         """Wait for the engine rank's hello. Raises DeadlineError or WireError."""
-        if self._feed:
-            self._feed.accept(self._plan_digest, timeout_s)
+        with self._moving:  # who takes the feed away waits for the end
+            if self._feed:
+                self._feed.accept(self._plan_digest, timeout_s)
         for slot in self._retired:  # who is of this epoch has mapped others
             slot.close()
         self._retired = ()

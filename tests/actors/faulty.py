@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import resource
 import signal
 import time
 from collections.abc import Mapping
@@ -19,8 +21,11 @@ from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.errors import StateError, WeightSyncError
 from weightsync.faults import Fault, FaultPlan
+from weightsync.feed import HolderFeed
+from weightsync.holder import Holder
 from weightsync.process_stat import process_stat
 from weightsync.report import SyncReport
+from weightsync.staging import Staging
 from weightsync.states import EngineState
 from weightsync.verify import warm_up
 
@@ -209,3 +214,27 @@ def end(number: int) -> None:
 
 def healthy(fleet: Faulty) -> bool:
     return set(fleet.sync.engine_states().values()) == {EngineState.SERVING}
+
+
+def starve(holder: Holder) -> None:
+    """In a holder's process: for its next feed it has the file descriptors that this takes, and no other."""
+    open_feed = holder._open_feed
+
+    def starved(engine: str, staging: Staging) -> HolderFeed:
+        holder._open_feed = open_feed  # type: ignore[method-assign]
+        room = open_feed(engine, staging)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 40, hard))
+        taken: list[int] = []
+        try:
+            with contextlib.suppress(OSError):
+                while True:
+                    taken.append(os.dup(0))
+            room.close()
+            return open_feed(engine, staging)
+        finally:
+            for each in taken:
+                os.close(each)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    holder._open_feed = starved  # type: ignore[method-assign]

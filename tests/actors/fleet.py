@@ -20,6 +20,9 @@ from actors.engine import EngineActor
 from actors.trainer_shard import TrainerShard
 from recipes.trainer import GrpoTrainer
 from tests.patience import patient
+from weightsync.buffers import Attached
+from weightsync.feed import FeedTicket
+from weightsync.plan import Plan
 from weightsync.sources.checkpoint import Reading
 from weightsync.testing import DictEngine
 
@@ -129,6 +132,23 @@ class Deaf(Engine):
     async def sync_attach(self, plan: object, tickets: object, timeout_s: float) -> list[str]:
         await asyncio.sleep(timeout_s)
         return []
+
+
+class Harming(Engine):
+    """Sends a signal to a process, as its holder's, once it has its ticket."""
+
+    _harm: tuple[int, int] | None = None
+
+    async def harm(self, pid: int, number: int) -> None:
+        self._harm = pid, number
+
+    async def sync_attach(
+        self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float
+    ) -> Sequence[Attached]:
+        if self._harm:
+            os.kill(*self._harm)
+            self._harm = None
+        return await super().sync_attach(plan, tickets, timeout_s)
 
 
 class HeldShard(CheckpointShard):

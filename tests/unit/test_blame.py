@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import pickle
 import subprocess
 import sys
 import time
@@ -15,7 +17,7 @@ from tests.patience import patient
 from tests.unit.test_controller import Loop, drive
 from weightsync import feed as module
 from weightsync.config import SyncConfig
-from weightsync.deadline import Outcome
+from weightsync.deadline import Outcome, gather_named
 from weightsync.errors import (
     DeadlineError,
     EngineError,
@@ -140,6 +142,10 @@ LOST = PeerLostError("holder 1", "killed")
         ),
         # Both answer, and neither hears the other.
         ({"engine e1": _late("welcome", "holder 1"), "holder 1": _late("hello", "engine e1")}, ("holder 1",)),
+        # The others could not go on without it, and gave up before it was given up.
+        ({"holder 0": GAVE_UP, "holder 1": _late("join", "holder 1")}, ("holder 1",)),
+        ({"join": GAVE_UP, "attach": _late("welcome", "holder 1")}, ("holder 1",)),
+        ({"engine e1": GAVE_UP, "holder 1": _late("hello", "engine e1")}, GAVE_UP),
         (
             {"trainer 0": _late("attach", "trainer 0"), "trainer 1": _late("attach", "trainer 1")},
             ("trainer 0", "trainer 1"),
@@ -156,6 +162,40 @@ def test_the_cause_is_raised_and_not_what_follows_from_it(
     else:
         assert isinstance(caught.value, DeadlineError)
         assert caught.value.missing == missing
+
+
+def test_a_lost_peer_ends_the_wait_of_those_who_need_it() -> None:
+    async def wait() -> None:
+        await asyncio.sleep(LONG_S)
+
+    async def fail(error: WeightSyncError) -> None:
+        raise error
+
+    async def meet() -> None:
+        calls = {"engine e1": wait(), "holder 0": fail(STARVING), "holder 1": fail(LOST)}
+        (await gather_named(calls, "attach", LONG_S, together=True)).require()
+
+    begun = time.monotonic()
+    with pytest.raises(PeerLostError) as caught:
+        asyncio.run(meet())
+    assert caught.value is LOST
+    assert time.monotonic() - begun < AT_ONCE_S
+
+
+ENDED = """
+import pickle, sys
+from weightsync.feed import HolderFeed
+from weightsync.memory import SharedBuffer
+slots = [SharedBuffer.create(4096) for _ in range(2)]
+feed = HolderFeed('holder 1', 'e0', tuple(s.handle for s in slots), None, -1)
+sys.stdout.buffer.write(pickle.dumps(feed.ticket))
+"""
+
+
+def test_an_engine_whose_holder_ended_names_it_and_not_the_process_of_its_memory(plan: Plan) -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDED], capture_output=True, check=True, timeout=LONG_S)
+    with pytest.raises(PeerLostError, match=r"^holder 1 is gone"):
+        EngineFeed.open(pickle.loads(ended.stdout), plan, LONG_S)
 
 
 def test_an_engine_is_not_respawned_for_what_its_holder_says_of_itself() -> None:
