@@ -276,6 +276,11 @@ class EngineFeed:
         """The bucket slots: uint8, one dimension, on the device that the holder has them on."""
         return tuple(slot.tensor for slot in self._slots)
 
+    @property
+    def views(self) -> Sequence[Sequence[PieceView]]:
+        """The buckets that `receive` gives to `Sink.take`: the same sequences in each update."""
+        return [*self._buckets, *(self._whole if self._arena else ())]
+
     def receive(self, attempt: int, sink: Sink, timeout_s: float) -> Digests:
         """Write every bucket of one attempt into `sink`; the one long call of an update.
 

@@ -6,16 +6,18 @@ import ctypes
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from weightsync.memory import num_threads
 from weightsync.plan import Box
 from weightsync.verify import Digests, column_factors, digest_kernel, runs, word_nbytes
 
-__all__ = ["HostPart", "HostTable", "compile_table"]
+__all__ = ["HostPart", "HostTable"]
 
 _Int64 = npt.NDArray[np.int64]
 _Kernel = Callable[[int, int, _Int64, _Int64, Digests, Digests], None]
@@ -30,7 +32,7 @@ class HostPart:
     """`box` of a tensor of `shape`: contiguous, and aligned to its elements.
 
     Attributes:
-        tensor: its number among the digests.
+        tensor: its number among the digests; -1 to copy it alone.
         address: of its first element.
         itemsize: bytes per element.
         target: the address that it is copied to, before it is digested; 0 for none.
@@ -54,13 +56,16 @@ class HostTable:
     """
 
     def __init__(self, parts: Sequence[HostPart], num_tensors: int) -> None:
-        """`parts` of one tensor must not overlap."""
+        """`parts` of one tensor must not overlap. The first table of a process takes some seconds."""
         self._num_tensors = num_tensors
         self._tensor = np.array([part.tensor for part in parts], np.int64)
         self._shares = np.zeros(len(parts), np.uint64)
         rows, starts, num_starts = [], [np.zeros(0, np.int64)], 0
         for part in parts:
             word, nbytes = word_nbytes(part.itemsize), part.box.numel * part.itemsize
+            if part.tensor < 0:
+                rows.append((part.address, part.target, nbytes, 0, 0, 0, 0))
+                continue
             first, run = _ZERO, part.box.numel
             if part.box.extent != part.shape:
                 first, run = runs(part.shape, part.box)
@@ -74,23 +79,28 @@ class HostTable:
         cost = np.cumsum(self._rows[:, 2] + _PART_COST) // _RANGE_COST
         cuts = [*np.flatnonzero(np.diff(cost, prepend=-1)).tolist(), len(rows)]
         self.ranges = list(itertools.pairwise(cuts))
+        if parts:
+            self.run(0, 0)  # compiles the kernel, so that no update pays for it
 
     def run(self, first: int, end: int) -> None:
         """Copies and digests parts `first` to `end`."""
         _kernel()(first, end, self._rows, self._starts, column_factors(), self._shares)
 
+    def run_all(self) -> None:
+        """Run all parts, in several threads where there are several ranges."""
+        if len(self.ranges) < 2:
+            for first, end in self.ranges:
+                self.run(first, end)
+            return
+        with ThreadPoolExecutor(num_threads(16)) as threads:
+            list(threads.map(self.run, *zip(*self.ranges, strict=True)))
+
     def digests(self) -> Digests:
         """Of each part's last `run`: uint64[num_tensors], each tensor's sum over its parts."""
         digests = np.zeros(self._num_tensors, np.uint64)
-        np.add.at(digests, self._tensor, self._shares)
+        has_digest = self._tensor >= 0
+        np.add.at(digests, self._tensor[has_digest], self._shares[has_digest])
         return digests
-
-
-def compile_table() -> None:
-    """Compile the kernel, so that no update pays for it (some seconds once)."""
-    cell = np.zeros(1, np.uint64)
-    part = HostPart(tensor=0, address=cell.ctypes.data, box=Box((0,), (1,)), shape=(1,), itemsize=8)
-    HostTable([part], 1).run(0, 1)
 
 
 _ZERO: _Int64 = np.zeros(1, np.int64)
@@ -126,6 +136,8 @@ def _kernel() -> _Kernel:
             first, run = starts[rows[i, 4] : rows[i, 5]], rows[i, 6]
             if target:
                 memcpy(target, address, nbytes)
+            if word == 0:
+                continue
             # Of what was copied, and not of the copy: it has to show a copy that went wrong.
             if word == 1:
                 shares[i] = digest(carray(at8(address), nbytes), first, run, columns)

@@ -1,4 +1,4 @@
-"""Writes buckets straight into live parameters: one kernel launch a bucket where all lies on a device."""
+"""Writes buckets straight into live parameters: one kernel a bucket, on a device and on the host."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from weightsync.buffers import Export
 from weightsync.device_memory import export_tensor
 from weightsync.errors import StateError, TransportError
 from weightsync.feed import PieceView
+from weightsync.host_live import HostTables
 from weightsync.missing import Missing
-from weightsync.modules import segment_view
 from weightsync.plan import Plan, RankLayout, Segment
 from weightsync.rows import bucket_rows, by_tensor
-from weightsync.verify import Digests, tensor_digest
+from weightsync.verify import Digests
 
 if TYPE_CHECKING:
     from weightsync.kernels import CopyTable
@@ -36,6 +35,7 @@ class LiveWriter:
         live: the buffers by name.
         slots: the bucket slots, uint8, as `EngineFeed.slots` has them.
         readable: whether there is memory behind the buffers' addresses now; `begin` needs it.
+        views: as `EngineFeed.views` has them, for memory on the host: what is not among them takes longer.
     """
 
     def __init__(
@@ -45,30 +45,34 @@ class LiveWriter:
         live: Mapping[str, torch.Tensor],
         slots: Sequence[torch.Tensor],
         readable: bool = True,
+        views: Sequence[Sequence[PieceView]] = (),
     ) -> None:
         self._plan, self._layout, self._live = plan, layout, live
-        self._segments = by_tensor(plan, layout)
+        segments = by_tensor(plan, layout)
         self._address = {name: tensor.data_ptr() for name, tensor in live.items()}
         self._next = 0
         self._missing = Missing(plan)
         for piece in (piece for bucket in plan.buckets() for piece in bucket.pieces):
             self._missing.take(piece.tensor, piece.box)
         on_device = all(memory.is_cuda for memory in (*slots, *live.values()))
-        self._device = _DeviceTables(plan, self._segments, self._address, slots) if on_device else None
+        self._device = _DeviceTables(plan, segments, self._address, slots) if on_device else None
+        self._host = None if on_device else HostTables(plan, segments, live, views)
         if self._device and readable:
             self._device.digests()  # its first use compiles
         elif self._device:
             self._device.copies()
 
-    def begin(self, live: Mapping[str, torch.Tensor]) -> None:
-        """Before each load, with the buffers as the engine has them now.
+    def begin(self, live: Mapping[str, torch.Tensor] | None) -> None:
+        """Before each load, with the buffers as the engine has them now; None if it knows that none moved.
 
         Raises StateError when one has moved: what is written and digested would not be what serves.
         """
+        self._next = 0
+        if live is None:
+            return
         for name, address in self._address.items():
             if live[name].data_ptr() != address:
                 raise StateError(f"{name} is in other memory than when it was connected: connect() again")
-        self._next = 0
 
     def export(self) -> Export | None:
         """The live memory for the holder to write, where it can be shared: then `take` is not needed."""
@@ -91,8 +95,8 @@ class LiveWriter:
         assert bucket == self._next
         if self._device:
             self._device.copy(bucket)
-        else:
-            self._copy(pieces)
+        elif self._host:
+            self._host.copy(pieces)
         self._next += 1
 
     def finish(self) -> Digests:
@@ -100,26 +104,9 @@ class LiveWriter:
         if self._next != self._plan.num_buckets:
             raise TransportError(f"{self._next} of {self._plan.num_buckets} buckets came")
         self._missing.require_none()
-        return self._device.digests() if self._device else self._digests()
-
-    def _copy(self, pieces: Sequence[PieceView]) -> None:
-        for tensor, box, data in pieces:
-            for segment in self._segments[tensor]:
-                part = box.intersect(segment.box)
-                if part is not None:
-                    held = segment_view(self._live[segment.buffer], segment)[part.slices(segment.box)]
-                    held.copy_(data[part.slices(box)])
-        if any(tensor.is_cuda for tensor in self._live.values()):
-            torch.cuda.synchronize()
-
-    def _digests(self) -> Digests:
-        digests = np.zeros(len(self._plan.tensors), dtype=np.uint64)
-        for tensor, segments in enumerate(self._segments):
-            shape = self._plan.tensors[tensor].shape
-            for segment in segments:
-                share = tensor_digest(segment_view(self._live[segment.buffer], segment), shape, segment.box)
-                digests[tensor : tensor + 1] += np.uint64(share)
-        return digests
+        tables = self._device or self._host
+        assert tables
+        return tables.digests()
 
 
 class _DeviceTables:

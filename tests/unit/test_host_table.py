@@ -39,8 +39,7 @@ def tensors(draw: st.DrawFn) -> tuple[torch.Tensor, list[Box]]:
 
 
 def run(table: HostTable) -> list[int]:
-    for first, end in table.ranges:
-        table.run(first, end)
+    table.run_all()
     return table.digests().tolist()
 
 
@@ -86,3 +85,11 @@ def test_what_has_no_target_is_digested_where_it_is() -> None:
     assert run(table) == [0, tensor_digest(data, data.shape), 0]
     data[3] = -1
     assert run(table) == [0, tensor_digest(data, data.shape), 0]
+
+
+def test_what_has_no_digest_is_copied_alone() -> None:
+    data, target = torch.arange(5000, dtype=torch.float32), torch.zeros(5000)
+    sides = {"address": data.data_ptr(), "target": target.data_ptr()}
+    part = HostPart(tensor=-1, box=Box((0,), (5000,)), shape=(5000,), itemsize=4, **sides)
+    assert run(HostTable([part], 0)) == []
+    assert torch.equal(data, target)

@@ -11,10 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weightsync import host_live
 from weightsync.errors import PlanError, StateError, TransportError
 from weightsync.feed import PieceView
 from weightsync.fold import Fold
 from weightsync.live import LiveWriter
+from weightsync.modules import segment_view
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
 from weightsync.verify import combine, tensor_digest
 
@@ -135,6 +137,103 @@ def test_a_wrong_share_of_any_rank_shows_in_the_fold(num_shards: int, num_replic
     wrong = (Fold(plan, ranks)(shares) != right).any(axis=0)
     assert wrong[tensor]
     assert wrong.sum() == 1
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.uint8, "int64": torch.int64}
+
+
+@st.composite
+def laid_out(draw: st.DrawFn) -> tuple[Plan, RankLayout, dict[str, torch.dtype], dict[str, torch.Tensor]]:
+    """A plan, an engine rank, its buffers' dtypes, and weights.
+
+    A tensor lies in up to two segments, in any order of dimensions, and some are cast when they are written.
+    """
+    metas, segments, buffers, dtypes, weights = [], [], [], {}, {}
+    draw_bits = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    for number in range(draw(st.integers(1, 5))):
+        shape = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
+        name, dtype = f"t{number}", draw(st.sampled_from([*DTYPES]))
+        made = TensorMeta(name, dtype, shape)
+        metas.append(made)
+        weights[name] = torch.randint(0, 100, shape, generator=draw_bits).to(DTYPES[dtype])
+        axis = draw(st.integers(0, len(shape) - 1)) if shape else None
+        for part in range(num_parts := draw(st.integers(1, 2)) if shape else 1):
+            box = cut(shape, axis, part, num_parts)
+            order = draw(st.permutations(range(len(shape))))
+            packed = torch.empty([box.extent[i] for i in order], device="meta").stride()
+            by_dimension = dict(zip(order, packed, strict=True))
+            steps = tuple(by_dimension[i] * made.itemsize for i in range(len(shape)))
+            buffer = f"{name}.{part}"
+            segments.append(Segment(name, box, buffer, 0, steps))
+            buffers.append(TensorMeta(buffer, dtype, (box.numel,)))
+            # Of the same size, since segments count in bytes.
+            dtypes[buffer] = torch.int32 if dtype == "float32" and draw(st.booleans()) else DTYPES[dtype]
+    engine = RankLayout(tuple(metas), tuple(s for s in segments if s.box.numel), buffers=tuple(buffers))
+    sent = [Segment(m.name, whole(m.shape), m.name, 0, _packed(m)) for m in metas]
+    plan = make_plan(
+        Layout.from_ranks([RankLayout(tuple(metas), tuple(sent))]),
+        {"e": Layout.from_ranks([engine])},
+        Members(2, (0,), (("e", (1,)),)),
+        bucket_bytes=512,
+        max_staging_bytes=1 << 20,
+    )
+    return plan, engine, dtypes, weights
+
+
+def _packed(meta: TensorMeta) -> tuple[int, ...]:
+    return tuple(meta.itemsize * step for step in torch.empty(meta.shape, device="meta").stride())
+
+
+@pytest.mark.parametrize("chunk_nbytes", [8, 1 << 22])
+def test_buckets_known_beforehand_are_written_and_digested_as_unknown_ones(
+    monkeypatch: pytest.MonkeyPatch, chunk_nbytes: int
+) -> None:
+    monkeypatch.setattr(host_live, "_CHUNK_NBYTES", chunk_nbytes)
+
+    @given(laid_out())
+    def check(
+        made: tuple[Plan, RankLayout, dict[str, torch.dtype], dict[str, torch.Tensor]],
+    ) -> None:
+        plan, layout, dtypes, weights = made
+        buckets = [views(plan, bucket, weights) for bucket in range(plan.num_buckets)]
+        results = []
+        for known in (buckets, []):
+            live = {b.name: torch.zeros(b.shape, dtype=dtypes[b.name]) for b in layout.buffers}
+            writer = LiveWriter(plan, layout, live, [], views=known)
+            for _ in range(2):
+                for memory in live.values():
+                    memory.fill_(7)
+                writer.begin(live)
+                for bucket, pieces in enumerate(buckets):
+                    writer.take(bucket, pieces)
+                results.append((live, writer.finish()))
+        expected = [_digest(plan, tensor, layout, dtypes, weights) for tensor in range(len(plan.tensors))]
+        for live, digests in results:
+            assert digests.tolist() == expected
+            for segment in layout.segments:
+                wanted = weights[segment.tensor][segment.box.slices()]
+                assert torch.equal(
+                    segment_view(live[segment.buffer], segment), wanted.to(live[segment.buffer].dtype)
+                )
+
+    check()
+
+
+def _digest(
+    plan: Plan,
+    tensor: int,
+    layout: RankLayout,
+    dtypes: dict[str, torch.dtype],
+    weights: dict[str, torch.Tensor],
+) -> int:
+    """Of what is to be in live memory."""
+    meta = plan.tensors[tensor]
+    shares = [
+        tensor_digest(weights[meta.name][s.box.slices()].to(dtypes[s.buffer]), meta.shape, s.box)
+        for s in layout.segments
+        if s.tensor == meta.name
+    ]
+    return sum(shares) % 2**64
 
 
 def test_a_bucket_that_did_not_come_is_missed() -> None:

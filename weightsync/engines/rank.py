@@ -113,7 +113,9 @@ class Rank:
         self._feed, self._plan, self._engine = EngineFeed.open(ticket, plan, timeout_s), plan, ticket.engine
         if not layout.buffers:
             return Attached(plan.digest(), None)
-        self._writer = LiveWriter(plan, layout, self._live, self._feed.slots, readable=not asleep)
+        self._writer = LiveWriter(
+            plan, layout, self._live, self._feed.slots, readable=not asleep, views=self._feed.views
+        )
         return Attached(plan.digest(), None if asleep else self._writer.export())
 
     def settle(self) -> None:

@@ -27,6 +27,7 @@ from weightsync.feed import EngineFeed
 from weightsync.live import LiveWriter
 from weightsync.modules import device_id, named_tensors
 from weightsync.offload import Offload
+from weightsync.places import Places
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 
 if TYPE_CHECKING:
@@ -84,17 +85,27 @@ class TorchEngine:
         self._feed: EngineFeed | None = None
         self._plan: Plan | None = None
         self._writer: LiveWriter | None = None
+        self._places: Places | None = None
+        self._written: Places | None = None  # what the writer writes to
+        self._tensors: Mapping[str, torch.Tensor] = {}
+        self._layout: RankLayout
         self._asleep: Offload | None = None
 
     def layout(self) -> Sequence[RankLayout]:
         """The live tensors themselves, whole, each its own buffer."""
-        tensors, tied = named_tensors(self._model)
+        if not (self._places and self._places.as_before(self._model)):
+            self._tensors, tied = named_tensors(self._model)
+            self._places = Places(self._model, self._tensors)
+            self._layout = self._describe(tied)
+        return [self._layout]
+
+    def _describe(self, tied: tuple[tuple[str, str], ...]) -> RankLayout:
         metas = tuple(
             TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-            for name, tensor in tensors.items()
+            for name, tensor in self._tensors.items()
         )
-        segments = tuple(_segment(name, tensor) for name, tensor in tensors.items())
-        return [RankLayout(metas, segments, tied, buffers=metas, device=device_id(self._device))]
+        segments = tuple(_segment(name, tensor) for name, tensor in self._tensors.items())
+        return RankLayout(metas, segments, tied, buffers=metas, device=device_id(self._device))
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
         """See `Engine.attach`."""
@@ -110,7 +121,8 @@ class TorchEngine:
         assert self._feed is not None
         assert self._plan is not None
         (layout,) = self.layout()
-        return LiveWriter(self._plan, layout, named_tensors(self._model)[0], self._feed.slots)
+        self._written = self._places
+        return LiveWriter(self._plan, layout, self._tensors, self._feed.slots, views=self._feed.views)
 
     def pause(self, mode: str, timeout_s: float) -> None:
         """Wait for the running `generate`, with ``abort`` for a token; later ones wait for `resume`."""
@@ -146,7 +158,9 @@ class TorchEngine:
             raise StateError(f"engine {self._name} is {doing}: pause it first")
         self._whole = False
         writer = self._writer = self._writer or self._open_writer()
-        writer.begin(named_tensors(self._model)[0])
+        assert self._written is not None
+        unmoved = self._written.as_before(self._model)
+        writer.begin(None if unmoved else named_tensors(self._model)[0])
         try:
             digests = [self._feed.receive(attempt, writer, timeout_s)]
         except WeightSyncError as error:

@@ -18,7 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from weightsync.buffers import Attached, Export
 from weightsync.device_memory import DeviceHandle, export_tensor
 from weightsync.errors import ConfigError, MovedError, StateError, TransportError, nearest
-from weightsync.host_table import HostPart, HostTable, compile_table
+from weightsync.host_table import HostPart, HostTable
 from weightsync.memory import BufferHandle, SharedBuffer, num_threads
 from weightsync.modules import device_id, named_tensors
 from weightsync.nonfinite import NonfiniteTable
@@ -129,7 +129,6 @@ class ModuleSource:
             self._in_place = InPlace(plan, sources, self.model, layout)
             return Attached(plan.digest(), Export(layout, self._exported))
         warm_up()
-        compile_table()
         self._sources = tuple((piece, name, boxes[name]) for piece, name in sources)
         self._arena = SharedBuffer.open(arena)
         self._make_copies()
