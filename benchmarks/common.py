@@ -8,8 +8,10 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -111,8 +113,9 @@ def print_table(title: str, rows: Sequence[Row], where: Environment, notes: Sequ
 def write_json(
     path: Path, name: str, rows: Sequence[Row], where: Environment, notes: Sequence[str] = ()
 ) -> None:
-    """Writes one result: the benchmark's name, its environment, its rows and what went wrong."""
-    record: dict[str, object] = {"benchmark": name, "environment": _as_dict(where)}
+    """Writes one result: the benchmark's name, its command and environment, its rows and what went wrong."""
+    record: dict[str, object] = {"benchmark": name, "command": shlex.join(sys.orig_argv[1:])}
+    record |= {"environment": _as_dict(where)}
     record |= {"rows": [dict(row) for row in rows]} | ({"notes": list(notes)} if notes else {})
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n")

@@ -18,6 +18,7 @@ from ray.actor import ActorHandle
 from actors.engine import EngineActor
 from benchmarks.gpu_fleet import ShardTrainer, device_used
 from benchmarks.models import Tensor
+from benchmarks.rank_probe import synchronize
 from benchmarks.values import count_wrong, poison
 from weightsync.engines.vllm_api import set_environment
 from weightsync.plan import Box
@@ -144,7 +145,7 @@ class OwnVllm:
 
     def take_one(self, name: str, shape: tuple[int, ...]) -> None:
         """Receive one tensor and hand it to vLLM's loader."""
-        self._llm.collective_rpc(_take_one, args=(name, shape))
+        self._llm.collective_rpc(lambda worker: _take_one(worker, name, shape))
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -156,7 +157,8 @@ class OwnVllm:
 
     def wrong(self, version: int) -> int:
         """Elements of vLLM's live parameters that differ from `version`."""
-        return sum(self._llm.collective_rpc(_wrong, args=(self._places, version)))
+        places = self._places  # in the function: as an argument vLLM would hand over dicts
+        return sum(self._llm.collective_rpc(lambda worker: _wrong(worker, places, version)))
 
 
 def _places(model: Sequence[Tensor]) -> list[tuple[Tensor, str, int]]:
@@ -181,12 +183,12 @@ def _take_one(worker: Any, name: str, shape: tuple[int, ...]) -> None:  # noqa: 
 
 
 def _synchronize(worker: Any) -> None:  # noqa: ANN401 (vLLM's Worker)
-    torch.cuda.synchronize(worker.device)
+    synchronize()
 
 
 def _poison(worker: Any) -> None:  # noqa: ANN401 (vLLM's Worker)
     poison(parameter.data for parameter in worker.model_runner.model.parameters())
-    torch.cuda.synchronize()
+    synchronize()
 
 
 def _wrong(worker: Any, places: Sequence[tuple[Tensor, str, int]], version: int) -> int:  # noqa: ANN401
