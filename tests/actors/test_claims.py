@@ -68,6 +68,7 @@ def test_a_second_one_is_refused_until_the_first_is_closed(actors: dict[str, Any
         assert second.update_weights(3).engines == {"e0": 3, "e1": 3}
 
 
+@pytest.mark.faults  # the test above asks the same question
 def test_an_engine_of_another_cannot_be_added(actors: dict[str, Any]) -> None:
     with make(actors, "e0") as first, WeightSync(SyncConfig(bucket_bytes=64 << 10)) as second:
         first.connect()
@@ -81,6 +82,7 @@ def test_an_engine_of_another_cannot_be_added(actors: dict[str, Any]) -> None:
         ray.kill(spare)
 
 
+@pytest.mark.faults  # it starts drivers of their own
 def test_one_whose_driver_lives_keeps_its_actors_and_one_whose_driver_died_loses_them(
     actors: dict[str, Any],
 ) -> None:

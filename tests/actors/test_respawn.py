@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 import ray
 from ray.exceptions import RayActorError
 
@@ -43,6 +44,7 @@ def test_a_respawn_that_never_returns_leaves_its_engine_dead_and_lets_the_proces
     assert "engine e1 is given up after 1 attempts: respawn: no answer within " in log
 
 
+@pytest.mark.faults  # the test above starts as many processes
 def test_an_actor_that_respawn_returns_too_late_is_killed() -> None:
     begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
     late: list[Any] = []

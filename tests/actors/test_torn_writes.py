@@ -19,6 +19,7 @@ def update_often(sync: WeightSync) -> None:
         sync.update_weights(version)
 
 
+@pytest.mark.faults  # test_rewritten holds it without Ray
 def test_a_trainer_that_writes_while_it_publishes_is_named_and_engines_come_back() -> None:
     trainer = spawn(Restless, WIDTH, "t0")
     engines = {name: spawn(Engine, WIDTH, name, name) for name in ("e0",)}

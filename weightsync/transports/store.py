@@ -190,6 +190,11 @@ class NetworkStore(Store):
                 self._socket.close()
                 self._context.term()
 
+    def __del__(self) -> None:
+        """Disconnect what nobody closed: a communicator that broke is only dropped."""
+        if hasattr(self, "_monitor"):
+            self.close()
+
     def _ask(self, do: Any, *keys: str, **values: Any) -> bytes | None:  # noqa: ANN401 - as `_Request`
         with self._lock:
             self._check()
