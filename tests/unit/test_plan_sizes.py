@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from weightsync.errors import PlanError
@@ -39,6 +39,7 @@ def plan(*metas: TensorMeta) -> Plan:
 
 
 @settings(max_examples=300, deadline=None)
+@example([[1, 1 << 51]], "bfloat16")
 @given(st.lists(st.lists(DIMS, max_size=4), min_size=1, max_size=3), st.sampled_from(["int8", "bfloat16"]))
 def test_shapes_of_any_size_are_counted_exactly_or_refused(shapes: list[list[int]], dtype: str) -> None:
     itemsize = 1 if dtype == "int8" else 2

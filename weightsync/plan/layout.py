@@ -276,7 +276,9 @@ def _check_reach(
     steps = _largest(extent) * _largest(strides) * extent.shape[1]
     if steps + _largest(byte_offset) <= MOST_NBYTES:
         return
-    reach = np.abs(byte_offset.astype(float)) + (extent * np.abs(strides.astype(float))).sum(axis=1)
+    itemsize = np.array([meta.itemsize for meta in tensors], np.int64)[tensor]
+    last = (np.maximum(extent - 1, 0) * np.abs(strides.astype(float))).sum(axis=1)
+    reach = np.abs(byte_offset.astype(float)) + last + itemsize
     if (reach > MOST_NBYTES).any():
         row = int(reach.argmax())
         shown = f"byte offset {int(byte_offset[row])}, strides {tuple(strides[row].tolist())}"
