@@ -32,8 +32,8 @@ CONFIG = SyncConfig(
     ("seconds", "respawns"),
     [
         pytest.param(10_000.0, True, id="stuck"),
-        pytest.param(1.5 * TIMEOUT_S, True, id="slow", marks=pytest.mark.faults),
-        pytest.param(10_000.0, False, id="not respawned", marks=pytest.mark.faults),
+        pytest.param(1.5 * TIMEOUT_S, True, id="slow"),
+        pytest.param(10_000.0, False, id="not respawned"),
     ],
 )
 def test_one_slow_engine_costs_the_others_no_version(
