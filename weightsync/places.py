@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, compress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, compress, repeat
 from operator import attrgetter, is_
 from typing import Any
 
@@ -15,7 +15,7 @@ from weightsync.modules import named_tensors
 
 __all__ = ["Places", "local_tensor", "local_tensors"]
 
-_NUM_AT_ONCE = 128
+_NUM_AT_ONCE = 512
 _Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 
@@ -33,7 +33,7 @@ class Places:
     """What a module's tensors are and where they lie, to be compared before each version.
 
     It knows the way to every parameter and persistent buffer and keeps none of them alive. Comparing is
-    left to C, some hundred tensors at a time, while a processor's cache still has them.
+    left to C, some hundred modules at a time, while a processor's cache still has them.
 
     Attributes:
         strays: names of tensors that no module holds: a hook puts them into the ``state_dict``.
@@ -44,45 +44,20 @@ class Places:
         self._module = module
         self._place = {name: _place(tensor) for name, tensor in tensors.items()}
         modules = list(module.modules())
-        self._held = _Sizes(held for each in modules for held in (each._parameters, each._buffers))
-        self._leaves = [each._modules for each in modules if not each._modules]
-        self._parents = [each._modules for each in modules if each._modules]
-        self._names = list(chain.from_iterable(self._parents))
-        self._num_children = list(map(len, self._parents))
-        self._children = list(chain.from_iterable(map(dict.values, self._parents)))
-        with_buffers = [each for each in modules if each._buffers]
-        self._volatile = [each._non_persistent_buffers_set for each in with_buffers]
-        self._volatile_before = [set(each) for each in self._volatile]
-        self._unsent = [(m._buffers, key) for m in with_buffers for key in m._non_persistent_buffers_set]
-        slots = [
-            (held, key)
-            for each in modules
-            for held in (each._parameters, each._buffers)
-            for key in held
-            if held is each._parameters or key not in each._non_persistent_buffers_set
+        self._parts = [
+            _Modules(modules[at : at + _NUM_AT_ONCE]) for at in range(0, len(modules), _NUM_AT_ONCE)
         ]
-        self._slots = [_Slots(slots[at : at + _NUM_AT_ONCE]) for at in range(0, len(slots), _NUM_AT_ONCE)]
-        known = {id(home[key]) for home, key in slots}
+        known = {id(held) for part in self._parts for held in part.saved()}
         self.strays = frozenset(name for name, tensor in tensors.items() if id(tensor) not in known)
 
     def as_before(self, module: nn.Module) -> bool:
         """Whether `module` is the same one, and its tensors have the same names, layouts and memory.
 
         False also while FSDP has gathered tensors, which taking a ``state_dict`` undoes, and always
-        where a hook puts tensors of its own into the ``state_dict``.
+        where a hook puts tensors of its own into the ``state_dict`` or a module defines ``__eq__``.
         """
         return (
-            module is self._module
-            and not self.strays
-            and not any(self._leaves)
-            and list(map(len, self._parents)) == self._num_children
-            and list(chain.from_iterable(self._parents)) == self._names
-            and all(map(is_, chain.from_iterable(map(dict.values, self._parents)), self._children))
-            # Tensors that there were are looked up; if there are as many, none was added.
-            and self._held.are_as_before()
-            and all(key in home for home, key in self._unsent)
-            and self._volatile == self._volatile_before
-            and all(slots.are_as_before() for slots in self._slots)
+            module is self._module and not self.strays and all(part.are_as_before() for part in self._parts)
         )
 
     def moved(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
@@ -90,49 +65,95 @@ class Places:
         return [name for name, tensor in tensors.items() if self._place.get(name) != _place(tensor)]
 
 
-class _Sizes:
-    """How many entries dictionaries have."""
+class _Modules:
+    """Some modules: their children, parameters and buffers, by name."""
 
-    def __init__(self, homes: Iterable[dict[str, Any]]) -> None:
-        self._empty: list[dict[str, Any]] = []
-        self._filled: list[dict[str, Any]] = []
-        for home in homes:
-            (self._filled if home else self._empty).append(home)
-        self._sizes = list(map(len, self._filled))
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        homes = [home for each in modules for home in (each._parameters, each._buffers, each._modules)]
+        self._empty = [home for home in homes if not home]
+        self._parents = [each._modules for each in modules if each._modules]
+        self._children = list(map(dict, self._parents))
+        # Dictionaries are compared in C, by identity as long as no module defines __eq__.
+        children = chain.from_iterable(map(dict.values, self._parents))
+        self._are_compared_by_identity = all(type(each).__eq__ is object.__eq__ for each in children)
+        with_buffers = [each for each in modules if each._buffers]
+        self._volatile = [each._non_persistent_buffers_set for each in with_buffers]
+        self._volatile_before = [set(each) for each in self._volatile]
+        unsent = {
+            (id(each._buffers), key) for each in with_buffers for key in each._non_persistent_buffers_set
+        }
+        self._homes = [home for each in modules for home in (each._parameters, each._buffers) if home]
+        self._num_entries = list(map(len, self._homes))
+        slots = [(home, key) for home in self._homes for key in home]
+        self._unsent = [(home, key) for home, key in slots if (id(home), key) in unsent]
+        sent = [(home, key) for home, key in slots if (id(home), key) not in unsent]
+        found = [home[key] for home, key in sent]
+        self._absent = _Slots(compress(sent, (each is None for each in found)))
+        sharded = [isinstance(each, DTensor) for each in found]
+        plain = [not isinstance(each, DTensor | None) for each in found]
+        self._tensors = (_Tensors(compress(sent, plain)), _Shards(compress(sent, sharded)))
+
+    def saved(self) -> Iterator[torch.Tensor]:
+        """The tensors of theirs that a ``state_dict`` holds."""
+        return chain.from_iterable(kind.found() for kind in self._tensors)
 
     def are_as_before(self) -> bool:
-        return not any(self._empty) and list(map(len, self._filled)) == self._sizes
+        return (
+            self._are_compared_by_identity
+            and not any(self._empty)
+            and self._parents == self._children
+            # Entries that there were are looked up; if there are as many, none was added.
+            and list(map(len, self._homes)) == self._num_entries
+            and all(key in home for home, key in self._unsent)
+            and self._volatile == self._volatile_before
+            and all(tensors.are_as_before() for tensors in self._tensors)
+            and all(map(is_, self._absent.found(), repeat(None)))
+        )
 
 
 class _Slots:
-    """Some entries of dictionaries: tensors, or None where a module has no such parameter."""
+    """Some entries of dictionaries."""
 
-    def __init__(self, slots: Sequence[tuple[dict[str, Any], str]]) -> None:
-        self._homes, self._keys = [home for home, _ in slots], [key for _, key in slots]
-        found = [home[key] for home, key in slots]
-        self._types = list(map(type, found))
-        self._is_sharded = [isinstance(each, DTensor) for each in found]
-        self._is_plain = [each is not None and not isinstance(each, DTensor) for each in found]
-        self._are_plain = all(self._is_plain)
-        self._specs = list(map(_spec, compress(found, self._is_sharded)))
-        held = self._locals(found)
+    def __init__(self, slots: Iterable[tuple[dict[str, Any], str]]) -> None:
+        self._homes: list[dict[str, Any]] = []
+        self._keys: list[str] = []
+        for home, key in slots:
+            self._homes.append(home)
+            self._keys.append(key)
+
+    def found(self) -> list[Any]:
+        return list(map(dict.get, self._homes, self._keys))
+
+
+class _Tensors(_Slots):
+    """Plain tensors."""
+
+    def __init__(self, slots: Iterable[tuple[dict[str, Any], str]]) -> None:
+        super().__init__(slots)
+        held = self._locals(self.found())
         self._addresses = list(map(torch.Tensor.data_ptr, held))
         self._sizes, self._dtypes = list(map(torch.Tensor.numel, held)), list(map(_dtype, held))
         self._are_contiguous = all(map(torch.Tensor.is_contiguous, held))
         self._strides = [] if self._are_contiguous else list(map(_strides, held))
 
     def are_as_before(self) -> bool:
-        found = list(map(dict.get, self._homes, self._keys))
-        if list(map(type, found)) != self._types:
+        try:
+            held = self._locals(self.found())
+            return (
+                list(map(torch.Tensor.data_ptr, held)) == self._addresses
+                and list(map(torch.Tensor.numel, held)) == self._sizes
+                and list(map(_dtype, held)) == self._dtypes
+                and self._have_their_strides(held)
+            )
+        except (
+            TypeError,
+            AttributeError,
+            RuntimeError,
+        ):  # another kind of tensor, none, or one without memory
             return False
-        held = self._locals(found)
-        return (
-            list(map(torch.Tensor.data_ptr, held)) == self._addresses
-            and list(map(torch.Tensor.numel, held)) == self._sizes
-            and list(map(_dtype, held)) == self._dtypes
-            and self._have_their_strides(held)
-            and (self._are_plain or list(map(_spec, compress(found, self._is_sharded))) == self._specs)
-        )
+
+    def _locals(self, found: list[Any]) -> list[Any]:
+        return found
 
     def _have_their_strides(self, held: Sequence[torch.Tensor]) -> bool:
         # To ask for shapes takes three times as long. As many elements without gaps are the same bytes.
@@ -140,10 +161,19 @@ class _Slots:
             return all(map(torch.Tensor.is_contiguous, held))
         return list(map(_strides, held)) == self._strides
 
-    def _locals(self, found: Sequence[Any]) -> Sequence[Any]:
-        if self._are_plain:
-            return found
-        return [*compress(found, self._is_plain), *map(_local, compress(found, self._is_sharded))]
+
+class _Shards(_Tensors):
+    """DTensors."""
+
+    def __init__(self, slots: Iterable[tuple[dict[str, Any], str]]) -> None:
+        super().__init__(slots)
+        self._specs = list(map(_spec, self.found()))
+
+    def are_as_before(self) -> bool:
+        return super().are_as_before() and list(map(_spec, self.found())) == self._specs
+
+    def _locals(self, found: list[Any]) -> list[Any]:
+        return list(map(_local, found))
 
 
 _dtype: Callable[[Any], torch.dtype] = attrgetter("dtype")

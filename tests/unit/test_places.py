@@ -73,6 +73,22 @@ def test_what_changes_is_noticed(change: str) -> None:
     assert places(made).as_before(made)
 
 
+class Equal(nn.Linear):
+    """Equal to all others of its class."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equal)
+
+    __hash__ = nn.Module.__hash__
+
+
+def test_another_module_is_noticed_though_it_says_that_it_is_equal() -> None:
+    made = nn.Sequential(Equal(4, 4))
+    asked = places(made)
+    made[0] = Equal(4, 4)
+    assert not asked.as_before(made)
+
+
 def test_another_module_is_noticed() -> None:
     made = model()
     assert not places(made).as_before(model())
