@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, compress, repeat
 from operator import attrgetter, is_
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from weightsync.modules import named_tensors
 
-__all__ = ["Places", "local_tensor", "local_tensors"]
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["Places", "is_sharded", "local_tensor", "local_tensors"]
 
 _NUM_AT_ONCE = 512
 _Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 
+def is_sharded(tensor: object) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor.
+
+    Importing their module takes 0.7 s, which is much of a process's start; where nobody has, there are none.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of it. Detached: a copy would otherwise grow a graph with each version."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return (tensor.to_local() if is_sharded(tensor) else tensor).detach()
 
 
 def local_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -89,8 +101,8 @@ class _Modules:
         sent = [(home, key) for home, key in slots if (id(home), key) not in unsent]
         found = [home[key] for home, key in sent]
         self._absent = _Slots(compress(sent, (each is None for each in found)))
-        sharded = [isinstance(each, DTensor) for each in found]
-        plain = [not isinstance(each, DTensor | None) for each in found]
+        sharded = list(map(is_sharded, found))
+        plain = [each is not None and not is_sharded(each) for each in found]
         self._tensors = (_Tensors(compress(sent, plain)), _Shards(compress(sent, sharded)))
 
     def saved(self) -> Iterator[torch.Tensor]:

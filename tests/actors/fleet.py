@@ -1,4 +1,7 @@
-"""Small actors for tests: a trainer with a bare module, an engine without a model."""
+"""Small actors for tests: a trainer with a bare module, an engine without a model.
+
+Every process imports this file, so it imports nothing heavier than torch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,6 @@ from torch import nn
 from actors.checkpoint_shard import CheckpointShard
 from actors.engine import EngineActor
 from actors.trainer_shard import TrainerShard
-from recipes.trainer import GrpoTrainer
 from tests.patience import patient
 from weightsync.buffers import Attached
 from weightsync.feed import FeedTicket
@@ -73,16 +75,6 @@ class Restless(Trainer):
     def end(self) -> None:
         self._stopped.set()
         self._stepping.join()
-
-
-class SharpTrainer(GrpoTrainer):
-    """The quickstart's trainer, with weights that tell prompts apart from the start."""
-
-    @torch.no_grad()
-    def sharpen(self) -> None:
-        for name, parameter in self.model.named_parameters():
-            if "norm" not in name and "embed" not in name:
-                parameter.mul_(12.0)
 
 
 class Modelless(TrainerShard):

@@ -13,7 +13,8 @@ from actors.engine import EngineActor
 from recipes.grpo import Group
 from recipes.model import build_checkpoint
 from recipes.recipe import LoopSpec, ModelSpec, MoeSpec
-from tests.actors.fleet import SharpTrainer, spawn
+from tests.actors.fleet import spawn
+from tests.actors.sharp_trainer import SharpTrainer
 from weightsync import PlanError, SyncConfig, WeightSync
 
 PROMPTS = [

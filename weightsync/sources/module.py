@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from weightsync.buffers import Attached, Export
 from weightsync.device_memory import DeviceHandle, export_tensor
@@ -22,7 +20,7 @@ from weightsync.host_table import HostPart, HostTable
 from weightsync.memory import BufferHandle, SharedBuffer, num_threads
 from weightsync.modules import device_id, named_tensors
 from weightsync.nonfinite import NonfiniteTable
-from weightsync.places import Places, local_tensor, local_tensors
+from weightsync.places import Places, is_sharded, local_tensor, local_tensors
 from weightsync.plan import Box, Piece, Plan, RankLayout, Segment, TensorMeta
 from weightsync.published import Published
 from weightsync.sources.difference import difference
@@ -346,7 +344,9 @@ def _share(tensors: Mapping[str, torch.Tensor]) -> tuple[str, dict[str, DeviceHa
 def _segment(name: str, tensor: torch.Tensor) -> Segment:
     local = local_tensor(tensor)
     offset, extent = (0,) * local.dim(), tuple(local.shape)
-    if isinstance(tensor, DTensor):
+    if is_sharded(tensor):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
         if any(placement.is_partial() for placement in tensor.placements):
             raise ConfigError(
                 name, str(tensor.placements), "reduce partial values before weights are published"
