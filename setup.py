@@ -57,6 +57,7 @@ setup(
         "dev": [
             "pytest>=8",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
             "hypothesis>=6.100",
             "jsonschema>=4.20",
             "ruff>=0.14",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
+from unittest import mock
 
 import ray
 
@@ -14,8 +16,17 @@ TOO_LATE = "timed out during startup"
 
 
 def start_ray() -> None:
-    """Start Ray with two CPUs; its actors find this checkout."""
-    deadline = time.monotonic() + patient(60)
+    """Start Ray with two CPUs; its actors find this checkout.
+
+    What they need is in this process's environment, which its workers inherit: a runtime environment would
+    start each of them through a second process.
+    """
+    path = str(Path(__file__).parents[2])
+    with mock.patch.dict(os.environ, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}):
+        _start(time.monotonic() + patient(60))
+
+
+def _start(deadline: float) -> None:
     while True:
         try:
             ray.init(
@@ -24,9 +35,6 @@ def start_ray() -> None:
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level="ERROR",
-                runtime_env={
-                    "env_vars": {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-                },
             )
             return
         except Exception as error:
