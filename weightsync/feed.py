@@ -281,6 +281,14 @@ class EngineFeed:
         """The buckets that `receive` gives to `Sink.take`: the same sequences in each update."""
         return [*self._buckets, *(self._whole if self._arena else ())]
 
+    def refuse(self, attempt: int, error: WeightSyncError) -> None:
+        """Tell the holder, in place of `receive`, why no bucket of an attempt is read: it waits for none."""
+        if self._busy.acquire(blocking=False):  # else an earlier load has the socket
+            try:
+                self._send(Failed(attempt, f"{type(error).__name__}: {error}"))
+            finally:
+                self._busy.release()
+
     def receive(self, attempt: int, sink: Sink, timeout_s: float) -> Digests:
         """Write every bucket of one attempt into `sink`; the one long call of an update.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -15,7 +16,7 @@ from tests.patience import patient
 from weightsync.config import SyncConfig
 from weightsync.controller import Controller
 from weightsync.engines.torch_module import TorchEngine
-from weightsync.errors import StateError
+from weightsync.errors import StateError, WeightSyncError
 from weightsync.holder import Holder
 from weightsync.peers import EngineSeat, Fleet
 from weightsync.sources.module import ModuleSource
@@ -112,6 +113,10 @@ def test_an_engine_whose_weights_moved_is_not_written_though_it_was_looked_at_si
         engine.pause("wait", 1.0)
         with pytest.raises(StateError, match=r"layers\.0 is in other memory"):
             engine.load(2, 1.0)
+        started = time.monotonic()
+        with pytest.raises(WeightSyncError, match=r"layers\.0 is in other memory"):
+            await controller.update(2)
+        assert time.monotonic() - started < CONFIG.timeout_s / 4, "its holder waited for it"
 
     with fleet(monkeypatch, 3, together=False) as (_, engine, members):
         asyncio.run(drive(engine, members))

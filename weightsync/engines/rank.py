@@ -135,7 +135,7 @@ class Rank:
             raise StateError("a rank is not attached: connect first")
         try:
             if self._writer:
-                self._writer.begin(self._current())
+                self._begin(self._feed, self._writer, attempt)
                 digests = self._feed.receive(attempt, self._writer, timeout_s)
             else:
                 digests = self._load_whole(self._feed, self._plan, attempt, timeout_s)
@@ -151,6 +151,13 @@ class Rank:
         if self._feed is not None:
             self._feed.close()
             self._feed = None
+
+    def _begin(self, feed: EngineFeed, writer: LiveWriter, attempt: int) -> None:
+        try:
+            writer.begin(self._current())
+        except StateError as error:
+            feed.refuse(attempt, error)
+            raise
 
     def _current(self) -> dict[str, torch.Tensor]:
         """What the model has now under the names of the live buffers."""

@@ -153,14 +153,11 @@ class TorchEngine:
         """See `Engine.load`: pieces go straight into the live parameters."""
         if self._feed is None:
             raise StateError(f"engine {self._name} is not attached: connect first")
-        if not self._gate.quiet or self._asleep:
-            doing = "asleep" if self._asleep else "serving"
-            raise StateError(f"engine {self._name} is {doing}: pause it first")
-        self._whole = False
-        writer = self._writer = self._writer or self._open_writer()
-        assert self._written is not None
-        unmoved = self._written.as_before(self._model)
-        writer.begin(None if unmoved else named_tensors(self._model)[0])
+        try:
+            writer = self._begin()
+        except StateError as error:
+            self._feed.refuse(attempt, error)
+            raise
         try:
             digests = [self._feed.receive(attempt, writer, timeout_s)]
         except WeightSyncError as error:
@@ -170,6 +167,17 @@ class TorchEngine:
             raise
         self._whole = True
         return digests
+
+    def _begin(self) -> LiveWriter:
+        if not self._gate.quiet or self._asleep:
+            doing = "asleep" if self._asleep else "serving"
+            raise StateError(f"engine {self._name} is {doing}: pause it first")
+        self._whole = False
+        writer = self._writer = self._writer or self._open_writer()
+        assert self._written is not None
+        unmoved = self._written.as_before(self._model)
+        writer.begin(None if unmoved else named_tensors(self._model)[0])
+        return writer
 
     def spans(self) -> Sequence[Sequence[Span]]:
         """See `Engine.spans`."""
