@@ -43,6 +43,7 @@ class Spare(Holder):
 
     def __init__(self, gpu: int | None) -> None:
         """It is no holder before `sit`. `gpu`: the one of Ray's on this host that it sees from now on."""
+        self.name = "spare holder"  # Ray asks for it now
         self._bound_to = ""
         if gpu is not None:
             importlib.import_module("weightsync.device_staging")

@@ -27,6 +27,7 @@ from weightsync.feed import FeedTicket
 from weightsync.plan import Plan
 from weightsync.sources.checkpoint import Reading
 from weightsync.testing import DictEngine
+from weightsync.verify import warm_up
 
 
 class Counts(NamedTuple):
@@ -127,9 +128,13 @@ class Deaf(Engine):
 
 
 class Harming(Engine):
-    """Sends a signal to a process, as its holder's, once it has its ticket."""
+    """Sends a signal to a process, as its holder's, once it has its ticket. Compiles before."""
 
     _harm: tuple[int, int] | None = None
+
+    def __init__(self, width: int, name: str, slot: str) -> None:
+        warm_up()
+        super().__init__(width, name, slot)
 
     async def harm(self, pid: int, number: int) -> None:
         self._harm = pid, number
