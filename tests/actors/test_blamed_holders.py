@@ -143,7 +143,7 @@ def test_a_holder_that_is_stopped_while_engines_connect_is_named_alone(fleet: Bl
         error = fleet.fails_to_connect()
         took = time.monotonic() - begun
     assert isinstance(error, DeadlineError), error
-    assert error.missing == (name,)
+    assert error.missing == (name,), error
     assert took < 2 * TIMEOUT_S + GRACE_S + BETWEEN_S
     fleet.serve()
     fleet.sync.connect()

@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import BroadcastOptions, PrefixStore, Pr
 
 from weightsync.errors import TransportError
 from weightsync.transports.base import Broadcast, Op, Pending, Send
-from weightsync.transports.rendezvous import close_store, join_store, own_address, peers_of
+from weightsync.transports.rendezvous import SLACK_S, close_store, join_store, own_address, peers_of
 from weightsync.transports.roll_call import RollCall, aside
 from weightsync.transports.store import NetworkStore, StoreServer
 from weightsync.transports.watch import Watch
@@ -22,6 +22,7 @@ __all__ = ["GlooTransport"]
 
 _SLICE = timedelta(milliseconds=50)
 """How soon a waiting thread sees that the wait was ended."""
+_LEAST_S = 0.1
 _MARGIN_S = 5.0
 _NUM_WAITS = 3
 """gloo's own time-out, which does not know who is late, comes after ours: that many waits, and a margin.
@@ -56,13 +57,23 @@ class GlooTransport:
         assert self._watch is None, "a transport opens once"
         self._rank, self._num_ranks = rank, num_ranks
         self._timeout = timedelta(seconds=_NUM_WAITS * timeout_s + _MARGIN_S)
+        deadline = time.monotonic() + timeout_s + SLACK_S
         self._store = join_store(rendezvous, rank, num_ranks, timeout_s)
         roll = RollCall(self._store, rank, num_ranks)
         try:
             options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = timedelta(seconds=timeout_s)
             options._devices = [ProcessGroupGloo.create_device(hostname=own_address(rendezvous))]
-            self._group = ProcessGroupGloo(PrefixStore("gloo", self._store), rank, num_ranks, options)
+            store = PrefixStore("gloo", self._store)
+            # It asks the store several times, each for as long as it likes.
+            making = aside(partial(ProcessGroupGloo, store, rank, num_ranks, options))
+            self._group = making.result(max(_LEAST_S, deadline - time.monotonic()))
+        except Late as error:
+            place = rendezvous.rpartition("@")[2]
+            raise TransportError(
+                f"gloo rank {rank} of {num_ranks} could not join at {place}: not all ranks are connected"
+                f" after {timeout_s:g} s"
+            ) from error
         except (RuntimeError, ValueError) as error:
             raise TransportError(
                 f"gloo rank {rank} of {num_ranks} could not join at {rendezvous.rpartition('@')[2]}: {error}"

@@ -11,7 +11,10 @@ from weightsync.transports.base import Broadcast, Op
 from weightsync.transports.roll_call import RollCall, aside
 from weightsync.transports.store import NetworkStore, StoreServer
 
-__all__ = ["close_store", "join_store", "own_address", "peers_of"]
+__all__ = ["SLACK_S", "close_store", "join_store", "own_address", "peers_of"]
+
+SLACK_S = 1.0
+"""Within so much of its deadline a rank has said whom it misses: who asked it waits a little longer."""
 
 
 def join_store(address: str, rank: int, num_ranks: int, timeout_s: float) -> NetworkStore:
@@ -23,7 +26,7 @@ def join_store(address: str, rank: int, num_ranks: int, timeout_s: float) -> Net
     place = address.rpartition("@")[2]
     joining = aside(lambda: RollCall(store, rank, num_ranks).sign_in(timeout_s))
     try:
-        joining.result(2 * timeout_s + 1)  # to connect, to sign in
+        joining.result(timeout_s + SLACK_S)
     except Late as error:
         store.close()
         cause = "rank 0, which hosts it, does not answer"
