@@ -13,7 +13,7 @@ from tests.patience import FACTOR, VARIABLE, patient
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Read when Ray is imported; by default it would leave a token in the home folder.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-# Ray gives its workers the least priority but four: beside busy processes they would hardly run.
+# Ray starts its workers at niceness 15: beside busy processes they would hardly run.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
 # Examples share the machine with other processes: how long one takes says nothing about our code.

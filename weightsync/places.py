@@ -27,8 +27,8 @@ def is_sharded(tensor: object) -> TypeGuard[DTensor]:
 
     Importing their module takes 0.7 s, which is much of a process's start; where nobody has, there are none.
     """
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,7 +102,7 @@ class _Modules:
         found = [home[key] for home, key in sent]
         self._absent = _Slots(compress(sent, (each is None for each in found)))
         sharded = list(map(is_sharded, found))
-        plain = [each is not None and not is_sharded(each) for each in found]
+        plain = [each is not None and not other for each, other in zip(found, sharded, strict=True)]
         self._tensors = (_Tensors(compress(sent, plain)), _Shards(compress(sent, sharded)))
 
     def saved(self) -> Iterator[torch.Tensor]:
@@ -157,11 +157,8 @@ class _Tensors(_Slots):
                 and list(map(_dtype, held)) == self._dtypes
                 and self._have_their_strides(held)
             )
-        except (
-            TypeError,
-            AttributeError,
-            RuntimeError,
-        ):  # another kind of tensor, none, or one without memory
+        # It is another kind of tensor, none, or one without memory.
+        except (TypeError, AttributeError, RuntimeError):
             return False
 
     def _locals(self, found: list[Any]) -> list[Any]:

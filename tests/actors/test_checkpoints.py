@@ -23,6 +23,7 @@ from actors.detached import NAMESPACE, actor_name
 from actors.engine import EngineActor
 from recipes.screen import Screen
 from recipes.serve_checkpoint import Fleet, serve
+from tests.actors.faulty import pid
 from tests.actors.fleet import Engine, HeldShard, Trainer, build, counts, spawn
 from tests.actors.test_quickstart import weightsync
 from tests.models import build_tiny_qwen3, greedy
@@ -84,10 +85,6 @@ def memory(sync: WeightSync, name: str) -> tuple[list[int], list[int]]:
     return ray.get(count[0]), ray.get(count[1])
 
 
-def pids(actors: list[Any]) -> set[int]:
-    return set(ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in actors]))
-
-
 def test_two_checkpoints_are_registered_and_switched(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,9 +95,9 @@ def test_two_checkpoints_are_registered_and_switched(
     sync = make()
     reading, later = (sync.register_checkpoint(Path(folder).name, [folder]) for folder in folders)
     assert reading.result().nbytes + reading.result().mapped_nbytes == sum(t.nbytes for t in a.values())
-    spares = pids([spare for _, spare in sync._members._holders._spares])
+    spares = {pid(spare) for _, spare in sync._members._holders._spares}
     sync.connect()  # waits for the first alone
-    assert pids([holder.handle for holder in sync._fleet.holders]) == spares, "those started early hold it"
+    assert {pid(holder.handle) for holder in sync._fleet.holders} == spares, "those started early hold it"
     first = sync.update_weights(checkpoint="a")
     assert (first.version, first.checkpoint, all_hold(sync, a)) == (1, "a", True)
     with pytest.raises(ConfigError, match="did you mean 'a'"):

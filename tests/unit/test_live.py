@@ -146,7 +146,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "uint8": torch.u
 def laid_out(draw: st.DrawFn) -> tuple[Plan, RankLayout, dict[str, torch.dtype], dict[str, torch.Tensor]]:
     """A plan, an engine rank, its buffers' dtypes, and weights.
 
-    A tensor lies in up to two segments, in any order of dimensions, and some are cast when they are written.
+    Each tensor has one or two segments, with dimensions in any order. Some are cast when written.
     """
     metas, segments, buffers, dtypes, weights = [], [], [], {}, {}
     draw_bits = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))

@@ -23,6 +23,7 @@ __all__ = ["GlooTransport"]
 _SLICE = timedelta(milliseconds=50)
 """How soon a waiting thread sees that the wait was ended."""
 _LEAST_S = 0.1
+"""How long connecting may take at least, when signing in took until the deadline."""
 _MARGIN_S = 5.0
 _NUM_WAITS = 3
 """gloo's own time-out, which does not know who is late, comes after ours: that many waits, and a margin.
@@ -65,18 +66,14 @@ class GlooTransport:
             options._timeout = timedelta(seconds=timeout_s)
             options._devices = [ProcessGroupGloo.create_device(hostname=own_address(rendezvous))]
             store = PrefixStore("gloo", self._store)
-            # It asks the store several times, each for as long as it likes.
+            # It makes several calls of the store, each with a deadline of its own.
             making = aside(partial(ProcessGroupGloo, store, rank, num_ranks, options))
             self._group = making.result(max(_LEAST_S, deadline - time.monotonic()))
-        except Late as error:
-            place = rendezvous.rpartition("@")[2]
+        except (Late, RuntimeError, ValueError) as error:
+            late = f"not all ranks are connected after {timeout_s:g} s"
+            cause, place = late if isinstance(error, Late) else error, rendezvous.rpartition("@")[2]
             raise TransportError(
-                f"gloo rank {rank} of {num_ranks} could not join at {place}: not all ranks are connected"
-                f" after {timeout_s:g} s"
-            ) from error
-        except (RuntimeError, ValueError) as error:
-            raise TransportError(
-                f"gloo rank {rank} of {num_ranks} could not join at {rendezvous.rpartition('@')[2]}: {error}"
+                f"gloo rank {rank} of {num_ranks} could not join at {place}: {cause}"
             ) from error
         self._watch = Watch(roll, rank, num_ranks, timeout_s, stop=_nothing, probe=_nothing)
 

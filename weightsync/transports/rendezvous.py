@@ -14,7 +14,7 @@ from weightsync.transports.store import NetworkStore, StoreServer
 __all__ = ["SLACK_S", "close_store", "join_store", "own_address", "peers_of"]
 
 SLACK_S = 1.0
-"""Within so much of its deadline a rank has said whom it misses: who asked it waits a little longer."""
+"""How long after its deadline a rank has said at the latest which ranks it misses."""
 
 
 def join_store(address: str, rank: int, num_ranks: int, timeout_s: float) -> NetworkStore:
