@@ -23,7 +23,6 @@ from tests.patience import patient
 from weightsync.errors import TransportError
 from weightsync.transports import Broadcast, Transport, transport_class
 
-ROOT = Path(__file__).parents[2]
 READY_S = patient(120)
 """Importing torch and cupy on a busy machine."""
 
@@ -114,7 +113,8 @@ class Process:
     """One rank's process, and the lines that it says."""
 
     def __init__(self, name: str, device: int) -> None:
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": str(device)}
+        path = os.pathsep.join(filter(None, sys.path))
+        env = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": str(device)}
         # By the name of the device where one already restricts what this process sees.
         if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
             env["CUDA_VISIBLE_DEVICES"] = visible.split(",")[device] if name == "nccl" else visible
