@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import nn
+from torch._C._dynamo.guards import TensorGuards
 
 from weightsync.modules import named_tensors
 
@@ -144,19 +145,14 @@ class _Tensors(_Slots):
         super().__init__(slots)
         held = self._locals(self.found())
         self._addresses = list(map(torch.Tensor.data_ptr, held))
-        self._sizes, self._dtypes = list(map(torch.Tensor.numel, held)), list(map(_dtype, held))
-        self._are_contiguous = all(map(torch.Tensor.is_contiguous, held))
-        self._strides = [] if self._are_contiguous else list(map(_strides, held))
+        self._layouts = list(map(_layout, held))
+        self._guards = _guards(held)
 
     def are_as_before(self) -> bool:
         try:
             held = self._locals(self.found())
-            return (
-                list(map(torch.Tensor.data_ptr, held)) == self._addresses
-                and list(map(torch.Tensor.numel, held)) == self._sizes
-                and list(map(_dtype, held)) == self._dtypes
-                and self._have_their_strides(held)
-            )
+            addresses = list(map(torch.Tensor.data_ptr, held))
+            return addresses == self._addresses and self._are_laid_out_as_before(held)
         # It is another kind of tensor, none, or one without memory.
         except (TypeError, AttributeError, RuntimeError):
             return False
@@ -164,11 +160,14 @@ class _Tensors(_Slots):
     def _locals(self, found: list[Any]) -> list[Any]:
         return found
 
-    def _have_their_strides(self, held: Sequence[torch.Tensor]) -> bool:
-        # To ask for shapes takes three times as long. As many elements without gaps are the same bytes.
-        if self._are_contiguous:
-            return all(map(torch.Tensor.is_contiguous, held))
-        return list(map(_strides, held)) == self._strides
+    def _are_laid_out_as_before(self, held: Sequence[torch.Tensor]) -> bool:
+        if self._guards.check(*held):
+            return True
+        # Guards also fail where gradients are no longer wanted, or in inference mode.
+        if list(map(_layout, held)) != self._layouts:
+            return False
+        self._guards = _guards(held)
+        return True
 
 
 class _Shards(_Tensors):
@@ -185,15 +184,19 @@ class _Shards(_Tensors):
         return list(map(_local, found))
 
 
-_dtype: Callable[[Any], torch.dtype] = attrgetter("dtype")
 _local: Callable[[Any], torch.Tensor] = attrgetter("_local_tensor")
 _spec: Callable[[Any], Any] = attrgetter("_spec")
 
 
-def _strides(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...]]:
-    return tensor.shape, tensor.stride()
+def _guards(tensors: Sequence[torch.Tensor]) -> TensorGuards:
+    """Remember shapes, strides and dtypes, to check all in one call, as ``torch.compile`` does."""
+    return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _place(tensor: torch.Tensor) -> _Place:
     held = local_tensor(tensor)
-    return held.data_ptr(), held.shape, held.stride(), held.dtype
+    return held.data_ptr(), *_layout(held)

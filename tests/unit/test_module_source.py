@@ -155,6 +155,10 @@ OTHER: dict[str, tuple[Change, str]] = {
         lambda r: setattr(r.model.body[0].weight, "data", r.model.body[0].weight.data[:2]),
         "body.0.weight is float32 (2, 4), and was float32 (4, 4)",
     ),
+    "another shape of the same bytes": (
+        lambda r: setattr(r.model.body[0].weight, "data", r.model.body[0].weight.data.view(2, 8)),
+        "body.0.weight is float32 (2, 8), and was float32 (4, 4)",
+    ),
     "saved from now on": (lambda r: r.model._non_persistent_buffers_set.clear(), "cache is new"),
 }
 

@@ -35,6 +35,9 @@ Change = Callable[[nn.Sequential], object]
 CHANGES: dict[str, Change] = {
     "other memory": lambda m: setattr(m[1][0].weight, "data", m[1][0].weight.data.clone()),
     "other strides": lambda m: setattr(m[1][0].weight, "data", m[1][0].weight.data.t()),
+    "another shape of the same bytes": lambda m: setattr(
+        m[1][0].weight, "data", m[1][0].weight.data.view(2, 8)
+    ),
     "fewer rows": lambda m: setattr(m[1][0].weight, "data", m[1][0].weight.data[:2]),
     "other dtype": lambda m: m.to(torch.bfloat16),
     "the same bytes as another dtype": lambda m: setattr(
@@ -104,6 +107,16 @@ def test_other_values_and_buffers_that_are_not_saved_are_no_change() -> None:
     made.requires_grad_(False)
     assert asked.as_before(made)
     assert asked.moved(named_tensors(made)[0]) == []
+
+
+def test_inference_mode_is_no_change() -> None:
+    made = model()
+    asked = places(made)
+    for mode in (True, False):
+        with torch.inference_mode(mode):
+            assert asked.as_before(made)
+    CHANGES["fewer rows"](made)
+    assert not asked.as_before(made)
 
 
 def test_what_moved_is_named() -> None:
