@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import pytest
 import ray
 
-from tests.actors.local_cluster import start_ray
+from tests.actors.local_cluster import forking_workers, start_ray
 
 
 @pytest.fixture(scope="session", autouse=True)
 def cluster() -> Iterator[None]:
-    start_ray()
-    yield
-    ray.shutdown()
+    with forking_workers():
+        start_ray()
+        yield
+        ray.shutdown()

@@ -2,28 +2,65 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import ray
 
+from tests.actors import zygote
 from tests.patience import patient
 
 TOO_LATE = "timed out during startup"
 """Ray gives its raylet 30 s, which no setting changes."""
+ROOT = Path(__file__).parents[2]
+FORKING_PYTHON = "WEIGHTSYNC_TEST_FORKING_PYTHON"
+_ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+_SCRIPT = """#!/bin/sh
+case "$1" in
+*/default_worker.py) exec {python} -I -S {zygote} {socket} "$@" ;;
+*) exec {python} "$@" ;;
+esac
+"""
 
 
 def start_ray() -> None:
-    """Start Ray with two CPUs; its actors find this checkout.
+    """Start Ray with two CPUs; its actors find this checkout, and are forked where there is a zygote.
 
     What they need is in this process's environment, which its workers inherit: a runtime environment would
     start each of them through a second process.
     """
-    path = str(Path(__file__).parents[2])
-    with mock.patch.dict(os.environ, {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}):
+    python = os.environ.get(FORKING_PYTHON, sys.executable)
+    with mock.patch.dict(os.environ, _ENVIRONMENT), mock.patch.object(sys, "executable", python):
         _start(time.monotonic() + patient(60))
+
+
+@contextlib.contextmanager
+def forking_workers() -> Iterator[None]:
+    """Have Ray's workers forked, also those of clusters that this process's children start."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, script = f"{folder}/zygote", Path(folder, "python")
+        parts = {"python": sys.executable, "zygote": zygote.__file__, "socket": path}
+        script.write_text(_SCRIPT.format(**{name: shlex.quote(part) for name, part in parts.items()}))
+        script.chmod(0o755)
+        with subprocess.Popen(
+            [sys.executable, "-m", zygote.__name__, path],
+            cwd=ROOT,
+            env=os.environ | _ENVIRONMENT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        ) as server:
+            assert server.stdout is not None
+            assert server.stdout.readline() == b"ready\n"
+            with mock.patch.dict(os.environ, {FORKING_PYTHON: str(script)}):
+                yield
 
 
 def _start(deadline: float) -> None:

@@ -25,7 +25,7 @@ WIDTH = 64
 def main() -> None:
     start_ray()
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
-    sync = WeightSync(SyncConfig(bucket_bytes=64 << 10, respawn_timeout_s=patient(2), heal_backoff_s=0.05))
+    sync = WeightSync(SyncConfig(bucket_bytes=64 << 10, respawn_timeout_s=patient(0.5), heal_backoff_s=0.05))
     sync.register_trainers([spawn(Trainer, WIDTH, "0")])
     engines = {name: spawn(Engine, WIDTH, name, name) for name in ("e0", "e1", "e2")}
     sync.register_engines(engines, respawn=respawn)

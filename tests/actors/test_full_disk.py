@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.timeout(240)
+# Whole runs; the order of what is said is held by the unit tests of the command line, too.
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(240)]
 
 ROOT = Path(__file__).parents[2]
 MOUNT = 'mount -t tmpfs -o "size=$0" tmpfs "$1" && shift && exec "$@"'
@@ -46,7 +47,6 @@ def may_mount() -> None:
         pytest.skip("a full disk takes a file system that only root can mount")
 
 
-@pytest.mark.faults  # a whole run; the order alone is held by the unit tests of the command line
 def test_a_run_that_did_its_work_says_so_before_what_it_could_not_write(tmp_path: Path) -> None:
     out = tmp_path / "run"
     sets = ["--set", "loop.steps=6", "--set", "loop.target_reward=0", "--trace"]

@@ -36,7 +36,7 @@ def ask_on(engine: Engine) -> None:
         engine.layout()
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
 def test_a_rank_that_is_stopped_is_named_to_all_who_ask_and_the_engine_ends(engine: Engine) -> None:
     assert len(engine.layout()) == 2

@@ -1,0 +1,112 @@
+"""A process that has imported torch and compiled the kernels, and forks into Ray's workers.
+
+Tests start some hundred actors. Importing torch and compiling take each of them 3 s of processor time, which
+the fork saves. Ray starts a shell script in place of Python. The script is the worker to Ray; it passes
+arguments, environment and output to the zygote, and ends with the process that the zygote forks.
+
+python -m tests.actors.zygote SOCKET        # serves until its standard input ends
+python -I -S tests/actors/zygote.py SOCKET WORKER ARGUMENT …        # what the script runs
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import signal
+import socket
+import sys
+
+_NUM_FDS = 2
+
+
+def ask(path: str, argv: list[str]) -> None:
+    """Have `argv` run in a fork, with this process's environment and output, and wait for its end."""
+    order = json.dumps([argv, dict(os.environ), os.getcwd()]).encode()
+    with socket.socket(socket.AF_UNIX) as zygote:
+        zygote.connect(path)
+        fds = array.array("i", range(1, 1 + _NUM_FDS))
+        zygote.sendmsg(
+            [len(order).to_bytes(8, "little")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds.tobytes())]
+        )
+        zygote.sendall(order)
+        while zygote.recv(1):
+            pass
+
+
+def serve(path: str) -> None:
+    """Fork for each that asks, until standard input ends."""
+    import selectors
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that nobody has to wait for children
+    with socket.socket(socket.AF_UNIX) as server, selectors.DefaultSelector() as selector:
+        server.bind(path)
+        server.listen(64)
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
+        selector.register(server, selectors.EVENT_READ)
+        selector.register(sys.stdin, selectors.EVENT_READ)
+        while not any(key.fileobj is sys.stdin for key, _ in selector.select()):
+            client, _ = server.accept()
+            if os.fork() == 0:
+                selector.close()
+                server.close()
+                _become(client)
+            client.close()
+
+
+def _become(client: socket.socket) -> None:
+    """Be the worker that `client` asks for. Its end closes the connection."""
+    import runpy
+
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    size, ancillary, _, _ = client.recvmsg(8, socket.CMSG_SPACE(_NUM_FDS * 4))
+    fds = array.array("i", ancillary[0][2])
+    with client.makefile("rb") as stream:
+        argv, environment, folder = json.loads(stream.read(int.from_bytes(size, "little")))
+    for number, fd in enumerate(fds, 1):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    client.detach()  # ends with the process, and with it the script
+    sys.argv = argv
+    runpy.run_path(argv[0], run_name="__main__")
+    sys.exit()
+
+
+def main() -> None:
+    path, *argv = sys.argv[1:]
+    if argv:
+        ask(path, argv)
+        return
+    _warm_up()
+    serve(path)
+
+
+def _warm_up() -> None:
+    """Import and compile what most actors need. Not Ray: it reads the environment as it is imported."""
+    import torch
+    from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM  # noqa: F401
+
+    from weightsync import holder, testing  # noqa: F401
+    from weightsync.engines import torch_module  # noqa: F401
+    from weightsync.host_table import HostPart, HostTable
+    from weightsync.nonfinite import NonfiniteTable
+    from weightsync.plan import Box
+    from weightsync.sources import checkpoint, module  # noqa: F401
+    from weightsync.verify import warm_up
+
+    warm_up()
+    memory = torch.zeros(8, dtype=torch.uint8)
+    part = HostPart(tensor=0, address=memory.data_ptr(), box=Box((0,), (8,)), shape=(8,), itemsize=1)
+    HostTable([part], 1)
+    NonfiniteTable([("float32", 0, 8)])
+    if "ray" in sys.modules:
+        raise RuntimeError("a module of weightsync imports ray")
+
+
+if __name__ == "__main__":
+    main()
