@@ -21,7 +21,7 @@ setup(
         include=["weightsync", "weightsync.*", "actors", "actors.*", "recipes", "recipes.*"]
     ),
     package_data={
-        "weightsync": ["py.typed", "kernels.cu"],
+        "weightsync": ["py.typed", "memory/kernels.cu"],
         "actors": ["dashboards/*.json"],
         "recipes": ["*.yaml", "*.json", "*.j2"],
     },

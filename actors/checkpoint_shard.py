@@ -10,15 +10,15 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from weightsync.clock import PhaseClock, Span
 from weightsync.faults import arm, strike
+from weightsync.protocol.timing import PhaseClock, Span
 from weightsync.sources.checkpoint import CheckpointSource, Reading
 
 if TYPE_CHECKING:
-    from weightsync.buffers import HostExport
     from weightsync.faults import Fault
     from weightsync.plan import Plan, RankLayout, TensorMeta
-    from weightsync.published import Published
+    from weightsync.protocol.handles import HostExport
+    from weightsync.protocol.published import Published
 
 __all__ = ["CheckpointShard", "spawn_shard"]
 

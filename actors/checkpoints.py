@@ -16,9 +16,8 @@ from ray.actor import ActorHandle
 from actors.checkpoint_shard import spawn_shard
 from actors.remote import RemoteHolder, answer
 from actors.seat import Seat
-from weightsync.buffers import Attached
 from weightsync.config import SyncConfig
-from weightsync.deadline import gather_named
+from weightsync.driver.gather import gather_named
 from weightsync.errors import (
     ConfigError,
     PeerLostError,
@@ -27,14 +26,15 @@ from weightsync.errors import (
     WeightSyncError,
     nearest,
 )
-from weightsync.published import Published
+from weightsync.protocol.handles import Attached
+from weightsync.protocol.published import Published
 from weightsync.sources.checkpoint import Reading
 
 if TYPE_CHECKING:
-    from weightsync.clock import Span
     from weightsync.faults import Fault
-    from weightsync.memory import BufferHandle
+    from weightsync.memory.host import BufferHandle
     from weightsync.plan import Plan, RankLayout, TensorMeta
+    from weightsync.protocol.timing import Span
 
 __all__ = ["CheckpointRank", "Checkpoints"]
 

@@ -17,7 +17,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, OwnerDiedError, RayError
 
 from actors.daemon import on_daemon
-from weightsync.deadline import GRACE_S, gather_named
+from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.errors import StateError, WeightSyncError
 
 __all__ = ["Claim", "Claimable", "Claims", "TakenError"]

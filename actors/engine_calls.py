@@ -15,12 +15,12 @@ from weightsync.engines import Engine
 from weightsync.faults import strike
 
 if TYPE_CHECKING:
-    from weightsync.buffers import Attached
-    from weightsync.clock import Span
+    from weightsync.channel.engine_end import FeedTicket
     from weightsync.faults import Fault
-    from weightsync.feed import FeedTicket
+    from weightsync.memory.digests import Digests
     from weightsync.plan import Plan, RankLayout
-    from weightsync.verify import Digests
+    from weightsync.protocol.handles import Attached
+    from weightsync.protocol.timing import Span
 
 __all__ = ["EngineCalls"]
 

@@ -19,7 +19,7 @@ from actors.remote import RemoteHolder, answer
 from actors.seat import Seat
 from actors.weight_holder import Spare, spawn_holder, spawn_spare
 from weightsync.config import SyncConfig
-from weightsync.deadline import gather_named
+from weightsync.driver.gather import gather_named
 from weightsync.errors import ConfigError, DeadlineError
 
 __all__ = ["Holders"]

@@ -20,15 +20,15 @@ from actors.remote import RemoteEngine, RemoteHolder, RemoteTrainer
 from actors.seat import Seat, seat_everybody
 from actors.watch import Watches
 from weightsync.config import SyncConfig
-from weightsync.controller import Controller
-from weightsync.deadline import gather_named
+from weightsync.driver.controller import Controller
+from weightsync.driver.engine_state import EngineRecord, EngineState
+from weightsync.driver.gather import gather_named
 from weightsync.errors import ConfigError, PlanError, StateError, WeightSyncError
-from weightsync.peers import EngineSeat, Fleet, TrainerPeer
-from weightsync.states import EngineRecord, EngineState
+from weightsync.protocol.peers import EngineSeat, Fleet, TrainerPeer
 
 if TYPE_CHECKING:
-    from weightsync.clock import Span
     from weightsync.faults import FaultPlan
+    from weightsync.protocol.timing import Span
 
 __all__ = ["Membership"]
 

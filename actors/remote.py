@@ -13,21 +13,21 @@ from actors.seat import Seat
 from weightsync.errors import ConfigError, PeerError, PeerLostError, WeightSyncError
 
 if TYPE_CHECKING:
-    from weightsync.buffers import Attached, Export, HostExport
-    from weightsync.clock import Span
-    from weightsync.device_memory import DeviceHandle
-    from weightsync.exchange import Part
+    from weightsync.channel.engine_end import FeedTicket
     from weightsync.faults import Fault
-    from weightsync.feed import FeedTicket
-    from weightsync.gauge import Samples
-    from weightsync.keeper import Label, Share
-    from weightsync.memory import BufferHandle
+    from weightsync.holder.cross_host import Part
+    from weightsync.holder.refill import Kept, Refilled
+    from weightsync.holder.snapshots import Label, Share
+    from weightsync.memory.device import DeviceHandle
+    from weightsync.memory.digests import Digests
+    from weightsync.memory.gpu_usage import Samples
+    from weightsync.memory.host import BufferHandle
     from weightsync.plan import Plan, RankLayout, Reads
-    from weightsync.prepared import Group, Moved, Prepared, Way
-    from weightsync.published import Published
+    from weightsync.protocol.handles import Attached, Export, HostExport
+    from weightsync.protocol.messages import Group, Moved, Prepared, Way
+    from weightsync.protocol.published import Published
+    from weightsync.protocol.timing import Span
     from weightsync.readers import Offer
-    from weightsync.refill import Kept, Refilled
-    from weightsync.verify import Digests
 
 __all__ = ["RemoteEngine", "RemoteHolder", "RemoteTrainer", "answer"]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import ray
 
 from weightsync.errors import ConfigError
-from weightsync.modules import device_id
+from weightsync.memory.tensors import device_id
 
 __all__ = ["Seat", "Seating", "seat_everybody"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from actors.loop import LoopThread
-from weightsync.controller import Controller
+from weightsync.driver.controller import Controller
+from weightsync.driver.engine_state import EngineState
 from weightsync.errors import ConfigError, StateError, nearest
-from weightsync.peers import Fleet
-from weightsync.states import EngineState
+from weightsync.protocol.peers import Fleet
 
 __all__ = ["SleepingEngines"]
 

@@ -9,17 +9,17 @@ from torch import nn
 
 from actors.claim import Claimable
 from actors.seat import Seat
-from weightsync.clock import PhaseClock, Span
 from weightsync.errors import StateError
 from weightsync.faults import arm, strike
+from weightsync.protocol.timing import PhaseClock, Span
 from weightsync.sources.module import ModuleSource
 
 if TYPE_CHECKING:
-    from weightsync.buffers import Attached
     from weightsync.faults import Fault
-    from weightsync.memory import BufferHandle
+    from weightsync.memory.host import BufferHandle
     from weightsync.plan import Plan, RankLayout
-    from weightsync.published import Published
+    from weightsync.protocol.handles import Attached
+    from weightsync.protocol.published import Published
 
 __all__ = ["TrainerShard"]
 

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from actors.engine_calls import EngineCalls
-from weightsync.engines.vllm_adopted import AdoptedVllm
+from weightsync.engines.vllm.adopted import AdoptedVllm
 
 __all__ = ["VllmActor"]
 
@@ -18,7 +18,7 @@ class VllmActor(EngineCalls):
         class Rollout(VllmActor):
             def __init__(self, ...):
                 self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(
-                    ..., worker_extension_cls="weightsync.engines.vllm_worker.WeightSyncWorker"))
+                    ..., worker_extension_cls="weightsync.engines.vllm.worker.WeightSyncWorker"))
 
             async def generate(self, ...): ...
 

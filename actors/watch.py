@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from actors.remote import RemoteEngine, RemoteHolder
-from weightsync.deadline import gather_named
+from weightsync.driver.gather import gather_named
 from weightsync.errors import WeightSyncError
 
 __all__ = ["Watches"]

@@ -14,10 +14,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.detached import detached
 from actors.seat import Seat
-from weightsync import cuda
 from weightsync.errors import TransportError
-from weightsync.holder import Holder
-from weightsync.modules import device_id
+from weightsync.holder.holder import Holder
+from weightsync.memory import cuda
+from weightsync.memory.tensors import device_id
 
 __all__ = ["Spare", "spawn_holder", "spawn_spare"]
 
@@ -46,7 +46,7 @@ class Spare(Holder):
         self.name = "spare holder"  # Ray asks for it now
         self._bound_to = ""
         if gpu is not None:
-            importlib.import_module("weightsync.device_staging")
+            importlib.import_module("weightsync.holder.device_staging")
             with contextlib.suppress(TransportError):  # the holder says so, if it needs it
                 cuda.nccl()
             self._bound_to = _see(gpu)

@@ -22,14 +22,14 @@ from actors.membership import Membership
 from actors.metrics import Metrics
 from actors.sleeping_engines import SleepingEngines
 from weightsync.config import SyncConfig
-from weightsync.controller import Controller
+from weightsync.driver.controller import Controller
+from weightsync.driver.engine_state import EngineState
+from weightsync.driver.healing import Healer
 from weightsync.errors import ConfigError, DeadlineError, PlanError, StateError, WeightSyncError, nearest
-from weightsync.healer import Healer
-from weightsync.peers import Fleet
 from weightsync.plan import Cluster, Plan
 from weightsync.plan.figures import count_text
+from weightsync.protocol.peers import Fleet
 from weightsync.report import HealReport, Link, SyncReport
-from weightsync.states import EngineState
 
 if TYPE_CHECKING:
     from weightsync.faults import FaultPlan

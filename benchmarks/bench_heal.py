@@ -35,7 +35,7 @@ from actors.engine import EngineActor
 from benchmarks.bench_sync import Trainer, save_config, spawn, start_ray
 from benchmarks.common import environment, print_table, write_json
 from weightsync import SyncConfig, WeightSync
-from weightsync.modules import named_tensors
+from weightsync.memory.tensors import named_tensors
 
 __all__ = ["main"]
 

@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.common import Row, environment, print_table, write_json
 from benchmarks.triton_copy import TritonCopy
-from weightsync.kernels import CopyTable, DigestPart, DigestTable
+from weightsync.memory.kernels import CopyTable, DigestPart, DigestTable
 from weightsync.plan import Box
 from weightsync.plan.copies import Copies, box_copies
 

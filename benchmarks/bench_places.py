@@ -19,8 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from benchmarks.common import environment, print_table
-from weightsync.modules import named_tensors
-from weightsync.places import Places
+from weightsync.memory.addresses import Places
+from weightsync.memory.tensors import named_tensors
 
 __all__ = ["main"]
 

@@ -24,9 +24,9 @@ import torch
 from cupy.cuda import runtime
 
 from benchmarks.common import Row, environment, print_table, write_json
-from weightsync.kernels import CopyTable
+from weightsync.holder.direct_copy import NUM_BLOCKS
+from weightsync.memory.kernels import CopyTable
 from weightsync.plan.copies import Copies
-from weightsync.pull import NUM_BLOCKS
 
 MIB = 1 << 20
 BLOCKS_MIB = (0.25, 1, 4, 16, 64, 1024)

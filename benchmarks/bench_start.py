@@ -71,7 +71,7 @@ class Own:
 
 
 def _own_vllm(path: str, options: Mapping[str, Any]) -> Any:  # noqa: ANN401 (a function without arguments)
-    from weightsync.engines.vllm_api import set_environment
+    from weightsync.engines.vllm.api import set_environment
 
     set_environment()
     from vllm import LLM, SamplingParams

@@ -43,12 +43,12 @@ class BareRank:
 
     def offer(self) -> tuple[object, str]:
         """Rank 0: where the other ranks meet it, for cupy and for our transport."""
-        from weightsync import cuda
+        from weightsync.memory import cuda
 
         return cuda.nccl().get_unique_id(), self._transport.offer("127.0.0.1")
 
     def open(self, unique_id: object, rendezvous: str) -> None:
-        from weightsync import cuda
+        from weightsync.memory import cuda
 
         self._bare = cuda.nccl().NcclCommunicator(self._num_ranks, unique_id, self._rank)
         self._transport.open(rendezvous, self._rank, self._num_ranks, 60.0)
@@ -70,7 +70,7 @@ class BareRank:
 
     def _call(self, kind: str) -> None:
         if kind == "ncclBroadcast":
-            from weightsync import cuda
+            from weightsync.memory import cuda
 
             at, unsigned = self._data.data_ptr(), cuda.nccl().NCCL_UINT8
             self._bare.broadcast(at, at, self._data.numel(), unsigned, 0, self._stream.cuda_stream)

@@ -29,17 +29,17 @@ from actors.trainer_shard import TrainerShard
 from benchmarks.cluster import kill, spawn
 from benchmarks.models import Tensor, rank_box
 from benchmarks.values import Held, count_wrong, fill, poison
-from weightsync.buffers import Attached
-from weightsync.clock import Span
-from weightsync.feed import EngineFeed
-from weightsync.live import LiveWriter
-from weightsync.modules import device_id
+from weightsync.channel.engine_end import EngineFeed
+from weightsync.engines.live_writer import LiveWriter
+from weightsync.memory.tensors import device_id
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
+from weightsync.protocol.handles import Attached
+from weightsync.protocol.timing import Span
 
 if TYPE_CHECKING:
-    from weightsync.feed import FeedTicket
+    from weightsync.channel.engine_end import FeedTicket
+    from weightsync.memory.digests import Digests
     from weightsync.plan import Plan
-    from weightsync.verify import Digests
 
 __all__ = ["Destination", "EngineFront", "EngineRank", "Fleet", "ShardTrainer", "device_used", "start_fleet"]
 

@@ -17,7 +17,7 @@ from ray.actor import ActorHandle
 from benchmarks.gpu_fleet import Model, ShardTrainer
 from benchmarks.models import Tensor
 from benchmarks.rank_probe import synchronize
-from weightsync.clock import PhaseClock
+from weightsync.protocol.timing import PhaseClock
 
 __all__ = ["LatencyTrainer"]
 

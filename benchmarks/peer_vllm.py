@@ -20,7 +20,7 @@ from benchmarks.gpu_fleet import ShardTrainer, device_used
 from benchmarks.models import Tensor
 from benchmarks.rank_probe import synchronize
 from benchmarks.values import count_wrong, poison
-from weightsync.engines.vllm_api import set_environment
+from weightsync.engines.vllm.api import set_environment
 from weightsync.plan import Box
 
 __all__ = ["OwnVllm", "VllmTrainer", "VllmUnderTest"]

@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.models import Tensor
 from benchmarks.values import count_wrong, poison
-from weightsync.clock import PhaseClock
-from weightsync.modules import segment_view
+from weightsync.memory.tensors import segment_view
 from weightsync.plan import RankLayout
+from weightsync.protocol.timing import PhaseClock
 
 __all__ = ["LOADER", "answer", "on_worker", "receive", "synchronize"]
 

@@ -14,9 +14,9 @@ from benchmarks.common import gpu_names
 from benchmarks.gpu_fleet import Fleet
 from benchmarks.isolate import stage
 from weightsync import SyncConfig, SyncReport, WeightSync
-from weightsync.plan.direct_floor import LinkRates
+from weightsync.driver.efficiency import shares
+from weightsync.plan.estimate import LinkRates
 from weightsync.report import Link
-from weightsync.share import shares
 
 __all__ = [
     "MODES",
@@ -87,7 +87,7 @@ def config(bucket_mib: int, num_slots: int, mode: Mode = "auto", keep_versions: 
 def connect(sync: WeightSync) -> None:
     """A stage for each phase of it that is over."""
     stage("connecting")
-    clock, shown = logging.getLogger("weightsync.clock"), _Stages()
+    clock, shown = logging.getLogger("weightsync.protocol.timing"), _Stages()
     clock.addHandler(shown)
     clock.setLevel(logging.DEBUG)
     try:

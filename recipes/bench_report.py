@@ -12,8 +12,8 @@ from pathlib import Path
 from recipes.hosts import HostSpec
 from recipes.run_report import packages_here, this_host
 from weightsync import LinkRates, shares
-from weightsync.clock import Span
 from weightsync.plan.figures import count_text, time_text
+from weightsync.protocol.timing import Span
 from weightsync.report import Link, SyncReport, bytes_text
 
 __all__ = ["BenchReport", "BenchRow"]

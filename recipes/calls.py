@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from actors.remote import answer
-from weightsync.deadline import Outcome, gather_named
+from weightsync.driver.gather import Outcome, gather_named
 
 __all__ = ["collect", "gather"]
 

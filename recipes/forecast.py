@@ -23,7 +23,7 @@ from weightsync.plan import (
     castless,
     make_plan,
 )
-from weightsync.plan.direct_floor import OTHER_HOST, DirectFloor, Receiver, direct_floor, distances
+from weightsync.plan.estimate import OTHER_HOST, DirectFloor, Receiver, direct_floor, distances
 from weightsync.plan.figures import count_text, time_text
 
 __all__ = ["Scene", "forecast", "recipe_scene"]

@@ -7,7 +7,7 @@ from typing import Literal
 
 from weightsync.config import check_fields
 from weightsync.errors import ConfigError
-from weightsync.plan.direct_floor import LinkRates
+from weightsync.plan.estimate import LinkRates
 
 __all__ = ["HostSpec", "Rate"]
 

@@ -58,7 +58,7 @@ class RolloutActor(VllmActor):  # +
 
         settings: Any = {"dtype": "float32", "max_model_len": 64, "enforce_eager": True}
         # - settings["worker_extension_cls"] = "recipes.openrlhf_loop.WorkerWrap"
-        settings["worker_extension_cls"] = "weightsync.engines.vllm_worker.WeightSyncWorker"  # +
+        settings["worker_extension_cls"] = "weightsync.engines.vllm.worker.WeightSyncWorker"  # +
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(path, skip_tokenizer_init=True, **settings))
 
     async def generate(self, prompts: Tokens, temperature: float) -> Tokens:

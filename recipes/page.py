@@ -16,9 +16,9 @@ from markupsafe import Markup
 from recipes.run_folder import replace_text
 from recipes.run_report import NUM_LAST, RunReport, StepRow
 from recipes.svg import Axis, Bar, Row, columns, lanes, line
-from weightsync.clock import Span
 from weightsync.errors import ConfigError
 from weightsync.plan.figures import count_text
+from weightsync.protocol.timing import Span
 from weightsync.report import bytes_text
 
 __all__ = ["page", "write_page"]

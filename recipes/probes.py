@@ -83,7 +83,7 @@ def nccl() -> Row:
     major = (_torch().version.cuda or "13").partition(".")[0]
     remedy = f"pip install 'weightsync[cuda{major}]'"
     try:
-        ours, theirs = importlib.import_module("weightsync.cuda").nccl_versions()
+        ours, theirs = importlib.import_module("weightsync.memory.cuda").nccl_versions()
     except (ImportError, TransportError) as error:
         return Row("cupy, NCCL", str(error).partition("\n")[0], "missing", remedy)
     package = f"cupy-cuda{major}x"

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 
 from recipes.run_folder import replace_text
-from weightsync.clock import Span
 from weightsync.errors import ConfigError
+from weightsync.protocol.timing import Span
 from weightsync.report import HealReport, Link, SyncReport
 
 __all__ = ["RunReport", "StepRow", "packages_here", "read_report", "this_host"]

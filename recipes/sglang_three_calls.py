@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from actors.engine import EngineActor
 from actors.trainer_shard import TrainerShard
 from weightsync import SyncConfig, WeightSync
-from weightsync.engines.sglang_api import join_update_group
+from weightsync.engines.sglang.api import join_update_group
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

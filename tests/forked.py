@@ -11,7 +11,7 @@ from multiprocessing.context import ForkServerContext
 import torch.distributed.fsdp  # noqa: F401 (for those that are forked)
 import transformers  # noqa: F401
 
-from weightsync.verify import warm_up
+from weightsync.memory.digests import warm_up
 
 
 def forking() -> ForkServerContext:

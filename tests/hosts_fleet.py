@@ -13,24 +13,24 @@ import numpy as np
 import torch
 
 from tests.unit.plan_strategies import NUMPY, PAD, Rank, cuts, decoder, engine_rank, hold, values
-from weightsync.buffers import Attached, Export
+from weightsync.channel.engine_end import EngineFeed, FeedTicket
 from weightsync.config import SyncConfig
-from weightsync.controller import Controller
-from weightsync.device_memory import DeviceHandle
-from weightsync.feed import EngineFeed, FeedTicket
-from weightsync.holder import Holder
-from weightsync.host_copies import HostCopies
-from weightsync.image import EngineImage
-from weightsync.live import LiveWriter
-from weightsync.memory import BufferHandle, SharedBuffer
-from weightsync.peers import EngineSeat, Fleet
+from weightsync.driver.controller import Controller
+from weightsync.engines.live_writer import LiveWriter
+from weightsync.holder.flat_snapshot import EngineImage
+from weightsync.holder.holder import Holder
+from weightsync.holder.staging import HostStaging
+from weightsync.memory.bucket_copies import bucket_rows, by_tensor
+from weightsync.memory.device import DeviceHandle
+from weightsync.memory.digests import Digests, tensor_digest
+from weightsync.memory.host import BufferHandle, SharedBuffer
+from weightsync.memory.host_copies import HostCopies
 from weightsync.plan import Box, Plan, RankLayout, Reads, TensorMeta
-from weightsync.published import Published
-from weightsync.rows import bucket_rows, by_tensor
-from weightsync.staging import HostStaging
+from weightsync.protocol.handles import Attached, Export
+from weightsync.protocol.peers import EngineSeat, Fleet
+from weightsync.protocol.published import Published
 from weightsync.testing import DictEngine, LocalPeer
 from weightsync.transports import Pending
-from weightsync.verify import Digests, tensor_digest
 
 KV_HEADS, EXPERTS = 1, 1
 TIED = ("head", "embed")

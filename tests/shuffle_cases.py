@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from tests.unit.plan_strategies import PAD, Rank, cuts, hold, live, values, write
+from weightsync.collectives.shuffle import Shuffle, gather_send, scatter_recv
 from weightsync.plan import Box, Layout, RankLayout, Reshard, TensorMeta
-from weightsync.plan.crossing import bundles
+from weightsync.plan.cross_host import bundles
 from weightsync.plan.shuffle import ShufflePlan
-from weightsync.shuffle import Shuffle, gather_send, scatter_recv
 from weightsync.transports import Transport
 
 CASES = {"apart": (2, 3, False), "both": (2, 2, True), "one": (1, 1, False), "copies": (1, 3, False)}

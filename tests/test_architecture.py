@@ -3,7 +3,7 @@
 Each package may import only what stands below it, `sources`, `engines`, `transports` and `readers`
 not each other, and only the edge knows Ray::
 
-    recipes > actors > weightsync.controller > the rest of weightsync > weightsync.plan and settings
+    recipes > actors > weightsync.driver.controller > the rest of weightsync > weightsync.plan and settings
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ MAX_LINES = 500
 
 PURE = (
     "weightsync.plan",
-    "weightsync.clock",
+    "weightsync.protocol.timing",
     "weightsync.errors",
     "weightsync.config",
-    "weightsync.policy",
+    "weightsync.driver.healing_policy",
     "weightsync.report",
-    "weightsync.states",
+    "weightsync.driver.engine_state",
 )
 PURE_ALLOWED = (*sys.stdlib_module_names, "_typeshed", "numpy")
 PLAN_ALLOWED = (*PURE_ALLOWED, "weightsync.plan", "weightsync.errors")
@@ -46,17 +46,17 @@ PLUGINS = ("weightsync.plugins",)
 EDGE = ("actors", "recipes", *PLUGINS)
 UNPICKLERS = ("pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing")
 BY_ENGINES_CHANNELS = (
-    "weightsync.engines.sglang_api",
-    "weightsync.engines.sglang_worker",
-    "weightsync.engines.vllm",
-    "weightsync.engines.vllm_ranks",
-    "weightsync.engines.vllm_worker",
+    "weightsync.engines.sglang.api",
+    "weightsync.engines.sglang.worker",
+    "weightsync.engines.vllm.adapter",
+    "weightsync.engines.vllm.ranks",
+    "weightsync.engines.vllm.worker",
 )
 """They pickle what goes by vLLM's and SGLang's own channels. None of them has a socket of ours."""
 USERS_OWN = ("recipes.openrlhf_loop",)
 """Recipes that play somebody who has a loop, and engines of his own."""
 WALL_CLOCK = {
-    "weightsync/clock.py": "stamps of spans and heals",
+    "weightsync/protocol/timing.py": "stamps of spans and heals",
     "recipes/run_report.py": "when a run started, and a step committed",
     "recipes/bench_report.py": "when a benchmark started",
     "benchmarks/common.py": "when a benchmark was run",
@@ -65,7 +65,7 @@ WALL_CLOCK = {
 # The first that holds a module says how high it stands.
 LAYERS = (
     (PURE, 0),
-    (("weightsync.controller", "weightsync.healer"), 2),
+    (("weightsync.driver.controller", "weightsync.driver.healing"), 2),
     (("weightsync",), 1),
     (("actors",), 3),
     (("recipes",), 4),
@@ -198,7 +198,7 @@ def test_the_wall_clock_is_read_for_stamps_alone() -> None:
     reads = [*wall_clock_reads(ROOT)]
     assert [each for each in reads if each.partition(":")[0] not in WALL_CLOCK] == []
     assert {each.partition(":")[0] for each in reads} == {*WALL_CLOCK}
-    assert sum(each.startswith("weightsync/clock.py") for each in reads) == 1
+    assert sum(each.startswith("weightsync/protocol/timing.py") for each in reads) == 1
 
 
 @pytest.mark.parametrize(
@@ -230,10 +230,14 @@ def test_nothing_breaks_the_arrows() -> None:
         ("weightsync/plan/box.py", "from weightsync import config", "the plan knows numpy"),
         ("weightsync/plan/box.py", "from ..memory import SharedBuffer", "the plan knows numpy"),
         ("weightsync/config.py", "def f():\n    import yaml", "pure"),
-        ("weightsync/controller.py", "from ray import get", "only the edge knows Ray"),
-        ("weightsync/controller.py", "from actors import weight_holder", "points upwards"),
-        ("weightsync/holder.py", "from weightsync.controller import Controller", "points upwards"),
-        ("weightsync/holder.py", "from weightsync import Box", "its own door"),
+        ("weightsync/driver/controller.py", "from ray import get", "only the edge knows Ray"),
+        ("weightsync/driver/controller.py", "from actors import weight_holder", "points upwards"),
+        (
+            "weightsync/holder/holder.py",
+            "from weightsync.driver.controller import Controller",
+            "points upwards",
+        ),
+        ("weightsync/holder/holder.py", "from weightsync import Box", "its own door"),
         ("actors/weight_holder.py", "import recipes.recipe", "points upwards"),
         (
             "weightsync/transports/base.py",
@@ -241,12 +245,12 @@ def test_nothing_breaks_the_arrows() -> None:
             "do not know each other",
         ),
         ("weightsync/engines/base.py", "import vllm.config", "in a function"),
-        ("weightsync/holder.py", "import weightsync.plugins.verl", "its framework imports"),
+        ("weightsync/holder/holder.py", "import weightsync.plugins.verl", "its framework imports"),
         ("weightsync/plugins/verl.py", "import actors.remote", "points upwards"),
-        ("weightsync/feed.py", "def f():\n    from pickle import loads", "never unpickled"),
+        ("weightsync/channel/engine_end.py", "def f():\n    from pickle import loads", "never unpickled"),
         ("actors/weight_holder.py", "from multiprocessing.connection import Client", "never unpickled"),
-        ("weightsync/engines/sglang_worker.py", "import zmq", "has no socket"),
-        ("weightsync/engines/vllm.py", "import pickle", None),
+        ("weightsync/engines/sglang/worker.py", "import zmq", "has no socket"),
+        ("weightsync/engines/vllm/adapter.py", "import pickle", None),
         ("actors/weight_holder.py", "import ray", None),
         ("recipes/recipe.py", "from weightsync import WeightSync", None),
     ],
@@ -287,9 +291,9 @@ def test_a_second_home_of_a_heavy_library_is_caught(tmp_path: Path) -> None:
     [
         ("weightsync", ("torch", "ray", "numpy", "numba", "msgspec", "zmq", "transformers")),
         ("weightsync.plan", ("torch", "ray", "numba", "transformers")),
-        ("weightsync.controller", ("ray", *HEAVY)),
+        ("weightsync.driver.controller", ("ray", *HEAVY)),
         ("weightsync.plugins", ("torch", "ray", "numpy", *HEAVY)),
-        ("weightsync.holder", ("ray", *HEAVY)),
+        ("weightsync.holder.holder", ("ray", *HEAVY)),
         ("weightsync.readers.mooncake_child", ("torch", "ray", "numpy", "msgspec", "zmq", *HEAVY)),
     ],
 )

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from actors.trainer_shard import TrainerShard
     from actors.vllm_actor import VllmActor
     from actors.weight_sync import WeightSync
+    from weightsync.collectives.shuffle import Shuffle, gather_send, scatter_recv
     from weightsync.config import SyncConfig, parse_size
+    from weightsync.driver.efficiency import shares
     from weightsync.errors import (
         ConfigError,
         DeadlineError,
@@ -33,11 +35,9 @@ if TYPE_CHECKING:
         WeightSyncError,
     )
     from weightsync.plan import Box, Layout, Plan, Segment, make_plan
-    from weightsync.plan.direct_floor import LinkRates
+    from weightsync.plan.estimate import LinkRates
     from weightsync.plan.shuffle import ShufflePlan
     from weightsync.report import SyncReport
-    from weightsync.share import shares
-    from weightsync.shuffle import Shuffle, gather_send, scatter_recv
 
 __version__ = "0.1.0"
 
@@ -76,12 +76,12 @@ _HOMES = {
     "DeadlineError": "weightsync.errors",
     "EngineError": "weightsync.errors",
     "Layout": "weightsync.plan",
-    "LinkRates": "weightsync.plan.direct_floor",
+    "LinkRates": "weightsync.plan.estimate",
     "PeerLostError": "weightsync.errors",
     "Plan": "weightsync.plan",
     "PlanError": "weightsync.errors",
     "Segment": "weightsync.plan",
-    "Shuffle": "weightsync.shuffle",
+    "Shuffle": "weightsync.collectives.shuffle",
     "ShufflePlan": "weightsync.plan.shuffle",
     "StateError": "weightsync.errors",
     "SyncConfig": "weightsync.config",
@@ -91,11 +91,11 @@ _HOMES = {
     "VllmActor": "actors.vllm_actor",
     "WeightSync": "actors.weight_sync",
     "WeightSyncError": "weightsync.errors",
-    "gather_send": "weightsync.shuffle",
+    "gather_send": "weightsync.collectives.shuffle",
     "make_plan": "weightsync.plan",
     "parse_size": "weightsync.config",
-    "scatter_recv": "weightsync.shuffle",
-    "shares": "weightsync.share",
+    "scatter_recv": "weightsync.collectives.shuffle",
+    "shares": "weightsync.driver.efficiency",
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Literal
 
-from weightsync.clock import Span
+from weightsync.protocol.timing import Span
 
 __all__ = ["Distance", "HealReport", "Link", "SyncReport", "bytes_text"]
 

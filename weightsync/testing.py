@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from weightsync.buffers import Attached
-from weightsync.clock import Span
+from weightsync.channel.engine_end import EngineFeed, FeedTicket, PieceView
 from weightsync.engines.base import Rollout
 from weightsync.errors import StateError
 from weightsync.faults import Fault, FaultPlan, arm, shares
-from weightsync.feed import EngineFeed, FeedTicket, PieceView
-from weightsync.offload import Offload
+from weightsync.memory.digests import Digests, tensor_digest
+from weightsync.memory.offload import Offload
 from weightsync.plan import Box, Plan, RankLayout, Segment, TensorMeta
-from weightsync.verify import Digests, tensor_digest
+from weightsync.protocol.handles import Attached
+from weightsync.protocol.timing import Span
 
 __all__ = ["DictEngine", "Fault", "FaultPlan", "LocalPeer"]
 

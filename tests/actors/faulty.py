@@ -19,15 +19,15 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from tests.actors.fleet import Counting, Engine, spawn, until
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
+from weightsync.channel.engine_end import HolderFeed
+from weightsync.driver.engine_state import EngineState
+from weightsync.engines.process_stat import process_stat
 from weightsync.errors import StateError, WeightSyncError
 from weightsync.faults import Fault, FaultPlan
-from weightsync.feed import HolderFeed
-from weightsync.holder import Holder
-from weightsync.process_stat import process_stat
+from weightsync.holder.holder import Holder
+from weightsync.holder.staging import Staging
+from weightsync.memory.digests import warm_up
 from weightsync.report import SyncReport
-from weightsync.staging import Staging
-from weightsync.states import EngineState
-from weightsync.verify import warm_up
 
 WIDTH = 64
 TIMEOUT_S = patient(1)

@@ -24,8 +24,8 @@ from actors.detached import actor_name, detached, end_all, find, names, run_pref
 from tests.actors.fleet import Engine, Trainer, build
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
+from weightsync.driver.engine_state import EngineState
 from weightsync.faults import Fault, FaultPlan
-from weightsync.states import EngineState
 
 RUN, WIDTH = "lasting", 256
 SYNC = SyncConfig(bucket_bytes=64 << 10, timeout_s=patient(20))

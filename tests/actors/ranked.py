@@ -18,9 +18,9 @@ from tests.actors.fleet import spawn, until
 from tests.models import build_tiny_qwen3, greedy, redraw
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
+from weightsync.driver.engine_state import EngineState
 from weightsync.faults import Fault, FaultPlan
 from weightsync.report import SyncReport
-from weightsync.states import EngineState
 
 VICTIM = "e1"
 HEARTBEAT_S = patient(1)

@@ -17,7 +17,7 @@ from tests.actors.fleet import Engine, Trainer, spawn, until
 from tests.actors.local_cluster import start_ray
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
-from weightsync.states import EngineState
+from weightsync.driver.engine_state import EngineState
 
 WIDTH = 64
 

@@ -17,9 +17,9 @@ from tests.actors.faulty import Heard, pid, starve
 from tests.actors.fleet import Harming, Trainer, spawn, until
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
-from weightsync.deadline import GRACE_S
+from weightsync.driver.engine_state import EngineState
+from weightsync.driver.gather import GRACE_S
 from weightsync.errors import DeadlineError, PeerError, PeerLostError, WeightSyncError
-from weightsync.states import EngineState
 
 pytestmark = pytest.mark.timeout(120)
 WIDTH = 64

@@ -18,7 +18,7 @@ from tests.actors.turns import GREEDY, PROMPTS, Teacher
 from tests.models import build_tiny_qwen3
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
-from weightsync.states import EngineState
+from weightsync.driver.engine_state import EngineState
 
 pytestmark = pytest.mark.timeout(300)
 # No heartbeat comes in between: the engine is not found dead.

@@ -12,7 +12,7 @@ import ray
 from tests.actors.fleet import Engine, Slowing, Trainer, spawn
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
-from weightsync.states import EngineState
+from weightsync.driver.engine_state import EngineState
 
 pytestmark = pytest.mark.timeout(120)
 WIDTH = 64

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError
 from tests.actors.fleet import Engine, Trainer, spawn, until
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
-from weightsync.states import EngineState
+from weightsync.driver.engine_state import EngineState
 
 WIDTH = 64
 

@@ -16,7 +16,7 @@ from tests.models import build_tiny_qwen3
 from tests.patience import patient
 from tests.unit.test_docs import blocks
 from weightsync import ConfigError, StateError, SyncConfig, WeightSync
-from weightsync.states import EngineState
+from weightsync.driver.engine_state import EngineState
 
 CONFIG = SyncConfig(bucket_bytes=16 << 10, timeout_s=patient(20))
 

@@ -16,9 +16,9 @@ import torch
 from tests.actors.fleet import Engine, Modelless, Trainer, spawn, until
 from tests.patience import patient
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
+from weightsync.driver.engine_state import EngineState
 from weightsync.errors import NonfiniteError, PeerLostError, StateError, WeightSyncError
 from weightsync.faults import Fault, FaultPlan
-from weightsync.states import EngineState
 
 WIDTH = 64
 Make = Callable[..., WeightSync]

@@ -91,13 +91,14 @@ def _warm_up() -> None:
     import torch
     from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM  # noqa: F401
 
-    from weightsync import holder, testing  # noqa: F401
+    from weightsync import testing  # noqa: F401
     from weightsync.engines import torch_module  # noqa: F401
-    from weightsync.host_table import HostPart, HostTable
-    from weightsync.nonfinite import NonfiniteTable
+    from weightsync.holder import holder  # noqa: F401
+    from weightsync.memory.digests import warm_up
+    from weightsync.memory.host_table import HostPart, HostTable
+    from weightsync.memory.nonfinite import NonfiniteTable
     from weightsync.plan import Box
     from weightsync.sources import checkpoint, module  # noqa: F401
-    from weightsync.verify import warm_up
 
     warm_up()
     memory = torch.zeros(8, dtype=torch.uint8)

@@ -18,14 +18,14 @@ from tests.contract import sglang_hooks
 from tests.gpu.qwen3_models import save_qwen3
 from tests.models import build_tiny_qwen3, greedy
 from tests.patience import patient
-from weightsync.device_memory import DeviceBuffer
+from weightsync.channel.engine_end import HolderFeed
 from weightsync.engines import Engine, make_engine
 from weightsync.errors import StateError
-from weightsync.feed import HolderFeed
-from weightsync.memory import SharedBuffer
-from weightsync.modules import named_tensors
+from weightsync.memory.device import DeviceBuffer
+from weightsync.memory.digests import Digests
+from weightsync.memory.host import SharedBuffer
+from weightsync.memory.tensors import named_tensors
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
-from weightsync.verify import Digests
 
 TIMEOUT_S = patient(120)
 BUCKET_BYTES = 12 << 10  # smaller than the larger tensors, so that these come in pieces

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from weightsync.memory import SharedBuffer
+from weightsync.memory.host import SharedBuffer
 from weightsync.readers import Offer, serve
 
 _FACTOR = 0x1E3779B97F4A7C15

@@ -14,7 +14,7 @@ import torch
 from tests.patience import patient
 
 if TYPE_CHECKING:
-    from weightsync.engines.sglang import SglangEngine
+    from weightsync.engines.sglang.adapter import SglangEngine
 
 LOADER = "tests.contract.sglang_hooks.stop_at"
 WAIT_S = patient(30)

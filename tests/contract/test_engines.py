@@ -14,8 +14,8 @@ from tests.contract.conftest import TIMEOUT_S, Rig
 from tests.models import greedy
 from weightsync.engines import Rollout, make_engine
 from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError
-from weightsync.modules import named_tensors
-from weightsync.verify import tensor_digest
+from weightsync.memory.digests import tensor_digest
+from weightsync.memory.tensors import named_tensors
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),

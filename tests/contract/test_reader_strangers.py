@@ -19,7 +19,7 @@ import zmq
 
 from tests.contract.reader_processes import Peer, pattern
 from tests.patience import patient
-from weightsync.memory import SharedBuffer
+from weightsync.memory.host import SharedBuffer
 from weightsync.readers import Offer, Read, open_reader, serve
 
 NBYTES = 1000

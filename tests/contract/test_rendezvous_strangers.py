@@ -13,8 +13,8 @@ import torch
 import zmq
 
 from tests.patience import patient
-from weightsync.doorman import show_secret
 from weightsync.errors import TransportError
+from weightsync.protocol.handshake import show_secret
 from weightsync.transports import Broadcast, Transport, transport_class
 from weightsync.transports.store import NetworkStore, StoreServer
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests.patience import patient
 from weightsync.engines.base import Completion
-from weightsync.engines.sglang_loop import Params, RequestLoop
+from weightsync.engines.sglang.loop import Params, RequestLoop
 from weightsync.errors import DeadlineError, EngineError, RankLostError, StateError
 
 TIMEOUT_S = patient(10)

@@ -24,16 +24,18 @@ from transformers import AutoModelForCausalLM
 
 from tests.models import build_tiny_qwen3
 from tests.patience import patient
-from weightsync.buffers import Attached, Export
-from weightsync.clock import Span
-from weightsync.device_memory import DeviceHandle
-from weightsync.engines import sglang_api, sglang_channel, sglang_worker
-from weightsync.engines.ranks import RankProcess
-from weightsync.engines.sglang_api import pack, stored_otherwise
-from weightsync.engines.sglang_channel import Call, Replies
-from weightsync.engines.sglang_worker import RankSettings, receive
+from weightsync.engines.rank_process import RankProcess
+from weightsync.engines.sglang import api as sglang_api
+from weightsync.engines.sglang import rank_calls as sglang_channel
+from weightsync.engines.sglang import worker as sglang_worker
+from weightsync.engines.sglang.api import pack, stored_otherwise
+from weightsync.engines.sglang.rank_calls import Call, Replies
+from weightsync.engines.sglang.worker import RankSettings, receive
 from weightsync.errors import EngineError, StateError, WireError
+from weightsync.memory.device import DeviceHandle
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
+from weightsync.protocol.handles import Attached, Export
+from weightsync.protocol.timing import Span
 
 TIMEOUT_S = patient(60)
 NOTHING = torch.empty(0, dtype=torch.uint8)

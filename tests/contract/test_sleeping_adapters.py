@@ -21,12 +21,12 @@ from tests.patience import patient
 from weightsync.engines import torch_module
 from weightsync.engines.engine_ranks import EngineRanks
 from weightsync.engines.rank import Rank
-from weightsync.engines.sglang import SglangEngine
-from weightsync.engines.sglang_loop import RequestLoop
-from weightsync.engines.vllm import VllmEngine
-from weightsync.engines.vllm_adopted import AdoptedVllm
-from weightsync.engines.vllm_api import _check_sleep
-from weightsync.engines.vllm_loop import EngineLoop
+from weightsync.engines.sglang.adapter import SglangEngine
+from weightsync.engines.sglang.loop import RequestLoop
+from weightsync.engines.vllm.adapter import VllmEngine
+from weightsync.engines.vllm.adopted import AdoptedVllm
+from weightsync.engines.vllm.api import _check_sleep
+from weightsync.engines.vllm.loop import EngineLoop
 from weightsync.errors import ConfigError, EngineError, StateError
 
 TIMEOUT_S = patient(10)

@@ -9,10 +9,10 @@ from tests.contract.source_ranks import Model, Share, engine_needs, plan_for, pu
 from tests.forked import forking
 from tests.patience import patient
 from weightsync.errors import ConfigError
-from weightsync.modules import named_tensors
+from weightsync.memory.digests import tensor_digest
+from weightsync.memory.tensors import named_tensors
 from weightsync.plan import Plan
 from weightsync.sources.module import ModuleSource
-from weightsync.verify import tensor_digest
 
 CASES = [("plain", 1), ("plain", 2), ("fsdp2", 2), ("fsdp2", 3), ("offloaded fsdp2", 3)]
 

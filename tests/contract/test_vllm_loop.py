@@ -11,7 +11,7 @@ import pytest
 
 from tests.patience import patient
 from weightsync.engines.base import Completion
-from weightsync.engines.vllm_loop import EngineLoop
+from weightsync.engines.vllm.loop import EngineLoop
 from weightsync.errors import DeadlineError, EngineError, RankLostError, StateError
 
 TIMEOUT_S = patient(10)

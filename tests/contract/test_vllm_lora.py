@@ -13,9 +13,9 @@ from torch import nn
 from tests.contract.conftest import Rig
 from tests.patience import patient
 from weightsync.engines.loader_trace import trace
-from weightsync.engines.vllm_api import loader_names, require_updatable
+from weightsync.engines.vllm.api import loader_names, require_updatable
 from weightsync.errors import ConfigError
-from weightsync.modules import named_tensors, segment_view
+from weightsync.memory.tensors import named_tensors, segment_view
 from weightsync.plan import TensorMeta
 
 Weights = Iterable[tuple[str, torch.Tensor]]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tests.models import build_tiny_qwen3, pack_int4
-from weightsync.engines.vllm_api import Reload, set_environment, stop
+from weightsync.engines.vllm.api import Reload, set_environment, stop
 
 pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed"),

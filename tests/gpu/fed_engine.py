@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 
 from tests.contract.conftest import source_layout
 from tests.patience import patient
-from weightsync.device_memory import DeviceBuffer
+from weightsync.channel.engine_end import HolderFeed
 from weightsync.engines import make_engine
-from weightsync.feed import HolderFeed
-from weightsync.modules import device_id, named_tensors
+from weightsync.memory.device import DeviceBuffer
+from weightsync.memory.digests import Digests
+from weightsync.memory.tensors import device_id, named_tensors
 from weightsync.plan import Layout, Members, RankLayout, make_plan
-from weightsync.verify import Digests
 
 __all__ = ["FedEngine"]
 

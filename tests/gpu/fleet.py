@@ -18,7 +18,7 @@ from actors.trainer_shard import TrainerShard
 from tests.gpu import sglang_probe
 from tests.gpu.vllm_probe import OPTIONS, Answers, probe
 from tests.patience import patient
-from weightsync.modules import named_tensors
+from weightsync.memory.tensors import named_tensors
 
 
 class Trainer(TrainerShard):

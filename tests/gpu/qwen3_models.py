@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
-from weightsync.modules import named_tensors
+from weightsync.memory.tensors import named_tensors
 
 __all__ = ["KINDS", "save_qwen3"]
 

@@ -16,8 +16,9 @@ from tests.actors.fleet import until
 from tests.gpu.fleet import Engine, spawn
 from tests.gpu.qwen3_models import save_qwen3
 from tests.patience import patient
-from weightsync import SyncConfig, WeightSync, cuda
-from weightsync.modules import named_tensors
+from weightsync import SyncConfig, WeightSync
+from weightsync.memory import cuda
+from weightsync.memory.tensors import named_tensors
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from tests.patience import patient
-from weightsync import cuda
-from weightsync.device_memory import DeviceBuffer, DeviceHandle, export_tensor
 from weightsync.errors import TransportError
+from weightsync.memory import cuda
+from weightsync.memory.device import DeviceBuffer, DeviceHandle, export_tensor
 
 pytestmark = pytest.mark.gpu
 
@@ -143,7 +143,7 @@ def test_impossible_sizes_and_other_devices_are_refused() -> None:
 def test_expandable_segments_are_refused_with_the_remedy() -> None:
     script = (
         "import torch\n"
-        "from weightsync.device_memory import export_tensor\n"
+        "from weightsync.memory.device import export_tensor\n"
         "from weightsync.errors import TransportError\n"
         "try:\n    export_tensor(torch.zeros(1 << 22, device='cuda'))\n"
         "except TransportError as error:\n    print('refused:', error)\n"

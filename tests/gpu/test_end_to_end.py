@@ -20,7 +20,7 @@ from transformers import Qwen3Config
 from tests.gpu.fleet import Engine, Trainer, spawn
 from tests.patience import patient
 from weightsync import PeerLostError, SyncConfig, SyncReport, WeightSync
-from weightsync.states import EngineState
+from weightsync.driver.engine_state import EngineState
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.test_digest_tiles import part_of
-from weightsync.kernels import CopyTable, DigestTable
-from weightsync.nonfinite import MASKS, count_nonfinite, word_mask
+from weightsync.memory.digests import tensor_digest
+from weightsync.memory.kernels import CopyTable, DigestTable
+from weightsync.memory.nonfinite import MASKS, count_nonfinite, word_mask
 from weightsync.plan import Box
 from weightsync.plan.copies import Copies, Copy, box_copies
-from weightsync.verify import tensor_digest
 
 pytestmark = pytest.mark.gpu
 

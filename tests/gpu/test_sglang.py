@@ -19,8 +19,8 @@ from tests.gpu.fed_engine import FedEngine
 from tests.gpu.qwen3_models import save_qwen3
 from tests.gpu.sglang_probe import OPTIONS, Answers, answers_of
 from tests.patience import patient
-from weightsync.modules import named_tensors
-from weightsync.verify import tensor_digest
+from weightsync.memory.digests import tensor_digest
+from weightsync.memory.tensors import named_tensors
 
 ROOT = Path(__file__).parents[2]
 

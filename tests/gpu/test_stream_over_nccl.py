@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.patience import patient
-from weightsync.tensor_stream import TensorStream
+from weightsync.collectives.tensor_stream import TensorStream
 from weightsync.transports.nccl import NcclTransport
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

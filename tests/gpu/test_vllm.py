@@ -18,9 +18,9 @@ from tests.gpu.fed_engine import FedEngine
 from tests.gpu.qwen3_models import save_qwen3
 from tests.gpu.vllm_probe import OPTIONS, Answers, probe
 from tests.patience import patient
-from weightsync.engines import vllm_worker
-from weightsync.modules import named_tensors
-from weightsync.verify import tensor_digest
+from weightsync.engines.vllm import worker as vllm_worker
+from weightsync.memory.digests import tensor_digest
+from weightsync.memory.tensors import named_tensors
 
 ROOT = Path(__file__).parents[2]
 

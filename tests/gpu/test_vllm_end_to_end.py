@@ -97,7 +97,9 @@ class Fleet:
             holder.handle.__ray_call__.remote(lambda it: it._feed is not None and it._staging.writes)
             for holder in sync._fleet.holders
         ]
-        assert sum(ray.get(writing)) == self.num_ranks, "the engine copies, see the log of weightsync.live"
+        assert sum(ray.get(writing)) == self.num_ranks, (
+            "the engine copies, see the log of weightsync.engines.live_writer"
+        )
 
     def load(self, path: str) -> None:
         ray.get([trainer.load.remote(path) for trainer in self.trainers])

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from tests.gpu.vllm_probe import OPTIONS, probe
-from weightsync.engines.vllm_api import set_environment
+from weightsync.engines.vllm.api import set_environment
 
 
 def main(model: str, tensor_parallel_size: str, answers: str) -> None:

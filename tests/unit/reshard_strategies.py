@@ -24,8 +24,8 @@ from tests.unit.plan_strategies import (
 )
 from weightsync.plan import Box, Layout, Segment, TensorMeta
 from weightsync.plan.copies import Copies
+from weightsync.plan.direct import Reshard
 from weightsync.plan.reads import Reads
-from weightsync.plan.reshard import Reshard
 
 TIED = ("head", "embed")
 

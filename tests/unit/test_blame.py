@@ -15,9 +15,11 @@ import torch
 
 from tests.patience import patient
 from tests.unit.test_controller import Loop, drive
-from weightsync import feed as module
+from weightsync.channel import engine_end as module
+from weightsync.channel.engine_end import EngineFeed, HolderFeed
 from weightsync.config import SyncConfig
-from weightsync.deadline import Outcome, gather_named
+from weightsync.driver.gather import Outcome, gather_named
+from weightsync.driver.healing_policy import Action, decide
 from weightsync.errors import (
     DeadlineError,
     EngineError,
@@ -26,10 +28,8 @@ from weightsync.errors import (
     TransportError,
     WeightSyncError,
 )
-from weightsync.feed import EngineFeed, HolderFeed
-from weightsync.memory import SharedBuffer
+from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Layout, Members, Plan, make_plan
-from weightsync.policy import Action, decide
 from weightsync.testing import DictEngine
 
 LONG_S = patient(30)
@@ -54,7 +54,7 @@ def holder(plan: Plan) -> Iterator[HolderFeed]:
 
 
 class Clock:
-    """The clock of `weightsync.feed`, which a test may set forward."""
+    """The clock of `weightsync.channel.engine_end`, which a test may set forward."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ahead_s = 0.0
@@ -83,8 +83,8 @@ def test_the_welcome_is_waited_for_from_the_call_on(
 STARVED = """
 import os, resource, sys
 from weightsync.errors import PeerError
-from weightsync.feed import HolderFeed
-from weightsync.memory import SharedBuffer
+from weightsync.channel.engine_end import HolderFeed
+from weightsync.memory.host import SharedBuffer
 slots = [SharedBuffer.create(4096) for _ in range(2)]
 def make():
     return HolderFeed('holder 1', 'e0', tuple(s.handle for s in slots), None, -1)
@@ -184,8 +184,8 @@ def test_a_lost_peer_ends_the_wait_of_those_who_need_it() -> None:
 
 ENDED = """
 import pickle, sys
-from weightsync.feed import HolderFeed
-from weightsync.memory import SharedBuffer
+from weightsync.channel.engine_end import HolderFeed
+from weightsync.memory.host import SharedBuffer
 slots = [SharedBuffer.create(4096) for _ in range(2)]
 feed = HolderFeed('holder 1', 'e0', tuple(s.handle for s in slots), None, -1)
 sys.stdout.buffer.write(pickle.dumps(feed.ticket))

@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from weightsync import clock as module
-from weightsync.clock import PhaseClock
+from weightsync.protocol import timing as module
+from weightsync.protocol.timing import PhaseClock
 
 
 def test_a_phase_that_runs_again_counts_twice(monkeypatch, caplog) -> None:
-    caplog.set_level("DEBUG", "weightsync.clock")
+    caplog.set_level("DEBUG", "weightsync.protocol.timing")
     now = iter([0.0, 1.0, 3.0, 10.0, 14.0, 20.0, 25.0])
     monkeypatch.setattr(module.time, "perf_counter", lambda: next(now))
     clock = PhaseClock()

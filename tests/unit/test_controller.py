@@ -14,8 +14,9 @@ from torch import nn
 
 from tests.patience import patient
 from weightsync.config import SyncConfig
-from weightsync.connect import Image
-from weightsync.controller import Controller
+from weightsync.driver.connect import Image
+from weightsync.driver.controller import Controller
+from weightsync.driver.engine_state import EngineState
 from weightsync.errors import (
     ConfigError,
     DeadlineError,
@@ -26,13 +27,12 @@ from weightsync.errors import (
     StateError,
     VerifyError,
 )
-from weightsync.holder import Holder
-from weightsync.image import EngineImage
-from weightsync.peers import EngineSeat, Fleet
+from weightsync.holder.flat_snapshot import EngineImage
+from weightsync.holder.holder import Holder
+from weightsync.holder.staging import HostStaging
+from weightsync.protocol.peers import EngineSeat, Fleet
 from weightsync.report import Link
 from weightsync.sources.module import ModuleSource
-from weightsync.staging import HostStaging
-from weightsync.states import EngineState
 from weightsync.testing import DictEngine, LocalPeer
 
 

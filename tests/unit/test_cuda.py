@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from weightsync import cuda
 from weightsync.errors import TransportError
+from weightsync.memory import cuda
 
 
 @pytest.mark.parametrize("call", [cuda.nccl, cuda.nccl_versions, lambda: cuda.malloc(1)])
@@ -23,7 +23,8 @@ def test_without_cupy_the_error_says_what_to_install(
 
 def test_the_digest_of_host_tensors_needs_no_cupy() -> None:
     code = (
-        "import sys, torch, weightsync.kernels, weightsync.device_memory as d, weightsync.verify as v\n"
+        "import sys, torch, weightsync.memory.kernels, weightsync.memory.device as d\n"
+        "import weightsync.memory.digests as v\n"
         "v.tensor_digest(torch.zeros(3), (3,))\n"
         "assert 'cupy' not in sys.modules"
     )

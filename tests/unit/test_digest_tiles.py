@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tests.unit.test_verify import cuts, tensors
 from weightsync.errors import PlanError
-from weightsync.kernels import TILE_NBYTES, DigestPart, digest_tiles
+from weightsync.memory.digests import COLUMNS, column_factors, row_factors, tensor_digest
+from weightsync.memory.kernels import TILE_NBYTES, DigestPart, digest_tiles
 from weightsync.plan import Box
-from weightsync.verify import COLUMNS, column_factors, row_factors, tensor_digest
 
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 

@@ -11,21 +11,21 @@ import pytest
 import torch
 
 from tests.unit.test_controller import CONFIG, Loop
-from weightsync.buffers import Attached, Export
+from weightsync.channel.engine_end import FeedTicket
 from weightsync.config import SyncConfig
-from weightsync.controller import Controller
-from weightsync.device_memory import DeviceHandle
+from weightsync.driver.controller import Controller
+from weightsync.driver.engine_state import EngineState
 from weightsync.errors import ConfigError, TransportError
-from weightsync.feed import FeedTicket
-from weightsync.holder import Holder
-from weightsync.memory import BufferHandle
-from weightsync.peers import EngineSeat
-from weightsync.places import local_tensors
+from weightsync.holder.holder import Holder
+from weightsync.holder.staging import HostStaging
+from weightsync.memory.addresses import local_tensors
+from weightsync.memory.device import DeviceHandle
+from weightsync.memory.host import BufferHandle
 from weightsync.plan import Plan, RankLayout, Reads
+from weightsync.protocol.handles import Attached, Export
+from weightsync.protocol.peers import EngineSeat
 from weightsync.report import Link
 from weightsync.sources.module import ModuleSource
-from weightsync.staging import HostStaging
-from weightsync.states import EngineState
 from weightsync.testing import DictEngine, LocalPeer
 
 Memory = Mapping[str, torch.Tensor]

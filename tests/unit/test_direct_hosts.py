@@ -10,12 +10,12 @@ import pytest
 
 from tests.hosts_fleet import Hosts, drive
 from tests.patience import patient
+from weightsync.collectives.shuffle import Shuffle
 from weightsync.config import SyncConfig
+from weightsync.driver.engine_state import EngineState
 from weightsync.errors import ConfigError, PeerLostError, PlanError, TransportError
-from weightsync.host_copies import HostCopies
+from weightsync.memory.host_copies import HostCopies
 from weightsync.plan.shuffle import ShufflePlan
-from weightsync.shuffle import Shuffle
-from weightsync.states import EngineState
 from weightsync.testing import LocalPeer
 
 CONFIG = SyncConfig(bucket_bytes=4096, timeout_s=patient(15), connect_timeout_s=patient(20), keep_versions=1)
@@ -169,7 +169,7 @@ def test_an_update_plans_nothing_and_takes_no_memory() -> None:
             mock.patch.object(ShufflePlan, "from_bundles", side_effect=AssertionError(made)),
             mock.patch.object(Shuffle, "__init__", side_effect=AssertionError(made)),
             mock.patch.object(HostCopies, "__init__", side_effect=AssertionError(made)),
-            mock.patch("weightsync.shuffle.torch.empty", side_effect=AssertionError(made)),
+            mock.patch("weightsync.collectives.shuffle.torch.empty", side_effect=AssertionError(made)),
         ):
             await loop.update(2)
 

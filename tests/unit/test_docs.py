@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from tests.unit.test_controller import CONFIG
-from weightsync.controller import Controller
-from weightsync.holder import Holder
-from weightsync.peers import EngineSeat, Fleet
+from weightsync.driver.controller import Controller
+from weightsync.holder.holder import Holder
+from weightsync.protocol.peers import EngineSeat, Fleet
 from weightsync.sources.module import ModuleSource
 from weightsync.testing import LocalPeer
 

@@ -14,14 +14,14 @@ from torch.distributed.fsdp import fully_shard
 from actors.trainer_shard import TrainerShard
 from tests.patience import patient
 from tests.unit.test_controller import Loop, drive
-from weightsync import device_staging
-from weightsync.buffers import Export
 from weightsync.config import SyncConfig
+from weightsync.engines.live_writer import LiveWriter
 from weightsync.errors import DeadlineError, PeerError, StateError, TransportError
-from weightsync.holder import Holder
-from weightsync.live import LiveWriter
-from weightsync.places import local_tensors
+from weightsync.holder import device_staging
+from weightsync.holder.holder import Holder
+from weightsync.memory.addresses import local_tensors
 from weightsync.plan import Layout, Members, Plan, RankLayout, make_plan
+from weightsync.protocol.handles import Export
 from weightsync.sources.module import ModuleSource
 from weightsync.testing import DictEngine, LocalPeer
 
@@ -239,7 +239,7 @@ def test_empty_buffers_do_not_keep_an_engine_from_exporting_the_others(
             raise TransportError("0x0 is no memory of cuda:0")
         return tensor.numel()
 
-    monkeypatch.setattr("weightsync.live.export_tensor", export)
+    monkeypatch.setattr("weightsync.engines.live_writer.export_tensor", export)
     writer = LiveWriter(plan, RankLayout((), ()), live, [])
     monkeypatch.setattr(writer, "_device", object())
     found = writer.export()

@@ -16,6 +16,8 @@ import torch
 import zmq
 
 from tests.patience import patient
+from weightsync.channel.engine_end import EngineFeed, FeedTicket, HolderFeed
+from weightsync.channel.wire import Hello, decode, encode
 from weightsync.errors import (
     DeadlineError,
     EngineError,
@@ -24,11 +26,9 @@ from weightsync.errors import (
     WeightSyncError,
     WireError,
 )
-from weightsync.feed import EngineFeed, FeedTicket, HolderFeed
-from weightsync.memory import SharedBuffer
+from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Layout, Members, Plan, make_plan
 from weightsync.testing import DictEngine
-from weightsync.wire import Hello, decode, encode
 
 
 @pytest.fixture
@@ -192,8 +192,8 @@ def test_a_ticket_does_not_show_its_secret(holder: HolderFeed) -> None:
 def test_a_killed_holders_ticket_is_refused_and_its_directory_goes(plan: Plan) -> None:
     script = (
         "import os, msgspec, signal, sys\n"
-        "from weightsync.feed import HolderFeed\n"
-        "from weightsync.memory import SharedBuffer\n"
+        "from weightsync.channel.engine_end import HolderFeed\n"
+        "from weightsync.memory.host import SharedBuffer\n"
         "slots = [SharedBuffer.create(2048) for _ in range(2)]\n"
         "feed = HolderFeed('holder 1', 'e0', tuple(s.handle for s in slots), None, -1)\n"
         "sys.stdout.buffer.write(msgspec.msgpack.encode(feed.ticket)); sys.stdout.flush()\n"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.patience import patient
-from weightsync.deadline import gather_named
+from weightsync.driver.gather import gather_named
 from weightsync.errors import PeerLostError
 
 

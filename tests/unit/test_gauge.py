@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.test_controller import Loop, drive
-from weightsync.clock import Span
 from weightsync.errors import EngineError
-from weightsync.gauge import Gauge, peaks
-from weightsync.holder import Holder
+from weightsync.holder.holder import Holder
+from weightsync.memory.gpu_usage import Gauge, peaks
+from weightsync.protocol.timing import Span
 
 
 def test_a_gauge_sees_what_changes_until_it_is_stopped() -> None:

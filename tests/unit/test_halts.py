@@ -11,8 +11,8 @@ import pytest
 from tests.patience import patient
 from tests.unit.test_controller import Loop, drive
 from weightsync.config import SyncConfig
+from weightsync.driver.engine_state import EngineState
 from weightsync.errors import DeadlineError, EngineError, PeerLostError
-from weightsync.states import EngineState
 
 CONFIG = SyncConfig(bucket_bytes=4096, timeout_s=patient(0.15), connect_timeout_s=patient(20))
 END_S = patient(20)
@@ -20,7 +20,7 @@ END_S = patient(20)
 
 @pytest.fixture(autouse=True)
 def _no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsync.crew.GRACE_S", 0.1)
+    monkeypatch.setattr("weightsync.driver.engine_group.GRACE_S", 0.1)
 
 
 class Stopped:

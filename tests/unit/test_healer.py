@@ -12,10 +12,10 @@ import pytest
 from tests.patience import patient
 from tests.unit.test_controller import Loop, drive
 from weightsync.config import SyncConfig
+from weightsync.driver.engine_state import EngineState
+from weightsync.driver.healing import Healer
 from weightsync.errors import DeadlineError, PeerLostError, RankLostError, Where
-from weightsync.healer import Healer
-from weightsync.peers import EngineSeat
-from weightsync.states import EngineState
+from weightsync.protocol.peers import EngineSeat
 from weightsync.testing import LocalPeer
 
 CONFIG = SyncConfig(

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync import host_table
-from weightsync.host_table import HostPart, HostTable
+from weightsync.memory import host_table
+from weightsync.memory.digests import tensor_digest
+from weightsync.memory.host_table import HostPart, HostTable
 from weightsync.plan import Box
-from weightsync.verify import tensor_digest
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.int64]
 shapes = st.lists(st.integers(1, 5), max_size=3).map(tuple)

@@ -11,14 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync import host_live
+from weightsync.channel.engine_end import PieceView
+from weightsync.engines import host_writer as host_live
+from weightsync.engines.live_writer import LiveWriter
 from weightsync.errors import PlanError, StateError, TransportError
-from weightsync.feed import PieceView
-from weightsync.fold import Fold
-from weightsync.live import LiveWriter
-from weightsync.modules import segment_view
+from weightsync.memory.digests import combine, tensor_digest
+from weightsync.memory.tensors import segment_view
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
-from weightsync.verify import combine, tensor_digest
+from weightsync.protocol.digest_reduction import Fold
 
 SHAPES = {"column": (6, 8), "row": (10, 4), "norm": (5,), "experts": (4, 3, 2)}
 AXIS = {"column": 1, "row": 0, "norm": None, "experts": 0}
@@ -293,10 +293,10 @@ def test_copies_are_laid_out_to_connect_where_no_holder_is_to_write(
         return made[-1]
 
     digests = SimpleNamespace(launch=lambda _: None, result=lambda: None)
-    monkeypatch.setattr("weightsync.kernels.CopyTable", copy_table)
-    monkeypatch.setattr("weightsync.kernels.DigestTable", lambda *_: digests)
+    monkeypatch.setattr("weightsync.memory.kernels.CopyTable", copy_table)
+    monkeypatch.setattr("weightsync.memory.kernels.DigestTable", lambda *_: digests)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(synchronize=lambda: None))
-    monkeypatch.setattr("weightsync.live.export_tensor", export)
+    monkeypatch.setattr("weightsync.engines.live_writer.export_tensor", export)
     plan, (layout,) = build(1, 1, 1)
     memory = SimpleNamespace(is_cuda=True, data_ptr=lambda: 64, numel=lambda: 1)
     writer = LiveWriter(plan, layout, {b.name: memory for b in layout.buffers}, [memory], readable=not asleep)

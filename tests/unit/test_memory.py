@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.patience import patient
-from weightsync import memory
 from weightsync.errors import PeerLostError, TransportError
-from weightsync.memory import BufferHandle, SharedBuffer, map_pages
+from weightsync.memory import host as memory
+from weightsync.memory.host import BufferHandle, SharedBuffer, map_pages
 
 
 def _own(pipe: multiprocessing.connection.Connection) -> None:

@@ -16,11 +16,11 @@ from torch import nn
 
 from tests.contract.source_ranks import plan_for
 from weightsync.errors import ConfigError, MovedError, StateError
-from weightsync.memory import SharedBuffer
-from weightsync.modules import named_tensors
+from weightsync.memory.digests import tensor_digest
+from weightsync.memory.host import SharedBuffer
+from weightsync.memory.tensors import named_tensors
 from weightsync.sources import module as module_source
 from weightsync.sources.module import ModuleSource
-from weightsync.verify import tensor_digest
 
 
 class Model(nn.Module):

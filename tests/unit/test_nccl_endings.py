@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.patience import patient
-from weightsync import cuda
 from weightsync.errors import TransportError
+from weightsync.memory import cuda
 from weightsync.transports import nccl as nccl_module
 from weightsync.transports.base import Broadcast, Op, Recv, Send
 from weightsync.transports.nccl import NcclTransport

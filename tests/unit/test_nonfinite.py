@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 
 from tests.unit.test_controller import CONFIG, Loop, drive
 from tests.unit.test_controller import read_in_place as make_in_place
+from weightsync.driver.engine_state import EngineState
 from weightsync.errors import NonfiniteError
-from weightsync.nonfinite import MASKS, NonfiniteTable, count_nonfinite, word_mask
+from weightsync.memory.nonfinite import MASKS, NonfiniteTable, count_nonfinite, word_mask
 from weightsync.sources.checkpoint import CheckpointSource
-from weightsync.states import EngineState
 
 
 def wanted(data: torch.Tensor) -> int:

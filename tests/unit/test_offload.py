@@ -11,9 +11,9 @@ from torch import nn
 
 from tests.contract.source_ranks import Model, plan_for
 from weightsync.errors import StateError
-from weightsync.memory import SharedBuffer
-from weightsync.modules import named_tensors
-from weightsync.offload import Offload
+from weightsync.memory.host import SharedBuffer
+from weightsync.memory.offload import Offload
+from weightsync.memory.tensors import named_tensors
 from weightsync.plan import Plan
 from weightsync.sources.module import ModuleSource
 

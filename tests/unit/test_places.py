@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from weightsync.modules import named_tensors
-from weightsync.places import Places
+from weightsync.memory.addresses import Places
+from weightsync.memory.tensors import named_tensors
 
 
 def model() -> nn.Sequential:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.unit.plan_strategies import PAD
 from tests.unit.reshard_strategies import Sides, run, sides
-from weightsync.plan.crossing import bundles
+from weightsync.plan.cross_host import bundles
 from weightsync.plan.reads import Reads
 from weightsync.plan.shuffle import ShufflePlan
 
@@ -43,7 +43,7 @@ def crossings(draw: st.DrawFn) -> Crossing:
             needs[first + number] = reads
     hosts = {rank: draw(st.sampled_from("ab")) for rank in needs}
     limit = draw(st.sampled_from([200 * LEAST, 1 << 18]))
-    with mock.patch("weightsync.plan.crossing.LEAST_SHARE_NBYTES", draw(st.sampled_from([1, 64, 1 << 20]))):
+    with mock.patch("weightsync.plan.cross_host.LEAST_SHARE_NBYTES", draw(st.sampled_from([1, 64, 1 << 20]))):
         made_bundles = bundles(needs, hosts, {trainer: trainer for trainer in far})
     plan = ShufflePlan.from_bundles(made_bundles, first, max_message_bytes=limit)
     return Crossing(made, needs, hosts, plan, first)

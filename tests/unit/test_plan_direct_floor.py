@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.unit.reshard_strategies import Sides, sides
 from weightsync.plan import Reads
-from weightsync.plan.direct_floor import (
+from weightsync.plan.estimate import (
     DirectFloor,
     LinkRates,
     Receiver,

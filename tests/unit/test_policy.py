@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weightsync.driver.healing_policy import Action, decide
 from weightsync.errors import (
     ConfigError,
     DeadlineError,
@@ -21,7 +22,6 @@ from weightsync.errors import (
     VerifyError,
     WeightSyncError,
 )
-from weightsync.policy import Action, decide
 
 REFILL, RESPAWN, DROP, RAISE = Action
 

@@ -18,7 +18,7 @@ from recipes.hosts import HostSpec
 from recipes.inputs import recipe_file
 from recipes.recipe import load_recipe
 from tests.unit.test_report import REPORT
-from weightsync.clock import Span
+from weightsync.protocol.timing import Span
 from weightsync.report import Link, SyncReport
 
 RUNNER = CliRunner()

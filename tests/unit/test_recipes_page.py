@@ -14,8 +14,8 @@ import pytest
 from recipes.page import page, write_page
 from recipes.run_report import RunReport, StepRow
 from tests.chromium import chromium, show
-from weightsync.clock import Span
 from weightsync.errors import ConfigError
+from weightsync.protocol.timing import Span
 from weightsync.report import HealReport, Link
 
 SCRIPT = "<script>console.error('ran')</script>"

@@ -7,7 +7,7 @@ from types import MappingProxyType
 import pytest
 
 from weightsync import SyncReport
-from weightsync.clock import Span
+from weightsync.protocol.timing import Span
 
 REPORT = SyncReport(
     version=7,

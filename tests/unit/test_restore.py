@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.test_controller import CONFIG, Loop, drive
-from weightsync.controller import Controller
+from weightsync.driver.controller import Controller
+from weightsync.driver.engine_state import EngineState
 from weightsync.errors import TransportError
-from weightsync.peers import EngineSeat
-from weightsync.states import EngineState
+from weightsync.protocol.peers import EngineSeat
 from weightsync.testing import LocalPeer
 
 

@@ -14,9 +14,9 @@ from tests.unit.test_controller import CONFIG, Loop
 from tests.unit.test_controller import drive as drive_broadcast
 from tests.unit.test_direct import Direct, Staging
 from tests.unit.test_direct import drive as drive_direct
+from weightsync.driver.engine_state import EngineState
 from weightsync.errors import SourceChangedError, StateError, VerifyError
-from weightsync.host_table import HostTable
-from weightsync.states import EngineState
+from weightsync.memory.host_table import HostTable
 from weightsync.testing import LocalPeer
 
 WROTE = "version 2: trainer 0 wrote 1.weight while it was read"

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.test_report import REPORT
 from weightsync import LinkRates, shares
-from weightsync.clock import Span
+from weightsync.protocol.timing import Span
 from weightsync.report import Link, SyncReport
 
 RATES = LinkRates(name="h200", hbm=4000, nvlink=400, nic=50)

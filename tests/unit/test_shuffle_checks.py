@@ -12,7 +12,7 @@ import torch
 from tests.shuffle_cases import make_case
 from weightsync import Shuffle, gather_send, scatter_recv
 from weightsync.errors import ConfigError, PlanError, StateError
-from weightsync.host_copies import HostCopies
+from weightsync.memory.host_copies import HostCopies
 from weightsync.plan.copies import Copies, box_copies
 from weightsync.transports import Op
 

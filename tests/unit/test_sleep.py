@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.test_controller import CONFIG, Loop, drive, fail_to_publish, read_in_place
+from weightsync.driver.engine_state import EngineState
+from weightsync.driver.healing import Healer
 from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError, VerifyError
-from weightsync.healer import Healer
-from weightsync.states import EngineState
 
 ASLEEP, PAUSED, SERVING, STALE = (
     EngineState.ASLEEP,

@@ -15,9 +15,9 @@ from tests.patience import patient
 from tests.unit.test_controller import Loop, drive
 from tests.unit.test_healer import Respawned
 from weightsync.config import SyncConfig
+from weightsync.driver.engine_state import EngineState
+from weightsync.driver.healing import Healer
 from weightsync.errors import DeadlineError, SlowError
-from weightsync.healer import Healer
-from weightsync.states import EngineState
 
 TIMEOUT_S = patient(0.75)
 CONFIG = SyncConfig(

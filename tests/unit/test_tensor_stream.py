@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.patience import patient
-from weightsync import tensor_stream
+from weightsync.collectives import tensor_stream
+from weightsync.collectives.tensor_stream import TensorStream
 from weightsync.errors import ConfigError, TransportError, VerifyError
-from weightsync.tensor_stream import TensorStream
 from weightsync.transports import Transport
 from weightsync.transports.gloo import GlooTransport
 

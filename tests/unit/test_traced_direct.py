@@ -7,7 +7,7 @@ import torch
 
 from tests.unit.test_loader_trace import Sharded, checkpoint, metas_of, unfused
 from weightsync.engines.loader_trace import trace
-from weightsync.host_copies import HostCopies
+from weightsync.memory.host_copies import HostCopies
 from weightsync.plan import Box, Layout, RankLayout, Reshard, Segment, TensorMeta
 
 Weights = dict[str, torch.Tensor]

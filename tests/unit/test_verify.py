@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weightsync.memory.digests import tensor_digest
 from weightsync.plan import Box
-from weightsync.verify import tensor_digest
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64, torch.float64, torch.bool]
 WRAP = 2**64

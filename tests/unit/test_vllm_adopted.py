@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tests.patience import patient
-from weightsync.engines.vllm_adopted import AdoptedVllm
-from weightsync.engines.vllm_api import require_updatable
-from weightsync.engines.vllm_worker import WeightSyncWorker
+from weightsync.engines.vllm.adopted import AdoptedVllm
+from weightsync.engines.vllm.api import require_updatable
+from weightsync.engines.vllm.worker import WeightSyncWorker
 from weightsync.errors import ConfigError, DeadlineError, EngineError, PeerLostError, StateError
 from weightsync.faults import Fault
 

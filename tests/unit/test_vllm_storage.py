@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from weightsync.engines.stacked_experts import as_loaded
-from weightsync.engines.vllm import VllmEngine
-from weightsync.engines.vllm_api import stored_otherwise
+from weightsync.engines.vllm.adapter import VllmEngine
+from weightsync.engines.vllm.api import stored_otherwise
 from weightsync.plan import RankLayout, TensorMeta
 
 GPU = torch.device("cuda", 0)

@@ -12,15 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.test_errors import EXAMPLES
-from weightsync.errors import (
-    KINDS,
-    ConfigError,
-    StateError,
-    WeightSyncError,
-    Where,
-    WireError,
-)
-from weightsync.wire import (
+from weightsync.channel.wire import (
     MAX_MESSAGE_NBYTES,
     Cancel,
     Done,
@@ -31,6 +23,14 @@ from weightsync.wire import (
     Welcome,
     decode,
     encode,
+)
+from weightsync.errors import (
+    KINDS,
+    ConfigError,
+    StateError,
+    WeightSyncError,
+    Where,
+    WireError,
 )
 
 MESSAGES = [

@@ -15,8 +15,8 @@ __all__ = ["ENGINES", "Engine", "Rollout", "Sink", "choose_engine", "make_engine
 
 # kind -> (package it needs, "module:Class")
 ENGINES = {
-    "vllm": ("vllm", "weightsync.engines.vllm:VllmEngine"),
-    "sglang": ("sglang", "weightsync.engines.sglang:SglangEngine"),
+    "vllm": ("vllm", "weightsync.engines.vllm.adapter:VllmEngine"),
+    "sglang": ("sglang", "weightsync.engines.sglang.adapter:SglangEngine"),
     "torch": ("transformers", "weightsync.engines.torch_module:TorchEngine"),
 }
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from weightsync.buffers import Attached
-    from weightsync.clock import Span
+    from weightsync.channel.engine_end import FeedTicket, PieceView
     from weightsync.faults import Fault
-    from weightsync.feed import FeedTicket, PieceView
+    from weightsync.memory.digests import Digests
     from weightsync.plan import Plan, RankLayout
-    from weightsync.verify import Digests
+    from weightsync.protocol.handles import Attached
+    from weightsync.protocol.timing import Span
 
 __all__ = ["Completion", "Engine", "Rollout", "Sink"]
 

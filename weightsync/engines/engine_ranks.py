@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from weightsync.errors import ConfigError, EngineError, StateError, WeightSyncError
 
 if TYPE_CHECKING:
-    from weightsync.buffers import Attached
-    from weightsync.clock import Span
-    from weightsync.feed import FeedTicket
+    from weightsync.channel.engine_end import FeedTicket
+    from weightsync.memory.digests import Digests
     from weightsync.plan import Plan, RankLayout
-    from weightsync.verify import Digests
+    from weightsync.protocol.handles import Attached
+    from weightsync.protocol.timing import Span
 
 __all__ = ["CACHES", "WEIGHTS", "EngineRanks"]
 

@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from weightsync.buffers import Attached
+from weightsync.channel.engine_end import EngineFeed
+from weightsync.engines.live_writer import LiveWriter
 from weightsync.engines.loader_segments import UnprovableError
 from weightsync.engines.loader_trace import trace
-from weightsync.engines.ranks import RankProcess
+from weightsync.engines.rank_process import RankProcess
 from weightsync.engines.whole_sink import Loader, WholeSink, synchronize
 from weightsync.errors import DeadlineError, EngineError, StateError, TransportError, WeightSyncError
 from weightsync.faults import Fault, arm
-from weightsync.feed import EngineFeed
-from weightsync.live import LiveWriter
-from weightsync.modules import device_id, named_tensors
+from weightsync.memory.tensors import device_id, named_tensors
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
+from weightsync.protocol.handles import Attached
 
 if TYPE_CHECKING:
-    from weightsync.clock import Span
-    from weightsync.feed import FeedTicket
+    from weightsync.channel.engine_end import FeedTicket
+    from weightsync.memory.digests import Digests
     from weightsync.plan import Plan
-    from weightsync.verify import Digests
+    from weightsync.protocol.timing import Span
 
 __all__ = ["Checkpoint", "Host", "Rank", "checkpoint_of"]
 
@@ -166,7 +166,7 @@ class Rank:
 
     def _load_kernels(self, layout: RankLayout) -> None:
         """While the plan is made: `attach` would wait for CuPy's import and its compiler."""
-        from weightsync.kernels import load_digests
+        from weightsync.memory.kernels import load_digests
 
         with suppress(TransportError), torch.cuda.device(self._device):  # `attach` says what is missing
             load_digests(meta.itemsize for meta in layout.tensors)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from weightsync.buffers import Attached
+from weightsync.channel.engine_end import EngineFeed
 from weightsync.config import load_dataclass
 from weightsync.engines.base import Rollout
+from weightsync.engines.live_writer import LiveWriter
 from weightsync.engines.sampling import Sampling
 from weightsync.errors import (
     ConfigError,
@@ -23,19 +24,18 @@ from weightsync.errors import (
     WireError,
 )
 from weightsync.faults import arm, shares
-from weightsync.feed import EngineFeed
-from weightsync.live import LiveWriter
-from weightsync.modules import device_id, named_tensors
-from weightsync.offload import Offload
-from weightsync.places import Places
+from weightsync.memory.addresses import Places
+from weightsync.memory.offload import Offload
+from weightsync.memory.tensors import device_id, named_tensors
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
+from weightsync.protocol.handles import Attached
 
 if TYPE_CHECKING:
-    from weightsync.clock import Span
+    from weightsync.channel.engine_end import FeedTicket
     from weightsync.faults import Fault
-    from weightsync.feed import FeedTicket
+    from weightsync.memory.digests import Digests
     from weightsync.plan import Plan
-    from weightsync.verify import Digests
+    from weightsync.protocol.timing import Span
 
 __all__ = ["TorchEngine", "TorchOptions"]
 

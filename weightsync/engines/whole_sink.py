@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import torch
 
+from weightsync.engines.missing import Missing
 from weightsync.engines.stacked_experts import as_loaded
-from weightsync.missing import Missing
-from weightsync.verify import tensor_digest
+from weightsync.memory.digests import tensor_digest
 
 if TYPE_CHECKING:
-    from weightsync.feed import PieceView
+    from weightsync.channel.engine_end import PieceView
+    from weightsync.memory.digests import Digests
     from weightsync.plan import Box, Plan
-    from weightsync.verify import Digests
 
 __all__ = ["Loader", "WholeSink", "synchronize"]
 

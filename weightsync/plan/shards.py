@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 from weightsync.errors import PlanError
 from weightsync.plan.buffers import Int64
+from weightsync.plan.coverage import check_tiling, first_element
 from weightsync.plan.layout import Layout
 from weightsync.plan.match import Match
-from weightsync.plan.tiling import check_tiling, first_element
 
 __all__ = ["Shards"]
 

@@ -13,11 +13,11 @@ import numpy as np
 from weightsync.errors import ConfigError, PlanError
 from weightsync.plan.buckets import PIECE_ALIGN, RUN_ALIGN, align
 from weightsync.plan.copies import Copies, tiles
+from weightsync.plan.direct import Reshard
 from weightsync.plan.layout import Layout
 from weightsync.plan.live import check_live
 from weightsync.plan.messages import Messages, messages
 from weightsync.plan.reads import Reads
-from weightsync.plan.reshard import Reshard
 from weightsync.plan.segment import RankLayout
 
 __all__ = ["Bundle", "Lane", "ShufflePlan"]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from weightsync.tensor_stream import TensorStream
+from weightsync.collectives.tensor_stream import TensorStream
 from weightsync.transports import transport_class
 
 __all__ = ["Sender", "device_of"]

@@ -21,9 +21,9 @@ import torch
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 from verl.workers.rollout.utils import ensure_async_iterator
 
+from weightsync.collectives.tensor_stream import TensorStream
 from weightsync.errors import StateError
 from weightsync.plugins.sender import device_of
-from weightsync.tensor_stream import TensorStream
 from weightsync.transports import Transport, transport_class
 from weightsync.transports.store import NetworkStore, StoreServer
 

@@ -19,11 +19,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from weightsync.collectives.tensor_stream import TensorStream
 from weightsync.engines.stacked_experts import as_loaded
-from weightsync.engines.vllm_api import LoadAccount, Reload, require_updatable
+from weightsync.engines.vllm.api import LoadAccount, Reload, require_updatable
 from weightsync.errors import StateError
 from weightsync.plugins.sender import Sender, device_of
-from weightsync.tensor_stream import TensorStream
 from weightsync.transports import Transport, transport_class
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from weightsync.readers.choice import choose_protocol, rdma_devices
 from weightsync.readers.parallel import ParallelReader
 
 if TYPE_CHECKING:
-    from weightsync.memory import SharedBuffer
+    from weightsync.memory.host import SharedBuffer
 
 __all__ = [
     "WAYS",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from weightsync.errors import ReadError
 
 if TYPE_CHECKING:
-    from weightsync.memory import BufferHandle, SharedBuffer
+    from weightsync.memory.host import BufferHandle, SharedBuffer
 
 __all__ = [
     "Offer",

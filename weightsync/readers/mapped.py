@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import DeadlineError, PeerLostError, ReadError
-from weightsync.memory import num_threads, open_memory
+from weightsync.memory.host import num_threads, open_memory
 from weightsync.readers.base import Offer, Read, by_peer, host_id, pieces
 from weightsync.readers.ending import Ending
 
 if TYPE_CHECKING:
-    from weightsync.memory import SharedBuffer
+    from weightsync.memory.host import SharedBuffer
 
 __all__ = ["MappedReader", "can_map"]
 

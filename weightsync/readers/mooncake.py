@@ -17,7 +17,7 @@ from weightsync.readers.ending import Ending
 from weightsync.readers.mooncake_process import MooncakeProcess, readable
 
 if TYPE_CHECKING:
-    from weightsync.memory import SharedBuffer
+    from weightsync.memory.host import SharedBuffer
 
 __all__ = ["MooncakeReader", "MooncakeServer"]
 

@@ -17,7 +17,7 @@ from weightsync.errors import TransportError
 from weightsync.readers.base import ProtocolName
 
 if TYPE_CHECKING:
-    from weightsync.memory import SharedBuffer
+    from weightsync.memory.host import SharedBuffer
 
 __all__ = ["MooncakeProcess", "probe", "readable"]
 

@@ -10,7 +10,7 @@ from weightsync.errors import DeadlineError
 from weightsync.readers.base import Offer, Read, Reader, check_reads
 
 if TYPE_CHECKING:
-    from weightsync.memory import SharedBuffer
+    from weightsync.memory.host import SharedBuffer
 
 __all__ = ["ParallelReader"]
 

@@ -16,14 +16,14 @@ import numpy.typing as npt
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from weightsync.doorman import show_secret
 from weightsync.errors import DeadlineError, ReadError, WireError
+from weightsync.protocol.handshake import show_secret
 from weightsync.readers.base import Offer, Read, by_peer, pieces
 from weightsync.readers.ending import Ending
 from weightsync.readers.zeromq_server import Answer, Request, read
 
 if TYPE_CHECKING:
-    from weightsync.memory import SharedBuffer
+    from weightsync.memory.host import SharedBuffer
 
 __all__ = ["ZeroMqReader"]
 

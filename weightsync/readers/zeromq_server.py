@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import msgspec
 import zmq
 
-from weightsync.doorman import Doorman
 from weightsync.errors import TransportError, WireError
+from weightsync.protocol.handshake import Doorman
 from weightsync.readers.base import Offer, host_id
 
 if TYPE_CHECKING:
-    from weightsync.memory import SharedBuffer
+    from weightsync.memory.host import SharedBuffer
 
 __all__ = ["Answer", "Request", "ZeroMqServer", "read"]
 

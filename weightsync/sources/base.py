@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from weightsync.buffers import Attached
-    from weightsync.memory import BufferHandle
+    from weightsync.memory.host import BufferHandle
     from weightsync.plan import Plan, RankLayout
-    from weightsync.published import Published
+    from weightsync.protocol.handles import Attached
+    from weightsync.protocol.published import Published
 
 __all__ = ["Source"]
 

@@ -14,15 +14,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from weightsync.buffers import HostExport
 from weightsync.errors import ConfigError, StateError
-from weightsync.memory import SharedBuffer, num_threads
-from weightsync.nonfinite import count_nonfinite
+from weightsync.memory.digests import tensor_digest, warm_up
+from weightsync.memory.host import SharedBuffer, num_threads
+from weightsync.memory.nonfinite import count_nonfinite
 from weightsync.plan import MAPPED, RankLayout, Segment, TensorMeta
-from weightsync.plan.deal import Stretch, deal
-from weightsync.published import Published
+from weightsync.plan.balance import Stretch, deal
+from weightsync.protocol.handles import HostExport
+from weightsync.protocol.published import Published
 from weightsync.sources.safetensors_files import contents
-from weightsync.verify import tensor_digest, warm_up
 
 __all__ = ["CheckpointSource", "Reading"]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from weightsync.plan import Box, TensorMeta
-from weightsync.plan.deal import Stretch
+from weightsync.plan.balance import Stretch
 
 __all__ = ["stacked"]
 

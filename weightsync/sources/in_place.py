@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from weightsync.kernels import DigestPart, DigestTable
-from weightsync.modules import named_tensors
-from weightsync.nonfinite import count_nonfinite, word_mask
-from weightsync.places import local_tensor, local_tensors
+from weightsync.memory.addresses import local_tensor, local_tensors
+from weightsync.memory.digests import combine
+from weightsync.memory.kernels import DigestPart, DigestTable
+from weightsync.memory.nonfinite import count_nonfinite, word_mask
+from weightsync.memory.tensors import named_tensors
 from weightsync.plan import Piece, Plan, RankLayout
-from weightsync.published import Published
-from weightsync.verify import combine
+from weightsync.protocol.published import Published
 
 __all__ = ["InPlace"]
 

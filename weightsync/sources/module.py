@@ -13,20 +13,20 @@ import numpy as np
 import torch
 from torch import nn
 
-from weightsync.buffers import Attached, Export
-from weightsync.device_memory import DeviceHandle, export_tensor
 from weightsync.errors import ConfigError, MovedError, StateError, TransportError, nearest
-from weightsync.host_table import HostPart, HostTable
-from weightsync.memory import BufferHandle, SharedBuffer, num_threads
-from weightsync.modules import device_id, named_tensors
-from weightsync.nonfinite import NonfiniteTable
-from weightsync.places import Places, is_sharded, local_tensor, local_tensors
+from weightsync.memory.addresses import Places, is_sharded, local_tensor, local_tensors
+from weightsync.memory.device import DeviceHandle, export_tensor
+from weightsync.memory.digests import host_bytes, tensor_digest, warm_up
+from weightsync.memory.host import BufferHandle, SharedBuffer, num_threads
+from weightsync.memory.host_table import HostPart, HostTable
+from weightsync.memory.nonfinite import NonfiniteTable
+from weightsync.memory.tensors import device_id, named_tensors
 from weightsync.plan import Box, Piece, Plan, RankLayout, Segment, TensorMeta
-from weightsync.published import Published
+from weightsync.protocol.handles import Attached, Export
+from weightsync.protocol.published import Published
 from weightsync.sources.difference import difference
 from weightsync.sources.in_place import InPlace
 from weightsync.sources.offloaded import Offloaded, Stored
-from weightsync.verify import host_bytes, tensor_digest, warm_up
 
 __all__ = ["ModuleSource"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weightsync.offload import Offload
+from weightsync.memory.offload import Offload
 
 __all__ = ["Offloaded", "Stored"]
 

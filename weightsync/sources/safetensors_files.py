@@ -9,7 +9,7 @@ from pathlib import Path
 
 from weightsync.errors import ConfigError, PlanError, nearest
 from weightsync.plan import Box, TensorMeta
-from weightsync.plan.deal import Stretch
+from weightsync.plan.balance import Stretch
 from weightsync.sources.experts import stacked
 
 __all__ = ["Contents", "contents"]

@@ -16,7 +16,7 @@ from weightsync.transports.base import Broadcast, Op, Pending, Send
 from weightsync.transports.rendezvous import SLACK_S, close_store, join_store, own_address, peers_of
 from weightsync.transports.roll_call import RollCall, aside
 from weightsync.transports.store import NetworkStore, StoreServer
-from weightsync.transports.watch import Watch
+from weightsync.transports.watchdog import Watch
 
 __all__ = ["GlooTransport"]
 

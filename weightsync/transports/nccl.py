@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from weightsync import cuda
 from weightsync.errors import TransportError
+from weightsync.memory import cuda
 from weightsync.transports.base import Broadcast, Op, Pending, Send
 from weightsync.transports.gate import Gate
 from weightsync.transports.rendezvous import close_store, join_store, peers_of
 from weightsync.transports.roll_call import RollCall, aside
 from weightsync.transports.store import NetworkStore, StoreServer
-from weightsync.transports.watch import Watch
+from weightsync.transports.watchdog import Watch
 
 __all__ = ["NcclTransport"]
 

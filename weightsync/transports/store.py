@@ -17,8 +17,8 @@ import zmq
 from torch.distributed.distributed_c10d import Store
 from zmq.utils.monitor import recv_monitor_message
 
-from weightsync.doorman import Doorman, show_secret
 from weightsync.errors import TransportError, WireError
+from weightsync.protocol.handshake import Doorman, show_secret
 
 __all__ = ["NetworkStore", "StoreServer"]
 

@@ -1,0 +1,395 @@
+"""How a holder hands buckets to the engine rank beside it: shared memory for bytes, a socket for words.
+
+The holder offers a ticket; the engine rank maps the ticket's buffers and says hello on its socket.
+Then, inside one long call per update, the holder says which bucket is ready in which slot, and the
+engine rank says when it has read it. The socket's file lives in a private directory and is removed
+as soon as the engine rank is connected, so that nothing is left whatever happens later.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+import zmq
+
+from weightsync.channel.descriptors import shortage
+from weightsync.channel.private_directory import PrivateDirectory
+from weightsync.channel.wire import (
+    MAX_MESSAGE_NBYTES,
+    Cancel,
+    Done,
+    Failed,
+    GoingOn,
+    Hello,
+    Message,
+    Ready,
+    Welcome,
+    Written,
+    decode,
+    encode,
+)
+from weightsync.errors import (
+    DeadlineError,
+    EngineError,
+    PeerError,
+    PeerLostError,
+    TransportError,
+    WeightSyncError,
+    WireError,
+)
+from weightsync.faults import armed, strike
+from weightsync.memory.digests import Digests, warm_up
+from weightsync.memory.host import BufferHandle, SharedBuffer
+from weightsync.plan import Box, Plan
+from weightsync.protocol.handles import Handle, open_buffer
+from weightsync.protocol.timing import PhaseClock, Span
+
+if TYPE_CHECKING:
+    from weightsync.engines.base import Sink
+
+__all__ = ["EngineFeed", "FeedTicket", "HolderFeed", "PieceView"]
+
+logger = logging.getLogger("weightsync.channel.engine_end")
+
+_POLL_MS = 50
+_LATE_MS = 1000
+_END_S = 5.0
+_NUM_SPARE = 4  # file descriptors: for the engine rank, and strangers who come first
+
+PieceView = tuple[int, Box, torch.Tensor]
+"""The tensor's number in the plan, which box of it, and its data: shape ``box.extent``, the plan's dtype."""
+
+
+class FeedTicket(msgspec.Struct, frozen=True):
+    """What an engine rank needs to reach its holder. Carries the run's secret: do not log it.
+
+    `slots` are the bucket buffers. `arena` is the holder's own share, when it keeps one for trainer
+    rank `trainer`: pieces of that trainer are read from it and not from a slot.
+    """
+
+    holder: str
+    engine: str
+    endpoint: str
+    secret: bytes
+    slots: tuple[Handle, ...]
+    arena: BufferHandle | None
+    trainer: int
+
+    def __repr__(self) -> str:
+        return f"FeedTicket(holder={self.holder!r}, engine={self.engine!r})"
+
+
+class HolderFeed:
+    """The holder's end. Used by one thread at a time, but for `drop`, which any thread may call.
+
+    Raises PeerError of this holder when it has no file descriptors left for its engine rank to connect.
+    """
+
+    def __init__(
+        self,
+        holder: str,
+        engine: str,
+        slots: tuple[Handle, ...],
+        arena: BufferHandle | None,
+        trainer: int,
+    ) -> None:
+        self._directory = PrivateDirectory()
+        endpoint = f"ipc://{self._directory.path}/feed"
+        self.ticket = FeedTicket(holder, engine, endpoint, secrets.token_bytes(32), slots, arena, trainer)
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_NBYTES)
+        self._socket.bind(endpoint)
+        self._peer: bytes | None = None
+        self._dropped = threading.Event()
+        self._check_descriptors()
+
+    def accept(self, plan_digest: str, timeout_s: float) -> None:
+        """Wait for the engine rank's hello, then take the socket's file away.
+
+        Raises DeadlineError when it does not come, WireError when it holds another plan, PeerError when
+        this process has no file descriptor left to take the connection: the engine rank is told to give up.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self._peer is None:
+            sender, message = self._receive(deadline, "hello", timeout_s, self._check_descriptors)
+            if not isinstance(message, Hello) or not hmac.compare_digest(message.secret, self.ticket.secret):
+                logger.warning("[%s] refused a peer without the run's secret", self.ticket.holder)
+            elif message.plan_digest != plan_digest:
+                raise WireError(
+                    f"engine {message.engine} holds plan {message.plan_digest}, not {plan_digest}"
+                )
+            else:
+                self._peer = sender
+                self._send(Welcome(self.ticket.holder))
+        self._directory.remove()
+
+    def offer(self, attempt: int, bucket: int, whole: bool = False) -> None:
+        """Tell the engine rank that a bucket may be read; all of it from its slot, if that is `whole`."""
+        self._send(Ready(attempt, bucket, whole))
+
+    def go_on(self, attempt: int) -> None:
+        """Tell the engine rank, which waits for `written`, that buckets still come."""
+        self._send(GoingOn(attempt))
+
+    def written(self, attempt: int) -> None:
+        """Tell the engine rank that all buckets lie in its memory."""
+        self._send(Written(attempt))
+
+    @property
+    def dropped(self) -> bool:
+        """Whether the engine rank was given up."""
+        return self._dropped.is_set()
+
+    def wait_done(self, attempt: int, bucket: int, timeout_s: float) -> None:
+        """Wait until the engine rank has read a bucket.
+
+        Raises EngineError when it reported a failure or was dropped, DeadlineError when it is silent.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            _, message = self._receive(deadline, f"reading of bucket {bucket}", timeout_s)
+            if isinstance(message, Failed) and message.attempt == attempt:
+                raise EngineError(self.ticket.engine, "move", message.cause)
+            if message == Done(attempt, bucket):
+                return
+
+    def cancel(self, attempt: int, cause: str) -> None:
+        """Tell a waiting engine rank that no more buckets come."""
+        self._send(Cancel(attempt, cause))
+
+    def drop(self) -> None:
+        """Give the engine rank up: waits for it end at once, now and later."""
+        self._dropped.set()
+        self._directory.remove()
+
+    def close(self) -> None:
+        """Close the socket and remove what is left of it."""
+        self.drop()
+        self._context.destroy(linger=0)
+
+    def _check_descriptors(self) -> None:
+        if short := shortage(_NUM_SPARE):
+            self.close()
+            raise PeerError(self.ticket.holder, short)
+
+    def _send(self, message: Message) -> None:
+        assert self._peer is not None
+        self._socket.send_multipart([self._peer, encode(message)])
+
+    def _receive(
+        self, deadline: float, phase: str, timeout_s: float, idle: Callable[[], None] = lambda: None
+    ) -> tuple[bytes, Message]:
+        while True:
+            if self._dropped.is_set():
+                raise EngineError(self.ticket.engine, phase, "it was given up")
+            left = deadline - time.monotonic()
+            # Once more at the end: this process may have stood still, and not the engine.
+            if not self._socket.poll(max(0, int(min(left * 1000 + 1, _POLL_MS)))):
+                if left <= 0:
+                    raise DeadlineError(phase, (f"engine {self.ticket.engine}",), timeout_s)
+                idle()
+                continue
+            frames = self._socket.recv_multipart()
+            known = self._peer in (None, frames[0])
+            try:
+                message = decode(frames[-1]) if known and len(frames) == 2 else None
+            except WireError as error:
+                logger.warning("[%s] refused %d bytes: %s", self.ticket.holder, len(frames[-1]), error)
+                continue
+            if message is not None:
+                return frames[0], message
+            logger.warning("[%s] refused %d frames of a stranger", self.ticket.holder, len(frames))
+
+
+class EngineFeed:
+    """The engine rank's end: the buffers mapped, the socket connected. Used by one thread at a time.
+
+    Attributes:
+        spans: of the last `receive`: ``load``, the waiting for buckets with it, and ``verify``.
+    """
+
+    def __init__(self, ticket: FeedTicket, plan: Plan) -> None:
+        self._ticket = ticket
+        self.spans: Sequence[Span] = ()
+        self._slots = tuple(open_buffer(handle) for handle in ticket.slots)
+        self._arena = SharedBuffer.open(ticket.arena) if ticket.arena else None
+        self._busy, self._closing = threading.Lock(), threading.Event()
+        self._num_buckets, buckets = plan.num_buckets, range(plan.num_buckets if self._slots else 0)
+        self._buckets = [self._views(plan, index, self._arena) for index in buckets]
+        # What a refill reads: the arena may hold the trainer's next version by then.
+        self._whole = self._buckets
+        if self._arena:
+            self._whole = [self._views(plan, index, None) for index in buckets]
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_NBYTES)
+        self._socket.connect(ticket.endpoint)
+
+    @classmethod
+    def open(cls, ticket: FeedTicket, plan: Plan, timeout_s: float) -> EngineFeed:
+        """Map, connect and exchange the first message, within `timeout_s` in all.
+
+        Raises PeerLostError, DeadlineError, EngineError when this process has no file descriptor left, or
+        TransportError when the holder gave this rank up.
+        """
+        deadline = time.monotonic() + timeout_s  # the controller's is hardly later
+        if any(isinstance(handle, BufferHandle) for handle in ticket.slots):
+            warm_up()  # of what lies on devices, they make the digests
+        try:
+            feed = cls(ticket, plan)
+        except PeerLostError as error:  # of memory, which does not know whose it is
+            raise PeerLostError(ticket.holder, error.cause) from error
+        feed._send(Hello(ticket.secret, ticket.engine, plan.digest()))
+        try:
+            feed._await_welcome(deadline, timeout_s)
+        except WeightSyncError:
+            feed.close()
+            raise
+        return feed
+
+    def _await_welcome(self, deadline: float, timeout_s: float) -> None:
+        path = Path(self._ticket.endpoint.removeprefix("ipc://"))
+        while not self._socket.poll(_POLL_MS):
+            # The file goes when the holder gives up, and when it has sent its welcome.
+            if not path.exists() and not self._socket.poll(_LATE_MS):
+                raise TransportError(f"{self._ticket.holder} gave up {self._ticket.engine}")
+            if short := shortage():
+                raise EngineError(self._ticket.engine, "attach", short)
+            if time.monotonic() > deadline:
+                raise DeadlineError("welcome", (self._ticket.holder,), timeout_s)
+        decode(self._socket.recv())
+
+    @property
+    def slots(self) -> tuple[torch.Tensor, ...]:
+        """The bucket slots: uint8, one dimension, on the device that the holder has them on."""
+        return tuple(slot.tensor for slot in self._slots)
+
+    @property
+    def views(self) -> Sequence[Sequence[PieceView]]:
+        """The buckets that `receive` gives to `Sink.take`: the same sequences in each update."""
+        return [*self._buckets, *(self._whole if self._arena else ())]
+
+    def refuse(self, attempt: int, error: WeightSyncError) -> None:
+        """Tell the holder, in place of `receive`, why no bucket of an attempt is read: it waits for none."""
+        if self._busy.acquire(blocking=False):  # else an earlier load has the socket
+            try:
+                self._send(Failed(attempt, f"{type(error).__name__}: {error}"))
+            finally:
+                self._busy.release()
+
+    def receive(self, attempt: int, sink: Sink, timeout_s: float) -> Digests:
+        """Write every bucket of one attempt into `sink`; the one long call of an update.
+
+        Returns ``sink.finish()``: a digest per tensor of the plan. Raises DeadlineError when the
+        holder falls silent for `timeout_s`, TransportError when it gave up, EngineError for what `sink`
+        raised; the holder is told, and does not wait for this rank any longer.
+        """
+        # One that was given up may still be writing a bucket.
+        if not self._busy.acquire(timeout=timeout_s):
+            raise EngineError(self._ticket.engine, "move", "an earlier load has not ended yet")
+        clock = PhaseClock()
+        self.spans = clock.spans
+        try:
+            with clock.phase("load"):
+                self._take_all(attempt, sink, timeout_s)
+            with clock.phase("verify"):
+                strike("verify")
+                return sink.finish()
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            self._send(Failed(attempt, cause))
+            if isinstance(error, WeightSyncError):
+                raise
+            raise EngineError(self._ticket.engine, "move", cause) from error
+        finally:
+            self._busy.release()
+
+    def _take_all(self, attempt: int, sink: Sink, timeout_s: float) -> None:
+        for expected in range(self._num_buckets):
+            ready = self._wait_ready(attempt, expected, timeout_s)
+            if isinstance(ready, Written):
+                sink.written()
+                return
+            views = (self._whole if ready.whole else self._buckets)[expected]
+            dropped = self._strike("refill" if ready.whole else "move", expected, views)
+            sink.take(expected, views)
+            if not dropped:
+                self._send(Done(attempt, expected))
+
+    def close(self) -> None:
+        """End a load that is still waiting, close the socket and drop the mappings. Safe to call twice."""
+        self._closing.set()
+        if not self._busy.acquire(timeout=_END_S):
+            # Its memory is in use: better kept mapped than taken away under a copy.
+            logger.warning("[%s] a load does not end: its connection stays open", self._ticket.engine)
+            return
+        try:
+            self._context.destroy(linger=0)
+            self._buckets.clear()
+            self._whole.clear()
+            for buffer in (*self._slots, *([self._arena] if self._arena else [])):
+                buffer.close()
+        finally:
+            self._busy.release()
+
+    def _views(self, plan: Plan, index: int, arena: SharedBuffer | None) -> list[PieceView]:
+        """Where the pieces of a bucket will lie each time that it comes: worked out once."""
+        views = []
+        slot = self._slots[index % len(self._slots)].tensor
+        for piece in plan.bucket(index).pieces:
+            memory, at = slot, piece.offset
+            if arena is not None and piece.trainer == self._ticket.trainer:
+                memory, at = arena.tensor, piece.arena_offset
+            dtype: torch.dtype = getattr(torch, plan.tensors[piece.tensor].dtype)
+            views.append(
+                (piece.tensor, piece.box, memory[at : at + piece.nbytes].view(dtype).view(piece.box.extent))
+            )
+        return views
+
+    def _strike(self, at: str, bucket: int, views: list[PieceView]) -> bool:
+        """Faults that are armed here; what corrupts finds a piece in the slot, not the arena's own."""
+        data = None
+        if armed():
+            both = zip(views, self._whole[bucket], strict=True)
+            data = next((v[2] for v, slot in both if v[2].data_ptr() == slot[2].data_ptr()), None)
+        return strike(at, bucket=bucket, num_buckets=self._num_buckets, data=data)
+
+    def _wait_ready(self, attempt: int, bucket: int, timeout_s: float) -> Ready | Written:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            message = self._receive(deadline, f"bucket {bucket}", timeout_s)
+            if isinstance(message, Cancel) and message.attempt == attempt:
+                raise TransportError(f"{self._ticket.holder} gave up: {message.cause}")
+            # What an earlier, abandoned attempt left in the queue is read past.
+            if isinstance(message, GoingOn) and message.attempt == attempt:
+                deadline = time.monotonic() + timeout_s
+            if isinstance(message, Written) and message.attempt == attempt:
+                return message
+            if isinstance(message, Ready) and (message.attempt, message.bucket) == (attempt, bucket):
+                return message
+
+    def _send(self, message: Message) -> None:
+        self._socket.send(encode(message))
+
+    def _receive(self, deadline: float, phase: str, timeout_s: float) -> Message:
+        while True:
+            left = deadline - time.monotonic()
+            came = self._socket.poll(max(0, int(min(left * 1000 + 1, _POLL_MS))))
+            if self._closing.is_set():  # the memory may be another load's by now
+                raise TransportError(f"{self._ticket.engine} is being connected anew")
+            if came:
+                return decode(self._socket.recv())
+            if left <= 0:
+                raise DeadlineError(phase, (self._ticket.holder,), timeout_s)

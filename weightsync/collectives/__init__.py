@@ -1,0 +1,1 @@
+"""Shuffles and tensor streams, of use without the rest."""

@@ -1,0 +1,309 @@
+"""Moves tensors between ranks that lay them out differently: the layout changes inside the transfer.
+
+    plan = ShufflePlan.from_layouts(source, target, max_message_bytes=256 << 20)
+    gather_send(plan, rank, memory, transport)      # on each rank of the source
+    scatter_recv(plan, rank, memory, transport)     # on each rank of the target
+
+Both sides derive, from the same plan, the same sequence of segments: the sender gathers them out of
+where they lie into a few large messages, the receiver scatters each message to where it belongs. The
+pair of primitives over segment descriptors is FUSCO's (https://arxiv.org/abs/2512.22036), there for
+tokens and experts; here segments are 2-D, since sharded weights are, and a plan is made once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+
+from weightsync.errors import ConfigError, PlanError, StateError
+from weightsync.memory.host_copies import HostCopies
+from weightsync.memory.kernels import CopyTable
+from weightsync.plan.buckets import RUN_ALIGN
+from weightsync.plan.copies import Copies
+from weightsync.plan.messages import Messages
+from weightsync.plan.shuffle import ShufflePlan
+from weightsync.plan.tensors import suggest
+from weightsync.transports.base import Op, Recv, Send
+
+if TYPE_CHECKING:
+    from weightsync.plan.buffers import Int32, Int64
+    from weightsync.plan.reads import Reads
+    from weightsync.plan.shuffle import Lane
+    from weightsync.transports import Pending, Transport
+
+__all__ = ["Shuffle", "ShufflePlan", "gather_send", "scatter_recv"]
+
+Memory = Mapping[str, torch.Tensor]
+
+_SLOTS = 2
+_NUM_BLOCKS = 64
+"""Thread blocks of a copy: near full speed, and NCCL's own find multiprocessors that are free."""
+
+
+def gather_send(plan: ShufflePlan, rank: int, memory: Memory, transport: Transport) -> None:
+    """Sends what the target's ranks need of this rank; returns when it has left.
+
+    The target's ranks call `scatter_recv` meanwhile. A rank that does both uses `Shuffle`, as does
+    who sends again and again.
+
+    Args:
+        rank: this process's, in `transport`.
+        memory: the buffers that this rank's layout names, of any shape and dtype: their bytes are
+            read where they lie, on one device, that of `transport`.
+
+    Staging memory, on that device: at most twice ``plan.max_message_bytes``.
+
+    Raises:
+        ConfigError: `rank` is not of the source, or `memory` is on several devices.
+        PlanError: names a buffer that `memory` lacks, or that is too small for the plan.
+        StateError: this rank also receives.
+        TransportError: a rank is lost or late; no byte of this round counts then.
+    """
+    _check_role("sends", rank, range(plan.num_senders))
+    if rank in plan.receivers:
+        raise StateError(f"rank {rank} also receives: give Shuffle both memories, and call its run")
+    Shuffle(plan, rank, transport, source=memory).run()
+
+
+def scatter_recv(plan: ShufflePlan, rank: int, memory: Memory, transport: Transport) -> None:
+    """Writes what the source's ranks send into `memory`; returns when all of it is there.
+
+    The other side of `gather_send`: arguments, staging memory and errors are alike. After a
+    TransportError some of the memory may hold new bytes and some old.
+    """
+    _check_role("receives", rank, plan.receivers)
+    if rank < plan.num_senders:
+        raise StateError(f"rank {rank} also sends: give Shuffle both memories, and call its run")
+    Shuffle(plan, rank, transport, target=memory).run()
+
+
+class Shuffle:
+    """One rank's part of a plan, prepared once and run any number of times.
+
+    Keeps its staging memory, at most twice ``plan.max_message_bytes`` for each role the rank has,
+    and on a GPU its tables of copies: one launch packs a round, one unpacks it, and one more copies
+    what the rank has itself.
+    """
+
+    def __init__(
+        self,
+        plan: ShufflePlan,
+        rank: int,
+        transport: Transport,
+        *,
+        source: Memory | None = None,
+        target: Memory | None = None,
+    ) -> None:
+        """Checks the memories, takes the staging memory and finds all addresses.
+
+        Args:
+            source: the buffers of this rank's layout in the source, if it has one.
+            target: the same for the target. The two may share memory only where no byte that is
+                written is read.
+
+        Raises as `gather_send` does; the memory that each role of the rank needs has to be given.
+        """
+        _check_given(rank, "source", source, rank < plan.num_senders)
+        _check_given(rank, "target", target, rank in plan.receivers)
+        source, target = source or {}, target or {}
+        packs, receives = [lane for lane in plan.sends(rank) if not lane.hop], plan.receives(rank)
+        local = [reads for number, reads in plan.local if number == rank]
+        for reads in (*(lane.messages.reads for lane in packs), *local):
+            _check_fits("source", source, reads.src_names, reads.src_buffer, *_reach(reads, "src"))
+        for reads in (*(lane.messages.reads for lane in receives), *local):
+            _check_fits("target", target, reads.dst_names, reads.dst_buffer, *_reach(reads, "dst"))
+        src = {name: tensor.data_ptr() for name, tensor in source.items()}
+        dst = {name: tensor.data_ptr() for name, tensor in target.items()}
+        own = {(rank, name): address for name, address in src.items()}
+        self._transport, self._num_rounds = transport, plan.num_rounds
+        self._device = _device([*source.values(), *target.values()])
+        self._relays = [lane for lane in plan.sends(rank) if lane.hop]
+        self._out = _Window([(lane.receiver, lane) for lane in packs], self._num_rounds, self._device)
+        self._in = _Window([(lane.sender, lane) for lane in receives], self._num_rounds, self._device)
+        self._memory = [*source.values(), *target.values(), self._out.staging, self._in.staging]
+        self._pack = self._copier(self._out.copies(lambda moved, round, at: moved.pack(round, src, at)))
+        self._unpack = self._copier(self._in.copies(lambda moved, round, at: moved.unpack(round, at, dst)))
+        self._local = self._copier([[reads.copies(own, dst) for reads in local]])
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Bytes of staging memory on the device, of both roles."""
+        return self._out.staging.numel() + self._in.staging.numel()
+
+    def run(self) -> None:
+        """Sends and receives all rounds; every rank of the plan has to. Returns when all bytes are there.
+
+        On a GPU it works on the current stream, after what is on it, and waits for it at the end.
+        Raises TransportError.
+        """
+        self._go(self._num_rounds, lambda: True)
+        self._settle()
+
+    def move(self, wanted: Callable[[], bool]) -> None:
+        """As `run`; on a GPU what was begun on the current stream is not waited for.
+
+        This rank's target is written while it is `wanted`; the others get what they are to have, anyway.
+        """
+        self._go(self._num_rounds, wanted)
+
+    def rehearse(self) -> None:
+        """Uses every path once, as `run` does, and writes to no target."""
+        self._go(min(self._num_rounds, _SLOTS), lambda: False)
+        self._settle()
+
+    def _go(self, num_rounds: int, wanted: Callable[[], bool]) -> None:
+        before: Pending | None = None
+        for round in range(num_rounds):
+            self._pack(round)
+            if self._relays:  # what is passed on has to be there
+                self._finish(round - 1, before, wanted)
+                before = None
+            ops = [*self._out.ops(Send, round), *self._passed_on(round), *self._in.ops(Recv, round)]
+            pending = self._transport.start(ops) if ops else None
+            self._finish(round - 1, before, wanted)
+            before = pending
+        if wanted():
+            self._local(0)  # while the last round travels
+        self._finish(num_rounds - 1, before, wanted)
+
+    def _passed_on(self, round: int) -> list[Op]:
+        before = {lane.bundle: data for lane, data in self._in.messages(round - 1)} if self._relays else {}
+        return [Send(before[lane.bundle], lane.receiver) for lane in self._relays if lane.bundle in before]
+
+    def _settle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _finish(self, round: int, pending: Pending | None, wanted: Callable[[], bool]) -> None:
+        if pending:
+            pending.wait()
+            if wanted():
+                self._unpack(round)
+
+    def _copier(self, groups: Sequence[Sequence[Copies]]) -> Callable[[int], None]:
+        """What carries out group number k."""
+        parts = [copies.table() for group in groups for copies in group]
+        bounds = [0, *itertools.accumulate(sum(map(len, group)) for group in groups)]
+        if not bounds[-1]:
+            return lambda _: None
+        copies = Copies(*np.concatenate(parts).T)
+        if self._device.type == "cpu":
+            return HostCopies(copies, bounds, self._memory).run
+        with torch.cuda.device(self._device):
+            table = CopyTable(copies, bounds, _NUM_BLOCKS)
+        return lambda group: _launch(table, group, self._device)
+
+
+class _Window:
+    """Staging memory of one role: two slots that rounds take in turn, a round's messages side by side."""
+
+    def __init__(self, lanes: Sequence[tuple[int, Lane]], num_rounds: int, device: torch.device) -> None:
+        """`lanes`, each with the other rank."""
+        self._rounds: list[list[_Placed]] = []
+        slot_nbytes = 0
+        for round in range(num_rounds):
+            at, placed = 0, []
+            for peer, lane in lanes:
+                number = round - lane.hop
+                if 0 <= number < lane.messages.num_rounds:
+                    nbytes = int(lane.messages.nbytes[number])
+                    placed.append(_Placed(peer, lane, number, at, nbytes))
+                    at += -(-nbytes // RUN_ALIGN) * RUN_ALIGN
+            self._rounds.append(placed)
+            slot_nbytes = max(slot_nbytes, at)
+        self._slot_nbytes = slot_nbytes
+        num_slots = min(_SLOTS, num_rounds)
+        self.staging = torch.empty(num_slots * slot_nbytes, dtype=torch.uint8, device=device)
+
+    def copies(self, make: Callable[[Messages, int, int], Copies]) -> list[list[Copies]]:
+        """Per round, ``make(messages, number, address)`` of each message."""
+        base = self.staging.data_ptr()
+        return [
+            [make(each.lane.messages, each.number, base + self._slot(round) + each.at) for each in placed]
+            for round, placed in enumerate(self._rounds)
+        ]
+
+    def ops(self, kind: type[Send] | type[Recv], round: int) -> list[Op]:
+        return [kind(self._data(round, each), each.peer) for each in self._rounds[round]]
+
+    def messages(self, round: int) -> list[tuple[Lane, torch.Tensor]]:
+        """Of a round, none before the first: where each lane's message is."""
+        return [(each.lane, self._data(round, each)) for each in (self._rounds[round] if round >= 0 else ())]
+
+    def _data(self, round: int, placed: _Placed) -> torch.Tensor:
+        at = self._slot(round) + placed.at
+        return self.staging[at : at + placed.nbytes]
+
+    def _slot(self, round: int) -> int:
+        return round % _SLOTS * self._slot_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A message's place in its slot."""
+
+    peer: int
+    lane: Lane
+    number: int
+    at: int
+    nbytes: int
+
+
+def _launch(table: CopyTable, group: int, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        table.launch(group, torch.cuda.current_stream())
+
+
+def _check_role(verb: str, rank: int, ranks: Collection[int]) -> None:
+    if rank not in ranks:
+        raise ConfigError("rank", rank, f"in this plan {verb} one of {', '.join(map(str, ranks))}")
+
+
+def _check_given(rank: int, side: str, memory: Memory | None, needed: bool) -> None:
+    if needed and memory is None:
+        raise ConfigError(side, None, f"rank {rank} is of the {side}: give the buffers that its layout names")
+    if memory is not None and not needed:
+        raise ConfigError(side, sorted(memory), f"rank {rank} is not of the {side}: leave it out")
+
+
+def _device(tensors: Sequence[torch.Tensor]) -> torch.device:
+    found = {tensor.device for tensor in tensors} or {torch.device("cpu")}
+    if len(found) > 1 or next(iter(found)).type not in ("cpu", "cuda"):
+        names = ", ".join(sorted(map(str, found)))
+        raise ConfigError("memory", names, "give buffers of one device, the host's or a GPU's")
+    return found.pop()
+
+
+def _reach(reads: Reads, side: Literal["src", "dst"]) -> tuple[Int64, Int64]:
+    """The first byte that each of the reads touches in its buffer, and the one after the last."""
+    first, pitch = (reads.src, reads.src_pitch) if side == "src" else (reads.dst, reads.dst_pitch)
+    return first, first + (reads.rows - 1) * pitch + reads.row_nbytes
+
+
+def _check_fits(
+    side: str, memory: Memory, names: tuple[str, ...], buffer: Int32, first: Int64, end: Int64
+) -> None:
+    for number in np.unique(buffer).tolist():
+        name, these = names[number], buffer == number
+        if name not in memory:
+            raise PlanError(name, f"the {side} memory has no such buffer; {suggest(name, memory)}")
+        low, high, nbytes = int(first[these].min()), int(end[these].max()), _span(memory[name])
+        if low < 0 or high > nbytes:
+            raise PlanError(
+                name,
+                f"the plan uses its bytes {low} to {high}, the {side} memory has {nbytes}; give the "
+                "buffer that the layout describes",
+            )
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to behind the last."""
+    if not tensor.numel():
+        return 0
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()

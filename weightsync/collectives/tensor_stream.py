@@ -1,0 +1,314 @@
+"""Whole tensors by name, from rank 0 of a communicator to all others, which know no name or size before.
+
+    with stream.sending(version=7) as put:      # rank 0
+        for name, tensor in weights:
+            put(name, tensor)
+
+    for batch in stream.receiving():            # each of the others
+        load(batch)                             # [(name, tensor), …], verified
+
+For frameworks that give and take an iterator of named tensors, where there is no plan. A bucket travels
+while the next is packed, and while the one before is taken. No tensor is handed over whose digest,
+computed where it arrived, is not what the sender computed before it left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+import torch
+
+from weightsync.errors import ConfigError, StateError, VerifyError
+from weightsync.memory.digests import tensor_digest
+from weightsync.plan import Box
+from weightsync.transports.base import Broadcast, Pending, Transport
+
+if TYPE_CHECKING:
+    from weightsync.memory.kernels import DigestTable
+
+__all__ = ["TensorStream"]
+
+_ALIGN = 16
+_SIZES_NBYTES = 16
+_SLOTS = 2
+_MOST_TABLES = 1024
+"""Of buckets' digests that are kept on a device; each takes 0.2 % of its bucket."""
+
+
+class _Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """Elements ``start`` to ``start + num`` of a flattened tensor, at byte `offset` of the bucket."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    num: int
+    offset: int
+
+
+class _Head(msgspec.Struct, frozen=True, array_like=True):
+    """What a bucket holds. `number` counts from 0 within a version."""
+
+    version: int
+    number: int
+    is_last: bool
+    chunks: list[_Chunk]
+    digests: list[int]
+
+
+class TensorStream:
+    """One rank's end of it, on an open `Transport`, used for any number of versions in turn.
+
+    Whoever fails aborts the communicator, so that nobody waits for it: make a new one then.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        rank: int,
+        num_ranks: int,
+        device: torch.device,
+        bucket_nbytes: int = 256 << 20,
+    ) -> None:
+        """
+        Args:
+            device: where the transport moves memory; takes `bucket_nbytes` there twice while a version moves,
+                and on a GPU 0.2 % of a version for good.
+
+        Raises ConfigError for a bucket in which no element has room.
+        """
+        if bucket_nbytes < _ALIGN:
+            raise ConfigError("bucket_nbytes", bucket_nbytes, f"give {_ALIGN} or more")
+        self._transport, self._rank, self._num_ranks = transport, rank, num_ranks
+        self._device, self._bucket_nbytes = device, -(-bucket_nbytes // _ALIGN) * _ALIGN
+        self._digester = _Digester()
+
+    @contextmanager
+    def sending(self, version: int) -> Iterator[Callable[[str, torch.Tensor], None]]:
+        """Gives ``put(name, tensor)`` for tensors of any shape, dtype and device; rank 0 only.
+
+        A tensor is copied in that call, on the current stream. The block ends when every rank has
+        verified all of them. Raises TransportError: a rank is lost or late, or gave up, with its cause.
+        """
+        assert self._rank == 0, "rank 0 sends"
+        outgoing = _Outgoing(self._transport, self._device, version, self._bucket_nbytes, self._digester)
+        try:
+            yield outgoing.put
+            outgoing.finish()
+            self._settle()
+        except BaseException as error:
+            self._transport.abort(f"rank 0 gave up: {type(error).__name__}: {error}")
+            raise
+
+    def receiving(self) -> Generator[list[tuple[str, torch.Tensor]], None, None]:
+        """Whole tensors in the order of their sending; they may be views that last until the next batch.
+
+        Copies on a device must have ended by then. Who stops before the end gives up on all ranks.
+
+        Raises:
+            VerifyError: names tensors that arrived with wrong bytes; they are not handed over.
+            TransportError: a rank is lost or late, or gave up, with its cause.
+        """
+        assert self._rank > 0, "rank 0 sends"
+        yield from _Incoming(self._transport, self._device, f"rank {self._rank}", self._digester).batches()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Every receiver says that it has verified all."""
+        word = torch.zeros(self._num_ranks, 1, dtype=torch.uint8, device=self._device)
+        for rank in range(1, self._num_ranks):
+            self._transport.start([Broadcast(word[rank], rank)]).wait()
+
+
+class _Outgoing:
+    """Two buckets in turn: one is packed while the other travels."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        device: torch.device,
+        version: int,
+        bucket_nbytes: int,
+        digester: _Digester,
+    ) -> None:
+        self._transport, self._device, self._version = transport, device, version
+        self._digests = digester
+        self._slots = [torch.empty(bucket_nbytes, dtype=torch.uint8, device=device) for _ in range(_SLOTS)]
+        self._travelling: list[list[Pending]] = [[] for _ in range(_SLOTS)]
+        self._number = self._used = 0
+        self._chunks: list[_Chunk] = []
+
+    def put(self, name: str, tensor: torch.Tensor) -> None:
+        flat = tensor.detach().contiguous().reshape(-1)
+        dtype, shape = str(flat.dtype).removeprefix("torch."), tuple(tensor.shape)
+        start = 0
+        while start < flat.numel() or not start:
+            room = (len(self._slots[0]) - self._used) // flat.element_size()
+            if not room:
+                self._send(is_last=False)
+                continue
+            num = min(room, flat.numel() - start)
+            chunk = _Chunk(name, dtype, shape, start, num, self._used)
+            self._chunks.append(chunk)
+            # At once: whoever gives one tensor after the other may use the memory again.
+            _cut(self._slots[self._at], chunk).copy_(flat[start : start + num])
+            self._used += -(-num * flat.element_size() // _ALIGN) * _ALIGN
+            start += num
+            if not num:
+                return
+
+    def finish(self) -> None:
+        self._send(is_last=True)
+        for pending in self._travelling:
+            _wait(pending)
+
+    def _send(self, *, is_last: bool) -> None:
+        data = self._slots[self._at][: self._used]
+        digests = self._digests(data, [(chunk, _cut(data, chunk)) for chunk in self._chunks])
+        head = msgspec.msgpack.encode(_Head(self._version, self._number, is_last, self._chunks, digests))
+        sizes = np.array([len(head), self._used]).tobytes()
+        messages = (self._bytes(sizes), self._bytes(head), data)
+        ops = [Broadcast(message, 0) for message in messages if len(message)]
+        self._travelling[self._at] = [self._transport.start([op]) for op in ops]
+        self._number, self._used, self._chunks = self._number + 1, 0, []
+        _wait(self._travelling[self._at])  # of the bucket before this one
+
+    @property
+    def _at(self) -> int:
+        return self._number % _SLOTS
+
+    def _bytes(self, data: bytes) -> torch.Tensor:
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
+
+
+class _Incoming:
+    """Two buckets in turn: one is taken while the other arrives."""
+
+    def __init__(self, transport: Transport, device: torch.device, who: str, digester: _Digester) -> None:
+        self._transport, self._device, self._who = transport, device, who
+        self._digests = digester
+        self._slots = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(_SLOTS)]
+        self._part: torch.Tensor | None = None  # of a tensor that is larger than what is left of a bucket
+
+    def batches(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        with ThreadPoolExecutor(1, thread_name_prefix="tensor-stream") as reader:
+            try:
+                yield from self._batches(reader)
+            except BaseException as error:
+                # Also lest the reader wait for the next bucket.
+                cause = "it took no more" if isinstance(error, GeneratorExit) else str(error)
+                self._transport.abort(f"{self._who} gave up: {cause}")
+                raise
+
+    def _batches(self, reader: Executor) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        number, is_last = 0, False
+        coming = reader.submit(self._read, 0)
+        while not is_last:
+            head, data = coming.result()
+            if head.number != number:
+                raise StateError(f"bucket {head.number} came where {number} was due")
+            number, is_last = number + 1, head.is_last
+            if not is_last:
+                coming = reader.submit(self._read, number % _SLOTS)
+            yield self._unpack(head, data)
+
+    def _read(self, at: int) -> tuple[_Head, torch.Tensor]:
+        head_nbytes, nbytes = np.frombuffer(self._receive(self._new(_SIZES_NBYTES)), np.int64).tolist()
+        head = msgspec.msgpack.decode(self._receive(self._new(head_nbytes)), type=_Head)
+        if len(self._slots[at]) < nbytes:
+            self._slots[at] = self._new(nbytes)
+        data = self._slots[at][:nbytes]
+        if nbytes:
+            self._transport.start([Broadcast(data, 0)]).wait()
+        return head, data
+
+    def _receive(self, into: torch.Tensor) -> bytes:
+        self._transport.start([Broadcast(into, 0)]).wait()
+        return into.cpu().numpy().tobytes()
+
+    def _new(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def _unpack(self, head: _Head, data: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        cuts = [(chunk, _cut(data, chunk)) for chunk in head.chunks]
+        found = zip(head.chunks, head.digests, self._digests(data, cuts), strict=True)
+        wrong = [chunk.name for chunk, sent, came in found if sent != came]
+        if wrong:
+            raise VerifyError(self._who, head.version, wrong)
+        whole = (self._join(chunk, cut) for chunk, cut in cuts)
+        return [each for each in whole if each]
+
+    def _join(self, chunk: _Chunk, cut: torch.Tensor) -> tuple[str, torch.Tensor] | None:
+        numel = math.prod(chunk.shape)
+        if chunk.num == numel:
+            return chunk.name, cut.view(chunk.shape)
+        if self._part is None:
+            self._part = torch.empty(numel, dtype=cut.dtype, device=self._device)
+        self._part[chunk.start : chunk.start + chunk.num] = cut
+        if chunk.start + chunk.num < numel:
+            return None
+        whole, self._part = self._part, None
+        return chunk.name, whole.view(chunk.shape)
+
+
+def _cut(data: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
+    dtype: torch.dtype = getattr(torch, chunk.dtype)
+    return data[chunk.offset : chunk.offset + chunk.num * dtype.itemsize].view(dtype)
+
+
+def _wait(pending: list[Pending]) -> None:
+    while pending:
+        pending.pop(0).wait()
+
+
+class _Digester:
+    """Of each cut of a bucket, its share in the digest of its flattened tensor."""
+
+    def __init__(self) -> None:
+        self._tables: dict[tuple[_Chunk, ...], tuple[int, DigestTable]] = {}  # and where its bucket lay
+
+    def __call__(self, data: torch.Tensor, cuts: Sequence[tuple[_Chunk, torch.Tensor]]) -> list[int]:
+        if data.is_cuda:
+            return self._on_device(data, cuts)
+        return [tensor_digest(cut, (math.prod(chunk.shape),), _box(chunk)) for chunk, cut in cuts]
+
+    def _on_device(self, data: torch.Tensor, cuts: Sequence[tuple[_Chunk, torch.Tensor]]) -> list[int]:
+        """One launch for all. The next version's buckets are alike, and mostly lie where this one's did."""
+        with torch.cuda.device(data.device):
+            chunks, address = tuple(chunk for chunk, _ in cuts), data.data_ptr()
+            if self._tables.get(chunks, (None,))[0] != address:
+                if len(self._tables) >= _MOST_TABLES:
+                    self._tables.clear()
+                self._tables[chunks] = address, _table(cuts)
+            _, table = self._tables[chunks]
+            table.launch(torch.cuda.current_stream())
+            return [int(digest) for digest in table.result()]
+
+
+def _table(cuts: Sequence[tuple[_Chunk, torch.Tensor]]) -> DigestTable:
+    # Imported on use, as a host without a GPU does without.
+    from weightsync.memory.kernels import DigestPart, DigestTable
+
+    parts = [
+        DigestPart(
+            tensor=i,
+            address=cut.data_ptr(),
+            strides=(cut.element_size(),),
+            box=_box(chunk),
+            shape=(math.prod(chunk.shape),),
+            itemsize=cut.element_size(),
+        )
+        for i, (chunk, cut) in enumerate(cuts)
+        if cut.numel()
+    ]
+    return DigestTable(parts, len(cuts))
+
+
+def _box(chunk: _Chunk) -> Box:
+    return Box((chunk.start,), (chunk.num,))

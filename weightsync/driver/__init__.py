@@ -1,0 +1,1 @@
+"""The driver's part: it plans, schedules updates, and heals engines."""

@@ -1,0 +1,107 @@
+"""One attempt to move a version: holders move, engines load, and each is waited for on its own account."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Generic, TypeVar
+
+from weightsync.driver.gather import GRACE_S, Outcome
+from weightsync.errors import DeadlineError, PeerLostError, RankLostError, WeightSyncError
+from weightsync.protocol.messages import Moved
+
+__all__ = ["Attempt"]
+
+_FINAL = (PeerLostError, RankLostError, DeadlineError)
+"""Of an engine: it is gone, or its holder is silent. Other errors may be what its holder told it."""
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Attempt(Generic[T]):
+    """The calls of one attempt, all at once.
+
+    An engine's time runs while its holders wait for it, and after their moves: not while they wait for
+    others. A holder ends its move by a deadline of its own at each wait; who does not is silent.
+    """
+
+    def __init__(
+        self,
+        moves: Mapping[str, Coroutine[object, object, Moved]],
+        loads: Mapping[str, Coroutine[object, object, T]],
+        feeds: Mapping[str, Sequence[str]],
+        timeout_s: float,
+    ) -> None:
+        """`loads` by engine; `feeds`: the names in `moves` of each engine's holders."""
+        self._timeout_s, self._begun = timeout_s, time.monotonic()
+        self._moves = {name: asyncio.ensure_future(call) for name, call in moves.items()}
+        self._loads = {
+            name: asyncio.ensure_future(self._load(name, call, [self._moves[each] for each in feeds[name]]))
+            for name, call in loads.items()
+        }
+
+    async def run(self) -> tuple[Outcome[Moved], Outcome[T]]:
+        """What became of every move and every load. Raises only what is a bug."""
+        try:
+            await self._wait()
+        finally:
+            for task in (*self._moves.values(), *self._loads.values()):
+                task.cancel()
+        return self._outcome(self._moves), self._outcome(self._loads)
+
+    async def _wait(self) -> None:
+        moves, loads = self._moves.values(), self._loads.values()
+        ending = [
+            asyncio.ensure_future(asyncio.wait(moves, return_when=asyncio.FIRST_EXCEPTION)),
+            asyncio.ensure_future(asyncio.wait(loads)),
+        ]
+        try:
+            # One engine after another may use up its time: all of them together, and then the others.
+            limit_s = (len(loads) + 1) * self._timeout_s + GRACE_S
+            await asyncio.wait(ending, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in ending:
+                each.cancel()
+        # Holders that still move wait for the one that failed, and say so by their own deadline. Where none
+        # failed, all engines have what they get: a holder that still moves has been left by the others.
+        broke = any(task.done() and not task.cancelled() and task.exception() for task in moves)
+        await asyncio.wait(moves, timeout=GRACE_S + (self._timeout_s if broke else 0))
+        for task in moves:
+            task.cancel()
+        await asyncio.wait(loads, timeout=self._timeout_s + GRACE_S)
+
+    async def _load(
+        self, name: str, call: Coroutine[object, object, T], moves: Sequence[asyncio.Task[Moved]]
+    ) -> T:
+        load, moving = asyncio.ensure_future(call), asyncio.ensure_future(asyncio.wait(moves))
+        try:
+            await asyncio.wait([load, moving], return_when=asyncio.FIRST_COMPLETED)
+            if load.done() and (not load.exception() or isinstance(load.exception(), _FINAL)):
+                return load.result()
+            await moving  # its holders say whether they have given it up
+            moved = [task.result() for task in moves if not (task.cancelled() or task.exception())]
+            if slow := next((each.slow for each in moved if each.slow), None):
+                raise slow
+            waited_s = max((each.waited_s for each in moved), default=0.0)
+            left_s = self._timeout_s - waited_s if len(moved) == len(moves) else GRACE_S
+            if not (await asyncio.wait([load], timeout=left_s))[0]:
+                raise DeadlineError("move", (f"engine {name}",), round(left_s, 3))
+            return await load
+        finally:
+            load.cancel()
+            moving.cancel()
+
+    def _outcome(self, tasks: Mapping[str, asyncio.Task[R]]) -> Outcome[R]:
+        answers: dict[str, R] = {}
+        failures: dict[str, WeightSyncError] = {}
+        for name, task in tasks.items():
+            if not task.done() or task.cancelled():
+                who = f"engine {name}" if name in self._loads else name
+                failures[name] = DeadlineError("move", (who,), round(time.monotonic() - self._begun, 3))
+            elif isinstance(error := task.exception(), WeightSyncError):
+                failures[name] = error
+            else:
+                answers[name] = task.result()
+        return Outcome(answers, failures)

@@ -1,0 +1,366 @@
+"""From a fleet to a plan that every member holds, with every path used once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from weightsync.config import SyncConfig
+from weightsync.driver.gather import GRACE_S, gather_named
+from weightsync.driver.routing import Router
+from weightsync.errors import PlanError, StateError, WeightSyncError
+from weightsync.holder.flat_snapshot import image_layout
+from weightsync.plan import MAPPED, Layout, Members, Plan, castless, make_plan
+from weightsync.protocol.digest_reduction import Fold
+from weightsync.protocol.peers import Fleet, HolderPeer
+from weightsync.protocol.timing import PhaseClock
+
+if TYPE_CHECKING:
+    from weightsync.plan import RankLayout
+    from weightsync.protocol.handles import Attached
+    from weightsync.protocol.messages import Prepared
+
+__all__ = ["Connection", "Image", "adopt", "connect"]
+
+logger = logging.getLogger("weightsync.driver.connect")
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """What the ranks of an engine serve, to be kept: its `image_layout`, and the number of rank 0's part.
+
+    Engines of which one can be filled with what another serves have the same.
+    """
+
+    layout: str
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """What connecting brought.
+
+    Attributes:
+        plan: held by every member.
+        content: its `Plan.content`.
+        folds: per engine, how its ranks' digests add up.
+        in_place: trainers' memory is read in place, so that it may change once it was moved.
+        checkpoint: what is sent is a checkpoint's, and no trainer's.
+        images: of engines whose memory their holders write, if nothing else is kept: see `Image`.
+        router: which engines read the trainers' memory.
+        layouts: what each engine said; one that is to take part later has to say the same as one of them.
+        joined: the same, the ranks of each together.
+        seconds: of each phase.
+    """
+
+    plan: Plan
+    content: str
+    folds: dict[str, Fold]
+    in_place: bool
+    checkpoint: bool
+    images: dict[str, Image]
+    router: Router
+    layouts: Mapping[str, Sequence[RankLayout]]
+    joined: Mapping[str, Layout]
+    seconds: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layouts:
+    """What the ranks of both sides declare, and the same of each side joined; alike engines share it."""
+
+    trainers: Sequence[RankLayout]
+    engines: Mapping[str, Sequence[RankLayout]]
+    source: Layout
+    joined: Mapping[str, Layout]
+
+
+async def connect(
+    fleet: Fleet, config: SyncConfig, epoch: int, demoted: Mapping[str, str] | None = None
+) -> Connection:
+    """Layouts → plan → memory → communicators → digests compared → warm-up.
+
+    Where every engine can read directly, there are neither buckets nor communicators; engines in
+    `demoted` cannot, see `Router`.
+
+    Raises:
+        PlanError, ConfigError: the two sides do not fit, or a member computed another plan.
+        DeadlineError: naming who did not come within ``config.connect_timeout_s``.
+        StateError: no engine is alive.
+    """
+    clock = PhaseClock()
+    with clock.phase("layouts"):
+        layouts = await _layouts(fleet, config.connect_timeout_s)
+    if config.mode != "broadcast" and not demoted and _may_read(layouts):
+        made = await _open(fleet, config, layouts, epoch, 0, {}, clock)
+        if made.router.suffices:
+            return made
+        logger.info("connecting again, with buckets: %s", made.router.routes)
+    return await _open(fleet, config, layouts, epoch, config.num_slots, demoted or {}, clock)
+
+
+def _may_read(layouts: _Layouts) -> bool:
+    """Whether nothing in the layouts keeps any engine from reading all of its tensors directly."""
+    served = [rank for ranks in layouts.engines.values() for rank in ranks]
+    return (
+        all(rank.device not in ("", MAPPED) for rank in (*layouts.trainers, *served))
+        and all(rank.buffers for rank in served)
+        # One engine says it for all: a plan is of one dtype for each tensor.
+        and not castless(layouts.source, *next(iter(layouts.joined.items())))[1]
+    )
+
+
+async def _open(
+    fleet: Fleet,
+    config: SyncConfig,
+    layouts: _Layouts,
+    epoch: int,
+    num_slots: int,
+    demoted: Mapping[str, str],
+    clock: PhaseClock,
+) -> Connection:
+    timeout_s = config.connect_timeout_s
+    with clock.phase("plan"):
+        plan = _plan(fleet, layouts, config, epoch, num_slots)
+        alike = {layouts.joined[name]: ranks for name, ranks in layouts.engines.items()}
+        shared = {joined: Fold(plan, ranks) for joined, ranks in alike.items()}
+        folds = {name: shared[joined] for name, joined in layouts.joined.items()}
+    with clock.phase("prepare"):
+        devices = {
+            holder: layout.device
+            for (_, holder), layout in zip(fleet.trainers, layouts.trainers, strict=True)
+        }
+        calls = {
+            f"holder {i}": holder.prepare(plan, i, devices.get(i, ""))
+            for i, holder in enumerate(fleet.holders)
+        }
+        prepared = list((await gather_named(calls, "prepare", timeout_s)).require().values())
+    with clock.phase("attach"):  # and communicators open beside it: all wait for others, mostly
+        lending = asyncio.ensure_future(_lend(fleet.named_holders(), config))
+        joining = asyncio.ensure_future(_join(fleet, prepared, config, clock))
+        attaching = asyncio.ensure_future(_attach(fleet, plan, prepared, timeout_s))
+        parts: dict[str, Awaitable[object]] = {"lend": lending, "join": joining, "attach": attaching}
+        # Each has its own deadlines. Who is lost is missed in the others, too.
+        (await gather_named(parts, "attach", math.inf, together=True)).require()
+        attached, served = attaching.result()
+    with clock.phase("warm_up"):
+        warm_ups = {name: holder.warm_up(timeout_s) for name, holder in fleet.named_holders().items()}
+        (await gather_named(warm_ups, "warm-up", timeout_s + GRACE_S, together=True)).require()
+        exports = [each.export for each in attached]
+        router = Router(fleet, config, plan, layouts.source, exports, demoted)
+        for name, ranks in served.items():
+            await router.add(name, layouts.joined[name], [each.export for each in ranks])
+        if router.suffices:  # else all connect again, with buckets
+            await router.meet()
+    for seat in fleet.live().values():
+        seat.attached = True
+    content, in_place = plan.content(), any(exports)
+    images = _images(content, layouts.engines, served) if in_place else {}
+    checkpoint = any(rank.device == MAPPED for rank in layouts.trainers)
+    return Connection(
+        plan,
+        content,
+        folds,
+        in_place,
+        checkpoint,
+        images,
+        router,
+        layouts.engines,
+        layouts.joined,
+        clock.seconds,
+    )
+
+
+def _images(
+    content: str, layouts: Mapping[str, Sequence[RankLayout]], served: Mapping[str, Sequence[Attached]]
+) -> dict[str, Image]:
+    images: dict[str, Image] = {}
+    first = 0
+    for name, ranks in sorted(layouts.items()):
+        if all(each.export for each in served[name]):
+            twin = next((image for other, image in images.items() if _alike(ranks, layouts[other])), None)
+            images[name] = twin or Image(image_layout(content, ranks), first)
+            first += 0 if twin else len(ranks)
+    return images
+
+
+async def _layouts(fleet: Fleet, timeout_s: float) -> _Layouts:
+    live = fleet.live()
+    if not live:
+        raise StateError("no engine is alive: add_engine() has to come first")
+    asked = {f"trainer {i}": trainer.layout() for i, (trainer, _) in enumerate(fleet.trainers)}
+    wanted = {f"engine {name}": seat.peer.layout() for name, seat in live.items()}
+    trainers, engines = await asyncio.gather(
+        gather_named(asked, "layout", timeout_s), gather_named(wanted, "layout", timeout_s)
+    )
+    sources, needs = trainers.require(), engines.require()
+    ranks = {name: needs[f"engine {name}"] for name in live}
+    joined: dict[str, Layout] = {}
+    for name, its in ranks.items():
+        twin = next((other for other in joined if _alike(its, ranks[other])), None)
+        joined[name] = joined[twin] if twin else Layout.from_ranks(its)
+    return _Layouts([*sources.values()], ranks, Layout.from_ranks([*sources.values()]), joined)
+
+
+def _plan(fleet: Fleet, layouts: _Layouts, config: SyncConfig, epoch: int, num_slots: int) -> Plan:
+    return make_plan(
+        layouts.source,
+        layouts.joined,
+        Members(
+            num_holders=len(fleet.holders),
+            trainers=tuple(holder for _, holder in fleet.trainers),
+            engines=tuple((name, seat.holders) for name, seat in fleet.live().items()),
+        ),
+        bucket_bytes=config.bucket_bytes,
+        max_staging_bytes=config.max_staging_bytes,
+        slots=num_slots,
+        epoch=epoch,
+    )
+
+
+async def _lend(holders: Mapping[str, HolderPeer], config: SyncConfig) -> None:
+    """What is wrong with how peers are to be read is said before anything is sent."""
+    if config.keep_versions > 1:
+        calls = {who: holder.lend(config.refill, config.rdma_device) for who, holder in holders.items()}
+        (await gather_named(calls, "prepare", config.connect_timeout_s)).require()
+
+
+async def _join(fleet: Fleet, prepared: Sequence[Prepared], config: SyncConfig, clock: PhaseClock) -> None:
+    offers = {group: offer for answer in prepared for group, offer in answer.offers.items()}
+    # The communicators keep this deadline for every broadcast.
+    joins = {name: holder.join(offers, config.timeout_s) for name, holder in fleet.named_holders().items()}
+    with clock.phase("join"):
+        (await gather_named(joins, "join", config.connect_timeout_s + GRACE_S, together=True)).require()
+
+
+async def _attach(
+    fleet: Fleet, plan: Plan, prepared: Sequence[Prepared], timeout_s: float
+) -> tuple[Sequence[Attached], Mapping[str, Sequence[Attached]]]:
+    """Everybody maps and connects; what trainers say in order, and the ranks of each engine."""
+    calls = {
+        f"trainer {rank}": trainer.attach(plan, rank, prepared[holder].arena)
+        for rank, (trainer, holder) in enumerate(fleet.trainers)
+    }
+    engines = {}
+    for name, seat in fleet.live().items():
+        tickets = [ticket for holder in seat.holders if (ticket := prepared[holder].ticket)]
+        engines[f"engine {name}"] = seat.peer.attach(plan, tickets, timeout_s)
+    trainers, answers = await asyncio.gather(
+        gather_named(calls, "attach", timeout_s + GRACE_S),
+        _meet(fleet, engines, fleet.named_holders(), timeout_s),
+    )
+    attached = trainers.require()
+    digests = {f"holder {i}": [answer.plan_digest] for i, answer in enumerate(prepared)}
+    digests |= {name: [answer.plan_digest] for name, answer in attached.items()}
+    digests |= {name: [each.plan_digest for each in ranks] for name, ranks in answers.items()}
+    _compare(plan, digests)
+    served = {name.removeprefix("engine "): found for name, found in answers.items()}
+    await _link(fleet, [*attached.values()], served, timeout_s)
+    return [*attached.values()], served
+
+
+async def _link(
+    fleet: Fleet, attached: Sequence[Attached], served: Mapping[str, Sequence[Attached]], timeout_s: float
+) -> None:
+    """Holders map what both sides export."""
+    read = {holder: each.export for (_, holder), each in zip(fleet.trainers, attached, strict=True)}
+    written = {
+        holder: each.export
+        for name, ranks in served.items()
+        for holder, each in zip(fleet.engines[name].holders, ranks, strict=True)
+    }
+    links = {
+        f"holder {i}": holder.link(written.get(i), read.get(i))
+        for i, holder in enumerate(fleet.holders)
+        if written.get(i) or read.get(i)
+    }
+    (await gather_named(links, "attach", timeout_s)).require()
+
+
+async def _meet(
+    fleet: Fleet,
+    engines: Mapping[str, Coroutine[object, object, Sequence[Attached]]],
+    holders: Mapping[str, HolderPeer],
+    timeout_s: float,
+) -> Mapping[str, Sequence[Attached]]:
+    """Engines and their holders connect. What a holder says of itself comes before what engines miss."""
+    drops: list[asyncio.Future[object]] = []
+
+    async def attach(name: str, call: Coroutine[object, object, Sequence[Attached]]) -> Sequence[Attached]:
+        try:
+            return await call
+        except WeightSyncError:
+            # Its holders would wait for its hello until their deadline. One that is silent does not answer
+            # this either: the engine has answered.
+            own = fleet.engines[name.removeprefix("engine ")].holders
+            calls = {f"holder {i}": fleet.holders[i].drop_engine() for i in own}
+            drops.append(asyncio.ensure_future(gather_named(calls, "drop", GRACE_S)))
+            raise
+
+    calls: dict[str, Awaitable[Sequence[Attached]]] = {n: attach(n, call) for n, call in engines.items()}
+    calls |= {name: _accept(holder, timeout_s) for name, holder in holders.items()}
+    met = await gather_named(calls, "attach", timeout_s + GRACE_S, together=True)
+    await asyncio.gather(*drops)
+    answers = met.require()
+    return {name: answers[name] for name in engines}
+
+
+async def _accept(holder: HolderPeer, timeout_s: float) -> Sequence[Attached]:
+    await holder.accept(timeout_s)
+    return ()
+
+
+async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncConfig) -> None:
+    """Connect an engine with its holders alone: trainers and all others are not asked.
+
+    Raises PlanError when its layout is not that of an engine that the plan was made for, or it needs
+    buckets and there are none, so that everybody has to connect anew; else as `connect`.
+    """
+    seat, plan, timeout_s = fleet.engines[name], connection.plan, config.timeout_s
+    named = f"engine {name}"
+    asked = await gather_named({named: seat.peer.layout()}, "layout", timeout_s)
+    layouts = asked.require()[named]
+    twins = [other for other, known in connection.layouts.items() if _alike(layouts, known)]
+    if not twins:
+        raise PlanError(named, "its layout is new to the plan")
+    holders = {f"holder {i}": fleet.holders[i] for i in seat.holders}
+    await _lend(holders, config)
+    calls = {who: holder.adopt(plan, name) for who, holder in holders.items()}
+    tickets = list((await gather_named(calls, "adopt", timeout_s)).require().values())
+    engines = {named: seat.peer.attach(plan, tickets, timeout_s)}
+    attached = (await _meet(fleet, engines, holders, timeout_s))[named]
+    _compare(plan, {named: [each.plan_digest for each in attached]})
+    links = {
+        who: holder.link(each.export)
+        for (who, holder), each in zip(holders.items(), attached, strict=True)
+        if each.export
+    }
+    (await gather_named(links, "link", timeout_s)).require()
+    connection.folds[name] = Fold(plan, layouts)
+    image = next((connection.images[twin] for twin in twins if twin in connection.images), None)
+    connection.images.pop(name, None)
+    if image and len(links) == len(holders):
+        connection.images[name] = image
+    await connection.router.add(name, connection.joined[twins[0]], [each.export for each in attached])
+    if not connection.router.suffices:
+        raise PlanError(
+            named, f"it takes broadcasts, for which the plan has no buckets: {connection.router.routes[name]}"
+        )
+    seat.attached = True
+
+
+def _alike(layouts: Sequence[RankLayout], known: Sequence[RankLayout]) -> bool:
+    """The same but for the devices that they lie on."""
+    return [replace(each, device="") for each in layouts] == [replace(each, device="") for each in known]
+
+
+def _compare(plan: Plan, digests: Mapping[str, list[str]]) -> None:
+    wanted = plan.digest()
+    for name, found in digests.items():
+        for digest in found:
+            if digest != wanted:
+                raise PlanError(name, f"it computed plan {digest[:12]}, the controller {wanted[:12]}")

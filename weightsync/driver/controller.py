@@ -1,0 +1,403 @@
+"""The lifecycle of an update, the same for every placement: publish, pause, move, verify, commit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+
+from weightsync.config import SyncConfig
+from weightsync.driver.attempt import Attempt
+from weightsync.driver.connect import Connection, connect
+from weightsync.driver.engine_group import Crew
+from weightsync.driver.engine_state import EngineRecord, EngineState
+from weightsync.driver.gather import GRACE_S, Outcome, gather_named, remoteness
+from weightsync.driver.refill import Refiller
+from weightsync.driver.rewritten_sources import Rewritten, rewritten
+from weightsync.driver.routing import DIRECT
+from weightsync.driver.snapshot_index import Keeping
+from weightsync.driver.traffic import links
+from weightsync.driver.update_lock import Turns
+from weightsync.errors import (
+    ConfigError,
+    MovedError,
+    NonfiniteError,
+    PeerLostError,
+    StateError,
+    VerifyError,
+    WeightSyncError,
+)
+from weightsync.holder.refill import Refilled
+from weightsync.memory.digests import Digests, combine
+from weightsync.memory.gpu_usage import gauged, peaks
+from weightsync.plan import Plan
+from weightsync.protocol.messages import Moved, Way
+from weightsync.protocol.peers import EngineSeat, Fleet, HolderPeer
+from weightsync.protocol.published import Published
+from weightsync.protocol.timing import PhaseClock
+from weightsync.report import Link, SyncReport
+
+__all__ = ["Controller"]
+
+logger = logging.getLogger("weightsync.driver.controller")
+
+T = TypeVar("T")
+
+
+class Controller:
+    """Takes a fleet through one version after another. One update or `connect` at a time.
+
+    Refills and newcomers go on beside them, one for each engine, and give way to an update.
+
+    Attributes:
+        version: the newest committed version, 0 before the first.
+        connected: False before ``connect``, and again once a holder is lost or came new.
+        crew: the engines, and who has failed.
+        keeping: what the holders keep of the committed version.
+    """
+
+    def __init__(self, config: SyncConfig, fleet: Fleet) -> None:
+        self._config, self._fleet = config, fleet
+        self.version = 0
+        self.connected = False
+        self.crew = Crew(config, fleet)
+        self.keeping = Keeping(config, fleet)
+        self.keeping.on_silence = self._disconnect
+        self._turns = Turns(min(GRACE_S, config.timeout_s))
+        self.crew.between_updates = self.beside
+        self._refiller = Refiller(config, fleet, self.crew, self.keeping, self._turns)
+        self._epoch = self._num_buckets = self._nbytes = 0
+        self._published: Mapping[str, Digests] = {}
+        self._nonfinite: Mapping[str, int] = {}
+        self._expected: Digests | None = None
+        self._connection: Connection | None = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """Of the present membership epoch, None before ``connect``."""
+        return self._connection.plan if self._connection else None
+
+    def links(self) -> list[Link]:
+        """See `links`. Raises StateError before ``connect``."""
+        return links(self._connected(), self._fleet)
+
+    async def connect(self) -> None:
+        """Plan and connect the fleet as it is now. Raises as `connect` does."""
+        self.connected = False
+        self._epoch += 1
+        demoted = self._connection.router.demoted if self._connection else {}
+        self._connection = made = await connect(self._fleet, self._config, self._epoch, demoted)
+        self._nbytes = made.plan.total_nbytes  # 7 ms for 20,000 tensors
+        await self.keeping.reserve(made)
+        self.connected = True
+        logger.info("epoch %d: %d buckets, %s", self._epoch, made.plan.num_buckets, made.seconds)
+
+    async def restore(self) -> list[str]:
+        """Go on where an earlier controller of these holders and engines ended; call it ``alone``.
+
+        The version is the newest that an engine serves, which therefore has committed, or that the
+        holders keep whole. Engines that serve it go on; the others, whose names are returned, are
+        STALE, whatever the earlier controller left in them.
+        """
+        kept = await self.keeping.restore(self._connected())
+        serving = await self.crew.ask(self._fleet.live(), "serving", lambda peer: peer.serving())
+        self.version = max(kept, *serving.values()) if serving else kept
+        if not self.version:
+            return []
+        stale = []
+        for name, seat in self._fleet.live().items():
+            if serving.get(name) == self.version:
+                seat.record = EngineRecord(EngineState.SERVING, self.version)
+            else:
+                self.crew.enter([name], EngineState.STALE)
+                stale.append(name)
+        logger.info("version %d is taken over; not served by %s", self.version, stale or "nobody")
+        return stale
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """For ``connect`` and ``update``: refills and newcomers stop, and wait until it is over."""
+        async with self._turns.alone() as late:
+            for name in late:  # its ranks are busy with what they do not let go of
+                self._fleet.engines[name].attached = False
+                await self.crew.drop(self._fleet.engines[name])
+                self.crew.left_behind(name)
+            yield
+
+    async def quiet(self) -> None:
+        """Until nobody is ``alone``."""
+        await self._turns.quiet()
+
+    def beside(self, name: str) -> AbstractAsyncContextManager[None]:
+        """For a change of one engine's seat: nobody is ``alone``, and nobody else works on the engine."""
+
+        async def stop() -> None:
+            """It takes no time to speak of."""
+
+        return self._turns.beside(name, stop)
+
+    async def update(self, version: int, when_held: Callable[[], None] = lambda: None) -> SyncReport:
+        """Take `version` from the trainers to every live engine that is attached.
+
+        `when_held` is called as soon as the holders have every byte, so that the trainers may go on.
+
+        Raises:
+            StateError: not connected, or fewer than ``min_engines`` engines are alive.
+            ConfigError: `version` is not greater than the last that committed.
+            WeightSyncError: what went wrong first, when fewer than ``min_engines`` took it. A failed
+                publish leaves every engine as it was, or awake; later failures leave the engines STALE.
+
+        Where trainers hold weights of the same layout in other memory, it connects again by itself.
+        """
+        if not self.connected or self._connection is None:
+            raise StateError("connect() has to come before update_weights()")
+        if version <= self.version:
+            raise ConfigError("version", version, f"versions grow: give more than {self.version}")
+        takers = {name: seat for name, seat in self._fleet.live().items() if seat.attached}
+        least = self._config.min_engines
+        if len(takers) < least:
+            alive = "1 engine is alive" if len(takers) == 1 else f"{len(takers)} engines are alive"
+            raise StateError(f"{alive}, sync.min_engines is {least}")
+        asleep = [seat for seat in takers.values() if seat.record.state is EngineState.ASLEEP]
+        clock = PhaseClock()
+        watching = {holder for seat in asleep for holder in seat.holders}
+        async with gauged(self._fleet, watching, clock.now) as seen:
+            try:
+                report = await self._update(version, takers, clock, when_held)
+            except MovedError as error:
+                logger.info("connecting again: %s", error)
+                await self.connect()
+                report = await self._update(version, takers, clock, when_held)
+        return replace(report, peak_memory=peaks(seen, clock.spans)) if asleep else report
+
+    async def _update(
+        self,
+        version: int,
+        takers: Mapping[str, EngineSeat],
+        clock: PhaseClock,
+        when_held: Callable[[], None],
+    ) -> SyncReport:
+        assert self._connection is not None
+        self.crew.failures = {}
+        self.crew.begin(takers, version)
+        if self._connection.in_place:
+            with clock.phase("publish"):
+                await self.keeping.copied()
+                paused = await self._publish_and_pause(takers, version)
+            return await self._deliver(version, takers, paused, clock, when_held)
+        with clock.phase("publish"):
+            await self.keeping.copied()
+            await self._publish(version)
+        when_held()
+        with clock.phase("pause"):
+            paused = await self.crew.pause(takers)
+        return await self._deliver(version, takers, paused, clock)
+
+    async def sleep(self, names: Collection[str], level: int) -> None:
+        """Have engines pause and give their memory back until the next update; call it ``alone``.
+
+        Raises ConfigError for one that cannot sleep, DeadlineError for one that does not pause in time:
+        such a one is as it was, and the others sleep.
+        """
+        await self.keeping.copied()  # it may be read out of their memory
+        await self.crew.sleep(names, level)
+
+    async def wake(self, names: Collection[str]) -> None:
+        """Have engines that sleep with their weights serve the same version again; call it ``alone``.
+
+        Raises StateError for one whose weights were dropped, else what went wrong: it sleeps on, or is STALE
+        or DEAD.
+        """
+        for name in names:
+            if not self._fleet.engines[name].record.version:
+                raise StateError(
+                    f"engine {name} sleeps without weights: update_weights() or heal() brings them"
+                )
+        await self.crew.wake(names)
+
+    def can_refill(self, engine: str) -> bool:
+        """Whether the holders keep the committed version as `engine` takes it."""
+        now = self._connection
+        return now is not None and self.keeping.kept(self.version, now, engine) is not None
+
+    async def adopt(self, name: str) -> None:
+        """Connect an engine that came, or came back, after ``connect``.
+
+        Raises PlanError when its layout is new, so that all have to ``connect`` anew; else as that.
+        """
+        await self._refiller.adopt(self._connected, name)
+
+    async def refill(self, name: str) -> SyncReport:
+        """Bring one engine to the committed version; trainers and other engines are not asked.
+
+        Raises StateError when no holder keeps it, else what went wrong: the engine is STALE or DEAD.
+        """
+        clock = PhaseClock()
+        await self.keeping.settled()
+        refilled = await self._refiller.refill(self._connected, lambda: self.version, name, clock)
+        return self._report(clock, refilled)
+
+    def _disconnect(self) -> None:
+        self.connected = False
+
+    def _connected(self) -> Connection:
+        if self._connection is None:
+            raise StateError("connect() has to come first")
+        return self._connection
+
+    async def _publish(self, version: int) -> None:
+        count = self._config.nonfinite != "ignore"
+        calls = {f"trainer {i}": t.publish(count) for i, (t, _) in enumerate(self._fleet.trainers)}
+        outcome = await gather_named(calls, "publish", self._config.timeout_s)
+        others = {who: e for who, e in outcome.failures.items() if not isinstance(e, MovedError)}
+        published = Outcome(outcome.answers, others or outcome.failures).require()
+        self._nonfinite = self._counted(version, published.values()) if count else {}
+        self._published = {name: each.digests for name, each in published.items()}
+        self._expected = combine(list(self._published.values()))
+
+    def _counted(self, version: int, published: Iterable[Published]) -> Mapping[str, int]:
+        """NaN and Inf by tensor, all ranks together. Raises NonfiniteError where they are refused."""
+        counts: Counter[str] = Counter()
+        for each in published:
+            counts.update(each.nonfinite)
+        if counts:
+            error = NonfiniteError(version, sorted(counts.items()))
+            if self._config.nonfinite == "refuse":
+                raise error
+            logger.warning("%s", error)
+        return dict(counts)
+
+    async def _publish_and_pause(self, takers: Mapping[str, EngineSeat], version: int) -> Sequence[str]:
+        """Both at once: what is read in place is published in the time that it takes to pause."""
+        published, paused = await asyncio.gather(
+            self._publish(version), self.crew.pause(takers), return_exceptions=True
+        )
+        if isinstance(paused, BaseException):
+            raise paused
+        if isinstance(published, BaseException):
+            await self.crew.go_on(paused)
+            raise published
+        return paused
+
+    async def _deliver(
+        self,
+        version: int,
+        takers: Mapping[str, EngineSeat],
+        paused: Sequence[str],
+        clock: PhaseClock,
+        when_moved: Callable[[], None] = lambda: None,
+    ) -> SyncReport:
+        assert self._connection is not None
+        assert self._expected is not None
+        least = self._config.min_engines
+        if len(paused) < least:
+            await self.crew.go_on(paused)
+            raise next(iter(self.crew.failures.values()))
+        with clock.phase("move"):
+            digests = await self._move([name for name in takers if name in paused])
+        with clock.phase("verify"):
+            wrong = self.crew.compare(self._connection, digests, self._expected)
+            # Before trainers may go on: what they write from then on is no fault.
+            changed = await self._changed(wrong)
+            verified = self.crew.judge(version, wrong, changed)
+            self.crew.kept_up(verified)
+        when_moved()
+        for name, error in self.crew.failures.items():
+            if isinstance(error, VerifyError):
+                self._connection.router.demote(name, error)
+        self.connected = self.connected and self._connection.router.suffices
+        if len(verified) < least:
+            self.crew.enter(verified, EngineState.STALE)
+            raise next(iter(self.crew.failures.values()))
+        with clock.phase("commit"):
+            num_serving = await self.crew.resume(verified, version)
+        if num_serving:
+            self.version = version
+            self.keeping.begin(version, self._connection, self._expected)
+        if num_serving < least:
+            raise next(iter(self.crew.failures.values()))
+        return self._report(clock)
+
+    async def _move(self, takers: Sequence[str]) -> dict[str, Sequence[Digests]]:
+        """One attempt: holders broadcast and feed, engines load; returns each engine's digests by rank."""
+        attempt, timeout_s = self.crew.next_attempt(), self._config.timeout_s
+        self.crew.enter(takers, EngineState.WRITING)
+        seats = {name: self._fleet.engines[name] for name in takers}
+        fed = {holder for seat in seats.values() for holder in seat.holders}
+
+        async def move(index: int, holder: HolderPeer, way: Way) -> Moved:
+            try:
+                return await holder.move(attempt, index in fed, way, timeout_s)
+            except PeerLostError as error:
+                await self._abort(str(error))
+                raise
+
+        assert self._connection is not None
+        ways = self._connection.router.ways({name: seat.holders for name, seat in seats.items()})
+        plan, every = self._connection.plan, next(iter(ways.values()))
+        self._num_buckets = plan.num_buckets if every.broadcasts_all else len(every.cast)
+        moves = {f"holder {i}": move(i, self._fleet.holders[i], way) for i, way in ways.items()}
+        loads = {name: self.crew.load(seat, attempt) for name, seat in seats.items()}
+        feeds = {name: [f"holder {i}" for i in seat.holders] for name, seat in seats.items()}
+        moved, outcome = await Attempt(moves, loads, feeds, timeout_s).run()
+        loaded = outcome.answers
+        self.crew.blame("move", outcome.failures)
+        if moved.failures:
+            # A move that broke leaves no engine with a whole version.
+            self.connected = False
+            self.crew.enter(loaded, EngineState.STALE)
+            for name in loaded:
+                self.crew.on_failure(name, StateError("the move that it took part in broke"))
+            raise min(moved.failures.values(), key=remoteness)
+        return loaded
+
+    async def _changed(self, wrong: Mapping[str, Sequence[str]]) -> Rewritten:
+        """What trainers wrote while it was read, if that may be why engines hold `wrong` tensors."""
+        assert self._connection is not None
+        faulty = [name for name, tensors in wrong.items() if tensors]
+        # Of several engines that were sent the same bytes, one that has others has a fault of its own.
+        reads = any(self._connection.router.routes.get(name) == DIRECT for name in faulty)
+        if not faulty or (len(faulty) == 1 < len(wrong) and not reads):
+            return {}
+        return await rewritten(self._fleet, self._connection, self._published, self._config.timeout_s)
+
+    async def _abort(self, cause: str) -> None:
+        """Free the holders that wait for a lost one in a broadcast."""
+        calls = {name: holder.abort(cause) for name, holder in self._fleet.named_holders().items()}
+        await gather_named(calls, "abort", self._config.timeout_s)
+
+    def _report(self, clock: PhaseClock, refilled: Refilled | None = None) -> SyncReport:
+        assert self._connection is not None
+        digests = self.keeping.expected if refilled else self._expected
+        assert digests is not None
+        plan = self._connection.plan
+        records = {name: seat.record for name, seat in self._fleet.engines.items()}
+        return SyncReport(
+            version=self.version,
+            nbytes=self._nbytes,
+            seconds=clock.total(),
+            phases=clock.seconds,
+            spans={"driver": tuple(clock.spans)},
+            verified=True,
+            engines={name: record.version for name, record in records.items()},
+            states={name: record.state.value for name, record in records.items()},
+            failures={name: _told(error) for name, error in self.crew.failures.items()},
+            digest=f"{int(np.add.reduce(digests, dtype=np.uint64)):016x}",
+            num_buckets=plan.num_buckets if refilled else self._num_buckets,
+            epoch=plan.epoch,
+            connect_phases=self._connection.seconds,
+            routes=dict(self._connection.router.routes),
+            nonfinite={} if refilled else self._nonfinite,
+            bytes_from=refilled.bytes_from if refilled else {},
+            ways=refilled.ways if refilled else {},
+        )
+
+
+def _told(error: WeightSyncError) -> str:
+    return f"{error} ({error.where})" if error.where else str(error)

@@ -1,0 +1,65 @@
+"""How near an update came to what its links allow, rank by rank."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weightsync.plan.estimate import LinkRates
+from weightsync.plan.figures import size_text, time_text
+from weightsync.report import Link, SyncReport
+
+__all__ = ["RankShare", "shares"]
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """One engine rank; `str()` is a line.
+
+    Attributes:
+        floor_s: of the bytes that it takes, over the slowest of the links that they come by.
+        took_s: its ``load``, from the call until all bytes lay where they are served; 0 if it took no part.
+    """
+
+    rank: str
+    nbytes: int
+    floor_s: float
+    took_s: float
+
+    @property
+    def share(self) -> float:
+        """`floor_s` over `took_s`: 1.0 is as fast as the links."""
+        return self.floor_s / self.took_s if self.took_s else 0.0
+
+    def __str__(self) -> str:
+        took = (
+            f"took {time_text(self.took_s)}, {self.share:.0%} of what is possible"
+            if self.took_s
+            else "took no part"
+        )
+        return f"{self.rank}: {size_text(self.nbytes)}, floor {time_text(self.floor_s)}, {took}"
+
+
+def shares(
+    links: Sequence[Link], report: SyncReport, rates: LinkRates, *, gpus_per_host: int = 8
+) -> list[RankShare]:
+    """Of each engine rank in `links`, as `WeightSync.links` gives them, in the update that `report` is of.
+
+    Each floor is of that rank alone, with all NICs of its host: who shares a link with others may be
+    slower than that, see `direct_floor`.
+    """
+    taken: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for link in links:
+        taken[link.target][link.distance] += link.nbytes
+    found = []
+    for rank, by_distance in taken.items():
+        nbytes = sum(by_distance.values())
+        seconds = [
+            (nbytes + by_distance["same GPU or slot"]) / rates.hbm,  # local bytes are read here, too
+            by_distance["same host"] / rates.nvlink,
+            by_distance["other host"] / (rates.nic * gpus_per_host),
+        ]
+        took = sum(span.seconds for span in report.spans.get(rank, ()) if span.name == "load")
+        found.append(RankShare(rank, nbytes, max(seconds) / 1e9, took))
+    return found

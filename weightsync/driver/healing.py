@@ -1,0 +1,186 @@
+"""Brings failed engines back in the background, as the policy says, while the others serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from weightsync.config import SyncConfig
+from weightsync.driver.controller import Controller
+from weightsync.driver.engine_state import EngineState
+from weightsync.driver.healing_policy import Action, Decision, decide
+from weightsync.driver.refill import GaveWayError
+from weightsync.errors import EngineError, PlanError, WeightSyncError
+from weightsync.protocol.peers import Fleet
+from weightsync.protocol.timing import PhaseClock
+from weightsync.report import HealReport, SyncReport
+
+__all__ = ["Healer"]
+
+logger = logging.getLogger("weightsync.driver.healing")
+
+
+class Healer:
+    """One task for each engine that failed, until it serves again or is given up.
+
+    Attributes:
+        heals: what was brought back, and by what.
+        given_up: engine → its last failure.
+        on_heal: told of each engine that was brought back.
+    """
+
+    def __init__(
+        self,
+        config: SyncConfig,
+        fleet: Fleet,
+        controller: Controller,
+        respawn: Callable[[str], Awaitable[None]],
+        can_respawn: Callable[[str], bool],
+    ) -> None:
+        """`respawn` ends an engine's process and starts another, which has its seat when it returns."""
+        self._config, self._fleet, self._controller = config, fleet, controller
+        self._respawn, self._can_respawn = respawn, can_respawn
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._missed: dict[str, WeightSyncError] = {}
+        self.heals: list[HealReport] = []
+        self.given_up: dict[str, WeightSyncError] = {}
+        self.on_heal: Callable[[HealReport], None] = lambda _heal: None
+        controller.crew.on_failure = self.engine_failed
+
+    def engine_failed(self, name: str, failure: WeightSyncError) -> None:
+        """Begin, unless it has begun."""
+        if name in self._tasks:
+            self._missed[name] = failure
+        elif self._config.heal_attempts:
+            task = asyncio.get_running_loop().create_task(self._heal(name, failure), name=f"heal {name}")
+            self._tasks[name] = task
+            task.add_done_callback(lambda done: self._ended(name, done))
+
+    def forget(self, name: str) -> None:
+        """Somebody else sees to it, or it leaves."""
+        self.given_up.pop(name, None)
+        self._controller.crew.kept_up([name])
+        if task := self._tasks.get(name):
+            task.cancel()
+
+    def busy(self) -> list[str]:
+        """The engines that are being healed."""
+        return [*self._tasks]
+
+    def _ended(self, name: str, task: asyncio.Task[None]) -> None:
+        del self._tasks[name]
+        missed = self._missed.pop(name, None)
+        if task.cancelled():
+            return
+        if error := task.exception():
+            logger.error("healing of engine %s ended: %r", name, error)
+        elif missed and name not in self.given_up and self._is_dead(name):
+            self.engine_failed(name, missed)
+
+    def _is_dead(self, name: str) -> bool:
+        seat = self._fleet.engines.get(name)
+        return seat is not None and seat.record.state is EngineState.DEAD
+
+    async def _heal(self, name: str, failure: WeightSyncError) -> None:
+        clock, respawned_at, cause = PhaseClock(), None, str(failure)
+        # One that is slow again after it was started anew has used up an attempt each time.
+        first = max(1, self._controller.crew.num_slow(name) - 1)
+        for attempt in range(first, self._config.heal_attempts + 2):
+            decision = await self._decide(name, failure, attempt)
+            if name not in self._fleet.engines:
+                return
+            if decision.action in (Action.DROP, Action.RAISE):
+                self.given_up[name] = failure
+                alive = self._fleet.engines[name].record.state is not EngineState.DEAD
+                outlook = "waits for the next update" if alive else "is given up"
+                logger.error("engine %s %s after %d attempts: %s", name, outlook, attempt - 1, failure)
+                return
+            logger.warning("engine %s: %s, attempt %d: %s", name, decision.action.value, attempt, failure)
+            try:
+                await asyncio.sleep(decision.delay_s)
+                if decision.action is Action.RESPAWN:
+                    await self._start(name)
+                    respawned_at = clock.now()
+                report = await self._fill(name)
+            except WeightSyncError as error:
+                if not self._is_newest(name):
+                    failure = error
+                    continue
+                report = None  # an update was quicker
+            if self._is_dead(name):  # it ended, or went deaf, while it was filled
+                failure = self._missed.pop(name, failure)
+                continue
+            self.heals.append(self._describe(name, cause, clock, respawned_at, report))
+            self.given_up.pop(name, None)
+            logger.warning("%s", self.heals[-1])
+            self.on_heal(self.heals[-1])
+            return
+
+    def _is_newest(self, name: str) -> bool:
+        record = self._fleet.engines[name].record
+        return (record.state, record.version) == (EngineState.SERVING, self._controller.version)
+
+    async def _start(self, name: str) -> None:
+        try:
+            await self._respawn(name)
+        except WeightSyncError:
+            raise
+        except Exception as error:
+            # The caller's own code starts engines: what it raises is one attempt that failed.
+            raise EngineError(name, "respawn", f"{type(error).__name__}: {error}") from error
+
+    async def _decide(self, name: str, failure: WeightSyncError, attempt: int) -> Decision:
+        # A running update may yet commit, and then be what to refill from.
+        await self._controller.quiet()
+        await self._controller.keeping.settled()
+        states = [seat.record.state for seat in self._fleet.engines.values()]
+        return decide(
+            failure,
+            attempt=attempt,
+            max_attempts=self._config.heal_attempts,
+            backoff_s=self._config.heal_backoff_s,
+            can_refill=self._controller.can_refill(name) and not self._is_dead(name),
+            can_respawn=self._can_respawn(name),
+            num_live=sum(state not in (EngineState.DEAD, EngineState.STALE) for state in states),
+            min_engines=self._config.min_engines,
+        )
+
+    async def _fill(self, name: str) -> SyncReport | None:
+        """Until it serves; None if an update brought it along, or the next one has to."""
+        while True:
+            await self._controller.quiet()
+            seat = self._fleet.engines[name]
+            if seat.record.state is EngineState.SERVING:
+                return None
+            if seat.record.state is EngineState.DEAD:  # found so while an update ran
+                raise self._missed.pop(name, EngineError(name, "refill", "it is dead"))
+            try:
+                await self._controller.adopt(name)
+                # To wake it would take the memory that a trainer uses.
+                if seat.record.state is EngineState.ASLEEP or not self._controller.can_refill(name):
+                    return None
+                return await self._controller.refill(name)
+            except GaveWayError:
+                continue
+            except PlanError:
+                self._controller.connected = False  # the next update has everybody connect anew
+                return None
+
+    def _describe(
+        self, name: str, cause: str, clock: PhaseClock, respawned_at: float | None, report: SyncReport | None
+    ) -> HealReport:
+        record = self._fleet.engines[name].record
+        serving = record.state is EngineState.SERVING
+        return HealReport(
+            engine=name,
+            cause=cause,
+            version=record.version,
+            died_at=clock.began,
+            respawned_at=respawned_at,
+            serving_at=clock.now() if serving else None,
+            bytes_from=report.bytes_from if report else {},
+            ways=report.ways if report else {},
+            gb_per_s=report.gb_per_s if report else 0.0,
+            verified=serving,
+        )

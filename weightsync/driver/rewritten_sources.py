@@ -1,0 +1,51 @@
+"""Whose weights changed while they were read: digests are taken again when engines hold other bytes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import numpy as np
+
+from weightsync.driver.connect import Connection
+from weightsync.driver.gather import gather_named
+from weightsync.memory.digests import Digests, combine
+from weightsync.plan import Plan
+from weightsync.protocol.peers import Fleet
+
+__all__ = ["Rewritten", "rewritten"]
+
+logger = logging.getLogger("weightsync.driver.controller")
+
+Rewritten = Mapping[str, frozenset[str]]
+"""By who wrote, the tensors that are no longer what was published."""
+
+
+async def rewritten(
+    fleet: Fleet, connection: Connection, published: Mapping[str, Digests], timeout_s: float
+) -> Rewritten:
+    """Compare what holders have of their trainer ranks with what those published.
+
+    Holders are asked, since a trainer that writes may be busy for long. One that does not answer within
+    `timeout_s` seconds accuses nobody.
+
+    Args:
+        published: each trainer's digests by its name, in the order of ``fleet.trainers``.
+    """
+    calls = {
+        name: fleet.holders[holder].digests()
+        for name, (_, holder) in zip(published, fleet.trainers, strict=True)
+    }
+    outcome = await gather_named(calls, "verify", timeout_s)
+    for name, error in outcome.failures.items():
+        logger.warning("whether %s changed what was read is not known: %s", name, error)
+    found = outcome.answers
+    if connection.checkpoint:  # one process of a host publishes for all of its ranks
+        published = {"another process": combine([*published.values()])}
+        found = {"another process": combine([*found.values()])} if not outcome.failures else {}
+    changed = {name: _names(connection.plan, digests != published[name]) for name, digests in found.items()}
+    return {name: tensors for name, tensors in changed.items() if tensors}
+
+
+def _names(plan: Plan, chosen: np.ndarray) -> frozenset[str]:
+    return frozenset(plan.tensors[i].name for i in np.flatnonzero(chosen))

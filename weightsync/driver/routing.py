@@ -1,0 +1,204 @@
+"""Which engines get their parts out of the trainers' memory, and what each rank of them reads."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from weightsync.driver.cross_host_rounds import Crossing
+from weightsync.driver.gather import gather_named
+from weightsync.errors import ConfigError, VerifyError
+from weightsync.plan import Layout, Plan, Reshard, castless
+from weightsync.protocol.messages import Way
+from weightsync.protocol.peers import Fleet
+
+if TYPE_CHECKING:
+    from weightsync.config import SyncConfig
+    from weightsync.memory.device import DeviceHandle
+    from weightsync.plan import Reads
+    from weightsync.protocol.handles import Export
+
+__all__ = ["DIRECT", "Router"]
+
+logger = logging.getLogger("weightsync.driver.routing")
+
+DIRECT = "direct"
+_LATER = "its holder came after connecting, and meets those of other hosts with the next update"
+_SAME_DEVICE, _SAME_HOST, _OTHER_HOST = range(3)
+
+
+class Router:
+    """Made once a connection.
+
+    Attributes:
+        routes: per engine `DIRECT`, or why it takes broadcasts.
+        demoted: engines that do not read any longer, and why.
+        read: of engines that were routed, the bytes that each rank reads of each trainer on its host.
+        crossing: what they get from other hosts, from `meet` on.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        config: SyncConfig,
+        plan: Plan,
+        source: Layout,
+        exports: Sequence[Export | None],
+        demoted: Mapping[str, str],
+    ) -> None:
+        """`source` is the trainers' layout, `exports` are of those ranks whose memory their holders map.
+
+        `demoted` is an earlier router's.
+        """
+        self._fleet, self._config, self._plan = fleet, config, plan
+        self._source, self._exports = source, exports
+        self.demoted = dict(demoted)
+        self._cast: dict[str, frozenset[int]] = {}
+        self.routes: dict[str, str] = {}
+        self.read: dict[str, list[dict[int, int]]] = {}
+        self.crossing: Crossing | None = None
+        self._far: dict[str, dict[int, Reads]] = {}
+        self._paired: dict[Layout, tuple[dict[str, str], Reshard | None]] = {}
+
+    async def add(self, name: str, engine: Layout, exports: Sequence[Export | None]) -> None:
+        """Route an engine, if it can be; its holders have mapped what its ranks' `exports` say.
+
+        Engines that are alike share `engine`, which is paired with the trainers' once.
+        Raises ConfigError when ``sync.mode`` is direct, and it cannot.
+        """
+        self._far.pop(name, None)
+        self._decide(name, self._obstacle(name, exports) or await self._route(name, engine, exports))
+
+    async def meet(self) -> None:
+        """Connect the hosts, once all engines were added. Raises as `connect` does."""
+        far = {name: needs for name, needs in self._far.items() if self.routes[name] == DIRECT}
+        needs = {holder: reads for its in far.values() for holder, reads in its.items()}
+        try:
+            self.crossing = Crossing(self._fleet, self._config, self._plan, needs)
+        except ConfigError as error:
+            for name in far:
+                self._decide(name, str(error))
+            self.crossing = Crossing(self._fleet, self._config, self._plan, {})
+        await self.crossing.open()
+
+    def _decide(self, name: str, reason: str) -> None:
+        self.routes[name] = reason or DIRECT
+        if reason == _LATER:
+            return
+        if reason and self._config.mode == DIRECT:
+            raise ConfigError("sync.mode", DIRECT, f"engine {name}: {reason}; auto takes what there is")
+        if reason and self._config.mode == "auto":
+            logger.info("engine %s takes broadcasts: %s", name, reason)
+
+    def demote(self, name: str, error: VerifyError) -> None:
+        """What engine `name` read was wrong: unless it has to, it does not read from now on."""
+        if self.routes.get(name) == DIRECT and self._config.mode == "auto":
+            logger.warning("engine %s takes broadcasts from now on: %s", name, error)
+            self.routes[name] = self.demoted[name] = f"what it read was wrong: {error}"
+
+    @property
+    def suffices(self) -> bool:
+        """Whether every engine reads, or will, or the plan has buckets for those that do not."""
+        return self._plan.slots > 0 or all(route in (DIRECT, _LATER) for route in self.routes.values())
+
+    def ways(self, takers: Mapping[str, Sequence[int]]) -> dict[int, Way]:
+        """What each holder does in an update of the engines `takers`, whose holders are given.
+
+        Who is not in it has nothing to do.
+        """
+        direct = {name for name in takers if self.routes.get(name) == DIRECT}
+        broadcasts_all = direct != set(takers)
+        cast = frozenset[int]().union(*(self._cast[name] for name in direct))
+        pulling = {holder for name in direct for holder in takers[name]}
+        # Every member of a communicator has to come to what goes through it.
+        crosses = self.crossing is not None and any(self._far.get(name) for name in direct)
+        exchanging = set(self.crossing.members) if self.crossing and crosses else set[int]()
+        members = range(self._plan.members.num_holders) if broadcasts_all or cast else pulling | exchanging
+        return {
+            holder: Way(holder in pulling, broadcasts_all, cast, holder in exchanging)
+            for holder in sorted(members)
+        }
+
+    def _obstacle(self, name: str, exports: Sequence[Export | None]) -> str:
+        if self._config.mode == "broadcast":
+            return "sync.mode is broadcast"
+        if name in self.demoted:
+            return self.demoted[name]
+        if not all(self._exports):
+            return "the trainers' weights are not read in place"
+        if not all(exports):
+            return "its memory is not written by its holders: quantised, offloaded, or not to be shared"
+        return ""
+
+    async def _route(self, name: str, engine: Layout, exports: Sequence[Export | None]) -> str:
+        """Has each rank's holder map what it is to read; why it cannot, if so."""
+        if engine not in self._paired:  # engines that are alike have the same
+            names, reasons = castless(self._source, name, engine)
+            made = Reshard(self._source, name, engine, only=names) if names else None
+            self._paired[engine] = reasons, made
+        reasons, reshard = self._paired[engine]
+        if reshard is None:
+            return next(iter(reasons.values()))
+        local, far = {}, {}
+        holders = self._fleet.engines[name].holders
+        for rank, (holder, export) in enumerate(zip(holders, exports, strict=True)):
+            near = self._distances(holder, _device(export))
+            reads = reshard.reads(rank, near, start=self._start(holder, near))
+            is_far = np.array(near)[reads.trainer] == _OTHER_HOST
+            local[holder] = reads.take(np.flatnonzero(~is_far))
+            if is_far.any():
+                far[holder] = reads.take(np.flatnonzero(is_far))
+        if self.crossing:
+            if max(far, default=-1) >= self._plan.members.num_holders:
+                return _LATER
+            if not self.crossing.agrees(holders, far):
+                return "what it needs of other hosts was not planned when all connected"
+        calls = {
+            f"holder {holder}": self._fleet.holders[holder].route(reads, self._memory(reads))
+            for holder, reads in local.items()
+        }
+        outcome = await gather_named(calls, "route", self._config.connect_timeout_s)
+        for error in outcome.failures.values():
+            return str(error)
+        self.read[name] = [reads.by_trainer() for reads in local.values()]
+        self._far[name] = far
+        self._cast[name] = self._buckets(reasons.keys())
+        return ""
+
+    def _distances(self, holder: int, device: str) -> list[int]:
+        """How far each trainer is from an engine rank: see `Reshard.reads`."""
+        near = []
+        for (_, other), export in zip(self._fleet.trainers, self._exports, strict=True):
+            same_host = self._fleet.node(other) == self._fleet.node(holder)
+            same_device = same_host and _device(export) == device
+            near.append(_SAME_DEVICE if same_device else _SAME_HOST if same_host else _OTHER_HOST)
+        return near
+
+    def _start(self, holder: int, near: Sequence[int]) -> int:
+        """Receivers that need the same begin with different trainers, but not where they are to share it."""
+        return 0 if _OTHER_HOST in near else holder * len(self._exports) // len(self._fleet.holders)
+
+    def _memory(self, reads: Reads) -> dict[tuple[int, str], DeviceHandle]:
+        pairs = set(zip(reads.trainer.tolist(), reads.src_buffer.tolist(), strict=True))
+        memory = {}
+        for trainer, buffer in sorted(pairs):
+            export, name = self._exports[trainer], reads.src_names[buffer]
+            assert export is not None
+            memory[trainer, name] = export.buffers[name]
+        return memory
+
+    def _buckets(self, tensors: Collection[str]) -> frozenset[int]:
+        """Those that bring any of `tensors`."""
+        numbers = {number for number, meta in enumerate(self._plan.tensors) if meta.name in tensors}
+        if not numbers:
+            return frozenset()
+        buckets = self._plan.buckets()
+        return frozenset(b.index for b in buckets if any(piece.tensor in numbers for piece in b.pieces))
+
+
+def _device(export: Export | None) -> str:
+    assert export is not None
+    return export.layout.device

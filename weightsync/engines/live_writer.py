@@ -1,0 +1,155 @@
+"""Writes buckets straight into live parameters: one kernel a bucket, on a device and on the host."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from weightsync.channel.engine_end import PieceView
+from weightsync.engines.host_writer import HostTables
+from weightsync.engines.missing import Missing
+from weightsync.errors import StateError, TransportError
+from weightsync.memory.bucket_copies import bucket_rows, by_tensor
+from weightsync.memory.device import export_tensor
+from weightsync.memory.digests import Digests
+from weightsync.plan import Plan, RankLayout, Segment
+from weightsync.protocol.handles import Export
+
+if TYPE_CHECKING:
+    from weightsync.memory.kernels import CopyTable
+
+__all__ = ["LiveWriter"]
+
+logger = logging.getLogger("weightsync.engines.live_writer")
+
+
+class LiveWriter:
+    """A Sink for parameters whose bytes are the checkpoint's, sliced: what `layout` says lies where.
+
+    Args:
+        layout: its segments say which box of which tensor lies where in which buffer.
+        live: the buffers by name.
+        slots: the bucket slots, uint8, as `EngineFeed.slots` has them.
+        readable: whether there is memory behind the buffers' addresses now; `begin` needs it.
+        views: as `EngineFeed.views` has them, for memory on the host: what is not among them takes longer.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        layout: RankLayout,
+        live: Mapping[str, torch.Tensor],
+        slots: Sequence[torch.Tensor],
+        readable: bool = True,
+        views: Sequence[Sequence[PieceView]] = (),
+    ) -> None:
+        self._plan, self._layout, self._live = plan, layout, live
+        segments = by_tensor(plan, layout)
+        self._address = {name: tensor.data_ptr() for name, tensor in live.items()}
+        self._next = 0
+        self._missing = Missing(plan)
+        for piece in (piece for bucket in plan.buckets() for piece in bucket.pieces):
+            self._missing.take(piece.tensor, piece.box)
+        on_device = all(memory.is_cuda for memory in (*slots, *live.values()))
+        self._device = _DeviceTables(plan, segments, self._address, slots) if on_device else None
+        self._host = None if on_device else HostTables(plan, segments, live, views)
+        if self._device and readable:
+            self._device.digests()  # its first use compiles
+        elif self._device:
+            self._device.copies()
+
+    def begin(self, live: Mapping[str, torch.Tensor] | None) -> None:
+        """Before each load, with the buffers as the engine has them now; None if it knows that none moved.
+
+        Raises StateError when one has moved: what is written and digested would not be what serves.
+        """
+        self._next = 0
+        if live is None:
+            return
+        for name, address in self._address.items():
+            if live[name].data_ptr() != address:
+                raise StateError(f"{name} is in other memory than when it was connected: connect() again")
+
+    def export(self) -> Export | None:
+        """The live memory for the holder to write, where it can be shared: then `take` is not needed."""
+        if self._device is None:
+            return None
+        try:
+            handles = {name: export_tensor(each) for name, each in self._live.items() if each.numel()}
+            return Export(self._layout, handles)
+        except TransportError as error:
+            logger.warning("buckets are copied by the engine: %s", error)
+            self._device.copies()
+            return None
+
+    def written(self) -> None:
+        """See `Sink.written`."""
+        self._next = self._plan.num_buckets
+
+    def take(self, bucket: int, pieces: Sequence[PieceView]) -> None:
+        """See `Sink.take`."""
+        assert bucket == self._next
+        if self._device:
+            self._device.copy(bucket)
+        elif self._host:
+            self._host.copy(pieces)
+        self._next += 1
+
+    def finish(self) -> Digests:
+        """See `Sink.finish`; the digests are of the live memory."""
+        if self._next != self._plan.num_buckets:
+            raise TransportError(f"{self._next} of {self._plan.num_buckets} buckets came")
+        self._missing.require_none()
+        tables = self._device or self._host
+        assert tables
+        return tables.digests()
+
+
+class _DeviceTables:
+    """Where every byte goes, worked out once and kept on the device."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        segments: Sequence[Sequence[Segment]],
+        address: Mapping[str, int],
+        slots: Sequence[torch.Tensor],
+    ) -> None:
+        from weightsync.memory.kernels import DigestPart, DigestTable
+
+        self._stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        starts = [slot.data_ptr() for slot in slots]
+        self._rows = partial(bucket_rows, plan, segments, address, starts, into=True)
+        self._copies: CopyTable | None = None
+        parts = [
+            DigestPart(
+                tensor=tensor,
+                address=address[segment.buffer] + segment.byte_offset,
+                strides=segment.strides,
+                box=segment.box,
+                shape=plan.tensors[tensor].shape,
+                itemsize=plan.tensors[tensor].itemsize,
+            )
+            for tensor, held in enumerate(segments)
+            for segment in held
+        ]
+        self._table = DigestTable(parts, len(plan.tensors))
+
+    def copies(self) -> CopyTable:
+        """Made on first use: where the holder writes there is none."""
+        from weightsync.memory.kernels import CopyTable
+
+        self._copies = self._copies or CopyTable(*self._rows())
+        return self._copies
+
+    def copy(self, bucket: int) -> None:
+        self.copies().launch(bucket, self._stream)
+        self._stream.synchronize()
+
+    def digests(self) -> Digests:
+        self._table.launch(self._stream)
+        return self._table.result()

@@ -1,0 +1,237 @@
+"""SGLang behind its public hooks: a custom weight loader, pauses, its own calls for weights and memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import TYPE_CHECKING, Any
+
+from weightsync.engines.base import Rollout
+from weightsync.engines.checks import require_gpus, warn_untested
+from weightsync.engines.engine_ranks import CACHES, WEIGHTS, EngineRanks
+from weightsync.engines.rank_process import RankProcess, RankWatch
+from weightsync.engines.sampling import Sampling
+from weightsync.engines.sglang.api import Server, has_sessions, pack, sampling_params, server_args
+from weightsync.engines.sglang.loop import Params, RequestLoop
+from weightsync.engines.sglang.rank_calls import Replies
+from weightsync.engines.sglang.worker import RankSettings
+from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError, WeightSyncError
+from weightsync.faults import arm, shares
+
+if TYPE_CHECKING:
+    from weightsync.faults import Fault
+    from weightsync.memory.digests import Digests
+
+__all__ = ["SglangEngine"]
+
+logger = logging.getLogger("weightsync.engines.sglang")
+
+_END_S = 20.0
+_ANSWER_S = 10.0
+"""For answers to arrive once SGLang says that all ranks have sent them."""
+_SIG_IGN = ctypes.c_void_p(1)
+_SLEEP_OPTIONS = ("enable_memory_saver", "enable_weights_cpu_backup")
+
+
+class SglangEngine(EngineRanks):
+    """One SGLang engine. Each rank is a process that SGLang starts, on the GPUs that this process sees.
+
+    `options` are arguments of SGLang's ``ServerArgs``, but for those that `sglang_api` fixes;
+    ``tensor_parallel_size`` is its ``tp_size``. ``dtype`` is by default the one that the model's config
+    names.
+
+    Raises:
+        ConfigError: an option that SGLang has not or cannot be updated with, or more ranks than GPUs;
+            named as ``options.<field>``.
+    """
+
+    def __init__(self, model_path: str, name: str, options: Mapping[str, Any]) -> None:
+        """Start SGLang with the model's config and dummy weights."""
+        warn_untested("sglang")
+        sessions = has_sessions()
+        arguments = server_args(model_path, options, sessions)
+        self._num_ranks: int = arguments["tp_size"]
+        if arguments.get("device") != "cpu":
+            require_gpus(self._num_ranks)
+        super().__init__(name)
+        self._sleeps = [bool(arguments.get(option)) for option in _SLEEP_OPTIONS]
+        self._seeds = bool(arguments.get("enable_deterministic_inference"))
+        self._settings = RankSettings(name, model_path, arguments["dtype"], sessions)
+        self._asking = threading.Lock()
+        self._watch: RankWatch | None = None
+        _ignore_sigquit()
+        self._loop = RequestLoop(name, lambda: Server(arguments), _stop)
+        self._replies = Replies(name, self._num_ranks)
+        try:
+            ranks: list[RankProcess | None] = self.on_ranks("join", os.getpid())
+        except WeightSyncError:
+            self.close()
+            raise
+        self._replies.connected()
+        self._watch = RankWatch(name, [rank for rank in ranks if rank], self._loop.fail)
+
+    def check(self) -> None:
+        """See `Engine.check`."""
+        self._loop.require_ranks()
+
+    def arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+        """See `Engine.arm`."""
+        here, ranks = shares(faults, self._num_ranks, apart=True)
+        self.on_ranks("arm", who, ranks, seed)
+        if here or not faults:
+            arm(who, here, seed)
+
+    def pause(self, mode: str, timeout_s: float) -> None:
+        """See `Engine.pause`. ``abort`` ends running requests early, with the tokens that they have."""
+        deadline = time.monotonic() + timeout_s
+        frozen = self._loop.frozen
+        self._loop.freeze(mode, timeout_s)
+        self._wake(WEIGHTS)
+        try:
+            self.on_ranks("settle", wait_s=max(0.0, deadline - time.monotonic()))
+        except FutureTimeoutError as error:
+            if not frozen:
+                self._loop.melt()
+            raise DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s) from error
+
+    def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
+        """See `EngineRanks.load`."""
+        if not self._loop.frozen:
+            raise StateError(f"engine {self._name} is serving: pause it first")
+        self.require_awake("pause it first")  # before the `try`: requests are not void for that
+        try:
+            return super().load(attempt, timeout_s)
+        except WeightSyncError:
+            self._loop.void()
+            raise
+
+    def resume(self, version: int) -> None:
+        """See `Engine.resume`. Raises StateError while the weights are dummies or a mix."""
+        self.require_whole()
+        self._wake(WEIGHTS, CACHES)
+        self.on_ranks("settle", version=str(version))
+        self._loop.thaw(version)
+
+    def serving(self) -> int:
+        """See `Engine.serving`."""
+        return self._loop.serving
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
+        """See `Engine.generate`; requests of concurrent calls share SGLang's batches."""
+        self.require_awake("update or wake it first")
+        settings = Sampling.of(sampling)
+        if settings.seed is not None and not self._seeds:
+            raise ConfigError(
+                "sampling.seed",
+                settings.seed,
+                "SGLang draws by seeds only when started with options.enable_deterministic_inference",
+            )
+        stops = frozenset(settings.stop_token_ids)
+        params = [Params(sampling_params(settings, index), stops) for index in range(len(prompts))]
+        return Rollout.of(self._loop.complete(prompts, params))
+
+    def init_weights_update_group(self, **fields: object) -> None:
+        """SGLang's own call, for loops that send weights themselves. Raises EngineError."""
+        self._own("init_weights_update_group", "InitWeightsUpdateGroupReqInput", fields)
+
+    def update_weights_from_distributed(self, **fields: object) -> None:
+        """SGLang's own call, with its arguments: the weights are then no longer those of a version of ours.
+
+        Its caches are the caller's to drop. Raises EngineError.
+        """
+        self._asked("update_weights_from_distributed", lambda server: server.update_from_group(**fields))
+
+    def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Any:  # noqa: ANN401 - SGLang's
+        """SGLang's own call: the first rows of a tensor under its checkpoint's name, as floats.
+
+        Only few of its models know it, Llama does; None of others.
+        """
+        fields = {"name": name, "truncate_size": truncate_size}
+        return self._own("get_weights_by_name", "GetWeightsByNameReqInput", fields)
+
+    def checksums(self) -> list[Mapping[str, Any]]:
+        """Of each rank, SGLang's own ``checksums`` by the name of the live tensor. Raises EngineError."""
+        _, _, ranks, *_ = self._own("check_weights", "CheckWeightsReqInput", {"action": "checksum"})
+        return list(ranks)
+
+    def sleep(self, level: int, mode: str, timeout_s: float) -> None:
+        """See `Engine.sleep`. SGLang gives nothing back while it holds requests: ``keep`` lets them end."""
+        super().sleep(level, "wait" if mode == "keep" else mode, timeout_s)
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        if self._watch:
+            self._watch.close()
+        if not self._loop.close(_END_S):
+            logger.warning("engine %s does not end", self._name)
+        self._replies.close()
+
+    def _sleep_option(self, level: int) -> tuple[str, bool]:
+        """Of both options, the first that it lacks."""
+        saver, backup = self._sleeps
+        lacking = int(saver and level == 1)
+        return f"options.{_SLEEP_OPTIONS[lacking]}", backup if lacking else saver
+
+    def _release(self, level: int) -> None:
+        if self._loop.num_running:  # it would end
+            raise StateError(f"engine {self._name} holds frozen requests: resume it first")
+        tags = {"tags": [WEIGHTS, CACHES]}
+        self._own("release_memory_occupation", "ReleaseMemoryOccupationReqInput", tags)
+
+    def _take(self, part: str) -> None:
+        self._own("resume_memory_occupation", "ResumeMemoryOccupationReqInput", {"tags": [part]})
+
+    def _own(self, method: str, request: str, fields: Mapping[str, object]) -> Any:  # noqa: ANN401 - SGLang's
+        outcome = self._asked(method, lambda server: server.ask(method, request, **fields))
+        if isinstance(outcome, tuple) and not outcome[0]:
+            raise EngineError(self._name, method, str(outcome[1]))
+        return outcome
+
+    def on_ranks(
+        self, method: str, *args: object, version: str | None = None, wait_s: float | None = None
+    ) -> list[Any]:
+        """See `EngineRanks.on_ranks`; sets SGLang's label to `version`.
+
+        Raises FutureTimeoutError after `wait_s`.
+        """
+        with self._asking:
+            calls = self._replies.calls(self._settings, method, pack(args))
+            self._asked(method, lambda server: server.on_ranks(calls, version), wait_s)
+            outcomes = self._replies.collect(calls, _ANSWER_S)
+        for outcome in outcomes:
+            if isinstance(outcome, WeightSyncError):
+                raise outcome
+        return outcomes
+
+    def _asked(self, method: str, work: Any, wait_s: float | None = None) -> Any:  # noqa: ANN401 - SGLang's
+        try:
+            return self._loop.call(work, wait_s)
+        except (WeightSyncError, FutureTimeoutError):
+            raise
+        except Exception as error:  # whatever SGLang raises
+            raise EngineError(self._name, method, f"{type(error).__name__}: {error}") from error
+
+
+def _ignore_sigquit() -> None:
+    """SGLang's processes send it to this one when they fail, to end it: we have who is told instead.
+
+    By the C library: Python lets only the main thread do so, and an actor's constructor may run on another.
+    """
+    ctypes.CDLL(None).signal(int(signal.SIGQUIT), _SIG_IGN)
+
+
+def _stop(server: Server) -> None:
+    processes = [RankProcess.of(-1, pid) for pid in server.pids]
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            process.end()
+    deadline = time.monotonic() + _END_S
+    while any(process.state() for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.02)

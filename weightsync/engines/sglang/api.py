@@ -1,0 +1,315 @@
+"""All that we import from SGLang: its engine, its requests, and what says how parameters are stored.
+
+Facts about these: SGLang's documentation of weight updates for reinforcement learning, and its
+sources of 0.5.17 and 0.5.23.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import os
+import pickle
+import socket
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weightsync.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from weightsync.engines.sampling import Sampling
+    from weightsync.engines.sglang.rank_calls import Call
+
+__all__ = [
+    "Loads",
+    "Server",
+    "has_sessions",
+    "join_update_group",
+    "pack",
+    "sampling_params",
+    "server_args",
+    "stored_otherwise",
+]
+
+_LOADER = "weightsync.engines.sglang.worker.receive"
+# Each would put weights where we do not see them, or ranks where we do not reach them.
+_FIXED = (
+    "model_path",
+    "load_format",
+    "weight_version",
+    "dp_size",
+    "pp_size",
+    "nnodes",
+    "node_rank",
+    "tokenizer_worker_num",
+    "incremental_streaming_output",
+    "speculative_algorithm",
+    "weight_cache_mode",
+)
+_PORTS = range(20_000, 32_768)
+_DTYPES = ("bfloat16", "float16", "float32")
+_PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+_EXPERTS_METHOD = "UnquantizedFusedMoEMethod"
+
+
+def has_sessions() -> bool:
+    """Whether weights are updated between ``begin_weight_update`` and ``end_weight_update`` (from 0.5.21).
+
+    Such an SGLang also forgets cached prefixes while paused requests wait.
+    """
+    from sglang.srt.entrypoints.engine import Engine
+
+    return hasattr(Engine, "begin_weight_update")
+
+
+def server_args(model_path: str, options: Mapping[str, Any], sessions: bool) -> dict[str, Any]:
+    """Arguments of an engine that starts with dummy weights and takes our calls.
+
+    Raises:
+        ConfigError: an option that SGLang has not, or that it cannot be updated with.
+    """
+    from sglang.srt.server_args import ServerArgs
+    from transformers import AutoConfig
+
+    given = dict(options)
+    if "tensor_parallel_size" in given:
+        given["tp_size"] = given.pop("tensor_parallel_size")
+    known = set(inspect.signature(ServerArgs).parameters) - set(_FIXED)
+    for key, value in given.items():
+        if key not in known:
+            raise ConfigError(f"options.{key}", value, nearest(key, known | {"tensor_parallel_size"}))
+    settings = {"dtype": "auto", "skip_tokenizer_init": True, "log_level": "warning", "tp_size": 1, **given}
+    if settings["dtype"] == "auto":
+        # SGLang's own "auto" turns float32 into float16.
+        dtype = AutoConfig.from_pretrained(model_path).dtype or torch.bfloat16
+        settings["dtype"] = str(dtype).removeprefix("torch.")
+    if settings["dtype"] not in _DTYPES:
+        raise ConfigError("options.dtype", settings["dtype"], f"SGLang holds {', '.join(_DTYPES)}")
+    if not sessions and not settings.setdefault("disable_radix_cache", True):
+        raise ConfigError(
+            "options.disable_radix_cache",
+            False,
+            "SGLang before 0.5.21 cannot forget prefixes of old weights while requests wait: leave it out",
+        )
+    loaders = [*(settings.pop("custom_weight_loader", None) or ()), _LOADER]
+    settings.setdefault("nccl_port", _unasked_port())
+    return {"model_path": model_path, "load_format": "dummy", "custom_weight_loader": loaders, **settings}
+
+
+def _unasked_port() -> int:
+    """A free port that no kernel hands out by itself, nor Ray to its workers.
+
+    SGLang's ranks bind the port where they meet only after their imports, tens of seconds after it was
+    chosen; by then, on a busy host, one that the kernel chose belongs to somebody else. Engines that start
+    at once have different process ids, so they choose different ports.
+    """
+    for number in range(os.getpid(), os.getpid() + len(_PORTS)):
+        port = _PORTS[number % len(_PORTS)]
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise ConfigError(
+        "options.nccl_port", None, f"all of {_PORTS.start}-{_PORTS.stop - 1} are taken: give one"
+    )
+
+
+def sampling_params(settings: Sampling, index: int) -> dict[str, Any]:
+    """Of the prompt number `index` of a call. Stop tokens are ours to see: SGLang's end at others too."""
+    params: dict[str, Any] = {
+        "max_new_tokens": settings.max_tokens,
+        "temperature": settings.temperature,
+        "ignore_eos": True,
+    }
+    if settings.seed is not None:
+        params["sampling_seed"] = settings.seed + index
+    return params
+
+
+class Server:
+    """SGLang's engine behind coroutines, which are all awaited on `loop`."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        """Start SGLang; takes up to minutes. `loop` is new, and runs on no thread yet."""
+        from sglang.srt.entrypoints.engine import Engine
+
+        if arguments.get("enable_memory_saver"):
+            _lead_to_cudart()
+        engine = Engine(**arguments)
+        # It would end all children of this process, whoever started them. `pids` are what is its own.
+        atexit.unregister(engine.shutdown)
+        self.loop: asyncio.AbstractEventLoop = engine.loop
+        self.num_ranks: int = arguments["tp_size"]
+        self.pids: list[int] = engine.get_all_child_pids()
+        self.forgets = has_sessions()
+        self._manager = engine.tokenizer_manager
+        if watchdog := getattr(self._manager, "_subprocess_watchdog", None):
+            watchdog.stop()  # it signals this process when one of those ends: we look ourselves
+
+    async def stream(
+        self, name: str, prompt: Sequence[int], params: Mapping[str, Any]
+    ) -> AsyncIterator[list[int]]:
+        """All new tokens so far, whenever there are more; ends with the request, also when it is aborted.
+
+        Raises ValueError or RuntimeError for what SGLang says of the request.
+        """
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        request = GenerateReqInput(
+            input_ids=list(prompt), sampling_params=dict(params), rid=name, stream=True
+        )
+        async for out in self._manager.generate_request(request, None):
+            reason = out["meta_info"].get("finish_reason") or {}
+            if reason.get("status_code"):  # not of those that we abort
+                raise RuntimeError(reason.get("message", "SGLang refused it"))
+            yield out["output_ids"]
+
+    def abort(self, name: str) -> None:
+        """End a request early: its stream ends soon."""
+        self._manager.abort_request(name)
+
+    async def pause(self, mode: str) -> None:
+        """``retract`` gives running requests' cache up, ``in_place`` leaves all as it is."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
+
+    async def go_on(self) -> None:
+        """End a pause."""
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+
+    async def forget(self) -> bool:
+        """Drop cached prefixes; False when SGLang does not, since requests hold them."""
+        flushed = await self._manager.flush_cache()
+        return bool(flushed.success)
+
+    async def on_ranks(self, calls: Sequence[Call], version: str | None = None) -> None:
+        """Deliver a call to each rank, and return when all ran; `version` is SGLang's label from then on.
+
+        Raises RuntimeError when SGLang refuses.
+        """
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        nothing = torch.empty(0, dtype=torch.uint8)
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=[
+                MultiprocessingSerializer.serialize([(pack(call), nothing)]) for call in calls
+            ],
+            load_format=_LOADER,
+            flush_cache=False,
+            weight_version=version,
+        )
+        async with self._session():
+            _require(await self._manager.update_weights_from_tensor(request, None))
+
+    async def ask(self, method: str, request: str, **fields: object) -> Any:  # noqa: ANN401 - SGLang's
+        """One of SGLang's own calls, with a request of that class: what it returns."""
+        from sglang.srt.managers import io_struct
+
+        return await getattr(self._manager, method)(getattr(io_struct, request)(**fields))
+
+    @asynccontextmanager
+    async def _session(self) -> AsyncIterator[None]:
+        if not self.forgets:
+            yield
+            return
+        _require(await self.ask("begin_weight_update", "BeginWeightUpdateReqInput"))
+        try:
+            yield
+        finally:
+            _require(await self.ask("end_weight_update", "EndWeightUpdateReqInput"))
+
+    async def update_from_group(self, **fields: object) -> None:
+        """``update_weights_from_distributed``, in a session where there are such. Raises RuntimeError."""
+        async with self._session():
+            _require(
+                await self.ask(
+                    "update_weights_from_distributed",
+                    "UpdateWeightsFromDistributedReqInput",
+                    # Before 0.5.21, SGLang ends when it cannot flush, since requests are there.
+                    **{"flush_cache": False, **fields},
+                )
+            )
+
+
+def pack(value: object) -> bytes:
+    """Pickle what goes to a rank by SGLang's own channel."""
+    return pickle.dumps(value)
+
+
+def _lead_to_cudart() -> None:
+    """What SGLang preloads into its processes links to it, before Python could say where it is."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    folders = [os.path.dirname(line.split()[-1]) for line in maps if "/libcudart.so" in line]
+    known = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if path]
+    os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(dict.fromkeys([*known, *folders]))
+
+
+def join_update_group(address: str, port: int, *, world_size: int, name: str) -> Any:  # noqa: ANN401 - torch's
+    """The trainer's side of ``init_weights_update_group``: NCCL's rank 0 in it, as a torch process group."""
+    from sglang.srt.utils import init_custom_process_group
+
+    meeting = f"tcp://{address}:{port}"
+    return init_custom_process_group("nccl", meeting, world_size=world_size, rank=0, group_name=name)
+
+
+def _require(outcome: tuple[bool, str]) -> None:
+    """SGLang's (ok, message). Raises RuntimeError where it is not."""
+    ok, message = outcome
+    if not ok:
+        raise RuntimeError(message)
+
+
+def stored_otherwise(model: torch.nn.Module, device: torch.device) -> str:
+    """Why the live parameters may hold other bytes than the loader writes; empty if they hold the same.
+
+    Only what is known to keep them is let through: without quantization, adapters and offloading, layers
+    that use their weights as they were loaded.
+    """
+    away = next((name for name, each in model.named_parameters() if each.device != device), None)
+    if away:
+        return f"{away} does not lie on {device}"
+    if hasattr(model, "post_load_weights"):
+        return f"{type(model).__name__} derives tensors from its weights"
+    reasons = ((name, _why_not_plain(module)) for name, module in model.named_modules())
+    return next((f"{name}: {reason}" for name, reason in reasons if reason), "")
+
+
+def _why_not_plain(module: torch.nn.Module) -> str:
+    if getattr(module, "use_intel_amx_backend", False):
+        return "weights are packed for AMX"
+    method: Any = getattr(module, "quant_method", None)
+    kind = type(method).__name__
+    if method is None or kind in _PLAIN_METHODS:
+        return ""
+    if kind != _EXPERTS_METHOD:
+        return f"{kind} may repack weights"
+    return "FlashInfer's TRT-LLM kernels rearrange experts" if method.use_flashinfer_trtllm_moe else ""
+
+
+class Loads:
+    """Whole tensors to the model's own ``load_weights``, which copies them at once."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """See `Loader.load`. SGLang does not say which names its loader took."""
+        self._model.load_weights(weights)  # type: ignore[operator]
+
+    def finish(self) -> None:
+        """See `Loader.finish`: SGLang processes them when its session ends."""
+
+    def abandon(self) -> None:
+        """See `Loader.abandon`."""

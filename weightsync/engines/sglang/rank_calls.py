@@ -1,0 +1,187 @@
+"""Calls to SGLang's processes and their answers: a call rides on a weight update, its answer on a socket.
+
+SGLang calls a custom weight loader in each rank's process, with what came in the request, and gives
+back no more than that it ran. What arrives on the socket is read by a schema and never unpickled.
+"""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+
+from weightsync.channel.private_directory import PrivateDirectory
+from weightsync.channel.wire import SentError
+from weightsync.engines.rank_process import RankProcess
+from weightsync.errors import EngineError, WeightSyncError, WireError
+from weightsync.plan import RankLayout
+from weightsync.protocol.handles import Attached
+from weightsync.protocol.timing import Span
+
+__all__ = ["Call", "Replies", "reply"]
+
+logger = logging.getLogger("weightsync.engines.sglang")
+
+_SEND_MS = 5000
+_MAX_REPLY_NBYTES = 256 << 20
+"""A layout has some 200 bytes for each segment."""
+_RESULTS: dict[str, Any] = {
+    "join": RankProcess | None,
+    "layout": RankLayout,
+    "reload": RankLayout,
+    "addresses": dict[str, int],
+    "attach": Attached,
+    "load": tuple[np.ndarray, tuple[Span, ...]],
+}
+"""What a method of `Rank` returns; the others return nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One method of one rank. Carries a secret: do not log it.
+
+    Attributes:
+        secret: shown with the answer.
+        settings: of the engine, the same in each call: the rank is made from them at the first.
+        blob: the method's arguments, pickled: they go by SGLang's own channel.
+    """
+
+    endpoint: str
+    secret: bytes
+    number: int
+    rank: int
+    settings: Any
+    method: str
+    blob: bytes
+
+
+class _Reply(msgspec.Struct, frozen=True):
+    """A rank's answer to call `number`: an error, or what the method returned."""
+
+    secret: bytes
+    number: int
+    rank: int
+    error: SentError | None
+    result: msgspec.Raw
+
+
+class Replies:
+    """The engine's end of the socket. Used by one thread at a time."""
+
+    def __init__(self, engine: str, num_ranks: int) -> None:
+        self._engine, self._num_ranks = engine, num_ranks
+        self._numbers = itertools.count()
+        self._secret = secrets.token_bytes(32)
+        self._directory = PrivateDirectory()
+        self._endpoint = f"ipc://{self._directory.path}/replies"
+        self._context = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REPLY_NBYTES)
+        self._socket.bind(self._endpoint)
+
+    def calls(self, settings: object, method: str, blob: bytes) -> list[Call]:
+        """A call of `method` for each rank; `blob` has its arguments."""
+        number = next(self._numbers)
+        ranks = range(self._num_ranks)
+        return [Call(self._endpoint, self._secret, number, rank, settings, method, blob) for rank in ranks]
+
+    def collect(self, calls: Sequence[Call], timeout_s: float) -> list[Any]:
+        """What the ranks answered, in their order: results, and errors of ours.
+
+        Raises EngineError when one did not answer, WireError when its answer is not what `Rank` returns.
+        """
+        deadline = time.monotonic() + timeout_s
+        answers: dict[int, Any] = {}
+        while len(answers) < len(calls):
+            left_ms = max(0, int((deadline - time.monotonic()) * 1000))
+            if not self._socket.poll(left_ms):
+                missing = next(call.rank for call in calls if call.rank not in answers)
+                raise EngineError(self._engine, "call", "no answer came, see its log", missing)
+            try:
+                reply = self._read(self._socket.recv_multipart())
+            except WireError as error:
+                logger.warning("engine %s: refused an answer: %s", self._engine, error)
+                continue
+            if reply.number == calls[0].number:  # not an earlier call's, that nobody waited for
+                answers[reply.rank] = _outcome(reply, calls[0].method)
+        return [answers[call.rank] for call in calls]
+
+    def connected(self) -> None:
+        """All ranks have answered once: the socket's file is not needed any longer."""
+        self._directory.remove()
+
+    def close(self) -> None:
+        """Close the socket. Safe to call twice."""
+        self._directory.remove()
+        self._context.destroy(linger=0)
+
+    def _read(self, frames: Sequence[bytes]) -> _Reply:
+        """Raises WireError unless `frames` are the answer of a rank of ours."""
+        if len(frames) != 1:
+            raise WireError(f"{len(frames)} frames, where an answer is 1")
+        try:
+            reply = _decoder.decode(frames[0])
+        except msgspec.MsgspecError as error:
+            raise WireError(f"not an answer of a rank: {error}") from error
+        if not hmac.compare_digest(reply.secret, self._secret):
+            raise WireError("its secret is wrong")
+        if not 0 <= reply.rank < self._num_ranks:
+            raise WireError(f"rank {reply.rank} of {self._num_ranks}")
+        return reply
+
+
+def _outcome(reply: _Reply, method: str) -> Any:  # noqa: ANN401 - as `_RESULTS` says
+    if reply.error is not None:
+        return reply.error.rebuild()
+    try:
+        return msgspec.msgpack.decode(reply.result, type=_RESULTS.get(method), dec_hook=_digests)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"not what rank {reply.rank} returns from {method}: {error}") from error
+
+
+def _plain(value: object) -> object:
+    """Digests as bytes, and NumPy's numbers as Python's."""
+    if isinstance(value, np.ndarray):
+        return value.astype(np.uint64).tobytes()
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"{type(value).__name__} has no place in an answer")
+
+
+def _digests(_: type, value: object) -> object:
+    if not isinstance(value, bytes):
+        raise TypeError("digests travel as bytes")
+    return np.frombuffer(value, np.uint64).copy()
+
+
+_decoder = msgspec.msgpack.Decoder(_Reply)
+_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+_sockets: dict[str, zmq.Socket[bytes]] = {}
+"""One, to the engine that started this process."""
+
+
+def reply(call: Call, outcome: object) -> None:
+    """Send what a rank's method returned, or its error, from its process.
+
+    Raises zmq.Again when the engine does not take it.
+    """
+    error = SentError.of(outcome) if isinstance(outcome, WeightSyncError) else None
+    result = msgspec.Raw(_encoder.encode(None if error else outcome))
+    if call.endpoint not in _sockets:
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDTIMEO, _SEND_MS)
+        socket.connect(call.endpoint)
+        _sockets[call.endpoint] = socket
+    answer = _Reply(call.secret, call.number, call.rank, error, result)
+    _sockets[call.endpoint].send(_encoder.encode(answer))

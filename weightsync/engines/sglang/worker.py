@@ -1,0 +1,90 @@
+"""SGLang's side of an update: what runs in each process that holds a rank's parameters."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weightsync.engines.rank import Checkpoint, Rank, checkpoint_of
+from weightsync.engines.sglang.api import Loads, stored_otherwise
+from weightsync.engines.sglang.rank_calls import Call, reply
+from weightsync.errors import EngineError
+
+__all__ = ["RankSettings", "receive"]
+
+logger = logging.getLogger("weightsync.engines.sglang")
+
+_ranks: dict[int, Rank] = {}
+"""The one of this process."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankSettings:
+    """What every rank knows of its engine.
+
+    Attributes:
+        dtype: torch's name of what the weights are held in.
+        repacks: whether SGLang processes weights again after each update, as quantized ones need.
+    """
+
+    engine: str
+    model_path: str
+    dtype: str
+    repacks: bool
+
+
+def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[bytes, torch.Tensor]]) -> None:
+    """A custom weight loader of SGLang's: the only "tensor" is empty, and its name is a pickled `Call`.
+
+    SGLang's process ends when its loader raises, so this does not.
+    """
+    try:
+        ((blob, _),) = named_tensors
+        call: Call = pickle.loads(blob)
+        args = pickle.loads(call.blob)
+        # Serving may run in inference mode, where operators reach a tracer in other pieces.
+        with torch.inference_mode(False), torch.no_grad():
+            reply(call, _rank(model, call).answer(call.method, args))
+    except Exception:
+        logger.exception("a call failed")
+
+
+def _rank(model: torch.nn.Module, call: Call) -> Rank:
+    if call.rank not in _ranks:
+        device = next(model.parameters()).device
+        _ranks[call.rank] = Rank("sglang", call.rank, device, _Host(model, device, call.settings))
+    return _ranks[call.rank]
+
+
+class _Host:
+    """See `Host`."""
+
+    def __init__(self, model: torch.nn.Module, device: torch.device, settings: RankSettings) -> None:
+        self._model, self._device, self._settings = model, device, settings
+
+    def model(self) -> torch.nn.Module:
+        return self._model
+
+    def checkpoint(self) -> Checkpoint:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(self._settings.model_path)
+        return checkpoint_of(config, getattr(torch, self._settings.dtype))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._model.load_weights(weights)  # type: ignore[operator]
+
+    def stored_otherwise(self) -> str:
+        return stored_otherwise(self._model, self._device)
+
+    def loader(self) -> Loads:
+        reason = self.stored_otherwise()
+        if reason and not self._settings.repacks:
+            raise EngineError(
+                self._settings.engine, "load", f"{reason}, and SGLang before 0.5.21 does not do that again"
+            )
+        return Loads(self._model)

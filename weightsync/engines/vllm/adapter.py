@@ -1,0 +1,133 @@
+"""vLLM behind its public hooks: a worker extension and ``collective_rpc``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from weightsync.engines.base import Rollout
+from weightsync.engines.checks import warn_untested
+from weightsync.engines.engine_ranks import CACHES, WEIGHTS
+from weightsync.engines.rank_process import RankProcess, RankWatch
+from weightsync.engines.sampling import Sampling
+from weightsync.engines.vllm.api import engine_args, sampling_params, set_environment, start, stop
+from weightsync.engines.vllm.loop import EngineLoop
+from weightsync.engines.vllm.ranks import VllmRanks
+from weightsync.engines.vllm.worker import WeightSyncWorker
+from weightsync.errors import StateError, WeightSyncError
+from weightsync.faults import arm, shares
+
+if TYPE_CHECKING:
+    from weightsync.engines.vllm.loop import Steppable
+    from weightsync.faults import Fault
+    from weightsync.memory.digests import Digests
+
+__all__ = ["VllmEngine"]
+
+logger = logging.getLogger("weightsync.engines.vllm")
+
+_END_S = 20.0
+"""For vLLM to end by itself; it gives its workers about ten seconds."""
+
+
+class VllmEngine(VllmRanks):
+    """One vLLM engine. With one rank, engine and worker live in this process; further ranks have their own.
+
+    `options` are arguments of vLLM's ``EngineArgs``, but for those that `vllm_api` fixes. ``dtype`` is
+    by default the one that the model's config names, float32 too.
+
+    Raises:
+        ConfigError: an option that vLLM has not, a dtype that its platform cannot hold, or more ranks than
+            GPUs; named as ``options.<field>``.
+    """
+
+    def __init__(self, model_path: str, name: str, options: Mapping[str, Any]) -> None:
+        """Start vLLM with the model's config and dummy weights."""
+        super().__init__(name)
+        warn_untested("vllm")
+        set_environment()
+        worker = f"{WeightSyncWorker.__module__}.{WeightSyncWorker.__qualname__}"
+        arguments = engine_args(model_path, options, worker)
+        self._sleeps = arguments.enable_sleep_mode
+        self._loop = EngineLoop(name, lambda: start(arguments), _stop)
+        ranks: list[RankProcess | None] = self.on_ranks("join", os.getpid())
+        self._num_ranks = len(ranks)
+        self._watch = RankWatch(name, [rank for rank in ranks if rank], self._loop.fail)
+
+    def check(self) -> None:
+        """See `Engine.check`."""
+        self._loop.require_ranks()
+
+    def arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+        """See `Engine.arm`."""
+        here, ranks = shares(faults, self._num_ranks)
+        if self._num_ranks > 1:
+            self.on_ranks("arm", who, ranks, seed)
+        if here or not faults:
+            arm(who, here, seed)
+
+    def pause(self, mode: str, timeout_s: float) -> None:
+        """See `Engine.pause`."""
+        self._loop.freeze(mode, timeout_s)
+        self._wake(WEIGHTS)
+        self.on_ranks("settle")
+
+    def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
+        """See `EngineRanks.load`."""
+        if not self._loop.frozen:
+            raise StateError(f"engine {self._name} is serving: pause it first")
+        self.require_awake("pause it first")  # before the `try`: requests are not void for that
+        try:
+            return super().load(attempt, timeout_s)
+        except WeightSyncError:
+            self._loop.void()
+            raise
+
+    def resume(self, version: int) -> None:
+        """See `Engine.resume`. Raises StateError while the weights are dummies or a mix."""
+        self.require_whole()
+        self._wake(WEIGHTS, CACHES)
+        self._loop.thaw(version)
+
+    def serving(self) -> int:
+        """See `Engine.serving`."""
+        return self._loop.serving
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
+        """See `Engine.generate`; requests of concurrent calls share vLLM's batches."""
+        self.require_awake("update or wake it first")
+        settings = Sampling.of(sampling)
+        params = [sampling_params(settings, index) for index in range(len(prompts))]
+        return Rollout.of(self._loop.complete(prompts, params))
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._watch.close()
+        if self._loop.is_lost or not self._loop.close(_END_S):
+            self._watch.end()  # or vLLM would wait for what a rank that is stopped should answer
+            if not self._loop.close(_END_S):
+                logger.warning("engine %s does not end", self._name)
+
+    def _sleep_option(self, level: int) -> tuple[str, bool]:
+        return "options.enable_sleep_mode", self._sleeps
+
+    def _release(self, level: int) -> None:
+        self._loop.call(lambda engine: engine.sleep(level, "keep"))
+
+    def _take(self, part: str) -> None:
+        self._loop.call(lambda engine: engine.wake_up([part]))
+
+    def _ask(self, blob: bytes) -> Sequence[bytes]:
+        return self._loop.call(lambda engine: engine.collective_rpc("ws_call", args=(blob,)))
+
+
+def _stop(engine: Steppable) -> None:
+    try:
+        engine.collective_rpc("ws_call", args=(pickle.dumps(("close", ())),))
+    except Exception as error:  # noqa: BLE001 - a dead worker has nothing left to close
+        logger.warning("not all ranks were closed: %s", error)
+    finally:
+        stop(engine)

@@ -1,0 +1,133 @@
+"""A vLLM engine that somebody else made and drives: we only pause it, load it and let it go on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from weightsync.engines.base import Rollout
+from weightsync.engines.engine_ranks import CACHES, WEIGHTS
+from weightsync.engines.vllm.ranks import VllmRanks
+from weightsync.engines.vllm.worker import WeightSyncWorker
+from weightsync.errors import ConfigError, DeadlineError, PeerLostError, StateError
+from weightsync.faults import arm, shares
+
+if TYPE_CHECKING:
+    from weightsync.channel.engine_end import FeedTicket
+    from weightsync.faults import Fault
+    from weightsync.plan import Plan
+    from weightsync.protocol.handles import Attached
+
+__all__ = ["AdoptedVllm", "AsyncVllm"]
+
+T = TypeVar("T")
+
+_WORKER = f"{WeightSyncWorker.__module__}.{WeightSyncWorker.__qualname__}"
+_GO_ON_S = 5.0
+
+
+class AsyncVllm(Protocol):
+    """What is used of vLLM's ``AsyncLLM``, the same in 0.24 to 0.33."""
+
+    @property
+    def errored(self) -> bool: ...
+    @property
+    def vllm_config(self) -> Any: ...  # noqa: ANN401 - vLLM's
+    def sleep(self, level: int, mode: str) -> Coroutine[object, object, None]: ...
+    def wake_up(self, tags: list[str]) -> Coroutine[object, object, object]: ...
+    def pause_generation(self, *, mode: str, clear_cache: bool) -> Coroutine[object, object, None]: ...
+    def resume_generation(self) -> Coroutine[object, object, None]: ...
+    def collective_rpc(
+        self, method: str, *, args: tuple[bytes, ...]
+    ) -> Coroutine[object, object, list[bytes]]: ...
+
+
+class AdoptedVllm(VllmRanks):
+    """An ``AsyncLLM`` with `WeightSyncWorker` mixed into its workers, on its caller's event loop.
+
+    Who made it asks it for tokens as before: requests wait while it is paused, and after a load that
+    failed until one has succeeded. Methods block, so they are called from other threads than the loop's.
+    """
+
+    def __init__(self, llm: AsyncVllm, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__("")
+        self._llm, self._loop = llm, loop
+        self._serving = 0
+
+    def check(self) -> None:
+        """See `Engine.check`. vLLM says that it is dead, not which rank it lost: raises PeerLostError."""
+        if self._llm.errored:
+            raise PeerLostError(f"engine {self._name}", "vLLM's engine core is dead")
+
+    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
+        """See `Engine.attach`; its tickets say what it is called."""
+        self._name = tickets[0].engine
+        return super().attach(plan, tickets, timeout_s)
+
+    def arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+        """See `Engine.arm`."""
+        num_ranks = len(self.on_ranks("settle"))
+        here, ranks = shares(faults, num_ranks, apart=True)
+        self.on_ranks("arm", who, ranks, seed)
+        if here or not faults:
+            arm(who, here, seed)
+
+    def pause(self, mode: str, timeout_s: float) -> None:
+        """See `Engine.pause`; caches are dropped here, and frozen requests are computed again."""
+        serving, self._serving = self._serving, 0
+        try:
+            self._wait(self._llm.pause_generation(mode=mode, clear_cache=True), timeout_s)
+        except FutureTimeoutError as error:
+            self._wait(self._llm.resume_generation(), _GO_ON_S)
+            self._serving = serving
+            raise DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s) from error
+        self._wake(WEIGHTS)
+        self.on_ranks("settle")
+
+    def resume(self, version: int) -> None:
+        """See `Engine.resume`. Raises StateError while the weights are dummies or a mix."""
+        self.require_whole()
+        self._wake(WEIGHTS, CACHES)
+        self._wait(self._llm.resume_generation())
+        self._serving = version
+
+    def serving(self) -> int:
+        """See `Engine.serving`."""
+        return self._serving
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
+        """Raises StateError: who made the engine asks it himself."""
+        raise StateError("ask the AsyncLLM itself for tokens")
+
+    def close(self) -> None:
+        """Leave the holders; the engine goes on."""
+        self.on_ranks("close")
+
+    def _sleep_option(self, level: int) -> tuple[str, bool]:
+        return "enable_sleep_mode", self._llm.vllm_config.model_config.enable_sleep_mode
+
+    def _release(self, level: int) -> None:
+        self._wait(self._llm.sleep(level, "keep"))
+
+    def _take(self, part: str) -> None:
+        self._wait(self._llm.wake_up([part]))
+
+    def _ask(self, blob: bytes) -> Sequence[bytes]:
+        try:
+            return self._wait(self._llm.collective_rpc("ws_call", args=(blob,)))
+        except Exception as error:
+            if "ws_call" in str(error):
+                remedy = f"make the AsyncLLM with {_WORKER!r}, or a class derived from it"
+                raise ConfigError("worker_extension_cls", None, remedy) from error
+            self.check()
+            raise
+
+    def _wait(self, work: Coroutine[object, object, T], timeout_s: float | None = None) -> T:
+        asked = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return asked.result(timeout_s)
+        except FutureTimeoutError:
+            asked.cancel()
+            raise

@@ -1,0 +1,66 @@
+"""vLLM's side of an update: what runs in each process that holds a rank's parameters."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from weightsync.engines.rank import Checkpoint, Rank, checkpoint_of
+from weightsync.engines.vllm.api import (
+    ModelRunner,
+    Reload,
+    loader_names,
+    require_updatable,
+    stored_otherwise,
+)
+
+__all__ = ["WeightSyncWorker"]
+
+
+class WeightSyncWorker:
+    """Mixed into vLLM's worker class, so it may hold no name that the worker has."""
+
+    if TYPE_CHECKING:
+        rank: int
+        device: torch.device
+        model_runner: ModelRunner
+        _ws_rank: Rank
+
+    def ws_call(self, blob: bytes) -> bytes:
+        """Call a method of this worker's `Rank`; answers with its result or its error.
+
+        An answer in any case: vLLM reads the ranks' answers in turn, and would give what is left of
+        these to the next call.
+        """
+        if not hasattr(self, "_ws_rank"):
+            self._ws_rank = Rank("vllm", self.rank, self.device, _Host(self.model_runner, self.device))
+        method, args = pickle.loads(blob)
+        return pickle.dumps(self._ws_rank.answer(method, args))
+
+
+class _Host:
+    """See `Host`."""
+
+    def __init__(self, runner: ModelRunner, device: torch.device) -> None:
+        self._runner, self._device = runner, device
+
+    def model(self) -> torch.nn.Module:
+        return self._runner.get_model()
+
+    def checkpoint(self) -> Checkpoint:
+        require_updatable(self._runner.vllm_config, self.model())
+        config = self._runner.model_config
+        return checkpoint_of(config.hf_config, config.dtype)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        known_as = loader_names(self.model())
+        self.model().load_weights((known_as(name), tensor) for name, tensor in weights)  # type: ignore[operator]
+
+    def stored_otherwise(self) -> str:
+        return stored_otherwise(self._runner, self._device)
+
+    def loader(self) -> Reload:
+        return Reload(self._runner.get_model(), self._runner.model_config, self._device)

@@ -1,0 +1,1 @@
+"""A holder's part: one process per GPU or slot, which moves the bytes."""

@@ -1,0 +1,65 @@
+"""A holder's ends of the communicators that broadcasts go through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from weightsync.holder.staging import Staging
+from weightsync.plan import Plan, broadcast_groups
+from weightsync.protocol.messages import Group
+from weightsync.transports import Broadcast, Pending, Transport
+
+__all__ = ["Communicators"]
+
+
+class Communicators:
+    """Those of holder `index`: see `broadcast_groups`. None where the plan has no buckets.
+
+    Attributes:
+        transports: by their members.
+    """
+
+    def __init__(self, plan: Plan, index: int, together: bool, make: Callable[[], Transport]) -> None:
+        groups = broadcast_groups(plan.members, together=together) if plan.slots else {}
+        self._plan, self._index = plan, index
+        self._group_of = {root: group for root, group in groups.items() if index in group and len(group) > 1}
+        self.transports: dict[Group, Transport] = {g: make() for g in sorted(set(self._group_of.values()))}
+
+    def offers(self, host: str) -> dict[Group, str]:
+        """Where those meet whose first rank is here; `host` is this host's address."""
+        return {g: each.offer(host) for g, each in self.transports.items() if g[0] == self._index}
+
+    def join(self, offers: Mapping[Group, str], timeout_s: float) -> None:
+        """Open each, in the same order on every holder. Raises TransportError."""
+        for group, transport in self.transports.items():
+            transport.open(offers[group], group.index(self._index), len(group), timeout_s)
+
+    def warm_up(self, device: str) -> None:
+        """Each sends a byte from each rank."""
+        for group, transport in self.transports.items():
+            roots = range(len(group))
+            ops = [Broadcast(torch.zeros(1, dtype=torch.uint8, device=device), root) for root in roots]
+            transport.start(ops).wait()
+
+    def start(self, bucket: int, staging: Staging) -> list[Pending]:
+        """Begin the broadcasts that fill a bucket."""
+        started = []
+        for group, transport in self.transports.items():
+            steps = [
+                step for step in self._plan.bucket_steps(bucket) if self._group_of.get(step.root) == group
+            ]
+            if steps:
+                ops = [Broadcast(staging.at(step), group.index(step.root)) for step in steps]
+                started.append(transport.start(ops))
+        return started
+
+    def abort(self, cause: str) -> None:
+        """Leave at once, also out of what is running."""
+        for transport in self.transports.values():
+            transport.abort(cause)
+
+    def close(self) -> None:
+        for transport in self.transports.values():
+            transport.close()

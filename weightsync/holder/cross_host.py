@@ -1,0 +1,85 @@
+"""A holder's part in the messages that bring engine ranks what they need of other hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from weightsync.collectives.shuffle import Shuffle
+from weightsync.errors import TransportError
+from weightsync.holder.staging import Staging
+from weightsync.plan.shuffle import ShufflePlan
+from weightsync.transports import Transport
+
+__all__ = ["Exchange", "Part"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one holder has to do with messages.
+
+    Attributes:
+        members: the holder of each rank of the communicator.
+        rank: this holder's.
+        plan: what concerns it.
+    """
+
+    members: tuple[int, ...]
+    rank: int
+    plan: ShufflePlan
+
+
+class Exchange:
+    """Made once a connection; keeps all that an update needs."""
+
+    def __init__(self, part: Part, transport: Transport, staging: Staging) -> None:
+        """Raises as `aim` does."""
+        self._part, self._transport, self._staging = part, transport, staging
+        self._shuffle: Shuffle | None = None
+        self.aim()
+
+    def aim(self) -> None:
+        """Take the staging memory, and find all addresses in the trainer's memory and the engine rank's.
+
+        Raises TransportError when memory does not suffice, PlanError when a buffer is not what was planned.
+        """
+        plan, rank = self._part.plan, self._part.rank
+        source = self._staging.source if rank < plan.num_senders else None
+        target = self._staging.target if rank in plan.receivers else None
+        self._shuffle = None  # its memory serves the next one
+        try:
+            self._shuffle = Shuffle(plan, rank, self._transport, source=source, target=target)
+        except torch.OutOfMemoryError as error:
+            most = plan.max_message_bytes
+            raise TransportError(f"no memory for messages of {most} bytes: {error}") from error
+
+    def offer(self, host: str) -> str:
+        """Where the members meet, if this is the first of them, else empty."""
+        return "" if self._part.rank else self._transport.offer(host)
+
+    def open(self, rendezvous: str, timeout_s: float) -> None:
+        """Meet the others, and use every path once. Raises TransportError."""
+        assert self._shuffle
+        self._transport.open(rendezvous, self._part.rank, len(self._part.members), timeout_s)
+        self._shuffle.rehearse()
+
+    def move(self, wanted: Callable[[], bool]) -> None:
+        """Send and receive all messages, and begin to write what came to the engine rank, if it is `wanted`.
+
+        Raises TransportError, which says who the communicator's ranks are.
+        """
+        assert self._shuffle
+        try:
+            self._shuffle.move(wanted)
+        except TransportError as error:
+            who = ", ".join(map(str, self._part.members))
+            raise TransportError(f"{error} (messages between hosts; ranks are holders {who})") from error
+
+    def abort(self, cause: str) -> None:
+        """Leave the communicator at once, also out of a running `move`."""
+        self._transport.abort(cause)
+
+    def close(self) -> None:
+        self._transport.close()

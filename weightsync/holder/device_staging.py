@@ -1,0 +1,253 @@
+"""Bucket slots on a device, and the kernels that fill them and write them out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from weightsync.errors import DeadlineError, TransportError
+from weightsync.holder.direct_copy import Pull
+from weightsync.holder.flat_snapshot import EngineImage
+from weightsync.holder.send_buffer import MappedArena
+from weightsync.holder.send_buffer_reuse import Arena
+from weightsync.memory.bucket_copies import bucket_rows, by_tensor
+from weightsync.memory.device import DeviceBuffer, DeviceHandle
+from weightsync.memory.host import SharedBuffer
+from weightsync.memory.kernels import CopyTable
+from weightsync.memory.tensors import segment_view
+from weightsync.plan import Piece, Plan, Reads, Segment, Step
+from weightsync.protocol.handles import Export, Handle
+from weightsync.transports import Pending
+
+__all__ = ["DeviceStaging", "take_slots"]
+
+_NUM_BLOCKS = 64
+"""Thread blocks of a copy: near full speed, and NCCL's own find multiprocessors that are free."""
+_MIN_TARGETS = 2
+"""While one is read into, the other is copied from."""
+
+
+def take_slots(
+    plan: Plan, before: Sequence[DeviceBuffer]
+) -> tuple[Sequence[DeviceBuffer], Sequence[DeviceBuffer]]:
+    """The slots that `plan` needs, and those of `before` that are of no further use.
+
+    An earlier epoch's are kept if they are large enough: who mapped them need not do so again.
+    Raises TransportError when the device has not that much memory.
+    """
+    if len(before) == plan.slots and all(slot.handle.nbytes >= plan.max_bucket_nbytes for slot in before):
+        return before, ()
+    slots: list[DeviceBuffer] = []
+    torch.cuda.empty_cache()  # torch keeps what messages of an earlier epoch took
+    try:
+        while len(slots) < plan.slots:
+            slots.append(DeviceBuffer.create(plan.max_bucket_nbytes))
+    except TransportError:
+        for slot in slots:
+            slot.close()
+        raise
+    return slots, before
+
+
+class DeviceStaging:
+    """Slots on this process's device, filled from the pinned arena or out of the trainer's own memory."""
+
+    device = "cuda"
+
+    def __init__(self, plan: Plan, index: int, arena: Arena | None, slots: Sequence[DeviceBuffer]) -> None:
+        self._plan, self._index, self._arena = plan, index, arena
+        self._filling, self._writing = _stream(), _stream()
+        self._buffers = slots
+        self._free: dict[int, torch.cuda.Event] = {}
+        self._mapped: list[DeviceBuffer] = []
+        self._pack: CopyTable | None = None
+        self._casts: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._unpack: CopyTable | None = None
+        self._engine: list[DeviceBuffer] = []
+        self.source: Mapping[str, torch.Tensor] = {}
+        self.target: Mapping[str, torch.Tensor] = {}
+        self._pull: Pull | None = None
+        self.image: EngineImage | None = None
+        self._targets: list[SharedBuffer] = []
+
+    @property
+    def slots(self) -> tuple[Handle, ...]:
+        return tuple(buffer.handle for buffer in self._buffers)
+
+    @property
+    def writes(self) -> bool:
+        return self._unpack is not None
+
+    def connect(self, trainer: Export) -> None:
+        starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
+        self.source = memory = self._map(trainer, self._mapped)
+        segments = by_tensor(self._plan, trainer.layout)
+        dtypes = {meta.name: meta.dtype for meta in trainer.layout.tensors}
+        cast = {
+            index
+            for index, held in enumerate(segments)
+            if held and dtypes[held[0].tensor] != self._plan.tensors[index].dtype
+        }
+        self._pack = CopyTable(
+            *bucket_rows(
+                self._plan,
+                segments,
+                {name: buffer.data_ptr() for name, buffer in memory.items()},
+                starts,
+                into=False,
+                only=lambda piece: self._is_own(piece) and piece.tensor not in cast,
+            ),
+            _NUM_BLOCKS,
+        )
+        for piece in (piece for bucket in self._plan.buckets() for piece in bucket.pieces if cast):
+            if self._is_own(piece) and piece.tensor in cast:
+                held = segments[piece.tensor]
+                pairs = self._cast(piece, held, memory, dtypes[held[0].tensor])
+                self._casts.setdefault(piece.bucket, []).extend(pairs)
+
+    def link(self, engine: Export | None) -> None:
+        self._let_go_of_engine()
+        if engine:
+            starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
+            self.target = self._map(engine, self._engine)
+            segments = by_tensor(self._plan, engine.layout)
+            rows = bucket_rows(self._plan, segments, self._address(), starts, into=True)
+            self._unpack = CopyTable(*rows, _NUM_BLOCKS)
+            self.image = EngineImage(self.target)
+
+    def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
+        self._let_go_of_trainers()
+        if len(reads):
+            self._pull = Pull(reads, memory, self._address())
+
+    def pull(self) -> None:
+        if self._pull:
+            self._pull.begin(self._writing)
+
+    @contextmanager
+    def queue(self) -> Iterator[None]:
+        with torch.cuda.stream(self._filling):
+            yield
+
+    def fill(self, bucket: int, timeout_s: float) -> Sequence[Pending]:
+        stream = self._filling
+        if free := self._free.get(bucket % len(self._buffers)):
+            stream.wait_event(free)
+        if self._pack:
+            self._pack.launch(bucket, stream)
+            for target, source in self._casts.get(bucket, ()):
+                target.copy_(source)
+        elif isinstance(self._arena, MappedArena):
+            self._arena.fill(bucket, self._slot(bucket))
+        elif self._arena is not None:
+            for step in self._plan.bucket_steps(bucket):
+                if step.root == self._index:
+                    held = self._arena.tensor[step.arena_offset : step.arena_offset + step.nbytes]
+                    self.at(step).copy_(held, non_blocking=True)
+        return [self.mark(f"filling of bucket {bucket}", timeout_s)]
+
+    def mark(self, what: str, timeout_s: float) -> Pending:
+        return _Event(self._filling.record_event(), what, self._index, timeout_s)
+
+    def targets(self) -> Sequence[SharedBuffer]:
+        while len(self._targets) < max(len(self._buffers), _MIN_TARGETS):
+            self._targets.append(SharedBuffer.create(self._plan.max_bucket_nbytes))
+        return self._targets
+
+    def put(self, bucket: int, timeout_s: float) -> None:
+        if free := self._free.get(bucket % len(self._buffers)):
+            self._filling.wait_event(free)
+        held = self._targets[bucket % len(self._targets)].tensor
+        self._slot(bucket)[: len(held)].copy_(held, non_blocking=True)
+        self.mark(f"filling of bucket {bucket}", timeout_s).wait()
+
+    def write(self, bucket: int) -> None:
+        assert self._unpack is not None
+        self._unpack.launch(bucket, self._writing)
+        self._free[bucket % len(self._buffers)] = self._writing.record_event()
+
+    def settle(self, timeout_s: float) -> None:
+        self._writing.wait_event(self._filling.record_event())  # an image is not written out of slots
+        _Event(self._writing.record_event(), "writing to the engine", self._index, timeout_s).wait()
+
+    def at(self, step: Step) -> torch.Tensor:
+        return self._slot(step.bucket)[step.offset : step.offset + step.nbytes]
+
+    def close(self) -> None:
+        """Let go of others' memory. The slots are the holder's, and outlive an epoch."""
+        torch.cuda.synchronize()
+        self._pack, self._casts = None, {}
+        self._let_go_of_engine()
+        for buffer in self._mapped:
+            buffer.close()
+        self.source = {}
+        for target in self._targets:
+            target.close()
+        self._mapped, self._targets = [], []
+
+    def _address(self) -> dict[str, int]:
+        return {name: buffer.data_ptr() for name, buffer in self.target.items()}
+
+    def _let_go_of_engine(self) -> None:
+        self._let_go_of_trainers()
+        self._unpack, self.image, self.target = None, None, {}
+        for buffer in self._engine:
+            buffer.close()
+        self._engine = []
+
+    def _let_go_of_trainers(self) -> None:
+        if self._pull:
+            self._pull.close()
+            self._pull = None
+
+    @staticmethod
+    def _map(export: Export, mapped: list[DeviceBuffer]) -> dict[str, torch.Tensor]:
+        memory = {}
+        for name, handle in export.buffers.items():
+            buffer = DeviceBuffer.open(handle)
+            mapped.append(buffer)  # at once: the next may fail
+            memory[name] = buffer.tensor
+        return memory
+
+    def _slot(self, bucket: int) -> torch.Tensor:
+        return self._buffers[bucket % len(self._buffers)].tensor
+
+    def _is_own(self, piece: Piece) -> bool:
+        return self._plan.members.trainers[piece.trainer] == self._index
+
+    def _cast(
+        self, piece: Piece, segments: Sequence[Segment], memory: Mapping[str, torch.Tensor], dtype: str
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Copies with a change of dtype, which bytes alone cannot do: (target, source) views."""
+        meta = self._plan.tensors[piece.tensor]
+        slot = self._slot(piece.bucket)[piece.offset : piece.offset + piece.nbytes]
+        target = slot.view(getattr(torch, meta.dtype)).view(piece.box.extent)
+        pairs = []
+        for segment in segments:
+            part = piece.box.intersect(segment.box)
+            if part is not None:
+                held = segment_view(memory[segment.buffer].view(getattr(torch, dtype)), segment)
+                pairs.append((target[part.slices(piece.box)], held[part.slices(segment.box)]))
+        return pairs
+
+
+def _stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+class _Event:
+    """The end of what a stream was given so far."""
+
+    def __init__(self, event: torch.cuda.Event, phase: str, holder: int, timeout_s: float) -> None:
+        self._event, self._phase, self._timeout_s = event, phase, timeout_s
+        self._who = f"the device of holder {holder}"
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while not self._event.query():  # type: ignore[no-untyped-call]
+            if time.monotonic() > deadline:
+                raise DeadlineError(self._phase, (self._who,), self._timeout_s)
+            time.sleep(0)

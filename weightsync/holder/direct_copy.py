@@ -1,0 +1,68 @@
+"""An engine rank's reads out of the trainers' memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from weightsync.memory.device import DeviceHandle, PeerMemory
+from weightsync.memory.kernels import CopyTable
+from weightsync.plan import Reads
+from weightsync.plan.copies import Copies
+
+__all__ = ["NUM_BLOCKS", "Pull"]
+
+NUM_BLOCKS = 264
+"""Thread blocks of the kernel, which has the device for itself: the engine is paused.
+
+Copy engines are faster by 6 % for blocks of 64 MiB and more, slower for all others: `benchmarks.bench_pull`.
+"""
+
+
+class Pull:
+    """Made once a connection, on the current device; `begin` is all that an update does."""
+
+    def __init__(
+        self,
+        reads: Reads,
+        memory: Mapping[tuple[int, str], DeviceHandle],
+        address: Mapping[str, int],
+    ) -> None:
+        """
+        Args:
+            memory: the trainers' buffers, by rank and name.
+            address: where the engine rank's buffers start, on the current device.
+
+        Raises:
+            TransportError: a trainer's memory cannot be mapped.
+        """
+        self._memory: list[PeerMemory] = []
+        start: dict[tuple[int, str], int] = {}
+        try:
+            for key, handle in memory.items():
+                self._memory.append(PeerMemory(handle))
+                start[key] = self._memory[-1].address
+            self._kernel = CopyTable(reads.copies(start, address), (0, len(reads)), NUM_BLOCKS)
+            _touch(list(start.values()))
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self, stream: torch.cuda.Stream) -> None:
+        """Copy everything; asynchronous, ordered on `stream`."""
+        self._kernel.launch(0, stream)
+
+    def close(self) -> None:
+        """Let go of the trainers' memory. Nothing may still be reading it."""
+        while self._memory:
+            self._memory.pop().close()
+
+
+def _touch(starts: list[int]) -> None:
+    """Read from each mapping once, so that no update pays its first use."""
+    scratch = torch.empty(len(starts), dtype=torch.uint8, device="cuda")
+    copies = [(start, scratch.data_ptr() + i, 1, 1, 1, 1) for i, start in enumerate(starts)]
+    stream = torch.cuda.current_stream()
+    CopyTable(Copies.of(copies), (0, len(copies))).launch(0, stream)
+    stream.synchronize()

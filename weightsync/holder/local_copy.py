@@ -1,0 +1,67 @@
+"""What a holder has of its trainer rank's weights, as tensors, wherever they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from weightsync.memory.bucket_copies import by_tensor
+from weightsync.memory.digests import Digests, tensor_digest
+from weightsync.memory.host import SharedBuffer, num_threads
+from weightsync.memory.tensors import segment_view
+from weightsync.plan import Box, Plan, RankLayout
+
+__all__ = ["Part", "copied_parts", "digest_parts", "parts_in_place"]
+
+Part: TypeAlias = tuple[int, Box, torch.Tensor]
+"""The number of a tensor of the plan, a box of it, and the box's elements in any dtype."""
+
+_BATCH = 64
+"""Parts that are asked for at once: some are copies, made only then."""
+
+
+def copied_parts(plan: Plan, trainer: int, arena: SharedBuffer) -> Iterator[Part]:
+    """What `trainer` sends, in the arena that it published to."""
+    for piece in plan.trainer_pieces(trainer):
+        held = arena.tensor[piece.arena_offset : piece.arena_offset + piece.nbytes]
+        yield piece.tensor, piece.box, held.view(_dtype(plan, piece.tensor)).view(piece.box.extent)
+
+
+def parts_in_place(
+    plan: Plan, trainer: int, layout: RankLayout, memory: Mapping[str, torch.Tensor]
+) -> Iterator[Part]:
+    """What `trainer` sends, in its own memory. `memory` has the buffers of `layout`: uint8, one dimension."""
+    segments = by_tensor(plan, layout)
+    dtypes = {meta.name: getattr(torch, meta.dtype) for meta in layout.tensors}
+    for piece in plan.trainer_pieces(trainer):
+        for segment in segments[piece.tensor]:
+            if box := piece.box.intersect(segment.box):
+                held = segment_view(memory[segment.buffer].view(dtypes[segment.tensor]), segment)
+                yield piece.tensor, box, held[box.slices(segment.box)]
+
+
+def digest_parts(plan: Plan, parts: Iterable[Part]) -> Digests:
+    """Digests of `parts`, cast as they travel: uint64[num_tensors], to compare with `Source.publish`."""
+    shares = np.zeros(len(plan.tensors), dtype=np.uint64)
+
+    def digest(part: Part) -> tuple[int, int]:
+        tensor, box, data = part
+        return tensor, tensor_digest(data.to(_dtype(plan, tensor)), plan.tensors[tensor].shape, box)
+
+    some = iter(parts)
+    with ThreadPoolExecutor(num_threads(16)) as threads:
+        while batch := list(islice(some, _BATCH)):
+            for tensor, share in threads.map(digest, batch):
+                # On a slice: arrays wrap, scalars warn.
+                shares[tensor : tensor + 1] += np.uint64(share)
+    return shares
+
+
+def _dtype(plan: Plan, tensor: int) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, plan.tensors[tensor].dtype)
+    return dtype

@@ -1,0 +1,228 @@
+"""The parts of committed versions that a holder keeps, and lets other holders read."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import msgspec
+import numpy as np
+import torch
+
+from weightsync.errors import ReadError
+from weightsync.memory.digests import Digests
+from weightsync.memory.host import SharedBuffer
+from weightsync.readers import Offer, Read, Reader, Server, choose_protocol, open_reader, serve
+
+__all__ = ["LABEL_NBYTES", "Copy", "Held", "Keepable", "Keeper", "Label", "Share", "read_labels"]
+
+logger = logging.getLogger("weightsync.holder.snapshots")
+
+LABEL_NBYTES = 4096
+"""In front of a part: what it is. All zero while it changes."""
+
+
+class Label(msgspec.Struct, frozen=True):
+    """Which part of what, and by which `layout` its bytes lie: see `Kept`."""
+
+    version: int
+    layout: str
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A part that is kept, where it can be read, and the digests of the whole version that it is of."""
+
+    label: Label
+    offer: Offer
+    expected: Digests
+
+
+class Keepable(Protocol):
+    """What can be kept."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def save(self, to: torch.Tensor) -> None:
+        """Copy all of it to `to`, uint8[nbytes] on the host; it is there when this returns."""
+
+
+class Copy:
+    """What lies on the host."""
+
+    def __init__(self, buffer: SharedBuffer) -> None:
+        self._buffer = buffer
+
+    @property
+    def nbytes(self) -> int:
+        return self._buffer.handle.nbytes
+
+    def save(self, to: torch.Tensor) -> None:
+        # By this thread alone, and without torch's: they belong to whoever computes here.
+        np.copyto(to.numpy(), self._buffer.tensor.numpy())
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A part in memory that this process maps, page-locked where there is a device."""
+
+    holder: str
+    way: Literal["own", "direct"]
+    buffer: SharedBuffer
+
+    @property
+    def label(self) -> Label | None:
+        """What it is now: `bytes` were that if it is the same after they were read."""
+        return _label(self.buffer.tensor[:LABEL_NBYTES])
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """uint8[nbytes]."""
+        return _body(self.buffer)
+
+
+class Keeper:
+    """At most one version of each part; the next takes the place of the last."""
+
+    def __init__(self, name: str, host: str, protocol: str, rdma_device: str) -> None:
+        """`host` is this host's address as others reach it; the rest see `choose_protocol`.
+
+        Raises ConfigError when the protocol cannot be had here.
+        """
+        self.name, self._host = name, host
+        self._protocol, self._rdma_device = choose_protocol(protocol, rdma_device), rdma_device
+        self._shares: dict[int, tuple[SharedBuffer, Server]] = {}
+        self._kept: dict[int, Share] = {}
+        self._mapped: dict[int, Held] = {}
+        self._changing: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+
+    def reserve(self, part: int, nbytes: int) -> Offer:
+        """Take the memory of a part, so that no update waits for that; what is kept there stays.
+
+        Raises TransportError when there is not that much.
+        """
+        with self._changing[part]:
+            if part not in self._shares or self._shares[part][0].handle.nbytes != LABEL_NBYTES + nbytes:
+                self._place(part, nbytes)
+            return self._shares[part][1].offer
+
+    def map(self, part: int, offer: Offer) -> None:
+        """Map and page-lock what a holder of this host keeps, so that no refill waits for that.
+
+        Raises PeerLostError when that holder is gone.
+        """
+        before = self._mapped.get(part)
+        if before is None or before.buffer.handle != offer.memory:
+            buffer = SharedBuffer.open(offer.memory)
+            buffer.pin()
+            self._mapped[part] = Held(offer.holder, "direct", buffer)
+            if before:
+                before.buffer.close()
+
+    def keep(self, label: Label, expected: Digests, part: Keepable) -> Offer:
+        """Save `part` for others to read; `expected` is of the whole version that `label` names.
+
+        Raises TransportError when memory does not suffice.
+        """
+        with self._changing[label.part]:
+            buffer, server = self._place(label.part, part.nbytes)
+            part.save(_body(buffer))
+            _write_label(buffer, label)
+            self._kept[label.part] = Share(label, server.offer, expected)
+        return server.offer
+
+    def held(self, label: Label) -> Held | None:
+        """What `label` names, if it is kept here or mapped."""
+        here = self._shares.get(label.part)
+        either = Held(self.name, "own", here[0]) if here else None, self._mapped.get(label.part)
+        return next((held for held in either if held and held.label == label), None)
+
+    def mirror(self, share: Share, timeout_s: float) -> Offer:
+        """Keep what another holder keeps. Raises ReadError or DeadlineError, naming it."""
+        part, nbytes = share.label.part, share.offer.memory.nbytes - LABEL_NBYTES
+        with self._changing[part]:
+            buffer, server = self._place(part, nbytes)
+            self._copy(share, nbytes, buffer, timeout_s)
+            self._kept[part] = Share(share.label, server.offer, share.expected)
+        return server.offer
+
+    def kept(self) -> list[Share]:
+        """Everything that is whole, once what changes just now has changed."""
+        for changing in [*self._changing.values()]:
+            with changing:
+                pass
+        return [*self._kept.values()]
+
+    def _copy(self, share: Share, nbytes: int, buffer: SharedBuffer, timeout_s: float) -> None:
+        offer, wanted = share.offer, share.label
+        reader = open_reader([buffer], {offer.holder: offer})
+        try:
+            reader.read([Read(offer.holder, LABEL_NBYTES, 0, LABEL_NBYTES, nbytes)], timeout_s)
+            # Its label lands in front of the bytes that it was read after: they are what it says.
+            found = read_labels(reader, [offer.holder], buffer, 0, timeout_s)[offer.holder]
+        finally:
+            reader.close()
+        if found != wanted:
+            _write_label(buffer, None)
+            raise ReadError(offer.holder, f"it keeps {found or 'nothing now'}, not {wanted}")
+
+    def close(self) -> None:
+        for part in [*self._shares]:
+            self._drop(part)
+        while self._mapped:
+            self._mapped.popitem()[1].buffer.close()
+
+    def _place(self, part: int, nbytes: int) -> tuple[SharedBuffer, Server]:
+        """Where the part is to be, without a label."""
+        self._kept.pop(part, None)
+        if part in self._shares and self._shares[part][0].handle.nbytes != LABEL_NBYTES + nbytes:
+            self._drop(part)
+        if part not in self._shares:
+            buffer = SharedBuffer.create(LABEL_NBYTES + nbytes)
+            try:
+                server = serve(buffer, self.name, self._host, self._protocol, self._rdma_device)
+            except BaseException:
+                buffer.close()
+                raise
+            self._shares[part] = (buffer, server)
+        _write_label(self._shares[part][0], None)
+        return self._shares[part]
+
+    def _drop(self, part: int) -> None:
+        buffer, server = self._shares.pop(part)
+        server.close()
+        buffer.close()
+
+
+def read_labels(
+    reader: Reader, peers: Sequence[str], scratch: SharedBuffer, target: int, timeout_s: float
+) -> Mapping[str, Label | None]:
+    """What each peer has now; `scratch` is the reader's target number `target`."""
+    reads = [Read(peer, 0, target, i * LABEL_NBYTES, LABEL_NBYTES) for i, peer in enumerate(peers)]
+    reader.read(reads, timeout_s)
+    return {
+        peer: _label(scratch.tensor[i * LABEL_NBYTES : (i + 1) * LABEL_NBYTES])
+        for i, peer in enumerate(peers)
+    }
+
+
+def _label(memory: torch.Tensor) -> Label | None:
+    data = memory.numpy().tobytes().rstrip(b"\0")
+    return msgspec.json.decode(data, type=Label) if data else None
+
+
+def _write_label(buffer: SharedBuffer, label: Label | None) -> None:
+    data = msgspec.json.encode(label) if label else b""
+    buffer.tensor[:LABEL_NBYTES] = torch.frombuffer(
+        bytearray(data.ljust(LABEL_NBYTES, b"\0")), dtype=torch.uint8
+    )
+
+
+def _body(buffer: SharedBuffer) -> torch.Tensor:
+    return buffer.tensor[LABEL_NBYTES:]

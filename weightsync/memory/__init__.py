@@ -1,0 +1,1 @@
+"""Host and device memory: buffers, copies, digests."""

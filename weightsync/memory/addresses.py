@@ -1,0 +1,202 @@
+"""Where a module's tensors lie: plain ones, and DTensors as FSDP2 and tensor parallelism leave them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import nn
+from torch._C._dynamo.guards import TensorGuards
+
+from weightsync.memory.tensors import named_tensors
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["Places", "is_sharded", "local_tensor", "local_tensors"]
+
+_NUM_AT_ONCE = 512
+_Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
+
+
+def is_sharded(tensor: object) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor.
+
+    Importing their module takes 0.7 s, which is much of a process's start; where nobody has, there are none.
+    """
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of it. Detached: a copy would otherwise grow a graph with each version."""
+    return (tensor.to_local() if is_sharded(tensor) else tensor).detach()
+
+
+def local_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """What this rank holds of each of `named_tensors`."""
+    return {name: local_tensor(tensor) for name, tensor in named_tensors(module)[0].items()}
+
+
+class Places:
+    """What a module's tensors are and where they lie, to be compared before each version.
+
+    It knows the way to every parameter and persistent buffer and keeps none of them alive. Comparing is
+    left to C, some hundred modules at a time, while a processor's cache still has them.
+
+    Attributes:
+        strays: names of tensors that no module holds: a hook puts them into the ``state_dict``.
+    """
+
+    def __init__(self, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+        """`tensors` are those of ``named_tensors(module)``."""
+        self._module = module
+        self._place = {name: _place(tensor) for name, tensor in tensors.items()}
+        modules = list(module.modules())
+        self._parts = [
+            _Modules(modules[at : at + _NUM_AT_ONCE]) for at in range(0, len(modules), _NUM_AT_ONCE)
+        ]
+        known = {id(held) for part in self._parts for held in part.saved()}
+        self.strays = frozenset(name for name, tensor in tensors.items() if id(tensor) not in known)
+
+    def as_before(self, module: nn.Module) -> bool:
+        """Whether `module` is the same one, and its tensors have the same names, layouts and memory.
+
+        False also while FSDP has gathered tensors, which taking a ``state_dict`` undoes, and always
+        where a hook puts tensors of its own into the ``state_dict`` or a module defines ``__eq__``.
+        """
+        return (
+            module is self._module and not self.strays and all(part.are_as_before() for part in self._parts)
+        )
+
+    def moved(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        """The names of tensors that are now in other memory, or laid out in other strides."""
+        return [name for name, tensor in tensors.items() if self._place.get(name) != _place(tensor)]
+
+
+class _Modules:
+    """Some modules: their children, parameters and buffers, by name."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        homes = [home for each in modules for home in (each._parameters, each._buffers, each._modules)]
+        self._empty = [home for home in homes if not home]
+        self._parents = [each._modules for each in modules if each._modules]
+        self._children = list(map(dict, self._parents))
+        # Dictionaries are compared in C, by identity as long as no module defines __eq__.
+        children = chain.from_iterable(map(dict.values, self._parents))
+        self._are_compared_by_identity = all(type(each).__eq__ is object.__eq__ for each in children)
+        with_buffers = [each for each in modules if each._buffers]
+        self._volatile = [each._non_persistent_buffers_set for each in with_buffers]
+        self._volatile_before = [set(each) for each in self._volatile]
+        unsent = {
+            (id(each._buffers), key) for each in with_buffers for key in each._non_persistent_buffers_set
+        }
+        self._homes = [home for each in modules for home in (each._parameters, each._buffers) if home]
+        self._num_entries = list(map(len, self._homes))
+        slots = [(home, key) for home in self._homes for key in home]
+        self._unsent = [(home, key) for home, key in slots if (id(home), key) in unsent]
+        sent = [(home, key) for home, key in slots if (id(home), key) not in unsent]
+        found = [home[key] for home, key in sent]
+        self._absent = _Slots(compress(sent, (each is None for each in found)))
+        sharded = list(map(is_sharded, found))
+        plain = [each is not None and not other for each, other in zip(found, sharded, strict=True)]
+        self._tensors = (_Tensors(compress(sent, plain)), _Shards(compress(sent, sharded)))
+
+    def saved(self) -> Iterator[torch.Tensor]:
+        """The tensors of theirs that a ``state_dict`` holds."""
+        return chain.from_iterable(kind.found() for kind in self._tensors)
+
+    def are_as_before(self) -> bool:
+        return (
+            self._are_compared_by_identity
+            and not any(self._empty)
+            and self._parents == self._children
+            # Entries that there were are looked up; if there are as many, none was added.
+            and list(map(len, self._homes)) == self._num_entries
+            and all(key in home for home, key in self._unsent)
+            and self._volatile == self._volatile_before
+            and all(tensors.are_as_before() for tensors in self._tensors)
+            and all(map(is_, self._absent.found(), repeat(None)))
+        )
+
+
+class _Slots:
+    """Some entries of dictionaries."""
+
+    def __init__(self, slots: Iterable[tuple[dict[str, Any], str]]) -> None:
+        self._homes: list[dict[str, Any]] = []
+        self._keys: list[str] = []
+        for home, key in slots:
+            self._homes.append(home)
+            self._keys.append(key)
+
+    def found(self) -> list[Any]:
+        return list(map(dict.get, self._homes, self._keys))
+
+
+class _Tensors(_Slots):
+    """Plain tensors."""
+
+    def __init__(self, slots: Iterable[tuple[dict[str, Any], str]]) -> None:
+        super().__init__(slots)
+        held = self._locals(self.found())
+        self._addresses = list(map(torch.Tensor.data_ptr, held))
+        self._layouts = list(map(_layout, held))
+        self._guards = _guards(held)
+
+    def are_as_before(self) -> bool:
+        try:
+            held = self._locals(self.found())
+            addresses = list(map(torch.Tensor.data_ptr, held))
+            return addresses == self._addresses and self._are_laid_out_as_before(held)
+        # It is another kind of tensor, none, or one without memory.
+        except (TypeError, AttributeError, RuntimeError):
+            return False
+
+    def _locals(self, found: list[Any]) -> list[Any]:
+        return found
+
+    def _are_laid_out_as_before(self, held: Sequence[torch.Tensor]) -> bool:
+        if self._guards.check(*held):
+            return True
+        # Guards also fail where gradients are no longer wanted, or in inference mode.
+        if list(map(_layout, held)) != self._layouts:
+            return False
+        self._guards = _guards(held)
+        return True
+
+
+class _Shards(_Tensors):
+    """DTensors."""
+
+    def __init__(self, slots: Iterable[tuple[dict[str, Any], str]]) -> None:
+        super().__init__(slots)
+        self._specs = list(map(_spec, self.found()))
+
+    def are_as_before(self) -> bool:
+        return super().are_as_before() and list(map(_spec, self.found())) == self._specs
+
+    def _locals(self, found: list[Any]) -> list[Any]:
+        return list(map(_local, found))
+
+
+_local: Callable[[Any], torch.Tensor] = attrgetter("_local_tensor")
+_spec: Callable[[Any], Any] = attrgetter("_spec")
+
+
+def _guards(tensors: Sequence[torch.Tensor]) -> TensorGuards:
+    """Remember shapes, strides and dtypes, to check all in one call, as ``torch.compile`` does."""
+    return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _place(tensor: torch.Tensor) -> _Place:
+    held = local_tensor(tensor)
+    return held.data_ptr(), *_layout(held)

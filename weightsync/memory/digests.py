@@ -1,0 +1,198 @@
+"""A 64-bit digest of a tensor that does not depend on how the tensor is sharded.
+
+With the bits of element i as the unsigned word ``w[i]`` (8-byte elements count as two words)::
+
+    digest = sum over i of  row[i // 4096] * column[i % 4096] * (w[i] + 1)   modulo 2**64
+
+`row` and `column` are odd pseudo-random 64-bit numbers, so digests of disjoint shards add up to the
+digest of the whole, one changed bit always changes the sum (an odd factor times a power of two
+below 2**64 is not zero), and exchanged elements or rows change it but for one chance in 2**32.
+It finds faults, not forgeries.
+
+Sources: multilinear hashing (Carter and Wegman 1979; Lemire and Kaser, "Strongly universal string
+hashing is fast", 2014) for the sum of products; SplitMix64 (Steele, Lea and Flood 2014) for the numbers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync.plan import Box
+
+__all__ = [
+    "COLUMNS",
+    "Digests",
+    "column_factors",
+    "combine",
+    "digest_kernel",
+    "host_bytes",
+    "row_factors",
+    "runs",
+    "tensor_digest",
+    "warm_up",
+    "word_nbytes",
+]
+
+Digests = npt.NDArray[np.uint64]
+"""One digest per tensor of a plan, in the plan's order: shape ``[num_tensors]``."""
+
+_Words = npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+_Kernel = Callable[[_Words, npt.NDArray[np.int64], int, Digests], int]
+
+COLUMNS = 4096
+"""Words per row."""
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_WORD_TYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+def tensor_digest(data: torch.Tensor, shape: Sequence[int], box: Box | None = None) -> int:
+    """The share of `box` in the digest of a tensor of `shape`; the whole digest where `box` is None.
+
+    Args:
+        data: the box's elements, any dtype and device; shape ``box.extent``.
+        shape: the whole tensor's shape, to number the elements.
+        box: where `data` lies in it.
+    """
+    if data.numel() == 0:
+        return 0
+    box = box or Box((0,) * len(shape), tuple(shape))
+    if data.is_cuda:
+        return _device_digest(data, tuple(shape), box)
+    itemsize = data.element_size()
+    flat = data.detach().cpu().contiguous().reshape(-1)
+    words: _Words = host_bytes(flat).view(_WORD_TYPES[word_nbytes(itemsize)])
+    starts, run = runs(tuple(shape), box)
+    per_element = max(1, itemsize // 4)
+    return int(digest_kernel()(words, starts * per_element, run * per_element, column_factors()))
+
+
+def combine(shares: Sequence[Digests]) -> Digests:
+    """Add up what several ranks computed for the same tensors: uint64, wrapping."""
+    total: Digests = np.add.reduce(list(shares), axis=0, dtype=np.uint64)
+    return total
+
+
+def host_bytes(data: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """The memory of a contiguous tensor on the host, for as long as that lives: uint8[data.nbytes].
+
+    ``Tensor.numpy`` would keep its memory from being given back (`Offload`) for ever.
+    """
+    memory = (ctypes.c_uint8 * data.nbytes).from_address(data.data_ptr())
+    return np.frombuffer(memoryview(memory), np.uint8)
+
+
+def word_nbytes(itemsize: int) -> int:
+    """Bytes of the words as which elements of `itemsize` bytes are digested."""
+    return min(itemsize, 4)
+
+
+def warm_up() -> None:
+    """Compile the kernel for every word size, so that no update pays for it (about a second once)."""
+    for dtype in (torch.uint8, torch.bfloat16, torch.float32):
+        tensor_digest(torch.zeros(1, dtype=dtype), (1,))
+
+
+def _device_digest(data: torch.Tensor, shape: tuple[int, ...], box: Box) -> int:
+    # Imported on use, like CuPy behind it: hosts without a GPU do without.
+    from weightsync.memory.kernels import DigestPart, DigestTable
+
+    itemsize = data.element_size()
+    part = DigestPart(
+        tensor=0,
+        address=data.data_ptr(),
+        strides=tuple(stride * itemsize for stride in data.stride()),
+        box=box,
+        shape=shape,
+        itemsize=itemsize,
+    )
+    with torch.cuda.device(data.device):
+        table = DigestTable([part], num_tensors=1)
+        table.launch(torch.cuda.current_stream())
+        return int(table.result()[0])
+
+
+def runs(shape: tuple[int, ...], box: Box) -> tuple[npt.NDArray[np.int64], int]:
+    """Global index at which each contiguous run of the box starts, and the length of every run."""
+    split = len(shape)
+    run = 1
+    while split > 0:
+        split -= 1
+        run *= box.extent[split]
+        if box.extent[split] != shape[split]:
+            break
+    starts = np.zeros(1, dtype=np.int64)
+    stride = 1
+    strides = [0] * len(shape)
+    for axis in reversed(range(len(shape))):
+        strides[axis] = stride
+        stride *= shape[axis]
+    for axis in range(split):
+        along = (box.offset[axis] + np.arange(box.extent[axis], dtype=np.int64)) * strides[axis]
+        starts = (starts[:, None] + along[None, :]).reshape(-1)
+    return starts + sum(box.offset[axis] * strides[axis] for axis in range(split, len(shape))), run
+
+
+def _splitmix64(state: Digests) -> Digests:
+    with np.errstate(over="ignore"):
+        z = state * np.uint64(_GOLDEN)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mixed: Digests = z ^ (z >> np.uint64(31))
+        return mixed
+
+
+@functools.cache
+def column_factors() -> Digests:
+    """The factor of each of a row's words: uint64[4096]."""
+    # Counted down from the top, where no row's number comes.
+    states = np.uint64(2**64 - 1) - np.arange(COLUMNS, dtype=np.uint64)
+    odd: Digests = _splitmix64(states) | np.uint64(1)
+    return odd
+
+
+def row_factors(num_rows: int) -> Digests:
+    """The factors of a tensor's first rows: uint64[num_rows]."""
+    odd: Digests = _splitmix64(np.arange(1, num_rows + 1, dtype=np.uint64)) | np.uint64(1)
+    return odd
+
+
+@functools.cache
+def digest_kernel() -> _Kernel:
+    """Numba, imported on first use: torch's own integer passes took three to six times as long."""
+    from numba import njit
+
+    width, mask, shift = np.int64(COLUMNS), np.int64(COLUMNS - 1), np.int64(12)
+    golden, one = np.uint64(_GOLDEN), np.uint64(1)
+    first, second = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+    s30, s27, s31 = np.uint64(30), np.uint64(27), np.uint64(31)
+
+    def digest(words: _Words, starts: npt.NDArray[np.int64], run: int, columns: Digests) -> int:
+        total = np.uint64(0)
+        at = 0
+        for start in starts:
+            index, left = start, run
+            while left > 0:
+                column = index & mask
+                count = min(width - column, left)
+                factors, part = columns[column : column + count], words[at : at + count]
+                inner = np.uint64(0)
+                for k in range(count):
+                    inner += factors[k] * (np.uint64(part[k]) + one)
+                z = np.uint64((index >> shift) + 1) * golden
+                z = (z ^ (z >> s30)) * first
+                z = (z ^ (z >> s27)) * second
+                total += inner * ((z ^ (z >> s31)) | one)
+                index += count
+                at += count
+                left -= count
+        return total  # type: ignore[no-any-return]  # numba's uint64
+
+    compiled: _Kernel = njit(nogil=True, cache=False)(digest)
+    return compiled

@@ -1,0 +1,150 @@
+"""Many parts of tensors in host memory, copied and digested by one call."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.memory.digests import Digests, column_factors, digest_kernel, runs, word_nbytes
+from weightsync.memory.host import num_threads
+from weightsync.plan import Box
+
+__all__ = ["HostPart", "HostTable"]
+
+_Int64 = npt.NDArray[np.int64]
+_Kernel = Callable[[int, int, _Int64, _Int64, Digests, Digests], None]
+
+_PART_COST = 64
+"""Bytes that take as long as a part of none."""
+_RANGE_COST = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPart:
+    """`box` of a tensor of `shape`: contiguous, and aligned to its elements.
+
+    Attributes:
+        tensor: its number among the digests; -1 to copy it alone.
+        address: of its first element.
+        itemsize: bytes per element.
+        target: the address that it is copied to, before it is digested; 0 for none.
+    """
+
+    tensor: int
+    address: int
+    box: Box
+    shape: tuple[int, ...]
+    itemsize: int
+    target: int = 0
+
+
+class HostTable:
+    """Copies parts and digests where they came from, see `weightsync.memory.digests`.
+
+    The memory is the caller's, who sees to it that it is there in each `run`.
+
+    Attributes:
+        ranges: the parts in ranges of a few MiB, which several threads may `run` at once.
+    """
+
+    def __init__(self, parts: Sequence[HostPart], num_tensors: int) -> None:
+        """`parts` of one tensor must not overlap. The first table of a process takes some seconds."""
+        self._num_tensors = num_tensors
+        self._tensor = np.array([part.tensor for part in parts], np.int64)
+        self._shares = np.zeros(len(parts), np.uint64)
+        rows, starts, num_starts = [], [np.zeros(0, np.int64)], 0
+        for part in parts:
+            word, nbytes = word_nbytes(part.itemsize), part.box.numel * part.itemsize
+            if part.tensor < 0:
+                rows.append((part.address, part.target, nbytes, 0, 0, 0, 0))
+                continue
+            first, run = _ZERO, part.box.numel
+            if part.box.extent != part.shape:
+                first, run = runs(part.shape, part.box)
+            per_element = part.itemsize // word
+            starts.append(first * per_element)
+            end = num_starts + len(first)
+            rows.append((part.address, part.target, nbytes, word, num_starts, end, run * per_element))
+            num_starts = end
+        self._rows = np.array(rows, np.int64).reshape(-1, 7)
+        self._starts = np.concatenate(starts)
+        cost = np.cumsum(self._rows[:, 2] + _PART_COST) // _RANGE_COST
+        cuts = [*np.flatnonzero(np.diff(cost, prepend=-1)).tolist(), len(rows)]
+        self.ranges = list(itertools.pairwise(cuts))
+        if parts:
+            self.run(0, 0)  # compiles the kernel, so that no update pays for it
+
+    def run(self, first: int, end: int) -> None:
+        """Copies and digests parts `first` to `end`."""
+        _kernel()(first, end, self._rows, self._starts, column_factors(), self._shares)
+
+    def run_all(self) -> None:
+        """Run all parts, in several threads where there are several ranges."""
+        if len(self.ranges) < 2:
+            for first, end in self.ranges:
+                self.run(first, end)
+            return
+        with ThreadPoolExecutor(num_threads(16)) as threads:
+            list(threads.map(self.run, *zip(*self.ranges, strict=True)))
+
+    def digests(self) -> Digests:
+        """Of each part's last `run`: uint64[num_tensors], each tensor's sum over its parts."""
+        digests = np.zeros(self._num_tensors, np.uint64)
+        has_digest = self._tensor >= 0
+        np.add.at(digests, self._tensor[has_digest], self._shares[has_digest])
+        return digests
+
+
+_ZERO: _Int64 = np.zeros(1, np.int64)
+
+
+@functools.cache
+def _kernel() -> _Kernel:
+    """Numba, as in `weightsync.memory.digests`, whose digest is called for each part."""
+    from numba import carray, njit, types
+    from numba.extending import intrinsic
+
+    digest = digest_kernel()
+    memcpy = ctypes.CDLL(None).memcpy
+    memcpy.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t]
+    memcpy.restype = ctypes.c_size_t
+
+    def pointer(dtype: Any) -> Any:  # noqa: ANN401 (numba's types)
+        def of_address(_context: object, address: Any) -> Any:  # noqa: ANN401
+            kind = types.CPointer(dtype)
+
+            def make(context: Any, builder: Any, _: object, args: Any) -> Any:  # noqa: ANN401
+                return builder.inttoptr(args[0], context.get_value_type(kind))
+
+            return kind(address), make
+
+        return intrinsic(of_address)
+
+    at8, at16, at32 = (pointer(each) for each in (types.uint8, types.uint16, types.uint32))
+
+    def work(low: int, high: int, rows: _Int64, starts: _Int64, columns: Digests, shares: Digests) -> None:
+        for i in range(low, high):
+            address, target, nbytes, word = rows[i, 0], rows[i, 1], rows[i, 2], rows[i, 3]
+            first, run = starts[rows[i, 4] : rows[i, 5]], rows[i, 6]
+            if target:
+                memcpy(target, address, nbytes)
+            if word == 0:
+                continue
+            # Of what was copied, and not of the copy: it has to show a copy that went wrong.
+            if word == 1:
+                shares[i] = digest(carray(at8(address), nbytes), first, run, columns)
+            elif word == 2:
+                shares[i] = digest(carray(at16(address), nbytes // 2), first, run, columns)
+            else:
+                shares[i] = digest(carray(at32(address), nbytes // 4), first, run, columns)
+
+    compiled: _Kernel = njit(nogil=True, cache=False)(work)
+    return compiled

@@ -1,0 +1,284 @@
+// Compiled by NVRTC, without headers. Both kernels work through a table of tiles: parts of 2-D
+// copies, small enough (weightsync/memory/kernels.py says how small) that 32-bit numbers count what is in
+// one. A block takes every gridDim-th tile and its threads never wait for each other, so the next
+// tile's loads start while the last one's stores are still on their way. KERNEL_name has that one compiled.
+
+using int64 = long long;
+using uint32 = unsigned int;
+using uint64 = unsigned long long;
+
+constexpr int kThreads = 512;
+constexpr int kUnroll = 4;  // loads in flight per thread; past the end they repeat the last one
+
+struct __align__(16) CopyTile {
+    int64 src, dst, rows, row_nbytes, src_pitch, dst_pitch;
+};
+
+struct __align__(16) DigestTile {
+    int64 address, index;  // index: which byte of the whole tensor lies at address
+    int64 rows, row_nbytes, pitch, index_pitch;
+    uint32 tensor, mask;  // mask: in each word, the bits that are all set in NaN and Inf alone; 0: look for none
+    int64 unused;
+};
+
+// Number / divisor without a division; exact while both are below 2**16.
+struct Divider {
+    uint32 divisor, factor;
+    __device__ explicit Divider(uint32 d) : divisor(d), factor(0xffffffffu / d + 1) {}
+    __device__ uint32 operator()(uint32 number) const {
+        return divisor == 1 ? number : __umulhi(number, factor);
+    }
+};
+
+template <typename Unit>
+__device__ __forceinline__ void copy_row(const CopyTile& tile) {
+    const uint32 count = static_cast<uint32>(tile.row_nbytes) / sizeof(Unit);
+    const Unit* src = reinterpret_cast<const Unit*>(tile.src);
+    Unit* dst = reinterpret_cast<Unit*>(tile.dst);
+#pragma unroll 1
+    for (uint32 start = threadIdx.x; start < count; start += kThreads * kUnroll) {
+        Unit units[kUnroll];
+#pragma unroll
+        for (int k = 0; k < kUnroll; ++k) {
+            units[k] = __ldcs(src + min(start + k * kThreads, count - 1));
+        }
+#pragma unroll
+        for (int k = 0; k < kUnroll; ++k) {
+            const uint32 i = start + k * kThreads;
+            if (i < count) __stcs(dst + i, units[k]);
+        }
+    }
+}
+
+template <typename Unit>
+__device__ __forceinline__ void copy_rows(const CopyTile& tile) {
+    const uint32 per_row = static_cast<uint32>(tile.row_nbytes) / sizeof(Unit);
+    const uint32 count = tile.rows * per_row;
+    const Divider row_of(per_row);
+#pragma unroll 1
+    for (uint32 start = threadIdx.x; start < count; start += kThreads * kUnroll) {
+        Unit units[kUnroll];
+#pragma unroll
+        for (int k = 0; k < kUnroll; ++k) {
+            const uint32 i = min(start + k * kThreads, count - 1), row = row_of(i), at = i - row * per_row;
+            units[k] = __ldcs(reinterpret_cast<const Unit*>(tile.src + row * tile.src_pitch) + at);
+        }
+#pragma unroll
+        for (int k = 0; k < kUnroll; ++k) {
+            const uint32 i = start + k * kThreads, row = row_of(i), at = i - row * per_row;
+            if (i < count) __stcs(reinterpret_cast<Unit*>(tile.dst + row * tile.dst_pitch) + at, units[k]);
+        }
+    }
+}
+
+template <typename Unit>
+__device__ __forceinline__ void copy_tile(const CopyTile& tile) {
+    if (tile.rows == 1) {
+        copy_row<Unit>(tile);
+    } else {
+        copy_rows<Unit>(tile);
+    }
+}
+
+#ifdef KERNEL_copy_tiles
+extern "C" __global__ void __launch_bounds__(kThreads, 2) copy_tiles(const CopyTile* tiles, int64 num_tiles) {
+    CopyTile next = tiles[blockIdx.x];  // there are at least as many tiles as blocks
+    for (int64 i = blockIdx.x; i < num_tiles; i += gridDim.x) {
+        const CopyTile tile = next;
+        next = tiles[min(i + gridDim.x, num_tiles - 1)];
+        int64 bits = tile.src | tile.dst | tile.row_nbytes;
+        if (tile.rows > 1) bits |= tile.src_pitch | tile.dst_pitch;
+        if (bits % 16 == 0) {
+            copy_tile<uint4>(tile);
+        } else if (bits % 8 == 0) {
+            copy_tile<uint2>(tile);
+        } else if (bits % 4 == 0) {
+            copy_tile<uint32>(tile);
+        } else if (bits % 2 == 0) {
+            copy_tile<unsigned short>(tile);
+        } else {
+            copy_tile<unsigned char>(tile);
+        }
+    }
+}
+#endif
+
+// The digest of weightsync/memory/digests.py, over words of kWordNbytes. The 4096 column factors stand in
+// shared memory in pairs: first pair of each 16-byte unit, then second pair of each ...; so the
+// lanes of a warp, on neighbouring units, read neighbouring pairs and no bank twice.
+// With kFlags, tensors are flagged in which any word has all bits of its tile's mask.
+template <typename Word, bool kFlags>
+struct Digest {
+    static constexpr int kColumns = 4096;
+    static constexpr int kWords = 16 / sizeof(Word);
+    static constexpr int kUnits = kColumns / kWords;  // in 4096 words
+    static constexpr uint32 kSigns = sizeof(Word) == 1 ? 0x80808080u : sizeof(Word) == 2 ? 0x80008000u : 0x80000000u;
+
+    const ulonglong2* pairs;
+    const uint64* rows;
+
+    static __device__ void fill(ulonglong2* pairs, const ulonglong2* columns) {
+        for (int i = threadIdx.x; i < kColumns / 2; i += kThreads) {
+            const int pair = i / kUnits, unit = i % kUnits;
+            pairs[i] = columns[unit * (kWords / 2) + pair];
+        }
+    }
+
+    // Adds factor * (word + 1): the products of the factor's halves, kept apart until the end.
+    static __device__ __forceinline__ void add(uint64& low, uint32& high, uint64 factor, uint32 word) {
+        if constexpr (sizeof(Word) == 4) {
+            low += factor;  // word + 1 may not fit
+        } else {
+            word += 1;
+        }
+        low += static_cast<uint64>(static_cast<uint32>(factor)) * word;
+        high += static_cast<uint32>(factor >> 32) * word;
+    }
+
+    template <int kIndex>
+    static __device__ __forceinline__ uint32 word(const uint4& unit) {
+        constexpr int kByte = kIndex * sizeof(Word), kShift = kByte % 4 * 8;
+        const uint32 part = kByte < 4 ? unit.x : kByte < 8 ? unit.y : kByte < 12 ? unit.z : unit.w;
+        return static_cast<Word>(part >> kShift);
+    }
+
+    template <int kPair = 0>
+    __device__ __forceinline__ void add_pairs(uint64& low, uint32& high, const uint4& unit, uint32 column) const {
+        if constexpr (kPair < kWords / 2) {
+            const ulonglong2 factors = pairs[kPair * kUnits + column];
+            add(low, high, factors.x, word<2 * kPair>(unit));
+            add(low, high, factors.y, word<2 * kPair + 1>(unit));
+            add_pairs<kPair + 1>(low, high, unit, column);
+        }
+    }
+
+    __device__ __forceinline__ uint64 of_unit(const uint4& unit, uint32 column) const {
+        uint64 low = 0;
+        uint32 high = 0;
+        add_pairs(low, high, unit, column);
+        return low + (static_cast<uint64>(high) << 32);
+    }
+
+    // Sets each word's sign bit, unless the word has all bits of the mask: then nothing is carried into it.
+    static __device__ __forceinline__ uint32 finite_signs(uint32 part, uint32 mask) {
+        return (~part & mask) + ~kSigns;
+    }
+
+    __device__ __forceinline__ uint64 of_units(const DigestTile& tile, uint64* flags) const {
+        uint32 finite = kSigns;
+        const uint32 per_row = static_cast<uint32>(tile.row_nbytes) / 16;
+        const uint32 count = tile.rows * per_row;
+        const Divider row_of(per_row);
+        // In units 32 bits suffice for tensors of up to 64 GiB; weightsync/memory/kernels.py sees to it.
+        const uint32 first = tile.index / 16, index_pitch = tile.index_pitch / 16;
+        uint64 sum = 0;
+#pragma unroll 1
+        for (uint32 start = threadIdx.x; start < count; start += kThreads * kUnroll) {
+            uint4 units[kUnroll];
+            uint64 factors[kUnroll];
+            uint32 columns[kUnroll];
+#pragma unroll
+            for (int k = 0; k < kUnroll; ++k) {
+                const uint32 i = min(start + k * kThreads, count - 1), row = row_of(i), at = i - row * per_row;
+                units[k] = __ldcs(reinterpret_cast<const uint4*>(tile.address + row * tile.pitch) + at);
+                const uint32 index = first + row * index_pitch + at;
+                factors[k] = __ldg(rows + index / kUnits);
+                columns[k] = index % kUnits;
+            }
+#pragma unroll
+            for (int k = 0; k < kUnroll; ++k) {
+                if constexpr (kFlags) {  // without a mask, too: a branch around it costs registers that there are not
+                    finite &= finite_signs(units[k].x, tile.mask) & finite_signs(units[k].y, tile.mask);
+                    finite &= finite_signs(units[k].z, tile.mask) & finite_signs(units[k].w, tile.mask);
+                }
+                const uint64 of_row = of_unit(units[k], columns[k]) * factors[k];
+                if (start + k * kThreads < count) sum += of_row;
+            }
+        }
+        if (kFlags && tile.mask && (~finite & kSigns)) flags[tile.tensor] = 1;
+        return sum;
+    }
+
+    __device__ __forceinline__ uint64 of_words(const DigestTile& tile, uint64* flags) const {
+        const Word mask = static_cast<Word>(tile.mask);
+        const uint32 per_row = static_cast<uint32>(tile.row_nbytes) / sizeof(Word);
+        const uint32 count = tile.rows * per_row;
+        const Divider row_of(per_row);
+        uint64 sum = 0;
+#pragma unroll 1
+        for (uint32 i = threadIdx.x; i < count; i += kThreads) {
+            const uint32 row = row_of(i), at = i - row * per_row;
+            const uint64 word = reinterpret_cast<const Word*>(tile.address + row * tile.pitch)[at];
+            if (kFlags && mask && (word & mask) == mask) flags[tile.tensor] = 1;
+            const uint64 index = static_cast<uint64>(tile.index + row * tile.index_pitch) / sizeof(Word) + at;
+            const uint32 column = index % kColumns, place = column % kWords;
+            const ulonglong2 factors = pairs[place / 2 * kUnits + column / kWords];
+            sum += (place % 2 ? factors.y : factors.x) * (word + 1) * __ldg(rows + index / kColumns);
+        }
+        return sum;
+    }
+
+    __device__ __forceinline__ uint64 of_tile(const DigestTile& tile, uint64* flags) const {
+        int64 bits = tile.address | tile.index | tile.row_nbytes;
+        if (tile.rows > 1) bits |= tile.pitch | tile.index_pitch;
+        return bits % 16 == 0 ? of_units(tile, flags) : of_words(tile, flags);
+    }
+};
+
+// Adds up a warp's sums, and to `total` what they come to. All lanes take part.
+__device__ __forceinline__ void add_warp(uint64* total, uint64 sum) {
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+    if (threadIdx.x % 32 == 0) atomicAdd(total, sum);
+}
+
+template <typename Word, bool kFlags>
+__device__ __forceinline__ void digest_tiles(
+    const DigestTile* tiles, int64 num_tiles, const ulonglong2* columns, const uint64* rows, uint64* totals,
+    uint64* flags) {
+    __shared__ ulonglong2 pairs[Digest<Word, kFlags>::kColumns / 2];
+    Digest<Word, kFlags>::fill(pairs, columns);
+    __syncthreads();
+    const Digest<Word, kFlags> digest{pairs, rows};
+    constexpr uint32 kNone = ~0u;
+    uint32 tensor = kNone;
+    uint64 sum = 0;
+    DigestTile next = tiles[blockIdx.x];  // there are at least as many tiles as blocks
+    for (int64 i = blockIdx.x; i < num_tiles; i += gridDim.x) {
+        const DigestTile tile = next;
+        next = tiles[min(i + gridDim.x, num_tiles - 1)];
+        if (tile.tensor != tensor) {
+            if (tensor != kNone) add_warp(totals + tensor, sum);
+            tensor = tile.tensor;
+            sum = 0;
+        }
+        sum += digest.of_tile(tile, flags);
+    }
+    if (tensor != kNone) add_warp(totals + tensor, sum);
+}
+
+#define DIGEST(name, Word, kFlags)                                                                    \
+    extern "C" __global__ void __launch_bounds__(kThreads, 2) name(                           \
+        const DigestTile* tiles, int64 num_tiles, const ulonglong2* columns, const uint64* rows, uint64* totals, \
+        uint64* flags) {                                                                      \
+        digest_tiles<Word, kFlags>(tiles, num_tiles, columns, rows, totals, flags);                   \
+    }
+
+#ifdef KERNEL_digest_words_1
+DIGEST(digest_words_1, unsigned char, false)
+#endif
+#ifdef KERNEL_flag_words_1
+DIGEST(flag_words_1, unsigned char, true)
+#endif
+#ifdef KERNEL_digest_words_2
+DIGEST(digest_words_2, unsigned short, false)
+#endif
+#ifdef KERNEL_flag_words_2
+DIGEST(flag_words_2, unsigned short, true)
+#endif
+#ifdef KERNEL_digest_words_4
+DIGEST(digest_words_4, uint32, false)
+#endif
+#ifdef KERNEL_flag_words_4
+DIGEST(flag_words_4, uint32, true)
+#endif

@@ -1,0 +1,183 @@
+"""Tables of work on the device, and the kernels that do it: segment copies and digests.
+
+A table is made and uploaded once, the kernel loaded; a launch then costs the host some ten microseconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from weightsync.errors import PlanError
+from weightsync.memory import cuda
+from weightsync.memory.digests import COLUMNS, Digests, column_factors, row_factors, word_nbytes
+from weightsync.plan import Box
+from weightsync.plan.copies import Copies, Copy, box_copies, tiles
+
+__all__ = ["CopyTable", "DigestPart", "DigestTable", "digest_tiles", "load_digests"]
+
+Int64 = npt.NDArray[np.int64]
+
+NUM_THREADS = 512  # kThreads in kernels.cu
+TILE_NBYTES = 32 << 10
+_COPY = "copy_tiles"
+_DIGEST = "digest_words_"
+_FLAG = "flag_words_"
+_BLOCKS_PER_PROCESSOR = 2
+_MAX_TENSOR_NBYTES = 64 << 30
+
+
+class CopyTable:
+    """Groups of 2-D copies on the current device, each group one launch.
+
+    The addresses may be other processes' memory, mapped here. Copies of one group must not overlap.
+    """
+
+    def __init__(self, copies: Copies, bounds: Sequence[int], num_blocks: int | None = None) -> None:
+        """
+        Args:
+            copies: device addresses; copies ``bounds[g]`` to ``bounds[g + 1]`` are group g.
+            num_blocks: thread blocks of a launch; by default two per multiprocessor, which is all
+                that fit. Fewer leave room for what else runs on the device.
+        """
+        cuda.load(_COPY)
+        table, number = tiles(copies, TILE_NBYTES)
+        self._bounds: list[int] = np.searchsorted(number, bounds).tolist()
+        self._table = _upload(table)
+        self._num_blocks = num_blocks or _default_num_blocks()
+
+    def launch(self, group: int, stream: torch.cuda.Stream) -> None:
+        """Copies group `group`; asynchronous, ordered on `stream`."""
+        first, end = self._bounds[group], self._bounds[group + 1]
+        if first == end:
+            return
+        args = (np.uint64(self._table[first].data_ptr()), np.int64(end - first))
+        cuda.launch(_COPY, stream, min(self._num_blocks, end - first), NUM_THREADS, args)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DigestPart:
+    """`box` of a tensor of `shape`, on the device.
+
+    Attributes:
+        tensor: its number among the digests.
+        address: of the box's first element.
+        strides: bytes per dimension of the box.
+        itemsize: bytes per element.
+        mask: bits of a word that are all set in NaN and Inf alone, see
+            `weightsync.memory.nonfinite.word_mask`; 0 looks for none.
+    """
+
+    tensor: int
+    address: int
+    strides: tuple[int, ...]
+    box: Box
+    shape: tuple[int, ...]
+    itemsize: int
+    mask: int = 0
+
+
+class DigestTable:
+    """Digests of tensors that lie on the current device, in parts; see `weightsync.memory.digests`."""
+
+    def __init__(self, parts: Sequence[DigestPart], num_tensors: int, num_blocks: int | None = None) -> None:
+        """
+        Args:
+            parts: what to read, in any order; those of one tensor must not overlap.
+            num_blocks: thread blocks of a launch; by default two per multiprocessor.
+        """
+        self._tables = {word: _upload(table) for word, table in digest_tiles(parts).items()}
+        self._kernel = _FLAG if any(part.mask for part in parts) else _DIGEST
+        load_digests(self._tables, self._kernel)
+        self._columns = _upload(column_factors().view(np.int64))
+        self._rows = _upload(row_factors(_num_rows(parts)).view(np.int64))
+        self._totals = _upload(np.zeros((2, num_tensors), np.int64))  # digests, and what is flagged
+        self._num_blocks = num_blocks or _default_num_blocks()
+        self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def launch(self, stream: torch.cuda.Stream) -> None:
+        """Reads all parts anew; asynchronous, ordered on `stream`."""
+        with torch.cuda.stream(stream):
+            self._totals.zero_()
+        factors = (self._columns, self._rows, *self._totals)
+        for word, table in self._tables.items():
+            args = (np.uint64(table.data_ptr()), np.int64(len(table)))
+            pointers = (np.uint64(each.data_ptr()) for each in factors)
+            num_blocks = min(self._num_blocks, len(table))
+            cuda.launch(f"{self._kernel}{word}", stream, num_blocks, NUM_THREADS, (*args, *pointers))
+        self._done.record(stream)
+
+    def result(self) -> Digests:
+        """Waits for the last launch; uint64[num_tensors], each tensor's sum over its parts."""
+        self._done.synchronize()
+        totals: Digests = self._totals[0].cpu().numpy().view(np.uint64)
+        return totals
+
+    def flagged(self) -> list[int]:
+        """Tensors in which the last launch found a word with all bits of its part's mask. Waits for it."""
+        self._done.synchronize()
+        flagged: list[int] = self._totals[1].cpu().nonzero().flatten().tolist()
+        return flagged
+
+
+def load_digests(itemsizes: Iterable[int], kernel: str = _DIGEST) -> None:
+    """Loads what digests elements of these many bytes on the current device."""
+    for word in sorted({word_nbytes(itemsize) for itemsize in itemsizes}):
+        cuda.load(f"{kernel}{word}")
+
+
+def digest_tiles(parts: Sequence[DigestPart]) -> Mapping[int, Int64]:
+    """The kernels' work by bytes per word, int64[m, 8].
+
+    Columns: address, index, rows, row_nbytes, pitch, index_pitch, tensor, unused. `index` is the
+    number of the whole tensor's byte that lies at `address`, `index_pitch` its growth per row.
+    `tensor` has the part's mask, in each word of 32 bits, in its upper half.
+
+    Raises:
+        PlanError: a tensor of more than 64 GiB, whose 16-byte units 32 bits cannot count.
+    """
+    copies: dict[int, list[Copy]] = defaultdict(list)
+    owners: dict[int, list[int]] = defaultdict(list)
+    for part in parts:
+        if math.prod(part.shape) * part.itemsize > _MAX_TENSOR_NBYTES:
+            raise PlanError(f"tensor {part.tensor}", f"shape {part.shape} is more than 64 GiB: no digest")
+        word, runs = word_nbytes(part.itemsize), _runs(part)
+        copies[word] += runs
+        mask = sum(part.mask << shift for shift in range(0, 32, 8 * word))
+        owners[word] += [part.tensor | mask << 32] * len(runs)
+    return {word: _digest_table(copies[word], owners[word]) for word in sorted(copies) if copies[word]}
+
+
+def _runs(part: DigestPart) -> list[Copy]:
+    """The part as copies from the device to addresses that are the bytes' numbers in the tensor."""
+    strides = [part.itemsize * math.prod(part.shape[axis + 1 :]) for axis in range(len(part.shape))]
+    first = sum(o * stride for o, stride in zip(part.box.offset, strides, strict=True))
+    return box_copies(part.box.extent, part.itemsize, part.address, part.strides, first, strides)
+
+
+def _digest_table(copies: Sequence[Copy], owners: Sequence[int]) -> Int64:
+    table, number = tiles(Copies.of(copies), TILE_NBYTES)
+    owner = np.array(owners, dtype=np.int64)[number]
+    return np.column_stack([table, owner, np.zeros_like(owner)])
+
+
+def _num_rows(parts: Sequence[DigestPart]) -> int:
+    """Rows of 4096 words in the longest tensor."""
+    words = (math.prod(part.shape) * part.itemsize // word_nbytes(part.itemsize) for part in parts)
+    return -(-max(words, default=0) // COLUMNS)
+
+
+def _upload(table: Int64) -> torch.Tensor:
+    """Is there when this returns, so that any stream may use it."""
+    return torch.from_numpy(np.ascontiguousarray(table)).cuda()
+
+
+def _default_num_blocks() -> int:
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return _BLOCKS_PER_PROCESSOR * int(properties.multi_processor_count)

@@ -1,0 +1,270 @@
+"""How fast direct reads can be at best: the bytes of each link over its rate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from weightsync.plan.cross_host import arrivals, bundles
+from weightsync.plan.figures import count_text, size_text, time_text
+from weightsync.plan.reads import Reads
+
+__all__ = ["DirectFloor", "LinkRates", "RankFloor", "Receiver", "direct_floor", "distances"]
+
+SAME_GPU, SAME_HOST, OTHER_HOST = range(3)
+_MOST_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkRates:
+    """What equal hosts can move, in 1e9 bytes per second.
+
+    Attributes:
+        hbm: of a GPU's memory, read and written bytes together.
+        nvlink: into a GPU from the others of its host, and as much out of it.
+        nic: into a host, per GPU of it, and as much out: all GPUs of a host may use all its NICs.
+    """
+
+    name: str
+    hbm: float
+    nvlink: float
+    nic: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receiver:
+    """One engine rank on GPU number `gpu`, and the bytes that it reads from each trainer rank.
+
+    Attributes:
+        passed_on: bytes of other hosts that it gets from other GPUs of its own, by GPU.
+        times: how many ranks are like it, on hosts of their own where it reads from others: what they
+            load of their own is loaded alike, what they load at the trainers adds up.
+    """
+
+    name: str
+    gpu: int
+    by_trainer: Mapping[int, int]
+    num_copies: int
+    passed_on: Mapping[int, int] = field(default_factory=dict)
+    times: int = 1
+
+    @classmethod
+    def of_host(
+        cls, planned: Sequence[tuple[str, int, Reads]], trainers: Sequence[int], gpus_per_host: int
+    ) -> list[Receiver]:
+        """Ranks of one host, by name and GPU: what several need of others crosses once, see `bundles`."""
+        far = {}
+        for _, gpu, reads in planned:
+            near = np.array(distances(gpu, trainers, gpus_per_host))[reads.trainer]
+            if (near == OTHER_HOST).any():
+                far[gpu] = reads.take(np.flatnonzero(near == OTHER_HOST))
+        themselves = {trainer: trainer for trainer in range(len(trainers))}
+        came = arrivals(bundles(far, dict.fromkeys(far, ""), themselves))
+        found = []
+        for name, gpu, reads in planned:
+            packed, passed_on = came.get(gpu, ({}, {}))
+            distance = distances(gpu, trainers, gpus_per_host)
+            local = {t: n for t, n in reads.by_trainer().items() if distance[t] != OTHER_HOST}
+            found.append(
+                cls(
+                    name=name,
+                    gpu=gpu,
+                    by_trainer=local | packed,
+                    num_copies=len(reads),
+                    passed_on=passed_on,
+                )
+            )
+        return found
+
+    def links(self, trainers: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """The GPUs that give it bytes, and how many; `trainers` are those of the trainer ranks."""
+        for trainer, nbytes in self.by_trainer.items():
+            yield trainers[trainer], nbytes
+        yield from self.passed_on.items()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFloor:
+    """What one engine rank reads.
+
+    Attributes:
+        nbytes: from trainers on the same GPU, elsewhere on the same host, on other hosts.
+        seconds: of the links that these bytes take, as the only ones, the slowest; None without rates.
+        times: how many ranks read the same.
+    """
+
+    name: str
+    nbytes: tuple[int, int, int]
+    num_copies: int
+    seconds: float | None
+    times: int = 1
+
+    def __str__(self) -> str:
+        time = "" if self.seconds is None else f"; floor {time_text(self.seconds)}"
+        return f"{_distances_text(self.nbytes)}; {count_text(self.num_copies, 'copy')}{time}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DirectFloor:
+    """Figures of the reads of several engine ranks; `str()` prints them.
+
+    Attributes:
+        ranks: those that were planned, in the order given; each stands for `times` ranks.
+        num_ranks: how many ranks there are; where more than planned, the figures are of the planned only.
+        nbytes, num_copies: of all planned; nbytes as in `RankFloor`.
+        seconds: no schedule of these reads is faster; None without rates.
+        bottleneck: the link that takes that long, such as ``NVLink into GPU 3``.
+    """
+
+    ranks: tuple[RankFloor, ...]
+    num_ranks: int
+    nbytes: tuple[int, int, int]
+    num_copies: int
+    cluster: str | None
+    seconds: float | None
+    bottleneck: str
+
+    @property
+    def num_planned(self) -> int:
+        return sum(rank.times for rank in self.ranks)
+
+    @property
+    def is_sample(self) -> bool:
+        return self.num_planned < self.num_ranks
+
+    @property
+    def slowest(self) -> RankFloor:
+        """The rank of the largest floor; without rates, the one that reads most."""
+        return max(self.ranks, key=lambda rank: (rank.seconds or 0.0, sum(rank.nbytes)))
+
+    def __str__(self) -> str:
+        which = f"{self.num_planned} of " if self.is_sample else ""
+        reads = "engine rank reads" if self.num_ranks == 1 else "engine ranks read"
+        lines = [
+            f"{which}{self.num_ranks} {reads} {size_text(sum(self.nbytes))} "
+            f"in {count_text(self.num_copies, 'copy')}",
+            f"all: {_distances_text(self.nbytes)}",
+            *self._rank_lines(),
+        ]
+        if self.seconds is not None:
+            least = "at least " if self.is_sample else ""
+            lines.append(f"on {self.cluster}: floor {least}{time_text(self.seconds)}; {self.bottleneck}")
+        if self.is_sample:
+            lines.append("the other ranks were left out, in the floor too: planning them takes long")
+        return "\n".join(lines)
+
+    def _rank_lines(self) -> Iterator[str]:
+        shown = self.ranks
+        if self.num_planned > _MOST_SHOWN:
+            shown = (shown[0],) if self.slowest is shown[0] else (shown[0], self.slowest)
+        for rank in shown:
+            mark = ", the slowest" if rank is self.slowest and self.num_planned > 1 else ""
+            yield f"{rank.name}{mark}: {rank}"
+
+
+def distances(gpu: int, trainers: Sequence[int], gpus_per_host: int) -> list[int]:
+    """How far from `gpu` each of `trainers`, the trainer ranks' GPUs, is: `near` of `Reshard.reads`."""
+    return [_distance(gpu, trainer, gpus_per_host) for trainer in trainers]
+
+
+def direct_floor(
+    receivers: Sequence[Receiver],
+    trainers: Sequence[int],
+    gpus_per_host: int,
+    rates: LinkRates | None = None,
+    *,
+    num_ranks: int | None = None,
+) -> DirectFloor:
+    """Adds up what `receivers`, at least one, read at the same time.
+
+    Args:
+        trainers: the GPU of each trainer rank.
+        gpus_per_host: hosts are filled with GPUs one after another.
+        rates: without them there are no times.
+        num_ranks: how many engine ranks there are, if `receivers` are a part of them.
+    """
+    parts = [_by_distance(receiver, trainers, gpus_per_host) for receiver in receivers]
+    loads: dict[str, float] = {}
+    for receiver in receivers if rates else ():
+        _add(loads, _seconds(receiver, trainers, gpus_per_host, rates, receiver.times))
+    slowest = max(loads, key=loads.__getitem__, default="")
+    ranks = tuple(
+        RankFloor(
+            name=receiver.name,
+            nbytes=nbytes,
+            num_copies=receiver.num_copies,
+            seconds=_own_seconds(receiver, trainers, gpus_per_host, rates),
+            times=receiver.times,
+        )
+        for receiver, nbytes in zip(receivers, parts, strict=True)
+    )
+    all_parts = [[nbytes * rank.times for nbytes in rank.nbytes] for rank in ranks]
+    local, near, far = (sum(column) for column in zip(*all_parts, strict=True))
+    return DirectFloor(
+        ranks=ranks,
+        num_ranks=sum(rank.times for rank in ranks) if num_ranks is None else num_ranks,
+        nbytes=(local, near, far),
+        num_copies=sum(rank.num_copies * rank.times for rank in ranks),
+        cluster=rates.name if rates else None,
+        seconds=loads.get(slowest, 0.0) if rates else None,
+        bottleneck=slowest,
+    )
+
+
+def _distance(gpu: int, trainer: int, gpus_per_host: int) -> int:
+    if gpu == trainer:
+        return SAME_GPU
+    return SAME_HOST if gpu // gpus_per_host == trainer // gpus_per_host else OTHER_HOST
+
+
+def _by_distance(receiver: Receiver, trainers: Sequence[int], gpus_per_host: int) -> tuple[int, int, int]:
+    found = [0, 0, 0]
+    for giver, nbytes in receiver.links(trainers):
+        found[_distance(receiver.gpu, giver, gpus_per_host)] += nbytes
+    return found[0], found[1], found[2]
+
+
+def _seconds(
+    receiver: Receiver, trainers: Sequence[int], gpus_per_host: int, rates: LinkRates | None, times: int = 1
+) -> dict[str, float]:
+    """How long each link is busy with what `receiver` reads. Every byte is read and written once.
+
+    `times`: how many such receivers load the links of other hosts.
+    """
+    assert rates
+    loads: dict[str, float] = {}
+    here = receiver.gpu
+    for there, nbytes in receiver.links(trainers):
+        memory = nbytes / rates.hbm / 1e9
+        distance = _distance(here, there, gpus_per_host)
+        elsewhere = times if distance == OTHER_HOST else 1
+        _add(loads, {f"memory of GPU {here}": memory})
+        _add(loads, {f"memory of GPU {there}": memory * elsewhere})
+        if distance == SAME_HOST:
+            seconds = nbytes / rates.nvlink / 1e9
+            _add(loads, {f"NVLink into GPU {here}": seconds, f"NVLink out of GPU {there}": seconds})
+        if distance == OTHER_HOST:
+            seconds = nbytes / (rates.nic * gpus_per_host) / 1e9
+            into, out = here // gpus_per_host, there // gpus_per_host
+            _add(loads, {f"NICs into host {into}": seconds, f"NICs out of host {out}": seconds * elsewhere})
+    return loads
+
+
+def _own_seconds(
+    receiver: Receiver, trainers: Sequence[int], gpus_per_host: int, rates: LinkRates | None
+) -> float | None:
+    if rates is None:
+        return None
+    return max(_seconds(receiver, trainers, gpus_per_host, rates).values(), default=0.0)
+
+
+def _add(loads: dict[str, float], more: Mapping[str, float]) -> None:
+    for link, seconds in more.items():
+        loads[link] = loads.get(link, 0.0) + seconds
+
+
+def _distances_text(nbytes: tuple[int, int, int]) -> str:
+    local, near, far = map(size_text, nbytes)
+    return f"own GPU {local}, own host {near}, other hosts {far}"

@@ -1,0 +1,1 @@
+"""What travels between processes: peers, messages, handles, times."""
