@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from weightsync.faults import Fault
     from weightsync.plan import Plan, RankLayout, TensorMeta
     from weightsync.protocol.handles import HostExport
-    from weightsync.protocol.published import Published
+    from weightsync.protocol.messages import Published
 
 __all__ = ["CheckpointShard", "spawn_shard"]
 

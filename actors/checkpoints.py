@@ -27,13 +27,13 @@ from weightsync.errors import (
     nearest,
 )
 from weightsync.protocol.handles import Attached
-from weightsync.protocol.published import Published
+from weightsync.protocol.messages import Published
 from weightsync.sources.checkpoint import Reading
 
 if TYPE_CHECKING:
     from weightsync.faults import Fault
-    from weightsync.memory.host import BufferHandle
     from weightsync.plan import Plan, RankLayout, TensorMeta
+    from weightsync.protocol.handles import BufferHandle
     from weightsync.protocol.timing import Span
 
 __all__ = ["CheckpointRank", "Checkpoints"]

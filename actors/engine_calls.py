@@ -15,11 +15,10 @@ from weightsync.engines import Engine
 from weightsync.faults import strike
 
 if TYPE_CHECKING:
-    from weightsync.channel.engine_end import FeedTicket
     from weightsync.faults import Fault
-    from weightsync.memory.digests import Digests
     from weightsync.plan import Plan, RankLayout
     from weightsync.protocol.handles import Attached
+    from weightsync.protocol.messages import Digests, FeedTicket
     from weightsync.protocol.timing import Span
 
 __all__ = ["EngineCalls"]

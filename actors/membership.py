@@ -22,9 +22,10 @@ from actors.watch import Watches
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineRecord, EngineState
+from weightsync.driver.fleet import EngineSeat, Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.errors import ConfigError, PlanError, StateError, WeightSyncError
-from weightsync.protocol.peers import EngineSeat, Fleet, TrainerPeer
+from weightsync.protocol.peers import TrainerPeer
 
 if TYPE_CHECKING:
     from weightsync.faults import FaultPlan

@@ -13,19 +13,24 @@ from actors.seat import Seat
 from weightsync.errors import ConfigError, PeerError, PeerLostError, WeightSyncError
 
 if TYPE_CHECKING:
-    from weightsync.channel.engine_end import FeedTicket
     from weightsync.faults import Fault
-    from weightsync.holder.cross_host import Part
-    from weightsync.holder.refill import Kept, Refilled
-    from weightsync.holder.snapshots import Label, Share
-    from weightsync.memory.device import DeviceHandle
-    from weightsync.memory.digests import Digests
-    from weightsync.memory.gpu_usage import Samples
-    from weightsync.memory.host import BufferHandle
     from weightsync.plan import Plan, RankLayout, Reads
-    from weightsync.protocol.handles import Attached, Export, HostExport
-    from weightsync.protocol.messages import Group, Moved, Prepared, Way
-    from weightsync.protocol.published import Published
+    from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export, HostExport
+    from weightsync.protocol.messages import (
+        Digests,
+        FeedTicket,
+        Group,
+        Kept,
+        Label,
+        Moved,
+        Part,
+        Prepared,
+        Published,
+        Refilled,
+        Samples,
+        Share,
+        Way,
+    )
     from weightsync.protocol.timing import Span
     from weightsync.readers import Offer
 

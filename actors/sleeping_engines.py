@@ -7,8 +7,8 @@ from collections.abc import Collection
 from actors.loop import LoopThread
 from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
+from weightsync.driver.fleet import Fleet
 from weightsync.errors import ConfigError, StateError, nearest
-from weightsync.protocol.peers import Fleet
 
 __all__ = ["SleepingEngines"]
 

@@ -16,10 +16,9 @@ from weightsync.sources.module import ModuleSource
 
 if TYPE_CHECKING:
     from weightsync.faults import Fault
-    from weightsync.memory.host import BufferHandle
     from weightsync.plan import Plan, RankLayout
-    from weightsync.protocol.handles import Attached
-    from weightsync.protocol.published import Published
+    from weightsync.protocol.handles import Attached, BufferHandle
+    from weightsync.protocol.messages import Published
 
 __all__ = ["TrainerShard"]
 

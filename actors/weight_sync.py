@@ -24,11 +24,11 @@ from actors.sleeping_engines import SleepingEngines
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
+from weightsync.driver.fleet import Fleet
 from weightsync.driver.healing import Healer
 from weightsync.errors import ConfigError, DeadlineError, PlanError, StateError, WeightSyncError, nearest
 from weightsync.plan import Cluster, Plan
 from weightsync.plan.figures import count_text
-from weightsync.protocol.peers import Fleet
 from weightsync.report import HealReport, Link, SyncReport
 
 if TYPE_CHECKING:

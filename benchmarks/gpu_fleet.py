@@ -37,9 +37,8 @@ from weightsync.protocol.handles import Attached
 from weightsync.protocol.timing import Span
 
 if TYPE_CHECKING:
-    from weightsync.channel.engine_end import FeedTicket
-    from weightsync.memory.digests import Digests
     from weightsync.plan import Plan
+    from weightsync.protocol.messages import Digests, FeedTicket
 
 __all__ = ["Destination", "EngineFront", "EngineRank", "Fleet", "ShardTrainer", "device_used", "start_fleet"]
 

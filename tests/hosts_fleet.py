@@ -13,22 +13,22 @@ import numpy as np
 import torch
 
 from tests.unit.plan_strategies import NUMPY, PAD, Rank, cuts, decoder, engine_rank, hold, values
-from weightsync.channel.engine_end import EngineFeed, FeedTicket
+from weightsync.channel.engine_end import EngineFeed
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
+from weightsync.driver.fleet import EngineSeat, Fleet
 from weightsync.engines.live_writer import LiveWriter
 from weightsync.holder.flat_snapshot import EngineImage
 from weightsync.holder.holder import Holder
 from weightsync.holder.staging import HostStaging
-from weightsync.memory.bucket_copies import bucket_rows, by_tensor
-from weightsync.memory.device import DeviceHandle
-from weightsync.memory.digests import Digests, tensor_digest
-from weightsync.memory.host import BufferHandle, SharedBuffer
+from weightsync.memory.bucket_copies import bucket_rows
+from weightsync.memory.digests import tensor_digest
+from weightsync.memory.host import SharedBuffer
 from weightsync.memory.host_copies import HostCopies
 from weightsync.plan import Box, Plan, RankLayout, Reads, TensorMeta
-from weightsync.protocol.handles import Attached, Export
-from weightsync.protocol.peers import EngineSeat, Fleet
-from weightsync.protocol.published import Published
+from weightsync.plan.plan import by_tensor
+from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export
+from weightsync.protocol.messages import Digests, FeedTicket, Published
 from weightsync.testing import DictEngine, LocalPeer
 from weightsync.transports import Pending
 

@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from weightsync.channel.engine_end import EngineFeed, FeedTicket, PieceView
+from weightsync.channel.engine_end import EngineFeed
+from weightsync.channel.sink import PieceView
 from weightsync.engines.base import Rollout
 from weightsync.errors import StateError
 from weightsync.faults import Fault, FaultPlan, arm, shares
-from weightsync.memory.digests import Digests, tensor_digest
+from weightsync.memory.digests import tensor_digest
 from weightsync.memory.offload import Offload
 from weightsync.plan import Box, Plan, RankLayout, Segment, TensorMeta
 from weightsync.protocol.handles import Attached
+from weightsync.protocol.messages import Digests, FeedTicket
 from weightsync.protocol.timing import Span
 
 __all__ = ["DictEngine", "Fault", "FaultPlan", "LocalPeer"]

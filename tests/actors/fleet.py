@@ -22,10 +22,10 @@ from actors.checkpoint_shard import CheckpointShard
 from actors.engine import EngineActor
 from actors.trainer_shard import TrainerShard
 from tests.patience import patient
-from weightsync.channel.engine_end import FeedTicket
 from weightsync.memory.digests import warm_up
 from weightsync.plan import Plan
 from weightsync.protocol.handles import Attached
+from weightsync.protocol.messages import FeedTicket
 from weightsync.sources.checkpoint import Reading
 from weightsync.testing import DictEngine
 

@@ -22,10 +22,10 @@ from weightsync.channel.engine_end import HolderFeed
 from weightsync.engines import Engine, make_engine
 from weightsync.errors import StateError
 from weightsync.memory.device import DeviceBuffer
-from weightsync.memory.digests import Digests
 from weightsync.memory.host import SharedBuffer
 from weightsync.memory.tensors import named_tensors
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
+from weightsync.protocol.messages import Digests
 
 TIMEOUT_S = patient(120)
 BUCKET_BYTES = 12 << 10  # smaller than the larger tensors, so that these come in pieces

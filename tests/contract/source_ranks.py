@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from weightsync.memory.digests import Digests
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, make_plan
 from weightsync.protocol.handles import Attached
+from weightsync.protocol.messages import Digests
 from weightsync.sources.module import ModuleSource
 
 ENGINE_DTYPE = {"head.weight": "bfloat16"}

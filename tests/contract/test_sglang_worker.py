@@ -32,9 +32,8 @@ from weightsync.engines.sglang.api import pack, stored_otherwise
 from weightsync.engines.sglang.rank_calls import Call, Replies
 from weightsync.engines.sglang.worker import RankSettings, receive
 from weightsync.errors import EngineError, StateError, WireError
-from weightsync.memory.device import DeviceHandle
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
-from weightsync.protocol.handles import Attached, Export
+from weightsync.protocol.handles import Attached, DeviceHandle, Export
 from weightsync.protocol.timing import Span
 
 TIMEOUT_S = patient(60)

@@ -14,9 +14,9 @@ from tests.patience import patient
 from weightsync.channel.engine_end import HolderFeed
 from weightsync.engines import make_engine
 from weightsync.memory.device import DeviceBuffer
-from weightsync.memory.digests import Digests
 from weightsync.memory.tensors import device_id, named_tensors
 from weightsync.plan import Layout, Members, RankLayout, make_plan
+from weightsync.protocol.messages import Digests
 
 __all__ = ["FedEngine"]
 

@@ -17,7 +17,8 @@ import torch
 from tests.patience import patient
 from weightsync.errors import TransportError
 from weightsync.memory import cuda
-from weightsync.memory.device import DeviceBuffer, DeviceHandle, export_tensor
+from weightsync.memory.device import DeviceBuffer, export_tensor
+from weightsync.protocol.handles import DeviceHandle
 
 pytestmark = pytest.mark.gpu
 

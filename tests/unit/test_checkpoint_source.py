@@ -16,9 +16,10 @@ from safetensors.torch import save_file
 
 from tests.models import build_tiny_qwen3
 from weightsync.errors import ConfigError, PlanError
-from weightsync.memory.digests import combine, tensor_digest
+from weightsync.memory.digests import tensor_digest
 from weightsync.plan import Box, TensorMeta
 from weightsync.plan.balance import Stretch, deal
+from weightsync.protocol.messages import combine
 from weightsync.sources import checkpoint
 from weightsync.sources.checkpoint import CheckpointSource
 from weightsync.sources.safetensors_files import contents

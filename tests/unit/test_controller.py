@@ -17,6 +17,7 @@ from weightsync.config import SyncConfig
 from weightsync.driver.connect import Image
 from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
+from weightsync.driver.fleet import EngineSeat, Fleet
 from weightsync.errors import (
     ConfigError,
     DeadlineError,
@@ -30,7 +31,6 @@ from weightsync.errors import (
 from weightsync.holder.flat_snapshot import EngineImage
 from weightsync.holder.holder import Holder
 from weightsync.holder.staging import HostStaging
-from weightsync.protocol.peers import EngineSeat, Fleet
 from weightsync.report import Link
 from weightsync.sources.module import ModuleSource
 from weightsync.testing import DictEngine, LocalPeer

@@ -11,19 +11,17 @@ import pytest
 import torch
 
 from tests.unit.test_controller import CONFIG, Loop
-from weightsync.channel.engine_end import FeedTicket
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
+from weightsync.driver.fleet import EngineSeat
 from weightsync.errors import ConfigError, TransportError
 from weightsync.holder.holder import Holder
 from weightsync.holder.staging import HostStaging
 from weightsync.memory.addresses import local_tensors
-from weightsync.memory.device import DeviceHandle
-from weightsync.memory.host import BufferHandle
 from weightsync.plan import Plan, RankLayout, Reads
-from weightsync.protocol.handles import Attached, Export
-from weightsync.protocol.peers import EngineSeat
+from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export
+from weightsync.protocol.messages import FeedTicket
 from weightsync.report import Link
 from weightsync.sources.module import ModuleSource
 from weightsync.testing import DictEngine, LocalPeer

@@ -11,12 +11,12 @@ import torch
 
 from tests.unit.test_controller import CONFIG
 from tests.unit.test_direct import Direct, Engine, Source
-from weightsync.channel.engine_end import FeedTicket
+from weightsync.driver.fleet import EngineSeat
 from weightsync.errors import ConfigError, PlanError
 from weightsync.holder.staging import HostStaging
 from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.handles import Attached
-from weightsync.protocol.peers import EngineSeat
+from weightsync.protocol.messages import FeedTicket
 from weightsync.testing import LocalPeer
 
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from tests.unit.test_controller import CONFIG
 from weightsync.driver.controller import Controller
+from weightsync.driver.fleet import EngineSeat, Fleet
 from weightsync.holder.holder import Holder
-from weightsync.protocol.peers import EngineSeat, Fleet
 from weightsync.sources.module import ModuleSource
 from weightsync.testing import LocalPeer
 

@@ -16,7 +16,7 @@ import torch
 import zmq
 
 from tests.patience import patient
-from weightsync.channel.engine_end import EngineFeed, FeedTicket, HolderFeed
+from weightsync.channel.engine_end import EngineFeed, HolderFeed
 from weightsync.channel.wire import Hello, decode, encode
 from weightsync.errors import (
     DeadlineError,
@@ -28,6 +28,7 @@ from weightsync.errors import (
 )
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Layout, Members, Plan, make_plan
+from weightsync.protocol.messages import FeedTicket
 from weightsync.testing import DictEngine
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.test_controller import Loop, drive
+from weightsync.driver.gpu_peaks import peaks
 from weightsync.errors import EngineError
 from weightsync.holder.holder import Holder
-from weightsync.memory.gpu_usage import Gauge, peaks
+from weightsync.memory.gpu_usage import Gauge
 from weightsync.protocol.timing import Span
 
 

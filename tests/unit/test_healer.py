@@ -13,9 +13,9 @@ from tests.patience import patient
 from tests.unit.test_controller import Loop, drive
 from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineState
+from weightsync.driver.fleet import EngineSeat
 from weightsync.driver.healing import Healer
 from weightsync.errors import DeadlineError, PeerLostError, RankLostError, Where
-from weightsync.protocol.peers import EngineSeat
 from weightsync.testing import LocalPeer
 
 CONFIG = SyncConfig(

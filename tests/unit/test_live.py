@@ -11,14 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.channel.engine_end import PieceView
+from weightsync.channel.sink import PieceView
+from weightsync.driver.digest_reduction import Fold
 from weightsync.engines import host_writer as host_live
 from weightsync.engines.live_writer import LiveWriter
 from weightsync.errors import PlanError, StateError, TransportError
-from weightsync.memory.digests import combine, tensor_digest
+from weightsync.memory.digests import tensor_digest
 from weightsync.memory.tensors import segment_view
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
-from weightsync.protocol.digest_reduction import Fold
+from weightsync.protocol.messages import combine
 
 SHAPES = {"column": (6, 8), "row": (10, 4), "norm": (5,), "experts": (4, 3, 2)}
 AXIS = {"column": 1, "row": 0, "norm": None, "experts": 0}

@@ -13,7 +13,8 @@ import torch
 from tests.patience import patient
 from weightsync.errors import PeerLostError, TransportError
 from weightsync.memory import host as memory
-from weightsync.memory.host import BufferHandle, SharedBuffer, map_pages
+from weightsync.memory.host import SharedBuffer, map_pages
+from weightsync.protocol.handles import BufferHandle
 
 
 def _own(pipe: multiprocessing.connection.Connection) -> None:

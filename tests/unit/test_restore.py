@@ -10,8 +10,8 @@ import pytest
 from tests.unit.test_controller import CONFIG, Loop, drive
 from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
+from weightsync.driver.fleet import EngineSeat
 from weightsync.errors import TransportError
-from weightsync.protocol.peers import EngineSeat
 from weightsync.testing import LocalPeer
 
 

@@ -15,10 +15,10 @@ from torch import nn
 from tests.patience import patient
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
+from weightsync.driver.fleet import EngineSeat, Fleet
 from weightsync.engines.torch_module import TorchEngine
 from weightsync.errors import StateError, WeightSyncError
 from weightsync.holder.holder import Holder
-from weightsync.protocol.peers import EngineSeat, Fleet
 from weightsync.sources.module import ModuleSource
 from weightsync.testing import LocalPeer
 

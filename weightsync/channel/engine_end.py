@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 import zmq
 
 from weightsync.channel.descriptors import shortage
 from weightsync.channel.private_directory import PrivateDirectory
+from weightsync.channel.sink import PieceView
 from weightsync.channel.wire import (
     MAX_MESSAGE_NBYTES,
     Cancel,
@@ -47,16 +47,18 @@ from weightsync.errors import (
     WireError,
 )
 from weightsync.faults import armed, strike
-from weightsync.memory.digests import Digests, warm_up
-from weightsync.memory.host import BufferHandle, SharedBuffer
-from weightsync.plan import Box, Plan
-from weightsync.protocol.handles import Handle, open_buffer
+from weightsync.memory.buffers import open_buffer
+from weightsync.memory.digests import warm_up
+from weightsync.memory.host import SharedBuffer
+from weightsync.plan import Plan
+from weightsync.protocol.handles import BufferHandle, Handle
+from weightsync.protocol.messages import Digests, FeedTicket
 from weightsync.protocol.timing import PhaseClock, Span
 
 if TYPE_CHECKING:
-    from weightsync.engines.base import Sink
+    from weightsync.channel.sink import Sink
 
-__all__ = ["EngineFeed", "FeedTicket", "HolderFeed", "PieceView"]
+__all__ = ["EngineFeed", "HolderFeed"]
 
 logger = logging.getLogger("weightsync.channel.engine_end")
 
@@ -64,28 +66,6 @@ _POLL_MS = 50
 _LATE_MS = 1000
 _END_S = 5.0
 _NUM_SPARE = 4  # file descriptors: for the engine rank, and strangers who come first
-
-PieceView = tuple[int, Box, torch.Tensor]
-"""The tensor's number in the plan, which box of it, and its data: shape ``box.extent``, the plan's dtype."""
-
-
-class FeedTicket(msgspec.Struct, frozen=True):
-    """What an engine rank needs to reach its holder. Carries the run's secret: do not log it.
-
-    `slots` are the bucket buffers. `arena` is the holder's own share, when it keeps one for trainer
-    rank `trainer`: pieces of that trainer are read from it and not from a slot.
-    """
-
-    holder: str
-    engine: str
-    endpoint: str
-    secret: bytes
-    slots: tuple[Handle, ...]
-    arena: BufferHandle | None
-    trainer: int
-
-    def __repr__(self) -> str:
-        return f"FeedTicket(holder={self.holder!r}, engine={self.engine!r})"
 
 
 class HolderFeed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import math
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
@@ -10,13 +11,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from weightsync.config import SyncConfig
+from weightsync.driver.digest_reduction import Fold
+from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.driver.routing import Router
 from weightsync.errors import PlanError, StateError, WeightSyncError
-from weightsync.holder.flat_snapshot import image_layout
 from weightsync.plan import MAPPED, Layout, Members, Plan, castless, make_plan
-from weightsync.protocol.digest_reduction import Fold
-from weightsync.protocol.peers import Fleet, HolderPeer
+from weightsync.protocol.peers import HolderPeer
 from weightsync.protocol.timing import PhaseClock
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from weightsync.protocol.handles import Attached
     from weightsync.protocol.messages import Prepared
 
-__all__ = ["Connection", "Image", "adopt", "connect"]
+__all__ = ["Connection", "Image", "adopt", "connect", "image_layout"]
 
 logger = logging.getLogger("weightsync.driver.connect")
 
@@ -364,3 +365,11 @@ def _compare(plan: Plan, digests: Mapping[str, list[str]]) -> None:
         for digest in found:
             if digest != wanted:
                 raise PlanError(name, f"it computed plan {digest[:12]}, the controller {wanted[:12]}")
+
+
+def image_layout(content: str, ranks: Sequence[RankLayout]) -> str:
+    """SHA-256, in hex, of what lies where in the images of an engine's ranks; `content` is the plan's."""
+    state = hashlib.sha256(content.encode())
+    for rank in ranks:
+        state.update(repr((rank.segments, rank.buffers, rank.padding)).encode())
+    return state.hexdigest()

@@ -17,7 +17,9 @@ from weightsync.driver.attempt import Attempt
 from weightsync.driver.connect import Connection, connect
 from weightsync.driver.engine_group import Crew
 from weightsync.driver.engine_state import EngineRecord, EngineState
+from weightsync.driver.fleet import EngineSeat, Fleet
 from weightsync.driver.gather import GRACE_S, Outcome, gather_named, remoteness
+from weightsync.driver.gpu_peaks import gauged, peaks
 from weightsync.driver.refill import Refiller
 from weightsync.driver.rewritten_sources import Rewritten, rewritten
 from weightsync.driver.routing import DIRECT
@@ -33,13 +35,9 @@ from weightsync.errors import (
     VerifyError,
     WeightSyncError,
 )
-from weightsync.holder.refill import Refilled
-from weightsync.memory.digests import Digests, combine
-from weightsync.memory.gpu_usage import gauged, peaks
 from weightsync.plan import Plan
-from weightsync.protocol.messages import Moved, Way
-from weightsync.protocol.peers import EngineSeat, Fleet, HolderPeer
-from weightsync.protocol.published import Published
+from weightsync.protocol.messages import Digests, Moved, Published, Refilled, Way, combine
+from weightsync.protocol.peers import HolderPeer
 from weightsync.protocol.timing import PhaseClock
 from weightsync.report import Link, SyncReport
 

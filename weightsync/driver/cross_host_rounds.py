@@ -8,13 +8,13 @@ from dataclasses import fields
 import numpy as np
 
 from weightsync.config import SyncConfig
+from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.errors import ConfigError
-from weightsync.holder.cross_host import Part
 from weightsync.plan import Plan, Reads
 from weightsync.plan.cross_host import arrivals, bundles
 from weightsync.plan.shuffle import ShufflePlan
-from weightsync.protocol.peers import Fleet
+from weightsync.protocol.messages import Part
 
 __all__ = ["Crossing"]
 

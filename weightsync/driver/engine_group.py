@@ -14,6 +14,7 @@ import numpy as np
 from weightsync.config import SyncConfig
 from weightsync.driver.connect import Connection
 from weightsync.driver.engine_state import EngineRecord, EngineState
+from weightsync.driver.fleet import EngineSeat, Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.driver.halts import Halts
 from weightsync.driver.rewritten_sources import Rewritten
@@ -29,8 +30,8 @@ from weightsync.errors import (
     WeightSyncError,
     Where,
 )
-from weightsync.memory.digests import Digests
-from weightsync.protocol.peers import EnginePeer, EngineSeat, Fleet
+from weightsync.protocol.messages import Digests
+from weightsync.protocol.peers import EnginePeer
 
 __all__ = ["Crew"]
 

@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
+from weightsync.driver.fleet import Fleet
 from weightsync.driver.healing_policy import Action, Decision, decide
 from weightsync.driver.refill import GaveWayError
 from weightsync.errors import EngineError, PlanError, WeightSyncError
-from weightsync.protocol.peers import Fleet
 from weightsync.protocol.timing import PhaseClock
 from weightsync.report import HealReport, SyncReport
 

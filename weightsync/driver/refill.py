@@ -11,13 +11,13 @@ from weightsync.config import SyncConfig
 from weightsync.driver.connect import Connection, adopt
 from weightsync.driver.engine_group import Crew
 from weightsync.driver.engine_state import EngineState
+from weightsync.driver.fleet import EngineSeat, Fleet
 from weightsync.driver.gather import GRACE_S, gather_named, remoteness
 from weightsync.driver.snapshot_index import Keeping
 from weightsync.driver.update_lock import Turns
 from weightsync.errors import DeadlineError, StateError, WeightSyncError
-from weightsync.holder.refill import Kept, Refilled
-from weightsync.memory.digests import Digests
-from weightsync.protocol.peers import EnginePeer, EngineSeat, Fleet
+from weightsync.protocol.messages import Digests, Kept, Refilled
+from weightsync.protocol.peers import EnginePeer
 from weightsync.protocol.timing import PhaseClock
 
 __all__ = ["GaveWayError", "Refiller"]

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from weightsync.driver.connect import Connection
+from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import gather_named
-from weightsync.memory.digests import Digests, combine
 from weightsync.plan import Plan
-from weightsync.protocol.peers import Fleet
+from weightsync.protocol.messages import Digests, combine
 
 __all__ = ["Rewritten", "rewritten"]
 

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from weightsync.driver.cross_host_rounds import Crossing
+from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.errors import ConfigError, VerifyError
 from weightsync.plan import Layout, Plan, Reshard, castless
 from weightsync.protocol.messages import Way
-from weightsync.protocol.peers import Fleet
 
 if TYPE_CHECKING:
     from weightsync.config import SyncConfig
-    from weightsync.memory.device import DeviceHandle
     from weightsync.plan import Reads
-    from weightsync.protocol.handles import Export
+    from weightsync.protocol.handles import DeviceHandle, Export
 
 __all__ = ["DIRECT", "Router"]
 

@@ -11,13 +11,11 @@ from dataclasses import dataclass, field
 from weightsync.config import SyncConfig
 from weightsync.driver.connect import Connection
 from weightsync.driver.engine_state import EngineState
+from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.errors import DeadlineError, PeerLostError, WeightSyncError
-from weightsync.holder.refill import Kept
-from weightsync.holder.snapshots import Label, Share
-from weightsync.memory.digests import Digests
-from weightsync.protocol.peers import Fleet
-from weightsync.readers import Offer
+from weightsync.protocol.handles import Offer
+from weightsync.protocol.messages import Digests, Kept, Label, Share
 
 __all__ = ["Keeping"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from weightsync.driver.connect import Connection
+from weightsync.driver.fleet import EngineSeat, Fleet
 from weightsync.driver.routing import DIRECT
-from weightsync.protocol.peers import EngineSeat, Fleet
 from weightsync.report import Distance, Link
 
 __all__ = ["links"]

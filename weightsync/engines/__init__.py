@@ -8,7 +8,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from weightsync.engines.base import Engine, Rollout, Sink
+from weightsync.channel.sink import Sink
+from weightsync.engines.base import Engine, Rollout
 from weightsync.errors import ConfigError, nearest
 
 __all__ = ["ENGINES", "Engine", "Rollout", "Sink", "choose_engine", "make_engine"]

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from weightsync.channel.engine_end import FeedTicket, PieceView
     from weightsync.faults import Fault
-    from weightsync.memory.digests import Digests
     from weightsync.plan import Plan, RankLayout
     from weightsync.protocol.handles import Attached
+    from weightsync.protocol.messages import Digests, FeedTicket
     from weightsync.protocol.timing import Span
 
-__all__ = ["Completion", "Engine", "Rollout", "Sink"]
+__all__ = ["Completion", "Engine", "Rollout"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,20 +130,3 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """End the engine's processes and connections. Safe to call twice."""
-
-
-class Sink(Protocol):
-    """One rank's writer for one update; lives in the process that owns the parameters."""
-
-    def take(self, bucket: int, pieces: Sequence[PieceView]) -> None:
-        """Store one bucket's pieces.
-
-        Their data are views of a shared bucket that is overwritten once this returns: what is kept
-        must be copied, and copies on a device must have ended.
-        """
-
-    def written(self) -> None:
-        """In place of every `take`: the holder has written all pieces into the memory that was exported."""
-
-    def finish(self) -> Digests:
-        """All pieces came: make the weights live; returns a digest per tensor of the plan."""

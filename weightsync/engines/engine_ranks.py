@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 from weightsync.errors import ConfigError, EngineError, StateError, WeightSyncError
 
 if TYPE_CHECKING:
-    from weightsync.channel.engine_end import FeedTicket
-    from weightsync.memory.digests import Digests
     from weightsync.plan import Plan, RankLayout
     from weightsync.protocol.handles import Attached
+    from weightsync.protocol.messages import Digests, FeedTicket
     from weightsync.protocol.timing import Span
 
 __all__ = ["CACHES", "WEIGHTS", "EngineRanks"]

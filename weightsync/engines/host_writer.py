@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from weightsync.channel.engine_end import PieceView
-from weightsync.memory.digests import Digests, tensor_digest
+from weightsync.channel.sink import PieceView
+from weightsync.memory.digests import tensor_digest
 from weightsync.memory.host_table import HostPart, HostTable
 from weightsync.memory.tensors import segment_view
 from weightsync.plan import Box, Plan, Segment
+from weightsync.protocol.messages import Digests
 
 __all__ = ["HostTables"]
 

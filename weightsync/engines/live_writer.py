@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weightsync.channel.engine_end import PieceView
+from weightsync.channel.sink import PieceView
 from weightsync.engines.host_writer import HostTables
 from weightsync.engines.missing import Missing
 from weightsync.errors import StateError, TransportError
-from weightsync.memory.bucket_copies import bucket_rows, by_tensor
+from weightsync.memory.bucket_copies import bucket_rows
 from weightsync.memory.device import export_tensor
-from weightsync.memory.digests import Digests
 from weightsync.plan import Plan, RankLayout, Segment
+from weightsync.plan.plan import by_tensor
 from weightsync.protocol.handles import Export
+from weightsync.protocol.messages import Digests
 
 if TYPE_CHECKING:
     from weightsync.memory.kernels import CopyTable

@@ -31,10 +31,9 @@ from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 from weightsync.protocol.handles import Attached
 
 if TYPE_CHECKING:
-    from weightsync.channel.engine_end import FeedTicket
     from weightsync.faults import Fault
-    from weightsync.memory.digests import Digests
     from weightsync.plan import Plan
+    from weightsync.protocol.messages import Digests, FeedTicket
     from weightsync.protocol.timing import Span
 
 __all__ = ["TorchEngine", "TorchOptions"]

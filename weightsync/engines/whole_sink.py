@@ -13,9 +13,9 @@ from weightsync.engines.stacked_experts import as_loaded
 from weightsync.memory.digests import tensor_digest
 
 if TYPE_CHECKING:
-    from weightsync.channel.engine_end import PieceView
-    from weightsync.memory.digests import Digests
+    from weightsync.channel.sink import PieceView
     from weightsync.plan import Box, Plan
+    from weightsync.protocol.messages import Digests
 
 __all__ = ["Loader", "WholeSink", "synchronize"]
 

@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from weightsync.collectives.shuffle import Shuffle
 from weightsync.errors import TransportError
 from weightsync.holder.staging import Staging
-from weightsync.plan.shuffle import ShufflePlan
+from weightsync.protocol.messages import Part
 from weightsync.transports import Transport
 
-__all__ = ["Exchange", "Part"]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What one holder has to do with messages.
-
-    Attributes:
-        members: the holder of each rank of the communicator.
-        rank: this holder's.
-        plan: what concerns it.
-    """
-
-    members: tuple[int, ...]
-    rank: int
-    plan: ShufflePlan
+__all__ = ["Exchange"]
 
 
 class Exchange:

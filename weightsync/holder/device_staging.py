@@ -13,13 +13,14 @@ from weightsync.holder.direct_copy import Pull
 from weightsync.holder.flat_snapshot import EngineImage
 from weightsync.holder.send_buffer import MappedArena
 from weightsync.holder.send_buffer_reuse import Arena
-from weightsync.memory.bucket_copies import bucket_rows, by_tensor
-from weightsync.memory.device import DeviceBuffer, DeviceHandle
+from weightsync.memory.bucket_copies import bucket_rows
+from weightsync.memory.device import DeviceBuffer
 from weightsync.memory.host import SharedBuffer
 from weightsync.memory.kernels import CopyTable
 from weightsync.memory.tensors import segment_view
 from weightsync.plan import Piece, Plan, Reads, Segment, Step
-from weightsync.protocol.handles import Export, Handle
+from weightsync.plan.plan import by_tensor
+from weightsync.protocol.handles import DeviceHandle, Export, Handle
 from weightsync.transports import Pending
 
 __all__ = ["DeviceStaging", "take_slots"]

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 
 import torch
 
-from weightsync.memory.device import DeviceHandle, PeerMemory
+from weightsync.memory.device import PeerMemory
 from weightsync.memory.kernels import CopyTable
 from weightsync.plan import Reads
 from weightsync.plan.copies import Copies
+from weightsync.protocol.handles import DeviceHandle
 
 __all__ = ["NUM_BLOCKS", "Pull"]
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 
-from weightsync.plan import RankLayout
-
-__all__ = ["EngineImage", "image_layout"]
+__all__ = ["EngineImage"]
 
 
 class EngineImage:
@@ -42,11 +39,3 @@ class EngineImage:
             if low < high:
                 yield live[low - start : high - start], held[low - first : high - first]
             start += len(live)
-
-
-def image_layout(content: str, ranks: Sequence[RankLayout]) -> str:
-    """SHA-256, in hex, of what lies where in the images of an engine's ranks; `content` is the plan's."""
-    state = hashlib.sha256(content.encode())
-    for rank in ranks:
-        state.update(repr((rank.segments, rank.buffers, rank.padding)).encode())
-    return state.hexdigest()

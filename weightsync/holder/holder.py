@@ -10,33 +10,45 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weightsync.channel.engine_end import FeedTicket, HolderFeed
+from weightsync.channel.engine_end import HolderFeed
 from weightsync.errors import ConfigError, StateError
 from weightsync.faults import arm, strike
 from weightsync.holder.broadcasts import Communicators
 from weightsync.holder.bucket_consumers import Outlet, open_outlet
-from weightsync.holder.cross_host import Exchange, Part
+from weightsync.holder.cross_host import Exchange
 from weightsync.holder.local_copy import copied_parts, digest_parts, parts_in_place
-from weightsync.holder.refill import Kept, Refill, Refilled
+from weightsync.holder.refill import Refill
 from weightsync.holder.restore import Restore, open_refill
 from weightsync.holder.send_buffer import MappedArena
 from weightsync.holder.send_buffer_reuse import Arena, arena_for, keepable, written
-from weightsync.holder.snapshots import Keepable, Keeper, Label, Share
+from weightsync.holder.snapshots import Keepable, Keeper
 from weightsync.holder.staging import HostStaging, Staging
 from weightsync.holder.update import carry_out
 from weightsync.memory.gpu_usage import Gauged
 from weightsync.memory.tensors import device_id
 from weightsync.plan import Plan, RankLayout, Reads
 from weightsync.protocol.handles import Export, HostExport
-from weightsync.protocol.messages import Group, Moved, Prepared, Way
+from weightsync.protocol.messages import (
+    FeedTicket,
+    Group,
+    Kept,
+    Label,
+    Moved,
+    Part,
+    Prepared,
+    Refilled,
+    Share,
+    Way,
+)
 from weightsync.protocol.timing import PhaseClock
 from weightsync.readers import Offer
 from weightsync.transports import Pending, transport_class
 
 if TYPE_CHECKING:
     from weightsync.faults import Fault
-    from weightsync.memory.device import DeviceBuffer, DeviceHandle
-    from weightsync.memory.digests import Digests
+    from weightsync.memory.device import DeviceBuffer
+    from weightsync.protocol.handles import DeviceHandle
+    from weightsync.protocol.messages import Digests
 
 __all__ = ["Holder"]
 

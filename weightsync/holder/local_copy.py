@@ -10,11 +10,12 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from weightsync.memory.bucket_copies import by_tensor
-from weightsync.memory.digests import Digests, tensor_digest
+from weightsync.memory.digests import tensor_digest
 from weightsync.memory.host import SharedBuffer, num_threads
 from weightsync.memory.tensors import segment_view
 from weightsync.plan import Box, Plan, RankLayout
+from weightsync.plan.plan import by_tensor
+from weightsync.protocol.messages import Digests
 
 __all__ = ["Part", "copied_parts", "digest_parts", "parts_in_place"]
 

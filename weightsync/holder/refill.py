@@ -6,55 +6,22 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
 
 from weightsync.errors import DeadlineError, ReadError, TransportError, WeightSyncError
 from weightsync.faults import strike
 from weightsync.holder.refill_sink import Intake, Portion
-from weightsync.holder.snapshots import LABEL_NBYTES, Label, read_labels
+from weightsync.holder.snapshots import LABEL_NBYTES, read_labels
 from weightsync.memory.host import SharedBuffer
-from weightsync.readers import Offer, Read, Reader, open_reader
+from weightsync.protocol.messages import Kept, Label, Refilled
+from weightsync.readers import Read, Reader, open_reader
 
-__all__ = ["Kept", "Refill", "Refilled"]
+__all__ = ["Refill"]
 
 logger = logging.getLogger("weightsync.holder.refill")
 
 _PATIENCE = 0.3
 """Of the time that an engine rank waits for a bucket, what one peer may take of it: others are to follow."""
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """A committed version, and who keeps each part of it.
-
-    Attributes:
-        layout: by which the parts lie: `Plan.content` where each is what one trainer rank published,
-            `image_layout` where each is the `EngineImage` of one engine rank.
-        parts: offers by the part's number; the first is of the holder that copied it, mirrors follow.
-        is_image: which of the two.
-    """
-
-    version: int
-    layout: str
-    parts: Mapping[int, Sequence[Offer]]
-    is_image: bool = False
-
-    def of_rank(self, rank: int) -> Kept:
-        """What rank `rank` of an engine needs of it."""
-        if not self.is_image:
-            return self
-        part = min(self.parts) + rank
-        return replace(self, parts={part: self.parts[part]})
-
-
-@dataclass(frozen=True, slots=True)
-class Refilled:
-    """What one rank read: bytes by holder, the way that each was read, and the seconds it took."""
-
-    bytes_from: Mapping[str, int]
-    ways: Mapping[str, str]
-    seconds: float
 
 
 class Refill:

@@ -9,11 +9,12 @@ from weightsync.errors import ReadError, StateError, TransportError
 from weightsync.faults import strike
 from weightsync.holder.bucket_consumers import Outlet
 from weightsync.holder.flat_snapshot import EngineImage
-from weightsync.holder.refill import Kept, Refill, Refilled
+from weightsync.holder.refill import Refill
 from weightsync.holder.refill_sink import ImageIntake, SlotIntake
-from weightsync.holder.snapshots import Held, Keeper, Label
+from weightsync.holder.snapshots import Held, Keeper
 from weightsync.holder.staging import Staging
 from weightsync.plan import Plan
+from weightsync.protocol.messages import Kept, Label, Refilled
 from weightsync.transports import Pending
 
 __all__ = ["Restore", "open_refill"]

@@ -15,9 +15,9 @@ import torch
 from weightsync.errors import StateError
 from weightsync.holder.bounce_buffer import Bounce
 from weightsync.holder.local_copy import Part
-from weightsync.memory.bucket_copies import by_tensor
 from weightsync.memory.host import SharedBuffer, map_pages, num_threads
 from weightsync.plan import Box, Piece, Plan, Segment
+from weightsync.plan.plan import by_tensor
 from weightsync.protocol.handles import HostExport
 
 __all__ = ["MappedArena"]

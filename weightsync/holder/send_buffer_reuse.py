@@ -6,8 +6,9 @@ from typing import TypeAlias
 
 from weightsync.holder.send_buffer import MappedArena
 from weightsync.holder.snapshots import Copy, Keepable
-from weightsync.memory.host import BufferHandle, SharedBuffer
+from weightsync.memory.host import SharedBuffer
 from weightsync.plan import MAPPED, Plan
+from weightsync.protocol.handles import BufferHandle
 
 __all__ = ["Arena", "arena_for", "keepable", "written"]
 

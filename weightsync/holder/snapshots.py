@@ -14,33 +14,16 @@ import numpy as np
 import torch
 
 from weightsync.errors import ReadError
-from weightsync.memory.digests import Digests
 from weightsync.memory.host import SharedBuffer
+from weightsync.protocol.messages import Digests, Label, Share
 from weightsync.readers import Offer, Read, Reader, Server, choose_protocol, open_reader, serve
 
-__all__ = ["LABEL_NBYTES", "Copy", "Held", "Keepable", "Keeper", "Label", "Share", "read_labels"]
+__all__ = ["LABEL_NBYTES", "Copy", "Held", "Keepable", "Keeper", "read_labels"]
 
 logger = logging.getLogger("weightsync.holder.snapshots")
 
 LABEL_NBYTES = 4096
 """In front of a part: what it is. All zero while it changes."""
-
-
-class Label(msgspec.Struct, frozen=True):
-    """Which part of what, and by which `layout` its bytes lie: see `Kept`."""
-
-    version: int
-    layout: str
-    part: int
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A part that is kept, where it can be read, and the digests of the whole version that it is of."""
-
-    label: Label
-    offer: Offer
-    expected: Digests
 
 
 class Keepable(Protocol):

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import torch
 
     from weightsync.holder.flat_snapshot import EngineImage
-    from weightsync.memory.device import DeviceHandle
     from weightsync.plan import Reads
+    from weightsync.protocol.handles import DeviceHandle
 
 __all__ = ["HostStaging", "Staging"]
 

@@ -4,20 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from weightsync.plan import Box, Piece, Plan, RankLayout, Segment
+from weightsync.plan import Box, Piece, Plan, Segment
 from weightsync.plan.copies import Copies, Copy, box_copies
 
-__all__ = ["bucket_rows", "by_tensor"]
-
-
-def by_tensor(plan: Plan, layout: RankLayout) -> list[list[Segment]]:
-    """The layout's segments per tensor of the plan; a tied tensor's under the name that travels."""
-    canonical = dict(layout.tied)
-    held: dict[str, list[Segment]] = {}
-    for segment in layout.segments:
-        if segment.box.numel:
-            held.setdefault(segment.tensor, []).append(segment)
-    return [held.get(meta.name, held.get(canonical.get(meta.name, ""), [])) for meta in plan.tensors]
+__all__ = ["bucket_rows"]
 
 
 def _meeting_rows(

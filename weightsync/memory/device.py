@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import os
 
-import msgspec
 import torch
 
 from weightsync.errors import TransportError
 from weightsync.memory import cuda
 from weightsync.memory.tensors import device_id
+from weightsync.protocol.handles import DeviceHandle
 
-__all__ = ["DeviceBuffer", "DeviceHandle", "PeerMemory", "export_tensor"]
+__all__ = ["DeviceBuffer", "PeerMemory", "export_tensor"]
 
 _GRANULE = 2 << 20
-
-
-class DeviceHandle(msgspec.Struct, frozen=True, tag="device"):
-    """Where another process on the same GPU finds `nbytes` of device memory.
-
-    `ipc` stands for a whole allocation of process `pid`; the memory starts `offset` bytes into it.
-    `device` is ``cuda:<UUID>``, since an index means another GPU in each process.
-    """
-
-    device: str
-    pid: int
-    ipc: bytes
-    offset: int
-    nbytes: int
 
 
 class DeviceBuffer:

@@ -24,12 +24,11 @@ import numpy.typing as npt
 import torch
 
 from weightsync.plan import Box
+from weightsync.protocol.messages import Digests
 
 __all__ = [
     "COLUMNS",
-    "Digests",
     "column_factors",
-    "combine",
     "digest_kernel",
     "host_bytes",
     "row_factors",
@@ -38,9 +37,6 @@ __all__ = [
     "warm_up",
     "word_nbytes",
 ]
-
-Digests = npt.NDArray[np.uint64]
-"""One digest per tensor of a plan, in the plan's order: shape ``[num_tensors]``."""
 
 _Words = npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 _Kernel = Callable[[_Words, npt.NDArray[np.int64], int, Digests], int]
@@ -71,12 +67,6 @@ def tensor_digest(data: torch.Tensor, shape: Sequence[int], box: Box | None = No
     starts, run = runs(tuple(shape), box)
     per_element = max(1, itemsize // 4)
     return int(digest_kernel()(words, starts * per_element, run * per_element, column_factors()))
-
-
-def combine(shares: Sequence[Digests]) -> Digests:
-    """Add up what several ranks computed for the same tensors: uint64, wrapping."""
-    total: Digests = np.add.reduce(list(shares), axis=0, dtype=np.uint64)
-    return total
 
 
 def host_bytes(data: torch.Tensor) -> npt.NDArray[np.uint8]:

@@ -11,36 +11,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
 from weightsync.errors import PeerLostError, TransportError
+from weightsync.protocol.handles import BufferHandle
 
-__all__ = ["BufferHandle", "SharedBuffer", "map_pages", "num_threads", "open_memory"]
+__all__ = ["SharedBuffer", "map_pages", "num_threads", "open_memory"]
 
 _madvise = ctypes.CDLL(None).madvise  # unlike mmap's own it lets other threads run
 _POPULATE_READ, _POPULATE_WRITE = 22, 23  # since Linux 5.14
 _PART_NBYTES = 256 << 20
 """What one thread touches at a time."""
-
-
-class BufferHandle(msgspec.Struct, frozen=True, tag="host"):
-    """Where another process of the same user and host finds a buffer of `nbytes`.
-
-    `is_file`: it is a file called `name`, and is only read.
-    """
-
-    pid: int
-    fd: int
-    name: str
-    nbytes: int
-    is_file: bool = False
-
-    @property
-    def link(self) -> str:
-        """What the descriptor links to."""
-        return self.name if self.is_file else f"/memfd:{self.name}"
 
 
 class SharedBuffer:

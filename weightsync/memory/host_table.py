@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsync.memory.digests import Digests, column_factors, digest_kernel, runs, word_nbytes
+from weightsync.memory.digests import column_factors, digest_kernel, runs, word_nbytes
 from weightsync.memory.host import num_threads
 from weightsync.plan import Box
+from weightsync.protocol.messages import Digests
 
 __all__ = ["HostPart", "HostTable"]
 

@@ -16,9 +16,10 @@ import torch
 
 from weightsync.errors import PlanError
 from weightsync.memory import cuda
-from weightsync.memory.digests import COLUMNS, Digests, column_factors, row_factors, word_nbytes
+from weightsync.memory.digests import COLUMNS, column_factors, row_factors, word_nbytes
 from weightsync.plan import Box
 from weightsync.plan.copies import Copies, Copy, box_copies, tiles
+from weightsync.protocol.messages import Digests
 
 __all__ = ["CopyTable", "DigestPart", "DigestTable", "digest_tiles", "load_digests"]
 

@@ -14,9 +14,10 @@ from weightsync.plan.buckets import PIECE_ALIGN, RUN_ALIGN, align
 from weightsync.plan.buffers import Int32, Int64
 from weightsync.plan.explain import Cluster, Explanation
 from weightsync.plan.members import Members
+from weightsync.plan.segment import RankLayout, Segment
 from weightsync.plan.tensors import TensorMeta
 
-__all__ = ["Bucket", "Piece", "Plan", "Step"]
+__all__ = ["Bucket", "Piece", "Plan", "Step", "by_tensor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,3 +244,13 @@ def _times(
     if cluster.host_gb_per_s is not None:
         stages["host to device"] = max(arena.values()) / (cluster.host_gb_per_s * 1e9)
     return max(*sent.values(), *received.values()) / link, stages
+
+
+def by_tensor(plan: Plan, layout: RankLayout) -> list[list[Segment]]:
+    """The layout's segments per tensor of the plan; a tied tensor's under the name that travels."""
+    canonical = dict(layout.tied)
+    held: dict[str, list[Segment]] = {}
+    for segment in layout.segments:
+        if segment.box.numel:
+            held.setdefault(segment.tensor, []).append(segment)
+    return [held.get(meta.name, held.get(canonical.get(meta.name, ""), [])) for meta in plan.tensors]

@@ -1,16 +1,35 @@
-"""What a holder has ready for one membership epoch, and what an update asks of it."""
+"""What the driver, holders, trainers and engines tell one another."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from weightsync.channel.engine_end import FeedTicket
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
 from weightsync.errors import SlowError
-from weightsync.memory.host import BufferHandle
+from weightsync.plan.shuffle import ShufflePlan
+from weightsync.protocol.handles import BufferHandle, Handle, Offer
 from weightsync.protocol.timing import Span
 
-__all__ = ["Group", "Moved", "Prepared", "Way"]
+__all__ = [
+    "Digests",
+    "FeedTicket",
+    "Group",
+    "Kept",
+    "Label",
+    "Moved",
+    "Part",
+    "Prepared",
+    "Published",
+    "Refilled",
+    "Samples",
+    "Share",
+    "Way",
+    "combine",
+]
 
 Group = tuple[int, ...]
 """The holders of one communicator, ascending; a holder's rank is its place."""
@@ -63,3 +82,114 @@ class Moved:
     span: Span
     waited_s: float = 0.0
     slow: SlowError | None = None
+
+
+class FeedTicket(msgspec.Struct, frozen=True):
+    """What an engine rank needs to reach its holder. Carries the run's secret: do not log it.
+
+    `slots` are the bucket buffers. `arena` is the holder's own share, when it keeps one for trainer
+    rank `trainer`: pieces of that trainer are read from it and not from a slot.
+    """
+
+    holder: str
+    engine: str
+    endpoint: str
+    secret: bytes
+    slots: tuple[Handle, ...]
+    arena: BufferHandle | None
+    trainer: int
+
+    def __repr__(self) -> str:
+        return f"FeedTicket(holder={self.holder!r}, engine={self.engine!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one holder has to do with messages.
+
+    Attributes:
+        members: the holder of each rank of the communicator.
+        rank: this holder's.
+        plan: what concerns it.
+    """
+
+    members: tuple[int, ...]
+    rank: int
+    plan: ShufflePlan
+
+
+class Label(msgspec.Struct, frozen=True):
+    """Which part of what, and by which `layout` its bytes lie: see `Kept`."""
+
+    version: int
+    layout: str
+    part: int
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A part that is kept, where it can be read, and the digests of the whole version that it is of."""
+
+    label: Label
+    offer: Offer
+    expected: Digests
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A committed version, and who keeps each part of it.
+
+    Attributes:
+        layout: by which the parts lie: `Plan.content` where each is what one trainer rank published,
+            `image_layout` where each is the `EngineImage` of one engine rank.
+        parts: offers by the part's number; the first is of the holder that copied it, mirrors follow.
+        is_image: which of the two.
+    """
+
+    version: int
+    layout: str
+    parts: Mapping[int, Sequence[Offer]]
+    is_image: bool = False
+
+    def of_rank(self, rank: int) -> Kept:
+        """What rank `rank` of an engine needs of it."""
+        if not self.is_image:
+            return self
+        part = min(self.parts) + rank
+        return replace(self, parts={part: self.parts[part]})
+
+
+@dataclass(frozen=True, slots=True)
+class Refilled:
+    """What one rank read: bytes by holder, the way that each was read, and the seconds it took."""
+
+    bytes_from: Mapping[str, int]
+    ways: Mapping[str, str]
+    seconds: float
+
+
+Digests = npt.NDArray[np.uint64]
+"""One digest per tensor of a plan, in the plan's order: shape ``[num_tensors]``."""
+
+
+def combine(shares: Sequence[Digests]) -> Digests:
+    """Add up what several ranks computed for the same tensors: uint64, wrapping."""
+    total: Digests = np.add.reduce(list(shares), axis=0, dtype=np.uint64)
+    return total
+
+
+Samples = Sequence[tuple[float, int]]
+"""Seconds since the first look, and the bytes that were in use from then on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Of this rank's share of each tensor of the plan.
+
+    Attributes:
+        digests: uint64[num_tensors]; the shares of all ranks add up to the tensor's digest.
+        nonfinite: elements that are NaN or Inf, by the tensor's name, of tensors that have any.
+    """
+
+    digests: Digests
+    nonfinite: Mapping[str, int]

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from weightsync.driver.engine_state import EngineRecord, EngineState
-
 if TYPE_CHECKING:
-    from weightsync.channel.engine_end import FeedTicket
-    from weightsync.holder.cross_host import Part
-    from weightsync.holder.refill import Kept, Refilled
-    from weightsync.holder.snapshots import Label, Share
-    from weightsync.memory.device import DeviceHandle
-    from weightsync.memory.digests import Digests
-    from weightsync.memory.gpu_usage import Samples
-    from weightsync.memory.host import BufferHandle
     from weightsync.plan import Plan, RankLayout, Reads
-    from weightsync.protocol.handles import Attached, Export, HostExport
-    from weightsync.protocol.messages import Group, Moved, Prepared, Way
-    from weightsync.protocol.published import Published
-    from weightsync.readers import Offer
+    from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export, HostExport, Offer
+    from weightsync.protocol.messages import (
+        Digests,
+        FeedTicket,
+        Group,
+        Kept,
+        Label,
+        Moved,
+        Part,
+        Prepared,
+        Published,
+        Refilled,
+        Samples,
+        Share,
+        Way,
+    )
 
-__all__ = ["EnginePeer", "EngineSeat", "Fleet", "HolderPeer", "TrainerPeer"]
+__all__ = ["EnginePeer", "HolderPeer", "TrainerPeer"]
 
 
 class TrainerPeer(Protocol):
@@ -76,45 +77,3 @@ class EnginePeer(Protocol):
     async def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]: ...
     async def resume(self, version: int) -> None: ...
     async def serving(self) -> int: ...
-
-
-@dataclass(slots=True)
-class EngineSeat:
-    """An engine, the holders of its ranks in order, and what is known of it.
-
-    `attached`: whether its ranks are connected with their holders.
-    """
-
-    peer: EnginePeer
-    holders: tuple[int, ...]
-    record: EngineRecord = field(default_factory=EngineRecord)
-    attached: bool = False
-
-
-@dataclass(slots=True)
-class Fleet:
-    """Everybody who takes part. In errors they are ``trainer 0``, ``holder 0`` and ``engine <name>``.
-
-    Attributes:
-        trainers: trainer ranks in order, each with the index of its holder.
-        engines: by name.
-        holders: in order; those behind the plan's `num_holders` came after it was made.
-        nodes: the host of each holder, by any name; where it is short, all are on one.
-    """
-
-    trainers: list[tuple[TrainerPeer, int]]
-    engines: dict[str, EngineSeat]
-    holders: list[HolderPeer]
-    nodes: list[str] = field(default_factory=list)
-
-    def live(self) -> dict[str, EngineSeat]:
-        """Every engine that is not DEAD."""
-        return {n: seat for n, seat in self.engines.items() if seat.record.state is not EngineState.DEAD}
-
-    def named_holders(self) -> dict[str, HolderPeer]:
-        """Holders by the names that errors give them."""
-        return {f"holder {i}": holder for i, holder in enumerate(self.holders)}
-
-    def node(self, holder: int) -> str:
-        """The host that a holder is on."""
-        return self.nodes[holder] if holder < len(self.nodes) else ""

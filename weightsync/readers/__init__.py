@@ -7,7 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
 from weightsync.errors import ConfigError, PeerLostError, ReadError, nearest
-from weightsync.readers.base import Offer, ProtocolName, Read, Reader, Server
+from weightsync.protocol.handles import Offer, ProtocolName
+from weightsync.readers.base import Read, Reader, Server
 from weightsync.readers.choice import choose_protocol, rdma_devices
 from weightsync.readers.parallel import ParallelReader
 

@@ -4,52 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from weightsync.errors import ReadError
+from weightsync.protocol.handles import Offer
 
 if TYPE_CHECKING:
-    from weightsync.memory.host import BufferHandle, SharedBuffer
+    from weightsync.memory.host import SharedBuffer
 
-__all__ = [
-    "Offer",
-    "ProtocolName",
-    "Read",
-    "Reader",
-    "Server",
-    "by_peer",
-    "check_reads",
-    "host_id",
-    "pieces",
-]
-
-ProtocolName = Literal["zeromq", "tcp", "rdma"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """Where the bytes of one buffer can be read. Picklable; whoever has it can read them.
-
-    Attributes:
-        holder: who offers them, for people.
-        protocol: what serves them to other hosts.
-        memory: how a process of the same host maps them.
-        host_id: the host that they are on, see `host_id`.
-        endpoint: what `protocol` connects to.
-        base: the address of byte 0 in the process that serves it (Mooncake).
-        secret: shown when a reader connects (ZeroMQ).
-    """
-
-    holder: str
-    protocol: ProtocolName
-    memory: BufferHandle
-    host_id: str
-    endpoint: str
-    base: int = 0
-    secret: str = field(default="", repr=False)
+__all__ = ["Read", "Reader", "Server", "by_peer", "check_reads", "host_id", "pieces"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 
 from weightsync.errors import ConfigError, nearest
-from weightsync.readers.base import ProtocolName
+from weightsync.protocol.handles import ProtocolName
 
 __all__ = ["choose_protocol", "rdma_devices"]
 

@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from weightsync.errors import DeadlineError, PeerLostError, ReadError
 from weightsync.memory.host import num_threads, open_memory
-from weightsync.readers.base import Offer, Read, by_peer, host_id, pieces
+from weightsync.protocol.handles import Offer
+from weightsync.readers.base import Read, by_peer, host_id, pieces
 from weightsync.readers.ending import Ending
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import DeadlineError, ReadError
-from weightsync.readers.base import Offer, ProtocolName, Read, by_peer, host_id, pieces
+from weightsync.protocol.handles import Offer, ProtocolName
+from weightsync.readers.base import Read, by_peer, host_id, pieces
 from weightsync.readers.ending import Ending
 from weightsync.readers.mooncake_process import MooncakeProcess, readable
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import TransportError
-from weightsync.readers.base import ProtocolName
+from weightsync.protocol.handles import ProtocolName
 
 if TYPE_CHECKING:
     from weightsync.memory.host import SharedBuffer

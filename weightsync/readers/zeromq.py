@@ -17,8 +17,9 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from weightsync.errors import DeadlineError, ReadError, WireError
+from weightsync.protocol.handles import Offer
 from weightsync.protocol.handshake import show_secret
-from weightsync.readers.base import Offer, Read, by_peer, pieces
+from weightsync.readers.base import Read, by_peer, pieces
 from weightsync.readers.ending import Ending
 from weightsync.readers.zeromq_server import Answer, Request, read
 

@@ -13,8 +13,9 @@ import msgspec
 import zmq
 
 from weightsync.errors import TransportError, WireError
+from weightsync.protocol.handles import Offer
 from weightsync.protocol.handshake import Doorman
-from weightsync.readers.base import Offer, host_id
+from weightsync.readers.base import host_id
 
 if TYPE_CHECKING:
     from weightsync.memory.host import SharedBuffer

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from weightsync.memory.host import BufferHandle
     from weightsync.plan import Plan, RankLayout
-    from weightsync.protocol.handles import Attached
-    from weightsync.protocol.published import Published
+    from weightsync.protocol.handles import Attached, BufferHandle
+    from weightsync.protocol.messages import Published
 
 __all__ = ["Source"]
 

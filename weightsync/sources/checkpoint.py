@@ -21,7 +21,7 @@ from weightsync.memory.nonfinite import count_nonfinite
 from weightsync.plan import MAPPED, RankLayout, Segment, TensorMeta
 from weightsync.plan.balance import Stretch, deal
 from weightsync.protocol.handles import HostExport
-from weightsync.protocol.published import Published
+from weightsync.protocol.messages import Published
 from weightsync.sources.safetensors_files import contents
 
 __all__ = ["CheckpointSource", "Reading"]

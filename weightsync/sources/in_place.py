@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from weightsync.memory.addresses import local_tensor, local_tensors
-from weightsync.memory.digests import combine
 from weightsync.memory.kernels import DigestPart, DigestTable
 from weightsync.memory.nonfinite import count_nonfinite, word_mask
 from weightsync.memory.tensors import named_tensors
 from weightsync.plan import Piece, Plan, RankLayout
-from weightsync.protocol.published import Published
+from weightsync.protocol.messages import Published, combine
 
 __all__ = ["InPlace"]
 

@@ -15,15 +15,15 @@ from torch import nn
 
 from weightsync.errors import ConfigError, MovedError, StateError, TransportError, nearest
 from weightsync.memory.addresses import Places, is_sharded, local_tensor, local_tensors
-from weightsync.memory.device import DeviceHandle, export_tensor
+from weightsync.memory.device import export_tensor
 from weightsync.memory.digests import host_bytes, tensor_digest, warm_up
-from weightsync.memory.host import BufferHandle, SharedBuffer, num_threads
+from weightsync.memory.host import SharedBuffer, num_threads
 from weightsync.memory.host_table import HostPart, HostTable
 from weightsync.memory.nonfinite import NonfiniteTable
 from weightsync.memory.tensors import device_id, named_tensors
 from weightsync.plan import Box, Piece, Plan, RankLayout, Segment, TensorMeta
-from weightsync.protocol.handles import Attached, Export
-from weightsync.protocol.published import Published
+from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export
+from weightsync.protocol.messages import Published
 from weightsync.sources.difference import difference
 from weightsync.sources.in_place import InPlace
 from weightsync.sources.offloaded import Offloaded, Stored

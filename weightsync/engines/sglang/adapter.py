@@ -27,7 +27,7 @@ from weightsync.faults import arm, shares
 
 if TYPE_CHECKING:
     from weightsync.faults import Fault
-    from weightsync.memory.digests import Digests
+    from weightsync.protocol.messages import Digests
 
 __all__ = ["SglangEngine"]
 

@@ -23,7 +23,7 @@ from weightsync.faults import arm, shares
 if TYPE_CHECKING:
     from weightsync.engines.vllm.loop import Steppable
     from weightsync.faults import Fault
-    from weightsync.memory.digests import Digests
+    from weightsync.protocol.messages import Digests
 
 __all__ = ["VllmEngine"]
 

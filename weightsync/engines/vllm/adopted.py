@@ -15,10 +15,10 @@ from weightsync.errors import ConfigError, DeadlineError, PeerLostError, StateEr
 from weightsync.faults import arm, shares
 
 if TYPE_CHECKING:
-    from weightsync.channel.engine_end import FeedTicket
     from weightsync.faults import Fault
     from weightsync.plan import Plan
     from weightsync.protocol.handles import Attached
+    from weightsync.protocol.messages import FeedTicket
 
 __all__ = ["AdoptedVllm", "AsyncVllm"]
 

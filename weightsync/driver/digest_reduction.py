@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from weightsync.memory.bucket_copies import by_tensor
-from weightsync.memory.digests import Digests
 from weightsync.plan import Plan, RankLayout
+from weightsync.plan.plan import by_tensor
+from weightsync.protocol.messages import Digests
 
 __all__ = ["Fold"]
 

@@ -1,0 +1,52 @@
+"""Who takes part in updates, and what is known of each engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from weightsync.driver.engine_state import EngineRecord, EngineState
+from weightsync.protocol.peers import EnginePeer, HolderPeer, TrainerPeer
+
+__all__ = ["EngineSeat", "Fleet"]
+
+
+@dataclass(slots=True)
+class EngineSeat:
+    """An engine, the holders of its ranks in order, and what is known of it.
+
+    `attached`: whether its ranks are connected with their holders.
+    """
+
+    peer: EnginePeer
+    holders: tuple[int, ...]
+    record: EngineRecord = field(default_factory=EngineRecord)
+    attached: bool = False
+
+
+@dataclass(slots=True)
+class Fleet:
+    """Everybody who takes part. In errors they are ``trainer 0``, ``holder 0`` and ``engine <name>``.
+
+    Attributes:
+        trainers: trainer ranks in order, each with the index of its holder.
+        engines: by name.
+        holders: in order; those behind the plan's `num_holders` came after it was made.
+        nodes: the host of each holder, by any name; where it is short, all are on one.
+    """
+
+    trainers: list[tuple[TrainerPeer, int]]
+    engines: dict[str, EngineSeat]
+    holders: list[HolderPeer]
+    nodes: list[str] = field(default_factory=list)
+
+    def live(self) -> dict[str, EngineSeat]:
+        """Every engine that is not DEAD."""
+        return {n: seat for n, seat in self.engines.items() if seat.record.state is not EngineState.DEAD}
+
+    def named_holders(self) -> dict[str, HolderPeer]:
+        """Holders by the names that errors give them."""
+        return {f"holder {i}": holder for i, holder in enumerate(self.holders)}
+
+    def node(self, holder: int) -> str:
+        """The host that a holder is on."""
+        return self.nodes[holder] if holder < len(self.nodes) else ""

@@ -1,0 +1,72 @@
+"""In which phase of an update most of a GPU was in use."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from weightsync.driver.gather import GRACE_S, gather_named
+from weightsync.protocol.messages import Samples
+
+if TYPE_CHECKING:
+    from weightsync.driver.fleet import Fleet
+    from weightsync.protocol.timing import Span
+
+__all__ = ["gauged", "peaks"]
+
+
+@asynccontextmanager
+async def gauged(
+    fleet: Fleet, holders: Collection[int], now: Callable[[], float]
+) -> AsyncIterator[dict[str, Samples]]:
+    """Have `holders` look at their devices during the body; afterwards has what they saw, by device.
+
+    Its times are `now`'s: a holder counts from its first look, which it has taken when it answers.
+    A holder that does not answer is left out: it will be noticed elsewhere.
+    """
+    seen: dict[str, Samples] = {}
+    began: dict[int, float] = {}
+    if not holders:
+        yield seen
+        return
+
+    async def begin(holder: int) -> None:
+        await fleet.holders[holder].gauge(True)
+        began[holder] = now()
+
+    async def end(holder: int) -> None:
+        device, samples = await fleet.holders[holder].gauge(False)
+        if device and holder in began:
+            seen[device] = [(began[holder] + at, used) for at, used in samples]
+
+    async def each(do: Callable[[int], Coroutine[object, object, None]]) -> None:
+        calls = {f"holder {i}": do(i) for i in holders if i < len(fleet.holders)}
+        await gather_named(calls, "gauge", GRACE_S)
+
+    await each(begin)
+    try:
+        yield seen
+    finally:
+        await each(end)
+
+
+def peaks(seen: Mapping[str, Samples], spans: Sequence[Span]) -> dict[str, dict[str, int]]:
+    """By phase and device, the most that was in use; a sample counts until the next one.
+
+    The last phase has all that was seen after it began: what it took is there when it ends.
+    """
+    ends = [span.began + span.seconds for span in spans[:-1]] + [math.inf]
+    return {
+        span.name: {device: _peak(samples, span.began, end) for device, samples in seen.items() if samples}
+        for span, end in zip(spans, ends, strict=True)
+        if seen
+    }
+
+
+def _peak(samples: Samples, began: float, ended: float) -> int:
+    times = [at for at, _ in samples]
+    first = max(0, bisect_right(times, began) - 1)
+    return max(used for _, used in samples[first : max(bisect_right(times, ended), first + 1)])
