@@ -24,6 +24,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -198,6 +199,19 @@ def _broken_rules(item: Import) -> Iterator[str]:
             yield "rooms of one floor do not know each other"
 
 
+def circles(root: Path) -> list[list[str]]:
+    """Modules of ours that import one another, also in functions or for types. The door opens on use."""
+    arrows: dict[str, set[str]] = {}
+    for item in imports(root):
+        if item.importer != "weightsync" and inside(item.module, PACKAGES):
+            arrows.setdefault(item.importer, set()).add(item.module)
+    try:
+        TopologicalSorter(arrows).prepare()
+    except CycleError as error:
+        return [error.args[1]]
+    return []
+
+
 def wall_clock_reads(root: Path) -> Iterator[str]:
     """``file:line`` of each use of ``time.time``, ``datetime.now`` and the like."""
     named = {"time": ("time", "time_ns", "localtime", "gmtime"), "datetime": ("now", "utcnow", "today")}
@@ -293,6 +307,19 @@ def test_no_object_is_received_or_sent_as_a_pickle() -> None:
         if isinstance(node, ast.Attribute) and node.attr in {"recv_pyobj", "send_pyobj", "recv_serialized"}
     }
     assert names == set()
+
+
+def test_no_modules_import_one_another() -> None:
+    assert circles(ROOT) == []
+
+
+def test_a_planted_circle_is_caught(tmp_path: Path) -> None:
+    (tmp_path / "weightsync/plan").mkdir(parents=True)
+    (tmp_path / "weightsync/plan/one.py").write_text("def f():\n    from weightsync.plan import two\n")
+    (tmp_path / "weightsync/plan/two.py").write_text("import numpy\n")
+    assert circles(tmp_path) == []
+    (tmp_path / "weightsync/plan/two.py").write_text("from weightsync.plan.one import f\n")
+    assert {*circles(tmp_path)[0]} == {"weightsync.plan.one", "weightsync.plan.two"}
 
 
 def test_a_second_home_of_a_heavy_library_is_caught(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.unit.test_verify import cuts, tensors
 from weightsync.errors import PlanError
-from weightsync.memory.digests import COLUMNS, column_factors, row_factors, tensor_digest
+from weightsync.memory.digest_factors import COLUMNS, column_factors, row_factors
+from weightsync.memory.digests import tensor_digest
 from weightsync.memory.kernels import TILE_NBYTES, DigestPart, digest_tiles
 from weightsync.plan import Box
 

@@ -24,7 +24,7 @@ from weightsync.holder.send_buffer_reuse import Arena, arena_for, keepable, writ
 from weightsync.holder.snapshots import Keepable, Keeper
 from weightsync.holder.staging import HostStaging, Staging
 from weightsync.holder.update import carry_out
-from weightsync.memory.gpu_usage import Gauged
+from weightsync.memory.gpu_usage import Gauge, used_nbytes
 from weightsync.memory.tensors import device_id
 from weightsync.plan import Plan, RankLayout, Reads
 from weightsync.protocol.handles import Export, HostExport
@@ -37,6 +37,7 @@ from weightsync.protocol.messages import (
     Part,
     Prepared,
     Refilled,
+    Samples,
     Share,
     Way,
 )
@@ -59,7 +60,7 @@ Others wait a move's time for each bucket: what is over is for the bucket to com
 """
 
 
-class Holder(Gauged):
+class Holder:
     """One member of every communicator; serves at most one trainer rank and one engine rank."""
 
     def __init__(self, name: str, host: str, transport: str = "gloo", device: str = "") -> None:
@@ -68,6 +69,7 @@ class Holder(Gauged):
         """
         self.name, self._host, self._device = name, host, device
         self._transport_name, self._transport = transport, transport_class(transport)
+        self._gauge: Gauge | None = None
         self._plan: Plan | None = None
         self._plan_digest, self._index, self._trainer = "", -1, -1
         self._groups: Communicators | None = None
@@ -342,6 +344,12 @@ class Holder(Gauged):
         """Give the engine rank up, also while `move` waits for it."""
         if self._feed:
             self._feed.drop()
+
+    def gauge(self, on: bool) -> tuple[str, Samples]:
+        """Begin or end to look: which device, and what was seen; nothing where there is none."""
+        seen: Samples = self._gauge.stop() if self._gauge else ()
+        self._gauge = Gauge(used_nbytes) if on and self._device else None
+        return self._device, seen
 
     def close(self) -> None:
         """Leave the communicators and free the memory."""

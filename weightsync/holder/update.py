@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
 from weightsync.faults import strike, strike_move
 from weightsync.holder.bucket_consumers import Outlet
-from weightsync.holder.bucket_pump import pump
 from weightsync.holder.cross_host import Exchange
 from weightsync.holder.staging import Staging
 from weightsync.plan import Plan
@@ -37,7 +37,7 @@ def carry_out(
     if way.exchanges:
         assert exchange
         exchange.move(lambda: way.pulls and outlet.taking)
-    pump(
+    _pump(
         range(plan.num_buckets) if way.broadcasts_all else sorted(way.cast),
         # A slot is filled again once it was written out, and not all of them have their turn here.
         plan.slots if way.broadcasts_all else 1,
@@ -46,3 +46,29 @@ def carry_out(
         outlet,
     )
     outlet.finish(plan.num_buckets)
+
+
+def _pump(
+    buckets: Iterable[int],
+    num_ahead: int,
+    start: Callable[[int], Sequence[Pending]],
+    arrived: Callable[[int], None],
+    outlet: Outlet,
+) -> None:
+    """`start` each bucket, `num_ahead` of them at once, and offer each to `outlet` once it has `arrived`."""
+    ahead: deque[tuple[int, Sequence[Pending]]] = deque()
+
+    def hand_over() -> None:
+        bucket, started = ahead.popleft()
+        for pending in started:
+            pending.wait()
+        arrived(bucket)
+        outlet.offer(bucket)
+
+    for bucket in buckets:
+        outlet.wait_free(bucket)
+        ahead.append((bucket, start(bucket)))
+        if len(ahead) == num_ahead:
+            hand_over()
+    while ahead:
+        hand_over()

@@ -23,28 +23,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from weightsync.memory.digest_factors import COLUMNS, GOLDEN, column_factors, word_nbytes
 from weightsync.plan import Box
 from weightsync.protocol.messages import Digests
 
-__all__ = [
-    "COLUMNS",
-    "column_factors",
-    "digest_kernel",
-    "host_bytes",
-    "row_factors",
-    "runs",
-    "tensor_digest",
-    "warm_up",
-    "word_nbytes",
-]
+__all__ = ["digest_kernel", "host_bytes", "runs", "tensor_digest", "warm_up"]
 
 _Words = npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 _Kernel = Callable[[_Words, npt.NDArray[np.int64], int, Digests], int]
 
-COLUMNS = 4096
-"""Words per row."""
-
-_GOLDEN = 0x9E3779B97F4A7C15
 _WORD_TYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
@@ -76,11 +63,6 @@ def host_bytes(data: torch.Tensor) -> npt.NDArray[np.uint8]:
     """
     memory = (ctypes.c_uint8 * data.nbytes).from_address(data.data_ptr())
     return np.frombuffer(memoryview(memory), np.uint8)
-
-
-def word_nbytes(itemsize: int) -> int:
-    """Bytes of the words as which elements of `itemsize` bytes are digested."""
-    return min(itemsize, 4)
 
 
 def warm_up() -> None:
@@ -129,37 +111,13 @@ def runs(shape: tuple[int, ...], box: Box) -> tuple[npt.NDArray[np.int64], int]:
     return starts + sum(box.offset[axis] * strides[axis] for axis in range(split, len(shape))), run
 
 
-def _splitmix64(state: Digests) -> Digests:
-    with np.errstate(over="ignore"):
-        z = state * np.uint64(_GOLDEN)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        mixed: Digests = z ^ (z >> np.uint64(31))
-        return mixed
-
-
-@functools.cache
-def column_factors() -> Digests:
-    """The factor of each of a row's words: uint64[4096]."""
-    # Counted down from the top, where no row's number comes.
-    states = np.uint64(2**64 - 1) - np.arange(COLUMNS, dtype=np.uint64)
-    odd: Digests = _splitmix64(states) | np.uint64(1)
-    return odd
-
-
-def row_factors(num_rows: int) -> Digests:
-    """The factors of a tensor's first rows: uint64[num_rows]."""
-    odd: Digests = _splitmix64(np.arange(1, num_rows + 1, dtype=np.uint64)) | np.uint64(1)
-    return odd
-
-
 @functools.cache
 def digest_kernel() -> _Kernel:
     """Numba, imported on first use: torch's own integer passes took three to six times as long."""
     from numba import njit
 
     width, mask, shift = np.int64(COLUMNS), np.int64(COLUMNS - 1), np.int64(12)
-    golden, one = np.uint64(_GOLDEN), np.uint64(1)
+    golden, one = np.uint64(GOLDEN), np.uint64(1)
     first, second = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
     s30, s27, s31 = np.uint64(30), np.uint64(27), np.uint64(31)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from weightsync.protocol.messages import Samples
 
-__all__ = ["Gauge", "Gauged"]
+__all__ = ["Gauge", "used_nbytes"]
 
 _EVERY_S = 0.005
 
@@ -42,20 +42,7 @@ class Gauge:
             self._samples.append((time.perf_counter() - self._started, used))
 
 
-class Gauged:
-    """The part of a holder that watches its device."""
-
-    _device: str
-    _gauge: Gauge | None = None
-
-    def gauge(self, on: bool) -> tuple[str, Samples]:
-        """Begin or end to look: which device, and what was seen; nothing where there is none."""
-        seen: Samples = self._gauge.stop() if self._gauge else ()
-        self._gauge = Gauge(_used_nbytes) if on and self._device else None
-        return self._device, seen
-
-
-def _used_nbytes() -> int:
+def used_nbytes() -> int:
     """On the first device that this process sees, by whomever."""
     import torch
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsync.memory.digests import column_factors, digest_kernel, runs, word_nbytes
+from weightsync.memory.digest_factors import column_factors, word_nbytes
+from weightsync.memory.digests import digest_kernel, runs
 from weightsync.memory.host import num_threads
 from weightsync.plan import Box
 from weightsync.protocol.messages import Digests

@@ -16,7 +16,7 @@ import torch
 
 from weightsync.errors import PlanError
 from weightsync.memory import cuda
-from weightsync.memory.digests import COLUMNS, column_factors, row_factors, word_nbytes
+from weightsync.memory.digest_factors import COLUMNS, column_factors, row_factors, word_nbytes
 from weightsync.plan import Box
 from weightsync.plan.copies import Copies, Copy, box_copies, tiles
 from weightsync.protocol.messages import Digests

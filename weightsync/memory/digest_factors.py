@@ -1,0 +1,45 @@
+"""The factors by which a digest multiplies rows and words; see `weightsync.memory.digests`."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from weightsync.protocol.messages import Digests
+
+__all__ = ["COLUMNS", "GOLDEN", "column_factors", "row_factors", "word_nbytes"]
+
+COLUMNS = 4096
+"""Words per row."""
+GOLDEN = 0x9E3779B97F4A7C15
+"""SplitMix64's step: 2**64 over the golden ratio."""
+
+
+def word_nbytes(itemsize: int) -> int:
+    """Bytes of the words as which elements of `itemsize` bytes are digested."""
+    return min(itemsize, 4)
+
+
+def _splitmix64(state: Digests) -> Digests:
+    with np.errstate(over="ignore"):
+        z = state * np.uint64(GOLDEN)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        mixed: Digests = z ^ (z >> np.uint64(31))
+        return mixed
+
+
+@functools.cache
+def column_factors() -> Digests:
+    """The factor of each of a row's words: uint64[4096]."""
+    # Counted down from the top, where no row's number comes.
+    states = np.uint64(2**64 - 1) - np.arange(COLUMNS, dtype=np.uint64)
+    odd: Digests = _splitmix64(states) | np.uint64(1)
+    return odd
+
+
+def row_factors(num_rows: int) -> Digests:
+    """The factors of a tensor's first rows: uint64[num_rows]."""
+    odd: Digests = _splitmix64(np.arange(1, num_rows + 1, dtype=np.uint64)) | np.uint64(1)
+    return odd
