@@ -7,7 +7,7 @@ import random
 import torch
 from torch import nn
 
-from tests.unit.test_controller import CONFIG, Loop, drive
+from tests.fleets.loop import CONFIG, Loop, drive
 
 NUM_FLIPS = 1000
 

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.fleets.loop import Loop, drive
 from tests.patience import patient
-from tests.unit.test_controller import Loop, drive
 from weightsync.channel import engine_end as module
 from weightsync.channel.engine_end import EngineFeed, HolderFeed
 from weightsync.config import SyncConfig

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Coroutine
 from dataclasses import replace
 
 import msgspec
@@ -12,12 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.fleets.loop import CONFIG, Loop, drive
 from tests.patience import patient
 from weightsync.config import SyncConfig
 from weightsync.driver.connect import Image
-from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
-from weightsync.driver.fleet import EngineSeat, Fleet
 from weightsync.errors import (
     ConfigError,
     DeadlineError,
@@ -29,58 +27,9 @@ from weightsync.errors import (
     VerifyError,
 )
 from weightsync.holder.flat_snapshot import EngineImage
-from weightsync.holder.holder import Holder
 from weightsync.holder.staging import HostStaging
 from weightsync.report import Link
-from weightsync.sources.module import ModuleSource
 from weightsync.testing import DictEngine, LocalPeer
-
-
-class Loop:
-    """One model, two engines on holders of their own; a trainer on a third."""
-
-    def __init__(self, config: SyncConfig, num_engines: int = 2) -> None:
-        self.model = self.make()
-        zeros = {name: torch.zeros_like(t) for name, t in self.model.state_dict().items()}
-        self.engines = {
-            f"e{i}": DictEngine(f"e{i}", {n: t.clone() for n, t in zeros.items()}) for i in range(num_engines)
-        }
-        self.holders = [Holder(f"holder {i}", "127.0.0.1") for i in range(num_engines + 1)]
-        self.source = ModuleSource(self.model)
-        seats = {name: EngineSeat(LocalPeer(e), (i + 1,)) for i, (name, e) in enumerate(self.engines.items())}
-        self.fleet = Fleet([(LocalPeer(self.source), 0)], seats, [LocalPeer(h) for h in self.holders])
-        self.controller = Controller(config, self.fleet)
-
-    def make(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 5))
-
-    def train(self) -> None:
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.normal_()
-
-    def holds_the_models_weights(self, name: str) -> bool:
-        return all(torch.equal(t, self.engines[name].tensors[n]) for n, t in self.model.state_dict().items())
-
-    def close(self) -> None:
-        self.source.close()
-        for part in (*self.engines.values(), *self.holders):
-            part.close()
-
-
-CONFIG = SyncConfig(bucket_bytes=4096, timeout_s=patient(15), connect_timeout_s=patient(20))
-
-
-def drive(
-    work: Callable[[Loop], Coroutine[object, object, None]],
-    config: SyncConfig = CONFIG,
-    cls: type[Loop] = Loop,
-) -> None:
-    loop = cls(config)
-    try:
-        asyncio.run(work(loop))
-    finally:
-        loop.close()
 
 
 def test_each_version_arrives_bit_for_bit_and_the_report_says_so() -> None:

@@ -1,179 +1,26 @@
-"""Direct updates over real holders and engines; memory that no GPU maps is copied by numpy instead."""
+"""Direct updates over real holders and engines."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
-from tests.unit.test_controller import CONFIG, Loop
-from weightsync.config import SyncConfig
+from tests.fleets.direct import Direct, Engine, Staging, drive
+from tests.fleets.loop import CONFIG, Loop
 from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.fleet import EngineSeat
-from weightsync.errors import ConfigError, TransportError
-from weightsync.holder.holder import Holder
+from weightsync.errors import ConfigError
 from weightsync.holder.staging import HostStaging
-from weightsync.memory.addresses import local_tensors
-from weightsync.plan import Plan, RankLayout, Reads
-from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export
+from weightsync.plan import Plan
+from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import FeedTicket
 from weightsync.report import Link
-from weightsync.sources.module import ModuleSource
-from weightsync.testing import DictEngine, LocalPeer
-
-Memory = Mapping[str, torch.Tensor]
-
-
-class Shared:
-    """The live memory of all ranks, by the `ipc` of their handles."""
-
-    def __init__(self) -> None:
-        self._arrays: dict[bytes, np.ndarray[tuple[int], np.dtype[np.uint8]]] = {}
-
-    def export(self, layout: RankLayout, live: Memory) -> Export:
-        handles = {}
-        for name, tensor in live.items():
-            ipc = str(tensor.data_ptr()).encode()
-            self._arrays[ipc] = tensor.detach().view(torch.uint8).reshape(-1).numpy()
-            handles[name] = DeviceHandle("cuda:fake", 0, ipc, 0, tensor.nbytes)
-        return Export(layout, handles)
-
-    def buffer(self, handle: DeviceHandle) -> torch.Tensor:
-        return torch.from_numpy(self._arrays[handle.ipc])
-
-    def copy(self, reads: Reads, sources: Mapping[tuple[int, str], DeviceHandle], into: Export) -> None:
-        columns = (reads.trainer.tolist(), reads.src_buffer.tolist(), reads.dst_buffer.tolist())
-        for trainer, src_name, dst_name, row in zip(*columns, reads.table().tolist(), strict=True):
-            src, dst, rows, nbytes, src_pitch, dst_pitch = row
-            source = self._arrays[sources[trainer, reads.src_names[src_name]].ipc]
-            target = self._arrays[into.buffers[reads.dst_names[dst_name]].ipc]
-            for i in range(rows):
-                at = src + i * src_pitch
-                target[dst + i * dst_pitch :][:nbytes] = source[at : at + nbytes]
-
-
-class Source(ModuleSource):
-    """Publishes on the host, and shows where its weights lie as if that were a GPU."""
-
-    shared: Shared
-
-    def attach(self, plan: Plan, trainer: int, arena: BufferHandle | None) -> Attached:
-        attached = super().attach(plan, trainer, arena)
-        return replace(attached, export=self.shared.export(self.layout(), local_tensors(self.model)))
-
-
-class Engine(DictEngine):
-    """Its memory is written by its holder."""
-
-    shared: Shared
-    export: Export
-    num_written = 0
-
-    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
-        (attached,) = super().attach(plan, tickets, timeout_s)
-        self.export = self.shared.export(self.layout()[0], self.tensors)
-        return [replace(attached, export=self.export)]
-
-    def written(self) -> None:
-        self.num_written += 1
-
-
-class Staging(HostStaging):
-    """Buckets go out to engines by `write`, and `pull` copies."""
-
-    shared: Shared
-    engine: Engine
-    written: list[int]
-    writes = True  # type: ignore[assignment]
-    unreachable = False
-
-    def connect(self, trainer: Export) -> None:
-        self.source = {name: self.shared.buffer(handle) for name, handle in trainer.buffers.items()}
-
-    def link(self, engine: Export | None) -> None: ...
-
-    def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
-        if self.unreachable:
-            raise TransportError("no peer access")
-        self._reads, self._memory = reads, memory
-
-    def pull(self) -> None:
-        self.shared.copy(self._reads, self._memory, self.engine.export)
-
-    def write(self, bucket: int) -> None:
-        self.written.append(bucket)
-        plan = self.engine._plan
-        assert plan is not None
-        slot = self._slots[bucket % len(self._slots)].tensor
-        for piece in plan.bucket(bucket).pieces:
-            meta = plan.tensors[piece.tensor]
-            data = slot[piece.offset : piece.offset + piece.nbytes].view(getattr(torch, meta.dtype))
-            self.engine.tensors[meta.name][piece.box.slices()].copy_(data.view(piece.box.extent))
-
-
-class Direct(Loop):
-    """Two engines whose memory their holders write, and a trainer that they can read."""
-
-    def __init__(self, config: SyncConfig) -> None:
-        super().__init__(config)
-        shared = Shared()
-        self.source = Source(self.model)
-        self.source.shared = shared
-        self.fleet.trainers[0] = (LocalPeer(self.source), 0)
-        self.holders[0]._stage = self.staging(self.holders[0])  # type: ignore[method-assign]
-        for holder, (name, plain) in zip(self.holders[1:], self.engines.items(), strict=True):
-            engine = Engine(name, plain.tensors)
-            engine.shared, self.engines[name] = shared, engine
-            self.fleet.engines[name].peer = LocalPeer(engine)
-            holder._stage = self.staging(holder, engine)  # type: ignore[method-assign]
-
-    def staging(self, holder: Holder, engine: Engine | None = None) -> Callable[[Plan, int, bool], Staging]:
-        def stage(plan: Plan, index: int, receives: bool) -> Staging:
-            made = Staging(plan, index, holder._arena, receives)
-            made.written, made.shared = [], self.source.shared
-            if engine:
-                made.engine = engine
-            return made
-
-        return stage
-
-    def cut_off(self, holder: int) -> None:
-        """A holder that cannot map the trainers' memory."""
-        stage = self.holders[holder]._stage
-
-        def unreachable(plan: Plan, index: int, receives: bool) -> Staging:
-            made = stage(plan, index, receives)
-            assert isinstance(made, Staging)
-            made.unreachable = True
-            return made
-
-        self.holders[holder]._stage = unreachable  # type: ignore[method-assign, assignment]
-
-    def broadcasts(self) -> list[int]:
-        """Every bucket that any holder begins to broadcast from now on."""
-        begun: list[int] = []
-        for holder in self.holders:
-            start = holder._start
-
-            def started(plan: Plan, staging: Staging, bucket: int, timeout_s: float, start=start) -> object:  # type: ignore[no-untyped-def]
-                begun.append(bucket)
-                return start(plan, staging, bucket, timeout_s)
-
-            holder._start = started  # type: ignore[method-assign, assignment]
-        return begun
-
-
-def drive(work: Callable[[Direct], Coroutine[object, object, None]], config: SyncConfig = CONFIG) -> None:
-    loop = Direct(config)
-    try:
-        asyncio.run(work(loop))
-    finally:
-        loop.close()
+from weightsync.testing import LocalPeer
 
 
 def test_engines_read_their_parts_and_nothing_is_broadcast() -> None:

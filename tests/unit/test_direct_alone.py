@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.unit.test_controller import CONFIG
-from tests.unit.test_direct import Direct, Engine, Source
+from tests.fleets.direct import Direct, Engine, Source
+from tests.fleets.loop import CONFIG
 from weightsync.driver.fleet import EngineSeat
 from weightsync.errors import ConfigError, PlanError
 from weightsync.holder.staging import HostStaging

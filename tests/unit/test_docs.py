@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.test_controller import CONFIG
+from tests.fleets.loop import CONFIG
 from weightsync.driver.controller import Controller
 from weightsync.driver.fleet import EngineSeat, Fleet
 from weightsync.holder.holder import Holder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.test_controller import Loop, drive
+from tests.fleets.loop import Loop, drive
 from weightsync.driver.gpu_peaks import peaks
 from weightsync.errors import EngineError
 from weightsync.holder.holder import Holder

@@ -8,8 +8,8 @@ from collections.abc import Callable, Coroutine
 
 import pytest
 
+from tests.fleets.loop import Loop, drive
 from tests.patience import patient
-from tests.unit.test_controller import Loop, drive
 from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineState
 from weightsync.errors import DeadlineError, EngineError, PeerLostError

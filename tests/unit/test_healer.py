@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from tests.fleets.loop import Loop, drive
 from tests.patience import patient
-from tests.unit.test_controller import Loop, drive
 from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.fleet import EngineSeat

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from tests.unit.test_controller import CONFIG, Loop, drive
+from tests.fleets.loop import CONFIG, Loop, drive
 from tests.unit.test_controller import read_in_place as make_in_place
 from weightsync.driver.engine_state import EngineState
 from weightsync.errors import NonfiniteError

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.test_controller import CONFIG, Loop, drive
+from tests.fleets.loop import CONFIG, Loop, drive
 from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.fleet import EngineSeat

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fleets.direct import Direct, Staging
+from tests.fleets.direct import drive as drive_direct
+from tests.fleets.loop import CONFIG, Loop
+from tests.fleets.loop import drive as drive_broadcast
 from tests.patience import patient
-from tests.unit.test_controller import CONFIG, Loop
-from tests.unit.test_controller import drive as drive_broadcast
-from tests.unit.test_direct import Direct, Staging
-from tests.unit.test_direct import drive as drive_direct
 from weightsync.driver.engine_state import EngineState
 from weightsync.errors import SourceChangedError, StateError, VerifyError
 from weightsync.memory.host_table import HostTable

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.test_controller import CONFIG, Loop, drive, fail_to_publish, read_in_place
+from tests.fleets.loop import CONFIG, Loop, drive
+from tests.unit.test_controller import fail_to_publish, read_in_place
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.healing import Healer
 from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError, VerifyError

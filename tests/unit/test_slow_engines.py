@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch import nn
 
+from tests.fleets.loop import Loop, drive
 from tests.patience import patient
-from tests.unit.test_controller import Loop, drive
 from tests.unit.test_healer import Respawned
 from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineState

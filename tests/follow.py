@@ -1,0 +1,171 @@
+"""Prints the way of an update through the library: which files and functions, in order, in which process.
+
+    bash scripts/follow [update | direct | refill | connect]
+
+A trainer and two engines of the tests' fleet run as threads. A call belongs to the process that its thread
+plays, and each function is printed where it is entered first. Three numbers end the page: files, changes of
+file (calls in one thread whose file is not that of the call before), and lines of the functions entered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextvars
+import inspect
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from tests.fleets.direct import Direct
+from tests.fleets.loop import CONFIG, Loop
+from weightsync.testing import LocalPeer
+
+LIBRARY = Path(__file__).parents[1] / "weightsync"
+DRIVER = "driver"
+_SUSPENDS = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+_process: contextvars.ContextVar[str] = contextvars.ContextVar("process")
+
+
+@dataclass
+class Followed:
+    """Calls of the library's functions.
+
+    Attributes:
+        first: (process, function) in the order in which they were entered first.
+        num_changes: how often a thread went to another file.
+        is_on: whether calls are noted now.
+    """
+
+    first: dict[tuple[str, CodeType], None] = field(default_factory=dict)
+    num_changes: int = 0
+    is_on: bool = False
+    _files: dict[int, str] = field(default_factory=dict)
+
+    def note(self, frame: FrameType, event: str, _: object) -> None:
+        """Take a call, as `sys.setprofile` reports it."""
+        code = frame.f_code
+        if not self.is_on or event != "call" or not code.co_filename.startswith(str(LIBRARY)):
+            return
+        goes_on = code.co_flags & _SUSPENDS and frame.f_lasti > 0 and frame.f_lineno != code.co_firstlineno
+        if goes_on or code.co_name.startswith("<") or code.co_filename.endswith("testing.py"):
+            return
+        process = _process.get(getattr(threading.current_thread(), "process", DRIVER))
+        self.first.setdefault((process, code))
+        thread = threading.get_ident()
+        self.num_changes += self._files.setdefault(thread, code.co_filename) != code.co_filename
+        self._files[thread] = code.co_filename
+
+    def page(self) -> str:
+        """What was noted, for people."""
+        alike: dict[str, list[str]] = {}
+        for process in dict.fromkeys(process for process, _ in self.first):
+            alike.setdefault(self._way(process), []).append(process)
+        lines = [f"{', '.join(sorted(processes))}\n{way}\n" for way, processes in alike.items()]
+        entered = {code for _, code in self.first}
+        num_files = len({code.co_filename for code in entered})
+        num_lines = sum(len(inspect.getsourcelines(code)[0]) for code in entered)
+        lines.append(f"{num_files} files, {self.num_changes} changes of file, {num_lines} lines of functions")
+        return "\n".join(lines)
+
+    def _way(self, process: str) -> str:
+        codes = [code for name, code in self.first if name == process]
+        return "\n".join(
+            f"  {Path(file).relative_to(LIBRARY)!s:32} "
+            + ", ".join(dict.fromkeys(code.co_qualname for code in functions))
+            for file, functions in groupby(codes, key=lambda code: code.co_filename)
+        )
+
+
+class NamedPeer(LocalPeer):
+    """A peer whose calls are noted as those of the process that it plays."""
+
+    def __init__(self, target: object, name: str) -> None:
+        super().__init__(target)
+        self._name = name
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        call = super().__getattr__(method)
+
+        async def named(*args: object) -> object:
+            _process.set(self._name)
+            return await call(*args)
+
+        # A task of its own, so that the name ends with the call.
+        return lambda *args: asyncio.ensure_future(named(*args))
+
+
+def name_processes(loop: Loop) -> None:
+    """Give each peer of a fleet its name, and threads that of the process that starts them."""
+    fleet = loop.fleet
+    fleet.trainers[:] = [
+        (NamedPeer(peer._target, f"trainer {i}"), at)  # type: ignore[attr-defined]
+        for i, (peer, at) in enumerate(fleet.trainers)
+    ]
+    fleet.holders[:] = [
+        NamedPeer(peer._target, f"holder {i}")  # type: ignore[attr-defined]
+        for i, peer in enumerate(fleet.holders)
+    ]
+    for name, seat in fleet.engines.items():
+        seat.peer = NamedPeer(seat.peer._target, f"engine {name}")  # type: ignore[attr-defined]
+    start = threading.Thread.start
+
+    def start_named(self: threading.Thread) -> None:
+        self.process = _process.get(getattr(threading.current_thread(), "process", DRIVER))  # type: ignore[attr-defined]
+        start(self)
+
+    threading.Thread.start = start_named  # type: ignore[method-assign]
+
+
+async def follow(kind: str, loop: Loop) -> Followed:
+    """Do what comes before `kind` unseen, then follow it."""
+    controller, followed = loop.controller, Followed()
+    threading.setprofile(followed.note)  # threads that start before the step take part in it
+    sys.setprofile(followed.note)
+    steps: dict[str, Callable[[], Awaitable[object]]] = {
+        "connect": controller.connect,
+        "update": lambda: controller.update(2),
+        "direct": lambda: controller.update(2),
+        "refill": lambda: controller.refill("e1"),
+    }
+    if kind != "connect":
+        await controller.connect()
+        await controller.update(1)
+    if kind == "refill":
+        loop.engines["e1"].on_write = _fail
+        await controller.update(2)
+        loop.engines["e1"].on_write = lambda _: None
+        await controller.keeping.settled()
+    followed.is_on = True
+    await steps[kind]()
+    followed.is_on = False
+    return followed
+
+
+def _fail(tensor: str) -> None:
+    raise MemoryError(tensor)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "kind", nargs="?", default="update", choices=["update", "direct", "refill", "connect"]
+    )
+    kind = parser.parse_args().kind
+    loop = Direct(CONFIG) if kind == "direct" else Loop(CONFIG)
+    name_processes(loop)
+    try:
+        sys.stdout.write(asyncio.run(follow(kind, loop)).page() + "\n")
+    finally:
+        loop.close()
+
+
+if __name__ == "__main__":
+    main()
