@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -64,17 +66,26 @@ def forking_workers() -> Iterator[None]:
 
 
 def _start(deadline: float) -> None:
-    while True:
-        try:
-            ray.init(
-                address="local",
-                num_cpus=2,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="ERROR",
-            )
-            return
-        except Exception as error:
-            if TOO_LATE not in str(error) or time.monotonic() > deadline:
-                raise
-            ray.shutdown()
+    while not _starts(deadline):
+        ray.shutdown()
+        # The processes that Ray gave up on would warn wherever they are collected.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            gc.collect()
+
+
+def _starts(deadline: float) -> bool:
+    """Whether Ray came in its own time; any other failure is raised, and this one too after `deadline`."""
+    try:
+        ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
+    except Exception as error:
+        if TOO_LATE not in str(error) or time.monotonic() > deadline:
+            raise
+        return False
+    return True

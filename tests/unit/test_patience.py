@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import gc
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -143,3 +145,23 @@ def test_ray_is_started_again_where_its_own_deadline_was_too_short(
     else:
         local_cluster.start_ray()
     assert len(started) == num_starts
+
+
+def test_processes_that_ray_gave_up_on_do_not_warn_in_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[int] = []
+
+    def init(**_: object) -> None:
+        if left:
+            return
+        process = subprocess.Popen(["sleep", "60"])
+        left.append(process.pid)
+        cycle: list[object] = [process]
+        cycle.append(cycle)
+        raise RuntimeError(local_cluster.TOO_LATE)
+
+    monkeypatch.setattr(local_cluster.ray, "init", init)
+    monkeypatch.setattr(local_cluster.ray, "shutdown", lambda: None)
+    local_cluster.start_ray()
+    gc.collect()
+    os.kill(left[0], signal.SIGKILL)
+    os.waitpid(left[0], 0)
