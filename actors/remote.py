@@ -15,7 +15,7 @@ from weightsync.errors import ConfigError, PeerError, PeerLostError, WeightSyncE
 if TYPE_CHECKING:
     from weightsync.faults import Fault
     from weightsync.plan import Plan, RankLayout, Reads
-    from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export, HostExport
+    from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export, HostExport, Offer
     from weightsync.protocol.messages import (
         Digests,
         FeedTicket,
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
         Way,
     )
     from weightsync.protocol.timing import Span
-    from weightsync.readers import Offer
 
 __all__ = ["RemoteEngine", "RemoteHolder", "RemoteTrainer", "answer"]
 

@@ -35,8 +35,8 @@ import torch
 
 from benchmarks.common import environment, print_table, write_json
 from weightsync.memory.host import SharedBuffer
-from weightsync.protocol.handles import BufferHandle
-from weightsync.readers import Offer, Read, open_reader, serve
+from weightsync.protocol.handles import BufferHandle, Offer
+from weightsync.readers import Read, open_reader, serve
 from weightsync.readers.mooncake import PIECE_NBYTES
 from weightsync.readers.mooncake_child import MAX_PAUSE_S, MIN_PAUSE_S, WINDOW
 from weightsync.readers.mooncake_process import probe

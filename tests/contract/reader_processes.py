@@ -17,7 +17,8 @@ from collections.abc import Sequence
 import torch
 
 from weightsync.memory.host import SharedBuffer
-from weightsync.readers import Offer, serve
+from weightsync.protocol.handles import Offer
+from weightsync.readers import serve
 
 _FACTOR = 0x1E3779B97F4A7C15
 

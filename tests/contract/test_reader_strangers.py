@@ -20,7 +20,8 @@ import zmq
 from tests.contract.reader_processes import Peer, pattern
 from tests.patience import patient
 from weightsync.memory.host import SharedBuffer
-from weightsync.readers import Offer, Read, open_reader, serve
+from weightsync.protocol.handles import Offer
+from weightsync.readers import Read, open_reader, serve
 
 NBYTES = 1000
 NUM_FRAMES = 200_000

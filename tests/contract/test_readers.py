@@ -26,8 +26,9 @@ from tests.contract.reader_processes import Peer, pattern
 from tests.patience import patient
 from weightsync.errors import ConfigError, DeadlineError, ReadError, TransportError
 from weightsync.memory.host import SharedBuffer
+from weightsync.protocol.handles import Offer
 from weightsync.protocol.handshake import Doorman, show_secret
-from weightsync.readers import Offer, Read, Reader, choice, choose_protocol, open_reader, serve
+from weightsync.readers import Read, Reader, choice, choose_protocol, open_reader, serve
 from weightsync.readers.base import pieces
 from weightsync.readers.mooncake_process import probe
 from weightsync.readers.zeromq_server import Answer, Request

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from weightsync.plan import Box
 
 if TYPE_CHECKING:
+    import torch
+
     from weightsync.protocol.messages import Digests
 
 __all__ = ["PieceView", "Sink"]
@@ -32,5 +32,5 @@ class Sink(Protocol):
         """All pieces came: make the weights live; returns a digest per tensor of the plan."""
 
 
-PieceView = tuple[int, Box, torch.Tensor]
+PieceView: TypeAlias = "tuple[int, Box, torch.Tensor]"
 """The tensor's number in the plan, which box of it, and its data: shape ``box.extent``, the plan's dtype."""

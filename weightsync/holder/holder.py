@@ -27,7 +27,7 @@ from weightsync.holder.update import carry_out
 from weightsync.memory.gpu_usage import Gauge, used_nbytes
 from weightsync.memory.tensors import device_id
 from weightsync.plan import Plan, RankLayout, Reads
-from weightsync.protocol.handles import Export, HostExport
+from weightsync.protocol.handles import Export, HostExport, Offer
 from weightsync.protocol.messages import (
     FeedTicket,
     Group,
@@ -42,7 +42,6 @@ from weightsync.protocol.messages import (
     Way,
 )
 from weightsync.protocol.timing import PhaseClock
-from weightsync.readers import Offer
 from weightsync.transports import Pending, transport_class
 
 if TYPE_CHECKING:

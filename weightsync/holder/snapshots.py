@@ -15,8 +15,9 @@ import torch
 
 from weightsync.errors import ReadError
 from weightsync.memory.host import SharedBuffer
+from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import Digests, Label, Share
-from weightsync.readers import Offer, Read, Reader, Server, choose_protocol, open_reader, serve
+from weightsync.readers import Read, Reader, Server, choose_protocol, open_reader, serve
 
 __all__ = ["LABEL_NBYTES", "Copy", "Held", "Keepable", "Keeper", "read_labels"]
 

@@ -7,18 +7,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
 from weightsync.errors import ConfigError, PeerLostError, ReadError, nearest
-from weightsync.protocol.handles import Offer, ProtocolName
 from weightsync.readers.base import Read, Reader, Server
 from weightsync.readers.choice import choose_protocol, rdma_devices
 from weightsync.readers.parallel import ParallelReader
 
 if TYPE_CHECKING:
     from weightsync.memory.host import SharedBuffer
+    from weightsync.protocol.handles import Offer, ProtocolName
 
 __all__ = [
     "WAYS",
-    "Offer",
-    "ProtocolName",
     "Read",
     "Reader",
     "Server",

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from weightsync.errors import ReadError
-from weightsync.protocol.handles import Offer
 
 if TYPE_CHECKING:
     from weightsync.memory.host import SharedBuffer
+    from weightsync.protocol.handles import Offer
 
 __all__ = ["Read", "Reader", "Server", "by_peer", "check_reads", "host_id", "pieces"]
 

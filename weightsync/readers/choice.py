@@ -6,9 +6,12 @@ import importlib
 import importlib.util
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from weightsync.errors import ConfigError, nearest
-from weightsync.protocol.handles import ProtocolName
+
+if TYPE_CHECKING:
+    from weightsync.protocol.handles import ProtocolName
 
 __all__ = ["choose_protocol", "rdma_devices"]
 

@@ -7,11 +7,11 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 from weightsync.errors import DeadlineError
-from weightsync.protocol.handles import Offer
 from weightsync.readers.base import Read, Reader, check_reads
 
 if TYPE_CHECKING:
     from weightsync.memory.host import SharedBuffer
+    from weightsync.protocol.handles import Offer
 
 __all__ = ["ParallelReader"]
 
