@@ -77,7 +77,7 @@ class Followed:
         codes = [code for name, code in self.first if name == process]
         return "\n".join(
             f"  {Path(file).relative_to(LIBRARY)!s:32} "
-            + ", ".join(dict.fromkeys(code.co_qualname for code in functions))
+            + ", ".join(dict.fromkeys(getattr(code, "co_qualname", code.co_name) for code in functions))
             for file, functions in groupby(codes, key=lambda code: code.co_filename)
         )
 
