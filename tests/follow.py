@@ -1,10 +1,10 @@
-"""Prints the way of an update through the library: which files and functions, in order, in which process.
+"""Print the path of an update through the library: files and functions, in order, for each process.
 
     bash scripts/follow [update | direct | refill | connect]
 
-A trainer and two engines of the tests' fleet run as threads. A call belongs to the process that its thread
-plays, and each function is printed where it is entered first. Three numbers end the page: files, changes of
-file (calls in one thread whose file is not that of the call before), and lines of the functions entered.
+The trainer and the two engines of the test fleet run as threads of this process. Each call is listed under
+the process that its thread stands for, and each function where it is first entered. The last line has three
+numbers: files, changes of file (a thread's next call is in another file), and lines of the functions entered.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _process: contextvars.ContextVar[str] = contextvars.ContextVar("process")
 
 @dataclass
 class Followed:
-    """Calls of the library's functions.
+    """Calls to functions of the library.
 
     Attributes:
         first: (process, function) in the order in which they were entered first.
         num_changes: how often a thread went to another file.
-        is_on: whether calls are noted now.
+        is_on: whether calls are recorded.
     """
 
     first: dict[tuple[str, CodeType], None] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Followed:
     _files: dict[int, str] = field(default_factory=dict)
 
     def note(self, frame: FrameType, event: str, _: object) -> None:
-        """Take a call, as `sys.setprofile` reports it."""
+        """Record a call. A profile function, see `sys.setprofile`."""
         code = frame.f_code
         if not self.is_on or event != "call" or not code.co_filename.startswith(str(LIBRARY)):
             return
@@ -62,7 +62,7 @@ class Followed:
         self._files[thread] = code.co_filename
 
     def page(self) -> str:
-        """What was noted, for people."""
+        """The recorded calls as text."""
         alike: dict[str, list[str]] = {}
         for process in dict.fromkeys(process for process, _ in self.first):
             alike.setdefault(self._way(process), []).append(process)
@@ -83,7 +83,7 @@ class Followed:
 
 
 class NamedPeer(LocalPeer):
-    """A peer whose calls are noted as those of the process that it plays."""
+    """A peer whose calls are recorded under the name of its process."""
 
     def __init__(self, target: object, name: str) -> None:
         super().__init__(target)
@@ -101,7 +101,7 @@ class NamedPeer(LocalPeer):
 
 
 def name_processes(loop: Loop) -> None:
-    """Give each peer of a fleet its name, and threads that of the process that starts them."""
+    """Name each peer of the fleet after its process, and each thread after the process that starts it."""
     fleet = loop.fleet
     fleet.trainers[:] = [
         (NamedPeer(peer._target, f"trainer {i}"), at)  # type: ignore[attr-defined]
@@ -123,7 +123,7 @@ def name_processes(loop: Loop) -> None:
 
 
 async def follow(kind: str, loop: Loop) -> Followed:
-    """Do what comes before `kind` unseen, then follow it."""
+    """Prepare the fleet for `kind`, then record that step alone."""
     controller, followed = loop.controller, Followed()
     threading.setprofile(followed.note)  # threads that start before the step take part in it
     sys.setprofile(followed.note)

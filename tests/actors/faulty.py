@@ -26,7 +26,6 @@ from weightsync.errors import StateError, WeightSyncError
 from weightsync.faults import Fault, FaultPlan
 from weightsync.holder.holder import Holder
 from weightsync.holder.staging import Staging
-from weightsync.memory.digests import warm_up
 from weightsync.report import SyncReport
 
 WIDTH = 64
@@ -41,14 +40,6 @@ SETTINGS: dict[str, Any] = {
     "heal_backoff_s": 0.05,
 }
 _NUMBERS = count()
-
-
-class Spare(Engine):
-    """Has everything compiled before it is needed."""
-
-    def __init__(self, width: int, name: str, slot: str) -> None:
-        warm_up()
-        super().__init__(width, name, slot)
 
 
 class Faulty:
@@ -156,7 +147,7 @@ class Faulty:
         return spawn(Counting, WIDTH, f"faulty-{self._number}-{rank}")
 
     def _spare(self, name: str) -> Any:
-        return spawn(Spare, WIDTH, name, self._slots[name])
+        return spawn(Engine, WIDTH, name, self._slots[name])
 
     def _respawn(self, name: str) -> Any:
         taken, self._spares[name] = self._spares[name], self._spare(name)

@@ -22,7 +22,6 @@ from actors.checkpoint_shard import CheckpointShard
 from actors.engine import EngineActor
 from actors.trainer_shard import TrainerShard
 from tests.patience import patient
-from weightsync.memory.digests import warm_up
 from weightsync.plan import Plan
 from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import FeedTicket
@@ -128,13 +127,9 @@ class Deaf(Engine):
 
 
 class Harming(Engine):
-    """Sends a signal to a process, as its holder's, once it has its ticket. Compiles before."""
+    """Sends a signal to a process, as its holder's, once it has its ticket."""
 
     _harm: tuple[int, int] | None = None
-
-    def __init__(self, width: int, name: str, slot: str) -> None:
-        warm_up()
-        super().__init__(width, name, slot)
 
     async def harm(self, pid: int, number: int) -> None:
         self._harm = pid, number

@@ -18,6 +18,8 @@ import socket
 import sys
 
 _NUM_FDS = 2
+_ORDER_S = 120.0
+"""How long a fork waits for its order. The script itself waits for as long as the worker lives."""
 
 
 def ask(path: str, argv: list[str]) -> None:
@@ -42,12 +44,16 @@ def serve(path: str) -> None:
     with socket.socket(socket.AF_UNIX) as server, selectors.DefaultSelector() as selector:
         server.bind(path)
         server.listen(64)
+        server.setblocking(False)
         sys.stdout.write("ready\n")
         sys.stdout.flush()
         selector.register(server, selectors.EVENT_READ)
         selector.register(sys.stdin, selectors.EVENT_READ)
         while not any(key.fileobj is sys.stdin for key, _ in selector.select()):
-            client, _ = server.accept()
+            try:
+                client, _ = server.accept()
+            except BlockingIOError:  # it gave up meanwhile
+                continue
             if os.fork() == 0:
                 selector.close()
                 server.close()
@@ -60,6 +66,7 @@ def _become(client: socket.socket) -> None:
     import runpy
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    client.settimeout(_ORDER_S)
     size, ancillary, _, _ = client.recvmsg(8, socket.CMSG_SPACE(_NUM_FDS * 4))
     fds = array.array("i", ancillary[0][2])
     with client.makefile("rb") as stream:

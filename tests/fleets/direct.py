@@ -1,4 +1,4 @@
-"""A fleet whose engines read in place; memory that no GPU maps is copied by numpy instead."""
+"""A fleet with direct updates. It needs no GPU: numpy copies between fake device buffers."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Staging(HostStaging):
 
 
 class Direct(Loop):
-    """Two engines whose memory their holders write, and a trainer that they can read."""
+    """A trainer whose memory holders read, and two engines whose memory they write."""
 
     def __init__(self, config: SyncConfig) -> None:
         super().__init__(config)

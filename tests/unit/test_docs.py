@@ -19,6 +19,7 @@ from weightsync.sources.module import ModuleSource
 from weightsync.testing import LocalPeer
 
 ROOT = Path(__file__).parents[2]
+FOLDERS = ("docs", "weightsync", "recipes", "benchmarks", "configs")
 BLOCK = re.compile(r"^```(python|sh)\n(.+?)^```", re.S | re.M)
 
 BY_HAND = "needs a GPU, or a machine of its own"
@@ -53,6 +54,25 @@ def test_each_block_of_a_page_is_run_by_a_test_that_is_there(page: str) -> None:
     named = RUN_BY.get(page, [])
     assert len(blocks(page)) == len(named), f"say in RUN_BY which test runs each block of {page}"
     assert all((ROOT / test).exists() for test in named if test != BY_HAND)
+
+
+def missing_files(page: Path, text: str) -> list[str]:
+    """What `text` links to or calls a Python file, and the repository does not have."""
+    links = re.findall(r"\]\((?!https?:)([^)#\s]+)", text)
+    names = re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.py)`", text)
+    known = [path.as_posix() for path in ROOT.rglob("*.py") if ".venv" not in path.parts]
+    gone = [link for link in links if not (page.parent / link).exists()]
+    return gone + [name for name in names if not any(path.endswith(f"/{name}") for path in known)]
+
+
+def test_files_that_pages_name_are_there() -> None:
+    pages = [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
+    assert len(pages) > 15
+    assert {str(page): gone for page in pages if (gone := missing_files(page, page.read_text()))} == {}
+    assert missing_files(ROOT / "README.md", "[a](gone.md), [b](README.md), `gone.py`") == [
+        "gone.md",
+        "gone.py",
+    ]
 
 
 def test_an_engine_in_thirty_lines_is_updated_and_verified() -> None:

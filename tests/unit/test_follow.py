@@ -1,4 +1,4 @@
-"""What ``scripts/follow`` prints of the way of an update."""
+"""What ``scripts/follow`` prints."""
 
 from __future__ import annotations
 

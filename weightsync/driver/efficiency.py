@@ -47,7 +47,7 @@ def shares(
     """Of each engine rank in `links`, as `WeightSync.links` gives them, in the update that `report` is of.
 
     Each floor is of that rank alone, with all NICs of its host: who shares a link with others may be
-    slower than that, see `direct_floor`.
+    slower than that, see `weightsync.plan.estimate`.
     """
     taken: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
     for link in links:

@@ -110,7 +110,7 @@ _ZERO: _Int64 = np.zeros(1, np.int64)
 
 @functools.cache
 def _kernel() -> _Kernel:
-    """Numba, as in `weightsync.memory.digests`, whose digest is called for each part."""
+    """Compile with numba on first use; calls the digest of `weightsync.memory.digests` for each part."""
     from numba import carray, njit, types
     from numba.extending import intrinsic
 

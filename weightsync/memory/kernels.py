@@ -85,7 +85,7 @@ class DigestPart:
 
 
 class DigestTable:
-    """Digests of tensors that lie on the current device, in parts; see `weightsync.memory.digests`."""
+    """Digests of tensors on the current device, computed in parts. See `weightsync.memory.digests`."""
 
     def __init__(self, parts: Sequence[DigestPart], num_tensors: int, num_blocks: int | None = None) -> None:
         """

@@ -60,7 +60,7 @@ ProtocolName = Literal["zeromq", "tcp", "rdma"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """Where the bytes of one buffer can be read. Picklable; whoever has it can read them.
+    """Where one buffer's bytes can be read. Can be pickled; any process that has it can read them.
 
     Attributes:
         holder: who offers them, for people.

@@ -43,7 +43,7 @@ class Prepared:
         plan_digest: as this holder computed it.
         arena: where its trainer rank publishes; None if it serves none, or reads its memory in place.
         ticket: how its engine rank reaches it, if it serves one.
-        offers: rendezvous of the communicators whose first rank it is, by their members.
+        offers: the rendezvous of each communicator in which this holder is the first rank, by members.
     """
 
     plan_digest: str

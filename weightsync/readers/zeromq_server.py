@@ -1,4 +1,4 @@
-"""Serves one buffer over ZeroMQ to peers that show its secret, see `doorman`.
+"""Serves one buffer over ZeroMQ to peers that show its secret, see `weightsync.protocol.handshake`.
 
 A request is one frame, a `Request`. An answer is an `Answer`, and a frame of data unless that refuses.
 """

@@ -43,7 +43,7 @@ _SLEEP_OPTIONS = ("enable_memory_saver", "enable_weights_cpu_backup")
 class SglangEngine(EngineRanks):
     """One SGLang engine. Each rank is a process that SGLang starts, on the GPUs that this process sees.
 
-    `options` are arguments of SGLang's ``ServerArgs``, but for those that `sglang_api` fixes;
+    `options` are arguments of SGLang's ``ServerArgs``, but for those that `sglang.api` fixes;
     ``tensor_parallel_size`` is its ``tp_size``. ``dtype`` is by default the one that the model's config
     names.
 

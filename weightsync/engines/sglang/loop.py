@@ -20,7 +20,7 @@ S = TypeVar("S", bound="Streaming")
 
 
 class Streaming(Protocol):
-    """What is used of `sglang_api.Server`."""
+    """What is used of `sglang.api.Server`."""
 
     loop: asyncio.AbstractEventLoop
     forgets: bool

@@ -36,7 +36,7 @@ _END_S = 20.0
 class VllmEngine(VllmRanks):
     """One vLLM engine. With one rank, engine and worker live in this process; further ranks have their own.
 
-    `options` are arguments of vLLM's ``EngineArgs``, but for those that `vllm_api` fixes. ``dtype`` is
+    `options` are arguments of vLLM's ``EngineArgs``, but for those that `vllm.api` fixes. ``dtype`` is
     by default the one that the model's config names, float32 too.
 
     Raises:
