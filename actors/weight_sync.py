@@ -27,7 +27,7 @@ from weightsync.driver.fleet import Fleet
 from weightsync.driver.healing import Healer
 from weightsync.errors import ConfigError, DeadlineError, PlanError, StateError, WeightSyncError, nearest
 from weightsync.plan import Cluster, Plan
-from weightsync.plan.figures import count_text
+from weightsync.plan.explain import count_text
 from weightsync.report import HealReport, Link, SyncReport
 
 if TYPE_CHECKING:

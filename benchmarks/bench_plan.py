@@ -31,8 +31,7 @@ from recipes.catalog import load
 from recipes.parallel import parse_engine, parse_trainers
 from recipes.shapes import ModelShape, checkpoint_tensors
 from weightsync.plan import Layout, Members, Plan, TensorMeta, make_plan
-from weightsync.plan.direct import Reshard
-from weightsync.plan.reads import Reads
+from weightsync.plan.direct import Reads, Reshard
 
 NUM_TRAINERS, GROUP, NUM_ENGINES, TENSOR_PARALLEL = 128, 8, 16, 8
 HIDDEN, EXPERT, NUM_EXPERTS, DENSE = 7168, 2048, 384, 8

@@ -21,7 +21,7 @@ from recipes.model import build_checkpoint
 from recipes.recipe import Recipe
 from recipes.screen import Screen
 from weightsync import WeightSync
-from weightsync.plan.figures import count_text
+from weightsync.plan.explain import count_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,7 +12,7 @@ from pathlib import Path
 from recipes.hosts import HostSpec
 from recipes.run_report import packages_here, this_host
 from weightsync import LinkRates, shares
-from weightsync.plan.figures import count_text, time_text
+from weightsync.plan.explain import count_text, time_text
 from weightsync.protocol.timing import Span
 from weightsync.report import Link, SyncReport, bytes_text
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from weightsync.errors import ConfigError
 from weightsync.plan import Layout, TensorMeta
-from weightsync.plan.buffers import Int64
+from weightsync.plan.layout import Int64
 
 __all__ = ["BEHIND", "Cut", "Kind", "Seat", "deal", "lay_out"]
 

@@ -26,7 +26,7 @@ from recipes.screen import Screen
 from recipes.steps import leave, train, update
 from recipes.task import ProblemSampler
 from weightsync import SyncReport, WeightSync
-from weightsync.plan.figures import count_text
+from weightsync.plan.explain import count_text
 
 if TYPE_CHECKING:
     from ray import ObjectRef

@@ -24,7 +24,7 @@ from weightsync.plan import (
     make_plan,
 )
 from weightsync.plan.estimate import OTHER_HOST, DirectFloor, Receiver, direct_floor, distances
-from weightsync.plan.figures import count_text, time_text
+from weightsync.plan.explain import count_text, time_text
 
 __all__ = ["Scene", "forecast", "recipe_scene"]
 

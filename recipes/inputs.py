@@ -16,7 +16,7 @@ from recipes.yaml_lines import located, read_yaml
 from weightsync.engines import choose_engine
 from weightsync.errors import ConfigError, nearest
 from weightsync.faults import FaultPlan
-from weightsync.plan.figures import count_text
+from weightsync.plan.explain import count_text
 from weightsync.sources.safetensors_files import contents
 
 __all__ = [

@@ -21,7 +21,7 @@ from recipes.survival import actor_options
 from recipes.trainer import GrpoTrainer
 from weightsync.engines import choose_engine
 from weightsync.errors import ConfigError, DeadlineError
-from weightsync.plan.figures import count_text
+from weightsync.plan.explain import count_text
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

@@ -17,7 +17,7 @@ from recipes.run_folder import replace_text
 from recipes.run_report import NUM_LAST, RunReport, StepRow
 from recipes.svg import Axis, Bar, Row, columns, lanes, line
 from weightsync.errors import ConfigError
-from weightsync.plan.figures import count_text
+from weightsync.plan.explain import count_text
 from weightsync.protocol.timing import Span
 from weightsync.report import bytes_text
 

@@ -25,7 +25,7 @@ from recipes.steps import leave, sleep, train, update
 from recipes.survival import find_actors, read_back, take_trainers
 from recipes.task import ProblemSampler
 from weightsync import SyncReport, WeightSync
-from weightsync.plan.figures import count_text
+from weightsync.plan.explain import count_text
 
 if TYPE_CHECKING:
     from weightsync.faults import FaultPlan

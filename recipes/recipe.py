@@ -15,7 +15,7 @@ from recipes.events import EventSpec, check_events
 from recipes.yaml_lines import located, read_yaml
 from weightsync.config import SyncConfig, check_fields, load_dataclass
 from weightsync.errors import ConfigError, nearest
-from weightsync.plan.figures import count_text
+from weightsync.plan.explain import count_text
 
 __all__ = ["EngineSpec", "LoopSpec", "ModelSpec", "MoeSpec", "Recipe", "TrainerSpec", "load_recipe"]
 

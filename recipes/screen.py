@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from recipes.run_report import RunReport, StepRow
-from weightsync.plan.figures import count_text
+from weightsync.plan.explain import count_text
 from weightsync.report import bytes_text
 
 __all__ = ["Screen"]

@@ -22,7 +22,7 @@ from recipes.screen import Screen
 from weightsync import SyncConfig, WeightSync
 from weightsync.engines import choose_engine
 from weightsync.errors import ConfigError, WeightSyncError
-from weightsync.plan.figures import count_text
+from weightsync.plan.explain import count_text
 from weightsync.report import bytes_text
 
 if TYPE_CHECKING:

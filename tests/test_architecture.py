@@ -260,9 +260,9 @@ def test_nothing_breaks_the_arrows() -> None:
 @pytest.mark.parametrize(
     ("path", "line", "rule"),
     [
-        ("weightsync/plan/box.py", "import torch", "the plan knows numpy"),
-        ("weightsync/plan/box.py", "from weightsync import config", "the plan knows numpy"),
-        ("weightsync/plan/box.py", "from ..memory import SharedBuffer", "the plan knows numpy"),
+        ("weightsync/plan/segment.py", "import torch", "the plan knows numpy"),
+        ("weightsync/plan/segment.py", "from weightsync import config", "the plan knows numpy"),
+        ("weightsync/plan/segment.py", "from ..memory import SharedBuffer", "the plan knows numpy"),
         ("weightsync/config.py", "def f():\n    import yaml", "pure"),
         ("weightsync/driver/controller.py", "from ray import get", "only the edge knows Ray"),
         ("weightsync/driver/controller.py", "from actors import weight_holder", "points upwards"),

@@ -24,8 +24,7 @@ from tests.unit.plan_strategies import (
 )
 from weightsync.plan import Box, Layout, Segment, TensorMeta
 from weightsync.plan.copies import Copies
-from weightsync.plan.direct import Reshard
-from weightsync.plan.reads import Reads
+from weightsync.plan.direct import Reads, Reshard
 
 TIED = ("head", "embed")
 

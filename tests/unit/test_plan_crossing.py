@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.unit.plan_strategies import PAD
 from tests.unit.reshard_strategies import Sides, run, sides
 from weightsync.plan.cross_host import bundles
-from weightsync.plan.reads import Reads
+from weightsync.plan.direct import Reads
 from weightsync.plan.shuffle import ShufflePlan
 
 LEAST, MIB = 256, 1 << 20

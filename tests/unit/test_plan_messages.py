@@ -12,7 +12,7 @@ from tests.unit.reshard_strategies import Sides, run, sides
 from weightsync.errors import ConfigError
 from weightsync.plan import Layout, TensorMeta
 from weightsync.plan.direct import Reshard
-from weightsync.plan.messages import Messages, messages
+from weightsync.plan.shuffle import Messages, messages
 
 FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

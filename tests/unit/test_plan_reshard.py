@@ -22,9 +22,8 @@ from tests.unit.reshard_strategies import (
 )
 from weightsync.errors import PlanError
 from weightsync.plan import Box, Layout, RankLayout, Segment, TensorMeta
-from weightsync.plan.direct import CHUNK_NBYTES, Reshard, castless
-from weightsync.plan.live import check_live
-from weightsync.plan.reads import Reads
+from weightsync.plan.coverage import check_live
+from weightsync.plan.direct import CHUNK_NBYTES, Reads, Reshard, castless
 
 FEW = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

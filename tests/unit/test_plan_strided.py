@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.plan.copies import box_copies
-from weightsync.plan.strided import join, strided_copies
+from weightsync.plan.copies import box_copies, join, strided_copies
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(1, 3)), max_size=40))

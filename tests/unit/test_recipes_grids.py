@@ -19,7 +19,7 @@ from tests.patience import patient
 from tests.unit.small_models import DENSE, GLM, MLA, MOE, SMALL
 from weightsync.errors import ConfigError
 from weightsync.plan import Layout, Members, TensorMeta, make_plan
-from weightsync.plan.live import check_live
+from weightsync.plan.coverage import check_live
 
 Array = npt.NDArray[np.int32]
 

@@ -25,14 +25,13 @@ from weightsync.memory.host_copies import HostCopies
 from weightsync.memory.kernels import CopyTable
 from weightsync.plan.buckets import RUN_ALIGN
 from weightsync.plan.copies import Copies
-from weightsync.plan.messages import Messages
-from weightsync.plan.shuffle import ShufflePlan
-from weightsync.plan.tensors import suggest
+from weightsync.plan.segment import suggest
+from weightsync.plan.shuffle import Messages, ShufflePlan
 from weightsync.transports.base import Op, Recv, Send
 
 if TYPE_CHECKING:
-    from weightsync.plan.buffers import Int32, Int64
-    from weightsync.plan.reads import Reads
+    from weightsync.plan.direct import Reads
+    from weightsync.plan.layout import Int32, Int64
     from weightsync.plan.shuffle import Lane
     from weightsync.transports import Pending, Transport
 

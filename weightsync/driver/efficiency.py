@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weightsync.plan.estimate import LinkRates
-from weightsync.plan.figures import size_text, time_text
+from weightsync.plan.explain import size_text, time_text
 from weightsync.report import Link, SyncReport
 
 __all__ = ["RankShare", "shares"]

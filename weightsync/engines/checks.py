@@ -10,7 +10,7 @@ from importlib import metadata
 import torch
 
 from weightsync.errors import ConfigError
-from weightsync.plan.figures import count_text
+from weightsync.plan.explain import count_text
 
 __all__ = ["installed", "require_gpus", "untested", "warn_untested"]
 

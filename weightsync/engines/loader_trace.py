@@ -19,7 +19,7 @@ from weightsync.engines.loader_segments import UnprovableError, joined, padding_
 from weightsync.engines.stacked_experts import as_loaded
 from weightsync.errors import PlanError
 from weightsync.plan import Layout, RankLayout, Segment, TensorMeta
-from weightsync.plan.live import check_live
+from weightsync.plan.coverage import check_live
 
 __all__ = ["Traced", "trace"]
 

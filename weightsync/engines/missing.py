@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from weightsync.errors import TransportError
-from weightsync.plan.figures import count_text
+from weightsync.plan.explain import count_text
 
 if TYPE_CHECKING:
     from weightsync.plan import Box, Plan

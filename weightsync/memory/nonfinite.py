@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from weightsync.memory.digests import host_bytes
-from weightsync.plan.tensors import ITEMSIZE
+from weightsync.plan.segment import ITEMSIZE
 
 __all__ = ["MASKS", "NonfiniteTable", "count_nonfinite", "word_mask"]
 

@@ -7,16 +7,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from weightsync.errors import ConfigError, PlanError
+from weightsync.plan.balance import choose
 from weightsync.plan.buckets import RUN_ALIGN, Pieces, arrange, cut, split_large
-from weightsync.plan.buffers import Int32, Int64
-from weightsync.plan.layout import Layout
-from weightsync.plan.live import check_live
-from weightsync.plan.match import Match, match
+from weightsync.plan.coverage import check_live
+from weightsync.plan.layout import Int32, Int64, Layout
+from weightsync.plan.match import Match, Shards, match
 from weightsync.plan.members import Members
 from weightsync.plan.plan import Plan
-from weightsync.plan.replicas import choose
-from weightsync.plan.shards import Shards
-from weightsync.plan.tensors import MOST_NBYTES, TensorMeta
+from weightsync.plan.segment import MOST_NBYTES, TensorMeta
 
 __all__ = ["make_plan"]
 

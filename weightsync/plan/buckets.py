@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weightsync.plan.box import Box
-from weightsync.plan.buffers import Int64
+from weightsync.plan.layout import Int64
+from weightsync.plan.segment import Box
 
 __all__ = ["PIECE_ALIGN", "RUN_ALIGN", "Arrangement", "Pieces", "align", "arrange", "cut", "split_large"]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from weightsync.plan.buffers import Int64
+from weightsync.plan.layout import Bool, Int64
 
-__all__ = ["Copies", "Copy", "box_copies", "flattened", "repeated", "tiles"]
+__all__ = ["Copies", "Copy", "box_copies", "flattened", "join", "repeated", "strided_copies", "tiles"]
 
 Copy = tuple[int, int, int, int, int, int]
 """src, dst, rows, row_nbytes, src_pitch, dst_pitch: see `Copies`."""
@@ -168,3 +168,153 @@ def repeated(parts: Int64) -> tuple[Int64, Int64]:
     """For each part of each row: the row, and the part's number in it."""
     index = np.repeat(np.arange(len(parts)), parts)
     return index, np.arange(len(index)) - np.repeat(np.cumsum(parts) - parts, parts)
+
+
+_NO_STRIDE = np.iinfo(np.int64).max
+
+
+def strided_copies(
+    extent: Int64, itemsize: Int64, src: Int64, src_strides: Int64, dst: Int64, dst_strides: Int64
+) -> tuple[Int64, Int64]:
+    """What `box_copies` makes of each of n boxes, none of them empty.
+
+    Args:
+        extent: int64[n, D], elements; src_strides, dst_strides: int64[n, D], bytes.
+        itemsize, src, dst: int64[n].
+
+    Returns:
+        int64[m, 6], and int64[m], ascending: the box that each copy is part of.
+    """
+    row_nbytes, outer = _collapsed_boxes(extent, itemsize, src_strides, dst_strides)
+    every, longest = np.arange(len(extent)), outer[0].argmax(axis=1)
+    rows, src_pitch, dst_pitch = (column[every, longest] for column in outer)
+    table = np.stack([src, dst, rows, row_nbytes, src_pitch, dst_pitch], axis=1)
+    parent: Int64 = every
+    for dim in range(extent.shape[1]):
+        times = np.where(longest[parent] == dim, 1, outer[0][parent, dim])
+        if (times == 1).all():
+            continue
+        index, nth = repeated(times)
+        table, parent = table[index], parent[index]
+        table[:, 0] += nth * outer[1][parent, dim]
+        table[:, 1] += nth * outer[2][parent, dim]
+    return flattened(table), parent
+
+
+def _collapsed_boxes(
+    extent: Int64, itemsize: Int64, src_strides: Int64, dst_strides: Int64
+) -> tuple[Int64, tuple[Int64, Int64, Int64]]:
+    """Bytes of each contiguous row, and what repeats it: extents, strides; unused ones are 1 and 0."""
+    long = extent > 1
+    inward = np.argsort(np.where(long, dst_strides, _NO_STRIDE), axis=1, kind="stable")
+    every = np.arange(len(extent))
+    row_nbytes, depth = itemsize.copy(), np.zeros(len(extent), np.int64)
+    counts = np.ones((len(extent), extent.shape[1] + 1), np.int64)  # the last column takes the writes
+    src, dst = np.zeros_like(counts), np.zeros_like(counts)  # of rows that have nothing to push
+    for axis in inward.T:
+        n, s, d = extent[every, axis], src_strides[every, axis], dst_strides[every, axis]
+        top = np.maximum(depth - 1, 0)
+        whole = (depth == 0) & (s == row_nbytes) & (d == row_nbytes)
+        row_nbytes *= np.where(whole, n, 1)
+        span = counts[every, top]
+        longer = (depth > 0) & (s == src[every, top] * span) & (d == dst[every, top] * span)
+        counts[every, top] = np.where(longer, span * n, span)
+        new = (n > 1) & ~whole & ~longer
+        at = np.where(new, depth, extent.shape[1])
+        counts[every, at], src[every, at], dst[every, at] = n, s, d
+        depth += new
+    return row_nbytes, (counts[:, :-1], src[:, :-1], dst[:, :-1])
+
+
+def join(lane: Int64, table: Int64) -> tuple[Int64, Int64]:
+    """The same bytes in fewer copies: those of one lane that continue each other become one.
+
+    Args:
+        lane: int64[n], which memories a copy is between; addresses of different lanes never meet.
+        table: int64[n, 6].
+
+    Returns:
+        Both, ordered by lane, then by where a copy writes.
+    """
+    order = np.lexsort((table[:, 1], lane))
+    lane, table = lane[order], table[order]
+    while (lane[1:] == lane[:-1]).any():
+        num_copies = len(table)
+        first = np.flatnonzero(~_beside(lane, table))
+        if len(first) < len(table):
+            lane, table = lane[first], flattened(_widened(table, first))
+        first, pitch = _below(lane, table)
+        if len(first) < len(table):
+            lane, table = lane[first], flattened(_deepened(table, first, pitch))
+        if len(table) == num_copies:
+            break
+    return lane, table
+
+
+def _beside(lane: Int64, table: Int64) -> Bool:
+    """Whether each copy's rows continue those of the one before it."""
+    before, after = table[:-1], table[1:]
+    on = np.zeros(len(table), np.bool_)
+    on[1:] = (
+        (lane[1:] == lane[:-1])
+        & (after[:, 0] == before[:, 0] + before[:, 3])
+        & (after[:, 1] == before[:, 1] + before[:, 3])
+        & (after[:, 2] == before[:, 2])
+        & ((after[:, 2] == 1) | (after[:, 4:] == before[:, 4:]).all(axis=1))
+    )
+    return on
+
+
+def _widened(table: Int64, first: Int64) -> Int64:
+    """Copies beside each other as one with longer rows; `first` starts each of the new ones."""
+    joined: Int64 = table[first]
+    if len(first):
+        joined[:, 3] = np.add.reduceat(table[:, 3], first)
+    return joined
+
+
+def _below(lane: Int64, table: Int64) -> tuple[Int64, Int64]:
+    """Where copies start when those that go on with the pitch of the one before are joined to it.
+
+    Returns the rows of `table`, int64[m], and the pitches between the parts of each, int64[m, 2].
+    """
+    before, after = table[:-1], table[1:]
+    last_row = before[:, :2] + (before[:, 2:3] - 1) * before[:, 4:]
+    gap = after[:, :2] - last_row
+    on = (lane[1:] == lane[:-1]) & (after[:, 3] == before[:, 3]) & (gap >= after[:, 3:4]).all(axis=1)
+    for side in (before, after):
+        on &= (side[:, 2] == 1) | (side[:, 4:] == gap).all(axis=1)
+    on &= _apart(on, gap)
+    first = np.flatnonzero(np.concatenate([[True], ~on])[: len(table)])
+    pitch = table[first, 4:]
+    starts = np.flatnonzero(on & ~np.concatenate([[False], on])[: len(on)])
+    pitch[np.searchsorted(first, starts)] = gap[starts]
+    return first, pitch
+
+
+def _apart(on: Bool, gap: Int64) -> Bool:
+    """Drops links, so that no two kept ones of different gaps share a copy.
+
+    Links of one gap in a row are a run. Of runs that follow each other, every second one gives up
+    the links at which it meets another.
+    """
+    same = np.zeros(len(on) + 1, np.bool_)  # link i has the gap of link i - 1
+    meets = np.zeros(len(on) + 1, np.bool_)  # link i and link i - 1 share a copy
+    meets[1:-1] = on[1:] & on[:-1]
+    same[1:-1] = meets[1:-1] & (gap[1:] == gap[:-1]).all(axis=1)
+    changes = meets & ~same
+    number = np.cumsum(changes[:-1])
+    stretch = np.flatnonzero(~meets[:-1])
+    base = np.repeat(number[stretch], np.diff(np.append(stretch, len(on))))
+    odd = (number - base) % 2 == 1
+    kept: Bool = ~(odd & (changes[:-1] | changes[1:]))
+    return kept
+
+
+def _deepened(table: Int64, first: Int64, pitch: Int64) -> Int64:
+    """Copies below each other as one with more rows; `first` starts each of the new ones."""
+    joined: Int64 = table[first]
+    if len(first):
+        joined[:, 2] = np.add.reduceat(table[:, 2], first)
+    joined[:, 4:] = pitch
+    return joined

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from weightsync.plan.buffers import Bool, Int64
 from weightsync.plan.copies import repeated
-from weightsync.plan.reads import Reads
+from weightsync.plan.direct import Reads
+from weightsync.plan.layout import Bool, Int64
 from weightsync.plan.shuffle import Bundle
 
 __all__ = ["LEAST_SHARE_NBYTES", "arrivals", "bundles"]

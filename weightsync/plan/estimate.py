@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from weightsync.plan.cross_host import arrivals, bundles
-from weightsync.plan.figures import count_text, size_text, time_text
-from weightsync.plan.reads import Reads
+from weightsync.plan.direct import Reads
+from weightsync.plan.explain import count_text, size_text, time_text
 
 __all__ = ["DirectFloor", "LinkRates", "RankFloor", "Receiver", "direct_floor", "distances"]
 

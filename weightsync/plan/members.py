@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from weightsync.errors import ConfigError
 
-__all__ = ["Members"]
+__all__ = ["Members", "broadcast_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,3 +53,16 @@ class Members:
     def receivers(self) -> tuple[int, ...]:
         """Holders that serve an engine rank, ascending."""
         return tuple(sorted({holder for _, ranks in self.engines for holder in ranks}))
+
+
+def broadcast_groups(members: Members, *, together: bool = False) -> dict[int, tuple[int, ...]]:
+    """Per sending holder, ascending: itself and all that receive.
+
+    A holder that only sends stays out of the others' broadcasts. Senders that also receive, as all
+    do when trainers and engines share devices, have one group between them. So do all `together`:
+    they receive what they have no use for, and there is one communicator however many they are.
+    """
+    if together:
+        everybody = tuple(sorted({*members.senders, *members.receivers}))
+        return dict.fromkeys(members.senders, everybody)
+    return {sender: tuple(sorted({sender, *members.receivers})) for sender in members.senders}

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weightsync.plan.box import Box
 from weightsync.plan.buckets import PIECE_ALIGN, RUN_ALIGN, align
-from weightsync.plan.buffers import Int32, Int64
 from weightsync.plan.explain import Cluster, Explanation
+from weightsync.plan.layout import Int32, Int64
 from weightsync.plan.members import Members
-from weightsync.plan.segment import RankLayout, Segment
-from weightsync.plan.tensors import TensorMeta
+from weightsync.plan.segment import Box, RankLayout, Segment, TensorMeta
 
 __all__ = ["Bucket", "Piece", "Plan", "Step", "by_tensor"]
 

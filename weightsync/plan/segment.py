@@ -2,12 +2,173 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
+from heapq import nlargest
+from itertools import takewhile
+from types import MappingProxyType
 
-from weightsync.plan.box import Box
-from weightsync.plan.tensors import TensorMeta
+from weightsync.errors import PlanError, nearest
 
-__all__ = ["MAPPED", "RankLayout", "Segment"]
+__all__ = [
+    "CASTABLE",
+    "ITEMSIZE",
+    "MAPPED",
+    "MOST_NBYTES",
+    "Box",
+    "RankLayout",
+    "Segment",
+    "TensorMeta",
+    "suggest",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """`extent` elements per dimension, starting at `offset`. A 0-d box holds one element."""
+
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+
+    def __reduce__(self) -> tuple[type[Box], tuple[tuple[int, ...], tuple[int, ...]]]:
+        return Box, (self.offset, self.extent)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.extent)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.extent)
+
+    @property
+    def end(self) -> tuple[int, ...]:
+        """One past the last element, per dimension."""
+        return tuple(o + e for o, e in zip(self.offset, self.extent, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The elements in both, or None if there are none."""
+        low = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
+        high = tuple(min(a, b) for a, b in zip(self.end, other.end, strict=True))
+        extent = tuple(h - o for h, o in zip(high, low, strict=True))
+        return Box(low, extent) if all(e > 0 for e in extent) else None
+
+    def contains(self, other: Box) -> bool:
+        """Whether each element of `other` is in this box; an empty `other` always is."""
+        return other.numel == 0 or self.intersect(other) == other
+
+    def slices(self, origin: Box | None = None) -> tuple[slice, ...]:
+        """Indices of this box in an array that holds `origin` (by default: the whole tensor)."""
+        base = origin.offset if origin else (0,) * self.ndim
+        return tuple(slice(o - b, o - b + e) for o, b, e in zip(self.offset, base, self.extent, strict=True))
+
+    def split(self, max_numel: int) -> Iterator[Box]:
+        """Parts of at most `max_numel` elements, in row-major order; together they are this box.
+
+        Each part is a run of rows of one dimension, so it is contiguous wherever the box is.
+        """
+        assert max_numel > 0
+        if self.numel == 0:
+            return
+        if self.numel <= max_numel:
+            yield self
+            return
+        axis = self.ndim - 1
+        while math.prod(self.extent[axis:]) <= max_numel:
+            axis -= 1
+        rows = max_numel // math.prod(self.extent[axis + 1 :])
+        ones, tail = (1,) * axis, slice(axis + 1, None)
+        leading = (range(o, o + e) for o, e in zip(self.offset[:axis], self.extent[:axis], strict=True))
+        first, last = self.offset[axis], self.end[axis]
+        for outer in itertools.product(*leading):
+            for row in range(first, last, rows):
+                extent = (*ones, min(rows, last - row), *self.extent[tail])
+                yield Box((*outer, row, *self.offset[tail]), extent)
+
+
+ITEMSIZE = MappingProxyType(
+    {
+        "bfloat16": 2,
+        "bool": 1,
+        "float16": 2,
+        "float32": 4,
+        "float64": 8,
+        "float8_e4m3fn": 1,
+        "float8_e5m2": 1,
+        "int16": 2,
+        "int32": 4,
+        "int64": 8,
+        "int8": 1,
+        "uint8": 1,
+    }
+)
+"""Bytes per element, by torch's name without its prefix."""
+
+CASTABLE = frozenset({"bfloat16", "float16", "float32", "float64"})
+"""Dtypes that are cast to one another. A float8 is not: its values need a scale, which no cast makes."""
+
+MOST_NBYTES = 1 << 52
+"""The largest tensor, and the largest model: sums stay exact in int64, and in float64 where NumPy uses it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """A tensor's name, dtype (a key of `ITEMSIZE`) and shape.
+
+    Raises:
+        PlanError: the dtype is unknown, the shape has a negative dimension, or it spans more than 4 PiB.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEMSIZE:
+            raise PlanError(self.name, f"unknown dtype {self.dtype!r}; {nearest(self.dtype, ITEMSIZE)}")
+        if any(dim < 0 for dim in self.shape):
+            raise PlanError(
+                self.name, f"shape {self.shape} has a negative dimension; give sizes of 0 or more"
+            )
+        # As Python's integers: NumPy's would wrap around. A dimension beside one of 0 counts too.
+        nbytes = math.prod(int(dim) or 1 for dim in self.shape) * self.itemsize
+        if nbytes > MOST_NBYTES:
+            problem = f"{self.dtype} of shape {self.shape} spans {nbytes} bytes"
+            raise PlanError(self.name, f"{problem}; give sizes that span at most {MOST_NBYTES} (4 PiB)")
+
+    def __reduce__(self) -> tuple[type[TensorMeta], tuple[str, str, tuple[int, ...]]]:
+        return TensorMeta, (self.name, self.dtype, self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+
+def suggest(word: str, known: Iterable[str], num_shown: int = 5) -> str:
+    """`nearest`, but fit for the names of a whole model: compares few and shows fewer."""
+    names = sorted(known)
+    if len(names) > num_shown:
+        alike = nlargest(10 * num_shown, names, key=lambda name: _num_shared(word, name))
+        names = get_close_matches(word, alike, n=num_shown, cutoff=0.0)
+    return nearest(word, names)
+
+
+def _num_shared(one: str, other: str) -> int:
+    """Characters that the two have in common at their starts and at their ends."""
+    ends = (zip(one, other, strict=False), zip(reversed(one), reversed(other), strict=False))
+    return sum(len(list(takewhile(lambda pair: pair[0] == pair[1], pairs))) for pairs in ends)
+
 
 MAPPED = "mapped"
 
