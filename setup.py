@@ -17,13 +17,12 @@ setup(
     long_description_content_type="text/markdown",
     license_expression="Apache-2.0",
     python_requires=">=3.10",
-    packages=find_packages(
-        include=["weightsync", "weightsync.*", "actors", "actors.*", "recipes", "recipes.*"]
-    ),
+    # weightsync/actors and weightsync/recipes are links to the folders beside it.
+    packages=find_packages(include=["weightsync", "weightsync.*"]),
     package_data={
         "weightsync": ["py.typed", "memory/kernels.cu"],
-        "actors": ["dashboards/*.json"],
-        "recipes": ["*.yaml", "*.json", "*.j2"],
+        "weightsync.actors": ["dashboards/*.json"],
+        "weightsync.recipes": ["*.yaml", "*.json", "*.j2"],
     },
     # Their names are too common for a package: they go to share/ of the environment.
     data_files=[
@@ -31,7 +30,7 @@ setup(
         for folder in ("configs/models", "configs/clusters")
     ],
     entry_points={
-        "console_scripts": ["weightsync = recipes.cli:main"],
+        "console_scripts": ["weightsync = weightsync.recipes.cli:main"],
         "vllm.general_plugins": ["weightsync = weightsync.plugins:register_vllm"],
     },
     install_requires=[
@@ -66,8 +65,6 @@ setup(
         ],
     },
     classifiers=[
-        # `actors` and `recipes` are common names for top-level packages: no index before they have others.
-        "Private :: Do Not Upload",
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3 :: Only",
         "Programming Language :: Python :: 3.10",

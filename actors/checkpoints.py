@@ -13,9 +13,9 @@ import numpy as np
 import ray
 from ray.actor import ActorHandle
 
-from actors.checkpoint_shard import spawn_shard
-from actors.remote import RemoteHolder, answer
-from actors.seat import Seat
+from weightsync.actors.checkpoint_shard import spawn_shard
+from weightsync.actors.remote import RemoteHolder, answer
+from weightsync.actors.seat import Seat
 from weightsync.config import SyncConfig
 from weightsync.driver.gather import gather_named
 from weightsync.errors import (

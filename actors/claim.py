@@ -16,7 +16,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, OwnerDiedError, RayError
 
-from actors.daemon import on_daemon
+from weightsync.actors.daemon import on_daemon
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.errors import StateError, WeightSyncError
 

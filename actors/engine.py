@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from actors.engine_calls import EngineCalls
+from weightsync.actors.engine_calls import EngineCalls
 from weightsync.engines import Rollout, choose_engine, make_engine
 from weightsync.engines.sampling import check_prompts
 

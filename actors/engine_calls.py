@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from actors.claim import Claimable
-from actors.seat import Seat
+from weightsync.actors.claim import Claimable
+from weightsync.actors.seat import Seat
 from weightsync.engines import Engine
 from weightsync.faults import strike
 

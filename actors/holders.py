@@ -12,12 +12,12 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from actors.daemon import on_daemon
-from actors.detached import actor_name, end, find, names, run_prefix
-from actors.process import PATIENCE_S, end_pid
-from actors.remote import RemoteHolder, answer
-from actors.seat import Seat
-from actors.weight_holder import Spare, spawn_holder, spawn_spare
+from weightsync.actors.daemon import on_daemon
+from weightsync.actors.detached import actor_name, end, find, names, run_prefix
+from weightsync.actors.process import PATIENCE_S, end_pid
+from weightsync.actors.remote import RemoteHolder, answer
+from weightsync.actors.seat import Seat
+from weightsync.actors.weight_holder import Spare, spawn_holder, spawn_spare
 from weightsync.config import SyncConfig
 from weightsync.driver.gather import gather_named
 from weightsync.errors import ConfigError, DeadlineError

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.actor import ActorHandle
 
-from actors.checkpoints import Checkpoints
-from actors.claim import Claims, TakenError
-from actors.daemon import on_daemon
-from actors.holders import Holders
-from actors.process import PATIENCE_S, end_process
-from actors.remote import RemoteEngine, RemoteHolder, RemoteTrainer
-from actors.seat import Seat, seat_everybody
-from actors.watch import Watches
+from weightsync.actors.checkpoints import Checkpoints
+from weightsync.actors.claim import Claims, TakenError
+from weightsync.actors.daemon import on_daemon
+from weightsync.actors.holders import Holders
+from weightsync.actors.process import PATIENCE_S, end_process
+from weightsync.actors.remote import RemoteEngine, RemoteHolder, RemoteTrainer
+from weightsync.actors.seat import Seat, seat_everybody
+from weightsync.actors.watch import Watches
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineRecord, EngineState

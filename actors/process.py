@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.seat import Seat
+from weightsync.actors.seat import Seat
 from weightsync.engines.process_stat import process_stat
 
 __all__ = ["PATIENCE_S", "end_pid", "end_process"]

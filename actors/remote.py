@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
 
-from actors.claim import Claim
-from actors.seat import Seat
+from weightsync.actors.claim import Claim
+from weightsync.actors.seat import Seat
 from weightsync.errors import ConfigError, PeerError, PeerLostError, WeightSyncError
 
 if TYPE_CHECKING:

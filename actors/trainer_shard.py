@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from actors.claim import Claimable
-from actors.seat import Seat
+from weightsync.actors.claim import Claimable
+from weightsync.actors.seat import Seat
 from weightsync.errors import StateError
 from weightsync.faults import arm, strike
 from weightsync.protocol.timing import PhaseClock, Span

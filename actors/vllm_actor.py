@@ -6,7 +6,7 @@ import asyncio
 from functools import cached_property
 from typing import Any
 
-from actors.engine_calls import EngineCalls
+from weightsync.actors.engine_calls import EngineCalls
 from weightsync.engines.vllm.adopted import AdoptedVllm
 
 __all__ = ["VllmActor"]
@@ -18,7 +18,7 @@ class VllmActor(EngineCalls):
         class Rollout(VllmActor):
             def __init__(self, ...):
                 self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(
-                    ..., worker_extension_cls="weightsync.engines.vllm.worker.WeightSyncWorker"))
+                    ..., worker_extension_cls="weightsync.WeightSyncWorker"))
 
             async def generate(self, ...): ...
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from actors.remote import RemoteEngine, RemoteHolder
+from weightsync.actors.remote import RemoteEngine, RemoteHolder
 from weightsync.driver.gather import gather_named
 from weightsync.errors import WeightSyncError
 

@@ -12,8 +12,8 @@ import torch
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.detached import detached
-from actors.seat import Seat
+from weightsync.actors.detached import detached
+from weightsync.actors.seat import Seat
 from weightsync.errors import TransportError
 from weightsync.holder.holder import Holder
 from weightsync.memory import cuda

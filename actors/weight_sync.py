@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.actor import ActorHandle
 
-from actors.detached import run_prefix
-from actors.handles import check_engines, check_trainers
-from actors.loop import LoopThread
-from actors.membership import Membership
-from actors.metrics import Metrics
+from weightsync.actors.detached import run_prefix
+from weightsync.actors.handles import check_engines, check_trainers
+from weightsync.actors.loop import LoopThread
+from weightsync.actors.membership import Membership
+from weightsync.actors.metrics import Metrics
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState

@@ -31,10 +31,10 @@ from typing import Any
 import ray
 import torch
 
-from actors.engine import EngineActor
 from benchmarks.bench_sync import Trainer, save_config, spawn, start_ray
 from benchmarks.common import environment, print_table, write_json
 from weightsync import SyncConfig, WeightSync
+from weightsync.actors.engine import EngineActor
 from weightsync.memory.tensors import named_tensors
 
 __all__ = ["main"]

@@ -26,12 +26,12 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.common import environment, measure, print_table, write_json
-from recipes import grids
-from recipes.catalog import load
-from recipes.parallel import parse_engine, parse_trainers
-from recipes.shapes import ModelShape, checkpoint_tensors
 from weightsync.plan import Layout, Members, Plan, TensorMeta, make_plan
 from weightsync.plan.direct import Reads, Reshard
+from weightsync.recipes import grids
+from weightsync.recipes.catalog import load
+from weightsync.recipes.parallel import parse_engine, parse_trainers
+from weightsync.recipes.shapes import ModelShape, checkpoint_tensors
 
 NUM_TRAINERS, GROUP, NUM_ENGINES, TENSOR_PARALLEL = 128, 8, 16, 8
 HIDDEN, EXPERT, NUM_EXPERTS, DENSE = 7168, 2048, 384, 8

@@ -39,13 +39,13 @@ import ray
 import torch
 from ray.actor import ActorHandle
 
-from actors.engine import EngineActor
 from benchmarks.cluster import gpu_uuids, kill, spawn, start_ray
 from benchmarks.common import environment, print_table, write_json
 from benchmarks.models import save_config
-from recipes.catalog import load
-from recipes.shapes import ModelShape, checkpoint_tensors
 from weightsync import SyncConfig, WeightSync
+from weightsync.actors.engine import EngineActor
+from weightsync.recipes.catalog import load
+from weightsync.recipes.shapes import ModelShape, checkpoint_tensors
 
 __all__ = ["main"]
 

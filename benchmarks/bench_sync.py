@@ -31,11 +31,11 @@ import torch
 import torch.distributed as dist
 from ray.actor import ActorHandle
 
-from actors.engine import EngineActor
-from actors.trainer_shard import TrainerShard
 from benchmarks import bench_gpu
 from benchmarks.common import environment, print_table, write_json
 from weightsync import SyncConfig, WeightSync
+from weightsync.actors.engine import EngineActor
+from weightsync.actors.trainer_shard import TrainerShard
 
 __all__ = ["Trainer", "main", "save_config", "spawn", "start_ray"]
 

@@ -23,12 +23,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from actors.claim import Claimable
-from actors.seat import Seat
-from actors.trainer_shard import TrainerShard
 from benchmarks.cluster import kill, spawn
 from benchmarks.models import Tensor, rank_box
 from benchmarks.values import Held, count_wrong, fill, poison
+from weightsync.actors.claim import Claimable
+from weightsync.actors.seat import Seat
+from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.channel.engine_end import EngineFeed
 from weightsync.engines.live_writer import LiveWriter
 from weightsync.memory.tensors import device_id

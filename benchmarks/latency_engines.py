@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from actors.engine import EngineActor
 from benchmarks import rank_probe
 from benchmarks.models import Tensor
 from benchmarks.peer_vllm import VllmUnderTest
+from weightsync.actors.engine import EngineActor
 
 __all__ = ["ENGINES", "SglangLatency", "TorchLatency", "VllmLatency"]
 

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from recipes.catalog import load
-from recipes.shapes import ModelShape, checkpoint_tensors
 from weightsync.plan import Box
+from weightsync.recipes.catalog import load
+from weightsync.recipes.shapes import ModelShape, checkpoint_tensors
 
 __all__ = ["Tensor", "llama_like", "model_of", "rank_box", "save_config", "shape_of"]
 

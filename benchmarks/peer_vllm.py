@@ -15,11 +15,11 @@ import ray
 import torch
 from ray.actor import ActorHandle
 
-from actors.engine import EngineActor
 from benchmarks.gpu_fleet import ShardTrainer, device_used
 from benchmarks.models import Tensor
 from benchmarks.rank_probe import synchronize
 from benchmarks.values import count_wrong, poison
+from weightsync.actors.engine import EngineActor
 from weightsync.engines.vllm.api import set_environment
 from weightsync.plan import Box
 

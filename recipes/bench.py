@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 
 from transformers.utils.logging import disable_progress_bar
 
-from recipes.bench_report import BenchReport
-from recipes.calls import collect
-from recipes.events import present_at_start
-from recipes.hosts import HostSpec
-from recipes.launcher import Launcher
-from recipes.model import build_checkpoint
-from recipes.recipe import Recipe
-from recipes.screen import Screen
 from weightsync import WeightSync
 from weightsync.plan.explain import count_text
+from weightsync.recipes.bench_report import BenchReport
+from weightsync.recipes.calls import collect
+from weightsync.recipes.events import present_at_start
+from weightsync.recipes.hosts import HostSpec
+from weightsync.recipes.launcher import Launcher
+from weightsync.recipes.model import build_checkpoint
+from weightsync.recipes.recipe import Recipe
+from weightsync.recipes.screen import Screen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

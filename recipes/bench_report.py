@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
-from recipes.hosts import HostSpec
-from recipes.run_report import packages_here, this_host
 from weightsync import LinkRates, shares
 from weightsync.plan.explain import count_text, time_text
 from weightsync.protocol.timing import Span
+from weightsync.recipes.hosts import HostSpec
+from weightsync.recipes.run_report import packages_here, this_host
 from weightsync.report import Link, SyncReport, bytes_text
 
 __all__ = ["BenchReport", "BenchRow"]

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from recipes.yaml_lines import located, read_yaml
 from weightsync.config import load_dataclass
 from weightsync.errors import ConfigError, nearest
+from weightsync.recipes.yaml_lines import located, read_yaml
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -21,7 +21,7 @@ T = TypeVar("T", bound="DataclassInstance")
 
 def shipped(kind: str) -> dict[str, Path]:
     """The files of ``configs/<kind>`` by name, in a checkout or where an installation puts them."""
-    homes = (Path(__file__).parents[1], Path(sysconfig.get_path("data")) / "share" / "weightsync")
+    homes = (Path(__file__).resolve().parents[1], Path(sysconfig.get_path("data")) / "share" / "weightsync")
     home = next((home for home in homes if (home / "configs" / kind).is_dir()), homes[0])
     return {file.stem: file for file in sorted((home / "configs" / kind).glob("*.yaml"))}
 

@@ -17,12 +17,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from recipes.catalog import load
-from recipes.cluster import local_cluster
-from recipes.doctor import is_fit, table
-from recipes.forecast import Scene, forecast, recipe_scene
-from recipes.hosts import HostSpec
-from recipes.inputs import (
+from weightsync import __version__
+from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.faults import FaultPlan
+from weightsync.recipes.catalog import load
+from weightsync.recipes.cluster import local_cluster
+from weightsync.recipes.doctor import is_fit, table
+from weightsync.recipes.forecast import Scene, forecast, recipe_scene
+from weightsync.recipes.hosts import HostSpec
+from weightsync.recipes.inputs import (
     at_least_one,
     check_cluster,
     check_models,
@@ -36,25 +39,22 @@ from recipes.inputs import (
     runnable_recipe,
     writable,
 )
-from recipes.page import write_page
-from recipes.parallel import parse_engine, parse_trainers
-from recipes.recipe import Recipe, load_recipe
-from recipes.run_folder import RunFolder
-from recipes.run_report import read_report
-from recipes.schema import markdown as as_markdown
-from recipes.schema import recipe_schema
-from recipes.screen import Screen
-from recipes.shapes import ModelShape
-from weightsync import __version__
-from weightsync.errors import ConfigError, WeightSyncError
-from weightsync.faults import FaultPlan
+from weightsync.recipes.page import write_page
+from weightsync.recipes.parallel import parse_engine, parse_trainers
+from weightsync.recipes.recipe import Recipe, load_recipe
+from weightsync.recipes.run_folder import RunFolder
+from weightsync.recipes.run_report import read_report
+from weightsync.recipes.schema import markdown as as_markdown
+from weightsync.recipes.schema import recipe_schema
+from weightsync.recipes.screen import Screen
+from weightsync.recipes.shapes import ModelShape
 
 __all__ = ["app", "main"]
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 ASKED_FOR = ("report.json", "trace.json")
 """Without them, a run that did its work has failed; a page can be made again, and logs are extra."""
-LOOPS = {"grpo": "recipes.quickstart", "elastic": "recipes.elastic"}
+LOOPS = {"grpo": "weightsync.recipes.quickstart", "elastic": "weightsync.recipes.elastic"}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -130,7 +130,9 @@ def bench(
         screen = Screen(Console())
         if expected:
             screen.line(expected)
-        made = importlib.import_module("recipes.bench").run(loaded, folder.path, screen, num_updates, host)
+        made = importlib.import_module("weightsync.recipes.bench").run(
+            loaded, folder.path, screen, num_updates, host
+        )
         if json_ is not None:
             try:
                 made.write(json_)
@@ -216,7 +218,7 @@ def serve_checkpoint(
     folder = RunFolder(Path("runs/serve-checkpoint"))
 
     def inside() -> int:
-        made = importlib.import_module("recipes.serve_checkpoint")
+        made = importlib.import_module("weightsync.recipes.serve_checkpoint")
         fleet = made.Fleet(kind, engines, tensor_parallel_size, name)
         made.serve(models, fleet, Screen(Console()), None if check else _lines())
         return DONE
@@ -253,7 +255,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="A list of rows instead of lines.")] = False,
 ) -> None:
     """Say what this machine can do, and what to do about what is missing: then it exits with 1."""
-    from recipes.probes import diagnose  # it looks for torch and for engines
+    from weightsync.recipes.probes import diagnose  # it looks for torch and for engines
 
     rows = diagnose()
     print(json.dumps([asdict(row) for row in rows], indent=1) if as_json else table(rows))

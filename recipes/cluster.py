@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
-from recipes.run_folder import RunFolder
 from weightsync.errors import ConfigError
+from weightsync.recipes.run_folder import RunFolder
 
 __all__ = ["existing_cluster", "local_cluster"]
 
@@ -41,7 +41,9 @@ def local_cluster(folder: RunFolder, *, threads_per_actor: int) -> Iterator[None
     with _environment(_quiet() | _credentials()):
         import ray
 
-        from actors.detached import NAMESPACE  # in which a later driver looks for what this one leaves
+        from weightsync.actors.detached import (
+            NAMESPACE,  # in which a later driver looks for what this one leaves
+        )
 
         session, job, address = None, "", existing_cluster()
         own = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}

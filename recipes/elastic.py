@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import ray
 from transformers.utils.logging import disable_progress_bar
 
-from recipes.calls import collect
-from recipes.events import present_at_start
-from recipes.launcher import Launcher
-from recipes.model import build_checkpoint
-from recipes.recipe import Recipe
-from recipes.rollouts import roll_out
-from recipes.run_folder import RunFolder
-from recipes.run_report import RunReport, StepRow
-from recipes.screen import Screen
-from recipes.steps import leave, train, update
-from recipes.task import ProblemSampler
 from weightsync import SyncReport, WeightSync
 from weightsync.plan.explain import count_text
+from weightsync.recipes.calls import collect
+from weightsync.recipes.events import present_at_start
+from weightsync.recipes.launcher import Launcher
+from weightsync.recipes.model import build_checkpoint
+from weightsync.recipes.recipe import Recipe
+from weightsync.recipes.rollouts import roll_out
+from weightsync.recipes.run_folder import RunFolder
+from weightsync.recipes.run_report import RunReport, StepRow
+from weightsync.recipes.screen import Screen
+from weightsync.recipes.steps import leave, train, update
+from weightsync.recipes.task import ProblemSampler
 
 if TYPE_CHECKING:
     from ray import ObjectRef

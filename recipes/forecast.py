@@ -6,11 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from recipes.grids import engine_layout, trainer_layout
-from recipes.hosts import HostSpec
-from recipes.parallel import EngineParallel, Fsdp, Megatron
-from recipes.recipe import MoeSpec, Recipe
-from recipes.shapes import MixtureShape, ModelShape, checkpoint_tensors
 from weightsync.config import SyncConfig
 from weightsync.plan import (
     Cluster,
@@ -25,6 +20,11 @@ from weightsync.plan import (
 )
 from weightsync.plan.estimate import OTHER_HOST, DirectFloor, Receiver, direct_floor, distances
 from weightsync.plan.explain import count_text, time_text
+from weightsync.recipes.grids import engine_layout, trainer_layout
+from weightsync.recipes.hosts import HostSpec
+from weightsync.recipes.parallel import EngineParallel, Fsdp, Megatron
+from weightsync.recipes.recipe import MoeSpec, Recipe
+from weightsync.recipes.shapes import MixtureShape, ModelShape, checkpoint_tensors
 
 __all__ = ["Scene", "forecast", "recipe_scene"]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from recipes.cuts import BEHIND, Cut, Kind, Seat, deal, lay_out
-from recipes.parallel import EngineParallel, Fsdp, Megatron
-from recipes.shapes import ModelShape
 from weightsync.errors import ConfigError
 from weightsync.plan import Layout, TensorMeta
+from weightsync.recipes.cuts import BEHIND, Cut, Kind, Seat, deal, lay_out
+from weightsync.recipes.parallel import EngineParallel, Fsdp, Megatron
+from weightsync.recipes.shapes import ModelShape
 
 __all__ = ["engine_layout", "trainer_layout"]
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from recipes.catalog import find
-from recipes.cluster import existing_cluster
-from recipes.parallel import EngineParallel
-from recipes.recipe import Recipe, load_recipe
-from recipes.yaml_lines import located, read_yaml
 from weightsync.engines import choose_engine
 from weightsync.errors import ConfigError, nearest
 from weightsync.faults import FaultPlan
 from weightsync.plan.explain import count_text
+from weightsync.recipes.catalog import find
+from weightsync.recipes.cluster import existing_cluster
+from weightsync.recipes.parallel import EngineParallel
+from weightsync.recipes.recipe import Recipe, load_recipe
+from weightsync.recipes.yaml_lines import located, read_yaml
 from weightsync.sources.safetensors_files import contents
 
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
     "writable",
 ]
 
-SHIPPED = Path(__file__).parent
+SHIPPED = Path(__file__).resolve().parent
 _MOST_ENGINE_RANKS = 1_000_000
 
 

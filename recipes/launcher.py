@@ -13,15 +13,15 @@ from ray.util import get_placement_group, placement_group, remove_placement_grou
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.detached import actor_name
-from actors.engine import EngineActor
-from recipes.calls import collect
-from recipes.recipe import Recipe
-from recipes.survival import actor_options
-from recipes.trainer import GrpoTrainer
+from weightsync.actors.detached import actor_name
+from weightsync.actors.engine import EngineActor
 from weightsync.engines import choose_engine
 from weightsync.errors import ConfigError, DeadlineError
 from weightsync.plan.explain import count_text
+from weightsync.recipes.calls import collect
+from weightsync.recipes.recipe import Recipe
+from weightsync.recipes.survival import actor_options
+from weightsync.recipes.trainer import GrpoTrainer
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

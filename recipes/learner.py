@@ -13,9 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from recipes.grpo import Group, collate, policy_loss, token_logprobs
-from recipes.recipe import LoopSpec
-from recipes.task import PAD, WORDS
+from weightsync.recipes.grpo import Group, collate, policy_loss, token_logprobs
+from weightsync.recipes.recipe import LoopSpec
+from weightsync.recipes.task import PAD, WORDS
 
 __all__ = ["Learner"]
 

@@ -19,9 +19,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from recipes.recipe import ModelSpec
-from recipes.task import EOS, PAD, WORDS
 from weightsync.errors import ConfigError
+from weightsync.recipes.recipe import ModelSpec
+from weightsync.recipes.task import EOS, PAD, WORDS
 
 __all__ = ["build_checkpoint", "build_tokenizer"]
 

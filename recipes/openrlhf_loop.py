@@ -1,6 +1,6 @@
 """A loop as OpenRLHF writes it, with actors of its own, where weightsync takes the place of its broadcast.
 
-    python -m recipes.openrlhf_loop MODEL_FOLDER
+    python -m weightsync.recipes.openrlhf_loop MODEL_FOLDER
 
 Lines that end in "# +" came for weightsync, those that begin with "# -" stood there before; what only the
 broadcast needs may go too. On a CPU, FSDP2 shards learn by REINFORCE to say small numbers.
@@ -57,8 +57,8 @@ class RolloutActor(VllmActor):  # +
         from vllm.v1.engine.async_llm import AsyncLLM
 
         settings: Any = {"dtype": "float32", "max_model_len": 64, "enforce_eager": True}
-        # - settings["worker_extension_cls"] = "recipes.openrlhf_loop.WorkerWrap"
-        settings["worker_extension_cls"] = "weightsync.engines.vllm.worker.WeightSyncWorker"  # +
+        # - settings["worker_extension_cls"] = "weightsync.recipes.openrlhf_loop.WorkerWrap"
+        settings["worker_extension_cls"] = "weightsync.WeightSyncWorker"  # +
         self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(path, skip_tokenizer_init=True, **settings))
 
     async def generate(self, prompts: Tokens, temperature: float) -> Tokens:

@@ -13,12 +13,12 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from recipes.run_folder import replace_text
-from recipes.run_report import NUM_LAST, RunReport, StepRow
-from recipes.svg import Axis, Bar, Row, columns, lanes, line
 from weightsync.errors import ConfigError
 from weightsync.plan.explain import count_text
 from weightsync.protocol.timing import Span
+from weightsync.recipes.run_folder import replace_text
+from weightsync.recipes.run_report import NUM_LAST, RunReport, StepRow
+from weightsync.recipes.svg import Axis, Bar, Row, columns, lanes, line
 from weightsync.report import bytes_text
 
 __all__ = ["page", "write_page"]

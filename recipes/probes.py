@@ -16,13 +16,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from recipes.cluster import existing_cluster
-from recipes.doctor import Row
 from weightsync.config import SyncConfig
 from weightsync.engines import ENGINES, choose_engine
 from weightsync.engines.checks import installed, untested
 from weightsync.errors import ConfigError, TransportError
 from weightsync.readers import choose_protocol, rdma_devices
+from weightsync.recipes.cluster import existing_cluster
+from weightsync.recipes.doctor import Row
 
 __all__ = ["diagnose"]
 

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING
 
 from transformers.utils.logging import disable_progress_bar
 
-from actors.detached import end_all
-from recipes.calls import collect
-from recipes.launcher import Launcher
-from recipes.model import build_checkpoint
-from recipes.recipe import Recipe
-from recipes.rollouts import roll_out
-from recipes.run_folder import RunFolder
-from recipes.run_report import RunReport, StepRow
-from recipes.screen import Screen
-from recipes.steps import leave, sleep, train, update
-from recipes.survival import find_actors, read_back, take_trainers
-from recipes.task import ProblemSampler
 from weightsync import SyncReport, WeightSync
+from weightsync.actors.detached import end_all
 from weightsync.plan.explain import count_text
+from weightsync.recipes.calls import collect
+from weightsync.recipes.launcher import Launcher
+from weightsync.recipes.model import build_checkpoint
+from weightsync.recipes.recipe import Recipe
+from weightsync.recipes.rollouts import roll_out
+from weightsync.recipes.run_folder import RunFolder
+from weightsync.recipes.run_report import RunReport, StepRow
+from weightsync.recipes.screen import Screen
+from weightsync.recipes.steps import leave, sleep, train, update
+from weightsync.recipes.survival import find_actors, read_back, take_trainers
+from weightsync.recipes.task import ProblemSampler
 
 if TYPE_CHECKING:
     from weightsync.faults import FaultPlan

@@ -11,11 +11,11 @@ from typing import Literal
 
 import yaml
 
-from recipes.events import EventSpec, check_events
-from recipes.yaml_lines import located, read_yaml
 from weightsync.config import SyncConfig, check_fields, load_dataclass
 from weightsync.errors import ConfigError, nearest
 from weightsync.plan.explain import count_text
+from weightsync.recipes.events import EventSpec, check_events
+from weightsync.recipes.yaml_lines import located, read_yaml
 
 __all__ = ["EngineSpec", "LoopSpec", "ModelSpec", "MoeSpec", "Recipe", "TrainerSpec", "load_recipe"]
 
@@ -144,7 +144,7 @@ class LoopSpec:
         group_size: completions sampled for each problem.
         epochs: optimiser steps on each step's rollouts.
         learning_rate: AdamW's at the first step; it falls to 0 in a straight line.
-        clip: see :func:`recipes.grpo.policy_loss`.
+        clip: see :func:`weightsync.recipes.grpo.policy_loss`.
         temperature: of sampling.
         target_reward: the run has failed when the mean of its last five rewards is lower.
         sleep: trainers and engines have the GPUs that they share by turns. Engines sleep while trainers

@@ -7,9 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from recipes.calls import gather
-from recipes.grpo import Group
-from recipes.task import Problem, reward
 from weightsync.errors import (
     DeadlineError,
     EngineError,
@@ -18,11 +15,14 @@ from weightsync.errors import (
     StateError,
     WeightSyncError,
 )
+from weightsync.recipes.calls import gather
+from weightsync.recipes.grpo import Group
+from weightsync.recipes.task import Problem, reward
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-    from recipes.recipe import LoopSpec
+    from weightsync.recipes.recipe import LoopSpec
 
     Actor: TypeAlias = ActorHandle[Any]
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from recipes.run_folder import replace_text
 from weightsync.errors import ConfigError
 from weightsync.protocol.timing import Span
+from weightsync.recipes.run_folder import replace_text
 from weightsync.report import HealReport, Link, SyncReport
 
 __all__ = ["RunReport", "StepRow", "packages_here", "read_report", "this_host"]

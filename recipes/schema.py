@@ -9,8 +9,8 @@ from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from recipes.recipe import Recipe
 from weightsync.config import Size
+from weightsync.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

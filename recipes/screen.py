@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.table import Table
 
-from recipes.run_report import RunReport, StepRow
 from weightsync.plan.explain import count_text
+from weightsync.recipes.run_report import RunReport, StepRow
 from weightsync.report import bytes_text
 
 __all__ = ["Screen"]

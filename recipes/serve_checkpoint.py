@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from actors.detached import NAMESPACE, actor_name, end, names, run_prefix
-from actors.engine import EngineActor
-from recipes.calls import collect
-from recipes.screen import Screen
 from weightsync import SyncConfig, WeightSync
+from weightsync.actors.detached import NAMESPACE, actor_name, end, names, run_prefix
+from weightsync.actors.engine import EngineActor
 from weightsync.engines import choose_engine
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.plan.explain import count_text
+from weightsync.recipes.calls import collect
+from weightsync.recipes.screen import Screen
 from weightsync.report import bytes_text
 
 if TYPE_CHECKING:

@@ -1,8 +1,9 @@
 """A loop that updates SGLang by its own three calls, on an engine that weightsync feeds as well.
 
-On a host with two GPUs and SGLang, ``python -m recipes.sglang_three_calls`` starts a small Llama on one
-and an engine with dummy weights on the other. The engine is updated by weightsync first; then the trainer
-goes on, and sends its weights itself: ``init_weights_update_group``, ``update_weights_from_distributed``.
+On a host with two GPUs and SGLang, ``python -m weightsync.recipes.sglang_three_calls`` starts a small
+Llama on one and an engine with dummy weights on the other. The engine is updated by weightsync first;
+then the trainer goes on, and sends its weights itself: ``init_weights_update_group``,
+``update_weights_from_distributed``.
 After each update, ``get_weights_by_name`` reads back what the engine holds, tensor by tensor.
 """
 
@@ -20,9 +21,9 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from actors.engine import EngineActor
-from actors.trainer_shard import TrainerShard
 from weightsync import SyncConfig, WeightSync
+from weightsync.actors.engine import EngineActor
+from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.engines.sglang.api import join_update_group
 
 if TYPE_CHECKING:

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from recipes.calls import collect
-from recipes.page import page
-from recipes.run_folder import replace_text
-from recipes.trace import write_trace
 from weightsync import SyncReport, WeightSync, WeightSyncError
 from weightsync.errors import DeadlineError, EngineError, PeerLostError
+from weightsync.recipes.calls import collect
+from weightsync.recipes.page import page
+from weightsync.recipes.run_folder import replace_text
+from weightsync.recipes.trace import write_trace
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-    from recipes.grpo import Group
-    from recipes.recipe import Recipe
-    from recipes.run_folder import RunFolder
-    from recipes.run_report import RunReport
-    from recipes.screen import Screen
+    from weightsync.recipes.grpo import Group
+    from weightsync.recipes.recipe import Recipe
+    from weightsync.recipes.run_folder import RunFolder
+    from weightsync.recipes.run_report import RunReport
+    from weightsync.recipes.screen import Screen
 
 __all__ = ["leave", "sleep", "train", "update"]
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from recipes.run_folder import replace_text
+from weightsync.recipes.run_folder import replace_text
 from weightsync.report import HealReport, SyncReport
 
 __all__ = ["write_trace"]

@@ -10,10 +10,10 @@ import ray
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from actors.trainer_shard import TrainerShard
-from recipes.grpo import Group
-from recipes.learner import Learner
-from recipes.recipe import LoopSpec
+from weightsync.actors.trainer_shard import TrainerShard
+from weightsync.recipes.grpo import Group
+from weightsync.recipes.learner import Learner
+from weightsync.recipes.recipe import LoopSpec
 
 __all__ = ["GrpoTrainer"]
 
@@ -54,17 +54,17 @@ class GrpoTrainer(TrainerShard):
             self.offload()
 
     def train_step(self, groups: Sequence[Group]) -> dict[str, float]:
-        """See :meth:`recipes.learner.Learner.train_step`."""
+        """See :meth:`weightsync.recipes.learner.Learner.train_step`."""
         with self._turn():
             return self._learner.train_step(groups)
 
     def scramble(self) -> None:
-        """See :meth:`recipes.learner.Learner.scramble`."""
+        """See :meth:`weightsync.recipes.learner.Learner.scramble`."""
         with self._turn():
             self._learner.scramble()
 
     def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-        """See :meth:`recipes.learner.Learner.greedy`."""
+        """See :meth:`weightsync.recipes.learner.Learner.greedy`."""
         with self._turn():
             return self._learner.greedy(prompts, num_tokens)
 

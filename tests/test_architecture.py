@@ -30,11 +30,12 @@ from pathlib import Path
 import pytest
 
 import weightsync
-from recipes.recipe import load_recipe
 from weightsync.faults import FaultPlan
+from weightsync.recipes.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("weightsync", "actors", "recipes")
+FOLDERS = ("weightsync", "actors", "recipes")
+"""`weightsync` has links to the others, which are imported as ``weightsync.actors`` and ``.recipes``."""
 MAX_LINES = 500
 
 PURE = (
@@ -51,7 +52,7 @@ PLAN_ALLOWED = (*PURE_ALLOWED, "weightsync.plan", "weightsync.errors")
 HEAVY = ("cupy", "vllm", "sglang", "mooncake", "verl")
 PLUGINS = ("weightsync.plugins",)
 """Each of their modules is imported by the framework that it is for, and by nobody else."""
-EDGE = ("actors", "recipes", *PLUGINS)
+EDGE = ("weightsync.actors", "weightsync.recipes", *PLUGINS)
 UNPICKLERS = ("pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing")
 BY_ENGINES_CHANNELS = (
     "weightsync.engines.sglang.api",
@@ -61,7 +62,7 @@ BY_ENGINES_CHANNELS = (
     "weightsync.engines.vllm.worker",
 )
 """They pickle what goes by vLLM's and SGLang's own channels. None of them has a socket of ours."""
-USERS_OWN = ("recipes.openrlhf_loop",)
+USERS_OWN = ("weightsync.recipes.openrlhf_loop",)
 """Recipes that play somebody who has a loop, and engines of his own."""
 WALL_CLOCK = {
     "weightsync/protocol/timing.py": "stamps of spans and heals",
@@ -79,8 +80,8 @@ FLOORS = (
     ("weightsync.channel", "weightsync.readers", "weightsync.transports"),
     ("weightsync.collectives",),
     ("weightsync.driver", "weightsync.holder", "weightsync.engines", "weightsync.sources"),
-    ("weightsync.testing", *PLUGINS, "actors"),
-    ("recipes",),
+    ("weightsync.testing", *PLUGINS, "weightsync.actors"),
+    ("weightsync.recipes",),
 )
 """Rooms, from the ground up."""
 DRIVER = [f"weightsync.driver.{path.stem}" for path in sorted((ROOT / "weightsync/driver").glob("[!_]*.py"))]
@@ -115,11 +116,19 @@ def room(module: str) -> tuple[int, str]:
 
 
 def source_files(root: Path) -> list[Path]:
-    return sorted(path for package in PACKAGES for path in (root / package).rglob("*.py"))
+    """Sorted; a link is not followed."""
+    return sorted(path for folder in FOLDERS for path in _files(root / folder))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for path in folder.rglob("*.py"):
+        if not any(parent.is_symlink() for parent in path.parents if parent.is_relative_to(folder)):
+            yield path
 
 
 def module_name(path: Path, root: Path) -> str:
-    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts if parts[0] == "weightsync" else ("weightsync", *parts)).removesuffix(".__init__")
 
 
 def imports(root: Path) -> list[Import]:
@@ -189,9 +198,9 @@ def _broken_rules(item: Import) -> Iterator[str]:
         yield "what arrives on our sockets is read by a schema, never unpickled"
     if inside(module, ("zmq",)) and importer in BY_ENGINES_CHANNELS:
         yield "a module that unpickles has no socket"
-    if inside(importer, ("weightsync",)) and module == "weightsync":
+    if module == "weightsync" and not inside(importer, ("weightsync.actors", "weightsync.recipes")):
         yield "the library does not import through its own door"
-    elif inside(module, PACKAGES) and module != "weightsync" and room(module) != room(importer):
+    elif inside(module, ("weightsync",)) and module != "weightsync" and room(module) != room(importer):
         (above, _), (below, _) = room(importer), room(module)
         if below > above:
             yield "this arrow points upwards"
@@ -203,7 +212,7 @@ def circles(root: Path) -> list[list[str]]:
     """Modules of ours that import one another, also in functions or for types. The door opens on use."""
     arrows: dict[str, set[str]] = {}
     for item in imports(root):
-        if item.importer != "weightsync" and inside(item.module, PACKAGES):
+        if item.importer != "weightsync" and inside(item.module, ("weightsync",)):
             arrows.setdefault(item.importer, set()).add(item.module)
     try:
         TopologicalSorter(arrows).prepare()
@@ -215,8 +224,8 @@ def circles(root: Path) -> list[list[str]]:
 def wall_clock_reads(root: Path) -> Iterator[str]:
     """``file:line`` of each use of ``time.time``, ``datetime.now`` and the like."""
     named = {"time": ("time", "time_ns", "localtime", "gmtime"), "datetime": ("now", "utcnow", "today")}
-    for package in (*PACKAGES, "benchmarks"):
-        for path in sorted((root / package).rglob("*.py")):
+    for folder in (*FOLDERS, "benchmarks"):
+        for path in sorted(_files(root / folder)):
             where = path.relative_to(root)
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Attribute):
@@ -265,7 +274,7 @@ def test_nothing_breaks_the_arrows() -> None:
         ("weightsync/plan/segment.py", "from ..memory import SharedBuffer", "the plan knows numpy"),
         ("weightsync/config.py", "def f():\n    import yaml", "pure"),
         ("weightsync/driver/controller.py", "from ray import get", "only the edge knows Ray"),
-        ("weightsync/driver/controller.py", "from actors import weight_holder", "points upwards"),
+        ("weightsync/driver/controller.py", "from weightsync.actors import weight_holder", "points upwards"),
         ("weightsync/driver/connect.py", "from weightsync.holder import refill", "do not know each other"),
         ("weightsync/holder/holder.py", "import weightsync.engines.base", "do not know each other"),
         ("weightsync/engines/base.py", "import weightsync.sources.base", "do not know each other"),
@@ -275,11 +284,11 @@ def test_nothing_breaks_the_arrows() -> None:
         ("weightsync/memory/host.py", "import weightsync.channel.wire", "points upwards"),
         ("weightsync/readers/base.py", "import weightsync.testing", "points upwards"),
         ("weightsync/holder/holder.py", "from weightsync import Box", "its own door"),
-        ("actors/weight_holder.py", "import recipes.recipe", "points upwards"),
+        ("actors/weight_holder.py", "import weightsync.recipes.recipe", "points upwards"),
         ("weightsync/transports/base.py", "import weightsync.engines.base", "points upwards"),
         ("weightsync/engines/base.py", "import vllm.config", "in a function"),
         ("weightsync/holder/holder.py", "import weightsync.plugins.verl", "its framework imports"),
-        ("weightsync/plugins/verl.py", "import actors.remote", "do not know each other"),
+        ("weightsync/plugins/verl.py", "import weightsync.actors.remote", "do not know each other"),
         ("weightsync/channel/engine_end.py", "def f():\n    from pickle import loads", "never unpickled"),
         ("actors/weight_holder.py", "from multiprocessing.connection import Client", "never unpickled"),
         ("weightsync/engines/sglang/worker.py", "import zmq", "has no socket"),
@@ -289,8 +298,9 @@ def test_nothing_breaks_the_arrows() -> None:
     ],
 )
 def test_a_planted_violation_is_caught(tmp_path: Path, path: str, line: str, rule: str | None) -> None:
-    for package in PACKAGES:
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    left_out = shutil.ignore_patterns("__pycache__", *FOLDERS)
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=left_out)
     target = tmp_path / path
     target.write_text(f"{target.read_text()}\n{line}\n")
     before = violations(ROOT)

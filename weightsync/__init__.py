@@ -18,12 +18,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from actors.trainer_shard import TrainerShard
-    from actors.vllm_actor import VllmActor
-    from actors.weight_sync import WeightSync
+    from weightsync.actors.engine import EngineActor
+    from weightsync.actors.trainer_shard import TrainerShard
+    from weightsync.actors.vllm_actor import VllmActor
+    from weightsync.actors.weight_sync import WeightSync
     from weightsync.collectives.shuffle import Shuffle, gather_send, scatter_recv
     from weightsync.config import SyncConfig, parse_size
     from weightsync.driver.efficiency import shares
+    from weightsync.engines.vllm.worker import WeightSyncWorker
     from weightsync.errors import (
         ConfigError,
         DeadlineError,
@@ -45,6 +47,7 @@ __all__ = [
     "Box",
     "ConfigError",
     "DeadlineError",
+    "EngineActor",
     "EngineError",
     "Layout",
     "LinkRates",
@@ -62,6 +65,7 @@ __all__ = [
     "VllmActor",
     "WeightSync",
     "WeightSyncError",
+    "WeightSyncWorker",
     "__version__",
     "gather_send",
     "make_plan",
@@ -74,6 +78,7 @@ _HOMES = {
     "Box": "weightsync.plan",
     "ConfigError": "weightsync.errors",
     "DeadlineError": "weightsync.errors",
+    "EngineActor": "weightsync.actors.engine",
     "EngineError": "weightsync.errors",
     "Layout": "weightsync.plan",
     "LinkRates": "weightsync.plan.estimate",
@@ -86,11 +91,12 @@ _HOMES = {
     "StateError": "weightsync.errors",
     "SyncConfig": "weightsync.config",
     "SyncReport": "weightsync.report",
-    "TrainerShard": "actors.trainer_shard",
+    "TrainerShard": "weightsync.actors.trainer_shard",
     "VerifyError": "weightsync.errors",
-    "VllmActor": "actors.vllm_actor",
-    "WeightSync": "actors.weight_sync",
+    "VllmActor": "weightsync.actors.vllm_actor",
+    "WeightSync": "weightsync.actors.weight_sync",
     "WeightSyncError": "weightsync.errors",
+    "WeightSyncWorker": "weightsync.engines.vllm.worker",
     "gather_send": "weightsync.collectives.shuffle",
     "make_plan": "weightsync.plan",
     "parse_size": "weightsync.config",

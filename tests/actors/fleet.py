@@ -18,10 +18,10 @@ import torch
 from ray import ObjectRef
 from torch import nn
 
-from actors.checkpoint_shard import CheckpointShard
-from actors.engine import EngineActor
-from actors.trainer_shard import TrainerShard
 from tests.patience import patient
+from weightsync.actors.checkpoint_shard import CheckpointShard
+from weightsync.actors.engine import EngineActor
+from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.plan import Plan
 from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import FeedTicket

@@ -11,13 +11,13 @@ from typing import Any
 import ray
 from transformers import AutoModelForCausalLM
 
-from actors.engine import EngineActor
-from actors.trainer_shard import TrainerShard
 from tests.actors.faulty import Heard, process_state
 from tests.actors.fleet import spawn, until
 from tests.models import build_tiny_qwen3, greedy, redraw
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
+from weightsync.actors.engine import EngineActor
+from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.driver.engine_state import EngineState
 from weightsync.faults import Fault, FaultPlan
 from weightsync.report import SyncReport

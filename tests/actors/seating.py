@@ -11,10 +11,10 @@ from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster
 
-from actors.detached import NAMESPACE
-from recipes.launcher import Launcher
-from recipes.recipe import EngineSpec, Recipe, TrainerSpec
 from tests.patience import patient
+from weightsync.actors.detached import NAMESPACE
+from weightsync.recipes.launcher import Launcher
+from weightsync.recipes.recipe import EngineSpec, Recipe, TrainerSpec
 
 ENGINES = {"wide": EngineSpec(kind="vllm", tensor_parallel_size=2), "narrow": EngineSpec(kind="torch")}
 TRAINERS = TrainerSpec(count=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from recipes.trainer import GrpoTrainer
+from weightsync.recipes.trainer import GrpoTrainer
 
 
 class SharpTrainer(GrpoTrainer):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from actors.engine_calls import EngineCalls
 from tests.patience import patient
+from weightsync.actors.engine_calls import EngineCalls
 
 
 class Adapter:

@@ -22,7 +22,17 @@ def start(out: Path, size: str, *args: str) -> subprocess.Popen[str]:
     """`weightsync run quickstart` into a file system of its own, `size` large, at `out`."""
     out.mkdir()
     sets = [part for setting in SMALL for part in ("--set", setting)]
-    command = [sys.executable, "-m", "recipes.cli", "run", "quickstart", *sets, *args, "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "weightsync.recipes.cli",
+        "run",
+        "quickstart",
+        *sets,
+        *args,
+        "--out",
+        str(out),
+    ]
     return subprocess.Popen(
         ["unshare", "--mount", "sh", "-c", MOUNT, size, str(out), *command],
         env=os.environ | {"PYTHONPATH": str(ROOT)},

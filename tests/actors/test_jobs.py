@@ -17,7 +17,7 @@ from tests.actors.test_endings import MARK, _files, _processes
 from tests.patience import patient
 
 ROOT = Path(__file__).parents[2]
-RUN = (sys.executable, "-m", "recipes.cli", "run", "recipes/colocated_grpo.yaml")
+RUN = (sys.executable, "-m", "weightsync.recipes.cli", "run", "recipes/colocated_grpo.yaml")
 SMALL = ("--set", "engines.main.kind=torch", "--set", "loop.prompts_per_step=4")
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
 
@@ -51,7 +51,7 @@ class Jobs:
     def __init__(self, address: str, folder: Path, environment: dict[str, str]) -> None:
         self.mark = uuid.uuid4().hex
         self._address, self._folder, self._environment = address, folder, environment
-        packages = [str(ROOT / name) for name in ("weightsync", "actors", "recipes")]
+        packages = [str(ROOT / "weightsync")]
         self._shipped = json.dumps({"py_modules": packages, "env_vars": {MARK: self.mark}})
 
     def submit(self, *command: str, options: tuple[str, ...] = ()) -> tuple[int, str]:
@@ -91,7 +91,7 @@ def test_a_job_is_followed_to_its_success(jobs: Jobs, tmp_path: Path) -> None:
 
 
 def test_bad_input_is_a_failure_with_its_own_code(jobs: Jobs) -> None:
-    script = "from recipes import cli; print('ours:', cli.__file__); cli.app(['run', 'quikstart'])"
+    script = "from weightsync.recipes import cli; print('ours:', cli.__file__); cli.app(['run', 'quikstart'])"
     code, log = jobs.submit(sys.executable, "-c", script)
     assert code == 1
     assert "exit code 2" in log

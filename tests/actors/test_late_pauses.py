@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import ray
 
-from actors.engine import EngineActor
 from tests.actors.faulty import pid
 from tests.actors.fleet import spawn, until
 from tests.actors.turns import GREEDY, PROMPTS, Teacher
 from tests.models import build_tiny_qwen3
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
+from weightsync.actors.engine import EngineActor
 from weightsync.driver.engine_state import EngineState
 
 pytestmark = pytest.mark.timeout(300)

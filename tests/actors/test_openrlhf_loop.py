@@ -11,9 +11,9 @@ from types import ModuleType
 import pytest
 from torch import nn
 
-from recipes.model import build_checkpoint
-from recipes.recipe import ModelSpec
 from weightsync import TrainerShard
+from weightsync.recipes.model import build_checkpoint
+from weightsync.recipes.recipe import ModelSpec
 
 ROOT = Path(__file__).parents[2]
 LOOP = ROOT / "recipes" / "openrlhf_loop.py"

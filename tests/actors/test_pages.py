@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import ray
 
-from actors.engine import EngineActor
-from recipes.model import build_checkpoint
-from recipes.recipe import ModelSpec
 from tests.patience import patient
 from tests.unit.test_docs import blocks
+from weightsync.actors.engine import EngineActor
+from weightsync.recipes.model import build_checkpoint
+from weightsync.recipes.recipe import ModelSpec
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(400)]
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import ray
 
-from actors.process import end_process
-from actors.seat import Seat
 from tests.actors.faulty import process_state
 from tests.actors.fleet import until
 from tests.patience import patient
+from weightsync.actors.process import end_process
+from weightsync.actors.seat import Seat
 
 
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 def weightsync(*args: str, cwd: str | Path = "/", **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "recipes.cli", *args],
+        [sys.executable, "-m", "weightsync.recipes.cli", *args],
         env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
         cwd=cwd,
         capture_output=True,

@@ -9,13 +9,13 @@ import pytest
 import ray
 import torch
 
-from actors.engine import EngineActor
-from recipes.grpo import Group
-from recipes.model import build_checkpoint
-from recipes.recipe import LoopSpec, ModelSpec, MoeSpec
 from tests.actors.fleet import spawn
 from tests.actors.sharp_trainer import SharpTrainer
 from weightsync import PlanError, SyncConfig, WeightSync
+from weightsync.actors.engine import EngineActor
+from weightsync.recipes.grpo import Group
+from weightsync.recipes.model import build_checkpoint
+from weightsync.recipes.recipe import LoopSpec, ModelSpec, MoeSpec
 
 PROMPTS = [
     torch.randint(3, 60, (4 + i,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(8)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import ray
 
-from actors.engine import EngineActor
 from tests.actors.fleet import Engine, Trainer, spawn
 from tests.patience import patient
 from weightsync import ConfigError, SyncConfig, WeightSync
+from weightsync.actors.engine import EngineActor
 from weightsync.errors import StateError
 from weightsync.faults import Fault, FaultPlan
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from actors.engine import EngineActor
-from actors.trainer_shard import TrainerShard
 from tests.models import build_tiny_qwen3, greedy
+from weightsync.actors.engine import EngineActor
+from weightsync.actors.trainer_shard import TrainerShard
 
 PROMPTS = [[1, 2, 3], [7, 5, 4, 9]]
 GREEDY = {"max_tokens": 8, "temperature": 0.0}

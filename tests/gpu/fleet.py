@@ -13,11 +13,11 @@ import torch.distributed as dist
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from actors.engine import EngineActor
-from actors.trainer_shard import TrainerShard
 from tests.gpu import sglang_probe
 from tests.gpu.vllm_probe import OPTIONS, Answers, probe
 from tests.patience import patient
+from weightsync.actors.engine import EngineActor
+from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.memory.tensors import named_tensors
 
 

@@ -11,12 +11,12 @@ import ray
 import torch
 from ray.util.placement_group import PlacementGroup
 
-from actors.weight_holder import Spare
 from tests.actors.fleet import until
 from tests.gpu.fleet import Engine, spawn
 from tests.gpu.qwen3_models import save_qwen3
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
+from weightsync.actors.weight_holder import Spare
 from weightsync.memory import cuda
 from weightsync.memory.tensors import named_tensors
 

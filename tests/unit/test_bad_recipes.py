@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from recipes import cli, inputs
+from weightsync.recipes import cli, inputs
 
 FOLDER = Path(__file__).parents[1] / "bad_recipes"
 FILES = sorted(FOLDER.glob("*.yaml"))
@@ -132,7 +132,7 @@ def test_where_only_transformers_serves_an_engine_has_one_rank(monkeypatch: pyte
 def test_no_bad_recipe_loads_ray_or_torch() -> None:
     code = """
 import sys
-from recipes.cli import app
+from weightsync.recipes.cli import app
 for path in sys.argv[1:]:
     try: app(["run", path])
     except SystemExit as end: assert end.code == 2

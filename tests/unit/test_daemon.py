@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from actors.daemon import on_daemon
 from tests.patience import patient
+from weightsync.actors.daemon import on_daemon
 from weightsync.errors import DeadlineError
 
 

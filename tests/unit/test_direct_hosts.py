@@ -157,7 +157,7 @@ def test_a_holder_that_does_not_come_to_the_messages_is_told_by_its_rank_within_
         await loop.controller.connect()
         await loop.update(3)
 
-    drive(work, "aa", {"e0": "bb"}, replace(CONFIG, timeout_s=patient(0.5)))
+    drive(work, "aa", {"e0": "bb"}, replace(CONFIG, timeout_s=patient(1)))
 
 
 def test_an_update_plans_nothing_and_takes_no_memory() -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from actors.trainer_shard import TrainerShard
 from tests.fleets.loop import Loop, drive
 from tests.patience import patient
+from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.config import SyncConfig
 from weightsync.engines.live_writer import LiveWriter
 from weightsync.errors import DeadlineError, PeerError, StateError, TransportError

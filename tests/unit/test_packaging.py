@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-import actors
-import recipes
 import weightsync
 
 ROOT = Path(__file__).parents[2]
@@ -26,21 +24,23 @@ def metadata(tmp_path_factory: pytest.TempPathFactory) -> Path:
         project,
         ignore=shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "runs"),
         dirs_exist_ok=True,
+        symlinks=True,
     )
     command = [sys.executable, "setup.py", "--quiet", "egg_info"]
     subprocess.run(command, cwd=project, check=True, capture_output=True)
     return project / "weightsync.egg-info"
 
 
-def test_the_distribution_owns_three_names(metadata: Path) -> None:
-    assert (metadata / "top_level.txt").read_text().split() == ["actors", "recipes", "weightsync"]
+def test_the_distribution_owns_one_name(metadata: Path) -> None:
+    assert (metadata / "top_level.txt").read_text().split() == ["weightsync"]
 
 
 def test_every_package_is_shipped_with_its_data(metadata: Path) -> None:
     shipped = set((metadata / "SOURCES.txt").read_text().split())
+    folders = {"weightsync": "", "actors": "weightsync/", "recipes": "weightsync/"}
     modules = {
-        str(path.relative_to(ROOT))
-        for name in ("weightsync", "actors", "recipes")
+        f"{parent}{path.relative_to(ROOT)}"
+        for name, parent in folders.items()
         for path in (ROOT / name).rglob("*.py")
     }
     assert modules <= shipped
@@ -49,29 +49,18 @@ def test_every_package_is_shipped_with_its_data(metadata: Path) -> None:
     assert configs <= shipped
     assert {
         "weightsync/py.typed",
-        "actors/dashboards/grafana.json",
-        "recipes/report.html.j2",
-        "recipes/quickstart.yaml",
+        "weightsync/actors/dashboards/grafana.json",
+        "weightsync/recipes/report.html.j2",
+        "weightsync/recipes/quickstart.yaml",
         "LICENSE",
     } <= shipped
-
-
-def test_no_index_accepts_an_upload(metadata: Path) -> None:
-    """`actors` and `recipes` are names that other distributions own too."""
-    assert "Classifier: Private :: Do Not Upload" in (metadata / "PKG-INFO").read_text()
 
 
 def test_version_and_command(metadata: Path) -> None:
     assert f"\nVersion: {weightsync.__version__}\n" in (metadata / "PKG-INFO").read_text()
     entry_points = (metadata / "entry_points.txt").read_text()
-    assert "[console_scripts]\nweightsync = recipes.cli:main\n" in entry_points
+    assert "[console_scripts]\nweightsync = weightsync.recipes.cli:main\n" in entry_points
     assert "[vllm.general_plugins]\nweightsync = weightsync.plugins:register_vllm\n" in entry_points
-
-
-def test_the_three_packages_are_one_checkout() -> None:
-    """Another distribution's `actors` would replace ours without a word from pip."""
-    homes = {Path(package.__file__ or "").parents[1] for package in (weightsync, actors, recipes)}
-    assert homes == {ROOT}
 
 
 def test_every_requirement_is_pinned_and_allowed(metadata: Path) -> None:

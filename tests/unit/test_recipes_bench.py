@@ -10,15 +10,15 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from recipes import bench as recipe_bench
-from recipes import cli
-from recipes.bench_report import BenchReport, BenchRow
-from recipes.catalog import load
-from recipes.hosts import HostSpec
-from recipes.inputs import recipe_file
-from recipes.recipe import load_recipe
 from tests.unit.test_report import REPORT
 from weightsync.protocol.timing import Span
+from weightsync.recipes import bench as recipe_bench
+from weightsync.recipes import cli
+from weightsync.recipes.bench_report import BenchReport, BenchRow
+from weightsync.recipes.catalog import load
+from weightsync.recipes.hosts import HostSpec
+from weightsync.recipes.inputs import recipe_file
+from weightsync.recipes.recipe import load_recipe
 from weightsync.report import Link, SyncReport
 
 RUNNER = CliRunner()

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from recipes.calls import collect, gather
 from weightsync.errors import ConfigError, DeadlineError
+from weightsync.recipes.calls import collect, gather
 
 
 async def say(value: int) -> int:

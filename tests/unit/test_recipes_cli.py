@@ -16,15 +16,15 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import weightsync
-from recipes import cli
-from recipes.forecast import _sample
-from recipes.inputs import SHIPPED, shipped_recipes
-from recipes.page import page
-from recipes.recipe import Recipe, load_recipe
-from recipes.run_report import RunReport, read_report
 from tests.unit.test_recipes_page import run_report
 from weightsync.faults import Fault, FaultPlan
 from weightsync.plan import Layout, Reads, Reshard
+from weightsync.recipes import cli
+from weightsync.recipes.forecast import _sample
+from weightsync.recipes.inputs import SHIPPED, shipped_recipes
+from weightsync.recipes.page import page
+from weightsync.recipes.recipe import Recipe, load_recipe
+from weightsync.recipes.run_report import RunReport, read_report
 
 RUNNER = CliRunner()
 
@@ -229,7 +229,7 @@ def test_the_version_is_printed() -> None:
 
 
 def test_bad_input_needs_neither_ray_nor_torch() -> None:
-    code = "import sys; from recipes.cli import app\ntry: app(['run', 'none'])\n"
+    code = "import sys; from weightsync.recipes.cli import app\ntry: app(['run', 'none'])\n"
     code += "except SystemExit as end: print(end.code, *{'ray', 'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["2"]
@@ -331,7 +331,7 @@ def test_what_engines_of_a_host_read_alike_from_another_crosses_once() -> None:
 
 
 def test_of_very_many_copies_only_some_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipes.forecast._MOST_COPIES", 5_000)
+    monkeypatch.setattr("weightsync.recipes.forecast._MOST_COPIES", 5_000)
     arguments = ["--model", "qwen3-8b", "--trainers", "fsdp=4", "--engine", "tp=8", "--cluster", "8xh100"]
     lines = direct_section(*arguments)
     assert lines[0].startswith("  3 of 8 engine ranks")
@@ -360,7 +360,9 @@ def test_ranks_that_are_alike_are_planned_once(
 
     monkeypatch.setattr(Reshard, "reads", counted)
     quick, num_quick = direct_section(*arguments), len(planned)
-    monkeypatch.setattr("recipes.forecast._alike", lambda _, every, __: dict.fromkeys(range(len(every)), 1))
+    monkeypatch.setattr(
+        "weightsync.recipes.forecast._alike", lambda _, every, __: dict.fromkeys(range(len(every)), 1)
+    )
     assert quick == direct_section(*arguments)
     assert num_quick <= len(planned) - num_quick == tp * engines
 
@@ -391,7 +393,7 @@ def test_tensors_that_bytes_alone_cannot_bring_are_named(monkeypatch: pytest.Mon
         rest = [each for each in source.names if each.endswith("layernorm.weight")]
         return frozenset(source.names) - {*rest}, dict.fromkeys(rest, "float32 here, bfloat16 there")
 
-    monkeypatch.setattr("recipes.forecast.castless", castless)
+    monkeypatch.setattr("weightsync.recipes.forecast.castless", castless)
     lines = direct_section(*MODEL)
     assert "  model.layers.0.input_layernorm.weight, by broadcast: float32 here, bfloat16 there" in lines
     assert lines[-1].endswith(" more tensors by broadcast")
@@ -446,7 +448,7 @@ def test_a_bad_plan_is_one_line(arguments: list[str], says: str) -> None:
 
 
 def test_a_plan_needs_neither_ray_nor_torch() -> None:
-    code = f"import sys; from recipes.cli import app\ntry: app(['plan', *{MODEL!r}])\n"
+    code = f"import sys; from weightsync.recipes.cli import app\ntry: app(['plan', *{MODEL!r}])\n"
     code += "except SystemExit as end: print(end.code, *{'ray', 'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "0"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.cluster import _credentials, _environment, _keep_logs, existing_cluster
 from tests.patience import patient
+from weightsync.recipes.cluster import _credentials, _environment, _keep_logs, existing_cluster
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_cluster_that_cannot_be_reached_is_bad_input(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "recipes.cli", "run", "quickstart", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "weightsync.recipes.cli", "run", "quickstart", "--out", str(tmp_path)]
     done = subprocess.run(
         command,
         env={**os.environ, "RAY_ADDRESS": ":6399"},

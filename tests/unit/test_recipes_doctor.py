@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from recipes import cli, probes
-from recipes.doctor import Row, is_fit, table
 from weightsync.errors import ConfigError, TransportError
+from weightsync.recipes import cli, probes
+from weightsync.recipes.doctor import Row, is_fit, table
 
 RUNNER = CliRunner()
 Machine = Callable[..., None]

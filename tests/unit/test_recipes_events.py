@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from recipes.events import EventSpec, check_events, present_at_start
 from weightsync.errors import ConfigError
+from weightsync.recipes.events import EventSpec, check_events, present_at_start
 
 ENGINES = ("main-0", "main-1", "late-0")
 

@@ -10,16 +10,16 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from recipes.catalog import load, shipped
-from recipes.cuts import deal
-from recipes.grids import engine_layout, trainer_layout
-from recipes.parallel import parse_engine, parse_trainers
-from recipes.shapes import ModelShape, checkpoint_tensors
 from tests.patience import patient
 from tests.unit.small_models import DENSE, GLM, MLA, MOE, SMALL
 from weightsync.errors import ConfigError
 from weightsync.plan import Layout, Members, TensorMeta, make_plan
 from weightsync.plan.coverage import check_live
+from weightsync.recipes.catalog import load, shipped
+from weightsync.recipes.cuts import deal
+from weightsync.recipes.grids import engine_layout, trainer_layout
+from weightsync.recipes.parallel import parse_engine, parse_trainers
+from weightsync.recipes.shapes import ModelShape, checkpoint_tensors
 
 Array = npt.NDArray[np.int32]
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from recipes.grpo import Batch, Group, collate, group_advantages, policy_loss, token_logprobs
+from weightsync.recipes.grpo import Batch, Group, collate, group_advantages, policy_loss, token_logprobs
 
 rewards = st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=16)
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from recipes import launcher
-from recipes.launcher import Launcher
-from recipes.recipe import EngineSpec, Recipe
 from weightsync.errors import ConfigError
+from weightsync.recipes import launcher
+from weightsync.recipes.launcher import Launcher
+from weightsync.recipes.recipe import EngineSpec, Recipe
 
 
 @pytest.mark.parametrize(

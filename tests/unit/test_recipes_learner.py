@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
-from recipes.grpo import Group
-from recipes.learner import Learner
-from recipes.model import build_checkpoint
-from recipes.recipe import LoopSpec, ModelSpec
-from recipes.task import ProblemSampler, reward
 from tests.forked import forking
+from weightsync.recipes.grpo import Group
+from weightsync.recipes.learner import Learner
+from weightsync.recipes.model import build_checkpoint
+from weightsync.recipes.recipe import LoopSpec, ModelSpec
+from weightsync.recipes.task import ProblemSampler, reward
 
 LOOP = LoopSpec(steps=20, learning_rate=2e-3)
 Result = tuple[list[dict[str, float]], bool, list[list[int]], dict[str, torch.Tensor]]

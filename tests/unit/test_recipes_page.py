@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from recipes.page import page, write_page
-from recipes.run_report import RunReport, StepRow
 from tests.chromium import chromium, show
 from weightsync.errors import ConfigError
 from weightsync.protocol.timing import Span
+from weightsync.recipes.page import page, write_page
+from weightsync.recipes.run_report import RunReport, StepRow
 from weightsync.report import HealReport, Link
 
 SCRIPT = "<script>console.error('ran')</script>"

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from recipes.parallel import EngineParallel, Fsdp, Megatron, parse_engine, parse_trainers
 from weightsync.errors import ConfigError
+from weightsync.recipes.parallel import EngineParallel, Fsdp, Megatron, parse_engine, parse_trainers
 
 
 @pytest.mark.parametrize(

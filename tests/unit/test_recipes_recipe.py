@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-import recipes
-from recipes.recipe import EngineSpec, Recipe, load_recipe
+import weightsync.recipes
 from weightsync.errors import ConfigError
+from weightsync.recipes.recipe import EngineSpec, Recipe, load_recipe
 
-FILES = sorted(Path(recipes.__file__).parent.glob("*.yaml"))
+FILES = sorted(Path(weightsync.recipes.__file__).parent.glob("*.yaml"))
 SHIPPED = [path for path in FILES if not path.stem.startswith("chaos")]
 
 

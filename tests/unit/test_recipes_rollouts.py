@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from recipes.recipe import LoopSpec
-from recipes.rollouts import Rollouts, roll_out
-from recipes.task import Problem, ProblemSampler
 from weightsync.engines.base import Rollout
 from weightsync.errors import ConfigError, DeadlineError, EngineError, PeerLostError, StateError
+from weightsync.recipes.recipe import LoopSpec
+from weightsync.recipes.rollouts import Rollouts, roll_out
+from weightsync.recipes.task import Problem, ProblemSampler
 
 LOOP = LoopSpec(group_size=3, prompts_per_step=8)
 PROBLEMS = [Problem(left, right) for left in range(4) for right in range(2)]

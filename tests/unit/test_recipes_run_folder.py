@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes import cli
-from recipes.run_folder import RunFolder, replace_text
 from weightsync.errors import DeadlineError
+from weightsync.recipes import cli
+from weightsync.recipes.run_folder import RunFolder, replace_text
 
 
 def full(_: object) -> None:

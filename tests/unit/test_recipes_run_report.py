@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes.run_report import RunReport, StepRow, read_report
 from tests.unit.test_recipes_page import run_report
 from tests.unit.test_report import REPORT
+from weightsync.recipes.run_report import RunReport, StepRow, read_report
 
 
 def row(step: int, reward: float) -> StepRow:

@@ -12,12 +12,12 @@ import pytest
 from jsonschema import Draft202012Validator
 from typer.testing import CliRunner
 
-from recipes import cli
-from recipes.recipe import EngineSpec, LoopSpec, ModelSpec, MoeSpec, Recipe, TrainerSpec
-from recipes.schema import field_docs, recipe_schema
-from recipes.yaml_lines import read_yaml
 from weightsync.config import SyncConfig
 from weightsync.errors import ConfigError
+from weightsync.recipes import cli
+from weightsync.recipes.recipe import EngineSpec, LoopSpec, ModelSpec, MoeSpec, Recipe, TrainerSpec
+from weightsync.recipes.schema import field_docs, recipe_schema
+from weightsync.recipes.yaml_lines import read_yaml
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(path for path in (ROOT / "recipes").glob("*.yaml") if not path.stem.startswith("chaos"))

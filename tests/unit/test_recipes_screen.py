@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from recipes.run_report import RunReport, StepRow
-from recipes.screen import Screen
+from weightsync.recipes.run_report import RunReport, StepRow
+from weightsync.recipes.screen import Screen
 from weightsync.report import HealReport
 
 

@@ -20,11 +20,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from recipes.catalog import load, shipped
-from recipes.hosts import HostSpec
-from recipes.shapes import ModelShape, checkpoint_tensors
 from tests.unit.small_models import DENSE, SMALL
 from weightsync.errors import ConfigError
+from weightsync.recipes.catalog import load, shipped
+from weightsync.recipes.hosts import HostSpec
+from weightsync.recipes.shapes import ModelShape, checkpoint_tensors
 
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "dense": (Qwen3Config, Qwen3ForCausalLM),

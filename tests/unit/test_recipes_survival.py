@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from recipes.inputs import SHIPPED
-from recipes.recipe import load_recipe
-from recipes.run_report import RunReport, StepRow
-from recipes.survival import actor_options, read_back, take_trainers
 from weightsync.errors import StateError
+from weightsync.recipes.inputs import SHIPPED
+from weightsync.recipes.recipe import load_recipe
+from weightsync.recipes.run_report import RunReport, StepRow
+from weightsync.recipes.survival import actor_options, read_back, take_trainers
 from weightsync.report import HealReport
 
 HEAL = HealReport(

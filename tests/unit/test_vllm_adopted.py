@@ -94,7 +94,7 @@ def test_one_that_does_not_pause_in_time_goes_on(adopted) -> None:
 def test_the_worker_class_is_asked_for_by_name(adopted) -> None:
     llm, engine = adopted
     llm.collective_rpc = _without_extension
-    with pytest.raises(ConfigError, match=r"worker_extension_cls.*vllm\.worker\.WeightSyncWorker"):
+    with pytest.raises(ConfigError, match=r"worker_extension_cls.*weightsync\.WeightSyncWorker"):
         engine.layout()
 
 

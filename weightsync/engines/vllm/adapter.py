@@ -16,7 +16,6 @@ from weightsync.engines.sampling import Sampling
 from weightsync.engines.vllm.api import engine_args, sampling_params, set_environment, start, stop
 from weightsync.engines.vllm.loop import EngineLoop
 from weightsync.engines.vllm.ranks import VllmRanks
-from weightsync.engines.vllm.worker import WeightSyncWorker
 from weightsync.errors import StateError, WeightSyncError
 from weightsync.faults import arm, shares
 
@@ -49,7 +48,7 @@ class VllmEngine(VllmRanks):
         super().__init__(name)
         warn_untested("vllm")
         set_environment()
-        worker = f"{WeightSyncWorker.__module__}.{WeightSyncWorker.__qualname__}"
+        worker = "weightsync.WeightSyncWorker"
         arguments = engine_args(model_path, options, worker)
         self._sleeps = arguments.enable_sleep_mode
         self._loop = EngineLoop(name, lambda: start(arguments), _stop)

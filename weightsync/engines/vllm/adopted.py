@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weightsync.engines.base import Rollout
 from weightsync.engines.engine_ranks import CACHES, WEIGHTS
 from weightsync.engines.vllm.ranks import VllmRanks
-from weightsync.engines.vllm.worker import WeightSyncWorker
 from weightsync.errors import ConfigError, DeadlineError, PeerLostError, StateError
 from weightsync.faults import arm, shares
 
@@ -24,7 +23,7 @@ __all__ = ["AdoptedVllm", "AsyncVllm"]
 
 T = TypeVar("T")
 
-_WORKER = f"{WeightSyncWorker.__module__}.{WeightSyncWorker.__qualname__}"
+_WORKER = "weightsync.WeightSyncWorker"
 _GO_ON_S = 5.0
 
 
