@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from weightsync.actors.seat import Seat
-from weightsync.engines.process_stat import process_stat
+from weightsync.engines.rank_process import process_stat
 
 __all__ = ["PATIENCE_S", "end_pid", "end_process"]
 

@@ -14,7 +14,7 @@ from benchmarks.common import gpu_names
 from benchmarks.gpu_fleet import Fleet
 from benchmarks.isolate import stage
 from weightsync import SyncConfig, SyncReport, WeightSync
-from weightsync.driver.efficiency import shares
+from weightsync.driver.traffic import shares
 from weightsync.plan.estimate import LinkRates
 from weightsync.report import Link
 

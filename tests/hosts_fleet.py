@@ -18,8 +18,8 @@ from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
 from weightsync.driver.fleet import EngineSeat, Fleet
 from weightsync.engines.live_writer import LiveWriter
-from weightsync.holder.flat_snapshot import EngineImage
 from weightsync.holder.holder import Holder
+from weightsync.holder.snapshots import EngineImage
 from weightsync.holder.staging import HostStaging
 from weightsync.memory.bucket_copies import bucket_rows
 from weightsync.memory.digests import tensor_digest

@@ -58,7 +58,6 @@ BY_ENGINES_CHANNELS = (
     "weightsync.engines.sglang.api",
     "weightsync.engines.sglang.worker",
     "weightsync.engines.vllm.adapter",
-    "weightsync.engines.vllm.ranks",
     "weightsync.engines.vllm.worker",
 )
 """They pickle what goes by vLLM's and SGLang's own channels. None of them has a socket of ours."""

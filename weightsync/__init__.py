@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from weightsync.actors.weight_sync import WeightSync
     from weightsync.collectives.shuffle import Shuffle, gather_send, scatter_recv
     from weightsync.config import SyncConfig, parse_size
-    from weightsync.driver.efficiency import shares
+    from weightsync.driver.traffic import shares
     from weightsync.engines.vllm.worker import WeightSyncWorker
     from weightsync.errors import (
         ConfigError,
@@ -101,7 +101,7 @@ _HOMES = {
     "make_plan": "weightsync.plan",
     "parse_size": "weightsync.config",
     "scatter_recv": "weightsync.collectives.shuffle",
-    "shares": "weightsync.driver.efficiency",
+    "shares": "weightsync.driver.traffic",
 }
 
 

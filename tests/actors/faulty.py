@@ -21,7 +21,7 @@ from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.channel.engine_end import HolderFeed
 from weightsync.driver.engine_state import EngineState
-from weightsync.engines.process_stat import process_stat
+from weightsync.engines.rank_process import process_stat
 from weightsync.errors import StateError, WeightSyncError
 from weightsync.faults import Fault, FaultPlan
 from weightsync.holder.holder import Holder

@@ -26,7 +26,7 @@ from weightsync.errors import (
     StateError,
     VerifyError,
 )
-from weightsync.holder.flat_snapshot import EngineImage
+from weightsync.holder.snapshots import EngineImage
 from weightsync.holder.staging import HostStaging
 from weightsync.report import Link
 from weightsync.testing import DictEngine, LocalPeer

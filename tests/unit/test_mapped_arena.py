@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from weightsync.holder import send_buffer as mapped_arena
-from weightsync.holder.bounce_buffer import Bounce
-from weightsync.holder.send_buffer import MappedArena
+from weightsync.holder.send_buffer import Bounce, MappedArena
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
 from weightsync.sources.checkpoint import CheckpointSource
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from weightsync.engines.stacked_experts import as_loaded
 from weightsync.engines.vllm.adapter import VllmEngine
 from weightsync.engines.vllm.api import stored_otherwise
+from weightsync.engines.whole_sink import as_loaded
 from weightsync.plan import RankLayout, TensorMeta
 
 GPU = torch.device("cuda", 0)

@@ -47,7 +47,7 @@ from weightsync.errors import (
     WireError,
 )
 from weightsync.faults import armed, strike
-from weightsync.memory.buffers import open_buffer
+from weightsync.memory.device import open_buffer
 from weightsync.memory.digests import warm_up
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Plan

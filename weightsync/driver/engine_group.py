@@ -16,7 +16,6 @@ from weightsync.driver.connect import Connection
 from weightsync.driver.engine_state import EngineRecord, EngineState
 from weightsync.driver.fleet import EngineSeat, Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
-from weightsync.driver.halts import Halts
 from weightsync.driver.rewritten_sources import Rewritten
 from weightsync.errors import (
     DeadlineError,
@@ -33,7 +32,7 @@ from weightsync.errors import (
 from weightsync.protocol.messages import Digests
 from weightsync.protocol.peers import EnginePeer
 
-__all__ = ["Crew"]
+__all__ = ["Crew", "Halts"]
 
 logger = logging.getLogger("weightsync.driver.controller")
 
@@ -329,3 +328,61 @@ def _spares(phase: str, state: EngineState, error: WeightSyncError) -> bool:
 
 def _rank(error: WeightSyncError) -> int | None:
     return error.rank if isinstance(error, EngineError) else None
+
+
+_Late = Callable[[WeightSyncError | None], None]
+
+
+class Halts:
+    """At most one unanswered pause or sleep of each engine.
+
+    A call that was given up may still arrive: an engine's process that was stopped takes it once it goes on.
+    Therefore the next call waits for the answer to the last one, so that they never overlap in the engine.
+    """
+
+    def __init__(self) -> None:
+        self._unanswered: dict[str, tuple[EngineRecord, asyncio.Task[None]]] = {}
+
+    def unanswered(self, name: str, record: EngineRecord) -> bool:
+        """Whether a call to this engine was made, and not answered yet."""
+        return self._task(name, record) is not None
+
+    async def ask(
+        self,
+        name: str,
+        record: EngineRecord,
+        call: Callable[[], Coroutine[object, object, None]],
+        late: _Late,
+    ) -> None:
+        """Await `call`, and what was asked of this engine before. Raises as `call`.
+
+        When the wait is cancelled, `call` goes on, and `late` is told how it ended.
+        """
+        if before := self._task(name, record):
+            await asyncio.wait([before])
+        task = asyncio.ensure_future(call())
+        self._unanswered[name] = record, task
+        task.add_done_callback(lambda _: self._forget(name, task))
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(lambda _: _tell(task, late))
+            raise
+
+    def _task(self, name: str, record: EngineRecord) -> asyncio.Task[None] | None:
+        known, task = self._unanswered.get(name, (None, None))
+        return task if known is record else None  # else another actor has that name now
+
+    def _forget(self, name: str, task: asyncio.Task[None]) -> None:
+        if self._unanswered[name][1] is task:
+            del self._unanswered[name]
+
+
+def _tell(task: asyncio.Task[None], late: _Late) -> None:
+    if task.cancelled():
+        return  # the driver ends
+    error = task.exception()
+    if error is None or isinstance(error, WeightSyncError):
+        late(error)
+    else:
+        raise error  # a bug: the loop logs it

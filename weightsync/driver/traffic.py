@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from weightsync.driver.connect import Connection
 from weightsync.driver.fleet import EngineSeat, Fleet
 from weightsync.driver.routing import DIRECT
-from weightsync.report import Distance, Link
+from weightsync.plan.estimate import LinkRates
+from weightsync.plan.explain import size_text, time_text
+from weightsync.report import Distance, Link, SyncReport
 
-__all__ = ["links"]
+__all__ = ["RankShare", "links", "shares"]
 
 
 def links(connection: Connection, fleet: Fleet) -> list[Link]:
@@ -44,3 +48,55 @@ def _distance(fleet: Fleet, source: int, target: int) -> Distance:
     if source == target:
         return "same GPU or slot"
     return "same host" if fleet.node(source) == fleet.node(target) else "other host"
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """One engine rank; `str()` is a line.
+
+    Attributes:
+        floor_s: of the bytes that it takes, over the slowest of the links that they come by.
+        took_s: its ``load``, from the call until all bytes lay where they are served; 0 if it took no part.
+    """
+
+    rank: str
+    nbytes: int
+    floor_s: float
+    took_s: float
+
+    @property
+    def share(self) -> float:
+        """`floor_s` over `took_s`: 1.0 is as fast as the links."""
+        return self.floor_s / self.took_s if self.took_s else 0.0
+
+    def __str__(self) -> str:
+        took = (
+            f"took {time_text(self.took_s)}, {self.share:.0%} of what is possible"
+            if self.took_s
+            else "took no part"
+        )
+        return f"{self.rank}: {size_text(self.nbytes)}, floor {time_text(self.floor_s)}, {took}"
+
+
+def shares(
+    links: Sequence[Link], report: SyncReport, rates: LinkRates, *, gpus_per_host: int = 8
+) -> list[RankShare]:
+    """Of each engine rank in `links`, as `WeightSync.links` gives them, in the update that `report` is of.
+
+    Each floor is of that rank alone, with all NICs of its host: who shares a link with others may be
+    slower than that, see `weightsync.plan.estimate`.
+    """
+    taken: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for link in links:
+        taken[link.target][link.distance] += link.nbytes
+    found = []
+    for rank, by_distance in taken.items():
+        nbytes = sum(by_distance.values())
+        seconds = [
+            (nbytes + by_distance["same GPU or slot"]) / rates.hbm,  # local bytes are read here, too
+            by_distance["same host"] / rates.nvlink,
+            by_distance["other host"] / (rates.nic * gpus_per_host),
+        ]
+        took = sum(span.seconds for span in report.spans.get(rank, ()) if span.name == "load")
+        found.append(RankShare(rank, nbytes, max(seconds) / 1e9, took))
+    return found

@@ -11,19 +11,20 @@ import torch
 
 from weightsync.channel.sink import PieceView
 from weightsync.engines.host_writer import HostTables
-from weightsync.engines.missing import Missing
 from weightsync.errors import StateError, TransportError
 from weightsync.memory.bucket_copies import bucket_rows
 from weightsync.memory.device import export_tensor
 from weightsync.plan import Plan, RankLayout, Segment
+from weightsync.plan.explain import count_text
 from weightsync.plan.plan import by_tensor
 from weightsync.protocol.handles import Export
 from weightsync.protocol.messages import Digests
 
 if TYPE_CHECKING:
     from weightsync.memory.kernels import CopyTable
+    from weightsync.plan import Box, Plan
 
-__all__ = ["LiveWriter"]
+__all__ = ["LiveWriter", "Missing"]
 
 logger = logging.getLogger("weightsync.engines.live_writer")
 
@@ -154,3 +155,23 @@ class _DeviceTables:
     def digests(self) -> Digests:
         self._table.launch(self._stream)
         return self._table.result()
+
+
+class Missing:
+    """Counts elements down; the plan has proven that its pieces do not overlap."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._tensors = plan.tensors
+        self._left = [meta.numel for meta in plan.tensors]
+
+    def take(self, tensor: int, box: Box) -> bool:
+        """Count one piece; whether its tensor is complete with it."""
+        self._left[tensor] -= box.numel
+        return self._left[tensor] == 0
+
+    def require_none(self) -> None:
+        """Raises TransportError, with names, when a tensor is incomplete."""
+        names = [meta.name for meta, left in zip(self._tensors, self._left, strict=True) if left]
+        if names:
+            count = count_text(len(names), "tensor")
+            raise TransportError(f"bytes of {count} did not come: {', '.join(names[:3])}")

@@ -12,8 +12,7 @@ import torch
 
 from weightsync.channel.engine_end import EngineFeed
 from weightsync.engines.live_writer import LiveWriter
-from weightsync.engines.loader_segments import UnprovableError
-from weightsync.engines.loader_trace import trace
+from weightsync.engines.loader_trace import UnprovableError, trace
 from weightsync.engines.rank_process import RankProcess
 from weightsync.engines.whole_sink import Loader, WholeSink, synchronize
 from weightsync.errors import DeadlineError, EngineError, StateError, TransportError, WeightSyncError

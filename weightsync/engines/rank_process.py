@@ -8,11 +8,36 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
-from weightsync.engines.process_stat import process_stat
 from weightsync.errors import RankLostError
 
-__all__ = ["RankProcess", "RankWatch"]
+__all__ = ["ProcessStat", "RankProcess", "RankWatch", "process_stat"]
+
+
+class ProcessStat(NamedTuple):
+    """Empty if there is no such process.
+
+    Attributes:
+        state: as ps has it, ``T`` for stopped, ``X`` and ``Z`` for ended.
+        num_threads: more than 1 where it has ended, but threads of it hold its memory still.
+        started: in clock ticks since the host's start; it tells processes of one number apart.
+    """
+
+    state: str = ""
+    num_threads: int = 0
+    started: str = ""
+
+
+def process_stat(pid: int) -> ProcessStat:
+    """Of process `pid`, now."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ProcessStat()
+    return ProcessStat(fields[0], int(fields[17]), fields[19])
+
 
 _LOOK_S = 0.05
 _STOPPED_S = 0.5

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
-from weightsync.engines.missing import Missing
-from weightsync.engines.stacked_experts import as_loaded
+from weightsync.engines.live_writer import Missing
 from weightsync.memory.digests import tensor_digest
 
 if TYPE_CHECKING:
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from weightsync.plan import Box, Plan
     from weightsync.protocol.messages import Digests
 
-__all__ = ["Loader", "WholeSink", "synchronize"]
+__all__ = ["Loader", "WholeSink", "as_loaded", "synchronize"]
 
 _BATCH_NBYTES = 64 << 20
 
@@ -95,3 +94,37 @@ def synchronize(device: torch.device) -> None:
     """Wait for all that was launched on a device."""
     if device.type != "cpu":
         torch.cuda.synchronize(device)
+
+
+_GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+
+
+def as_loaded(
+    name: str, tensor: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensor itself, or views of its experts, each under the name that it has in a checkpoint.
+
+    Transformers stacks ``experts.gate_up_proj`` [E, 2I, H] and ``experts.down_proj`` [E, H, I]. Loaders
+    of SGLang, and of vLLM before 0.32, pass over these names without a word; all take
+    ``experts.0.gate_proj.weight`` [I, H] and its like. Stacks of other shapes stay as they are.
+
+    Args:
+        shapes: the shapes of all tensors of the checkpoint, by name.
+    """
+    base = name.removesuffix(_GATE_UP).removesuffix(_DOWN)
+    if base == name or not _is_stack(shapes.get(base + _GATE_UP, ()), shapes.get(base + _DOWN, ())):
+        yield name, tensor
+        return
+    for number, expert in enumerate(tensor):
+        prefix = f"{base}.experts.{number}"
+        if name.endswith(_DOWN):
+            yield f"{prefix}.down_proj.weight", expert
+        else:
+            gate, up = expert.chunk(2)
+            yield f"{prefix}.gate_proj.weight", gate
+            yield f"{prefix}.up_proj.weight", up
+
+
+def _is_stack(gate_up: tuple[int, ...], down: tuple[int, ...]) -> bool:
+    """Some models stack the transposes, which their own loaders know."""
+    return len(down) == 3 and gate_up == (down[0], 2 * down[2], down[1])

@@ -10,9 +10,8 @@ import torch
 
 from weightsync.errors import DeadlineError, TransportError
 from weightsync.holder.direct_copy import Pull
-from weightsync.holder.flat_snapshot import EngineImage
-from weightsync.holder.send_buffer import MappedArena
-from weightsync.holder.send_buffer_reuse import Arena
+from weightsync.holder.send_buffer import Arena, MappedArena
+from weightsync.holder.snapshots import EngineImage
 from weightsync.memory.bucket_copies import bucket_rows
 from weightsync.memory.device import DeviceBuffer
 from weightsync.memory.host import SharedBuffer

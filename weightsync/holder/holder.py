@@ -14,16 +14,13 @@ from weightsync.channel.engine_end import HolderFeed
 from weightsync.errors import ConfigError, StateError
 from weightsync.faults import arm, strike
 from weightsync.holder.broadcasts import Communicators
-from weightsync.holder.bucket_consumers import Outlet, open_outlet
 from weightsync.holder.cross_host import Exchange
-from weightsync.holder.local_copy import copied_parts, digest_parts, parts_in_place
-from weightsync.holder.refill import Refill
-from weightsync.holder.restore import Restore, open_refill
-from weightsync.holder.send_buffer import MappedArena
-from weightsync.holder.send_buffer_reuse import Arena, arena_for, keepable, written
+from weightsync.holder.refill import Refill, Restore, open_refill
+from weightsync.holder.send_buffer import Arena, MappedArena, arena_for, keepable, written
 from weightsync.holder.snapshots import Keepable, Keeper
 from weightsync.holder.staging import HostStaging, Staging
-from weightsync.holder.update import carry_out
+from weightsync.holder.trainer_parts import copied_parts, digest_parts, parts_in_place
+from weightsync.holder.update import Outlet, carry_out, open_outlet
 from weightsync.memory.gpu_usage import Gauge, used_nbytes
 from weightsync.memory.tensors import device_id
 from weightsync.plan import Plan, RankLayout, Reads

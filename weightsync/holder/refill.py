@@ -5,18 +5,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-from weightsync.errors import DeadlineError, ReadError, TransportError, WeightSyncError
+from weightsync.errors import DeadlineError, ReadError, StateError, TransportError, WeightSyncError
 from weightsync.faults import strike
-from weightsync.holder.refill_sink import Intake, Portion
-from weightsync.holder.snapshots import LABEL_NBYTES, read_labels
+from weightsync.holder.snapshots import LABEL_NBYTES, EngineImage, Held, Keeper, read_labels
+from weightsync.holder.staging import Staging
+from weightsync.holder.update import Outlet
 from weightsync.memory.host import SharedBuffer
+from weightsync.plan import Plan
 from weightsync.protocol.messages import Kept, Label, Refilled
 from weightsync.readers import Read, Reader, open_reader
+from weightsync.transports import Pending
 
-__all__ = ["Refill"]
+__all__ = ["ImageIntake", "Intake", "Portion", "Refill", "Restore", "SlotIntake", "open_refill"]
 
 logger = logging.getLogger("weightsync.holder.refill")
 
@@ -141,3 +146,180 @@ class Refill:
 
 def _holder(peer: str) -> str:
     return peer.rpartition(":")[0]
+
+
+_NUM_PORTIONS = 4
+"""Of one bucket of an image: they are read from as many peers, if there are as many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """`nbytes` of a kept part from its byte `source` on, and their `offset` in the target."""
+
+    part: int
+    source: int
+    offset: int
+    nbytes: int
+
+
+class Intake(Protocol):
+    """Takes buckets in order, each out of `targets` in turn."""
+
+    @property
+    def num_buckets(self) -> int: ...
+
+    @property
+    def targets(self) -> Sequence[SharedBuffer]: ...
+
+    def portions(self, bucket: int) -> Sequence[Portion]:
+        """What a bucket is made of."""
+
+    def wait_free(self, bucket: int) -> None:
+        """Until the bucket's target may be written."""
+
+    def land(self, bucket: int) -> None:
+        """The bucket is whole in its target: begin to bring it where it goes."""
+
+    def finish(self) -> None:
+        """Until all is there, and the engine rank knows."""
+
+
+class SlotIntake:
+    """Into the slots, by the plan: the engine rank takes them as it does in an update."""
+
+    def __init__(self, plan: Plan, staging: Staging, outlet: Outlet, timeout_s: float) -> None:
+        self._plan, self._staging, self._outlet, self._timeout_s = plan, staging, outlet, timeout_s
+        self.targets = staging.targets()
+
+    @property
+    def num_buckets(self) -> int:
+        return self._plan.num_buckets
+
+    def portions(self, bucket: int) -> Sequence[Portion]:
+        steps = self._plan.bucket_steps(bucket)
+        return [Portion(step.trainer, step.arena_offset, step.offset, step.nbytes) for step in steps]
+
+    def wait_free(self, bucket: int) -> None:
+        self._outlet.wait_free(bucket)
+
+    def land(self, bucket: int) -> None:
+        self._staging.put(bucket, self._timeout_s)
+        self._outlet.offer(bucket)
+
+    def finish(self) -> None:
+        self._outlet.finish(self.num_buckets)
+
+
+class ImageIntake:
+    """Into the engine rank's live memory, of which part number `part` is the image."""
+
+    def __init__(
+        self, image: EngineImage, part: int, staging: Staging, outlet: Outlet, timeout_s: float
+    ) -> None:
+        self._image, self._part = image, part
+        self._staging, self._outlet, self._timeout_s = staging, outlet, timeout_s
+        self.targets = staging.targets()
+        self._step = len(self.targets[0].tensor)
+        self._landing: deque[Pending] = deque()
+
+    @property
+    def num_buckets(self) -> int:
+        return -(-self._image.nbytes // self._step)
+
+    def portions(self, bucket: int) -> Sequence[Portion]:
+        first, nbytes = self._range(bucket)
+        step = -(-nbytes // _NUM_PORTIONS)
+        return [Portion(self._part, first + at, at, min(step, nbytes - at)) for at in range(0, nbytes, step)]
+
+    def wait_free(self, bucket: int) -> None:
+        if len(self._landing) == len(self.targets):
+            self._landing.popleft().wait()
+
+    def land(self, bucket: int) -> None:
+        first, nbytes = self._range(bucket)
+        self._image.load(self.targets[bucket % len(self.targets)].tensor[:nbytes], first)
+        self._landing.append(self._staging.mark(f"filling of bucket {bucket}", self._timeout_s))
+
+    def finish(self) -> None:
+        self._outlet.finish(0)
+
+    def _range(self, bucket: int) -> tuple[int, int]:
+        first = bucket * self._step
+        return first, min(self._step, self._image.nbytes - first)
+
+
+_STEP_NBYTES = 256 << 20  # so often it can be stopped
+_NUM_AHEAD = 2
+
+
+class Restore:
+    """From `held`, which is `label`, to the live memory that `image` is of."""
+
+    def __init__(
+        self,
+        held: Held,
+        label: Label,
+        image: EngineImage,
+        staging: Staging,
+        outlet: Outlet,
+        timeout_s: float,
+    ) -> None:
+        self._held, self._label, self._image = held, label, image
+        self._staging, self._outlet, self._timeout_s = staging, outlet, timeout_s
+        self._stopped = ""
+
+    def run(self) -> Refilled:
+        """Raises TransportError when it was stopped, DeadlineError when the device does not go on.
+
+        ReadError when the holder that keeps it replaced it meanwhile.
+        """
+        begun = time.perf_counter()
+        data = self._held.bytes
+        firsts = range(0, len(data), _STEP_NBYTES)
+        under_way: deque[Pending] = deque()
+        for number, first in enumerate(firsts):
+            strike("refill", bucket=number, num_buckets=len(firsts))
+            if self._stopped:
+                raise TransportError(self._stopped)
+            self._image.load(data[first : first + _STEP_NBYTES], first)
+            under_way.append(self._staging.mark(f"filling from byte {first} on", self._timeout_s))
+            if len(under_way) > _NUM_AHEAD:
+                under_way.popleft().wait()
+        while under_way:
+            under_way.popleft().wait()
+        who = self._held.holder
+        if (found := self._held.label) != self._label:
+            raise ReadError(who, f"it keeps {found or 'nothing now'}, not {self._label}")
+        self._outlet.finish(0)
+        return Refilled({who: len(data)}, {who: self._held.way}, time.perf_counter() - begun)
+
+    def stop(self, cause: str) -> None:
+        """End a `run`, from any thread."""
+        self._stopped = cause
+
+    def close(self) -> None:
+        """It has nothing of its own."""
+
+
+def open_refill(
+    plan: Plan,
+    kept: Kept,
+    keeper: Keeper | None,
+    staging: Staging,
+    outlet: Outlet,
+    direct: bool,
+    timeout_s: float,
+) -> Refill | Restore:
+    """What brings `kept` to the engine rank; `keeper` is this holder's, if its memory may be read.
+
+    Raises StateError when an image is kept, and the engine rank's memory is not written from here.
+    """
+    if not kept.is_image:
+        return Refill(kept, SlotIntake(plan, staging, outlet, timeout_s), direct, timeout_s)
+    if staging.image is None:
+        raise StateError("this engine copies buckets by itself, so that no image of its memory can be used")
+    (part,) = kept.parts
+    label = Label(kept.version, kept.layout, part)
+    if keeper and (held := keeper.held(label)):
+        return Restore(held, label, staging.image, staging, outlet, timeout_s)
+    return Refill(kept, ImageIntake(staging.image, part, staging, outlet, timeout_s), direct, timeout_s)

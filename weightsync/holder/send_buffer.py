@@ -9,18 +9,55 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, groupby
 from operator import attrgetter
+from typing import Protocol, TypeAlias
 
 import torch
 
 from weightsync.errors import StateError
-from weightsync.holder.bounce_buffer import Bounce
-from weightsync.holder.local_copy import Part
+from weightsync.holder.snapshots import Copy, Keepable
+from weightsync.holder.trainer_parts import Part
 from weightsync.memory.host import SharedBuffer, map_pages, num_threads
-from weightsync.plan import Box, Piece, Plan, Segment
+from weightsync.plan import MAPPED, Box, Piece, Plan, Segment
 from weightsync.plan.plan import by_tensor
-from weightsync.protocol.handles import HostExport
+from weightsync.protocol.handles import BufferHandle, HostExport
 
-__all__ = ["MappedArena"]
+__all__ = ["Arena", "Bounce", "MappedArena", "Sent", "arena_for", "keepable", "written"]
+
+
+class Sent(Protocol):
+    """`nbytes` that belong at `offset` of a slot."""
+
+    @property
+    def offset(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def copy(self, target: torch.Tensor) -> None:
+        """To `target`, uint8[nbytes] in host memory; the calls of several threads go on beside each other."""
+
+
+class Bounce:
+    """A buffer for each slot, which threads fill while another is copied to the device.
+
+    What is sent need not be page-locked itself then, which takes longer than sending it once.
+    """
+
+    def __init__(self, num_slots: int, nbytes: int) -> None:
+        """`nbytes`: how far apart in a slot the first and the last byte of a bucket lie at most."""
+        self._buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(num_slots)]
+        self._threads = ThreadPoolExecutor(num_threads(8), "bounce")
+
+    def send(self, bucket: int, parts: Sequence[Sent], slot: torch.Tensor) -> None:
+        """Begin to copy `parts` to `slot` on the current stream. What had the slot before has arrived."""
+        buffer, first = self._buffers[bucket % len(self._buffers)], min(part.offset for part in parts)
+        places = [buffer[part.offset - first :][: part.nbytes] for part in parts]
+        copied = self._threads.map(lambda part, place: part.copy(place), parts, places)
+        for part, place, _ in zip(parts, places, copied, strict=True):
+            slot[part.offset : part.offset + part.nbytes].copy_(place, non_blocking=True)
+
+    def close(self) -> None:
+        """Give the memory back. Nothing may be on its way."""
+        self._threads.shutdown()
+        self._buffers = []
 
 
 _PART_NBYTES = 4 << 20
@@ -194,3 +231,40 @@ def _first(segment: Segment, box: Box) -> int:
 def _typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Files need not align what they hold."""
     return (data if data.data_ptr() % dtype.itemsize == 0 else data.clone()).view(dtype)
+
+
+Arena: TypeAlias = SharedBuffer | MappedArena
+
+
+def arena_for(
+    plan: Plan, trainer: int, source: str, before: Plan | None, arena: Arena | None
+) -> Arena | None:
+    """The arena of `trainer` in `plan`, -1 being nobody: `arena` itself, if it was made for the same bytes.
+
+    `source` is what the rank's layout says of its device. `before` is the plan that `arena` was made
+    for. Closes it if it is of no further use. Raises TransportError when the host has not that much memory.
+    """
+    if arena is not None:
+        if (
+            trainer >= 0
+            and isinstance(arena, SharedBuffer)
+            and source != MAPPED
+            and before is not None
+            and before.tensors == plan.tensors
+            and before.trainer_pieces(trainer) == plan.trainer_pieces(trainer)
+        ):
+            return arena
+        arena.close()
+    if trainer >= 0 and source == MAPPED:
+        return MappedArena(plan, trainer)
+    return SharedBuffer.create(plan.arena_nbytes(trainer)) if trainer >= 0 else None
+
+
+def keepable(arena: Arena | None) -> Keepable | None:
+    """What is kept of it."""
+    return Copy(arena) if isinstance(arena, SharedBuffer) else arena
+
+
+def written(arena: Arena | None) -> BufferHandle | None:
+    """Where a trainer rank publishes, if it does."""
+    return arena.handle if isinstance(arena, SharedBuffer) else None

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
-from weightsync.holder.send_buffer import MappedArena
-from weightsync.holder.send_buffer_reuse import Arena
+from weightsync.holder.send_buffer import Arena, MappedArena
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Plan, Step
 from weightsync.protocol.handles import Export, Handle
@@ -16,7 +15,7 @@ from weightsync.transports import Pending
 if TYPE_CHECKING:
     import torch
 
-    from weightsync.holder.flat_snapshot import EngineImage
+    from weightsync.holder.snapshots import EngineImage
     from weightsync.plan import Reads
     from weightsync.protocol.handles import DeviceHandle
 

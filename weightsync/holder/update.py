@@ -2,18 +2,177 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
+from weightsync.channel.engine_end import HolderFeed
+from weightsync.errors import DeadlineError, EngineError, SlowError, WeightSyncError
 from weightsync.faults import strike, strike_move
-from weightsync.holder.bucket_consumers import Outlet
 from weightsync.holder.cross_host import Exchange
 from weightsync.holder.staging import Staging
 from weightsync.plan import Plan
 from weightsync.protocol.messages import Way
 from weightsync.transports import Pending
 
-__all__ = ["carry_out"]
+__all__ = ["Outlet", "carry_out", "open_outlet"]
+
+logger = logging.getLogger("weightsync.holder.update")
+
+
+class Outlet(Protocol):
+    """Where the buckets of one attempt go. An engine rank that fails or falls silent is left behind."""
+
+    @property
+    def taking(self) -> bool:
+        """Whether the engine rank takes part, and was not given up."""
+
+    @property
+    def waited_s(self) -> float:
+        """The time spent on waiting for the engine rank."""
+
+    @property
+    def slow(self) -> SlowError | None:
+        """Why the engine rank was given up, if it did not keep up."""
+
+    def wait_free(self, bucket: int) -> None:
+        """Wait until the slot that `bucket` goes to may be filled."""
+
+    def offer(self, bucket: int) -> None:
+        """A bucket is complete in its slot."""
+
+    def finish(self, num_buckets: int) -> None:
+        """Wait until all `num_buckets` were taken."""
+
+    def cancel(self, cause: str) -> None:
+        """No more will come."""
+
+
+def open_outlet(
+    staging: Staging,
+    feed: HolderFeed | None,
+    feeding: bool,
+    attempt: int,
+    num_slots: int,
+    timeout_s: float,
+    limit_s: float,
+    whole: bool = False,
+    only: frozenset[int] | None = None,
+) -> Outlet:
+    """To the engine rank behind `feed`, if it takes part; see `Feeding` and `Writing` for the rest."""
+    taker = feed if feeding else None
+    if staging.writes and feed:
+        return Writing(staging, taker, attempt, limit_s, only)
+    return Feeding(taker, attempt, num_slots, timeout_s, limit_s, whole)
+
+
+class Feeding:
+    """The engine rank reads the slots; without a feed, or after its first failure, nobody does.
+
+    `timeout_s` is what a wait for it may take, `limit_s` all waits together: what its holder waits for
+    others does not count. `whole`: see `Ready`.
+    """
+
+    def __init__(
+        self,
+        feed: HolderFeed | None,
+        attempt: int,
+        num_slots: int,
+        timeout_s: float,
+        limit_s: float,
+        whole: bool = False,
+    ) -> None:
+        self._feed, self._attempt, self._timeout_s, self._whole = feed, attempt, timeout_s, whole
+        self._limit_s, self._num_slots = limit_s, num_slots
+        self._read = 0
+        self.waited_s = 0.0
+        self.slow: SlowError | None = None
+
+    @property
+    def taking(self) -> bool:
+        return self._feed is not None
+
+    def wait_free(self, bucket: int) -> None:
+        self.finish(bucket - self._num_slots + 1)
+
+    def offer(self, bucket: int) -> None:
+        if self._feed:
+            self._feed.offer(self._attempt, bucket, self._whole)
+
+    def finish(self, num_buckets: int) -> None:
+        while self._feed and self._read < num_buckets:
+            begun = time.monotonic()
+            try:
+                left_s = max(0.0, self._limit_s - self.waited_s)
+                self._feed.wait_done(self._attempt, self._read, min(self._timeout_s, left_s))
+                self._read += 1
+            except DeadlineError as error:
+                self.slow = self._slowness(error)
+                self._give_up(self.slow)
+            except EngineError as error:
+                self._give_up(error)
+            finally:
+                self.waited_s += time.monotonic() - begun
+
+    def _slowness(self, late: DeadlineError) -> SlowError:
+        if late.timeout_s >= self._timeout_s:
+            return SlowError(late.phase, late.missing, late.timeout_s)
+        return SlowError(f"reading of buckets 0 to {self._read}, together", late.missing, self._limit_s)
+
+    def _give_up(self, error: WeightSyncError) -> None:
+        logger.warning("going on without an engine: %s", error)
+        self.cancel(str(error))
+        self._feed = None
+
+    def cancel(self, cause: str) -> None:
+        if self._feed:
+            self._feed.cancel(self._attempt, cause)
+
+
+class Writing:
+    """The engine rank's memory is written from here, if it takes part; `only` these buckets, if given."""
+
+    def __init__(
+        self,
+        staging: Staging,
+        feed: HolderFeed | None,
+        attempt: int,
+        timeout_s: float,
+        only: frozenset[int] | None = None,
+    ) -> None:
+        self.waited_s: float = 0.0  # nothing waits for it
+        self.slow: SlowError | None = None
+        self._staging, self._feed, self._only = staging, feed, only
+        self._attempt, self._timeout_s = attempt, timeout_s
+
+    @property
+    def taking(self) -> bool:
+        return self._feed is not None and not self._feed.dropped
+
+    def wait_free(self, bucket: int) -> None:
+        """The filling waits on the device."""
+
+    def offer(self, bucket: int) -> None:
+        if self.taking and (self._only is None or bucket in self._only):
+            self._staging.write(bucket)
+        if self._feed and self.taking:
+            self._feed.go_on(self._attempt)
+
+    def finish(self, num_buckets: int) -> None:
+        """Wait until everything is written, and say so."""
+        self._staging.settle(self._timeout_s)
+        if self._feed and self.taking:
+            self._feed.written(self._attempt)
+
+    def cancel(self, cause: str) -> None:
+        if self._feed:
+            try:
+                self._staging.settle(self._timeout_s)
+            except Exception as error:  # noqa: BLE001 - the first cause is the one to tell
+                logger.warning("what was begun may still be written: %s", error)
+            self._feed.cancel(self._attempt, cause)
 
 
 def carry_out(

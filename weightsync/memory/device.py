@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from typing import TypeAlias
 
 import torch
 
 from weightsync.errors import TransportError
 from weightsync.memory import cuda
+from weightsync.memory.host import SharedBuffer
 from weightsync.memory.tensors import device_id
-from weightsync.protocol.handles import DeviceHandle
+from weightsync.protocol.handles import DeviceHandle, Handle
 
-__all__ = ["DeviceBuffer", "PeerMemory", "export_tensor"]
+__all__ = ["Buffer", "DeviceBuffer", "PeerMemory", "export_tensor", "open_buffer"]
 
 _GRANULE = 2 << 20
 
@@ -97,3 +99,11 @@ def _extent_nbytes(tensor: torch.Tensor) -> int:
 
 def _current_device() -> str:
     return device_id(torch.device("cuda", torch.cuda.current_device()))
+
+
+Buffer: TypeAlias = SharedBuffer | DeviceBuffer
+
+
+def open_buffer(handle: Handle) -> Buffer:
+    """Map a neighbour's buffer. Raises PeerLostError or TransportError when that cannot be."""
+    return DeviceBuffer.open(handle) if isinstance(handle, DeviceHandle) else SharedBuffer.open(handle)

@@ -14,11 +14,10 @@ import torch
 from weightsync.errors import TransportError
 from weightsync.memory import cuda
 from weightsync.transports.base import Broadcast, Op, Pending, Send
-from weightsync.transports.gate import Gate
 from weightsync.transports.rendezvous import close_store, join_store, peers_of
 from weightsync.transports.roll_call import RollCall, aside
 from weightsync.transports.store import NetworkStore, StoreServer
-from weightsync.transports.watchdog import Watch
+from weightsync.transports.watchdog import Gate, Watch
 
 __all__ = ["NcclTransport"]
 

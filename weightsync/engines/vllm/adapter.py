@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from weightsync.engines.base import Rollout
 from weightsync.engines.checks import warn_untested
-from weightsync.engines.engine_ranks import CACHES, WEIGHTS
+from weightsync.engines.engine_ranks import CACHES, WEIGHTS, EngineRanks
 from weightsync.engines.rank_process import RankProcess, RankWatch
 from weightsync.engines.sampling import Sampling
 from weightsync.engines.vllm.api import engine_args, sampling_params, set_environment, start, stop
 from weightsync.engines.vllm.loop import EngineLoop
-from weightsync.engines.vllm.ranks import VllmRanks
-from weightsync.errors import StateError, WeightSyncError
+from weightsync.errors import EngineError, StateError, WeightSyncError
 from weightsync.faults import arm, shares
 
 if TYPE_CHECKING:
@@ -24,7 +23,31 @@ if TYPE_CHECKING:
     from weightsync.faults import Fault
     from weightsync.protocol.messages import Digests
 
-__all__ = ["VllmEngine"]
+__all__ = ["VllmEngine", "VllmRanks"]
+
+
+class VllmRanks(EngineRanks):
+    """`_ask` is how its workers are reached."""
+
+    def on_ranks(self, method: str, *args: object) -> list[Any]:
+        """See `EngineRanks.on_ranks`; EngineError where vLLM could not ask them all."""
+        # Bytes of our own pickling pass between vLLM's processes without its insecure mode.
+        blob = pickle.dumps((method, args))
+        try:
+            replies = self._ask(blob)
+        except WeightSyncError:
+            raise
+        except Exception as error:  # whatever vLLM raises where a worker's process is gone
+            raise EngineError(self._name, method, f"{type(error).__name__}: {error}") from error
+        outcomes = [pickle.loads(reply) for reply in replies]
+        for outcome in outcomes:
+            if isinstance(outcome, WeightSyncError):
+                raise outcome
+        return outcomes
+
+    def _ask(self, blob: bytes) -> Sequence[bytes]:
+        raise NotImplementedError
+
 
 logger = logging.getLogger("weightsync.engines.vllm")
 

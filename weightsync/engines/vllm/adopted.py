@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from weightsync.engines.base import Rollout
 from weightsync.engines.engine_ranks import CACHES, WEIGHTS
-from weightsync.engines.vllm.ranks import VllmRanks
+from weightsync.engines.vllm.adapter import VllmRanks
 from weightsync.errors import ConfigError, DeadlineError, PeerLostError, StateError
 from weightsync.faults import arm, shares
 
