@@ -19,7 +19,7 @@ from weightsync.sources.module import ModuleSource
 from weightsync.testing import LocalPeer
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("docs", "weightsync", "recipes", "benchmarks", "configs")
+FOLDERS = ("docs", "weightsync", "recipes", "benchmarks", "configs", "examples", "tests")
 BLOCK = re.compile(r"^```(python|sh)\n(.+?)^```", re.S | re.M)
 
 BY_HAND = "needs a GPU, or a machine of its own"
