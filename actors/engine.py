@@ -14,15 +14,17 @@ __all__ = ["EngineActor"]
 
 
 class EngineActor(EngineCalls):
-    """One inference engine. Its methods are coroutines, so that `generate` and `load` can overlap.
+    """An actor that starts and drives one inference engine.
+
+    Its methods are coroutines, so that requests and updates can overlap.
 
     Args:
-        kind: ``vllm``, ``sglang``, ``torch``, or ``auto`` for the first of these that is installed.
-        model_path: a Hugging Face model directory; its config and tokenizer are read, its weights are not.
-        name: as registered with WeightSync.
-        options: passed to the adapter, see `weightsync/engines/README.md`.
-        slot: where weights lie in host memory, the name of the slot, of rank r > 0 ``<slot>.<r>``; the
-            trainer with the same slot shares its holder. On GPUs, it is the trainer with the same GPU.
+        kind: ``vllm``, ``sglang``, ``torch`` (transformers), or ``auto``.
+        model_path: a Hugging Face model folder; its config and tokenizer are read, its weights are not.
+        name: the name under which it is registered with WeightSync.
+        options: passed to the engine, see `weightsync/engines/README.md`.
+        slot: on a CPU host, the name of its slot; rank r > 0 has ``<slot>.<r>``. The trainer with the same
+            slot shares its holder. On GPUs, ranks on the same GPU share a holder.
     """
 
     _name = ""

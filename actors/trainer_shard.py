@@ -24,7 +24,7 @@ __all__ = ["TrainerShard"]
 
 
 class TrainerShard(Claimable):
-    """Derive your trainer actor from it and set ``self.model``, plain or wrapped by FSDP2::
+    """Base class of a trainer actor. Set ``self.model``, an ``nn.Module``, plain or wrapped by FSDP2::
 
         class Trainer(TrainerShard):
             def __init__(self, ...):
@@ -32,18 +32,18 @@ class TrainerShard(Claimable):
 
         trainer = ray.remote(Trainer).remote(...)
 
-    Each update takes what ``self.model`` holds then. Another model, or other parameters, may take the
-    place of those that were connected if names, shapes, dtypes and sharding are the same; otherwise the
-    update raises a StateError that names the rank and the tensor, and `WeightSync.connect` has to come first.
+    Each update takes what ``self.model`` holds at that moment. You may replace the model or its parameters if
+    names, shapes, dtypes and sharding stay the same. If they do not, the update raises a StateError that
+    names the rank and the tensor, and `WeightSync.connect` has to come first.
 
-    The methods below are called by WeightSync, between your own methods, as Ray orders them.
-
-    Only for one of these, call ``super().__init__``.
+    WeightSync calls methods named ``sync_…`` between your own, in Ray's order. Call ``super().__init__`` only
+    to pass one of these arguments.
 
     Args:
-        slot: on a CPU host, the name of the slot; the engine with the same slot shares its holder.
-        exclude: names of tensors that no engine wants, as a value head.
-        offloads: it takes turns with an engine on its GPU, see `offload`: weights go by host memory.
+        slot: on a CPU host, a name; the engine with the same slot shares its holder.
+        exclude: names of tensors that no engine wants, such as a value head.
+        offloads: True if the trainer shares its GPU with an engine and calls `offload`. Weights then travel
+            through host memory.
     """
 
     model: nn.Module
@@ -58,19 +58,21 @@ class TrainerShard(Claimable):
         self._slot, self._exclude, self._offloads = slot, exclude, offloads
 
     def offload(self) -> None:
-        """Give the memory of all parameters and persistent buffers of ``self.model`` back.
+        """Release the GPU memory of all parameters and persistent buffers of ``self.model``.
 
-        An engine may use it then. What they hold goes to host memory, from which the next update takes it
-        without another copy; gradients and the optimizer's state are yours to move. Until `onload` the model
-        cannot be used. Call it when no update runs, and after `WeightSync.sleep` or `settle`: until then
-        holders read the memory that it writes.
+        Their values move to host memory, from which the next update sends them without another copy.
+        Gradients and the optimizer's state stay; move them yourself. The model cannot be used until `onload`.
 
-        Raises StateError, and has done nothing, without ``offloads=True`` or where memory is not torch's.
+        Call it while no update runs, and after `WeightSync.sleep` or `WeightSync.settle`. Before that,
+        holders may still read the host memory that it writes.
+
+        Raises:
+            StateError: ``offloads=True`` was not given, or torch does not own the memory. Nothing was done.
         """
         self._current_source().offload()
 
     def onload(self) -> None:
-        """Take the memory again, with what was in it; after an out-of-memory error, call it again."""
+        """Allocate the memory again and restore the values. Call it again after an out-of-memory error."""
         if self._source is not None:
             self._source.onload()
 

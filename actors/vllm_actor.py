@@ -13,7 +13,7 @@ __all__ = ["VllmActor"]
 
 
 class VllmActor(EngineCalls):
-    """Derive your engine actor from it and set ``self.llm``, vLLM's ``AsyncLLM``::
+    """Base class of an actor around your own vLLM. Set ``self.llm``, an ``AsyncLLM``::
 
         class Rollout(VllmActor):
             def __init__(self, ...):
@@ -22,8 +22,8 @@ class VllmActor(EngineCalls):
 
             async def generate(self, ...): ...
 
-    Methods that you add are coroutines: one that blocks keeps the engine from being updated, and from
-    saying that it is alive. Where it starts with weights of its own, it serves them until the first update.
+    Write your methods as coroutines: while one blocks, the engine is not updated and does not answer
+    heartbeats. An engine that starts with weights of its own serves them until the first update.
     """
 
     llm: Any

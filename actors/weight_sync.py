@@ -40,7 +40,7 @@ _POLL_S = 0.02
 
 
 class WeightSync:
-    """Moves weights from trainer actors to engine actors, version by version::
+    """Moves new weights from trainer actors to engine actors, version after version::
 
         sync = WeightSync(SyncConfig(timeout_s=60))
         sync.register_trainers(trainer_handles)          # actors derived from TrainerShard
@@ -51,22 +51,24 @@ class WeightSync:
             report = sync.update_weights(version)
         sync.close()
 
-    One thread uses it at a time; calls that Ray's event loop needs run on a thread of its own.
-    Errors are those of `weightsync.errors`.
+    Use it from one thread at a time. Its work runs on a thread of its own. It raises WeightSyncErrors, and is
+    a context manager that calls `close`.
+
+    Args:
+        config: settings; ``SyncConfig()`` if left out.
+        name: with a name, holders outlive this process until `close`. If this driver dies, a new one with the
+            same name, trainers and engines takes over: `connect` continues from the committed version. One
+            driver at a time may use a name. Holders are detached actors in Ray's namespace ``weightsync``,
+            called ``weightsync/<name>/<node>/<device>``.
+        cluster: bandwidths of the links. Metrics then say how near an update came to what they allow.
+
+    Raises:
+        ConfigError: `config` is not a SyncConfig, or `name` is not valid.
     """
 
     def __init__(
         self, config: SyncConfig | None = None, *, name: str | None = None, cluster: Cluster | None = None
     ) -> None:
-        """With a `name`, the holders outlive this process, until `close`.
-
-        They are detached actors ``weightsync/<name>/<node>/<device>`` in Ray's namespace
-        ``weightsync``. If this driver dies, one that is given the same name, trainers and engines
-        finds them: `connect` then takes their committed version over. One driver at a time may use a
-        name. Raises ConfigError for a setting, or a name, that is not valid.
-
-        `cluster` says what the links can do, so that metrics can say how near an update came.
-        """
         if not isinstance(config, SyncConfig | None):
             raise ConfigError("config", config, "give a SyncConfig, or SyncConfig.from_dict(…)")
         if name is not None:
@@ -87,9 +89,13 @@ class WeightSync:
         self._loop = LoopThread()
 
     def register_trainers(self, handles: Sequence[ActorHandle[Any]]) -> None:
-        """All trainer ranks, in rank order: handles of actors derived from `TrainerShard`.
+        """Set the trainers. `connect` has to follow.
 
-        Raises ConfigError when there are none, or one is something else, or given twice.
+        Args:
+            handles: all trainer ranks in rank order, handles of actors derived from `TrainerShard`.
+
+        Raises:
+            ConfigError: the list is empty, or an entry is something else or is given twice.
         """
         check_trainers(handles)
         self._members.trainers = list(handles)
@@ -100,14 +106,19 @@ class WeightSync:
         handles: Mapping[str, ActorHandle[Any]],
         respawn: Callable[[str], ActorHandle[Any]] | None = None,
     ) -> None:
-        """All engines, by the names that reports use: handles of `EngineActor`, or derived from `VllmActor`.
+        """Set the engines. `connect` has to follow.
 
-        `respawn` starts another actor for the engine of that name, with dummy weights, on the same
-        resources; engines whose process is gone are brought back with it. It runs on a thread of its own.
-        An engine for which it does not return within ``config.respawn_timeout_s`` stays DEAD; an actor that
-        it returns after that is killed.
+        Args:
+            handles: by the name that reports use, handles of `EngineActor` or of actors derived from
+                `VllmActor`.
+            respawn: called with an engine's name when its process is gone. It starts another actor, with
+                dummy weights and on the same resources, and returns its handle. It runs on a thread of its
+                own. If it takes longer than ``config.respawn_timeout_s``, the engine stays DEAD, and an actor
+                that it returns later is killed. Without it, dead engines stay DEAD until `add_engine`.
 
-        Raises ConfigError when there are none, or one is something else, or given twice.
+        Raises:
+            ConfigError: the mapping is empty, an entry is something else or is given twice, or `respawn`
+                cannot be called.
         """
         check_engines(handles)
         if respawn is not None and not callable(respawn):
@@ -123,50 +134,68 @@ class WeightSync:
         nodes: Sequence[str] | None = None,
         exclude: Collection[str] = (),
     ) -> Future[Reading]:
-        """Begin to read a checkpoint, which takes the trainers' place: see docs/checkpoints.md.
+        """Start reading a checkpoint that takes the place of trainers. See docs/checkpoints.md.
+
+        Returns when all headers are checked. Reading continues in the background.
 
         Args:
-            files: safetensors files, index files, or folders that hold either.
-            nodes: Ray's ids of the hosts that read, each an equal share; else this process's own.
-            exclude: tensors that no engine wants.
+            name: what `update_weights` calls it.
+            files: safetensors files, index files, or folders with either.
+            nodes: Ray's ids of the hosts that read, each an equal share; by default this process's host.
+            exclude: names of tensors that no engine wants.
 
-        Returns when all headers are checked; the future holds what was read. Raises ConfigError or
-        PlanError for files that cannot be used, naming file and tensor.
+        Returns:
+            A future with the bytes and seconds of the reading.
+
+        Raises:
+            ConfigError, PlanError: a file cannot be used; names the file and the tensor.
         """
         on = nodes or [ray.get_runtime_context().get_node_id()]
         self._loop.beside(self._members.register_checkpoint(name, files, on, exclude)).result()
         return self._loop.beside(self._members.checkpoints.read(name))
 
     def unregister_checkpoint(self, name: str) -> None:
-        """Free its memory. Engines go on serving it. Raises ConfigError for one that is not registered."""
+        """Free the memory of a checkpoint. Engines that serve it are not affected.
+
+        Raises:
+            ConfigError: no checkpoint has this name.
+        """
         self._loop.submit(lambda: self._members.unregister_checkpoint(name)).result()
 
     def connect(self) -> None:
-        """Start holders, make the plan, open and use every path once.
+        """Start holders, make the plan, open all connections and use each of them once.
 
-        With a `name`, holders that an earlier driver left are taken over. `version` is then the newest
-        that an engine serves or that they keep whole; engines that serve another, or none, are filled
-        with it from the holders if they keep it, else by the next update.
+        With a `name`, it takes over the holders that an earlier driver left. `version` is then the newest one
+        that an engine serves or that holders keep whole. Engines that do not serve it are refilled if holders
+        keep it, else they take the next update.
 
         Raises:
             PlanError: the trainers' tensors are not what the engines need; names the tensor.
             ConfigError: a setting does not fit, two actors claim one GPU or slot, or fewer engines are
                 registered than ``config.min_engines``.
-            StateError: another WeightSync has connected one of the actors, has not been closed, and its
-                process lives; names it.
-            DeadlineError: names who did not come within ``config.connect_timeout_s``.
+            StateError: trainers or engines are not registered, or another WeightSync, whose process lives,
+                has connected one of the actors; names it.
+            DeadlineError: a process did not answer within ``config.connect_timeout_s``; names it.
         """
         self._loop.submit(self._connect).result()
 
     @property
     def plan(self) -> Plan:
-        """The plan in use. Raises StateError before `connect`."""
+        """The plan in use.
+
+        Raises:
+            StateError: before `connect`.
+        """
         if self._controller.plan is None:
             raise StateError("connect() has to come before plan")
         return self._controller.plan
 
     def links(self) -> list[Link]:
-        """The bytes of an update by where they go. Raises StateError before `connect`."""
+        """List the bytes of an update by sender and engine rank.
+
+        Raises:
+            StateError: before `connect`.
+        """
         return self._controller.links()
 
     @property
@@ -175,15 +204,15 @@ class WeightSync:
         return self._controller.version
 
     def engine_versions(self) -> dict[str, int]:
-        """The version that each engine serves, or sleeps with; 0 while it holds none."""
+        """Return the version that each engine serves, or sleeps with; 0 if it holds none."""
         return {name: seat.record.version for name, seat in self._fleet.engines.items()}
 
     def engine_states(self) -> dict[str, EngineState]:
-        """The state of each engine."""
+        """Return the state of each engine."""
         return {name: seat.record.state for name, seat in self._fleet.engines.items()}
 
     def serving(self) -> dict[str, ActorHandle[Any]]:
-        """The engines that serve a committed version: whom to hand a request."""
+        """Return the engines that can take requests: those that serve a committed version."""
         serves = (EngineState.SERVING, EngineState.PAUSED)
         seats = self._fleet.engines
         return {
@@ -194,13 +223,17 @@ class WeightSync:
 
     @property
     def heals(self) -> tuple[HealReport, ...]:
-        """Every engine that failed and came back, in the order of their return."""
+        """All heals so far, in the order in which engines came back."""
         return tuple(self._healer.heals)
 
     def settle(self, timeout_s: float) -> None:
-        """Wait until no engine is being healed, and holders and mirrors keep the committed version.
+        """Wait until no engine is being healed and the committed version has been copied.
 
-        Raises DeadlineError, which names the engines that are not.
+        Args:
+            timeout_s: seconds to wait for heals.
+
+        Raises:
+            DeadlineError: engines are still being healed; names them.
         """
         deadline = time.monotonic() + timeout_s
 
@@ -214,9 +247,11 @@ class WeightSync:
         self._loop.beside(settled()).result()
 
     def inject(self, plan: FaultPlan) -> None:
-        """Have faults happen to this fleet, each when its version is made: see `weightsync.testing`.
+        """Inject faults, each when its version is made. See `weightsync.testing`.
 
-        Raises ConfigError for a fault of somebody who does not take part; StateError before `connect`.
+        Raises:
+            ConfigError: a fault names a process that does not take part.
+            StateError: before `connect`.
         """
         if self._controller.plan is None:
             raise StateError("connect() has to come before inject()")
@@ -225,26 +260,33 @@ class WeightSync:
         self._loop.submit(lambda: self._members.arm(plan, 0)).result()
 
     def update_weights(self, version: int | None = None, *, checkpoint: str = "") -> SyncReport:
-        """Publish, pause, move, verify, commit, resume; returns when it is served.
+        """Bring the trainers' weights to all engines. Returns when engines serve them.
 
-        The trainers publish or, where none are registered, `checkpoint`, of which it waits for the
-        reading.
+        The phases are publish, pause, move, verify, commit. An engine that fails is left out and healed in
+        the background. A version that did not commit may be tried again.
 
         Args:
-            version: a whole number, greater than the last; the next one if it is not given.
-            checkpoint: one that is registered.
+            version: a whole number greater than the last; by default the last plus 1.
+            checkpoint: the registered checkpoint to take, if there are no trainers. The call waits until it
+                is read.
+
+        Returns:
+            What the update did and how long it took.
 
         Raises:
             StateError: before `connect`, or while another update runs.
-            ConfigError: `version` is no such number, or `checkpoint` is not registered.
-            WeightSyncError: fewer than ``config.min_engines`` took it; the next call starts afresh.
+            ConfigError: `version` is not such a number, or `checkpoint` is not registered.
+            WeightSyncError: fewer than ``config.min_engines`` took the version; the error is the first cause.
         """
         return self.update_weights_async(version, checkpoint=checkpoint).result()
 
     def update_weights_async(self, version: int | None = None, *, checkpoint: str = "") -> Future[SyncReport]:
-        """As `update_weights`, but returns as soon as the holders have every byte: the trainers may go on.
+        """As `update_weights`, but return as soon as trainers may change their weights.
 
-        The future holds the report, or the exception that `update_weights` would raise.
+        That is when the holders have every byte, or the update has ended.
+
+        Returns:
+            A future with the report, or with the error that `update_weights` would raise.
         """
         held: Future[None] = Future()
         try:
@@ -259,47 +301,67 @@ class WeightSync:
         return report
 
     def add_engine(self, name: str, handle: ActorHandle[Any]) -> SyncReport | None:
-        """Let an engine join, or take the place of a dead one of that name.
+        """Add an engine, or replace a dead one of the same name.
 
-        It is filled with the committed version from the holders, if they keep it, without asking the
-        trainers; else it serves from the next update on, and None is returned. Raises ConfigError
-        when a living engine has the name, or another one is this actor, or it is no engine's actor; else
-        as `connect`. It has not joined then.
+        Args:
+            name: the name that reports use.
+            handle: an `EngineActor`, or an actor derived from `VllmActor`.
+
+        Returns:
+            The report of its refill from the holders. None if they keep no version that it can take: it then
+            serves from the next update on.
+
+        Raises:
+            ConfigError: a living engine has this name, or the actor is registered already or is not an
+                engine.
+            WeightSyncError: as `connect`, or the refill failed. The engine has not joined.
         """
         others = {other: known for other, known in self._members.engines.items() if other != name}
         check_engines({**others, name: handle})
         return self._loop.submit(lambda: self._join(name, handle)).result()
 
     def remove_engine(self, name: str) -> None:
-        """Let an engine go. Its actor is not touched. Raises ConfigError for the last one."""
+        """Remove an engine. Its actor keeps running.
+
+        Raises:
+            ConfigError: no engine has this name, or it is the last one.
+        """
         self._known(name)
         if len(self._members.engines) == 1:
             raise ConfigError("engine", name, "it is the last one: close() instead")
         self._loop.submit(lambda: self._part(name)).result()
 
     def heal(self, name: str) -> SyncReport:
-        """Bring a STALE engine to the version that the holders keep, without asking the trainers.
+        """Refill an engine from the holders, without asking the trainers.
 
-        Raises StateError for a DEAD one, whose place `add_engine` fills.
+        Returns:
+            The report of the refill.
+
+        Raises:
+            ConfigError: no engine has this name.
+            StateError: the engine is DEAD (use `add_engine`), or holders keep no version that it can take.
+            WeightSyncError: the refill failed; the engine is STALE or DEAD.
         """
         self._known(name)
         return self._loop.submit(lambda: self._heal(name)).result()
 
     def sleep(self, engines: Collection[str] = (), *, level: int = 2) -> None:
-        """Have engines give their GPU memory back, for a trainer to use; all of them if none is named.
+        """Make engines release their GPU memory, so that a trainer can use it. See docs/guide.md.
 
-        They pause as ``config.pause`` says, and refuse requests until the next `update_weights`, which takes
-        the memory of their weights back, writes and verifies these, then takes back that of caches, and
-        serves. With `level` 1 weights are kept on the host, so that `wake` serves them again; 2 drops them.
-        See docs/guide.md.
+        Engines pause as ``config.pause`` says and refuse requests. The next `update_weights` wakes them: it
+        allocates and writes their weights, verifies them, and only then allocates caches. Engines that sleep
+        already stay as they are.
 
-        One that sleeps already is left as it is.
+        Args:
+            engines: names; empty means all.
+            level: 1 keeps weights in host memory, so that `wake` can serve them again; 2 drops them.
 
         Raises:
             StateError: before `connect`, or while an update runs.
-            ConfigError: `level` is not 1 or 2, no engine has such a name, or one was not started to sleep.
-            DeadlineError: an engine did not pause in time; it serves on.
-            EngineError: an engine failed with its memory half given back, and is STALE.
+            ConfigError: `level` is not 1 or 2, no engine has such a name, or one was not started with sleep
+                mode.
+            DeadlineError: an engine did not pause in time; it keeps serving.
+            EngineError: an engine failed while it released memory; it is STALE.
             PeerLostError: an engine's process is gone.
         """
         if level not in (1, 2):
@@ -308,23 +370,22 @@ class WeightSync:
         self._loop.submit(lambda: self._sleep(engines, level)).result()
 
     def wake(self, engines: Collection[str] = ()) -> None:
-        """Have engines that sleep serve the same version again; all of them if none is named.
+        """Make engines that sleep at level 1 serve their version again.
+
+        Args:
+            engines: names; empty means all.
 
         Raises:
-            StateError: before `connect`, or for one that sleeps with level 2: `update_weights` wakes it, or
-                `heal`, with the version that the holders keep.
+            StateError: before `connect`, or an engine sleeps at level 2: use `update_weights`, or `heal`.
             ConfigError: no engine has such a name.
             DeadlineError: an engine did not wake in time.
-            EngineError: an engine found no memory, and is STALE.
+            EngineError: an engine got no memory; it is STALE.
             PeerLostError: an engine's process is gone.
         """
         self._loop.submit(lambda: self._wake(engines)).result()
 
     def close(self) -> None:
-        """End the holders, named ones too, and the thread. Engines and trainers are the caller's.
-
-        Safe to call twice.
-        """
+        """End the holders, also named ones. Trainers and engines keep running. Safe to call twice."""
         if self._loop.shut():
             self._loop.beside(self._controller.keeping.stop()).result()  # it would warn of holders that end
             self._members.close()

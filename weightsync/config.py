@@ -52,13 +52,18 @@ _SIZE_REMEDY = "give whole bytes, as a number or a text such as 256MiB or 2GB"
 
 
 def parse_size(value: object, *, field: str = "size") -> int:
-    """Bytes of an int (``4096``) or a text (``"4096"``, ``"256MiB"``, ``"1.5 GB"``).
+    """Parse a number of bytes from an int or a text such as ``"256MiB"``.
 
-    ``KiB MiB GiB TiB`` are powers of 1024, ``KB MB GB TB`` of 1000; the spelling is exact, since
-    ``Mb`` and ``256M`` mean different things to different readers.
+    Args:
+        value: ``4096``, ``"4096"``, ``"256MiB"`` or ``"1.5 GB"``. KiB, MiB, GiB and TiB are powers of 1024,
+            KB, MB, GB and TB of 1000. Other spellings, such as ``256M``, are refused.
+        field: the name that an error gives to the value.
+
+    Returns:
+        The number of bytes.
 
     Raises:
-        ConfigError: naming `field`, when the value is no size, negative, or not whole bytes.
+        ConfigError: the value is not a size, is negative, or is not a whole number of bytes.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
@@ -220,41 +225,39 @@ def _names_checked(cls: type[T]) -> type[T]:
 @_names_checked
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncConfig:
-    """How weights are moved. ``SyncConfig()`` is a good start.
+    """How weights are moved. The defaults are a good start.
 
     Attributes:
-        mode: how bytes travel: ``broadcast`` sends whole tensors, which any engine takes; ``direct``
-            has each engine's GPU read its own part out of the trainers' memory, which must be on GPUs,
-            or be sent it from other hosts, and is refused where an engine cannot; ``auto`` chooses for
-            each engine.
-        transport: between holders: ``nccl`` between GPUs, ``gloo`` between hosts' memories; ``auto``
-            takes nccl where every trainer and engine has a GPU.
-        bucket_bytes: bytes that travel as one message.
-        num_slots: buckets that each holder keeps: while one is read, the next ones are filled.
-        max_staging_bytes: the most staging memory on any rank; a plan that needs more is refused.
+        mode: ``broadcast`` sends whole tensors to every engine. ``direct`` has each engine's GPU read only
+            its part out of the trainers' GPU memory, or receive it from other hosts, and fails if one cannot.
+            ``auto`` decides per engine.
+        transport: between holders, ``nccl`` (GPU memory) or ``gloo`` (host memory). ``auto`` takes nccl if
+            every trainer and engine has a GPU.
+        bucket_bytes: the most bytes that travel as one message.
+        num_slots: buckets per holder. One is read while the others are filled.
+        max_staging_bytes: the most bytes of buckets per holder. A plan that needs more is refused.
         timeout_s: seconds that one phase of an update may take.
-        connect_timeout_s: seconds that connecting may take, engines' start-up not included.
-        min_engines: a version commits when at least this many engines took it.
-        pause: requests in flight: ``keep`` freezes them and goes on with the new weights, ``wait``
+        connect_timeout_s: seconds that one step of connecting may take.
+        min_engines: a version commits if at least this many engines took it.
+        pause: requests that are running: ``keep`` freezes them and continues with the new weights, ``wait``
             lets them finish first, ``abort`` ends them with the tokens that they have.
-        keep_versions: copies that holders keep: 1 is what was published last, 2 is also the
-            committed version, from which engines are refilled while the next one is published.
-        mirrors: copies of each share on holders of other hosts, where there are any; 0 keeps none.
-        heal_attempts: how often an engine that failed is healed before it is given up; 0 heals none.
-        heal_backoff_s: the first attempt does not wait, the second twice as many seconds as this, and
-            each further one twice as long as the one before it, 60 at most.
-        respawn_timeout_s: seconds that ``respawn=`` may take to return an engine's new actor; an engine for
-            which it does not stays DEAD. That the engine then answers has ``connect_timeout_s``.
-        heartbeat_s: an engine that does not answer for so many seconds while it is idle has hung.
-        refill: how holders read each other's copies: ``rdma`` or ``tcp`` through Mooncake, or
-            ``zeromq``; ``auto`` maps them where both are on one host, else takes the first that works.
-        nonfinite: what is done about NaN and Inf in weights, which are counted as they are published:
-            ``warn`` logs their tensors, ``refuse`` fails the update while engines serve on, ``ignore`` does
-            not look.
-        rdma_device: the network device that ``rdma`` reads through; empty takes what is found.
+        keep_versions: 2 keeps a copy of the committed version in the holders' host memory, from which engines
+            are refilled. 1 keeps none.
+        mirrors: further copies of the committed version on other hosts, if there are any.
+        heal_attempts: how many times a failed engine is healed before it is given up; 0 heals none.
+        heal_backoff_s: the first attempt starts at once. The second waits twice as many seconds as this, each
+            further one twice as long as the one before, at most 60.
+        respawn_timeout_s: seconds in which ``respawn=`` has to return an engine's new actor. If it is late,
+            the engine stays DEAD. The actor then has ``connect_timeout_s`` to answer.
+        heartbeat_s: an idle engine that does not answer for this many seconds has hung.
+        refill: how holders read each other's copies: ``rdma`` or ``tcp`` (Mooncake), or ``zeromq``. ``auto``
+            maps memory of the same host, and takes the first of the others that works.
+        nonfinite: NaN and Inf in published weights: ``warn`` logs their tensors, ``refuse`` fails the update
+            while engines keep serving, ``ignore`` does not look.
+        rdma_device: the network devices that ``rdma`` may use, with commas between them; empty takes any.
 
     Raises:
-        ConfigError: naming the field, as ``sync.<field>``.
+        ConfigError: a value is not valid; names the field, such as ``sync.timeout_s``.
     """
 
     mode: Literal["auto", "broadcast", "direct"] = "auto"
@@ -298,9 +301,12 @@ class SyncConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> SyncConfig:
-        """From a mapping, such as a recipe's ``sync`` section; sizes may be texts.
+        """Make a SyncConfig from a mapping, such as the ``sync`` section of a recipe.
+
+        Args:
+            data: values by field; sizes may be texts, such as ``"256MiB"``.
 
         Raises:
-            ConfigError: see :func:`load_dataclass`.
+            ConfigError: a key is unknown, or a value has another type or is not valid.
         """
         return load_dataclass(cls, data, field="sync")

@@ -77,16 +77,24 @@ class Where:
 
 
 class WeightSyncError(Exception):
-    """Base of every error raised on purpose.
+    """Base of every error that weightsync raises on purpose.
 
-    `where` is set on the failure of an engine in an update or a refill.
+    Attributes:
+        where: the engine, rank, version and phase, if an engine failed in an update or a refill; else None.
     """
 
     where: Where | None = None
 
 
 class ConfigError(WeightSyncError, ValueError):
-    """``field`` got ``value``, and ``remedy`` says what would do; ``at`` is the file and line, if known."""
+    """A setting or an argument is not valid. Also a ValueError.
+
+    Attributes:
+        field: its name, such as ``sync.timeout_s``.
+        value: what was given.
+        remedy: what to give instead.
+        at: file and line of the recipe, if there is one.
+    """
 
     def __init__(self, field: str, value: object, remedy: str, at: str = "") -> None:
         super().__init__(field, value, remedy, at)
@@ -98,7 +106,12 @@ class ConfigError(WeightSyncError, ValueError):
 
 
 class PlanError(WeightSyncError, ValueError):
-    """The layouts of the two sides do not fit at ``parameter``."""
+    """The tensors of trainers and engines do not fit together. Also a ValueError.
+
+    Attributes:
+        parameter: the tensor, or the engine, that does not fit.
+        problem: what is wrong, and often what to do.
+    """
 
     def __init__(self, parameter: str, problem: str) -> None:
         super().__init__(parameter, problem)
@@ -109,15 +122,25 @@ class PlanError(WeightSyncError, ValueError):
 
 
 class StateError(WeightSyncError, RuntimeError):
-    """The call is not allowed now; the message says what has to come first."""
+    """The call is not allowed in this state. Also a RuntimeError.
+
+    The message says which call has to come first.
+    """
 
 
 class MovedError(StateError):
-    """A trainer's weights are of the same layout in other memory, which holders have not mapped yet."""
+    """A trainer's weights moved to other memory, which holders have not mapped yet. Their layout is the
+    same."""
 
 
 class DeadlineError(WeightSyncError, TimeoutError):
-    """``missing`` did not finish ``phase`` within ``timeout_s`` seconds."""
+    """A wait reached its deadline. Also a TimeoutError.
+
+    Attributes:
+        phase: what was waited for.
+        missing: the processes that did not answer, such as ``engine e0``.
+        timeout_s: seconds that were allowed.
+    """
 
     def __init__(self, phase: str, missing: Iterable[str], timeout_s: float) -> None:
         self.phase, self.missing, self.timeout_s = phase, tuple(missing), timeout_s
@@ -129,11 +152,19 @@ class DeadlineError(WeightSyncError, TimeoutError):
 
 
 class SlowError(DeadlineError):
-    """``missing``, one engine, kept its holder waiting for ``timeout_s`` seconds; it may yet end."""
+    """An engine kept its holder waiting for too long. It may still finish.
+
+    `missing` has its name, `timeout_s` the seconds.
+    """
 
 
 class PeerLostError(WeightSyncError):
-    """The process behind ``peer`` ended."""
+    """A process that is needed has ended.
+
+    Attributes:
+        peer: its name, such as ``trainer 0`` or ``holder 2``.
+        cause: what Ray or the system says about it.
+    """
 
     def __init__(self, peer: str, cause: str) -> None:
         super().__init__(peer, cause)
@@ -144,7 +175,12 @@ class PeerLostError(WeightSyncError):
 
 
 class PeerError(WeightSyncError):
-    """`peer` raised an error of its own; `cause` is its type and text, since the type may be unknown here."""
+    """A process raised an error that is not a WeightSyncError.
+
+    Attributes:
+        peer: the process, such as ``trainer 0``.
+        cause: type and text of its error; the type itself may not be importable here.
+    """
 
     def __init__(self, peer: str, cause: str) -> None:
         super().__init__(peer, cause)
@@ -159,7 +195,12 @@ class TransportError(WeightSyncError):
 
 
 class ReadError(TransportError):
-    """The memory that ``peer`` offers could not be read."""
+    """A snapshot in another process could not be read.
+
+    Attributes:
+        peer: the holder that offers it.
+        cause: what went wrong.
+    """
 
     def __init__(self, peer: str, cause: str) -> None:
         super().__init__(peer, cause)
@@ -170,11 +211,18 @@ class ReadError(TransportError):
 
 
 class WireError(WeightSyncError):
-    """A message that is not ours, too long, or out of turn."""
+    """A message on a socket is unknown, too long, or out of order."""
 
 
 class EngineError(WeightSyncError):
-    """``engine``, or one ``rank`` of it, failed in ``phase``."""
+    """An engine, or one of its ranks, refused or failed.
+
+    Attributes:
+        engine: its name.
+        phase: what it was doing.
+        cause: what it said.
+        rank: the rank that failed, if one said so; else None.
+    """
 
     def __init__(self, engine: str, phase: str, cause: str, rank: int | None = None) -> None:
         super().__init__(engine, phase, cause, rank)
@@ -186,14 +234,20 @@ class EngineError(WeightSyncError):
 
 
 class RankLostError(EngineError):
-    """The process of one ``rank`` of ``engine`` ended or is stopped, and the engine is of no use any more."""
+    """The process of one rank of an engine ended or is stopped. The engine cannot be used any more."""
 
     def __str__(self) -> str:
         return f"engine {self.engine}, rank {self.rank}, is lost: {self.cause}"
 
 
 class VerifyError(WeightSyncError):
-    """``tensors`` differ on ``engine`` from what the trainers published as ``version``."""
+    """An engine holds other bytes than the trainers published.
+
+    Attributes:
+        engine: its name.
+        version: the version that it was to hold.
+        tensors: names of the tensors that differ.
+    """
 
     def __init__(self, engine: str, version: int, tensors: Iterable[str]) -> None:
         self.engine, self.version, self.tensors = engine, version, tuple(tensors)
@@ -204,7 +258,12 @@ class VerifyError(WeightSyncError):
 
 
 class SourceChangedError(WeightSyncError):
-    """``writers`` changed tensors of theirs while ``version`` was read: pairs of a name and tensors."""
+    """Trainers changed weights while an update read them.
+
+    Attributes:
+        version: the version that was being read.
+        writers: pairs of a trainer's name and the names of the tensors that it changed.
+    """
 
     def __init__(self, version: int, writers: Iterable[tuple[str, Iterable[str]]]) -> None:
         self.version = version
@@ -220,7 +279,12 @@ class SourceChangedError(WeightSyncError):
 
 
 class NonfiniteError(WeightSyncError):
-    """``tensors`` of ``version`` hold NaN or Inf: pairs of a name and the number of elements."""
+    """Published weights hold NaN or Inf, and ``SyncConfig.nonfinite`` refuses them.
+
+    Attributes:
+        version: the version that was published.
+        tensors: pairs of a tensor's name and its number of such elements.
+    """
 
     def __init__(self, version: int, tensors: Iterable[tuple[str, int]]) -> None:
         self.version, self.tensors = version, tuple((name, count) for name, count in tensors)

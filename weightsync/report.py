@@ -15,7 +15,14 @@ Distance = Literal["same GPU or slot", "same host", "other host"]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """`nbytes` of an update: from a trainer, or a holder that broadcasts or passes on, to an engine rank."""
+    """Bytes that one engine rank receives from one sender in an update.
+
+    Attributes:
+        source: a trainer rank, or a holder that broadcasts or passes data on.
+        target: the engine rank, such as ``engine e0 rank 0``.
+        distance: how far apart the two are.
+        nbytes: bytes per update.
+    """
 
     source: str
     target: str
@@ -25,35 +32,34 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncReport:
-    """What ``update_weights`` returns: one committed version, and how it got there.
+    """One update or refill: the committed version, and what it took.
 
-    ``print(report)`` gives one line, :meth:`to_dict` what goes into a run's ``report.json``.
+    ``print(report)`` prints one line. ``report.to_dict()`` is what a run's ``report.json`` holds.
 
     Attributes:
         version: the version that was committed.
-        nbytes: payload bytes of the model, counted once however many engines took them.
-        seconds: wall clock of the whole update.
-        phases: seconds of each phase: ``publish``, ``pause``, ``move``, ``verify``, ``commit``. Where
-            trainers are read in place, engines pause during ``publish``.
-        verified: every engine that serves `version` was found to hold what the trainers published.
-        engines: the version that each engine serves now.
-        states: the state of each engine now.
-        failures: engine → the error that kept it from `version`.
-        digest: the model's digest, in hexadecimal.
-        num_buckets: messages that were broadcast, to one receiver.
-        epoch: the membership's count; it grows whenever an engine joins or leaves.
-        connect_phases: seconds of each phase of connecting that membership, once: ``warm_up`` is
-            what this and every later update of the epoch did not have to pay; ``join`` is part of ``attach``.
-        routes: per engine ``direct``, where each GPU gets just its part, or why it takes broadcasts.
+        nbytes: bytes of the model, counted once for all engines.
+        seconds: wall clock time of the whole call.
+        phases: seconds of ``publish``, ``pause``, ``move``, ``verify`` and ``commit``, by the driver's clock.
+            If trainers are read in place, ``publish`` includes ``pause``.
+        verified: True: engines that hold other bytes than the trainers published do not serve `version`.
+        engines: the version that each engine serves.
+        states: the state of each engine.
+        failures: by engine, the error that kept it from `version`.
+        digest: 64-bit digest of the model, 16 hexadecimal digits.
+        num_buckets: buckets that were broadcast; 0 if engines read all tensors directly.
+        epoch: number of the connect that made the plan.
+        connect_phases: seconds of each phase of that connect. ``join`` is part of ``attach``.
+        routes: by engine, ``direct``, or the reason why it takes broadcasts.
         bytes_from: in a refill, the bytes that were read from each holder.
-        ways: in a refill, how each holder was read: ``direct``, ``rdma``, ``tcp`` or ``zeromq``.
-        spans: what took how long where: the phases of ``driver``, ``publish`` of ``trainer 0``, ``move`` of
-            ``holder 0``, ``load`` and ``verify`` of ``engine e0 rank 0``. Who failed has none.
-        checkpoint: which one the version is, where no trainers published it.
-        nonfinite: elements that are NaN or Inf, of tensors that have any; see ``SyncConfig.nonfinite``.
-        peak_memory: where engines slept before, of each phase and GPU the most bytes that were in use on all
-            of it, by whomever. The holder there looks every 5 ms, so that a shorter peak may be missed.
-            Empty where nobody slept, and on hosts without GPUs.
+        ways: in a refill, how each holder was read: ``own``, ``direct``, ``rdma``, ``tcp`` or ``zeromq``.
+        spans: by process, what it did and how long it took: the phases of ``driver``, ``publish`` of
+            ``trainer 0``, ``move`` of ``holder 0``, ``load`` and ``verify`` of ``engine e0 rank 0``. A
+            process that failed has none.
+        checkpoint: name of the checkpoint, if one was published in place of trainers' weights; else empty.
+        nonfinite: by tensor, the number of elements that are NaN or Inf; see ``SyncConfig.nonfinite``.
+        peak_memory: by phase and GPU, the most bytes in use on the whole GPU, sampled every 5 ms. Empty if no
+            engine slept before the update, and without GPUs.
     """
 
     version: int
@@ -78,12 +84,12 @@ class SyncReport:
 
     @property
     def gb_per_s(self) -> float:
-        """The model's bytes over the seconds of the ``move`` phase, in 1e9 bytes; 0 if nothing moved."""
+        """`nbytes` over the seconds of the ``move`` phase, in 1e9 bytes per second; 0 if there was none."""
         seconds = self.phases.get("move", 0.0)
         return self.nbytes / seconds / 1e9 if seconds > 0 else 0.0
 
     def to_dict(self) -> dict[str, object]:
-        """Every field and ``gb_per_s``, in types that JSON knows."""
+        """All fields and `gb_per_s`, as values that ``json.dumps`` takes."""
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
         spans = {who: [asdict(span) for span in spans] for who, spans in self.spans.items()}
@@ -105,19 +111,19 @@ class SyncReport:
 class HealReport:
     """How one engine that failed came back.
 
-    Times are seconds since 1970: `died_at` by the wall clock, the others as many seconds later as a clock
-    counted that is never set.
+    Times are seconds since 1970. `died_at` is wall clock time; the others add what a monotonic clock counted.
 
     Attributes:
-        cause: what it failed of.
-        version: what it serves now; 0 if it is ready and the next update has to bring it a version.
+        engine: its name.
+        cause: why it failed.
+        version: the version that it serves; 0 if it waits for the next update.
         died_at: when the failure was found.
-        respawned_at: when its new process was ready, if it needed one.
-        serving_at: when it served again, if it does.
-        bytes_from: bytes that were read from each holder; none if an update came first.
-        ways: how each holder was read: ``direct``, ``rdma``, ``tcp`` or ``zeromq``.
-        gb_per_s: the model's bytes over the seconds of reading and loading, in 1e9 bytes.
-        verified: its digests are those of the committed version.
+        respawned_at: when its new process was ready; None if it kept its process.
+        serving_at: when it served again; None if it waits for the next update.
+        bytes_from: bytes that were read from each holder; empty if an update came first.
+        ways: how each holder was read: ``own``, ``direct``, ``rdma``, ``tcp`` or ``zeromq``.
+        gb_per_s: the model's bytes over the seconds of reading and loading, in 1e9 bytes per second.
+        verified: whether its digests were compared and are those of the committed version.
     """
 
     engine: str
@@ -132,7 +138,7 @@ class HealReport:
     verified: bool
 
     def to_dict(self) -> dict[str, object]:
-        """Every field, in types that JSON knows."""
+        """All fields, as values that ``json.dumps`` takes."""
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
 

@@ -45,23 +45,23 @@ _NUM_BLOCKS = 64
 
 
 def gather_send(plan: ShufflePlan, rank: int, memory: Memory, transport: Transport) -> None:
-    """Sends what the target's ranks need of this rank; returns when it has left.
+    """Send this rank's part of a plan, once. Returns when it has left.
 
-    The target's ranks call `scatter_recv` meanwhile. A rank that does both uses `Shuffle`, as does
-    who sends again and again.
+    The target's ranks call `scatter_recv` at the same time. Use `Shuffle` if this rank also receives, or to
+    send more than once. Staging memory on the device is at most twice ``plan.max_message_bytes``.
 
     Args:
-        rank: this process's, in `transport`.
-        memory: the buffers that this rank's layout names, of any shape and dtype: their bytes are
-            read where they lie, on one device, that of `transport`.
-
-    Staging memory, on that device: at most twice ``plan.max_message_bytes``.
+        plan: the same plan on every rank.
+        rank: this process's rank in `transport`.
+        memory: by name, the buffers of this rank's layout, of any shape and dtype, all on the device of
+            `transport`. Their bytes are read, not cast.
+        transport: an open transport; see `weightsync/transports/README.md`.
 
     Raises:
-        ConfigError: `rank` is not of the source, or `memory` is on several devices.
-        PlanError: names a buffer that `memory` lacks, or that is too small for the plan.
+        ConfigError: `rank` does not send in this plan, or `memory` is on several devices.
+        PlanError: `memory` lacks a buffer, or one is too small; names it.
         StateError: this rank also receives.
-        TransportError: a rank is lost or late; no byte of this round counts then.
+        TransportError: a rank is lost or late. What arrived anywhere must not be used.
     """
     _check_role("sends", rank, range(plan.num_senders))
     if rank in plan.receivers:
@@ -70,10 +70,21 @@ def gather_send(plan: ShufflePlan, rank: int, memory: Memory, transport: Transpo
 
 
 def scatter_recv(plan: ShufflePlan, rank: int, memory: Memory, transport: Transport) -> None:
-    """Writes what the source's ranks send into `memory`; returns when all of it is there.
+    """Receive this rank's part of a plan, once. Returns when all of it is in `memory`.
 
-    The other side of `gather_send`: arguments, staging memory and errors are alike. After a
-    TransportError some of the memory may hold new bytes and some old.
+    The source's ranks call `gather_send` at the same time. Staging memory is the same as there.
+
+    Args:
+        plan: the same plan on every rank.
+        rank: this process's rank in `transport`.
+        memory: by name, the buffers of this rank's layout, which are written.
+        transport: an open transport.
+
+    Raises:
+        ConfigError: `rank` does not receive in this plan, or `memory` is on several devices.
+        PlanError: `memory` lacks a buffer, or one is too small; names it.
+        StateError: this rank also sends.
+        TransportError: a rank is lost or late. `memory` may hold old and new bytes.
     """
     _check_role("receives", rank, plan.receivers)
     if rank < plan.num_senders:
@@ -84,9 +95,19 @@ def scatter_recv(plan: ShufflePlan, rank: int, memory: Memory, transport: Transp
 class Shuffle:
     """One rank's part of a plan, prepared once and run any number of times.
 
-    Keeps its staging memory, at most twice ``plan.max_message_bytes`` for each role the rank has,
-    and on a GPU its tables of copies: one launch packs a round, one unpacks it, and one more copies
-    what the rank has itself.
+    It keeps staging memory, at most twice ``plan.max_message_bytes`` for sending and as much for receiving.
+    On a GPU one kernel launch packs a round, one unpacks it, and one copies what the rank has itself.
+
+    Args:
+        plan: the same plan on every rank.
+        rank: this process's rank in `transport`.
+        transport: an open transport.
+        source: by name, the buffers of this rank's layout in the source; only if the rank sends.
+        target: the same for the target; only if it receives. No byte may be both read and written.
+
+    Raises:
+        ConfigError: a memory is missing, not needed, or on several devices.
+        PlanError: a memory lacks a buffer, or one is too small; names it.
     """
 
     def __init__(
@@ -98,15 +119,6 @@ class Shuffle:
         source: Memory | None = None,
         target: Memory | None = None,
     ) -> None:
-        """Checks the memories, takes the staging memory and finds all addresses.
-
-        Args:
-            source: the buffers of this rank's layout in the source, if it has one.
-            target: the same for the target. The two may share memory only where no byte that is
-                written is read.
-
-        Raises as `gather_send` does; the memory that each role of the rank needs has to be given.
-        """
         _check_given(rank, "source", source, rank < plan.num_senders)
         _check_given(rank, "target", target, rank in plan.receivers)
         source, target = source or {}, target or {}
@@ -131,27 +143,34 @@ class Shuffle:
 
     @property
     def staging_nbytes(self) -> int:
-        """Bytes of staging memory on the device, of both roles."""
+        """Bytes of staging memory on the device, for sending and receiving."""
         return self._out.staging.numel() + self._in.staging.numel()
 
     def run(self) -> None:
-        """Sends and receives all rounds; every rank of the plan has to. Returns when all bytes are there.
+        """Send and receive all rounds. Every rank of the plan has to call it.
 
-        On a GPU it works on the current stream, after what is on it, and waits for it at the end.
-        Raises TransportError.
+        On a GPU it runs on the current stream, and waits for the stream at the end.
+
+        Raises:
+            TransportError: a rank is lost or late. `target` may hold old and new bytes.
         """
         self._go(self._num_rounds, lambda: True)
         self._settle()
 
     def move(self, wanted: Callable[[], bool]) -> None:
-        """As `run`; on a GPU what was begun on the current stream is not waited for.
+        """As `run`, but on a GPU do not wait for the current stream.
 
-        This rank's target is written while it is `wanted`; the others get what they are to have, anyway.
+        Args:
+            wanted: called before each write to this rank's target, which is left out if it returns False. The
+                other ranks receive their part all the same.
+
+        Raises:
+            TransportError: as `run`.
         """
         self._go(self._num_rounds, wanted)
 
     def rehearse(self) -> None:
-        """Uses every path once, as `run` does, and writes to no target."""
+        """Use every path once, as `run` does, without writing to a target."""
         self._go(min(self._num_rounds, _SLOTS), lambda: False)
         self._settle()
 

@@ -29,22 +29,25 @@ def make_plan(
     slots: int = 2,
     epoch: int = 0,
 ) -> Plan:
-    """Plans a broadcast of all tensors to all engines.
+    """Plan a broadcast of all tensors to all engines.
 
     Args:
-        source: what the trainer ranks hold, `members.trainers` in number.
-        engines: what each engine of `members.engines` takes. Tensors travel in the order of the
+        source: the trainers' layout, with as many ranks as `members.trainers`.
+        engines: by name, the layout of each engine of `members.engines`. Tensors travel in the order of the
             segments of the engine whose name sorts first.
-        bucket_bytes: most bytes that travel together; at least 256.
-        max_staging_bytes: most bytes that a receiving holder gives for its `slots` buckets.
-        slots: buckets that a holder has at once; while one is read, the next is filled. 0 where every
-            engine reads directly: nothing is broadcast then.
+        members: which holder serves which rank.
+        bucket_bytes: the most bytes that travel together; at least 256.
+        max_staging_bytes: the most bytes of buckets on a receiving holder.
+        slots: buckets per holder: while one is read, the next is filled. 0 if every engine reads directly.
         epoch: number of the membership.
 
+    Returns:
+        The plan. Equal arguments make equal plans.
+
     Raises:
-        PlanError: the layouts do not fit, or do not cover what they must, or hold no byte, or more
-            than 4 PiB; names the parameter.
-        ConfigError: members that do not fit the layouts, or limits that are too small.
+        PlanError: the layouts do not fit together, leave a byte of an engine out, or are empty or larger than
+            4 PiB; names the tensor.
+        ConfigError: members do not fit the layouts, or a limit is too small.
     """
     _check_members(source, engines, members)
     ordered = sorted(engines.items())

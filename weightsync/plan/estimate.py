@@ -19,12 +19,13 @@ _MOST_SHOWN = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRates:
-    """What equal hosts can move, in 1e9 bytes per second.
+    """Bandwidths of equal hosts, in 1e9 bytes per second.
 
     Attributes:
-        hbm: of a GPU's memory, read and written bytes together.
-        nvlink: into a GPU from the others of its host, and as much out of it.
-        nic: into a host, per GPU of it, and as much out: all GPUs of a host may use all its NICs.
+        name: the cluster's name, for printing.
+        hbm: of one GPU's memory, read and written bytes together.
+        nvlink: into one GPU from the others of its host, and as much out of it.
+        nic: into a host per GPU of it, and as much out of it. All GPUs of a host may use all its NICs.
     """
 
     name: str

@@ -102,17 +102,23 @@ _FAR = f"reaches beyond {MOST_NBYTES} bytes (4 PiB); offsets and strides count b
 class Layout:
     """All segments of the trainers, or of one engine, ordered by rank.
 
-    n segments, T tensors, D the largest number of dimensions (at least 1). Missing trailing
-    dimensions are padded: offset 0, extent 1, stride 0, shape 1.
+    It holds n segments of T tensors as columns. D is the largest number of dimensions, at least 1. Missing
+    trailing dimensions are padded: offset 0, extent 1, stride 0, shape 1.
 
     Attributes:
-        tensors: the T tensors, tied aliases left out.
+        tensors: the T tensors, without tied aliases.
         tied: (alias, canonical) pairs; each canonical is in `tensors`.
-        tensor, rank: int32[n].
-        offset, extent: int64[n, D], elements.
+        num_ranks: number of ranks.
+        tensor, rank: int32[n], each segment's tensor and rank.
+        offset, extent: int64[n, D], each segment's box, in elements.
+        buffer_names: names of buffers.
         buffer: int32[n], index into `buffer_names`.
-        byte_offset: int64[n]; strides: int64[n, D], bytes.
-        names: the tensors' names; shape: int64[T, D]; dtype: int32[T], by `DTYPES`; itemsize: int64[T].
+        byte_offset: int64[n], from the start of the buffer.
+        strides: int64[n, D], in bytes.
+        names: the T tensors' names.
+        shape: int64[T, D].
+        dtype: int32[T], as numbered by `DTYPES`.
+        itemsize: int64[T], bytes per element.
         live: the declared live parameters and their padding.
     """
 
@@ -135,7 +141,10 @@ class Layout:
 
     @classmethod
     def from_ranks(cls, ranks: Sequence[RankLayout]) -> Layout:
-        """Joins what the ranks of one side declare.
+        """Join the layouts of all ranks of one side.
+
+        Args:
+            ranks: one for each rank, in order.
 
         Raises:
             PlanError: the ranks disagree on a tensor, or a segment does not fit its tensor or in memory.
@@ -197,7 +206,7 @@ class Layout:
         buffers: tuple[tuple[int, TensorMeta], ...] = (),
         padding: tuple[tuple[int, str, int, int], ...] = (),
     ) -> Layout:
-        """A layout from arrays, for layouts too large to list segment by segment.
+        """Make a layout from arrays, for layouts that are too large to list segment by segment.
 
         `offset`, `extent` and `strides` are padded as in `Layout`. By default each segment is
         contiguous and fills a buffer named after its tensor. `buffers` is (rank, live parameter),
@@ -242,7 +251,7 @@ class Layout:
         )
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
-        """What `rank` holds, in the order it was declared."""
+        """Return the segments of `rank`, in the order in which it declared them."""
         low, high = np.searchsorted(self.rank, [rank, rank + 1])
         rows = slice(int(low), int(high))
         return tuple(

@@ -59,12 +59,26 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Plan:
-    """Broadcast: every holder that serves an engine gets every tensor.
+    """A broadcast of all tensors to all engines, bucket by bucket. Made by `make_plan`.
 
-    Columns, S steps and P pieces, both in the order in which they travel:
-        piece_tensor: int32[P]; piece_offset, piece_extent: int32 or int64[P, D], the boxes.
-        step_piece: int32[S + 1], a step's first piece; bucket_step: int32[num_buckets + 1].
-        step_trainer: int32[S]; step_offset, step_nbytes, step_arena: int64[S].
+    It holds S steps (broadcasts) and P pieces as columns, both in the order in which they travel. D is the
+    largest number of dimensions.
+
+    Attributes:
+        epoch: number of the membership.
+        members: which holder serves which rank.
+        tensors: the tensors that travel, without tied aliases.
+        tied: (alias, canonical) pairs.
+        bucket_bytes: the most bytes of a bucket.
+        slots: buckets per holder; 0 if nothing is broadcast.
+        piece_tensor: int32[P], index into `tensors`.
+        piece_offset, piece_extent: int32[P, D] or int64[P, D], each piece's box, in elements.
+        step_piece: int32[S + 1], each step's first piece.
+        step_trainer: int32[S], the trainer rank whose bytes are sent.
+        step_offset: int64[S], first byte in the bucket.
+        step_nbytes: int64[S], bytes of the step.
+        step_arena: int64[S], first byte in the trainer's send buffer.
+        bucket_step: int32[num_buckets + 1], each bucket's first step.
     """
 
     epoch: int
@@ -85,15 +99,17 @@ class Plan:
 
     @property
     def num_buckets(self) -> int:
+        """Number of buckets."""
         return len(self.bucket_step) - 1
 
     @property
     def num_pieces(self) -> int:
+        """Number of pieces."""
         return len(self.piece_tensor)
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """All steps, in order. Built on each call: inside an update use `bucket(i).steps`."""
+        """All steps in order. They are built on each call: inside an update use `bucket_steps`."""
         return tuple(step for index in range(self.num_buckets) for step in self.bucket_steps(index))
 
     @property
@@ -102,35 +118,36 @@ class Plan:
         return sum(meta.nbytes for meta in self.tensors)
 
     def bucket(self, index: int) -> Bucket:
-        """Bucket `index`, in time proportional to its pieces."""
+        """Return bucket number `index`, in time proportional to its pieces."""
         steps = self.bucket_steps(index)
         pieces = tuple(piece for step in steps for piece in self._pieces(step))
         return Bucket(index, self._bucket_nbytes(index), pieces, steps)
 
     def buckets(self) -> Iterator[Bucket]:
+        """Iterate over all buckets in order."""
         return (self.bucket(index) for index in range(self.num_buckets))
 
     def trainer_pieces(self, trainer: int) -> tuple[Piece, ...]:
-        """What `trainer` sends, in the order of its arena."""
+        """Return the pieces that rank `trainer` sends, in the order of its send buffer."""
         buckets = np.repeat(np.arange(self.num_buckets), np.diff(self.bucket_step))
         steps = np.flatnonzero(self.step_trainer == trainer).tolist()
         return tuple(piece for i in steps for piece in self._pieces(self._step(i, int(buckets[i]))))
 
     def arena_nbytes(self, trainer: int) -> int:
-        """Size of `trainer`'s arena, alignment included."""
+        """Return the bytes of rank `trainer`'s send buffer, alignment included."""
         return int(align(self.step_nbytes[self.step_trainer == trainer], RUN_ALIGN).sum())
 
     def staging_nbytes(self, holder: int) -> int:
-        """Device memory for buckets: `slots` of the largest, and nothing where nothing arrives."""
+        """Return the bytes of a holder's buckets: `slots` of the largest; 0 if it receives nothing."""
         return self.slots * self.max_bucket_nbytes if holder in self.members.receivers else 0
 
     @property
     def max_bucket_nbytes(self) -> int:
-        """Bytes of the fullest bucket: what each slot must hold."""
+        """Bytes of the largest bucket, alignment included."""
         return int((self.step_offset + align(self.step_nbytes, RUN_ALIGN)).max(initial=0))
 
     def digest(self) -> str:
-        """SHA-256, in hex, of everything that the members must agree on."""
+        """Return the SHA-256, in hexadecimal, of everything that the members must agree on."""
         header = {
             "epoch": self.epoch,
             "holders": self.members.num_holders,
@@ -141,7 +158,7 @@ class Plan:
         return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
 
     def content(self) -> str:
-        """SHA-256, in hex, of what lies where in arenas and buckets, whoever the members are."""
+        """Return the SHA-256, in hexadecimal, of what send buffers and buckets contain, without members."""
         header = {
             "tensors": [(meta.name, meta.dtype, meta.shape) for meta in self.tensors],
             "tied": self.tied,
@@ -165,7 +182,11 @@ class Plan:
         return state.hexdigest()
 
     def explain(self, cluster: Cluster | None = None) -> Explanation:
-        """Figures of this plan, with times if the cluster's bandwidths are given."""
+        """Return figures of this plan; `print` shows them.
+
+        Args:
+            cluster: bandwidths; without them there are no times.
+        """
         roots = np.array(self.members.trainers, np.int64)
         by_trainer = np.bincount(self.step_trainer, self.step_nbytes, len(roots))
         by_root = np.bincount(roots, by_trainer, self.members.num_holders).astype(np.int64).tolist()
@@ -197,7 +218,7 @@ class Plan:
         return int(self.step_offset[last] + align(self.step_nbytes[last], RUN_ALIGN))
 
     def bucket_steps(self, bucket: int) -> tuple[Step, ...]:
-        """The broadcasts that fill one bucket, in order."""
+        """Return the steps that fill bucket number `bucket`, in order."""
         low, high = self.bucket_step[bucket : bucket + 2].tolist()
         return tuple(self._step(index, bucket) for index in range(low, high))
 

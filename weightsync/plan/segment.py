@@ -28,7 +28,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """`extent` elements per dimension, starting at `offset`. A 0-d box holds one element."""
+    """A rectangular part of a tensor.
+
+    Attributes:
+        offset: index of its first element, per dimension.
+        extent: number of elements, per dimension. A box of 0 dimensions holds one element.
+    """
 
     offset: tuple[int, ...]
     extent: tuple[int, ...]
@@ -38,10 +43,12 @@ class Box:
 
     @property
     def ndim(self) -> int:
+        """Number of dimensions."""
         return len(self.extent)
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return math.prod(self.extent)
 
     @property
@@ -50,25 +57,25 @@ class Box:
         return tuple(o + e for o, e in zip(self.offset, self.extent, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """The elements in both, or None if there are none."""
+        """Return the elements that are in both, or None if there are none."""
         low = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
         high = tuple(min(a, b) for a, b in zip(self.end, other.end, strict=True))
         extent = tuple(h - o for h, o in zip(high, low, strict=True))
         return Box(low, extent) if all(e > 0 for e in extent) else None
 
     def contains(self, other: Box) -> bool:
-        """Whether each element of `other` is in this box; an empty `other` always is."""
+        """Return whether every element of `other` is in this box; True if `other` is empty."""
         return other.numel == 0 or self.intersect(other) == other
 
     def slices(self, origin: Box | None = None) -> tuple[slice, ...]:
-        """Indices of this box in an array that holds `origin` (by default: the whole tensor)."""
+        """Return the indices of this box in an array that holds `origin`, by default the whole tensor."""
         base = origin.offset if origin else (0,) * self.ndim
         return tuple(slice(o - b, o - b + e) for o, b, e in zip(self.offset, base, self.extent, strict=True))
 
     def split(self, max_numel: int) -> Iterator[Box]:
-        """Parts of at most `max_numel` elements, in row-major order; together they are this box.
+        """Cut the box into parts of at most `max_numel` elements, in row-major order.
 
-        Each part is a run of rows of one dimension, so it is contiguous wherever the box is.
+        Each part is a run of rows of one dimension, so it is contiguous if the box is.
         """
         assert max_numel > 0
         if self.numel == 0:
@@ -175,10 +182,14 @@ MAPPED = "mapped"
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Where `box` of `tensor` lies in one rank's memory.
+    """Where one box of a tensor is in one rank's memory.
 
-    `byte_offset` counts from the first byte of `buffer` to the box's first element, `strides`
-    are bytes per dimension of the box. Several segments may share one buffer (a fused module).
+    Attributes:
+        tensor: the tensor's name.
+        box: which part of it.
+        buffer: name of the memory. Segments may share one, as in a fused module.
+        byte_offset: bytes from the start of `buffer` to the box's first element.
+        strides: bytes from one element to the next, per dimension of the box.
     """
 
     tensor: str

@@ -48,17 +48,17 @@ class Lane:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ShufflePlan:
-    """Who sends what to whom, in rounds; every rank of a transport makes the same one.
+    """Which rank sends what to which rank, in rounds. Every rank of a transport makes the same plan.
 
-    Ranks are the transport's. Rank s of the source is rank s; rank t of the target is
+    Ranks are those of the transport. Rank s of the source is rank s; rank t of the target is
     ``receivers[t]``.
 
     Attributes:
-        num_senders: ranks of the source.
-        receivers: one for each rank of the target.
-        max_message_bytes: what one rank packs, or receives, in a round is at most this.
-        lanes: between different ranks, what is passed on behind what is packed.
-        local: per rank that is both, what it copies from its own memory to its own.
+        num_senders: number of ranks of the source.
+        receivers: the transport's rank of each rank of the target.
+        max_message_bytes: the most bytes that one rank packs, or receives, in a round.
+        lanes: messages between two different ranks, one lane per pair and payload.
+        local: pairs of a rank that sends and receives, and what it copies to itself.
     """
 
     num_senders: int
@@ -76,18 +76,18 @@ class ShufflePlan:
         max_message_bytes: int,
         receivers: Sequence[int] | None = None,
     ) -> ShufflePlan:
-        """Plans every byte of the target from one source rank that holds it, once.
+        """Plan every byte of the target from one source rank that holds it.
 
-        Of several source ranks that hold the same, the receiver itself is preferred; among others
-        the bytes are balanced.
+        If several source ranks hold the same bytes, the receiver itself is preferred; among others the bytes
+        are balanced.
 
         Args:
-            source: what the ranks hold that send.
-            target: what the ranks take that receive. Where it declares live buffers, each of their
-                bytes is proven to be written once.
-            max_message_bytes: bound of one round on each side; staging takes twice this.
-            receivers: the transport's rank of each target rank; by default they follow the senders.
-                ``range(len(target))`` where the same ranks do both.
+            source: what the sending ranks hold.
+            target: what the receiving ranks take. If it declares live buffers, this proves that each of their
+                bytes is written once.
+            max_message_bytes: the most bytes of one round on each side; staging memory is twice this.
+            receivers: the transport's rank of each target rank. By default they follow the senders; give
+                ``range(len(target))`` if the same ranks send and receive.
 
         Raises:
             PlanError: names a tensor that is missing or left over, of another shape or dtype on the
@@ -114,7 +114,16 @@ class ShufflePlan:
     def from_bundles(
         cls, bundles: Sequence[Bundle], num_senders: int, *, max_message_bytes: int
     ) -> ShufflePlan:
-        """Of what is known already: who sends what to whom. Raises ConfigError as `from_layouts`."""
+        """Plan messages whose senders and receivers are known already.
+
+        Args:
+            bundles: pairs of a sender and, by receiver, what it makes of the same bytes.
+            num_senders: number of ranks of the source.
+            max_message_bytes: as in `from_layouts`.
+
+        Raises:
+            ConfigError: as `from_layouts`.
+        """
         return cls(
             num_senders=num_senders,
             receivers=tuple(sorted({rank for _, reads in bundles for rank in reads})),
@@ -125,31 +134,34 @@ class ShufflePlan:
 
     @property
     def num_ranks(self) -> int:
-        """The least that a transport must have."""
+        """The fewest ranks that a transport must have."""
         return max(self.num_senders, *(rank + 1 for rank in self.receivers))
 
     @property
     def num_rounds(self) -> int:
+        """Number of rounds."""
         return max((lane.hop + lane.messages.num_rounds for lane in self.lanes), default=0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of tensors that are sent, without what is copied locally."""
+        """Bytes that are sent, without local copies."""
         return sum(lane.messages.reads.nbytes for lane in self.lanes)
 
     def sends(self, rank: int) -> tuple[Lane, ...]:
+        """Return the lanes that `rank` sends."""
         return tuple(lane for lane in self.lanes if lane.sender == rank)
 
     def receives(self, rank: int) -> tuple[Lane, ...]:
+        """Return the lanes that `rank` receives."""
         return tuple(lane for lane in self.lanes if lane.receiver == rank)
 
     def of(self, rank: int) -> ShufflePlan:
-        """The part that concerns one rank: all that it needs."""
+        """Return the part of the plan that `rank` needs."""
         local = tuple(each for each in self.local if each[0] == rank)
         return replace(self, lanes=(*self.sends(rank), *self.receives(rank)), local=local)
 
     def digest(self) -> str:
-        """SHA-256, in hex, of everything that the ranks must agree on."""
+        """Return the SHA-256, in hexadecimal, of everything that the ranks must agree on."""
         header = {
             "senders": self.num_senders,
             "receivers": self.receivers,
