@@ -81,10 +81,19 @@ class RankShare:
 def shares(
     links: Sequence[Link], report: SyncReport, rates: LinkRates, *, gpus_per_host: int = 8
 ) -> list[RankShare]:
-    """Of each engine rank in `links`, as `WeightSync.links` gives them, in the update that `report` is of.
+    """Compare the time of an update with what the links allow, for each engine rank.
 
-    Each floor is of that rank alone, with all NICs of its host: who shares a link with others may be
-    slower than that, see `weightsync.plan.estimate`.
+    A rank's floor assumes that it has its links for itself, and all NICs of its host. Ranks that share a link
+    may be slower.
+
+    Args:
+        links: as `WeightSync.links` returns them.
+        report: of the update.
+        rates: what the links can do.
+        gpus_per_host: number of GPUs, and NICs, of each host.
+
+    Returns:
+        One entry per engine rank: bytes, floor and time in seconds, and their ratio. ``print`` shows a line.
     """
     taken: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
     for link in links:
