@@ -275,6 +275,11 @@ class Membership:
             await gather_named(calls, "drop", self._config.timeout_s)
             await self._claims.release(staying=[*self.trainers, *self.engines.values()])
 
+    def holders(self) -> dict[str, ActorHandle[Any]]:
+        """The holders' actors, by the names that errors give them."""
+        named = self._fleet.named_holders()
+        return {name: holder.handle for name, holder in named.items() if isinstance(holder, RemoteHolder)}
+
     def take_spans(self) -> dict[str, Sequence[Span]]:
         """See `RemoteHolder.take_spans`; of everybody: trainers, then holders, then engines."""
         engines = [seat.peer for seat in self._fleet.engines.values()]

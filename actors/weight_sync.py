@@ -221,6 +221,31 @@ class WeightSync:
             if name in seats and seats[name].record.version and seats[name].record.state in serves
         }
 
+    def trainers(self) -> tuple[ActorHandle[Any], ...]:
+        """The actors of the registered trainer ranks, in rank order."""
+        return tuple(self._members.trainers)
+
+    def engines(self) -> dict[str, ActorHandle[Any]]:
+        """The actor of each registered engine, whatever its state; requests go to those of `serving`.
+
+        After a respawn it is the new actor.
+        """
+        return dict(self._members.engines)
+
+    def holders(self) -> dict[str, ActorHandle[Any]]:
+        """The actors that hold and move the bytes, by the names that errors give them: ``holder 0``, …
+
+        Empty before `connect`. ``plan.members`` says, by the same numbers, whom each of them serves.
+        """
+        return self._members.holders()
+
+    def checkpoint_readers(self, name: str) -> dict[str, ActorHandle[Any]]:
+        """The actors that read a registered checkpoint, by Ray's id of their host.
+
+        Raises ConfigError for a checkpoint that is not registered.
+        """
+        return dict(self._members.checkpoints[name].shards)
+
     @property
     def heals(self) -> tuple[HealReport, ...]:
         """All heals so far, in the order in which engines came back."""

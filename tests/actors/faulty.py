@@ -24,8 +24,8 @@ from weightsync.driver.engine_state import EngineState
 from weightsync.engines.rank_process import process_stat
 from weightsync.errors import StateError, WeightSyncError
 from weightsync.faults import Fault, FaultPlan
+from weightsync.holder import holder as holder_module
 from weightsync.holder.holder import Holder
-from weightsync.holder.staging import Staging
 from weightsync.report import SyncReport
 
 WIDTH = 64
@@ -63,7 +63,7 @@ class Faulty:
     def close(self) -> None:
         self.log.close()
         self.sync.close()
-        for actor in (*self.trainers, *self.sync._members.engines.values(), *self._spares.values()):
+        for actor in (*self.trainers, *self.sync.engines().values(), *self._spares.values()):
             ray.kill(actor)
 
     def update(self) -> SyncReport | WeightSyncError:
@@ -121,10 +121,8 @@ class Faulty:
         """Of ``engine e0``, ``holder 0`` or ``trainer 0``."""
         kind, name = who.split(" ")
         if kind == "engine":
-            return pid(self.sync._members.engines[name])
-        return pid(
-            self.trainers[int(name)] if kind == "trainer" else self.sync._fleet.holders[int(name)].handle
-        )
+            return pid(self.sync.engines()[name])
+        return pid(self.trainers[int(name)] if kind == "trainer" else self.sync.holders()[who])
 
     def replace_trainers(self) -> None:
         """Others for those that do not answer."""
@@ -135,7 +133,7 @@ class Faulty:
         self.sync.register_trainers(self.trainers)
 
     def _is_silent(self, name: str) -> bool:
-        handle = self.sync._members.engines[name]
+        handle = self.sync.engines()[name]
         try:
             ray.get(handle.generate.remote([[1]], {}), timeout=patient(0.5))
         except (StateError, RayActorError, GetTimeoutError):
@@ -207,13 +205,13 @@ def healthy(fleet: Faulty) -> bool:
     return set(fleet.sync.engine_states().values()) == {EngineState.SERVING}
 
 
-def starve(holder: Holder) -> None:
+def starve(_: Holder) -> None:
     """In a holder's process: for its next feed it has the file descriptors that this takes, and no other."""
-    open_feed = holder._open_feed
+    open_feed = holder_module.HolderFeed
 
-    def starved(engine: str, staging: Staging) -> HolderFeed:
-        holder._open_feed = open_feed  # type: ignore[method-assign]
-        room = open_feed(engine, staging)
+    def starved(*args: Any) -> HolderFeed:
+        holder_module.HolderFeed = open_feed  # type: ignore[misc]
+        room = open_feed(*args)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 40, hard))
         taken: list[int] = []
@@ -222,10 +220,10 @@ def starve(holder: Holder) -> None:
                 while True:
                     taken.append(os.dup(0))
             room.close()
-            return open_feed(engine, staging)
+            return open_feed(*args)
         finally:
             for each in taken:
                 os.close(each)
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
-    holder._open_feed = starved  # type: ignore[method-assign]
+    holder_module.HolderFeed = starved  # type: ignore[assignment, misc]

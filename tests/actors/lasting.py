@@ -13,22 +13,36 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 
+from actors.detached import actor_name, detached, end_all, find, names, run_prefix
+from actors.remote import RemoteEngine, RemoteHolder, RemoteTrainer
 from tests.actors.fleet import Engine, Trainer, build
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
-from weightsync.actors.detached import actor_name, detached, end_all, find, names, run_prefix
+from weightsync.driver.engine_group import Crew
 from weightsync.driver.engine_state import EngineState
 from weightsync.faults import Fault, FaultPlan
 
 RUN, WIDTH = "lasting", 256
 SYNC = SyncConfig(bucket_bytes=64 << 10, timeout_s=patient(20))
+
+
+CALLS: Mapping[str, tuple[type, str]] = {
+    "publish": (RemoteTrainer, "publish"),
+    "pause": (RemoteEngine, "pause"),
+    "move": (RemoteHolder, "move"),
+    "verify": (Crew, "compare"),
+    "commit": (RemoteEngine, "resume"),
+    "keep": (RemoteHolder, "keep"),
+    "refill": (RemoteHolder, "refill"),
+}
+"""What the driver calls first in each phase."""
 
 
 class CountingEngine(Engine):
@@ -102,16 +116,7 @@ def die(sync: WeightSync, phase: str) -> None:
     """Say what was found, then die in the next update, or in what follows it."""
     sync.settle(patient(20))
     say(sync)
-    controller = sync._controller
-    owner, method = {
-        "publish": (controller, "_publish"),
-        "pause": (controller.crew, "pause"),
-        "move": (controller, "_move"),
-        "verify": (controller.crew, "verify"),
-        "commit": (controller.crew, "resume"),
-        "keep": (controller.keeping, "_copy"),
-        "refill": (controller._refiller, "_read"),
-    }[phase]
+    owner, method = CALLS[phase]
     work = getattr(owner, method)
 
     def begin_and_die(*args: Any) -> Any:
@@ -141,7 +146,7 @@ def member(cls: type, who: str, *args: object) -> Any:
 
 
 def train(sync: WeightSync, version: int) -> None:
-    ray.get([trainer.train.remote(version) for trainer in sync._members.trainers])
+    ray.get([trainer.train.remote(version) for trainer in sync.trainers()])
 
 
 def update(sync: WeightSync, version: int) -> None:
@@ -160,17 +165,17 @@ def trained(version: int) -> dict[str, torch.Tensor]:
 
 
 def weights(sync: WeightSync, name: str) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = ray.get(sync._members.engines[name].weights.remote())
+    found: dict[str, torch.Tensor] = ray.get(sync.engines()[name].weights.remote())
     return found
 
 
 def say(sync: WeightSync) -> None:
     """What is to be seen from outside, as one line of JSON."""
-    engines = sync._members.engines
+    engines = sync.engines()
     held = {name: weights(sync, name) for name in engines}
     wanted = trained(sync.version)
-    everybody = {f"trainer {i}": handle for i, handle in enumerate(sync._members.trainers)}
-    everybody |= engines | {holder.name: holder.handle for holder in sync._fleet.holders}
+    everybody = {f"trainer {i}": handle for i, handle in enumerate(sync.trainers())}
+    everybody |= engines | sync.holders()
     said = {
         "version": sync.version,
         "serving": sorted(sync.serving()),

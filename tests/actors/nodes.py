@@ -18,6 +18,7 @@ import torch
 from ray.cluster_utils import Cluster
 from safetensors.torch import save_file
 
+from actors.remote import RemoteEngine, RemoteHolder, RemoteTrainer
 from tests.actors.fleet import Engine, Trainer
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
@@ -85,7 +86,7 @@ def idle(sync: WeightSync, lose: Callable[[str], None]) -> None:
     published = update(sync, trainer, 2)
 
     lose("west")  # the trainer, with its holder: what is left of version 2 is the mirror
-    ray.kill(sync._members.engines["near"])
+    ray.kill(sync.engines()["near"])
     respawned(sync, "near", 1)
     assert sync.heals[-1].version == 2
     assert [*sync.heals[-1].bytes_from] == ["holder 1"]
@@ -125,15 +126,15 @@ def phases(sync: WeightSync, gain: Callable[[str], None], lose: Callable[[str], 
     sync.register_engines(engines, respawn=lambda name: put("head", Engine, name, next(slots)))
     sync.connect()
     update(sync, trainer, 1)
-    controller = sync._controller
-    for phase, owner, method in (
-        ("publish", controller, "_publish"),
-        ("pause", controller.crew, "pause"),
-        ("move", controller, "_move"),
-        ("commit", controller.crew, "resume"),
-        ("keep", controller.keeping, "_copy"),
-        ("refill", controller._refiller, "_read"),
-    ):
+    calls: tuple[tuple[str, type, str], ...] = (
+        ("publish", RemoteTrainer, "publish"),
+        ("pause", RemoteEngine, "pause"),
+        ("move", RemoteHolder, "move"),
+        ("commit", RemoteEngine, "resume"),
+        ("keep", RemoteHolder, "keep"),
+        ("refill", RemoteHolder, "refill"),
+    )
+    for phase, owner, method in calls:
         gain(phase)
         sync.remove_engine("far")
         sync.add_engine("far", put(phase, Engine, "far", next(slots)))

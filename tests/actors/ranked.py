@@ -71,7 +71,7 @@ class Ranked:
 
     def close(self) -> None:
         self.log.close()
-        engines, ranks = self.sync._members.engines, self._pids_if_there()
+        engines, ranks = self.sync.engines(), self._pids_if_there()
         self.sync.close()
         for actor in (self.trainer, *engines.values()):
             ray.kill(actor)
@@ -128,13 +128,13 @@ class Ranked:
 
     def pids(self) -> list[int]:
         """Of the ranks, in their order."""
-        found: list[int] = ray.get(self.sync._members.engines[VICTIM].__ray_call__.remote(_rank_pids))
+        found: list[int] = ray.get(self.sync.engines()[VICTIM].__ray_call__.remote(_rank_pids))
         return found
 
     def generate(self, max_tokens: int) -> Any:
         """A request to the victim that is under way."""
         settings: Mapping[str, Any] = {"max_tokens": max_tokens, "temperature": 0.0}
-        return self.sync._members.engines[VICTIM].generate.remote(PROMPTS, settings)
+        return self.sync.engines()[VICTIM].generate.remote(PROMPTS, settings)
 
     def signal(self, rank: int, number: int) -> None:
         os.kill(self.pids()[rank], number)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import ray
@@ -17,7 +18,9 @@ from tests.actors.faulty import Heard, pid, starve
 from tests.actors.fleet import Harming, Trainer, spawn, until
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
+from weightsync.driver.connect import Connection, connect
 from weightsync.driver.engine_state import EngineState
+from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S
 from weightsync.errors import DeadlineError, PeerError, PeerLostError, WeightSyncError
 
@@ -59,7 +62,7 @@ class Blaming:
             ray.kill(actor)
 
     def __getitem__(self, engine: str) -> Any:
-        return self.sync._members.engines[engine]
+        return self.sync.engines()[engine]
 
     def begin(self) -> None:
         """All is well before each test."""
@@ -80,8 +83,8 @@ class Blaming:
 
     def holder(self) -> tuple[str, Any]:
         """The one of e1, by the name that errors give it."""
-        (place,) = self.sync._fleet.engines["e1"].holders
-        return f"holder {place}", self.sync._fleet.holders[place].handle
+        (place,) = dict(self.sync.plan.members.engines)["e1"]
+        return f"holder {place}", self.sync.holders()[f"holder {place}"]
 
     def fails_to_connect(self) -> WeightSyncError:
         with pytest.raises(WeightSyncError) as caught:
@@ -91,12 +94,12 @@ class Blaming:
     @contextmanager
     def connecting_within(self, seconds: float) -> Iterator[None]:
         """Everybody has started: what is left to wait for is somebody silent."""
-        controller = self.sync._controller
-        controller._config = replace(CONFIG, connect_timeout_s=seconds)
-        try:
+
+        async def connect_within(fleet: Fleet, config: SyncConfig, *args: Any) -> Connection:
+            return await connect(fleet, replace(config, connect_timeout_s=seconds), *args)
+
+        with mock.patch("weightsync.driver.controller.connect", connect_within):
             yield
-        finally:
-            controller._config = CONFIG
 
     def serve(self) -> None:
         """Every engine answers with the version that was committed last."""

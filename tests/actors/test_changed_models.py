@@ -32,15 +32,15 @@ def sync(cluster: None) -> Iterator[WeightSync]:
 
 def change(sync: WeightSync, how: Callable[[Trainer], object], *ranks: int) -> None:
     for rank in ranks:
-        ray.get(sync._members.trainers[rank].__ray_call__.remote(how))
+        ray.get(sync.trainers()[rank].__ray_call__.remote(how))
 
 
 def served(sync: WeightSync) -> dict[str, torch.Tensor]:
-    return dict(ray.get(sync._members.engines["e0"].weights.remote()))
+    return dict(ray.get(sync.engines()["e0"].weights.remote()))
 
 
 def holds(sync: WeightSync) -> bool:
-    wanted, found = ray.get(sync._members.trainers[1].weights.remote()), served(sync)
+    wanted, found = ray.get(sync.trainers()[1].weights.remote()), served(sync)
     return wanted.keys() == found.keys() and all(torch.equal(wanted[name], found[name]) for name in wanted)
 
 
@@ -72,7 +72,7 @@ def test_weights_read_in_place_that_moved_are_connected_again_in_the_same_update
 ) -> None:
     sync.update_weights(sync.version + 1)
     version, epoch = sync.version + 1, sync.plan.epoch + 1
-    ray.get([trainer.move.remote() for trainer in sync._members.trainers])
+    ray.get([trainer.move.remote() for trainer in sync.trainers()])
     with caplog.at_level(logging.INFO, "weightsync.driver.controller"):
         report = sync.update_weights(version)
     assert (report.version, report.epoch, report.engines) == (version, epoch, {"e0": version})
@@ -82,7 +82,7 @@ def test_weights_read_in_place_that_moved_are_connected_again_in_the_same_update
 
 
 def test_what_connecting_again_does_not_help_is_said_first(sync: WeightSync) -> None:
-    ray.get(sync._members.trainers[0].move.remote())
+    ray.get(sync.trainers()[0].move.remote())
     change(sync, OTHER[1][0], 1)
     with pytest.raises(StateError, match=r"^trainer 1: 2\.weight is new"):
         sync.update_weights(sync.version + 1)

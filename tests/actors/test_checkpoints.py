@@ -19,6 +19,11 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
+from actors.detached import NAMESPACE, actor_name
+from actors.engine import EngineActor
+from actors.weight_holder import spawn_spare
+from recipes.screen import Screen
+from recipes.serve_checkpoint import Fleet, serve
 from tests.actors.faulty import pid
 from tests.actors.fleet import Engine, HeldShard, Trainer, build, counts, spawn
 from tests.actors.test_quickstart import weightsync
@@ -71,14 +76,14 @@ def make(engines: dict[str, Any]) -> Iterator[Make]:
 
 
 def all_hold(sync: WeightSync, wanted: Weights) -> bool:
-    found = ray.get([engine.weights.remote() for engine in sync._members.engines.values()])
+    found = ray.get([engine.weights.remote() for engine in sync.engines().values()])
     return all(torch.equal(held[name], wanted[name]) for held in found for name in wanted)
 
 
 def memory(sync: WeightSync, name: str) -> tuple[list[int], list[int]]:
     """Memory files of ours that are mapped: by those who read checkpoint `name`, and by the holders."""
-    readers = sync._members.checkpoints[name].shards.values()
-    holders = [holder.handle for holder in sync._fleet.holders]
+    readers = sync.checkpoint_readers(name).values()
+    holders = [*sync.holders().values()]
     count = [
         [h.__ray_call__.remote(lambda _: counts().num_segments) for h in side] for side in (readers, holders)
     ]
@@ -88,21 +93,23 @@ def memory(sync: WeightSync, name: str) -> tuple[list[int], list[int]]:
 def test_two_checkpoints_are_registered_and_switched(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightsync.actors.checkpoint_shard.CheckpointShard", HeldShard)
+    monkeypatch.setattr("actors.checkpoint_shard.CheckpointShard", HeldShard)
+    early: list[Any] = []
+    monkeypatch.setattr("actors.holders.spawn_spare", lambda *at: early.append(spawn_spare(*at)) or early[-1])
     a, b = weights(1), weights(2)
     folders = [save(tmp_path / "a", a), save(tmp_path / "b", b)]
     (tmp_path / "a" / "go").touch()
     sync = make()
     reading, later = (sync.register_checkpoint(Path(folder).name, [folder]) for folder in folders)
     assert reading.result().nbytes + reading.result().mapped_nbytes == sum(t.nbytes for t in a.values())
-    spares = {pid(spare) for _, spare in sync._members._holders._spares}
+    spares = {pid(spare) for spare in early}
     sync.connect()  # waits for the first alone
-    assert {pid(holder.handle) for holder in sync._fleet.holders} == spares, "those started early hold it"
+    assert {pid(holder) for holder in sync.holders().values()} == spares, "those started early hold it"
     first = sync.update_weights(checkpoint="a")
     assert (first.version, first.checkpoint, all_hold(sync, a)) == (1, "a", True)
     with pytest.raises(ConfigError, match="did you mean 'a'"):
         sync.update_weights(checkpoint="aa")
-    ray.kill(*sync._members.checkpoints["a"].shards.values())
+    ray.kill(*sync.checkpoint_readers("a").values())
     with pytest.raises(PeerLostError, match="checkpoint a on host"):
         sync.update_weights(checkpoint="a")
     assert sync.engine_versions() == {"e0": 1, "e1": 1}
@@ -141,7 +148,7 @@ def test_what_lies_in_memory_is_mapped_and_freed_by_unregistering(make: Make, tm
         sync.register_checkpoint("b", [save(tmp_path / "b", b)]).result()
         sync.update_weights(checkpoint="b")
         assert memory(sync, "b") == ([2], [4, 3])  # the second holder sends nothing of the first file
-        (reader,) = sync._members.checkpoints["b"].shards.values()
+        (reader,) = sync.checkpoint_readers("b").values()
         maps = Path("/proc") / str(ray.get(reader.__ray_call__.remote(lambda _: os.getpid()))) / "maps"
         assert "memfd:weightsync" in maps.read_text()
         sync.unregister_checkpoint("b")
@@ -199,8 +206,8 @@ def test_holders_are_replaced_though_who_read_another_checkpoint_is_gone(make: M
         sync.register_checkpoint(name, [save(tmp_path / name, weights(seed))])
     sync.connect()
     sync.update_weights(checkpoint="a")
-    ray.kill(*sync._members.checkpoints["a"].shards.values())
-    ray.kill(sync._fleet.holders[1].handle)
+    ray.kill(*sync.checkpoint_readers("a").values())
+    ray.kill(sync.holders()["holder 1"])
     with suppress(PeerLostError):  # of the holder, unless that was noticed before
         sync.update_weights(checkpoint="b")
     sync.update_weights(checkpoint="b")
@@ -306,7 +313,9 @@ def test_the_command_serves_and_obeys_lines(
     tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where names are folders, too
-    monkeypatch.setattr("weightsync.actors.checkpoint_shard.CheckpointShard", HeldShard)
+    monkeypatch.setattr("actors.checkpoint_shard.CheckpointShard", HeldShard)
+    early: list[Any] = []
+    monkeypatch.setattr("actors.holders.spawn_spare", lambda *at: early.append(spawn_spare(*at)) or early[-1])
     models = [tmp_path / "one", tmp_path / "two"]
     tokens = {m.name: greedy(build_tiny_qwen3(m, seed=i), [[1, 2, 3]], 1)[0][0] for i, m in enumerate(models)}
     (models[0] / "go").touch()

@@ -56,7 +56,7 @@ def test_a_second_one_is_refused_until_the_first_is_closed(actors: dict[str, Any
         with make(actors, "e1") as third, pytest.raises(StateError, match=f"trainer 0 {TAKEN}'first'"):
             third.connect()
         first.connect()  # again, also when it has lost a holder
-        ray.kill(first._fleet.holders[0].handle)
+        ray.kill(first.holders()["holder 0"])
         first.connect()
         assert first.update_weights(2).engines == {"e0": 2}
         assert first.add_engine("e1", actors["e1"]) is not None, "the refused ones have let it go"

@@ -20,7 +20,7 @@ def _sockets() -> int:
 
 
 def _look(fleet: Faulty) -> dict[str, Counts]:
-    holders = [holder.handle for holder in fleet.sync._fleet.holders]
+    holders = [*fleet.sync.holders().values()]
     asked = [trainer.counts.remote() for trainer in fleet.trainers]
     asked += [holder.__ray_call__.remote(lambda _: counts()) for holder in holders]
     names = [f"trainer {i}" for i in range(len(fleet.trainers))]

@@ -27,7 +27,7 @@ def test_five_hundred_updates_leave_memory_files_and_sockets_as_they_were() -> N
         sync.register_trainers([trainer])
         sync.register_engines(engines)
         sync.connect()
-        holders = [holder.handle for holder in sync._fleet.holders]
+        holders = [*sync.holders().values()]
 
         def look() -> dict[str, Counts]:
             asked = [actor.counts.remote() for actor in (trainer, *engines.values())]

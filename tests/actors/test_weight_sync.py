@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import os
@@ -13,6 +14,9 @@ import pytest
 import ray
 import torch
 
+from actors.membership import Membership
+from actors.metrics import Metrics
+from actors.remote import RemoteHolder
 from tests.actors.fleet import Engine, Modelless, Trainer, spawn, until
 from tests.patience import patient
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
@@ -68,8 +72,8 @@ def make(pool: Pool) -> Iterator[Make]:
 
 
 def holds(sync: WeightSync, name: str) -> bool:
-    wanted = ray.get(sync._members.trainers[0].weights.remote())
-    found = ray.get(sync._members.engines[name].weights.remote())
+    wanted = ray.get(sync.trainers()[0].weights.remote())
+    found = ray.get(sync.engines()[name].weights.remote())
     return all(torch.equal(wanted[tensor], found[tensor]) for tensor in wanted)
 
 
@@ -83,25 +87,25 @@ def test_trainers_teach_and_engines_serve_each_version(
 ) -> None:
     sync = make(trainers=2, engines=2, colocated=colocated)
     measured: list[int] = []
-    monkeypatch.setattr(sync._metrics, "update", lambda report, plan: measured.append(report.version))
+    monkeypatch.setattr(Metrics, "update", lambda _, report, plan: measured.append(report.version))
     sync.connect()
-    assert len(sync._fleet.holders) == (2 if colocated else 4)
+    assert len(sync.holders()) == (2 if colocated else 4)
     assert "broadcast" in str(sync.plan.explain())
     for version in (1, 2, 3):
-        ray.get([trainer.train.remote(version) for trainer in sync._members.trainers])
+        ray.get([trainer.train.remote(version) for trainer in sync.trainers()])
         report = sync.update_weights(version)
         assert report.engines == {"e0": version, "e1": version}
         assert report.verified
         assert list(report.spans) == [
             "driver",
             *(f"trainer {i}" for i in (0, 1)),
-            *(f"holder {i}" for i in range(len(sync._fleet.holders))),
+            *(f"holder {i}" for i in range(len(sync.holders()))),
             *(f"engine e{i} rank 0" for i in (0, 1)),
         ]
         assert [span.name for span in report.spans["engine e1 rank 0"]] == ["load", "verify"]
         assert holds(sync, "e0")
         assert holds(sync, "e1")
-        rollout = ray.get(sync._members.engines["e1"].generate.remote([[1, 2]], {}))
+        rollout = ray.get(sync.engines()["e1"].generate.remote([[1, 2]], {}))
         assert rollout.version == version
     assert sync.engine_versions() == {"e0": 3, "e1": 3}
     assert measured == [1, 2, 3]
@@ -133,14 +137,14 @@ def test_the_order_of_calls_is_held(make: Make) -> None:
 def test_weights_with_nan_are_refused_by_name_and_engines_serve_on(make: Make) -> None:
     sync = make(engines=1, nonfinite="refuse")
     sync.connect()
-    (trainer,) = sync._members.trainers
+    (trainer,) = sync.trainers()
     ray.get(trainer.train.remote(1))
     assert sync.update_weights(1).nonfinite == {}
     ray.get(trainer.__ray_call__.remote(lambda self: self.model[1].bias.data.fill_(float("nan")).sum()))
     with pytest.raises(NonfiniteError, match=r"version 2: NaN or Inf in 1\.bias \(8\)"):
         sync.update_weights(2)
     assert [*sync.serving()] == ["e0"]
-    rollout = ray.get(sync._members.engines["e0"].generate.remote([[1, 2]], {}))
+    rollout = ray.get(sync.engines()["e0"].generate.remote([[1, 2]], {}))
     assert rollout.version == 1
     ray.get(trainer.train.remote(2))
     assert sync.update_weights(2).engines == {"e0": 2}
@@ -154,15 +158,25 @@ def test_closing_while_a_version_is_still_being_copied_warns_of_nothing(
     sync = make()
     sync.connect()
     sync.inject(FaultPlan((Fault(who="holder 0", action="slow", at="commit", seconds=60.0),)))
+    copies: list[asyncio.Task[object]] = []
+    keep, end_holders = RemoteHolder.keep, Membership.close
+
+    async def noted(holder: RemoteHolder, *args: Any) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        copies.append(task)
+        return await keep(holder, *args)
+
+    def end_slowly(members: Membership) -> None:
+        end_holders(members)
+        assert copies
+        # who copies still would notice that they ended
+        assert until(lambda: all(task.done() for task in copies), patient(10))
+
+    monkeypatch.setattr(RemoteHolder, "keep", noted)
+    monkeypatch.setattr(Membership, "close", end_slowly)
     assert sync.update_weights(1).verified
-    copying, end_holders = sync._controller.keeping._copying, sync._members.close
-    assert copying is not None
-
-    def end_slowly() -> None:
-        end_holders()
-        assert until(copying.done, patient(10))  # who copies still would notice that they ended
-
-    monkeypatch.setattr(sync._members, "close", end_slowly)
+    assert until(lambda: bool(copies), patient(10))
     sync.close()
     gc.collect()
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
@@ -171,7 +185,7 @@ def test_closing_while_a_version_is_still_being_copied_warns_of_nothing(
 def test_trainers_may_train_on_while_the_version_travels(make: Make) -> None:
     sync = make(engines=1)
     sync.connect()
-    trainer = sync._members.trainers[0]
+    trainer = sync.trainers()[0]
     for version in range(1, 6):
         ray.get(trainer.train.remote(version))
         published = ray.get(trainer.weights.remote())
@@ -179,7 +193,7 @@ def test_trainers_may_train_on_while_the_version_travels(make: Make) -> None:
         trained = trainer.train.remote(100 + version)
         assert future.result(patient(10)).version == version
         ray.get(trained)
-        found = ray.get(sync._members.engines["e0"].weights.remote())
+        found = ray.get(sync.engines()["e0"].weights.remote())
         assert all(torch.equal(published[name], found[name]) for name in published)
         assert not holds(sync, "e0")
 
@@ -198,7 +212,7 @@ def test_nothing_registered_is_refused() -> None:
 
 def test_two_engines_on_one_slot_are_refused(make: Make) -> None:
     sync = make(engines=1)
-    sync.register_engines({"e0": sync._members.engines["e0"], "twin": spawn(Engine, WIDTH, "twin", "x0")})
+    sync.register_engines({"e0": sync.engines()["e0"], "twin": spawn(Engine, WIDTH, "twin", "x0")})
     with pytest.raises(ConfigError, match="twin: 'slot:x0' is not valid; engine e0 has it"):
         sync.connect()
 
@@ -221,19 +235,19 @@ def test_engines_join_leave_and_heal_without_the_trainer(make: Make) -> None:
     sync = make(engines=1)
     sync.connect()
     sync.update_weights(4)
-    published = ray.get(sync._members.trainers[0].weights.remote())
-    ray.get(sync._members.trainers[0].train.remote(99))
+    published = ray.get(sync.trainers()[0].weights.remote())
+    ray.get(sync.trainers()[0].train.remote(99))
     report = sync.add_engine("late", spawn(Engine, WIDTH, "late", "x9"))
     assert report is not None
     assert report.engines == {"e0": 4, "late": 4}
-    found = ray.get(sync._members.engines["late"].weights.remote())
+    found = ray.get(sync.engines()["late"].weights.remote())
     assert all(torch.equal(published[name], found[name]) for name in published)
     with pytest.raises(ConfigError, match="choose a name"):
-        sync.add_engine("late", sync._members.engines["late"])
-    num_holders = len(sync._fleet.holders)
+        sync.add_engine("late", sync.engines()["late"])
+    num_holders = len(sync.holders())
     sync.remove_engine("e0")
     assert sync.update_weights(5).engines == {"late": 5}
-    assert len(sync._fleet.holders) == num_holders - 1
+    assert len(sync.holders()) == num_holders - 1
     with pytest.raises(ConfigError, match="last one"):
         sync.remove_engine("late")
     with pytest.raises(ConfigError, match="did you mean 'late'"):
@@ -246,7 +260,7 @@ def test_an_engine_may_join_beside_a_trainer_that_had_none(make: Make) -> None:
     sync.connect()
     sync.update_weights(1)
     assert sync.add_engine("late", spawn(Engine, WIDTH, "late", "s1")) is not None
-    ray.get([trainer.train.remote(2) for trainer in sync._members.trainers])
+    ray.get([trainer.train.remote(2) for trainer in sync.trainers()])
     report = sync.update_weights(2)
     assert report.failures == {}
     assert report.engines == {"e0": 2, "late": 2}
@@ -258,7 +272,7 @@ def test_a_killed_engine_is_dead_and_the_others_go_on(make: Make, pool: Pool) ->
     sync = make(engines=2)
     sync.connect()
     sync.update_weights(1)
-    pool.kill(sync._members.engines["e1"])
+    pool.kill(sync.engines()["e1"])
     report = sync.update_weights(2)
     assert report.engines == {"e0": 2, "e1": 0}
     assert report.states["e1"] == "DEAD"
@@ -273,12 +287,12 @@ def test_a_killed_engine_is_dead_and_the_others_go_on(make: Make, pool: Pool) ->
 @pytest.mark.faults
 def test_engines_that_die_one_after_another_do_not_stop_the_last_one(make: Make, pool: Pool) -> None:
     sync = make(engines=2)
-    sync.register_engines(sync._members.engines | {"spare": pool.get(Engine, "spare", "x8")})
+    sync.register_engines(sync.engines() | {"spare": pool.get(Engine, "spare", "x8")})
     sync.connect()
     sync.update_weights(1)
-    pool.kill(sync._members.engines["e1"])
+    pool.kill(sync.engines()["e1"])
     sync.update_weights(2)
-    pool.kill(sync._members.engines["e0"])  # noticed by nobody before the next update connects again
+    pool.kill(sync.engines()["e0"])  # noticed by nobody before the next update connects again
     report = sync.update_weights(3)
     assert report.engines == {"e0": 0, "e1": 0, "spare": 3}
     assert {sync.engine_states()[name] for name in ("e0", "e1")} == {EngineState.DEAD}
@@ -297,7 +311,7 @@ def test_an_engine_that_does_not_fit_has_not_joined(make: Make, pool: Pool) -> N
     with pytest.raises(PlanError, match=r"0\.weight"):
         sync.add_engine("wrong", wrong)
     assert sync.update_weights(2).engines == {"e0": 2}
-    pool.kill(sync._members.engines["e0"])
+    pool.kill(sync.engines()["e0"])
     replaced = sync.add_engine("e0", pool.get(Engine, "e0", "x0"))  # its death was not noticed yet
     assert replaced is not None
     assert replaced.engines == {"e0": 2}
@@ -306,7 +320,7 @@ def test_an_engine_that_does_not_fit_has_not_joined(make: Make, pool: Pool) -> N
 def test_trainers_that_were_lost_can_be_replaced(make: Make, pool: Pool) -> None:
     sync = make(engines=1)
     sync.connect()
-    pool.kill(sync._members.trainers[0])
+    pool.kill(sync.trainers()[0])
     with pytest.raises(PeerLostError, match="trainer 0"):
         sync.update_weights(1)
     sync.register_trainers([pool.get(Trainer, "", "s0")])
@@ -329,7 +343,7 @@ def test_fewer_living_engines_than_min_engines_is_refused_before_anything_moves(
     sync = make(engines=2, min_engines=2)
     sync.connect()
     sync.update_weights(1)
-    pool.kill(sync._members.engines["e1"])
+    pool.kill(sync.engines()["e1"])
     with pytest.raises(PeerLostError, match="engine e1"):
         sync.update_weights(2)
     with pytest.raises(StateError, match="1 engine is alive"):
@@ -341,8 +355,8 @@ def test_a_killed_holder_fails_the_update_and_is_replaced_for_the_next(make: Mak
     sync = make(engines=2, timeout_s=patient(1))
     sync.connect()
     sync.update_weights(1)
-    holder = next(h for key, h in sync._members._holders._on.items() if key[1] == "slot:x1")
-    os.kill(pid(holder.handle), signal.SIGKILL)
+    (place,) = dict(sync.plan.members.engines)["e1"]
+    os.kill(pid(sync.holders()[f"holder {place}"]), signal.SIGKILL)
     with pytest.raises(WeightSyncError):
         sync.update_weights(2)
     report = sync.update_weights(3)

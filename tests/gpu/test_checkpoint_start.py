@@ -74,7 +74,7 @@ def contexts(sync: WeightSync) -> list[bool]:
 
 def started_early(sync: WeightSync) -> list[bool]:
     """Of each holder, whether its process began on its GPU before it was known who sits there."""
-    holders = [holder.handle for holder in sync._fleet.holders]
+    holders = [*sync.holders().values()]
     is_spare = [
         it.__ray_call__.remote(lambda it: isinstance(it, Spare) and it.bound_to() == it._device)
         for it in holders

@@ -192,7 +192,7 @@ def test_a_holder_killed_in_an_update_is_named_and_the_next_update_works(
         sync.connect()
         sync.update_weights(1)
         fleet.train(2)
-        holders = [holder.handle for holder in sync._fleet.holders]
+        holders = [*sync.holders().values()]
         before = [pid_of(holder) for holder in holders[:-1]]
         lost = start_and_kill(sync, 2, holders[-1]).exception(timeout=patient(30))
         assert isinstance(lost, PeerLostError), lost
@@ -214,7 +214,7 @@ def test_an_engine_killed_while_its_memory_is_written_harms_nobody_else(
     with WeightSync(MANY_BUCKETS) as sync:
         fleet.register(sync)
         sync.connect()
-        holders = [holder.handle for holder in sync._fleet.holders]
+        holders = [*sync.holders().values()]
         before = [pid_of(holder) for holder in holders]
         fleet.train(1)
         update = start_and_kill(sync, 1, fleet.engines.pop(f"e{last}"))

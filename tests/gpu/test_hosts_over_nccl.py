@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import ray
@@ -12,6 +13,8 @@ from ray.util.placement_group import PlacementGroup
 from tests.gpu.test_end_to_end import Fleet, path, start_and_kill
 from tests.patience import patient
 from weightsync import PeerLostError, SyncConfig, WeightSync
+from weightsync.driver.connect import Connection, connect
+from weightsync.driver.fleet import Fleet as DriversFleet
 
 __all__ = ["path"]
 
@@ -26,15 +29,14 @@ CONFIG = SyncConfig(
 )
 
 
-def on_hosts(sync: WeightSync, hosts: str) -> None:
-    """Whenever `sync` connects, its holders, in the order of their GPUs, are on these hosts."""
-    connect = sync._controller.connect
+def on_hosts(patch: pytest.MonkeyPatch, hosts: str) -> None:
+    """Whenever somebody connects, its holders, in the order of their GPUs, are on these hosts."""
 
-    async def renamed() -> None:
-        sync._fleet.nodes[:] = hosts
-        await connect()
+    async def renamed(fleet: DriversFleet, *args: Any) -> Connection:
+        fleet.nodes[:] = hosts
+        return await connect(fleet, *args)
 
-    sync._controller.connect = renamed  # type: ignore[method-assign]
+    patch.setattr("weightsync.driver.controller.connect", renamed)
 
 
 @pytest.mark.parametrize(
@@ -49,14 +51,20 @@ def on_hosts(sync: WeightSync, hosts: str) -> None:
     ids=["apart", "colocated", "passed-on", "two-and-two", "both"],
 )
 def test_each_version_arrives_bit_for_bit(
-    num_trainers: int, engine_gpus: list[int], hosts: str, bundles: PlacementGroup, num_gpus: int, path: str
+    num_trainers: int,
+    engine_gpus: list[int],
+    hosts: str,
+    bundles: PlacementGroup,
+    num_gpus: int,
+    path: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if num_gpus < len(hosts):
         pytest.skip(f"needs {len(hosts)} GPUs")
     fleet = Fleet(bundles, path, num_trainers, engine_gpus)
     with WeightSync(CONFIG) as sync:
         fleet.register(sync)
-        on_hosts(sync, hosts)
+        on_hosts(monkeypatch, hosts)
         sync.connect()
         used = []
         for version in range(1, 9):
@@ -79,18 +87,18 @@ def test_each_version_arrives_bit_for_bit(
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["sends", "receives"])
 def test_a_holder_killed_between_messages_is_named_and_the_next_update_works(
-    victim: int, bundles: PlacementGroup, num_gpus: int, path: str
+    victim: int, bundles: PlacementGroup, num_gpus: int, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if num_gpus < 2:
         pytest.skip("needs another GPU")
     fleet = Fleet(bundles, path, 1, [1])
     with WeightSync(replace(CONFIG, bucket_bytes=64 << 10, timeout_s=patient(20))) as sync:
         fleet.register(sync)
-        on_hosts(sync, "ab")
+        on_hosts(monkeypatch, "ab")
         sync.connect()
         sync.update_weights(1)
         fleet.train(2)
-        lost = start_and_kill(sync, 2, sync._fleet.holders[victim].handle).exception(timeout=patient(60))
+        lost = start_and_kill(sync, 2, sync.holders()[f"holder {victim}"]).exception(timeout=patient(60))
         assert isinstance(lost, PeerLostError), lost
         assert f"holder {victim}" in str(lost)
         fleet.train(3)
