@@ -104,15 +104,15 @@ def name_processes(loop: Loop) -> None:
     """Name each peer of the fleet after its process, and each thread after the process that starts it."""
     fleet = loop.fleet
     fleet.trainers[:] = [
-        (NamedPeer(peer._target, f"trainer {i}"), at)  # type: ignore[attr-defined]
+        (NamedPeer(peer.target, f"trainer {i}"), at)  # type: ignore[attr-defined]
         for i, (peer, at) in enumerate(fleet.trainers)
     ]
     fleet.holders[:] = [
-        NamedPeer(peer._target, f"holder {i}")  # type: ignore[attr-defined]
+        NamedPeer(peer.target, f"holder {i}")  # type: ignore[attr-defined]
         for i, peer in enumerate(fleet.holders)
     ]
     for name, seat in fleet.engines.items():
-        seat.peer = NamedPeer(seat.peer._target, f"engine {name}")  # type: ignore[attr-defined]
+        seat.peer = NamedPeer(seat.peer.target, f"engine {name}")  # type: ignore[attr-defined]
     start = threading.Thread.start
 
     def start_named(self: threading.Thread) -> None:

@@ -308,8 +308,7 @@ class Hosts:
         self.fleet.engines[name] = EngineSeat(LocalPeer(self.engines[name]), holders)
 
     def _hold(self) -> Holder:
-        holder = Holder(f"holder {len(self.holders)}", "127.0.0.1")
-        holder._stage = self._staging(holder)  # type: ignore[method-assign]
+        holder = Holder(f"holder {len(self.holders)}", "127.0.0.1", make_staging=Staging)
         self.holders.append(holder)
         return holder
 
@@ -317,9 +316,6 @@ class Hosts:
         for part in (*self.engines.values(), *self.holders):
             part.close()
         exported.clear()
-
-    def _staging(self, holder: Holder) -> Callable[[Plan, int, bool], Staging]:
-        return lambda plan, index, receives: Staging(plan, index, holder._arena, receives)
 
 
 def drive(work: Callable[[Hosts], Coroutine[object, object, None]], *args: object, **more: object) -> None:

@@ -141,13 +141,17 @@ class DictEngine:
 
 
 class LocalPeer:
-    """Any of our objects as a peer of the controller: each method awaited on a thread of its own."""
+    """Any of our objects as a peer of the controller: each method awaited on a thread of its own.
+
+    Attributes:
+        target: the object.
+    """
 
     def __init__(self, target: object) -> None:
-        self._target = target
+        self.target = target
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        function = getattr(self._target, method)
+        function = getattr(self.target, method)
 
         async def call(*args: object) -> object:
             return await asyncio.to_thread(function, *args)

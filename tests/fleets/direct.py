@@ -12,7 +12,7 @@ import torch
 from tests.fleets.loop import CONFIG, Loop
 from weightsync.config import SyncConfig
 from weightsync.errors import TransportError
-from weightsync.holder.holder import Holder
+from weightsync.holder.send_buffer_reuse import Arena
 from weightsync.holder.staging import HostStaging
 from weightsync.memory.addresses import local_tensors
 from weightsync.plan import Plan, RankLayout, Reads
@@ -20,6 +20,7 @@ from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Ex
 from weightsync.protocol.messages import FeedTicket
 from weightsync.sources.module import ModuleSource
 from weightsync.testing import DictEngine, LocalPeer
+from weightsync.transports import Pending
 
 Memory = Mapping[str, torch.Tensor]
 
@@ -67,10 +68,12 @@ class Engine(DictEngine):
 
     shared: Shared
     export: Export
+    plan: Plan
     num_written = 0
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
         (attached,) = super().attach(plan, tickets, timeout_s)
+        self.plan = plan
         self.export = self.shared.export(self.layout()[0], self.tensors)
         return [replace(attached, export=self.export)]
 
@@ -84,6 +87,7 @@ class Staging(HostStaging):
     shared: Shared
     engine: Engine
     written: list[int]
+    begun: list[int]
     writes = True  # type: ignore[assignment]
     unreachable = False
 
@@ -97,13 +101,16 @@ class Staging(HostStaging):
             raise TransportError("no peer access")
         self._reads, self._memory = reads, memory
 
+    def fill(self, bucket: int, timeout_s: float) -> Sequence[Pending]:
+        self.begun.append(bucket)
+        return super().fill(bucket, timeout_s)
+
     def pull(self) -> None:
         self.shared.copy(self._reads, self._memory, self.engine.export)
 
     def write(self, bucket: int) -> None:
         self.written.append(bucket)
-        plan = self.engine._plan
-        assert plan is not None
+        plan = self.engine.plan
         slot = self._slots[bucket % len(self._slots)].tensor
         for piece in plan.bucket(bucket).pieces:
             meta = plan.tensors[piece.tensor]
@@ -116,51 +123,38 @@ class Direct(Loop):
 
     def __init__(self, config: SyncConfig) -> None:
         super().__init__(config)
+        self.unreachable, self.on_host, self.begun = set[int](), set[int](), list[int]()
         shared = Shared()
         self.source = Source(self.model)
         self.source.shared = shared
         self.fleet.trainers[0] = (LocalPeer(self.source), 0)
-        self.holders[0]._stage = self.staging(self.holders[0])  # type: ignore[method-assign]
-        for holder, (name, plain) in zip(self.holders[1:], self.engines.items(), strict=True):
+        for name, plain in self.engines.items():
             engine = Engine(name, plain.tensors)
             engine.shared, self.engines[name] = shared, engine
             self.fleet.engines[name].peer = LocalPeer(engine)
-            holder._stage = self.staging(holder, engine)  # type: ignore[method-assign]
 
-    def staging(self, holder: Holder, engine: Engine | None = None) -> Callable[[Plan, int, bool], Staging]:
-        def stage(plan: Plan, index: int, receives: bool) -> Staging:
-            made = Staging(plan, index, holder._arena, receives)
-            made.written, made.shared = [], self.source.shared
-            if engine:
-                made.engine = engine
-            return made
-
-        return stage
+    def stage(self, holder: int, plan: Plan, index: int, arena: Arena | None, receives: bool) -> HostStaging:
+        if holder in self.on_host:
+            return super().stage(holder, plan, index, arena, receives)
+        made = Staging(plan, index, arena, receives)
+        made.written, made.begun, made.shared = [], self.begun, self.source.shared
+        made.unreachable = holder in self.unreachable
+        if holder:
+            made.engine = [*self.engines.values()][holder - 1]
+        return made
 
     def cut_off(self, holder: int) -> None:
         """A holder that cannot map the trainers' memory."""
-        stage = self.holders[holder]._stage
+        self.unreachable.add(holder)
 
-        def unreachable(plan: Plan, index: int, receives: bool) -> Staging:
-            made = stage(plan, index, receives)
-            assert isinstance(made, Staging)
-            made.unreachable = True
-            return made
-
-        self.holders[holder]._stage = unreachable  # type: ignore[method-assign, assignment]
+    def cannot_write(self, holder: int) -> None:
+        """A holder that does not write its engine's memory."""
+        self.on_host.add(holder)
 
     def broadcasts(self) -> list[int]:
         """Every bucket that any holder begins to broadcast from now on."""
-        begun: list[int] = []
-        for holder in self.holders:
-            start = holder._start
-
-            def started(plan: Plan, staging: Staging, bucket: int, timeout_s: float, start=start) -> object:  # type: ignore[no-untyped-def]
-                begun.append(bucket)
-                return start(plan, staging, bucket, timeout_s)
-
-            holder._start = started  # type: ignore[method-assign, assignment]
-        return begun
+        self.begun.clear()
+        return self.begun
 
 
 def drive(work: Callable[[Direct], Coroutine[object, object, None]], config: SyncConfig = CONFIG) -> None:

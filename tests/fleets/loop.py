@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
 
 import torch
 from torch import nn
@@ -13,6 +14,9 @@ from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
 from weightsync.driver.fleet import EngineSeat, Fleet
 from weightsync.holder.holder import Holder
+from weightsync.holder.send_buffer_reuse import Arena
+from weightsync.holder.staging import HostStaging
+from weightsync.plan import Plan
 from weightsync.sources.module import ModuleSource
 from weightsync.testing import DictEngine, LocalPeer
 
@@ -26,7 +30,10 @@ class Loop:
         self.engines = {
             f"e{i}": DictEngine(f"e{i}", {n: t.clone() for n, t in zeros.items()}) for i in range(num_engines)
         }
-        self.holders = [Holder(f"holder {i}", "127.0.0.1") for i in range(num_engines + 1)]
+        self.holders = [
+            Holder(f"holder {i}", "127.0.0.1", make_staging=partial(self.stage, i))
+            for i in range(num_engines + 1)
+        ]
         self.source = ModuleSource(self.model)
         seats = {name: EngineSeat(LocalPeer(e), (i + 1,)) for i, (name, e) in enumerate(self.engines.items())}
         self.fleet = Fleet([(LocalPeer(self.source), 0)], seats, [LocalPeer(h) for h in self.holders])
@@ -34,6 +41,10 @@ class Loop:
 
     def make(self) -> nn.Module:
         return nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 5))
+
+    def stage(self, holder: int, plan: Plan, index: int, arena: Arena | None, receives: bool) -> HostStaging:
+        """Where holder number `holder` has its buckets."""
+        return HostStaging(plan, index, arena, receives)
 
     def train(self) -> None:
         with torch.no_grad():

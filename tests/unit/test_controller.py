@@ -26,7 +26,8 @@ from weightsync.errors import (
     StateError,
     VerifyError,
 )
-from weightsync.holder.snapshots import EngineImage
+from weightsync.holder.flat_snapshot import EngineImage
+from weightsync.holder.snapshots import Keeper
 from weightsync.holder.staging import HostStaging
 from weightsync.report import Link
 from weightsync.testing import DictEngine, LocalPeer
@@ -173,7 +174,7 @@ def test_a_holder_that_is_gone_is_named_and_every_engine_is_stale_until_the_next
 
         class Gone:
             def move(self, *_: object) -> float:
-                for transport in loop.holders[2]._groups.transports.values():
+                for transport in loop.holders[2].transports.values():
                     transport.close()
                 raise PeerLostError("holder 2", "killed")
 
@@ -309,6 +310,12 @@ def test_a_trainer_and_an_engine_on_one_holder_share_its_memory() -> None:
     drive(work)
 
 
+def keeper(loop: Loop, holder: int) -> Keeper:
+    found = loop.holders[holder].keeper
+    assert found is not None
+    return found
+
+
 def read_in_place(loop: Loop) -> None:
     """As if the trainers' memory were read where it is: what then is different in the order of things."""
     assert loop.controller._connection is not None
@@ -349,13 +356,13 @@ class Imaged(Loop):
         await self.controller.keeping.reserve(self.controller._connection)
 
     def show(self, holder: int, engine: DictEngine) -> None:
-        staging = self.holders[holder]._staging
+        staging = self.holders[holder].staging
         assert isinstance(staging, HostStaging)
         staging.image = EngineImage({n: t.view(torch.uint8).flatten() for n, t in engine.tensors.items()})
 
     def writes(self, name: str) -> None:
         """From now on its holder does; an update would copy into slots that nobody reads."""
-        self.holders[1 + [*self.engines].index(name)]._staging.writes = True  # type: ignore[misc, union-attr]
+        self.holders[1 + [*self.engines].index(name)].staging.writes = True  # type: ignore[misc, union-attr]
         self.engines[name].written = lambda: None  # type: ignore[method-assign]
 
 
@@ -372,7 +379,10 @@ def test_a_version_read_in_place_is_kept_as_the_engines_serve_it_and_refills_the
         loop.train()
         keepers = [i for i in (1, 2) if loop.holders[i].kept()]
         assert keepers == [1], "one copy on a host suffices"
-        assert [held.holder for held in loop.holders[2]._lent()._mapped.values()] == ["holder 1"]
+        (share,) = loop.holders[1].kept()
+        mapped = keeper(loop, 2).held(share.label)
+        assert mapped is not None
+        assert mapped.holder == "holder 1"
         for name, way in (("e0", "own"), ("e1", "direct")):
             loop.writes(name)
             engine = loop.engines[name]
@@ -400,10 +410,10 @@ def test_an_image_that_is_replaced_while_it_is_read_refills_nobody() -> None:
         (share,) = loop.holders[1].kept()
         loop.writes("e1")
         images = [
-            staging.image for holder in loop.holders if isinstance(staging := holder._staging, HostStaging)
+            staging.image for holder in loop.holders if isinstance(staging := holder.staging, HostStaging)
         ]
         newer = msgspec.structs.replace(share.label, version=2)
-        images[2].load = lambda *_: loop.holders[1]._lent().keep(newer, share.expected, images[1])
+        images[2].load = lambda *_: keeper(loop, 1).keep(newer, share.expected, images[1])
         loop.controller.crew.enter(["e1"], EngineState.STALE)
         with pytest.raises(ReadError, match=f"holder 1.*not {re.escape(str(share.label))}"):
             await loop.controller.refill("e1")
@@ -420,7 +430,7 @@ def test_an_image_that_changed_after_it_was_kept_refills_nobody() -> None:
         await loop.controller.update(1)
         await loop.controller.keeping.settled()
         (share,) = loop.holders[1].kept()
-        held = loop.holders[1]._lent().held(share.label)
+        held = keeper(loop, 1).held(share.label)
         assert held is not None
         held.bytes[-1] ^= 1
         loop.writes("e0")

@@ -15,7 +15,6 @@ from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.fleet import EngineSeat
 from weightsync.errors import ConfigError
-from weightsync.holder.staging import HostStaging
 from weightsync.plan import Plan
 from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import FeedTicket
@@ -84,7 +83,7 @@ def test_one_that_cannot_read_takes_broadcasts_beside_one_that_does() -> None:
         assert loop.controller.plan is not None
         assert set(begun) == set(range(loop.controller.plan.num_buckets))
         for index, name in enumerate(loop.engines, start=1):
-            staging = loop.holders[index]._staging
+            staging = loop.holders[index].staging
             assert isinstance(staging, Staging)
             assert (staging.written == []) == (report.routes[name] == "direct")
             assert loop.holds_the_models_weights(name)
@@ -115,7 +114,7 @@ def test_broadcast_alone_is_what_it_says() -> None:
 def test_an_engine_that_read_what_was_not_sent_is_stale_and_takes_broadcasts_from_then_on() -> None:
     async def work(loop: Direct) -> None:
         await loop.controller.connect()
-        staging = loop.holders[2]._staging
+        staging = loop.holders[2].staging
         assert isinstance(staging, Staging)
         pull = staging.pull
 
@@ -166,7 +165,7 @@ def test_an_engine_whose_holder_cannot_write_takes_broadcasts() -> None:
             return [replace(each, export=None) for each in attach(plan, tickets, timeout_s)]
 
         engine.attach = alone  # type: ignore[method-assign]
-        loop.holders[2]._stage = lambda plan, index, receives: HostStaging(plan, index, None, receives)  # type: ignore[method-assign]
+        loop.cannot_write(2)
         await loop.controller.connect()
         loop.train()
         report = await loop.controller.update(1)
@@ -183,7 +182,7 @@ def test_one_that_comes_later_in_anothers_place_reads_directly_too() -> None:
     async def work(loop: Direct) -> None:
         await loop.controller.connect()
         await loop.controller.update(1)
-        staging, dead = loop.holders[2]._staging, loop.engines["e1"]
+        staging, dead = loop.holders[2].staging, loop.engines["e1"]
         assert isinstance(staging, Staging)
         engine = Engine("e1", {name: torch.zeros_like(tensor) for name, tensor in dead.tensors.items()})
         engine.shared = staging.shared

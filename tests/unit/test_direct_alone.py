@@ -11,6 +11,7 @@ import torch
 
 from tests.fleets.direct import Direct, Engine, Source
 from tests.fleets.loop import CONFIG
+from weightsync.config import SyncConfig
 from weightsync.driver.fleet import EngineSeat
 from weightsync.errors import ConfigError, PlanError
 from weightsync.holder.staging import HostStaging
@@ -33,14 +34,14 @@ class EngineOnDevice(Engine):
 class OnDevice(Direct):
     """All weights are said to lie on a GPU."""
 
-    def __init__(self) -> None:
-        super().__init__(CONFIG)
+    def __init__(self, config: SyncConfig) -> None:
+        super().__init__(config)
         self.source.__class__ = SourceOnDevice
         for engine in self.engines.values():
             engine.__class__ = EngineOnDevice
 
     def stagings(self) -> list[HostStaging]:
-        return [staging for holder in self.holders if isinstance(staging := holder._staging, HostStaging)]
+        return [staging for holder in self.holders if isinstance(staging := holder.staging, HostStaging)]
 
     async def update(self, version: int) -> None:
         self.train()
@@ -50,8 +51,8 @@ class OnDevice(Direct):
         assert all(self.holds_the_models_weights(name) for name in self.engines)
 
 
-def drive(work: Callable[[OnDevice], Coroutine[object, object, None]]) -> None:
-    loop = OnDevice()
+def drive(work: Callable[[OnDevice], Coroutine[object, object, None]], config: SyncConfig = CONFIG) -> None:
+    loop = OnDevice(config)
     try:
         asyncio.run(work(loop))
     finally:
@@ -63,7 +64,7 @@ def has_buckets(loop: OnDevice) -> bool:
     assert plan is not None
     staged = [plan.staging_nbytes(holder) for holder in range(plan.members.num_holders)]
     assert (max(staged) > 0) == any(staging.slots for staging in loop.stagings())
-    assert (max(staged) > 0) == any(holder._groups and holder._groups.transports for holder in loop.holders)
+    assert (max(staged) > 0) == any(holder.transports for holder in loop.holders)
     return max(staged) > 0
 
 
@@ -140,7 +141,7 @@ def test_who_comes_later_and_cannot_be_written_needs_a_plan_with_buckets() -> No
         loop.fleet.engines["e1"] = EngineSeat(LocalPeer(engine), (2,))
         with pytest.raises(PlanError, match=r"engine e1.*no buckets.*not written by its holders"):
             await loop.controller.adopt("e1")
-        loop.holders[2]._stage = lambda plan, index, receives: HostStaging(plan, index, None, receives)  # type: ignore[method-assign]
+        loop.cannot_write(2)
         await loop.controller.connect()
         assert has_buckets(loop)
         await loop.update(2)
@@ -150,8 +151,7 @@ def test_who_comes_later_and_cannot_be_written_needs_a_plan_with_buckets() -> No
 
 def test_direct_alone_is_refused_before_anybody_takes_buckets() -> None:
     async def work(loop: OnDevice) -> None:
-        loop.controller._config = replace(CONFIG, mode="direct")
-        loop.holders[2]._stage = lambda plan, index, receives: HostStaging(plan, index, None, receives)  # type: ignore[method-assign]
+        loop.cannot_write(2)
         attach = loop.engines["e1"].attach
 
         def alone(plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
@@ -162,4 +162,4 @@ def test_direct_alone_is_refused_before_anybody_takes_buckets() -> None:
             await loop.controller.connect()
         assert not any(staging.slots for staging in loop.stagings())
 
-    drive(work)
+    drive(work, replace(CONFIG, mode="direct"))

@@ -40,7 +40,7 @@ def test_every_rank_gets_its_part_from_wherever_it_is(
         await loop.controller.connect()
         for version in (1, 2):
             assert await loop.update(version) == dict.fromkeys(engines, "direct")
-        assert not any(holder._groups.transports for holder in loop.holders if holder._groups)
+        assert not any(holder.transports for holder in loop.holders)
         if crossed:
             assert loop.crossed() == crossed * loop.size
         for name, on in engines.items():
@@ -104,11 +104,11 @@ def test_a_holder_lost_in_the_middle_of_the_messages_is_named_and_the_next_updat
             """Its process ends between two rounds."""
 
             def move(self, *args: object) -> None:
-                exchange = loop.holders[victim]._exchange
+                exchange = loop.holders[victim].cross_host
                 assert exchange
-                assert exchange._shuffle
-                assert exchange._shuffle._num_rounds > 3
-                transport, started = exchange._transport, []
+                assert exchange.shuffle
+                assert exchange.shuffle.num_rounds > 3
+                transport, started = exchange.transport, []
 
                 def start(ops: object) -> object:
                     started.append(ops)
@@ -181,8 +181,8 @@ def test_what_messages_may_take_is_bounded_and_without_room_for_them_there_are_b
         await loop.controller.connect()
         await loop.update(1)
         for holder in loop.holders:
-            if holder._exchange and holder._exchange._shuffle:
-                assert 0 < holder._exchange._shuffle.staging_nbytes <= 8192
+            if holder.cross_host and holder.cross_host.shuffle:
+                assert 0 < holder.cross_host.shuffle.staging_nbytes <= 8192
         assert loop.controller.plan
         assert loop.controller.plan.slots == 0
 
@@ -246,7 +246,7 @@ def test_one_on_a_holder_that_came_later_is_adopted_and_gets_messages_once_all_c
 def test_wrong_bytes_of_a_message_are_found_and_that_engine_takes_broadcasts_from_then_on() -> None:
     async def work(loop: Hosts) -> None:
         await loop.controller.connect()
-        exchange = loop.holders[3]._exchange
+        exchange = loop.holders[3].cross_host
         assert exchange
         move = exchange.move
 

@@ -19,6 +19,8 @@ from weightsync.engines.live_writer import LiveWriter
 from weightsync.errors import DeadlineError, PeerError, StateError, TransportError
 from weightsync.holder import device_staging
 from weightsync.holder.holder import Holder
+from weightsync.holder.send_buffer_reuse import Arena
+from weightsync.holder.staging import HostStaging
 from weightsync.memory.addresses import local_tensors
 from weightsync.plan import Layout, Members, Plan, RankLayout, make_plan
 from weightsync.protocol.handles import Export
@@ -45,7 +47,7 @@ def test_a_holder_whose_device_fails_tells_the_others_at_once_and_is_named() -> 
     async def work(loop: Loop) -> None:
         await loop.controller.connect()
         await loop.controller.update(1)
-        staging = loop.holders[2]._staging
+        staging = loop.holders[2].staging
 
         def fill(bucket: int, timeout_s: float) -> None:
             raise RuntimeError("CUDA error: an illegal memory access")
@@ -133,18 +135,18 @@ def plan_of(width: int) -> Plan:
     return make_plan(source, wanted, members, bucket_bytes=4096, max_staging_bytes=1 << 20)
 
 
-def test_an_arena_of_a_plan_that_was_not_finished_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    holder = Holder("holder 0", "127.0.0.1")
+def test_an_arena_of_a_plan_that_was_not_finished_is_not_kept() -> None:
     first, second = plan_of(500), plan_of(3)
-    holder.prepare(first, 0, "")
-    with monkeypatch.context() as patch:
 
-        def refuse(plan: Plan, index: int, receives: bool) -> None:
+    def stage(plan: Plan, index: int, arena: Arena | None, receives: bool) -> HostStaging:
+        if plan is second:
             raise TransportError("no memory")
+        return HostStaging(plan, index, arena, receives)
 
-        patch.setattr(holder, "_stage", refuse)
-        with pytest.raises(TransportError, match="no memory"):
-            holder.prepare(second, 0, "")
+    holder = Holder("holder 0", "127.0.0.1", make_staging=stage)
+    holder.prepare(first, 0, "")
+    with pytest.raises(TransportError, match="no memory"):
+        holder.prepare(second, 0, "")
     arena = holder.prepare(first, 0, "").arena
     assert arena is not None
     assert arena.nbytes == first.arena_nbytes(0)

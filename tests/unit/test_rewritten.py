@@ -152,7 +152,7 @@ def test_a_holder_that_does_not_answer_accuses_nobody(monkeypatch: pytest.Monkey
 
 def before_reading(loop: Direct, name: str, happens: Callable[[], None]) -> Callable[[], None]:
     """Call `happens` once, before engine `name` reads next; returns what undoes it."""
-    staging = loop.holders[1 + [*loop.engines].index(name)]._staging
+    staging = loop.holders[1 + [*loop.engines].index(name)].staging
     assert isinstance(staging, Staging)
     pull = staging.pull
 
@@ -196,7 +196,7 @@ def test_who_read_before_the_write_commits_and_who_read_after_it_is_not_demoted(
         await loop.controller.connect()
         await loop.controller.update(1)
         running, read = asyncio.get_running_loop(), asyncio.Event()
-        staging = loop.holders[1]._staging
+        staging = loop.holders[1].staging
         assert isinstance(staging, Staging)
         pull = staging.pull
 
@@ -221,7 +221,7 @@ def test_who_read_before_the_write_commits_and_who_read_after_it_is_not_demoted(
 def test_what_an_engine_has_wrong_besides_is_its_own() -> None:
     async def work(loop: Direct) -> None:
         await loop.controller.connect()
-        staging = loop.holders[2]._staging
+        staging = loop.holders[2].staging
         assert isinstance(staging, Staging)
         pull = staging.pull
 
@@ -245,7 +245,7 @@ def test_what_an_engine_has_wrong_besides_is_its_own() -> None:
 def test_what_a_trainer_writes_once_it_may_go_on_is_no_excuse() -> None:
     async def work(loop: Direct) -> None:
         await loop.controller.connect()
-        staging = loop.holders[2]._staging
+        staging = loop.holders[2].staging
         assert isinstance(staging, Staging)
         pull = staging.pull
 

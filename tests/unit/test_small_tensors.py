@@ -81,7 +81,7 @@ def test_no_call_of_an_update_is_made_for_each_tensor(
     async def drive(source: ModuleSource, engine: TorchEngine, members: Fleet) -> None:
         controller = Controller(CONFIG, members)
         await controller.connect()
-        counted = members.trainers[0][0]._target, members.engines["e"].peer._target
+        counted = members.trainers[0][0].target, members.engines["e"].peer.target
         for version in (1, 2):
             with torch.no_grad():
                 for parameter in source.model.parameters():

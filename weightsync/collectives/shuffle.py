@@ -131,11 +131,11 @@ class Shuffle:
         src = {name: tensor.data_ptr() for name, tensor in source.items()}
         dst = {name: tensor.data_ptr() for name, tensor in target.items()}
         own = {(rank, name): address for name, address in src.items()}
-        self._transport, self._num_rounds = transport, plan.num_rounds
+        self._transport, self.num_rounds = transport, plan.num_rounds
         self._device = _device([*source.values(), *target.values()])
         self._relays = [lane for lane in plan.sends(rank) if lane.hop]
-        self._out = _Window([(lane.receiver, lane) for lane in packs], self._num_rounds, self._device)
-        self._in = _Window([(lane.sender, lane) for lane in receives], self._num_rounds, self._device)
+        self._out = _Window([(lane.receiver, lane) for lane in packs], self.num_rounds, self._device)
+        self._in = _Window([(lane.sender, lane) for lane in receives], self.num_rounds, self._device)
         self._memory = [*source.values(), *target.values(), self._out.staging, self._in.staging]
         self._pack = self._copier(self._out.copies(lambda moved, round, at: moved.pack(round, src, at)))
         self._unpack = self._copier(self._in.copies(lambda moved, round, at: moved.unpack(round, at, dst)))
@@ -154,7 +154,7 @@ class Shuffle:
         Raises:
             TransportError: a rank is lost or late. `target` may hold old and new bytes.
         """
-        self._go(self._num_rounds, lambda: True)
+        self._go(self.num_rounds, lambda: True)
         self._settle()
 
     def move(self, wanted: Callable[[], bool]) -> None:
@@ -167,11 +167,11 @@ class Shuffle:
         Raises:
             TransportError: as `run`.
         """
-        self._go(self._num_rounds, wanted)
+        self._go(self.num_rounds, wanted)
 
     def rehearse(self) -> None:
-        """Use every path once, as `run` does, without writing to a target."""
-        self._go(min(self._num_rounds, _SLOTS), lambda: False)
+        """Uses every path once, as `run` does, and writes to no target."""
+        self._go(min(self.num_rounds, _SLOTS), lambda: False)
         self._settle()
 
     def _go(self, num_rounds: int, wanted: Callable[[], bool]) -> None:

@@ -16,12 +16,17 @@ __all__ = ["Exchange"]
 
 
 class Exchange:
-    """Made once a connection; keeps all that an update needs."""
+    """Made once a connection; keeps all that an update needs.
+
+    Attributes:
+        transport: the communicator of the members.
+        shuffle: the messages, and their memory. None while there is no memory for them.
+    """
 
     def __init__(self, part: Part, transport: Transport, staging: Staging) -> None:
         """Raises as `aim` does."""
-        self._part, self._transport, self._staging = part, transport, staging
-        self._shuffle: Shuffle | None = None
+        self._part, self.transport, self._staging = part, transport, staging
+        self.shuffle: Shuffle | None = None
         self.aim()
 
     def aim(self) -> None:
@@ -32,38 +37,38 @@ class Exchange:
         plan, rank = self._part.plan, self._part.rank
         source = self._staging.source if rank < plan.num_senders else None
         target = self._staging.target if rank in plan.receivers else None
-        self._shuffle = None  # its memory serves the next one
+        self.shuffle = None  # its memory serves the next one
         try:
-            self._shuffle = Shuffle(plan, rank, self._transport, source=source, target=target)
+            self.shuffle = Shuffle(plan, rank, self.transport, source=source, target=target)
         except torch.OutOfMemoryError as error:
             most = plan.max_message_bytes
             raise TransportError(f"no memory for messages of {most} bytes: {error}") from error
 
     def offer(self, host: str) -> str:
         """Where the members meet, if this is the first of them, else empty."""
-        return "" if self._part.rank else self._transport.offer(host)
+        return "" if self._part.rank else self.transport.offer(host)
 
     def open(self, rendezvous: str, timeout_s: float) -> None:
         """Meet the others, and use every path once. Raises TransportError."""
-        assert self._shuffle
-        self._transport.open(rendezvous, self._part.rank, len(self._part.members), timeout_s)
-        self._shuffle.rehearse()
+        assert self.shuffle
+        self.transport.open(rendezvous, self._part.rank, len(self._part.members), timeout_s)
+        self.shuffle.rehearse()
 
     def move(self, wanted: Callable[[], bool]) -> None:
         """Send and receive all messages, and begin to write what came to the engine rank, if it is `wanted`.
 
         Raises TransportError, which says who the communicator's ranks are.
         """
-        assert self._shuffle
+        assert self.shuffle
         try:
-            self._shuffle.move(wanted)
+            self.shuffle.move(wanted)
         except TransportError as error:
             who = ", ".join(map(str, self._part.members))
             raise TransportError(f"{error} (messages between hosts; ranks are holders {who})") from error
 
     def abort(self, cause: str) -> None:
         """Leave the communicator at once, also out of a running `move`."""
-        self._transport.abort(cause)
+        self.transport.abort(cause)
 
     def close(self) -> None:
-        self._transport.close()
+        self.transport.close()

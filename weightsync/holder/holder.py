@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -39,7 +39,7 @@ from weightsync.protocol.messages import (
     Way,
 )
 from weightsync.protocol.timing import PhaseClock
-from weightsync.transports import Pending, transport_class
+from weightsync.transports import Pending, Transport, transport_class
 
 if TYPE_CHECKING:
     from weightsync.faults import Fault
@@ -59,10 +59,19 @@ Others wait a move's time for each bucket: what is over is for the bucket to com
 class Holder:
     """One member of every communicator; serves at most one trainer rank and one engine rank."""
 
-    def __init__(self, name: str, host: str, transport: str = "gloo", device: str = "") -> None:
+    def __init__(
+        self,
+        name: str,
+        host: str,
+        transport: str = "gloo",
+        device: str = "",
+        make_staging: Callable[[Plan, int, Arena | None, bool], Staging] = HostStaging,
+    ) -> None:
         """`host` is this host's address as other holders reach it. `device` is the GPU that buckets lie on,
-        ``cuda:<UUID>``, and the first that this process sees; they lie in host memory where it is empty.
+        ``cuda:<UUID>``, and the first that this process sees; they lie in host memory where it is empty:
+        in what `make_staging` makes.
         """
+        self._make_staging = make_staging
         self.name, self._host, self._device = name, host, device
         self._transport_name, self._transport = transport, transport_class(transport)
         self._gauge: Gauge | None = None
@@ -84,6 +93,26 @@ class Holder:
     def __repr__(self) -> str:
         """What Ray writes before each line of its log."""
         return self.name
+
+    @property
+    def staging(self) -> Staging | None:
+        """Where its buckets lie. None before `prepare`."""
+        return self._staging
+
+    @property
+    def transports(self) -> Mapping[Group, Transport]:
+        """What its broadcasts go through, by members. Empty before `prepare`, and without buckets."""
+        return self._groups.transports if self._groups else {}
+
+    @property
+    def cross_host(self) -> Exchange | None:
+        """Its part in the messages between hosts. None where it has none."""
+        return self._exchange
+
+    @property
+    def keeper(self) -> Keeper | None:
+        """What it keeps of committed versions. None before `lend`."""
+        return self._keeper
 
     def ready(self) -> tuple[str, str]:
         """Its name and its transport. Raises what its device says: an error there stays for good."""
@@ -372,7 +401,7 @@ class Holder:
 
     def _stage(self, plan: Plan, index: int, receives: bool) -> Staging:
         if not self._device:
-            return HostStaging(plan, index, self._arena, receives)
+            return self._make_staging(plan, index, self._arena, receives)
         from weightsync.holder.device_staging import DeviceStaging, take_slots
 
         if (found := device_id(torch.device("cuda", 0))) != self._device:
