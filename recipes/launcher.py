@@ -103,7 +103,7 @@ class Launcher:
             options |= _ON_GPU.get(kind, {})
         if self._recipe.loop.sleep:
             options |= dict.fromkeys(_SLEEPS[kind], True)
-        actor = ray.remote(EngineActor).options(**self._options(who))
+        actor = ray.remote(EngineActor).options(**self.options(who))
         engine: ActorHandle[Any] = actor.remote(spec.kind, str(self._model), name, options, self._slot(who))
         return engine
 
@@ -113,7 +113,7 @@ class Launcher:
         timeout_s, trainers = recipe.sync.connect_timeout_s, {}
         for rank in range(recipe.trainers.count):
             who = f"trainer {rank}"
-            actor = ray.remote(GrpoTrainer).options(**self._options(who))
+            actor = ray.remote(GrpoTrainer).options(**self.options(who))
             model, slot = str(self._model), self._slot(who)
             trainers[who] = actor.remote(rank, recipe.trainers.count, model, recipe.loop, slot, device)
         listens = {"trainer 0": trainers["trainer 0"].listen.remote()}
@@ -126,7 +126,7 @@ class Launcher:
         if self._bundles:
             remove_placement_group(self._bundles)
 
-    def _options(self, who: str) -> dict[str, Any]:
+    def options(self, who: str) -> dict[str, Any]:
         """Ray's options for an actor on its device. With several GPUs, it sees those of all its ranks."""
         options, devices = actor_options(self._recipe, who), self._recipe.devices[who]
         if self._bundles is None:

@@ -45,6 +45,11 @@ class QwenTrainer(TrainerShard):
         redraw(self.model, seed)
 
 
+class RankedEngine(EngineActor):
+    async def rank_pids(self) -> list[int]:
+        return [rank.pid for rank in self._engine.rank_processes]
+
+
 class Ranked:
     """One trainer; e0, of one rank, sits with it; e1 is a vLLM whose two ranks sit alone."""
 
@@ -128,7 +133,7 @@ class Ranked:
 
     def pids(self) -> list[int]:
         """Of the ranks, in their order."""
-        found: list[int] = ray.get(self.sync.engines()[VICTIM].__ray_call__.remote(_rank_pids))
+        found: list[int] = ray.get(self.sync.engines()[VICTIM].rank_pids.remote())
         return found
 
     def generate(self, max_tokens: int) -> Any:
@@ -143,8 +148,4 @@ class Ranked:
         return self.pids() if self.state() is EngineState.SERVING else []
 
     def _respawn(self) -> Any:
-        return spawn(EngineActor, "vllm", self._path, VICTIM, OPTIONS, "ranked-x")
-
-
-def _rank_pids(actor: Any) -> list[int]:
-    return [rank.pid for rank in actor._engine._watch._ranks]
+        return spawn(RankedEngine, "vllm", self._path, VICTIM, OPTIONS, "ranked-x")

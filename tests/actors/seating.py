@@ -24,7 +24,7 @@ NOWHERE = Path("nowhere")
 def seen(recipe: Recipe, launcher: Launcher) -> dict[str, str]:
     """What CUDA_VISIBLE_DEVICES says to each of the recipe's actors, if it gets its place."""
     visible = ray.remote(lambda: os.environ.get("CUDA_VISIBLE_DEVICES"))
-    options = {who: launcher._options(who) for who in recipe.devices}
+    options = {who: launcher.options(who) for who in recipe.devices}
     for each in options.values():
         each.pop("max_restarts")  # of actors only; all of them at once, each with its share
     asked = {who: visible.options(**each).remote() for who, each in options.items()}

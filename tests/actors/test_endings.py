@@ -18,7 +18,7 @@ from tests.patience import patient
 MARK = "WEIGHTSYNC_TEST_RUN"
 
 
-def _processes(mark: str) -> dict[int, str]:
+def processes(mark: str) -> dict[int, str]:
     """Command lines of a run's processes, by pid."""
     found = {}
     for entry in Path("/proc").iterdir():
@@ -34,7 +34,7 @@ def _processes(mark: str) -> dict[int, str]:
     return found
 
 
-def _files() -> set[str]:
+def our_files() -> set[str]:
     return {
         str(path)
         for folder in (tempfile.gettempdir(), "/dev/shm")
@@ -53,7 +53,7 @@ def _files() -> set[str]:
     ],
 )
 def test_nothing_is_left(ending: str, how: str) -> None:
-    mark, before = uuid.uuid4().hex, _files()
+    mark, before = uuid.uuid4().hex, our_files()
     with subprocess.Popen(
         [sys.executable, "-m", "tests.actors.driver", how],
         env=os.environ | {MARK: mark},
@@ -64,15 +64,15 @@ def test_nothing_is_left(ending: str, how: str) -> None:
     ) as driver:
         assert driver.stdout is not None
         assert driver.stdout.readline() == "now\n"
-        assert len(_processes(mark)) > 5
+        assert len(processes(mark)) > 5
         if ending != "normal":
             driver.send_signal(signal.SIGINT if ending == "ctrl-c" else signal.SIGKILL)
         status = driver.wait(patient(60))
     assert (status == 0) == (ending == "normal")
     deadline = time.monotonic() + patient(60)
-    while (left := _processes(mark)) and time.monotonic() < deadline:
+    while (left := processes(mark)) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not left
-    while (files := _files() - before) and time.monotonic() < deadline:
+    while (files := our_files() - before) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not files

@@ -19,9 +19,14 @@ class Adapter:
         return []
 
 
+class Calls(EngineCalls):
+    def __init__(self, adapter: Adapter) -> None:
+        self._engine = adapter  # type: ignore[assignment]
+
+
 def test_an_engine_works_out_its_layout_once_though_two_ask_at_a_time() -> None:
-    calls = EngineCalls()
-    calls._engine = adapter = Adapter()  # type: ignore[assignment]
+    adapter = Adapter()
+    calls = Calls(adapter)
 
     async def ask() -> None:
         both = asyncio.gather(calls.sync_seats(), calls.sync_layout())

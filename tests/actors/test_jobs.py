@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.actors.test_endings import MARK, _files, _processes
+from tests.actors.test_endings import MARK, our_files, processes
 from tests.patience import patient
 
 ROOT = Path(__file__).parents[2]
@@ -101,7 +101,7 @@ def test_bad_input_is_a_failure_with_its_own_code(jobs: Jobs) -> None:
 
 
 def test_a_job_that_is_stopped_leaves_nothing_behind(jobs: Jobs, tmp_path: Path) -> None:
-    before, report = _files(), tmp_path / "run" / "report.json"
+    before, report = our_files(), tmp_path / "run" / "report.json"
     name = f"stopped-{jobs.mark[:8]}"
     command = (*RUN, *SMALL, "--set", "loop.steps=10000", "--out", str(tmp_path / "run"))
     code, log = jobs.submit(*command, options=("--no-wait", "--submission-id", name))
@@ -110,13 +110,13 @@ def test_a_job_that_is_stopped_leaves_nothing_behind(jobs: Jobs, tmp_path: Path)
     while not report.exists() or len(json.loads(report.read_text())["steps"]) < 2:
         assert time.monotonic() < deadline, jobs("logs", name)[1]
         time.sleep(0.2)
-    assert len(_processes(jobs.mark)) > 6
+    assert len(processes(jobs.mark)) > 6
     code, log = jobs("stop", name)
     assert code == 0, log
     assert "was stopped" in jobs("status", name)[1]
     assert "weightsync: interrupted" in jobs("logs", name)[1]
     assert json.loads(report.read_text())["status"] == "failed"
     deadline = time.monotonic() + patient(60)
-    while (left := [*_processes(jobs.mark).values(), *(_files() - before)]) and time.monotonic() < deadline:
+    while (left := [*processes(jobs.mark).values(), *(our_files() - before)]) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert left == []

@@ -37,4 +37,4 @@ class Teacher(TrainerShard):
 
 class Sleeper(EngineActor):
     def live_nbytes(self) -> int:
-        return sum(each.untyped_storage().nbytes() for each in self._engine._model.parameters())
+        return sum(each.untyped_storage().nbytes() for each in self._engine.model.parameters())

@@ -185,10 +185,8 @@ class Rig:
 
     def is_asked_to_pause(self) -> bool:
         if self.kind == "vllm":
-            return not self.engine._loop._commands.empty()
-        if self.kind == "sglang":
-            return self.engine._loop._shut
-        return self.engine._gate._shut
+            return self.engine.loop.num_waiting > 0
+        return not self.engine.serving()
 
     def kept(self) -> Sequence[int]:
         """How many tokens a request may have when it is paused at its sixth pass.
@@ -224,10 +222,10 @@ class Rig:
 
     def _module(self) -> torch.nn.Module:
         if self.kind == "vllm":
-            return self.engine._loop.call(
+            return self.engine.loop.call(
                 lambda llm: llm.model_executor.driver_worker.worker.model_runner.get_model()
             )
-        return self.engine._model
+        return self.engine.model
 
 
 @torch.no_grad()

@@ -82,10 +82,10 @@ def _send(engine: SglangEngine, forward: int, folder: Path) -> None:
     )
 
     async def send(server: Any) -> None:
-        async with server._session():
-            assert (await server._manager.update_weights_from_tensor(request, None))[0]
+        async with server.session():
+            assert (await server.manager.update_weights_from_tensor(request, None))[0]
 
-    engine._loop.call(send)
+    engine.loop.call(send)
 
 
 def _appears(path: Path, timeout_s: float) -> bool:

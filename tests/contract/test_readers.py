@@ -416,7 +416,7 @@ class TestChoice:
         (tmp_path / "mlx5_0").mkdir()
         monkeypatch.setattr(choice, "DEVICES", tmp_path)
         monkeypatch.setattr(choice.importlib.util, "find_spec", lambda _: "found")
-        monkeypatch.setattr(choice, "_probe", lambda protocol, _: self.problems.get(protocol, ""))
+        monkeypatch.setattr(choice, "probe", lambda protocol, _: self.problems.get(protocol, ""))
 
     def test_auto_takes_the_first_that_starts(self, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level("INFO")

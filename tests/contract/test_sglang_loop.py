@@ -190,7 +190,7 @@ def test_void_turns_everybody_away(server, loop, threads) -> None:
     make(server, 1)
     loop.freeze("keep", TIMEOUT_S)
     held = threads.submit(loop.complete, [[1]], of(1))
-    until(lambda: len(loop._held) == 1)
+    until(lambda: loop.num_held == 1)
     loop.void()
     for turned_away in (running, held):
         with pytest.raises(StateError, match="failed update"):

@@ -109,7 +109,7 @@ def test_calls_reach_the_rank_and_its_answers_and_errors_come_back(ranks: Ranks)
     assert isinstance(joined, RankProcess)
     assert (joined.rank, joined.pid) == (0, ranks.process.pid)
     ranks.replies.connected()
-    assert not Path(ranks.replies._endpoint.removeprefix("ipc://")).exists()
+    assert not Path(ranks.replies.endpoint.removeprefix("ipc://")).exists()
     layout = ranks.ask("layout")
     assert {name.removeprefix("inner.") for name in ranks.ask("addresses")} == {
         meta.name for meta in layout.tensors
@@ -159,9 +159,9 @@ LAYOUT = RankLayout(
 def replies() -> Iterator[Replies]:
     replies = Replies("e0", 1)
     yield replies
-    for each in sglang_channel._sockets.values():
+    for each in sglang_channel.sockets.values():
         each.close()
-    sglang_channel._sockets.clear()
+    sglang_channel.sockets.clear()
     replies.close()
 
 
@@ -278,7 +278,7 @@ def test_quantized_weights_need_an_sglang_that_processes_them_again() -> None:
     model.layer.quant_method = Fp8LinearMethod()
     for repacks in (True, False):
         settings = RankSettings("e0", "", "bfloat16", repacks)
-        host = sglang_worker._Host(model, torch.device("cpu"), settings)
+        host = sglang_worker.SglangHost(model, torch.device("cpu"), settings)
         if repacks:
             assert host.loader()
         else:
@@ -288,10 +288,10 @@ def test_quantized_weights_need_an_sglang_that_processes_them_again() -> None:
 
 def test_ranks_meet_on_a_port_that_nobody_has() -> None:
     """Neither a socket that lives, nor what the kernel hands out while SGLang starts."""
-    port = sglang_api._unasked_port()
+    port = sglang_api.unasked_port()
     with socket.socket() as somebody:
         somebody.bind(("", port))
-        other = sglang_api._unasked_port()
+        other = sglang_api.unasked_port()
     assert port != other
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     assert max(port, other) < lowest

@@ -25,14 +25,28 @@ from weightsync.engines.sglang.adapter import SglangEngine
 from weightsync.engines.sglang.loop import RequestLoop
 from weightsync.engines.vllm.adapter import VllmEngine
 from weightsync.engines.vllm.adopted import AdoptedVllm
-from weightsync.engines.vllm.api import _check_sleep
+from weightsync.engines.vllm.api import check_sleep
 from weightsync.engines.vllm.loop import EngineLoop
 from weightsync.errors import ConfigError, EngineError, StateError
 
 TIMEOUT_S = patient(10)
 
 
-class Vllm(VllmEngine):
+class Settable:
+    """Can be without memory, and have been started otherwise."""
+
+    has_memory = True
+
+    def _take(self, part: str) -> None:
+        if not self.has_memory:
+            raise MemoryError
+        super()._take(part)  # type: ignore[misc]
+
+    def started_with(self, sleeps: object) -> None:
+        self._sleeps = sleeps
+
+
+class Vllm(Settable, VllmEngine):
     def __init__(self, calls: list[str]) -> None:
         EngineRanks.__init__(self, "e0")
         llm = FakeLlm()
@@ -53,10 +67,10 @@ class Saver(FakeServer):
         self.calls.append(f"{method.split('_')[0]} {' '.join(fields['tags'])}")
 
 
-class Sglang(SglangEngine):
+class Sglang(Settable, SglangEngine):
     def __init__(self, calls: list[str]) -> None:
         EngineRanks.__init__(self, "e0")
-        server = Saver()
+        self.server = server = Saver()
         self._loop = RequestLoop("e0", lambda: server, FakeServer.stop)
         server.calls, self.calls, self._sleeps = calls, calls, [True, True]
 
@@ -97,7 +111,7 @@ class AsyncLlm:
         return [pickle.dumps((None, ()))]
 
 
-class Adopted(AdoptedVllm):
+class Adopted(Settable, AdoptedVllm):
     def __init__(self, calls: list[str]) -> None:
         self.llm = AsyncLlm(calls)
         super().__init__(self.llm, self.llm.loop)
@@ -197,12 +211,12 @@ def test_requests_are_refused_while_asleep(make: Make) -> None:
 
 def test_sglang_lets_requests_end_for_a_sleep_and_is_not_told_to_with_frozen_ones(make: Make) -> None:
     engine = make(Sglang)
-    server = engine._loop._server
+    server = engine.server
     engine.load(1, TIMEOUT_S)
     engine.resume(1)
-    threads = [threading.Thread(target=engine._loop.complete, args=([[1]], of(2)))]
+    threads = [threading.Thread(target=engine.loop.complete, args=([[1]], of(2)))]
     threads[0].start()
-    until(lambda: engine._loop.num_running == 1)
+    until(lambda: engine.loop.num_running == 1)
     engine.pause("keep", TIMEOUT_S)
     with pytest.raises(StateError, match="frozen requests"):
         engine.sleep(2, "keep", TIMEOUT_S)
@@ -219,17 +233,13 @@ def test_sglang_lets_requests_end_for_a_sleep_and_is_not_told_to_with_frozen_one
 def test_an_engine_that_gets_no_memory_is_named_and_is_still_asleep(make: Make, cls: type) -> None:
     engine = make(cls)
     engine.sleep(2, "wait", TIMEOUT_S)
-    take, engine._take = engine._take, out_of_memory
+    engine.has_memory = False
     for _ in range(2):
         with pytest.raises(EngineError, match="e0 failed in wake: MemoryError"):
             engine.pause("wait", TIMEOUT_S)
-    engine._take = take
+    engine.has_memory = True
     engine.pause("wait", TIMEOUT_S)
     engine.load(1, TIMEOUT_S)
-
-
-def out_of_memory(_: str) -> None:
-    raise MemoryError
 
 
 @pytest.mark.parametrize(
@@ -245,7 +255,7 @@ def test_who_was_not_started_to_sleep_says_what_with(
     make: Make, calls: list[str], cls: type, sleeps: object, level: int, field: str
 ) -> None:
     engine = make(cls)
-    engine._sleeps = sleeps
+    engine.started_with(sleeps)
     with pytest.raises(ConfigError, match=r"engine e0.*true") as caught:
         engine.sleep(level, "wait", TIMEOUT_S)
     assert caught.value.field == field
@@ -254,13 +264,13 @@ def test_who_was_not_started_to_sleep_says_what_with(
 
 def test_vllm_is_started_so_that_it_can_sleep() -> None:
     settings: dict[str, Any] = {"enable_sleep_mode": True}
-    _check_sleep(settings, True)
+    check_sleep(settings, True)
     assert settings["disable_custom_all_reduce"]
-    _check_sleep({"disable_custom_all_reduce": False}, False)
+    check_sleep({"disable_custom_all_reduce": False}, False)
     with pytest.raises(ConfigError, match="on GPUs"):
-        _check_sleep({"enable_sleep_mode": True}, False)
+        check_sleep({"enable_sleep_mode": True}, False)
     with pytest.raises(ConfigError, match="disable_custom_all_reduce"):
-        _check_sleep({"enable_sleep_mode": True, "disable_custom_all_reduce": False}, True)
+        check_sleep({"enable_sleep_mode": True, "disable_custom_all_reduce": False}, True)
 
 
 def test_what_was_dropped_is_zero_also_where_nothing_is_loaded() -> None:

@@ -99,7 +99,7 @@ def test_wait_lets_running_requests_end_and_holds_new_ones(llm, loop, threads) -
     assert loop.frozen
     assert running.result(TIMEOUT_S) == [Completion([0, 1, 2], (1, 1))]
     held = threads.submit(loop.complete, [[2]], [1])
-    while not loop.call(lambda _: loop._held):
+    while not loop.call(lambda _: loop.num_held):
         assert not llm.left, "vLLM would run it as soon as it is woken"
     loop.thaw(2)
     llm.permits.release()

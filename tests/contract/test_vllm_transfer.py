@@ -92,9 +92,9 @@ class _Source33:
 @with_vllm
 @pytest.mark.parametrize("source", [_Source32(), _Source33()], ids=["0.32", "0.33"])
 def test_sources_of_both_shapes_are_read(source) -> None:
-    from weightsync.plugins.vllm_trainer import _shapes, _tensors
+    from weightsync.plugins.vllm_trainer import shapes_of, tensors_of
 
     for _ in range(2):
-        assert _shapes(source) == {"weight": [2, 3]}
-        ((name, tensor),) = _tensors(source)
+        assert shapes_of(source) == {"weight": [2, 3]}
+        ((name, tensor),) = tensors_of(source)
         assert (name, tensor.shape) == ("weight", (2, 3))

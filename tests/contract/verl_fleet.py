@@ -109,10 +109,8 @@ def main(folder: Path) -> None:
 
     def update(version: int) -> list[str]:
         manager.update_weights(global_steps=version)
-        asked = [actors[0].__ray_call__.remote(lambda self: self.engine._place.epoch)]
-        asked += [
-            each.__ray_call__.remote(lambda self: self.checkpoint_engine._place.epoch) for each in workers
-        ]
+        asked = [actors[0].__ray_call__.remote(lambda self: self.engine.epoch)]
+        asked += [each.__ray_call__.remote(lambda self: self.checkpoint_engine.epoch) for each in workers]
         return ray.get(asked)
 
     epochs = [update(1), update(2)]

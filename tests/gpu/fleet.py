@@ -113,7 +113,7 @@ class Engine(EngineActor):
         return await asyncio.to_thread(self._weights)
 
     def _weights(self) -> Mapping[str, torch.Tensor]:
-        tensors = named_tensors(self._engine._model)[0]
+        tensors = named_tensors(self._engine.model)[0]
         return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
 
     async def pid(self) -> int:
@@ -127,7 +127,7 @@ class VllmEngine(EngineActor):
         super().__init__("vllm", path, name, {"tensor_parallel_size": num_ranks, **OPTIONS, **options})
 
     async def answers(self) -> Answers:
-        return await asyncio.to_thread(self._engine._loop.call, probe)
+        return await asyncio.to_thread(self._engine.loop.call, probe)
 
 
 class SglangEngine(EngineActor):

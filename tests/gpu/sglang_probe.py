@@ -62,8 +62,8 @@ async def probe(manager: Any) -> Answers:
 
 def answers_of(engine: Any) -> Answers:
     """Of our adapter, from another thread than its own, while it serves."""
-    server = engine._loop._server
-    return asyncio.run_coroutine_threadsafe(probe(server._manager), server.loop).result(patient(120))
+    server = engine.loop.server
+    return asyncio.run_coroutine_threadsafe(probe(server.manager), server.loop).result(patient(120))
 
 
 def _row(row: list[Any]) -> list[list[float]]:

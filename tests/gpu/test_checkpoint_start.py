@@ -5,19 +5,19 @@ from __future__ import annotations
 import ctypes
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 import torch
 from ray.util.placement_group import PlacementGroup
 
+from actors.weight_holder import Spare, spawn_spare
 from tests.actors.fleet import until
 from tests.gpu.fleet import Engine, spawn
 from tests.gpu.qwen3_models import save_qwen3
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
-from weightsync.actors.weight_holder import Spare
-from weightsync.memory import cuda
 from weightsync.memory.tensors import named_tensors
 
 pytestmark = [
@@ -30,7 +30,12 @@ pytestmark = [
 @pytest.mark.parametrize("place", ["disk", "/dev/shm"])
 @pytest.mark.parametrize("kind", ["tied", "moe"])
 def test_checkpoints_arrive_bit_for_bit(
-    bundles: PlacementGroup, num_gpus: int, tmp_path: Path, kind: str, place: str
+    bundles: PlacementGroup,
+    num_gpus: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    place: str,
 ) -> None:
     root = tmp_path if place == "disk" else Path(place)
     with tempfile.TemporaryDirectory(dir=root) as one, tempfile.TemporaryDirectory(dir=root) as two:
@@ -43,8 +48,9 @@ def test_checkpoints_arrive_bit_for_bit(
             SyncConfig(bucket_bytes=4 << 20, timeout_s=patient(30), connect_timeout_s=patient(120))
         ) as sync:
             sync.register_engines(engines)
+            early = note_early(monkeypatch)
             first = sync.register_checkpoint("one", [one])
-            assert until(lambda: contexts(sync) == [True] * num_gpus, patient(60))
+            assert until(lambda: contexts(early) == [True] * num_gpus, patient(60))
             sync.connect()
             assert started_early(sync) == [True] * num_gpus
             assert (first.result().mapped_nbytes > 0) is (place == "/dev/shm")
@@ -61,22 +67,29 @@ def test_checkpoints_arrive_bit_for_bit(
             ray.kill(engine)
 
 
-def contexts(sync: WeightSync) -> list[bool]:
+def note_early(patch: pytest.MonkeyPatch) -> list[Any]:
+    """The processes that are to be holders, as they are started."""
+    early: list[Any] = []
+    patch.setattr("actors.holders.spawn_spare", lambda *at: early.append(spawn_spare(*at)) or early[-1])
+    return early
+
+
+def contexts(early: list[Any]) -> list[bool]:
     """Of each process that is to be a holder, whether it has a context on its GPU."""
 
     def has_one(_: Spare) -> bool:
-        flags, is_active = ctypes.c_uint(), ctypes.c_int()
-        cuda._driver().cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(is_active))
+        flags, is_active, driver = ctypes.c_uint(), ctypes.c_int(), ctypes.CDLL("libcuda.so.1")
+        driver.cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(is_active))
         return bool(is_active.value)
 
-    return ray.get([spare.__ray_call__.remote(has_one) for _, spare in sync._members._holders._spares])
+    return ray.get([spare.__ray_call__.remote(has_one) for spare in early])
 
 
 def started_early(sync: WeightSync) -> list[bool]:
     """Of each holder, whether its process began on its GPU before it was known who sits there."""
     holders = [*sync.holders().values()]
     is_spare = [
-        it.__ray_call__.remote(lambda it: isinstance(it, Spare) and it.bound_to() == it._device)
+        it.__ray_call__.remote(lambda it: isinstance(it, Spare) and it.bound_to() == it.gauge(on=False)[0])
         for it in holders
     ]
     return ray.get(is_spare)

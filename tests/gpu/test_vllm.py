@@ -18,7 +18,6 @@ from tests.gpu.fed_engine import FedEngine
 from tests.gpu.qwen3_models import save_qwen3
 from tests.gpu.vllm_probe import OPTIONS, Answers, probe
 from tests.patience import patient
-from weightsync.engines.vllm import worker as vllm_worker
 from weightsync.memory.digests import tensor_digest
 from weightsync.memory.tensors import named_tensors
 
@@ -38,7 +37,7 @@ class VllmRig(FedEngine):
 
     def answers(self) -> Answers:
         """Asked of the engine itself, between two steps of its thread."""
-        return self.engine._loop.call(probe)
+        return self.engine.loop.call(probe)
 
 
 Open = Callable[[str, int], VllmRig]
@@ -106,9 +105,7 @@ def whole_digests(model: PreTrainedModel, rig: VllmRig) -> np.ndarray:
     return np.array(digests, dtype=np.uint64)
 
 
-def test_one_rank_written_live_and_by_reload(
-    open_rig: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_rank_written_live_and_by_reload(open_rig: Open, tmp_path: Path) -> None:
     (path, first), (other, second) = save(tmp_path, "tied")
     expected, later = from_disk(path, 1), from_disk(other, 1)
     assert expected != later
@@ -121,12 +118,7 @@ def test_one_rank_written_live_and_by_reload(
     np.testing.assert_array_equal(rig.update(second)[0], whole_digests(second, rig))
     assert_same(rig.answers(), later)
 
-    # The worker lives in this process: take its layout away, and the reason to write live with it.
-    monkeypatch.setattr(vllm_worker, "stored_otherwise", lambda *_: "the test says so")
-    rank = rig.engine._loop.call(
-        lambda llm: llm.engine_core.engine_core.model_executor.driver_worker.worker._ws_rank
-    )
-    rank._layout = None
+    rig.engine.on_ranks("reload")  # from now on it takes whole tensors, as one that cannot be written live
     rig.connect(first)
     assert not rig.layouts[0].buffers
     np.testing.assert_array_equal(rig.update(first)[0], whole_digests(first, rig))

@@ -94,8 +94,8 @@ class Fleet:
             assert layout.device.startswith("cuda:")
             assert layout.buffers, "vLLM reloads here, see the log of weightsync.engines.vllm"
         writing = [
-            holder.handle.__ray_call__.remote(lambda it: it._feed is not None and it._staging.writes)
-            for holder in sync._fleet.holders
+            sync.holders()[f"holder {number}"].__ray_call__.remote(lambda it: it.staging.writes)
+            for number in dict(sync.plan.members.engines)["e0"]
         ]
         assert sum(ray.get(writing)) == self.num_ranks, (
             "the engine copies, see the log of weightsync.engines.live_writer"

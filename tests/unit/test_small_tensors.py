@@ -89,7 +89,7 @@ def test_no_call_of_an_update_is_made_for_each_tensor(
             for each in counted:
                 each.num_calls = 0
             await controller.update(version)
-            pairs = zip(source.model.parameters(), engine._model.parameters(), strict=True)
+            pairs = zip(source.model.parameters(), engine.model.parameters(), strict=True)
             assert all(torch.equal(*pair) for pair in pairs)
         calls.append((counted[0].num_calls, counted[1].num_calls))
 
@@ -107,7 +107,7 @@ def test_an_engine_whose_weights_moved_is_not_written_though_it_was_looked_at_si
         controller = Controller(CONFIG, members)
         await controller.connect()
         await controller.update(1)
-        moved = next(engine._model.parameters())
+        moved = next(engine.model.parameters())
         moved.data = moved.data.clone()
         engine.layout()
         engine.pause("wait", 1.0)

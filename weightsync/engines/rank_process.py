@@ -86,12 +86,15 @@ class RankWatch:
 
     The first that ended, or is stopped, is told once. A vLLM that loses one rank ends the others, so whoever
     looks later cannot tell which it was.
+
+    Attributes:
+        ranks: the processes.
     """
 
     def __init__(
         self, engine: str, ranks: Sequence[RankProcess], lost: Callable[[RankLostError], None]
     ) -> None:
-        self._engine, self._ranks, self._lost = engine, ranks, lost
+        self._engine, self.ranks, self._lost = engine, ranks, lost
         self._stopped = dict.fromkeys(ranks, 0)
         self._closed = threading.Event()
         if ranks:
@@ -103,12 +106,12 @@ class RankWatch:
 
     def end(self) -> None:
         """Kill them all: one that is stopped would keep the engine from ending."""
-        for rank in self._ranks:
+        for rank in self.ranks:
             rank.end()
 
     def _run(self) -> None:
         while not self._closed.wait(_LOOK_S):
-            for rank in self._ranks:
+            for rank in self.ranks:
                 if (cause := self._cause(rank)) and not self._closed.is_set():
                     self._lost(RankLostError(self._engine, "watch", cause, rank.rank))
                     return

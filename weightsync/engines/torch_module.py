@@ -31,6 +31,8 @@ from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 from weightsync.protocol.handles import Attached
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from weightsync.faults import Fault
     from weightsync.plan import Plan
     from weightsync.protocol.messages import Digests, FeedTicket
@@ -89,6 +91,11 @@ class TorchEngine:
         self._tensors: Mapping[str, torch.Tensor] = {}
         self._layout: RankLayout
         self._asleep: Offload | None = None
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The live model: updates write into its parameters and buffers."""
+        return self._model
 
     def layout(self) -> Sequence[RankLayout]:
         """The live tensors themselves, whole, each its own buffer."""

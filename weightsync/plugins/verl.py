@@ -79,6 +79,11 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
         self._transport: Transport | None = None
         self._stream: TensorStream | None = None
 
+    @property
+    def epoch(self) -> str:
+        """The name of the communicator in use, empty before the first. Each communicator has its own."""
+        return self._place.epoch if self._place else ""
+
     def prepare(self) -> _Ready:
         if self._is_master and self._server is None:
             self._server = StoreServer(_own_address())

@@ -75,9 +75,9 @@ class WeightSyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
 
     def send_weights(self) -> None:
         """One update. Raises TransportError with the cause, also where it is a worker that failed."""
-        shapes = _shapes(self.source)  # on every rank, as are the tensors: making them may be collective
+        shapes = shapes_of(self.source)  # on every rank, as are the tensors: making them may be collective
         if self._sender is None:
-            for _ in _tensors(self.source):
+            for _ in tensors_of(self.source):
                 pass
             return
         sender = self._sender
@@ -90,7 +90,7 @@ class WeightSyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
                 sender.abort(f"vLLM: {type(error).__name__}: {error}")
 
         updating.add_done_callback(abort)
-        sender.send(_tensors(self.source), self._version)
+        sender.send(tensors_of(self.source), self._version)
         updating.result()
         self.client.finish_weight_update()
 
@@ -100,13 +100,13 @@ class WeightSyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
             self._sender.close()
 
 
-def _shapes(source: WeightSource) -> dict[str, list[int]]:
+def shapes_of(source: WeightSource) -> dict[str, list[int]]:
     """Of all tensors; what says them is a method in 0.32, a property in 0.33."""
     metadata = source.metadata() if callable(source.metadata) else source.metadata
     return {each.name: list(each.shape) for each in metadata}
 
 
-def _tensors(source: WeightSource) -> Iterable[tuple[str, torch.Tensor]]:
+def tensors_of(source: WeightSource) -> Iterable[tuple[str, torch.Tensor]]:
     """A fresh pass over whole tensors; in 0.32, a source is iterated itself."""
     tensors: Iterable[tuple[str, torch.Tensor]]
     tensors = source.iter_full() if hasattr(source, "iter_full") else source

@@ -42,7 +42,7 @@ def choose_protocol(wanted: str, rdma_device: str = "") -> ProtocolName:
     for protocol in protocols:
         problem = _absence(protocol)
         if not problem and protocol != "zeromq":
-            problem = _probe(protocol, rdma_device)
+            problem = probe(protocol, rdma_device)
             if problem and wanted == "auto":
                 logger.warning("peers on other hosts cannot be read over %s: %s", protocol, problem)
         if not problem:
@@ -71,7 +71,7 @@ def _absence(protocol: ProtocolName) -> str:
     return ""
 
 
-def _probe(protocol: ProtocolName, rdma_device: str) -> str:
+def probe(protocol: ProtocolName, rdma_device: str) -> str:
     """What goes wrong when Mooncake starts; empty if nothing does."""
     problem: str = importlib.import_module("weightsync.readers.mooncake_process").probe(protocol, rdma_device)
     return problem

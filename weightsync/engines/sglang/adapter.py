@@ -77,6 +77,11 @@ class SglangEngine(EngineRanks):
         self._replies.connected()
         self._watch = RankWatch(name, [rank for rank in ranks if rank], self._loop.fail)
 
+    @property
+    def loop(self) -> RequestLoop:
+        """The thread that owns SGLang's engine: its `call` awaits work while no request is stepped."""
+        return self._loop
+
     def check(self) -> None:
         """See `Engine.check`."""
         self._loop.require_ranks()

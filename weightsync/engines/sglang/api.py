@@ -98,11 +98,11 @@ def server_args(model_path: str, options: Mapping[str, Any], sessions: bool) -> 
             "SGLang before 0.5.21 cannot forget prefixes of old weights while requests wait: leave it out",
         )
     loaders = [*(settings.pop("custom_weight_loader", None) or ()), _LOADER]
-    settings.setdefault("nccl_port", _unasked_port())
+    settings.setdefault("nccl_port", unasked_port())
     return {"model_path": model_path, "load_format": "dummy", "custom_weight_loader": loaders, **settings}
 
 
-def _unasked_port() -> int:
+def unasked_port() -> int:
     """A free port that no kernel hands out by itself, nor Ray to its workers.
 
     SGLang's ranks bind the port where they meet only after their imports, tens of seconds after it was
@@ -135,7 +135,11 @@ def sampling_params(settings: Sampling, index: int) -> dict[str, Any]:
 
 
 class Server:
-    """SGLang's engine behind coroutines, which are all awaited on `loop`."""
+    """SGLang's engine behind coroutines, which are all awaited on `loop`.
+
+    Attributes:
+        manager: SGLang's own ``TokenizerManager``.
+    """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         """Start SGLang; takes up to minutes. `loop` is new, and runs on no thread yet."""
@@ -150,8 +154,8 @@ class Server:
         self.num_ranks: int = arguments["tp_size"]
         self.pids: list[int] = engine.get_all_child_pids()
         self.forgets = has_sessions()
-        self._manager = engine.tokenizer_manager
-        if watchdog := getattr(self._manager, "_subprocess_watchdog", None):
+        self.manager = engine.tokenizer_manager
+        if watchdog := getattr(self.manager, "_subprocess_watchdog", None):
             watchdog.stop()  # it signals this process when one of those ends: we look ourselves
 
     async def stream(
@@ -166,7 +170,7 @@ class Server:
         request = GenerateReqInput(
             input_ids=list(prompt), sampling_params=dict(params), rid=name, stream=True
         )
-        async for out in self._manager.generate_request(request, None):
+        async for out in self.manager.generate_request(request, None):
             reason = out["meta_info"].get("finish_reason") or {}
             if reason.get("status_code"):  # not of those that we abort
                 raise RuntimeError(reason.get("message", "SGLang refused it"))
@@ -174,23 +178,23 @@ class Server:
 
     def abort(self, name: str) -> None:
         """End a request early: its stream ends soon."""
-        self._manager.abort_request(name)
+        self.manager.abort_request(name)
 
     async def pause(self, mode: str) -> None:
         """``retract`` gives running requests' cache up, ``in_place`` leaves all as it is."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
-        await self._manager.pause_generation(PauseGenerationReqInput(mode=mode))
+        await self.manager.pause_generation(PauseGenerationReqInput(mode=mode))
 
     async def go_on(self) -> None:
         """End a pause."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
-        await self._manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+        await self.manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
     async def forget(self) -> bool:
         """Drop cached prefixes; False when SGLang does not, since requests hold them."""
-        flushed = await self._manager.flush_cache()
+        flushed = await self.manager.flush_cache()
         return bool(flushed.success)
 
     async def on_ranks(self, calls: Sequence[Call], version: str | None = None) -> None:
@@ -210,17 +214,18 @@ class Server:
             flush_cache=False,
             weight_version=version,
         )
-        async with self._session():
-            _require(await self._manager.update_weights_from_tensor(request, None))
+        async with self.session():
+            _require(await self.manager.update_weights_from_tensor(request, None))
 
     async def ask(self, method: str, request: str, **fields: object) -> Any:  # noqa: ANN401 - SGLang's
         """One of SGLang's own calls, with a request of that class: what it returns."""
         from sglang.srt.managers import io_struct
 
-        return await getattr(self._manager, method)(getattr(io_struct, request)(**fields))
+        return await getattr(self.manager, method)(getattr(io_struct, request)(**fields))
 
     @asynccontextmanager
-    async def _session(self) -> AsyncIterator[None]:
+    async def session(self) -> AsyncIterator[None]:
+        """A session for changing weights, where SGLang has such: it processes them when the session ends."""
         if not self.forgets:
             yield
             return
@@ -232,7 +237,7 @@ class Server:
 
     async def update_from_group(self, **fields: object) -> None:
         """``update_weights_from_distributed``, in a session where there are such. Raises RuntimeError."""
-        async with self._session():
+        async with self.session():
             _require(
                 await self.ask(
                     "update_weights_from_distributed",

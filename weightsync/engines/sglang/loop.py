@@ -110,6 +110,16 @@ class RequestLoop:
         return len(self._running)
 
     @property
+    def num_held(self) -> int:
+        """Requests that wait for `thaw`."""
+        return len(self._held)
+
+    @property
+    def server(self) -> Streaming:
+        """What `start` returned. Use it on the loop's own thread: see `call`."""
+        return self._server
+
+    @property
     def serving(self) -> int:
         """The version that requests are admitted to; 0 while they are not."""
         return 0 if self._shut or self._version is None else self._version

@@ -82,18 +82,18 @@ class Replies:
         self._numbers = itertools.count()
         self._secret = secrets.token_bytes(32)
         self._directory = PrivateDirectory()
-        self._endpoint = f"ipc://{self._directory.path}/replies"
+        self.endpoint = f"ipc://{self._directory.path}/replies"
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REPLY_NBYTES)
-        self._socket.bind(self._endpoint)
+        self._socket.bind(self.endpoint)
 
     def calls(self, settings: object, method: str, blob: bytes) -> list[Call]:
         """A call of `method` for each rank; `blob` has its arguments."""
         number = next(self._numbers)
         ranks = range(self._num_ranks)
-        return [Call(self._endpoint, self._secret, number, rank, settings, method, blob) for rank in ranks]
+        return [Call(self.endpoint, self._secret, number, rank, settings, method, blob) for rank in ranks]
 
     def collect(self, calls: Sequence[Call], timeout_s: float) -> list[Any]:
         """What the ranks answered, in their order: results, and errors of ours.
@@ -166,7 +166,7 @@ def _digests(_: type, value: object) -> object:
 
 _decoder = msgspec.msgpack.Decoder(_Reply)
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-_sockets: dict[str, zmq.Socket[bytes]] = {}
+sockets: dict[str, zmq.Socket[bytes]] = {}
 """One, to the engine that started this process."""
 
 
@@ -177,11 +177,11 @@ def reply(call: Call, outcome: object) -> None:
     """
     error = SentError.of(outcome) if isinstance(outcome, WeightSyncError) else None
     result = msgspec.Raw(_encoder.encode(None if error else outcome))
-    if call.endpoint not in _sockets:
+    if call.endpoint not in sockets:
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.SNDTIMEO, _SEND_MS)
         socket.connect(call.endpoint)
-        _sockets[call.endpoint] = socket
+        sockets[call.endpoint] = socket
     answer = _Reply(call.secret, call.number, call.rank, error, result)
-    _sockets[call.endpoint].send(_encoder.encode(answer))
+    sockets[call.endpoint].send(_encoder.encode(answer))

@@ -56,12 +56,12 @@ def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[bytes, torch.T
 def _rank(model: torch.nn.Module, call: Call) -> Rank:
     if call.rank not in _ranks:
         device = next(model.parameters()).device
-        _ranks[call.rank] = Rank("sglang", call.rank, device, _Host(model, device, call.settings))
+        _ranks[call.rank] = Rank("sglang", call.rank, device, SglangHost(model, device, call.settings))
     return _ranks[call.rank]
 
 
-class _Host:
-    """See `Host`."""
+class SglangHost:
+    """The `Host` of a rank of SGLang's."""
 
     def __init__(self, model: torch.nn.Module, device: torch.device, settings: RankSettings) -> None:
         self._model, self._device, self._settings = model, device, settings

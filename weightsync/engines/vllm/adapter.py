@@ -79,6 +79,16 @@ class VllmEngine(VllmRanks):
         self._num_ranks = len(ranks)
         self._watch = RankWatch(name, [rank for rank in ranks if rank], self._loop.fail)
 
+    @property
+    def loop(self) -> EngineLoop:
+        """The thread that owns vLLM's LLMEngine: its `call` runs work between two steps."""
+        return self._loop
+
+    @property
+    def rank_processes(self) -> Sequence[RankProcess]:
+        """The ranks that have processes of their own."""
+        return self._watch.ranks
+
     def check(self) -> None:
         """See `Engine.check`."""
         self._loop.require_ranks()

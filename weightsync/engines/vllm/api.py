@@ -102,7 +102,7 @@ def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> Eng
     if max(settings.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline")) > 1:
         # In one of Ray's placement groups, vLLM would have its ranks be actors elsewhere in the group.
         settings.setdefault("distributed_executor_backend", "mp")
-    _check_sleep(settings, current_platform.is_sleep_mode_available())
+    check_sleep(settings, current_platform.is_sleep_mode_available())
     if current_platform.is_cuda() and settings.get("distributed_executor_backend") != "ray":
         require_gpus(settings.get("tensor_parallel_size", 1))
     if settings["dtype"] == "auto":
@@ -150,7 +150,7 @@ def _has_drawn_scales(module: torch.nn.Module) -> bool:
     return any(getattr(module, name, 1.0) != 1.0 for name in ("_k_scale_float", "_v_scale_float"))
 
 
-def _check_sleep(settings: dict[str, Any], available: bool) -> None:
+def check_sleep(settings: dict[str, Any], available: bool) -> None:
     """Raises ConfigError where vLLM could not sleep, or not wake."""
     if not settings.get("enable_sleep_mode"):
         return

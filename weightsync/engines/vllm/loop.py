@@ -75,6 +75,16 @@ class EngineLoop:
         """The version that requests are admitted to; 0 while they are not."""
         return 0 if self._frozen or self._drained or self._version is None else self._version
 
+    @property
+    def num_held(self) -> int:
+        """Requests that wait for `thaw`."""
+        return len(self._held)
+
+    @property
+    def num_waiting(self) -> int:
+        """Calls that wait for the end of a step."""
+        return self._commands.qsize()
+
     def call(self, work: Callable[[Steppable], T]) -> T:
         """Run `work` on the loop's thread between two steps."""
         return self._result(self._submit(lambda: work(self._engine)))
