@@ -223,7 +223,7 @@ def serve_checkpoint(
         made.serve(models, fleet, Screen(Console()), None if check else _lines())
         return DONE
 
-    raise typer.Exit(_with_cluster(folder, engines, inside))
+    raise typer.Exit(with_cluster(folder, engines, inside))
 
 
 @app.command()
@@ -288,10 +288,10 @@ def _on_cluster(recipe: Recipe, out: Path, inside: Callable[[RunFolder], int]) -
     except OSError as error:
         return _complain(ConfigError("--out", str(folder.path), str(error)), BAD_INPUT)
     num_at_once = max(recipe.trainers.count, len(recipe.engine_specs))
-    return _with_cluster(folder, num_at_once, lambda: inside(folder))
+    return with_cluster(folder, num_at_once, lambda: inside(folder))
 
 
-def _with_cluster(folder: RunFolder, num_at_once: int, inside: Callable[[], int]) -> int:
+def with_cluster(folder: RunFolder, num_at_once: int, inside: Callable[[], int]) -> int:
     """The exit code of `inside`. Its outcome is said first, then what could not be written."""
     try:
         code = _outcome(folder, num_at_once, inside)

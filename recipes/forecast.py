@@ -28,7 +28,7 @@ from weightsync.recipes.shapes import MixtureShape, ModelShape, checkpoint_tenso
 
 __all__ = ["Scene", "forecast", "recipe_scene"]
 
-_MOST_COPIES = 10_000_000
+MOST_COPIES = 10_000_000
 """Planning so many takes about six seconds, and as long again where they are of other hosts."""
 _LEAST_RANKS = 2
 _MOST_REASONS = 3
@@ -172,7 +172,7 @@ def _floor(sides: _Sides, tensors: Collection[str]) -> DirectFloor:
         if id(engine) not in reshards:
             reshards[id(engine)] = Reshard(sides.source, name, engine, only=tensors)
     every = [(name, rank, gpu) for name, gpus in members.engines for rank, gpu in enumerate(gpus)]
-    times = _alike(sides, every, per_host)
+    times = alike(sides, every, per_host)
     models = [*times]
 
     def planned(number: int) -> tuple[str, int, Reads]:
@@ -183,8 +183,8 @@ def _floor(sides: _Sides, tensors: Collection[str]) -> DirectFloor:
         return f"{name} rank {rank}", gpu, reads
 
     first = planned(0)
-    num_planned = min(len(models), max(_LEAST_RANKS, _MOST_COPIES // max(len(first[2]), 1)))
-    chosen = [models[index] for index in _sample(len(models), num_planned, per_host)]
+    num_planned = min(len(models), max(_LEAST_RANKS, MOST_COPIES // max(len(first[2]), 1)))
+    chosen = [models[index] for index in sample(len(models), num_planned, per_host)]
     rates = scene.cluster[1].link_rates(scene.cluster[0]) if scene.cluster else None
     receivers: list[Receiver] = []
     for _, group in groupby(chosen, lambda number: every[number][2] // per_host):
@@ -195,7 +195,7 @@ def _floor(sides: _Sides, tensors: Collection[str]) -> DirectFloor:
     return direct_floor(receivers, members.trainers, per_host, rates, num_ranks=len(every))
 
 
-def _alike(sides: _Sides, every: Sequence[tuple[str, int, int]], per_host: int) -> dict[int, int]:
+def alike(sides: _Sides, every: Sequence[tuple[str, int, int]], per_host: int) -> dict[int, int]:
     """Ranks of `every` that stand for all, with how many each stands for: they read the same bytes.
 
     Where hosts are known, whole hosts are alike that have no trainer and the same ranks in the same
@@ -226,7 +226,7 @@ def _alike(sides: _Sides, every: Sequence[tuple[str, int, int]], per_host: int) 
     return times
 
 
-def _sample(num_ranks: int, num_planned: int, per_host: int) -> list[int]:
+def sample(num_ranks: int, num_planned: int, per_host: int) -> list[int]:
     """At most `num_planned` of the ranks, the first one among them: whole hosts, evenly spread.
 
     Of whole hosts, since what limits them is mostly what all of a host's ranks read together.

@@ -48,7 +48,7 @@ def pytorch() -> Row:
     """PyTorch, and the CUDA that it was built for."""
     if not find_spec("torch"):
         return Row("torch", "not installed", "missing", "pip install torch")
-    cuda = _torch().version.cuda
+    cuda = load_torch().version.cuda
     return Row("torch", f"{version('torch')}, built for {f'CUDA {cuda}' if cuda else 'CPUs'}")
 
 
@@ -69,7 +69,7 @@ def peer_access() -> Row:
     if num_gpus < 2:
         return Row("peer access", "not needed: fewer than two GPUs")
     pairs = [(i, j) for i in range(num_gpus) for j in range(num_gpus) if i != j]
-    without = [pair for pair in pairs if not _torch().cuda.can_device_access_peer(*pair)]
+    without = [pair for pair in pairs if not load_torch().cuda.can_device_access_peer(*pair)]
     if not without:
         return Row("peer access", f"between all {num_gpus} GPUs")
     found = f"not from {', '.join(f'{i} to {j}' for i, j in without[:4])}{' …' if len(without) > 4 else ''}"
@@ -80,19 +80,19 @@ def nccl() -> Row:
     """The NCCL that moves weights, which CuPy drives, and PyTorch's."""
     if not _gpus():
         return Row("cupy, NCCL", "not needed: no GPUs")
-    major = (_torch().version.cuda or "13").partition(".")[0]
+    major = (load_torch().version.cuda or "13").partition(".")[0]
     remedy = f"pip install 'weightsync[cuda{major}]'"
     try:
         ours, theirs = importlib.import_module("weightsync.memory.cuda").nccl_versions()
     except (ImportError, TransportError) as error:
         return Row("cupy, NCCL", str(error).partition("\n")[0], "missing", remedy)
     package = f"cupy-cuda{major}x"
-    if not _version(package):
+    if not version_of(package):
         return Row("cupy, NCCL", f"not {package}, which CUDA {major} needs", "missing", remedy)
     if ours != theirs:
-        found = f"{package} {_version(package)} with NCCL {ours}, but PyTorch has {theirs}"
+        found = f"{package} {version_of(package)} with NCCL {ours}, but PyTorch has {theirs}"
         return Row("cupy, NCCL", found, "warn", f"pip install nvidia-nccl-cu{major}=={theirs}")
-    return Row("cupy, NCCL", f"{package} {_version(package)}, NCCL {ours} as PyTorch has")
+    return Row("cupy, NCCL", f"{package} {version_of(package)}, NCCL {ours} as PyTorch has")
 
 
 def allocator() -> Row:
@@ -136,7 +136,7 @@ def rdma() -> Row:
 
 def mooncake() -> Row:
     """What reads other hosts' memory, if it is there."""
-    found = _version("mooncake-transfer-engine")
+    found = version_of("mooncake-transfer-engine")
     if found:
         return Row("mooncake", found)
     if rdma_devices():
@@ -147,7 +147,7 @@ def mooncake() -> Row:
 
 def ray_package() -> Row:
     """Ray."""
-    found = _version("ray")
+    found = version_of("ray")
     if not found:
         return Row("ray", "not installed", "missing", "pip install 'ray[default]>=2.50'")
     if _release(found) < (2, 50):
@@ -226,15 +226,17 @@ def _moves_on_gpus() -> bool:
 def _gpus() -> list[str]:
     if not find_spec("torch"):
         return []
-    cuda = _torch().cuda
+    cuda = load_torch().cuda
     return [cuda.get_device_name(index) for index in range(cuda.device_count())]
 
 
-def _torch() -> Any:  # noqa: ANN401 (a module, imported only by who looks for GPUs)
+def load_torch() -> Any:  # noqa: ANN401 (a module)
+    """Import torch, which only the rows about GPUs need."""
     return importlib.import_module("torch")
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """The installed version of a package, empty if there is none."""
     try:
         return version(package)
     except PackageNotFoundError:

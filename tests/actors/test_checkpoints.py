@@ -109,6 +109,8 @@ def test_two_checkpoints_are_registered_and_switched(
     assert (first.version, first.checkpoint, all_hold(sync, a)) == (1, "a", True)
     with pytest.raises(ConfigError, match="did you mean 'a'"):
         sync.update_weights(checkpoint="aa")
+    with pytest.raises(ConfigError, match="did you mean 'a'"):
+        sync.checkpoint_readers("aa")
     ray.kill(*sync.checkpoint_readers("a").values())
     with pytest.raises(PeerLostError, match="checkpoint a on host"):
         sync.update_weights(checkpoint="a")

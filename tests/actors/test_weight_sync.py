@@ -117,7 +117,9 @@ def test_the_order_of_calls_is_held(make: Make) -> None:
         sync.update_weights(1)
     with pytest.raises(StateError, match="connect"):
         _ = sync.plan
+    assert sync.holders() == {}
     sync.connect()
+    assert [*sync.holders()] == ["holder 0", "holder 1", "holder 2"]
     with pytest.raises(StateError, match="keeps the committed version"):
         sync.heal("e0")
     first = sync.update_weights_async(1)

@@ -29,7 +29,7 @@ def answer(*arguments: str) -> str:
 
 @pytest.fixture(autouse=True)
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(cli, "_with_cluster")
+    monkeypatch.delattr(cli, "with_cluster")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

@@ -200,7 +200,7 @@ def test_what_was_mapped_before_a_mapping_failed_is_let_go_of(monkeypatch: pytes
             opened.remove(self.name)
 
     monkeypatch.setattr(device_staging, "DeviceBuffer", Mapped)
-    monkeypatch.setattr(device_staging, "_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     staging = device_staging.DeviceStaging(plan_of(3), 0, None, ())
     export = Export(RankLayout((), ()), {name: name for name in "abcd"})
@@ -242,8 +242,13 @@ def test_empty_buffers_do_not_keep_an_engine_from_exporting_the_others(
         return tensor.numel()
 
     monkeypatch.setattr("weightsync.engines.live_writer.export_tensor", export)
-    writer = LiveWriter(plan, RankLayout((), ()), live, [])
-    monkeypatch.setattr(writer, "_device", object())
+
+    class OnDevice(LiveWriter):
+        def __init__(self, *args: object) -> None:
+            super().__init__(*args)  # type: ignore[arg-type]
+            self._device = object()  # type: ignore[assignment]
+
+    writer = OnDevice(plan, RankLayout((), ()), live, [])
     found = writer.export()
     assert found is not None
     assert found.buffers == {"weight": 24, "bias": 8}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from tests.fleets.loop import Loop, drive
@@ -20,7 +22,9 @@ def test_a_gauge_sees_what_changes_until_it_is_stopped() -> None:
         times += 1
         return values[min(times, len(values)) - 1]
 
+    before = {*threading.enumerate()}
     gauge = Gauge(read)
+    (looking,) = {*threading.enumerate()} - before
     while times < len(values):
         pass
     samples = gauge.stop()
@@ -29,7 +33,7 @@ def test_a_gauge_sees_what_changes_until_it_is_stopped() -> None:
     assert times[0] >= 0
     assert times == sorted(times)
     assert times[-1] < 60, "seconds since the first look"
-    assert not gauge._thread.is_alive()
+    assert not looking.is_alive()
 
 
 def test_a_sample_counts_until_the_next_one() -> None:

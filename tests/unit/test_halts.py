@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+from unittest import mock
 
 import pytest
 
@@ -12,10 +15,12 @@ from tests.fleets.loop import Loop, drive
 from tests.patience import patient
 from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineState
+from weightsync.driver.gather import Outcome, gather_named
 from weightsync.errors import DeadlineError, EngineError, PeerLostError
 
-CONFIG = SyncConfig(bucket_bytes=4096, timeout_s=patient(0.15), connect_timeout_s=patient(20))
+PAUSE_S = patient(0.25)
 END_S = patient(20)
+T = TypeVar("T")
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +33,7 @@ class Stopped:
 
     def __init__(self, loop: Loop, method: str = "pause") -> None:
         self._engine = loop.engines["e1"]
-        self._call, self._going = getattr(self._engine, method), threading.Event()
+        self.call, self._going = getattr(self._engine, method), threading.Event()
         self.fails: Exception | None = None
         self.num_calls = 0
         setattr(self._engine, method, self._late)
@@ -39,7 +44,7 @@ class Stopped:
         assert self._going.wait(END_S)
         if self.fails:
             raise self.fails
-        self._call(*args)
+        self.call(*args)
 
     def go_on(self) -> None:
         self._going.set()
@@ -57,15 +62,27 @@ async def until(true: Callable[[], bool]) -> None:
     await asyncio.wait_for(poll(), END_S)
 
 
+async def nothing_runs() -> None:
+    """What engines did late has been undone."""
+    deadline = time.monotonic() + END_S
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        assert time.monotonic() < deadline, others
+        await asyncio.wait(others, timeout=END_S)
+
+
+async def impatient(calls: Mapping[str, Coroutine[Any, Any, T]], phase: str, timeout_s: float) -> Outcome[T]:
+    """As `gather_named`, with little time for who is to stop."""
+    return await gather_named(calls, phase, PAUSE_S if phase in ("pause", "sleep") else timeout_s)
+
+
 def connected(work: Callable[[Loop], Coroutine[object, object, None]]) -> None:
     """`work` with a fleet that serves version 1."""
 
     async def begin(loop: Loop) -> None:
-        loop.controller.crew._config = SyncConfig(bucket_bytes=4096, timeout_s=END_S)
         await loop.controller.connect()
         await loop.controller.update(1)
-        loop.controller.crew._config = CONFIG
-        await work(loop)
+        with mock.patch("weightsync.driver.engine_group.gather_named", impatient):
+            await work(loop)
 
     drive(begin, SyncConfig(bucket_bytes=4096, timeout_s=END_S))
 
@@ -100,7 +117,7 @@ def test_a_late_pause_is_not_undone_under_an_update_that_took_the_engine() -> No
             await asyncio.sleep(0)
             stopped.go_on()
             assert (await updating).engines == {"e0": 3, "e1": 3}
-        await asyncio.gather(*loop.controller.crew._undoing)
+        await nothing_runs()
         assert resumed == [3]
         assert all(stopped_writes)
         assert state(loop) is EngineState.SERVING
@@ -170,11 +187,11 @@ def test_another_actor_of_the_same_name_does_not_wait_for_the_pause_of_the_first
         await loop.controller.update(2)
         seat = loop.fleet.engines["e1"]
         seat.record = type(seat.record)()
-        loop.engines["e1"].pause = stopped._call
+        loop.engines["e1"].pause = stopped.call
         assert (await loop.controller.update(3)).engines == {"e0": 3, "e1": 3}
         stopped.fails = EngineError("e1", "pause", "of the first")
         stopped.go_on()
-        await until(lambda: not loop.controller.crew._undoing)
+        await nothing_runs()
         assert state(loop) is EngineState.SERVING
 
     connected(work)

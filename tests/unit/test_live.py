@@ -189,7 +189,7 @@ def _packed(meta: TensorMeta) -> tuple[int, ...]:
 def test_buckets_known_beforehand_are_written_and_digested_as_unknown_ones(
     monkeypatch: pytest.MonkeyPatch, chunk_nbytes: int
 ) -> None:
-    monkeypatch.setattr(host_live, "_CHUNK_NBYTES", chunk_nbytes)
+    monkeypatch.setattr(host_live, "CHUNK_NBYTES", chunk_nbytes)
 
     @given(laid_out())
     def check(

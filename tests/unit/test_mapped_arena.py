@@ -56,7 +56,7 @@ def plan_of(source: CheckpointSource) -> Plan:
 def test_every_rank_fills_its_pieces_of_every_bucket_in_the_dtype_that_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_nbytes: int, to_device: bool
 ) -> None:
-    monkeypatch.setattr(mapped_arena, "_PART_NBYTES", part_nbytes)
+    monkeypatch.setattr(mapped_arena, "PART_NBYTES", part_nbytes)
     save_file(TENSORS, tmp_path / "model.safetensors")
     source = CheckpointSource([str(tmp_path)])
     source.read()

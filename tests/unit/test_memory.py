@@ -88,10 +88,10 @@ def test_an_empty_buffer_is_legal_and_an_impossible_one_is_refused() -> None:
         SharedBuffer.create(1 << 60)
 
 
-@pytest.mark.parametrize("advice", [memory._POPULATE_WRITE, 9999], ids=["today", "an older kernel"])
+@pytest.mark.parametrize("advice", [memory.POPULATE_WRITE, 9999], ids=["today", "an older kernel"])
 def test_new_memory_is_there_before_it_is_used(monkeypatch: pytest.MonkeyPatch, advice: int) -> None:
-    monkeypatch.setattr(memory, "_POPULATE_WRITE", advice)
-    monkeypatch.setattr(memory, "_PART_NBYTES", 3 << 20)
+    monkeypatch.setattr(memory, "POPULATE_WRITE", advice)
+    monkeypatch.setattr(memory, "PART_NBYTES", 3 << 20)
     before, nbytes = shared_kib(), 16 << 20
     buffer = SharedBuffer.create(nbytes)
     assert shared_kib() - before == nbytes >> 10
@@ -99,11 +99,11 @@ def test_new_memory_is_there_before_it_is_used(monkeypatch: pytest.MonkeyPatch, 
     buffer.close()
 
 
-@pytest.mark.parametrize("advice", [memory._POPULATE_READ, 9999], ids=["today", "an older kernel"])
+@pytest.mark.parametrize("advice", [memory.POPULATE_READ, 9999], ids=["today", "an older kernel"])
 def test_parts_are_mapped_before_they_are_read_where_the_kernel_can(
     monkeypatch: pytest.MonkeyPatch, advice: int
 ) -> None:
-    monkeypatch.setattr(memory, "_POPULATE_READ", advice)
+    monkeypatch.setattr(memory, "POPULATE_READ", advice)
     owned = SharedBuffer.create(4 << 20)
     before, seen = shared_kib(), SharedBuffer.open(owned.handle, touch=False)
     map_pages(seen.tensor[3 : 1 << 20])

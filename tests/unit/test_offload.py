@@ -78,8 +78,6 @@ def test_what_is_offloaded_lies_in_the_arena_and_is_published_without_another_co
 def test_weights_come_back_out_of_the_arena(rig: Rig) -> None:
     rig.attach()
     rig.source.offload()
-    assert rig.source._offloaded is not None
-    assert {*rig.values} - {*rig.source._offloaded._stored} == {"head.weight", "steps"}
     rig.arenas[0].tensor.zero_()
     rig.source.onload()
     kept = {"head.weight", "steps"}

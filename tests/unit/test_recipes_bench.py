@@ -92,12 +92,14 @@ def test_the_file_has_what_is_shown(tmp_path: Path) -> None:
 
 
 def test_what_would_be_resumed_is_measured_without_a_cluster_that_is_there(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     started: list[bool] = []
-    monkeypatch.setattr(cli, "_on_cluster", lambda recipe, *_: started.append(recipe.resume) or 0)
-    assert RUNNER.invoke(cli.app, ["bench", "quickstart", "--set", "resume=true"]).exit_code == 0
+    monkeypatch.setattr(cli, "with_cluster", lambda _folder, _num_at_once, inside: inside())
+    monkeypatch.setattr(recipe_bench, "run", lambda recipe, *_: started.append(recipe.resume))
+    arguments = ["bench", "quickstart", "--set", "resume=true", "--out", str(tmp_path)]
+    assert RUNNER.invoke(cli.app, arguments).exit_code == 0
     assert started == [False]
 
 
@@ -134,7 +136,7 @@ def test_engines_sleep_before_the_trainers_take_their_memory(monkeypatch: pytest
 def test_bad_input_is_one_line_and_starts_nothing(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], says: str
 ) -> None:
-    monkeypatch.delattr(cli, "_with_cluster")
+    monkeypatch.delattr(cli, "with_cluster")
     result = RUNNER.invoke(cli.app, ["bench", *arguments])
     assert result.exit_code == 2
     assert says in result.stderr

@@ -16,6 +16,12 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import weightsync
+from recipes import cli
+from recipes.forecast import sample
+from recipes.inputs import SHIPPED, shipped_recipes
+from recipes.page import page
+from recipes.recipe import Recipe, load_recipe
+from recipes.run_report import RunReport, read_report
 from tests.unit.test_recipes_page import run_report
 from weightsync.faults import Fault, FaultPlan
 from weightsync.plan import Layout, Reads, Reshard
@@ -331,7 +337,7 @@ def test_what_engines_of_a_host_read_alike_from_another_crosses_once() -> None:
 
 
 def test_of_very_many_copies_only_some_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsync.recipes.forecast._MOST_COPIES", 5_000)
+    monkeypatch.setattr("recipes.forecast.MOST_COPIES", 5_000)
     arguments = ["--model", "qwen3-8b", "--trainers", "fsdp=4", "--engine", "tp=8", "--cluster", "8xh100"]
     lines = direct_section(*arguments)
     assert lines[0].startswith("  3 of 8 engine ranks")
@@ -360,9 +366,7 @@ def test_ranks_that_are_alike_are_planned_once(
 
     monkeypatch.setattr(Reshard, "reads", counted)
     quick, num_quick = direct_section(*arguments), len(planned)
-    monkeypatch.setattr(
-        "weightsync.recipes.forecast._alike", lambda _, every, __: dict.fromkeys(range(len(every)), 1)
-    )
+    monkeypatch.setattr("recipes.forecast.alike", lambda _, every, __: dict.fromkeys(range(len(every)), 1))
     assert quick == direct_section(*arguments)
     assert num_quick <= len(planned) - num_quick == tp * engines
 
@@ -385,7 +389,7 @@ def test_a_hundred_thousand_engines_are_planned_at_once() -> None:
     ],
 )
 def test_whole_hosts_are_planned(sizes: tuple[int, int, int], ranks: list[int]) -> None:
-    assert _sample(*sizes) == ranks
+    assert sample(*sizes) == ranks
 
 
 def test_tensors_that_bytes_alone_cannot_bring_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

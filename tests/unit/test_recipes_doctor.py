@@ -48,9 +48,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
             can_device_access_peer=peers,
         )
         torch = SimpleNamespace(cuda=cuda, version=SimpleNamespace(cuda="13.0"))
-        monkeypatch.setattr(probes, "_torch", lambda: torch)
+        monkeypatch.setattr(probes, "load_torch", lambda: torch)
         monkeypatch.setattr(probes, "find_spec", lambda name: object())
-        monkeypatch.setattr(probes, "_version", lambda name: "14.2.0" if name in installed else "")
+        monkeypatch.setattr(probes, "version_of", lambda name: "14.2.0" if name in installed else "")
         monkeypatch.setattr(
             probes.importlib, "import_module", lambda name: SimpleNamespace(nccl_versions=versions)
         )
@@ -136,7 +136,7 @@ def test_rdma_wants_mooncake_and_locked_memory(
     monkeypatch: pytest.MonkeyPatch, devices: list[str], state: str
 ) -> None:
     monkeypatch.setattr(probes, "rdma_devices", lambda: devices)
-    monkeypatch.setattr(probes, "_version", lambda name: "")
+    monkeypatch.setattr(probes, "version_of", lambda name: "")
     monkeypatch.setattr(probes.resource, "getrlimit", lambda what: (8 << 20, 8 << 20))
     assert probes.mooncake().state == probes.locked_memory().state == state
     assert probes.rdma().found == (devices[0] if devices else "no device: other hosts are read over TCP")

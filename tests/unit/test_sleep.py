@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -208,7 +209,8 @@ def test_healing_wakes_nobody() -> None:
         await controller.update(1)
         await controller.sleep(["e1"], 2)
         healer.engine_failed("e1", EngineError("e1", "move", "it had failed before"))
-        await healer._tasks["e1"]
+        while healer.busy():
+            await asyncio.sleep(0.01)
         assert states(loop) == [SERVING, ASLEEP]
         assert loop.fleet.engines["e1"].attached
 

@@ -104,35 +104,35 @@ class BusTransport:
     """Rank `rank` on a bus; it finds one bit of operation `flips` wrong."""
 
     def __init__(self, bus: Bus, rank: int, flips: int = -1) -> None:
-        self._bus, self._rank, self._flips, self._number = bus, rank, flips, 0
+        self.bus, self._rank, self.flips, self._number = bus, rank, flips, 0
 
     def start(self, ops) -> BusTransport.Pending:
         (op,) = ops
         self._number += 1
-        with self._bus.changed:
+        with self.bus.changed:
             if op.root == self._rank:
-                self._bus.sent[self._number] = op.data.numpy().tobytes()
-            self._bus.changed.notify_all()
+                self.bus.sent[self._number] = op.data.numpy().tobytes()
+            self.bus.changed.notify_all()
         return self.Pending(self, self._number, op.data)
 
     def abort(self, cause: str) -> None:
-        with self._bus.changed:
-            self._bus.cause = self._bus.cause or cause
-            self._bus.changed.notify_all()
+        with self.bus.changed:
+            self.bus.cause = self.bus.cause or cause
+            self.bus.changed.notify_all()
 
     class Pending:
         def __init__(self, transport: BusTransport, number: int, data: torch.Tensor) -> None:
             self._transport, self._number, self._data = transport, number, data
 
         def wait(self) -> None:
-            bus = self._transport._bus
+            bus = self._transport.bus
             with bus.changed:
                 came = bus.changed.wait_for(lambda: self._number in bus.sent or bus.cause, TIMEOUT_S)
                 assert came, "nobody sent it"
                 if bus.cause:
                     raise TransportError(bus.cause)
             came = bytearray(bus.sent[self._number])
-            if self._number == self._transport._flips:
+            if self._number == self._transport.flips:
                 came[5] ^= 1
             self._data.copy_(torch.frombuffer(came, dtype=torch.uint8))
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from weightsync.engines.engine_ranks import EngineRanks
+from weightsync.engines.stacked_experts import as_loaded
 from weightsync.engines.vllm.adapter import VllmEngine
 from weightsync.engines.vllm.api import stored_otherwise
 from weightsync.engines.whole_sink import as_loaded
@@ -144,7 +146,7 @@ def test_ranks_that_cannot_all_be_written_live_all_reload(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(VllmEngine, "on_ranks", on_ranks)
     engine = VllmEngine.__new__(VllmEngine)
-    engine._name = "e0"
+    EngineRanks.__init__(engine, "e0")
     assert engine.layout() == [whole, whole]
     assert asked == ["layout", "reload"]
     found[:] = [live, live]

@@ -16,7 +16,7 @@ from weightsync.protocol.messages import Digests
 
 __all__ = ["HostTables"]
 
-_CHUNK_NBYTES = 4 << 20
+CHUNK_NBYTES = 4 << 20
 """What one thread takes of a large tensor."""
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
@@ -121,6 +121,6 @@ def _is_packed(view: torch.Tensor) -> bool:
 def _chunks(box: Box, itemsize: int) -> Iterator[tuple[Box, int]]:
     """Parts of a box, and at which of its bytes each starts."""
     at = 0
-    for part in box.split(_CHUNK_NBYTES // itemsize):
+    for part in box.split(CHUNK_NBYTES // itemsize):
         yield part, at
         at += part.numel * itemsize

@@ -60,7 +60,7 @@ class Bounce:
         self._buffers = []
 
 
-_PART_NBYTES = 4 << 20
+PART_NBYTES = 4 << 20
 """What one thread copies at a time."""
 
 
@@ -208,7 +208,7 @@ def _held(
 
 def _cut(piece: Piece, held: torch.Tensor, dtypes: tuple[torch.dtype, torch.dtype]) -> Iterator[_Part]:
     source, wanted = dtypes
-    step = _PART_NBYTES // max(source.itemsize, wanted.itemsize)
+    step = PART_NBYTES // max(source.itemsize, wanted.itemsize)
     for first in range(0, piece.box.numel, step):
         numel, offset = min(step, piece.box.numel - first), first * wanted.itemsize
         yield _Part(

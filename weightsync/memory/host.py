@@ -20,8 +20,8 @@ from weightsync.protocol.handles import BufferHandle
 __all__ = ["SharedBuffer", "map_pages", "num_threads", "open_memory"]
 
 _madvise = ctypes.CDLL(None).madvise  # unlike mmap's own it lets other threads run
-_POPULATE_READ, _POPULATE_WRITE = 22, 23  # since Linux 5.14
-_PART_NBYTES = 256 << 20
+POPULATE_READ, POPULATE_WRITE = 22, 23  # since Linux 5.14
+PART_NBYTES = 256 << 20
 """What one thread touches at a time."""
 
 
@@ -131,14 +131,14 @@ def map_pages(part: torch.Tensor) -> None:
 
     Reading maps them too, a few at a time, and is slower for it; before Linux 5.14 that is left to it.
     """
-    _advise(_POPULATE_READ, part)
+    _advise(POPULATE_READ, part)
 
 
 def _touch(tensor: torch.Tensor) -> None:
     """All pages of new memory that is zero, by several threads: the kernel clears 5 GB/s for one."""
-    parts = (tensor[at : at + _PART_NBYTES] for at in range(0, len(tensor), _PART_NBYTES))
+    parts = (tensor[at : at + PART_NBYTES] for at in range(0, len(tensor), PART_NBYTES))
     with ThreadPoolExecutor(num_threads(8)) as threads:
-        if any(threads.map(partial(_advise, _POPULATE_WRITE), parts)):
+        if any(threads.map(partial(_advise, POPULATE_WRITE), parts)):
             tensor.zero_()  # an older kernel
 
 

@@ -1,0 +1,165 @@
+"""Tests use what users use: private names are for the unit test of the module that defines them.
+
+It is in ``tests/unit``, and the module's name is part of its own: ``test_nccl_endings.py`` tests
+``transports/nccl.py``. A class may use what it inherits.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+OURS = ("weightsync", "actors", "recipes", "benchmarks", "tests")
+THIRD_PARTY = {
+    "_get_original_loader": "vllm",
+    "_k_scale_float": "vllm",
+    "_registry": "vllm",
+    "_local_tensor": "torch",
+    "_modules": "torch",
+    "_non_persistent_buffers_set": "torch",
+    "_replace": "named tuples",
+}
+"""Names of others, who have no public ones for the same."""
+BY_NAME = ("getattr", "setattr", "hasattr", "delattr", "patch", "object", "attrgetter", "methodcaller")
+"""Functions that are given the name of an attribute, or a dotted path to it."""
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and name.strip("_") != "" and not name.endswith("__")
+
+
+def private_names(source: str) -> Iterator[tuple[int, str]]:
+    """Line and name of each access to a private name of another object or module."""
+    return _visit(ast.parse(source), frozenset(), in_class=False)
+
+
+def _visit(node: ast.AST, own: frozenset[str], *, in_class: bool) -> Iterator[tuple[int, str]]:
+    """`own`: what the object of the method around is called here."""
+    yield from ((node.lineno, name) for name in _named(node, own) if is_private(name))  # type: ignore[attr-defined]
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        names = [each.arg for each in (*node.args.posonlyargs, *node.args.args)]
+        own = own - {*names}
+        if in_class and not isinstance(node, ast.Lambda):
+            own |= {*names[:1]}
+    for child in ast.iter_child_nodes(node):
+        yield from _visit(child, own, in_class=isinstance(node, ast.ClassDef))
+
+
+def _named(node: ast.AST, own: frozenset[str]) -> list[str]:
+    if isinstance(node, ast.Attribute):
+        return [] if _is_own(node.value, own) else [node.attr]
+    if isinstance(node, ast.ImportFrom):
+        return [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+    if isinstance(node, ast.Import):
+        return [part for alias in node.names for part in alias.name.split(".")]
+    if isinstance(node, ast.Call):
+        function = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
+        if function in BY_NAME and not (node.args and _is_own(node.args[0], own)):
+            return [part for each in node.args for part in _text(each).split(".")]
+    if isinstance(node, ast.Subscript):
+        holder = ast.unparse(node.value)
+        return [_text(node.slice)] if holder.endswith(".__dict__") or holder.startswith("vars(") else []
+    return []
+
+
+def _is_own(node: ast.expr, own: frozenset[str]) -> bool:
+    return ast.unparse(node) in own | {"super()"}
+
+
+def _text(node: ast.expr) -> str:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def defined(source: str) -> set[str]:
+    """The private names that a module defines, and those of its classes and their objects."""
+    tree = ast.parse(source)
+    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    names |= {node.name for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return {*filter(is_private, names)}
+
+
+@cache
+def modules(root: Path) -> Mapping[Path, set[str]]:
+    paths = [path for package in OURS for path in (root / package).rglob("*.py")]
+    return {path: defined(path.read_text()) for path in paths if not path.name.startswith("test_")}
+
+
+def owned(test: Path, root: Path) -> set[str]:
+    """The private names of the modules that a file tests."""
+    if test.parent != root / "tests" / "unit":
+        return set()
+    tested = f"_{test.stem}_"
+    return {name for path, names in modules(root).items() if f"_{path.stem}_" in tested for name in names}
+
+
+def violations(root: Path) -> list[str]:
+    return [
+        f"{path.relative_to(root)}:{line}: {name}"
+        for path in sorted((root / "tests").rglob("*.py"))
+        for line, name in private_names(path.read_text())
+        if name not in THIRD_PARTY and name not in owned(path, root)
+    ]
+
+
+def test_tests_use_no_private_names() -> None:
+    assert violations(ROOT) == []
+
+
+def test_what_is_said_to_be_of_others_is_not_ours() -> None:
+    ours = {name for names in modules(ROOT).values() for name in names}
+    assert not ours & {*THIRD_PARTY}
+
+
+@pytest.mark.parametrize(
+    ("planted", "names"),
+    [
+        ("sync._members", ["_members"]),
+        ("sync._members._holders = {}", ["_members", "_holders"]),
+        ("sync.__private", ["__private"]),
+        ("from weightsync.config import _field", ["_field"]),
+        ("from weightsync._secret import open", ["_secret"]),
+        ("import weightsync._secret", ["_secret"]),
+        ("getattr(sync, '_loop')", ["_loop"]),
+        ("monkeypatch.setattr(sync, '_loop', None)", ["_loop"]),
+        ("monkeypatch.setattr('weightsync.config._field', None)", ["_field"]),
+        ("mock.patch.object(sync, '_loop')", ["_loop"]),
+        ("vars(sync)['_loop']", ["_loop"]),
+        ("sync.__dict__['_loop']", ["_loop"]),
+        ("actor.__ray_call__.remote(lambda self: self._engine)", ["_engine"]),
+        ("def of(self):\n    return self._engine", ["_engine"]),
+        ("class A:\n    def f(self, other):\n        return other._x", ["_x"]),
+        ("class A:\n    def f(self):\n        return [super()._x, self._x, lambda: self._x]", []),
+        ("class A:\n    @classmethod\n    def f(cls):\n        return cls._x", []),
+        ("sync.version, sync.__class__, _local", []),
+        ("getattr(sync, 'version')", []),
+    ],
+)
+def test_a_planted_access_is_found(planted: str, names: list[str]) -> None:
+    assert sorted(name for _, name in private_names(planted)) == sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("test", "is_found"),
+    [
+        ("tests/unit/test_config.py", False),
+        ("tests/unit/test_config_files.py", False),
+        ("tests/unit/test_configuration.py", True),
+        ("tests/actors/test_config.py", True),
+    ],
+)
+def test_the_unit_test_of_a_module_may_name_what_the_module_defines(
+    tmp_path: Path, test: str, is_found: bool
+) -> None:
+    for name, text in {"weightsync/config.py": "_field = 1", test: "config._field, config._other"}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    wanted = [f"{test}:1: _field"] * is_found + [f"{test}:1: _other"]
+    assert sorted(violations(tmp_path)) == wanted
