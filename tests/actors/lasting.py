@@ -20,11 +20,11 @@ from typing import Any
 import ray
 import torch
 
-from actors.detached import actor_name, detached, end_all, find, names, run_prefix
-from actors.remote import RemoteEngine, RemoteHolder, RemoteTrainer
 from tests.actors.fleet import Engine, Trainer, build
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
+from weightsync.actors.detached import actor_name, detached, end_all, find, names, run_prefix
+from weightsync.actors.remote import RemoteEngine, RemoteHolder, RemoteTrainer
 from weightsync.driver.engine_group import Crew
 from weightsync.driver.engine_state import EngineState
 from weightsync.faults import Fault, FaultPlan

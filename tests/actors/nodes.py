@@ -18,10 +18,10 @@ import torch
 from ray.cluster_utils import Cluster
 from safetensors.torch import save_file
 
-from actors.remote import RemoteEngine, RemoteHolder, RemoteTrainer
 from tests.actors.fleet import Engine, Trainer
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
+from weightsync.actors.remote import RemoteEngine, RemoteHolder, RemoteTrainer
 from weightsync.errors import WeightSyncError
 from weightsync.faults import Fault, FaultPlan
 

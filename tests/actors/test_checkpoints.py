@@ -19,11 +19,6 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
-from actors.detached import NAMESPACE, actor_name
-from actors.engine import EngineActor
-from actors.weight_holder import spawn_spare
-from recipes.screen import Screen
-from recipes.serve_checkpoint import Fleet, serve
 from tests.actors.faulty import pid
 from tests.actors.fleet import Engine, HeldShard, Trainer, build, counts, spawn
 from tests.actors.test_quickstart import weightsync
@@ -32,6 +27,7 @@ from tests.patience import patient
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
 from weightsync.actors.detached import NAMESPACE, actor_name
 from weightsync.actors.engine import EngineActor
+from weightsync.actors.weight_holder import spawn_spare
 from weightsync.errors import PeerLostError, SourceChangedError, StateError
 from weightsync.recipes.screen import Screen
 from weightsync.recipes.serve_checkpoint import Fleet, serve
@@ -93,9 +89,11 @@ def memory(sync: WeightSync, name: str) -> tuple[list[int], list[int]]:
 def test_two_checkpoints_are_registered_and_switched(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.checkpoint_shard.CheckpointShard", HeldShard)
+    monkeypatch.setattr("weightsync.actors.checkpoint_shard.CheckpointShard", HeldShard)
     early: list[Any] = []
-    monkeypatch.setattr("actors.holders.spawn_spare", lambda *at: early.append(spawn_spare(*at)) or early[-1])
+    monkeypatch.setattr(
+        "weightsync.actors.holders.spawn_spare", lambda *at: early.append(spawn_spare(*at)) or early[-1]
+    )
     a, b = weights(1), weights(2)
     folders = [save(tmp_path / "a", a), save(tmp_path / "b", b)]
     (tmp_path / "a" / "go").touch()
@@ -315,9 +313,11 @@ def test_the_command_serves_and_obeys_lines(
     tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where names are folders, too
-    monkeypatch.setattr("actors.checkpoint_shard.CheckpointShard", HeldShard)
+    monkeypatch.setattr("weightsync.actors.checkpoint_shard.CheckpointShard", HeldShard)
     early: list[Any] = []
-    monkeypatch.setattr("actors.holders.spawn_spare", lambda *at: early.append(spawn_spare(*at)) or early[-1])
+    monkeypatch.setattr(
+        "weightsync.actors.holders.spawn_spare", lambda *at: early.append(spawn_spare(*at)) or early[-1]
+    )
     models = [tmp_path / "one", tmp_path / "two"]
     tokens = {m.name: greedy(build_tiny_qwen3(m, seed=i), [[1, 2, 3]], 1)[0][0] for i, m in enumerate(models)}
     (models[0] / "go").touch()

@@ -14,12 +14,12 @@ import pytest
 import ray
 import torch
 
-from actors.membership import Membership
-from actors.metrics import Metrics
-from actors.remote import RemoteHolder
 from tests.actors.fleet import Engine, Modelless, Trainer, spawn, until
 from tests.patience import patient
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
+from weightsync.actors.membership import Membership
+from weightsync.actors.metrics import Metrics
+from weightsync.actors.remote import RemoteHolder
 from weightsync.driver.engine_state import EngineState
 from weightsync.errors import NonfiniteError, PeerLostError, StateError, WeightSyncError
 from weightsync.faults import Fault, FaultPlan

@@ -12,12 +12,12 @@ import ray
 import torch
 from ray.util.placement_group import PlacementGroup
 
-from actors.weight_holder import Spare, spawn_spare
 from tests.actors.fleet import until
 from tests.gpu.fleet import Engine, spawn
 from tests.gpu.qwen3_models import save_qwen3
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
+from weightsync.actors.weight_holder import Spare, spawn_spare
 from weightsync.memory.tensors import named_tensors
 
 pytestmark = [
@@ -70,7 +70,9 @@ def test_checkpoints_arrive_bit_for_bit(
 def note_early(patch: pytest.MonkeyPatch) -> list[Any]:
     """The processes that are to be holders, as they are started."""
     early: list[Any] = []
-    patch.setattr("actors.holders.spawn_spare", lambda *at: early.append(spawn_spare(*at)) or early[-1])
+    patch.setattr(
+        "weightsync.actors.holders.spawn_spare", lambda *at: early.append(spawn_spare(*at)) or early[-1]
+    )
     return early
 
 

@@ -16,17 +16,11 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import weightsync
-from recipes import cli
-from recipes.forecast import sample
-from recipes.inputs import SHIPPED, shipped_recipes
-from recipes.page import page
-from recipes.recipe import Recipe, load_recipe
-from recipes.run_report import RunReport, read_report
 from tests.unit.test_recipes_page import run_report
 from weightsync.faults import Fault, FaultPlan
 from weightsync.plan import Layout, Reads, Reshard
 from weightsync.recipes import cli
-from weightsync.recipes.forecast import _sample
+from weightsync.recipes.forecast import sample
 from weightsync.recipes.inputs import SHIPPED, shipped_recipes
 from weightsync.recipes.page import page
 from weightsync.recipes.recipe import Recipe, load_recipe
@@ -337,7 +331,7 @@ def test_what_engines_of_a_host_read_alike_from_another_crosses_once() -> None:
 
 
 def test_of_very_many_copies_only_some_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recipes.forecast.MOST_COPIES", 5_000)
+    monkeypatch.setattr("weightsync.recipes.forecast.MOST_COPIES", 5_000)
     arguments = ["--model", "qwen3-8b", "--trainers", "fsdp=4", "--engine", "tp=8", "--cluster", "8xh100"]
     lines = direct_section(*arguments)
     assert lines[0].startswith("  3 of 8 engine ranks")
@@ -366,7 +360,9 @@ def test_ranks_that_are_alike_are_planned_once(
 
     monkeypatch.setattr(Reshard, "reads", counted)
     quick, num_quick = direct_section(*arguments), len(planned)
-    monkeypatch.setattr("recipes.forecast.alike", lambda _, every, __: dict.fromkeys(range(len(every)), 1))
+    monkeypatch.setattr(
+        "weightsync.recipes.forecast.alike", lambda _, every, __: dict.fromkeys(range(len(every)), 1)
+    )
     assert quick == direct_section(*arguments)
     assert num_quick <= len(planned) - num_quick == tp * engines
 
