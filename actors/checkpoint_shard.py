@@ -10,7 +10,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from weightsync.faults import arm, strike
+from weightsync.faults import inject, set_faults
 from weightsync.protocol.timing import PhaseClock, Span
 from weightsync.sources.checkpoint import CheckpointSource, Reading
 
@@ -57,7 +57,7 @@ class CheckpointShard:
         """What was read, of all ranks on this host."""
         clock = PhaseClock()
         with clock.phase("publish"):
-            strike("publish")
+            inject("publish")
             published = self._checked.published(self._tensors)
         return published, clock.spans
 
@@ -65,9 +65,9 @@ class CheckpointShard:
         """See `CheckpointSource.close`: the process takes a moment to end."""
         self._checked.close()
 
-    def sync_arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
-        """See `weightsync.faults.arm`."""
-        arm(who, faults, seed)
+    def sync_set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+        """See `weightsync.faults.set_faults`."""
+        set_faults(who, faults, seed)
 
     @property
     def _checked(self) -> CheckpointSource:

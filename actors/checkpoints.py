@@ -14,8 +14,8 @@ import ray
 from ray.actor import ActorHandle
 
 from weightsync.actors.checkpoint_shard import spawn_shard
+from weightsync.actors.placement import Placement
 from weightsync.actors.remote import RemoteHolder, answer
-from weightsync.actors.seat import Seat
 from weightsync.config import SyncConfig
 from weightsync.driver.gather import gather_named
 from weightsync.errors import (
@@ -145,22 +145,24 @@ class Checkpoints:
         await gather_named(closed, "close", self._config.timeout_s)
         _kill(shards)
 
-    def seat(self, engines: Iterable[Sequence[Seat]]) -> list[tuple[CheckpointRank, Seat]]:
+    def placement(self, engines: Iterable[Sequence[Placement]]) -> list[tuple[CheckpointRank, Placement]]:
         """A rank for each GPU or slot that engines on the reading hosts have.
 
         Raises ConfigError for a host without any.
         """
-        seats = {seat.key: seat for ranks in engines for seat in ranks}
-        found: list[tuple[CheckpointRank, Seat]] = []
+        placements = {placement.key: placement for ranks in engines for placement in ranks}
+        found: list[tuple[CheckpointRank, Placement]] = []
         for node in next(iter(self._held.values())).shards:
-            here = [seat for seat in seats.values() if seat.node == node]
+            here = [placement for placement in placements.values() if placement.node == node]
             if not here:
                 raise ConfigError("nodes", node, "no engine is on it: give the hosts that engines are on")
-            found += [(CheckpointRank(self, node, i, len(here)), seat) for i, seat in enumerate(here)]
+            found += [
+                (CheckpointRank(self, node, i, len(here)), placement) for i, placement in enumerate(here)
+            ]
         self.ranks = [rank for rank, _ in found]
         return found
 
-    def told(self, error: WeightSyncError) -> WeightSyncError:
+    def with_file(self, error: WeightSyncError) -> WeightSyncError:
         """`error`, with the file that its tensor is in."""
         if isinstance(error, SourceChangedError):
             files: defaultdict[str, list[str]] = defaultdict(list)
@@ -192,7 +194,7 @@ class CheckpointRank:
         layout: RankLayout = await self._call(self._checkpoints.wanted, "layout", *self._place)
         return layout
 
-    async def attach(self, plan: Plan, trainer: int, arena: BufferHandle | None) -> Attached:
+    async def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
         """The one that is wanted is mapped, once it is read, and with it those that are read by then.
 
         Of those, one whose process is gone is passed over: its next update says so.
@@ -221,10 +223,10 @@ class CheckpointRank:
             self._spans = [(f"checkpoint {name} on {self._node[:8]}", spans)]
         return published
 
-    async def arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
-        """See `weightsync.faults.arm`."""
+    async def set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+        """See `weightsync.faults.set_faults`."""
         for name in self._checkpoints.names:
-            await self._call(name, "sync_arm", who, faults, seed)
+            await self._call(name, "sync_set_faults", who, faults, seed)
 
     async def forget(self, name: str) -> None:
         """Let the holder unmap it."""

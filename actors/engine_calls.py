@@ -10,9 +10,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from weightsync.actors.claim import Claimable
-from weightsync.actors.seat import Seat
+from weightsync.actors.placement import Placement
 from weightsync.engines import Engine
-from weightsync.faults import strike
+from weightsync.faults import inject
 
 if TYPE_CHECKING:
     from weightsync.faults import Fault
@@ -31,10 +31,10 @@ class EngineCalls(Claimable):
     _slot: str | None = None
     _layouts: Sequence[RankLayout] | None = None
 
-    async def sync_seats(self) -> list[Seat]:
+    async def sync_placements(self) -> list[Placement]:
         """Where each rank sits: on the device that its layout names."""
         layouts = await self.sync_layout()
-        return [self._seat(layout.device, rank) for rank, layout in enumerate(layouts)]
+        return [self._place(layout.device, rank) for rank, layout in enumerate(layouts)]
 
     async def sync_layout(self) -> Sequence[RankLayout]:
         """See `Engine.layout`; asked for once, since what it says does not change."""
@@ -55,7 +55,7 @@ class EngineCalls(Claimable):
 
     async def sync_pause(self, mode: str, timeout_s: float) -> None:
         """See `Engine.pause`."""
-        strike("pause")
+        inject("pause")
         await asyncio.to_thread(self._engine.pause, mode, timeout_s)
 
     async def sync_sleep(self, level: int, mode: str, timeout_s: float) -> None:
@@ -71,7 +71,7 @@ class EngineCalls(Claimable):
 
     async def sync_resume(self, version: int) -> None:
         """See `Engine.resume`."""
-        strike("commit", version=version)
+        inject("commit", version=version)
         await asyncio.to_thread(self._engine.resume, version)
 
     async def sync_serving(self) -> int:
@@ -82,16 +82,16 @@ class EngineCalls(Claimable):
         """Ends with this process: Ray fails a call that waits in it as soon as it is gone."""
         await asyncio.Event().wait()
 
-    async def sync_arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
-        """See `Engine.arm`."""
-        await asyncio.to_thread(self._engine.arm, who, faults, seed)
+    async def sync_set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+        """See `Engine.set_faults`."""
+        await asyncio.to_thread(self._engine.set_faults, who, faults, seed)
 
     async def sync_ping(self) -> None:
         """An answer, while this process is able to give one; see `Engine.check`."""
         self._engine.check()
 
-    def _seat(self, device: str, rank: int) -> Seat:
+    def _place(self, device: str, rank: int) -> Placement:
         # Always by a slot, which leaves CUDA alone: further ranks have processes of their own.
         slot = f"pid-{os.getpid()}" if self._slot is None else self._slot
-        seat = Seat.here(f"{slot}.{rank}" if rank else slot)
-        return dataclasses.replace(seat, device=device) if device else seat
+        placement = Placement.here(f"{slot}.{rank}" if rank else slot)
+        return dataclasses.replace(placement, device=device) if device else placement

@@ -11,8 +11,8 @@ from weightsync.errors import ConfigError
 __all__ = ["check_engines", "check_trainers"]
 
 _KINDS = {
-    "sync_seat": "TrainerShard",
-    "sync_seats": "EngineActor or VllmActor",
+    "sync_placement": "TrainerShard",
+    "sync_placements": "EngineActor or VllmActor",
 }
 """A method of each kind of actor, and what it derives from."""
 
@@ -21,7 +21,7 @@ def check_trainers(handles: object) -> None:
     """Raise ConfigError unless `handles` is a list of trainers' actors, each of them once."""
     if not isinstance(handles, Sequence) or isinstance(handles, str) or not handles:
         raise ConfigError("trainers", handles, "give a list of at least one actor handle")
-    _check([(f"trainers[{rank}]", handle) for rank, handle in enumerate(handles)], "sync_seat")
+    _check([(f"trainers[{rank}]", handle) for rank, handle in enumerate(handles)], "sync_placement")
 
 
 def check_engines(handles: object) -> None:
@@ -31,7 +31,7 @@ def check_engines(handles: object) -> None:
     for name in handles:
         if not isinstance(name, str) or not name:
             raise ConfigError("engines", name, "give a text as the name of an engine")
-    _check([(f"engines[{name!r}]", handle) for name, handle in handles.items()], "sync_seats")
+    _check([(f"engines[{name!r}]", handle) for name, handle in handles.items()], "sync_placements")
 
 
 def _check(handles: Iterable[tuple[str, object]], method: str) -> None:

@@ -1,4 +1,4 @@
-"""The holders' processes: which runs on which seat, started where one is missing."""
+"""The holders' processes, one for each GPU or slot; started where one is missing."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ray.exceptions import RayError
 
 from weightsync.actors.daemon import on_daemon
 from weightsync.actors.detached import actor_name, end, find, names, run_prefix
+from weightsync.actors.placement import Placement
 from weightsync.actors.process import PATIENCE_S, end_pid
 from weightsync.actors.remote import RemoteHolder, answer
-from weightsync.actors.seat import Seat
-from weightsync.actors.weight_holder import Spare, spawn_holder, spawn_spare
+from weightsync.actors.weight_holder import Standby, spawn_holder, spawn_standby
 from weightsync.config import SyncConfig
 from weightsync.driver.gather import gather_named
 from weightsync.errors import ConfigError, DeadlineError
@@ -29,7 +29,7 @@ _DEVICES = ("slot:", "cuda:")
 
 
 class Holders:
-    """At most one holder for each seat."""
+    """At most one holder for each placement."""
 
     def __init__(self, config: SyncConfig, run: str | None) -> None:
         """`run`: under which name they outlive their driver; if there is none, they end with it."""
@@ -37,87 +37,91 @@ class Holders:
         self._on: dict[tuple[str, str], RemoteHolder] = {}
         self._pids: dict[Any, Any] = {}
         self._transport = ""
-        self._spares: list[tuple[str, ActorHandle[Spare]]] = []
+        self._standbys: list[tuple[str, ActorHandle[Standby]]] = []
 
-    def spare(self, node: str, num_gpus: int, num_engines: int) -> None:
-        """Start processes before it is known on which seats of that host: `settle` uses or ends them."""
-        here = sum(each == node for each, _ in self._spares)
+    def standby(self, node: str, num_gpus: int, num_engines: int) -> None:
+        """Start processes on that host ahead of time. `settle` binds them to a GPU or slot, or ends them."""
+        here = sum(each == node for each, _ in self._standbys)
         if not self._on and not self._run:
             gpus: Sequence[int | None] = range(num_gpus) or [None] * num_engines
-            self._spares += [(node, spawn_spare(node, gpu)) for gpu in gpus[here:]]
+            self._standbys += [(node, spawn_standby(node, gpu)) for gpu in gpus[here:]]
 
-    def expect(self, seat: Seat) -> None:
+    def expect(self, placement: Placement) -> None:
         """Before `settle`: an engine rank sits there, and others are still to come."""
-        for node, spare in self._spares:
-            if node == seat.node:
-                spare.expect.remote(seat.device)
+        for node, standby in self._standbys:
+            if node == placement.node:
+                standby.expect.remote(placement.device)
 
-    async def settle(self, seats: Sequence[Seat]) -> list[RemoteHolder]:
-        """One that answers for each of `seats`, in order, and none elsewhere."""
-        transport = self._choose_transport(seats)
+    async def settle(self, placements: Sequence[Placement]) -> list[RemoteHolder]:
+        """One that answers for each of `placements`, in order, and none elsewhere."""
+        transport = self._choose_transport(placements)
         if transport != self._transport:
             await self._change(transport)
         # Who has lost its engine may have its memory mapped, which the next one on that GPU needs.
-        for key in self._on.keys() - {seat.key for seat in seats}:
+        for key in self._on.keys() - {placement.key for placement in placements}:
             self._end(key)
-        running = {f"holder on {seat.device}": seat for seat in seats if seat.key in self._on}
-        pings = {name: self._on[seat.key].ready() for name, seat in running.items()}
+        running = {
+            f"holder on {placement.device}": placement
+            for placement in placements
+            if placement.key in self._on
+        }
+        pings = {name: self._on[placement.key].ready() for name, placement in running.items()}
         for name, error in (await gather_named(pings, "ping", self._config.timeout_s)).failures.items():
             if isinstance(error, DeadlineError):
                 await self._end_hung(running[name].key)
             else:
                 self._end(running[name].key)
-        await self._seat_spares(seats)
-        return [self._start(seat, index) for index, seat in enumerate(seats)]
+        await self._place_standbys(placements)
+        return [self._start(placement, index) for index, placement in enumerate(placements)]
 
-    async def _seat_spares(self, seats: Sequence[Seat]) -> None:
-        """Who does not answer is left out: its seat gets a process of its own."""
-        spares = {f"spare {i}": each for i, each in enumerate(self._spares)}
-        calls = {name: answer(name, spare.bound_to.remote()) for name, (_, spare) in spares.items()}
+    async def _place_standbys(self, placements: Sequence[Placement]) -> None:
+        """Bind standbys to placements. A placement whose standby does not answer gets a new process."""
+        standbys = {f"spare {i}": each for i, each in enumerate(self._standbys)}
+        calls = {name: answer(name, standby.bound_to.remote()) for name, (_, standby) in standbys.items()}
         bound = (await gather_named(calls, "start", self._config.timeout_s)).answers
-        free: defaultdict[tuple[str, str], list[tuple[str, ActorHandle[Spare]]]] = defaultdict(list)
+        free: defaultdict[tuple[str, str], list[tuple[str, ActorHandle[Standby]]]] = defaultdict(list)
         for name, gpu in bound.items():
-            node, _ = spares[name]
-            free[node, gpu if self._transport == "nccl" else ""].append(spares[name])
+            node, _ = standbys[name]
+            free[node, gpu if self._transport == "nccl" else ""].append(standbys[name])
         calls, taken = {}, {}
-        for index, seat in enumerate(seats):
-            fits = free[seat.key] or free[seat.node, ""]
-            if fits and seat.key not in self._on:
+        for index, placement in enumerate(placements):
+            fits = free[placement.key] or free[placement.node, ""]
+            if fits and placement.key not in self._on:
                 here = fits.pop()
-                self._spares.remove(here)
-                name, spare = f"holder {index}", here[1]
-                calls[name] = answer(name, spare.sit.remote(name, seat, self._transport))
-                taken[name] = seat, spare
+                self._standbys.remove(here)
+                name, standby = f"holder {index}", here[1]
+                calls[name] = answer(name, standby.sit.remote(name, placement, self._transport))
+                taken[name] = placement, standby
         outcome = await gather_named(calls, "start", self._config.timeout_s)
-        for name, (seat, spare) in taken.items():
+        for name, (placement, standby) in taken.items():
             if name in outcome.answers:
-                self._keep(seat, name, spare)
+                self._keep(placement, name, standby)
             else:
-                ray.kill(spare)
-        self._end_spares()
+                ray.kill(standby)
+        self._end_standbys()
 
-    def _end_spares(self) -> None:
-        while self._spares:
-            ray.kill(self._spares.pop()[1])
+    def _end_standbys(self) -> None:
+        while self._standbys:
+            ray.kill(self._standbys.pop()[1])
 
-    def take(self, seat: Seat, left: Seat | None, index: int) -> RemoteHolder:
-        """The one for a rank that came later: of its seat, of the seat that it `left`, or number `index`.
+    def take(self, placement: Placement, left: Placement | None, index: int) -> RemoteHolder:
+        """Return the holder of a late rank: the one there, the one that the rank `left`, or a new one.
 
         In host memory, a process that sat alone leaves its holder to the one that takes its place.
         """
-        alone = left is not None and left.device.startswith("slot:pid-") and left.node == seat.node
-        if alone and left and seat.key not in self._on and left.key in self._on:
-            self._on[seat.key] = self._on.pop(left.key)
-        return self._start(seat, index)
+        alone = left is not None and left.device.startswith("slot:pid-") and left.node == placement.node
+        if alone and left and placement.key not in self._on and left.key in self._on:
+            self._on[placement.key] = self._on.pop(left.key)
+        return self._start(placement, index)
 
     def lost(self, holder: RemoteHolder) -> None:
-        """It ended: the next rank on its seat gets another."""
+        """Forget a holder that ended. The next rank placed there gets another."""
         for key in [key for key, known in self._on.items() if known is holder]:
             self._end(key)
 
     def close(self) -> None:
         """End them all."""
-        self._end_spares()
+        self._end_standbys()
         for key in [*self._on]:
             self._end(key)
         for name in self._left():  # by a driver that died, where this one did not come to connecting
@@ -148,15 +152,15 @@ class Holders:
     def _prefix(self) -> str:
         return run_prefix(self._run)
 
-    def _start(self, seat: Seat, index: int) -> RemoteHolder:
-        if seat.key not in self._on:
+    def _start(self, placement: Placement, index: int) -> RemoteHolder:
+        if placement.key not in self._on:
             name = _unused(index, {holder.name for holder in self._on.values()})
-            outlives_as = actor_name(self._run, *seat.key) if self._run else ""
-            self._keep(seat, name, spawn_holder(name, seat, self._transport, outlives_as))
-        return self._on[seat.key]
+            outlives_as = actor_name(self._run, *placement.key) if self._run else ""
+            self._keep(placement, name, spawn_holder(name, placement, self._transport, outlives_as))
+        return self._on[placement.key]
 
-    def _keep(self, seat: Seat, name: str, handle: ActorHandle[Any]) -> None:
-        self._on[seat.key] = RemoteHolder(name, handle)
+    def _keep(self, placement: Placement, name: str, handle: ActorHandle[Any]) -> None:
+        self._on[placement.key] = RemoteHolder(name, handle)
         self._pids[handle] = handle.__ray_call__.remote(_pid)
 
     async def _end_hung(self, key: tuple[str, str]) -> None:
@@ -177,8 +181,8 @@ class Holders:
         if self._run:
             end(actor_name(self._run, *key))  # the next may be called the same
 
-    def _choose_transport(self, seats: Sequence[Seat]) -> str:
-        slots = [seat.device for seat in seats if not seat.gpu]
+    def _choose_transport(self, placements: Sequence[Placement]) -> str:
+        slots = [placement.device for placement in placements if not placement.gpu]
         if self._config.transport == "nccl" and slots:
             raise ConfigError("sync.transport", "nccl", f"{slots[0]} has no GPU: give auto")
         if self._config.transport != "auto":

@@ -1,4 +1,4 @@
-"""Who takes part: actors on their seats, with the holders that serve them, as they come and go."""
+"""The trainers, engines and holders that take part, as they come and go."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from weightsync.actors.checkpoints import Checkpoints
 from weightsync.actors.claim import Claims, TakenError
 from weightsync.actors.daemon import on_daemon
 from weightsync.actors.holders import Holders
+from weightsync.actors.placement import Placement, place_ranks
 from weightsync.actors.process import PATIENCE_S, end_process
 from weightsync.actors.remote import RemoteEngine, RemoteHolder, RemoteTrainer
-from weightsync.actors.seat import Seat, seat_everybody
 from weightsync.actors.watch import Watches
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineRecord, EngineState
-from weightsync.driver.fleet import EngineSeat, Fleet
+from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.errors import ConfigError, PlanError, StateError, WeightSyncError
 from weightsync.protocol.peers import TrainerPeer
@@ -52,7 +52,7 @@ class Membership:
         self.engines: dict[str, ActorHandle[Any]] = {}
         self.checkpoints = Checkpoints(config)
         self.respawner: Callable[[str], ActorHandle[Any]] | None = None
-        self._seats: dict[str, list[Seat]] = {}
+        self._placements: dict[str, list[Placement]] = {}
         self._holders = Holders(config, run)
         self._claims = Claims(run)
         self._watches = Watches(config.heartbeat_s)
@@ -74,7 +74,7 @@ class Membership:
                 raise ConfigError("nodes", nodes, f"give each host once: {', '.join(gpus)}")
         if not self._fleet.holders:
             for node in nodes:
-                self._holders.spare(node, gpus.get(node, 0), len(self.engines))
+                self._holders.standby(node, gpus.get(node, 0), len(self.engines))
             self._expecting = self._expecting or asyncio.ensure_future(self._expect())
         await self.checkpoints.register(name, files, nodes, exclude)
 
@@ -82,15 +82,15 @@ class Membership:
         """Tell spare processes of each engine as it starts; `connect` waits for all, and says who failed."""
 
         async def started(engine: RemoteEngine) -> None:
-            for seat in await engine.seats():
-                self._holders.expect(seat)
+            for placement in await engine.placements():
+                self._holders.expect(placement)
 
         calls = {name: started(RemoteEngine(f"engine {name}", h)) for name, h in self.engines.items()}
         await gather_named(calls, "start", self._config.connect_timeout_s)
 
     async def unregister_checkpoint(self, name: str) -> None:
         """As `Checkpoints.unregister`, once holders have copied what they keep of it."""
-        await self._controller.keeping.copied()
+        await self._controller.snapshot_index.copied()
         await self.checkpoints.unregister(name)
 
     async def choose(self, checkpoint: str) -> None:
@@ -108,26 +108,26 @@ class Membership:
 
     async def is_alive(self, name: str) -> bool:
         """Whether an engine answers."""
-        seat = self._fleet.engines.get(name)
-        if seat and seat.record.state is EngineState.DEAD:
+        placement = self._fleet.engines.get(name)
+        if placement and placement.record.state is EngineState.DEAD:
             return False
-        ping = {name: RemoteEngine(f"engine {name}", self.engines[name]).seats()}
+        ping = {name: RemoteEngine(f"engine {name}", self.engines[name]).placements()}
         return not (await gather_named(ping, "ping", self._config.timeout_s)).failures
 
     def can_respawn(self, name: str) -> bool:
         return self.respawner is not None and name in self.engines
 
     async def respawn(self, name: str) -> None:
-        """End an engine's process, which may hang or be gone, and seat another in its place.
+        """End an engine's process, which may hang or be gone, and start another in its place.
 
         Raises what `respawner` raises; DeadlineError of phase ``respawn`` where it does not return within
         ``respawn_timeout_s``: an actor that it returns later is killed.
         """
         assert self.respawner is not None
-        respawner, old, seats = self.respawner, self.engines[name], self._seats.get(name, ())
-        end_s = PATIENCE_S * (1 + len(seats))
-        await on_daemon(lambda: end_process(old, seats), f"engine {name}", "end", end_s)
-        self._controller.crew.enter([name], EngineState.DEAD)
+        respawner, old, placements = self.respawner, self.engines[name], self._placements.get(name, ())
+        end_s = PATIENCE_S * (1 + len(placements))
+        await on_daemon(lambda: end_process(old, placements), f"engine {name}", "end", end_s)
+        self._controller.engine_group.enter([name], EngineState.DEAD)
         # The dead one's memory stays on its GPU for as long as a holder has it mapped.
         at = self._fleet.engines[name].holders
         calls = {f"holder {i}": self._fleet.holders[i].link(None) for i in at}
@@ -139,39 +139,41 @@ class Membership:
             self._config.respawn_timeout_s,
             when_late=lambda late: self._end_late(name, late),
         )
-        await self.take_seat(name, handle)
+        await self.place_engine(name, handle)
 
     def _end_late(self, name: str, handle: ActorHandle[Any]) -> None:
         if isinstance(handle, ActorHandle) and handle not in self.engines.values() and ray.is_initialized():
             logger.warning("engine %s: respawn() has returned too late, its actor is killed", name)
             ray.kill(handle)
 
-    async def take_seat(self, name: str, handle: ActorHandle[Any]) -> None:
-        """Once the engine answers, it has the holders of its seats: those that were there, or new ones."""
+    async def place_engine(self, name: str, handle: ActorHandle[Any]) -> None:
+        """Wait for the engine, then give each of its ranks the holder on its GPU, or start one."""
         if self._controller.plan is None:
             raise StateError("connect() has to come first")
         engine, who = RemoteEngine(f"engine {name}", handle), f"engine {name}"
-        started = await gather_named({who: self._seats_of(engine)}, "start", self._config.connect_timeout_s)
-        seats = started.require()[who]
-        async with self._controller.beside(name):
-            left = self._seats.get(name, [])
+        started = await gather_named(
+            {who: self._placements_of(engine)}, "start", self._config.connect_timeout_s
+        )
+        placements = started.require()[who]
+        async with self._controller.shared(name):
+            left = self._placements.get(name, [])
             holders = tuple(
-                self._seat_rank(seat, left[rank] if rank < len(left) else None)
-                for rank, seat in enumerate(seats)
+                self._place_rank(placement, left[rank] if rank < len(left) else None)
+                for rank, placement in enumerate(placements)
             )
             if not {*holders} <= {*self._controller.plan.members.receivers}:
                 self._controller.connected = False  # a holder that only sent is in no other's broadcasts
-            self.engines[name], self._seats[name] = handle, seats
-            self._fleet.engines[name] = EngineSeat(engine, holders)
+            self.engines[name], self._placements[name] = handle, placements
+            self._fleet.engines[name] = EngineMember(engine, holders)
             self._watch(name, engine)
 
-    def _seat_rank(self, seat: Seat, left: Seat | None) -> int:
-        """The place in the fleet of the holder of `seat`."""
+    def _place_rank(self, placement: Placement, left: Placement | None) -> int:
+        """The place in the fleet of the holder of `placement`."""
         known = self._fleet.holders
-        holder = self._holders.take(seat, left, len(known))
+        holder = self._holders.take(placement, left, len(known))
         if holder not in known:
             known.append(holder)
-            self._fleet.nodes.append(seat.node)
+            self._fleet.nodes.append(placement.node)
             self._watches.holder(holder, self._when_lost(holder))
             self._controller.connected = False  # its communicators are made with the next update
         return known.index(holder)
@@ -179,7 +181,7 @@ class Membership:
     def _watch(self, name: str, engine: RemoteEngine) -> None:
         def lost(error: WeightSyncError) -> None:
             if self.engines.get(name) is engine.handle:
-                self._controller.crew.lost(name, error)
+                self._controller.engine_group.lost(name, error)
 
         self._watches.engine(engine, lost)
 
@@ -187,91 +189,93 @@ class Membership:
         def lost(_: WeightSyncError) -> None:
             if holder in self._fleet.holders:
                 self._controller.connected = False
-                self._controller.keeping.lost(holder.name)
+                self._controller.snapshot_index.lost(holder.name)
                 self._holders.lost(holder)
 
         return lost
 
     async def connect(self) -> None:
         try:
-            await self._seat()
+            await self._place()
             await self._controller.connect()
         except PlanError as error:
-            raise self.told(error) from error
+            raise self.with_file(error) from error
         finally:
             if self._controller.plan is None:  # others may have what could not be connected
                 await self._claims.release()
         await self._claims.release(staying=[*self.trainers, *self.engines.values()])
 
-    def told(self, error: WeightSyncError) -> WeightSyncError:
+    def with_file(self, error: WeightSyncError) -> WeightSyncError:
         """`error`, with the file that is at fault where weights come from files."""
-        return error if self.trainers else self.checkpoints.told(error)
+        return error if self.trainers else self.checkpoints.with_file(error)
 
-    async def _seat_of(self, trainer: RemoteTrainer) -> Seat:
+    async def _placement_of(self, trainer: RemoteTrainer) -> Placement:
         await self._claims.take(trainer)
-        return await trainer.seat()
+        return await trainer.placement()
 
-    async def _seats_of(self, engine: RemoteEngine) -> list[Seat]:
+    async def _placements_of(self, engine: RemoteEngine) -> list[Placement]:
         await self._claims.take(engine)
-        return await engine.seats()
+        return await engine.placements()
 
-    async def _seat(self) -> None:
-        """Ask everybody where they sit, and start a holder on every seat that has none."""
+    async def _place(self) -> None:
+        """Ask every actor for its host and GPU, and start a holder on each GPU that has none."""
         if not self.engines or not (self.trainers or self.checkpoints):
             raise StateError("register_trainers() and register_engines() have to come before connect()")
-        known = {name: seat.record for name, seat in self._fleet.engines.items()}
+        known = {name: placement.record for name, placement in self._fleet.engines.items()}
         records = {name: known.get(name, EngineRecord()) for name in self.engines}
         trainers = {f"trainer {i}": RemoteTrainer(f"trainer {i}", h) for i, h in enumerate(self.trainers)}
         engines = {name: RemoteEngine(f"engine {name}", h) for name, h in self.engines.items()}
         asked = {
-            f"engine {name}": self._seats_of(engine)
+            f"engine {name}": self._placements_of(engine)
             for name, engine in engines.items()
             if records[name].state is not EngineState.DEAD
         }
         # Engines take long to start, but those that were connected before should answer at once.
         again = known.keys() >= self.engines.keys()
         timeout_s = self._config.timeout_s if again else self._config.connect_timeout_s
-        trainer_seats, engine_seats = await asyncio.gather(
+        of_trainers, of_engines = await asyncio.gather(
             gather_named(
-                {name: self._seat_of(trainer) for name, trainer in trainers.items()}, "start", timeout_s
+                {name: self._placement_of(trainer) for name, trainer in trainers.items()}, "start", timeout_s
             ),
             gather_named(asked, "start", timeout_s),
         )
-        for name, error in engine_seats.failures.items():
+        for name, error in of_engines.failures.items():
             bare = name.removeprefix("engine ")
-            if bare not in known or not engine_seats.answers or isinstance(error, TakenError):
+            if bare not in known or not of_engines.answers or isinstance(error, TakenError):
                 raise error
             records[bare].enter(EngineState.DEAD)
-        ranks = [] if self.trainers else self.checkpoints.seat(engine_seats.answers.values())
-        seats = trainer_seats.require() | {f"trainer {i}": seat for i, (_, seat) in enumerate(ranks)}
-        seating = seat_everybody(seats, engine_seats.answers)
-        holders = await self._holders.settle(seating.seats)
+        ranks = [] if self.trainers else self.checkpoints.placement(of_engines.answers.values())
+        placements = of_trainers.require() | {
+            f"trainer {i}": placement for i, (_, placement) in enumerate(ranks)
+        }
+        placed = place_ranks(placements, of_engines.answers)
+        holders = await self._holders.settle(placed.placements)
         for holder in holders:
             self._watches.holder(holder, self._when_lost(holder))
         self._fleet.holders[:] = holders
-        self._fleet.nodes[:] = [seat.node for seat in seating.seats]
-        for (rank, _), name in zip(ranks, seats, strict=False):
-            rank.holder = holders[seating.holder_of[name][0]]
+        self._fleet.nodes[:] = [placement.node for placement in placed.placements]
+        for (rank, _), name in zip(ranks, placements, strict=False):
+            rank.holder = holders[placed.holder_of[name][0]]
         peers: list[TrainerPeer] = [*trainers.values(), *(rank for rank, _ in ranks)]
         self._fleet.trainers[:] = [
-            (peer, seating.holder_of[name][0]) for peer, name in zip(peers, seats, strict=True)
+            (peer, placed.holder_of[name][0]) for peer, name in zip(peers, placements, strict=True)
         ]
         self._fleet.engines.clear()
         for name, engine in engines.items():
-            at = seating.holder_of.get(f"engine {name}", ())
+            at = placed.holder_of.get(f"engine {name}", ())
             # Its own, by which its process is ended: a holder's may be of the trainer beside it.
-            self._seats[name] = engine_seats.answers.get(f"engine {name}", self._seats.get(name, []))
-            self._fleet.engines[name] = EngineSeat(engine, at, records[name])
+            self._placements[name] = of_engines.answers.get(f"engine {name}", self._placements.get(name, []))
+            self._fleet.engines[name] = EngineMember(engine, at, records[name])
             if records[name].state is not EngineState.DEAD:
                 self._watch(name, engine)
 
     async def part(self, name: str) -> None:
         """Let an engine go; the others are not asked, and its holder stays until the next connecting."""
-        async with self._controller.beside(name):
+        async with self._controller.shared(name):
             del self.engines[name]
-            self._seats.pop(name, None)
-            seat = self._fleet.engines.pop(name)
-            calls = {f"holder {i}": self._fleet.holders[i].drop_engine() for i in seat.holders}
+            self._placements.pop(name, None)
+            placement = self._fleet.engines.pop(name)
+            calls = {f"holder {i}": self._fleet.holders[i].drop_engine() for i in placement.holders}
             await gather_named(calls, "drop", self._config.timeout_s)
             await self._claims.release(staying=[*self.trainers, *self.engines.values()])
 
@@ -282,7 +286,7 @@ class Membership:
 
     def take_spans(self) -> dict[str, Sequence[Span]]:
         """See `RemoteHolder.take_spans`; of everybody: trainers, then holders, then engines."""
-        engines = [seat.peer for seat in self._fleet.engines.values()]
+        engines = [placement.peer for placement in self._fleet.engines.values()]
         peers: list[Any] = [*(peer for peer, _ in self._fleet.trainers), *self._fleet.holders, *engines]
         return {who: spans for peer in peers for who, spans in peer.take_spans().items()}
 
@@ -292,20 +296,20 @@ class Membership:
         holders = [*self._fleet.named_holders()]
         return [*trainers, *holders, *(f"engine {name}" for name in self.engines)]
 
-    async def arm(self, plan: FaultPlan, version: int) -> None:
+    async def set_faults(self, plan: FaultPlan, version: int) -> None:
         """Arm the faults of `version`; with 0 those of any, in place of all that was armed before."""
         named: dict[str, Any] = {f"trainer {i}": peer for i, (peer, _) in enumerate(self._fleet.trainers)}
         named |= self._fleet.named_holders()
-        named |= {f"engine {name}": seat.peer for name, seat in self._fleet.engines.items()}
+        named |= {f"engine {name}": placement.peer for name, placement in self._fleet.engines.items()}
         if not version:
-            calls = {who: peer.arm(who, (), plan.seed) for who, peer in named.items()}
-            (await gather_named(calls, "arm", self._config.timeout_s)).require()
+            calls = {who: peer.set_faults(who, (), plan.seed) for who, peer in named.items()}
+            (await gather_named(calls, "set_faults", self._config.timeout_s)).require()
         calls = {}
         for who, peer in named.items():
             due = [fault for fault in plan.for_(who) if fault.version == (version or None)]
             if due:
-                calls[who] = peer.arm(who, [replace(fault, version=None) for fault in due], plan.seed)
-        (await gather_named(calls, "arm", self._config.timeout_s)).require()
+                calls[who] = peer.set_faults(who, [replace(fault, version=None) for fault in due], plan.seed)
+        (await gather_named(calls, "set_faults", self._config.timeout_s)).require()
 
     def close(self) -> None:
         """End the holders."""

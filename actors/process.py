@@ -15,7 +15,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from weightsync.actors.seat import Seat
+from weightsync.actors.placement import Placement
 from weightsync.engines.rank_process import process_stat
 
 __all__ = ["PATIENCE_S", "end_pid", "end_process"]
@@ -24,12 +24,12 @@ PATIENCE_S = 15.0
 """Seconds that ending one process may take."""
 
 
-def end_process(handle: ActorHandle[Any], seats: Iterable[Seat]) -> None:
-    """Kill the actor, and return once its process is gone from its seats' host, with the memory it held.
+def end_process(handle: ActorHandle[Any], placements: Iterable[Placement]) -> None:
+    """Kill the actor, and return once its process is gone from its host, with the memory it held.
 
     Ray's own kill does not end a process that is stopped. A host that is gone has no such process.
     """
-    for node, pid in {(seat.node, seat.pid) for seat in seats}:
+    for node, pid in {(placement.node, placement.pid) for placement in placements}:
         end_pid(node, pid)
     ray.kill(handle)
 

@@ -9,7 +9,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
 
 from weightsync.actors.claim import Claim
-from weightsync.actors.seat import Seat
+from weightsync.actors.placement import Placement
 from weightsync.errors import ConfigError, PeerError, PeerLostError, WeightSyncError
 
 if TYPE_CHECKING:
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
         Digests,
         FeedTicket,
         Group,
-        Kept,
-        Label,
         Moved,
         Part,
         Prepared,
         Published,
         Refilled,
         Samples,
-        Share,
-        Way,
+        Snapshot,
+        SnapshotHeader,
+        SnapshotPart,
+        UpdateTask,
     )
     from weightsync.protocol.timing import Span
 
@@ -79,9 +79,9 @@ class _Remote:
         """See `Claimable.sync_release`."""
         await self._call("sync_release", run)
 
-    async def arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
-        """See `weightsync.faults.arm`."""
-        await self._call("sync_arm", who, faults, seed)
+    async def set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+        """See `weightsync.faults.set_faults`."""
+        await self._call("sync_set_faults", who, faults, seed)
 
     async def _call(self, method: str, *args: object) -> Any:  # noqa: ANN401 (whatever the actor returns)
         try:
@@ -95,16 +95,16 @@ class _Remote:
 class RemoteTrainer(_Remote):
     """A TrainerPeer."""
 
-    async def seat(self) -> Seat:
-        seat: Seat = await self._call("sync_seat")
-        return seat
+    async def placement(self) -> Placement:
+        placement: Placement = await self._call("sync_placement")
+        return placement
 
     async def layout(self) -> RankLayout:
         layout: RankLayout = await self._call("sync_layout")
         return layout
 
-    async def attach(self, plan: Plan, trainer: int, arena: BufferHandle | None) -> Attached:
-        attached: Attached = await self._call("sync_attach", plan, trainer, arena)
+    async def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
+        attached: Attached = await self._call("sync_attach", plan, trainer, send_buffer)
         return attached
 
     async def publish(self, count: bool) -> Published:
@@ -117,9 +117,9 @@ class RemoteTrainer(_Remote):
 class RemoteEngine(_Remote):
     """An EnginePeer."""
 
-    async def seats(self) -> list[Seat]:
-        seats: list[Seat] = await self._call("sync_seats")
-        return seats
+    async def placements(self) -> list[Placement]:
+        placements: list[Placement] = await self._call("sync_placements")
+        return placements
 
     async def layout(self) -> Sequence[RankLayout]:
         layouts: Sequence[RankLayout] = await self._call("sync_layout")
@@ -188,8 +188,8 @@ class RemoteHolder(_Remote):
     async def meet(self, rendezvous: str, timeout_s: float) -> None:
         await self._call("meet", rendezvous, timeout_s)
 
-    async def move(self, attempt: int, feeding: bool, way: Way, timeout_s: float) -> Moved:
-        moved: Moved = await self._call("move", attempt, feeding, way, timeout_s)
+    async def move(self, attempt: int, feeding: bool, task: UpdateTask, timeout_s: float) -> Moved:
+        moved: Moved = await self._call("move", attempt, feeding, task, timeout_s)
         self._spans = [(self.name, [moved.span])]
         return moved
 
@@ -210,39 +210,39 @@ class RemoteHolder(_Remote):
     async def drop_engine(self) -> None:
         await self._call("drop_engine")
 
-    async def lend(self, protocol: str, rdma_device: str) -> None:
-        await self._call("lend", protocol, rdma_device)
+    async def serve_snapshots(self, protocol: str, rdma_device: str) -> None:
+        await self._call("serve_snapshots", protocol, rdma_device)
 
-    async def reserve(self, part: int, is_image: bool) -> Offer | None:
-        offer: Offer | None = await self._call("reserve", part, is_image)
+    async def reserve(self, part: int, is_flat: bool) -> Offer | None:
+        offer: Offer | None = await self._call("reserve", part, is_flat)
         return offer
 
     async def map(self, part: int, offer: Offer) -> None:
         await self._call("map", part, offer)
 
-    async def keep(self, label: Label, is_image: bool, expected: Digests) -> Offer:
-        offer: Offer = await self._call("keep", label, is_image, expected)
+    async def snapshot(self, header: SnapshotHeader, is_flat: bool, expected: Digests) -> Offer:
+        offer: Offer = await self._call("keep", header, is_flat, expected)
         return offer
 
-    async def mirror(self, share: Share, timeout_s: float) -> Offer:
-        mirrored: Offer = await self._call("mirror", share, timeout_s)
+    async def replicate(self, snapshot_part: SnapshotPart, timeout_s: float) -> Offer:
+        mirrored: Offer = await self._call("replicate", snapshot_part, timeout_s)
         return mirrored
 
-    async def kept(self) -> list[Share]:
-        shares: list[Share] = await self._call("kept")
+    async def snapshots(self) -> list[SnapshotPart]:
+        shares: list[SnapshotPart] = await self._call("kept")
         return shares
 
     async def refill(
-        self, attempt: int, kept: Kept, direct: bool, timeout_s: float, limit_s: float
+        self, attempt: int, snapshot: Snapshot, direct: bool, timeout_s: float, limit_s: float
     ) -> Refilled:
-        refilled: Refilled = await self._call("refill", attempt, kept, direct, timeout_s, limit_s)
+        refilled: Refilled = await self._call("refill", attempt, snapshot, direct, timeout_s, limit_s)
         return refilled
 
     async def stop_refill(self, cause: str) -> None:
         await self._call("stop_refill", cause)
 
-    async def gauge(self, on: bool) -> tuple[str, Samples]:
-        seen: tuple[str, Samples] = await self._call("gauge", on)
+    async def sample_memory(self, on: bool) -> tuple[str, Samples]:
+        seen: tuple[str, Samples] = await self._call("sample_memory", on)
         return seen
 
     async def watch(self) -> None:

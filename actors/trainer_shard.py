@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from weightsync.actors.claim import Claimable
-from weightsync.actors.seat import Seat
+from weightsync.actors.placement import Placement
 from weightsync.errors import StateError
-from weightsync.faults import arm, strike
+from weightsync.faults import inject, set_faults
 from weightsync.protocol.timing import PhaseClock, Span
 from weightsync.sources.module import ModuleSource
 
@@ -76,9 +76,9 @@ class TrainerShard(Claimable):
         if self._source is not None:
             self._source.onload()
 
-    def sync_seat(self) -> Seat:
+    def sync_placement(self) -> Placement:
         """Where this rank sits."""
-        return Seat.here(self._slot)
+        return Placement.here(self._slot)
 
     def sync_layout(self) -> RankLayout:
         """Which boxes of which tensors lie here."""
@@ -86,15 +86,15 @@ class TrainerShard(Claimable):
         source.close()
         return source.layout()
 
-    def sync_attach(self, plan: Plan, trainer: int, arena: BufferHandle | None) -> Attached:
-        """Map the holder's arena, or let it read this rank's memory in place."""
-        return self._current_source().attach(plan, trainer, arena)
+    def sync_attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
+        """Map the holder's send buffer, or let it read this rank's memory in place."""
+        return self._current_source().attach(plan, trainer, send_buffer)
 
     def sync_publish(self, count: bool) -> tuple[Published, Sequence[Span]]:
         """Hand this rank's share to its holder: a copy, or, on a GPU, the memory as it is."""
         clock = PhaseClock()
         with clock.phase("publish"):
-            strike("publish")
+            inject("publish")
             published = self._current_source().publish(count)
         return published, clock.spans
 
@@ -107,6 +107,6 @@ class TrainerShard(Claimable):
             self._source.replace(self.model)
         return self._source
 
-    def sync_arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
-        """See `weightsync.faults.arm`."""
-        arm(who, faults, seed)
+    def sync_set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+        """See `weightsync.faults.set_faults`."""
+        set_faults(who, faults, seed)

@@ -13,33 +13,35 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from weightsync.actors.detached import detached
-from weightsync.actors.seat import Seat
+from weightsync.actors.placement import Placement
 from weightsync.errors import TransportError
 from weightsync.holder.holder import Holder
 from weightsync.memory import cuda
 from weightsync.memory.tensors import device_id
 
-__all__ = ["Spare", "spawn_holder", "spawn_spare"]
+__all__ = ["Standby", "spawn_holder", "spawn_standby"]
 
 # One each for watch(), a move or refill, keep() and mirror(); the others are for what may come meanwhile.
 _NUM_THREADS = 8
 
 
-def spawn_holder(name: str, seat: Seat, transport: str, outlives_as: str = "") -> ActorHandle[Holder]:
-    """A WeightHolder actor on the seat's host; it reserves no CPU and no GPU, and sees the seat's only.
+def spawn_holder(
+    name: str, placement: Placement, transport: str, outlives_as: str = ""
+) -> ActorHandle[Holder]:
+    """Start a WeightHolder on the host of `placement`. It reserves no CPU or GPU, and sees that GPU alone.
 
     It ends with its driver, or, if it `outlives_as` an actor of that name, when it is killed.
 
     It is not restarted by Ray: a new process would hold nothing, so the controller has to know.
     """
-    options = _options(seat.node, seat.gpu if transport == "nccl" else None)
+    options = _options(placement.node, placement.gpu if transport == "nccl" else None)
     if outlives_as:
         options |= detached(outlives_as)
-    return ray.remote(Holder).options(**options).remote(*_place(name, seat, transport))
+    return ray.remote(Holder).options(**options).remote(*_place(name, placement, transport))
 
 
-class Spare(Holder):
-    """A process that has imported what a holder needs, before it is known which seat it is for."""
+class Standby(Holder):
+    """A holder's process that is started before its GPU is known; its imports are done by then."""
 
     def __init__(self, gpu: int | None) -> None:
         """It is no holder before `sit`. `gpu`: the one of Ray's on this host that it sees from now on."""
@@ -60,10 +62,10 @@ class Spare(Holder):
         if device == self._bound_to:
             torch.cuda.current_stream().query()
 
-    def sit(self, name: str, seat: Seat, transport: str) -> None:
-        """Be the holder of that name, on that seat."""
-        os.environ["CUDA_VISIBLE_DEVICES"] = seat.gpu if transport == "nccl" else ""
-        super().__init__(*_place(name, seat, transport))
+    def sit(self, name: str, placement: Placement, transport: str) -> None:
+        """Become the holder `name` at `placement`."""
+        os.environ["CUDA_VISIBLE_DEVICES"] = placement.gpu if transport == "nccl" else ""
+        super().__init__(*_place(name, placement, transport))
 
 
 def _see(gpu: int) -> str:
@@ -79,13 +81,13 @@ def _see(gpu: int) -> str:
         return "cpu"
 
 
-def spawn_spare(node: str, gpu: int | None) -> ActorHandle[Spare]:
+def spawn_standby(node: str, gpu: int | None) -> ActorHandle[Standby]:
     """A Spare actor on that host, which ends with its driver. `gpu`: which of those that Ray has there."""
-    return ray.remote(Spare).options(**_options(node, "" if gpu is None else None)).remote(gpu)
+    return ray.remote(Standby).options(**_options(node, "" if gpu is None else None)).remote(gpu)
 
 
-def _place(name: str, seat: Seat, transport: str) -> tuple[str, str, str, str]:
-    return name, seat.address, transport, seat.device if transport == "nccl" else ""
+def _place(name: str, placement: Placement, transport: str) -> tuple[str, str, str, str]:
+    return name, placement.address, transport, placement.device if transport == "nccl" else ""
 
 
 def _options(node: str, gpu: str | None) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class WeightSync:
         self._armed: set[int] = set()
         self._metrics = Metrics(cluster)
         self._healer.on_heal = self._metrics.heal
-        self._controller.crew.on_failure = self._engine_failed
+        self._controller.engine_group.on_failure = self._engine_failed
         self._loop = LoopThread()
 
     def register_trainers(self, handles: Sequence[ActorHandle[Any]]) -> None:
@@ -205,20 +205,22 @@ class WeightSync:
 
     def engine_versions(self) -> dict[str, int]:
         """Return the version that each engine serves, or sleeps with; 0 if it holds none."""
-        return {name: seat.record.version for name, seat in self._fleet.engines.items()}
+        return {name: placement.record.version for name, placement in self._fleet.engines.items()}
 
     def engine_states(self) -> dict[str, EngineState]:
         """Return the state of each engine."""
-        return {name: seat.record.state for name, seat in self._fleet.engines.items()}
+        return {name: placement.record.state for name, placement in self._fleet.engines.items()}
 
     def serving(self) -> dict[str, ActorHandle[Any]]:
         """Return the engines that can take requests: those that serve a committed version."""
         serves = (EngineState.SERVING, EngineState.PAUSED)
-        seats = self._fleet.engines
+        placements = self._fleet.engines
         return {
             name: handle
             for name, handle in self._members.engines.items()
-            if name in seats and seats[name].record.version and seats[name].record.state in serves
+            if name in placements
+            and placements[name].record.version
+            and placements[name].record.state in serves
         }
 
     def trainers(self) -> tuple[ActorHandle[Any], ...]:
@@ -267,7 +269,7 @@ class WeightSync:
                 await asyncio.sleep(_POLL_S)
             if busy:
                 raise DeadlineError("heal", [f"engine {name}" for name in busy], timeout_s)
-            await self._controller.keeping.settled()
+            await self._controller.snapshot_index.settled()
 
         self._loop.beside(settled()).result()
 
@@ -282,7 +284,7 @@ class WeightSync:
             raise StateError("connect() has to come before inject()")
         plan.check_who(self._members.who())
         self._faults, self._armed = plan, set()
-        self._loop.submit(lambda: self._members.arm(plan, 0)).result()
+        self._loop.submit(lambda: self._members.set_faults(plan, 0)).result()
 
     def update_weights(self, version: int | None = None, *, checkpoint: str = "") -> SyncReport:
         """Bring the trainers' weights to all engines. Returns when engines serve them.
@@ -412,7 +414,9 @@ class WeightSync:
     def close(self) -> None:
         """End the holders, also named ones. Trainers and engines keep running. Safe to call twice."""
         if self._loop.shut():
-            self._loop.beside(self._controller.keeping.stop()).result()  # it would warn of holders that end
+            self._loop.beside(
+                self._controller.snapshot_index.stop()
+            ).result()  # it would warn of holders that end
             self._members.close()
             self._loop.beside(self._members.release()).result()
             self._loop.close()
@@ -430,7 +434,7 @@ class WeightSync:
         if 0 < there < least:
             remedy = f"{count_text(there, 'engine')} registered: give at most {there}, or register more"
             raise ConfigError("sync.min_engines", least, remedy)
-        async with self._controller.alone():
+        async with self._controller.exclusive():
             await self._members.connect()
             found_any = self.name is not None and not self._controller.version
             stale = await self._controller.restore() if found_any else []
@@ -451,17 +455,17 @@ class WeightSync:
 
     async def _update(self, version: int, checkpoint: str, held: Future[None]) -> SyncReport:
         await self._members.choose(checkpoint)
-        async with self._controller.alone():
+        async with self._controller.exclusive():
             await self._members.reconnect()
             if self._faults and version not in self._armed:
                 self._armed.add(version)
-                await self._members.arm(self._faults, version)
+                await self._members.set_faults(self._faults, version)
             self._members.take_spans()  # what an update that failed left
             try:
                 report = await self._controller.update(version, lambda: held.set_result(None))
             except WeightSyncError as error:
                 self._metrics.update_failed()
-                raise self._members.told(error) from error
+                raise self._members.with_file(error) from error
             self._metrics.update(report, self.plan)
             spans = {**report.spans, **self._members.take_spans()}
             return replace(report, spans=spans, checkpoint=checkpoint)
@@ -482,11 +486,11 @@ class WeightSync:
         before = self._members.engines.pop(name, None), self._fleet.engines.pop(name, None)
         self._healer.forget(name)
         try:
-            await self._members.take_seat(name, handle)
+            await self._members.place_engine(name, handle)
             try:
                 await self._controller.adopt(name)
             except PlanError:  # unlike all others: the plan has to have a place for it
-                async with self._controller.alone():
+                async with self._controller.exclusive():
                     await self._members.connect()
             return await self._controller.refill(name) if self._controller.can_refill(name) else None
         except WeightSyncError:
@@ -504,16 +508,16 @@ class WeightSync:
     async def _sleep(self, engines: Collection[str], level: int) -> None:
         gone = (EngineState.DEAD, EngineState.ASLEEP)
         awake = [name for name, state in self._states(engines).items() if state not in gone]
-        async with self._controller.alone():
+        async with self._controller.exclusive():
             await self._controller.sleep(awake, level)
 
     async def _wake(self, engines: Collection[str]) -> None:
         asleep = [name for name, state in self._states(engines).items() if state is EngineState.ASLEEP]
-        async with self._controller.alone():
+        async with self._controller.exclusive():
             await self._controller.wake(asleep)
 
     def _states(self, engines: Collection[str]) -> dict[str, EngineState]:
-        states = {name: seat.record.state for name, seat in self._fleet.engines.items()}
+        states = {name: placement.record.state for name, placement in self._fleet.engines.items()}
         if not states:
             raise StateError("connect() has to come before sleep() and wake()")
         for name in engines:

@@ -149,13 +149,13 @@ def _run_part(spec: Mapping[str, Any]) -> None:
 
 
 def _fleet(spec: Mapping[str, Any], gpus: Sequence[str]) -> Fleet:
-    seats: list[str | None] = [None] * spec["world"] if spec["cpu"] else list(gpus[: spec["world"]])
-    if len(seats) < spec["world"]:
-        raise SystemExit(f"{spec['world']} GPUs asked for, {len(seats)} there")
-    half = len(seats) // 2 if spec["placement"] == "disaggregated" else 0
+    placements: list[str | None] = [None] * spec["world"] if spec["cpu"] else list(gpus[: spec["world"]])
+    if len(placements) < spec["world"]:
+        raise SystemExit(f"{spec['world']} GPUs asked for, {len(placements)} there")
+    half = len(placements) // 2 if spec["placement"] == "disaggregated" else 0
     model = model_of(spec["model"], spec["gib"], spec["layers"])
     stage(f"{len(model)} tensors are made")
-    fleet = start_fleet(model, seats[: half or None], seats[half:], spec["source"])
+    fleet = start_fleet(model, placements[: half or None], placements[half:], spec["source"])
     fleet.used()
     stage("and filled")
     version = new_version()

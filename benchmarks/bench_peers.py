@@ -76,7 +76,7 @@ _PEERS = ("checkpoint_engine", "awex", "vllm")
 
 _OURS = "benchmarks.bench_peers"
 
-Way = Callable[[], object]
+UpdateTask = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,9 +220,9 @@ def _run_part(spec: Mapping[str, Any]) -> None:
 
 def _ours(spec: Mapping[str, Any], gpus: list[str]) -> None:
     """A fleet of ours with the peer's tensors and cuts, on the same GPUs."""
-    seats: list[str | None] = [None] * (spec["trainers"] + spec["engines"]) if spec["cpu"] else [*gpus]
+    placements: list[str | None] = [None] * (spec["trainers"] + spec["engines"]) if spec["cpu"] else [*gpus]
     first = 0 if spec["shared"] else spec["trainers"]
-    at = seats[: spec["trainers"]], seats[first : first + spec["engines"]]
+    at = placements[: spec["trainers"]], placements[first : first + spec["engines"]]
     fleet = start_fleet(model_of(*spec["model"]), *at, spec["source"])
     with WeightSync(config(spec["bucket_mib"], 2, spec["mode"])) as sync:
         sync.register_trainers(fleet.trainers)
@@ -265,12 +265,12 @@ def _vllm_ours(spec: Mapping[str, Any], trainer: Any, engine: Any) -> dict[str, 
         sync.register_trainers([trainer])
         sync.register_engines({"vllm": engine})
         connect(sync)
-        ways: dict[str, Way] = {"ours": lambda: sync.update_weights(sync.version + 1)}
+        ways: dict[str, UpdateTask] = {"ours": lambda: sync.update_weights(sync.version + 1)}
         seconds, reports = _rounds(ways, trainer, engine, spec["rounds"])
     return {"ours": spread("total", seconds["ours"]) | applied(reports)}
 
 
-def _theirs(backend: str, trainer: Any, engine: Any) -> dict[str, Way]:  # noqa: ANN401 (actor handles)
+def _theirs(backend: str, trainer: Any, engine: Any) -> dict[str, UpdateTask]:  # noqa: ANN401 (actor handles)
     def nccl(packed: bool) -> None:
         ray.get([engine.take_nccl.remote(packed), trainer.send_nccl.remote(packed)])
 
@@ -287,12 +287,12 @@ def _theirs(backend: str, trainer: Any, engine: Any) -> dict[str, Way]:  # noqa:
         return {"vLLM ipc packed": lambda: ipc(True), "vLLM ipc": lambda: ipc(False)}
     port = free_port()
     ray.get([engine.join.remote(port), trainer.join.remote(port)])
-    named: dict[str, Way] = {"vLLM nccl packed": lambda: nccl(True), "vLLM nccl": lambda: nccl(False)}
+    named: dict[str, UpdateTask] = {"vLLM nccl packed": lambda: nccl(True), "vLLM nccl": lambda: nccl(False)}
     return named | {"tensor by tensor": each}
 
 
 def _rounds(
-    ways: Mapping[str, Way],
+    ways: Mapping[str, UpdateTask],
     trainer: Any,  # noqa: ANN401 (an actor handle)
     engine: Any,  # noqa: ANN401 (an actor handle)
     num_rounds: int,

@@ -3,7 +3,7 @@
     python -m benchmarks.bench_places [--tensors 20000] [--rounds 80]
 
 Both look at the same module in turns. ``addresses`` compares children and addresses. It does not see that a
-dtype changed, or that a parameter was added; ``Places.as_before`` sees both.
+dtype changed, or that a parameter was added; ``AddressGuard.as_before`` sees both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from benchmarks.common import environment, print_table
-from weightsync.memory.addresses import Places
+from weightsync.memory.addresses import AddressGuard
 from weightsync.memory.tensors import named_tensors
 
 __all__ = ["main"]
@@ -54,9 +54,9 @@ def _experts(num_tensors: int) -> nn.Module:
 
 def _row(kind: str, module: nn.Module, num_rounds: int) -> dict[str, object]:
     tensors = named_tensors(module)[0]
-    places = Places(module, tensors)
+    guard = AddressGuard(module, tensors)
     ways: dict[str, Callable[[], bool]] = {"addresses": _addresses(module)}
-    ways["as_before"] = lambda: places.as_before(module)
+    ways["as_before"] = lambda: guard.as_before(module)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     gc.freeze()
     for _ in range(num_rounds):
@@ -71,7 +71,7 @@ def _row(kind: str, module: nn.Module, num_rounds: int) -> dict[str, object]:
 
 
 def _addresses(module: nn.Module) -> Callable[[], bool]:
-    """Whether children are the same and addresses too, found as `Places` once did (until 6e6a236)."""
+    """Whether children are the same and addresses too, found as `AddressGuard` once did (until 6e6a236)."""
     modules = list(module.modules())
     inner = [(each._modules, key) for each in modules for key in each._modules]
     parents, names = [home for home, _ in inner], [key for _, key in inner]

@@ -27,7 +27,7 @@ from benchmarks.cluster import kill, spawn
 from benchmarks.models import Tensor, rank_box
 from benchmarks.values import Held, count_wrong, fill, poison
 from weightsync.actors.claim import Claimable
-from weightsync.actors.seat import Seat
+from weightsync.actors.placement import Placement
 from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.channel.engine_end import EngineFeed
 from weightsync.engines.live_writer import LiveWriter
@@ -149,8 +149,8 @@ class EngineRank(Destination):
             device=device_id(self.device),
         )
 
-    def seat(self) -> Seat:
-        return Seat.here(self._slot)
+    def placement(self) -> Placement:
+        return Placement.here(self._slot)
 
     def layout(self) -> RankLayout:
         return self._layout
@@ -176,8 +176,8 @@ class EngineFront(Claimable):
         self._ranks = ranks
         self._version = 0
 
-    async def sync_seats(self) -> list[Seat]:
-        return await _gather([rank.seat.remote() for rank in self._ranks])
+    async def sync_placements(self) -> list[Placement]:
+        return await _gather([rank.placement.remote() for rank in self._ranks])
 
     async def sync_layout(self) -> Sequence[RankLayout]:
         return await _gather([rank.layout.remote() for rank in self._ranks])

@@ -14,7 +14,7 @@ from benchmarks.common import gpu_names
 from benchmarks.gpu_fleet import Fleet
 from benchmarks.isolate import stage
 from weightsync import SyncConfig, SyncReport, WeightSync
-from weightsync.driver.traffic import shares
+from weightsync.driver.traffic import efficiency
 from weightsync.plan.estimate import LinkRates
 from weightsync.report import Link
 
@@ -155,7 +155,7 @@ def floor(links: Sequence[Link], rounds: Sequence[Round]) -> dict[str, object]:
     if not names or not all(_RATES.name in name.split() for name in names):
         return {}
     reports = [each.report for each in rounds]
-    seconds = max(each.floor_s for each in shares(links, reports[-1], _RATES))
+    seconds = max(each.floor_s for each in efficiency(links, reports[-1], _RATES))
     return {"floor ms": seconds * 1e3, "share": seconds * 1e3 / float(str(applied(reports)["applied ms"]))}
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
-from weightsync import LinkRates, shares
+from weightsync import LinkRates, efficiency
 from weightsync.plan.explain import count_text, time_text
 from weightsync.protocol.timing import Span
 from weightsync.recipes.hosts import HostSpec
@@ -113,7 +113,7 @@ class BenchReport:
         last, rates, floors = updates[-1], None, {}
         if cluster:
             rates = cluster[1].link_rates(cluster[0])
-            found = shares(links, last, rates, gpus_per_host=cluster[1].gpus_per_host)
+            found = efficiency(links, last, rates, gpus_per_host=cluster[1].gpus_per_host)
             floors = {share.rank: share.floor_s for share in found}
         return cls(
             name=name,

@@ -1,4 +1,4 @@
-"""From "who takes which part" to a layout: a cut per kind of tensor, a seat per rank, all else in arrays."""
+"""From which rank takes which part to a layout: a cut per kind of tensor, a position per rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightsync.errors import ConfigError
 from weightsync.plan import Layout, TensorMeta
 from weightsync.plan.layout import Int64
 
-__all__ = ["BEHIND", "Cut", "Kind", "Seat", "deal", "lay_out"]
+__all__ = ["BEHIND", "Cut", "Kind", "Placement", "lay_out", "partition"]
 
 _NAME = re.compile(
     r"(?P<home>(?:model\.layers\.(?P<layer>\d+)\.)?(?:\w+\.)*?)"
@@ -74,7 +74,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class Placement:
     """What one rank takes: place `dense[0]` of `dense[1]` of everything, place `sparse[0]` of `sparse[1]`
     of each of its experts, and only the layers and experts from the first to before the second number."""
 
@@ -85,7 +85,7 @@ class Seat:
     experts: tuple[int, int] | None = None
 
 
-def deal(count: int, parts: int) -> list[tuple[int, int]]:
+def partition(count: int, parts: int) -> list[tuple[int, int]]:
     """`count` things in `parts` runs, as (first, behind the last); the first ones may be longer by one."""
     each, rest = divmod(count, parts)
     bounds = [each * part + min(part, rest) for part in range(parts + 1)]
@@ -95,17 +95,17 @@ def deal(count: int, parts: int) -> list[tuple[int, int]]:
 def lay_out(
     tensors: Sequence[TensorMeta],
     cut: Callable[[Kind], Cut],
-    seats: Sequence[Seat],
+    positions: Sequence[Placement],
     num_ranks: int,
     tied: tuple[tuple[str, str], ...] = (),
 ) -> Layout:
-    """The layout of `num_ranks` ranks of which those at `seats` hold something."""
+    """The layout of `num_ranks` ranks of which those at `positions` hold something."""
     columns = _Columns()
     for kind in _kinds(tensors):
         how = cut(kind)
         place = _Place(kind, how, columns)
-        for seat in seats:
-            place.add(seat)
+        for position in positions:
+            place.add(position)
     return columns.layout(tuple(tensors), num_ranks, tied)
 
 
@@ -192,34 +192,34 @@ class _Place:
         inside = f"experts.{expert}." if kind.is_expert else ""
         return f"{home}{inside}{cut.buffer or kind.leaf}.{kind.what}"
 
-    def add(self, seat: Seat) -> None:
+    def add(self, position: Placement) -> None:
         kind, cut, columns = self._kind, self._cut, self._columns
-        taken = np.flatnonzero(self._taken(seat))
-        place, places = seat.sparse if kind.is_expert else seat.dense
+        taken = np.flatnonzero(self._taken(position))
+        place, places = position.sparse if kind.is_expert else position.dense
         offset, extent, size = self._box(place * cut.parts // places)
         width = extent[1] * kind.meta.itemsize
-        first = seat.experts[0] if seat.experts else 0
+        first = position.experts[0] if position.experts else 0
         base = (cut.start + cut.depth * (kind.expert[taken] - first)) * width
         if len(taken) and cut.live is not None:
-            self._declare(seat, taken, (size - extent[0]) * width)
+            self._declare(position, taken, (size - extent[0]) * width)
         if not all(extent):
             return
         rows = extent[0] // cut.blocks
         for block in range(cut.blocks):
             columns.tensor.append(kind.rows[taken])
-            columns.rank.append(np.full(len(taken), seat.rank))
+            columns.rank.append(np.full(len(taken), position.rank))
             columns.offset.append(np.tile((offset[0] + block * rows, offset[1]), (len(taken), 1)))
             columns.extent.append(np.tile((rows, extent[1]), (len(taken), 1)))
             columns.buffer.append(self._numbers[taken])
             columns.start.append(base + block * cut.pitch * width)
 
-    def _taken(self, seat: Seat) -> npt.NDArray[np.bool_]:
+    def _taken(self, position: Placement) -> npt.NDArray[np.bool_]:
         kind = self._kind
         taken = np.ones(len(kind.rows), np.bool_)
-        if seat.layers is not None:
-            taken &= (kind.layer >= seat.layers[0]) & (kind.layer < seat.layers[1])
-        if kind.is_expert and seat.experts is not None:
-            taken &= (kind.expert >= seat.experts[0]) & (kind.expert < seat.experts[1])
+        if position.layers is not None:
+            taken &= (kind.layer >= position.layers[0]) & (kind.layer < position.layers[1])
+        if kind.is_expert and position.experts is not None:
+            taken &= (kind.expert >= position.experts[0]) & (kind.expert < position.experts[1])
         return taken
 
     def _box(self, part: int) -> tuple[list[int], list[int], int]:
@@ -231,13 +231,13 @@ class _Place:
         extent[cut.axis] = min(size, shape[cut.axis] - offset[cut.axis])
         return offset, extent, size if cut.axis == 0 else shape[0]
 
-    def _declare(self, seat: Seat, taken: Int64, missing: int) -> None:
+    def _declare(self, position: Placement, taken: Int64, missing: int) -> None:
         kind, cut, columns = self._kind, self._cut, self._columns
         assert cut.live is not None
-        first, last = seat.experts or (0, int(kind.expert.max()) + 1)
+        first, last = position.experts or (0, int(kind.expert.max()) + 1)
         shape = (last - first, *cut.live) if cut.depth else cut.live
         for name in dict.fromkeys(self._names[row] for row in taken.tolist()):
             meta = TensorMeta(name, kind.meta.dtype, shape)
-            columns.live.append((seat.rank, meta))
+            columns.live.append((position.rank, meta))
             if missing:
-                columns.padding.append((seat.rank, name, meta.nbytes - missing, missing))
+                columns.padding.append((position.rank, name, meta.nbytes - missing, missing))

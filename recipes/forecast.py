@@ -15,8 +15,8 @@ from weightsync.plan import (
     Reads,
     Reshard,
     TensorMeta,
-    castless,
     make_plan,
+    same_dtype_tensors,
 )
 from weightsync.plan.estimate import OTHER_HOST, DirectFloor, Receiver, direct_floor, distances
 from weightsync.plan.explain import count_text, time_text
@@ -155,7 +155,7 @@ def _direct(sides: _Sides) -> list[str]:
     if scene.offloaded:
         return ["none: the trainers publish into host memory, which engines do not read"]
     name, engine = next(iter(sides.engines.items()))
-    names, reasons = castless(sides.source, name, engine)
+    names, reasons = same_dtype_tensors(sides.source, name, engine)
     lines = [f"{tensor}, by broadcast: {reason}" for tensor, reason in list(reasons.items())[:_MOST_REASONS]]
     if len(reasons) > _MOST_REASONS:
         lines.append(f"and {count_text(len(reasons) - _MOST_REASONS, 'more tensor')} by broadcast")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from weightsync.errors import ConfigError
 from weightsync.plan import Layout, TensorMeta
-from weightsync.recipes.cuts import BEHIND, Cut, Kind, Seat, deal, lay_out
+from weightsync.recipes.cuts import BEHIND, Cut, Kind, Placement, lay_out, partition
 from weightsync.recipes.parallel import EngineParallel, Fsdp, Megatron
 from weightsync.recipes.shapes import ModelShape
 
@@ -36,11 +36,11 @@ def trainer_layout(
     """
     if isinstance(parallel, Fsdp):
         shards = parallel.shards
-        seats = [
-            Seat(rank=rank, dense=(rank % shards, shards), sparse=(rank % shards, shards))
+        positions = [
+            Placement(rank=rank, dense=(rank % shards, shards), sparse=(rank % shards, shards))
             for rank in _chosen(ranks, parallel.num_ranks)
         ]
-        return lay_out(tensors, lambda kind: _rows(kind, shards), seats, parallel.num_ranks, model.tied)
+        return lay_out(tensors, lambda kind: _rows(kind, shards), positions, parallel.num_ranks, model.tied)
     _check(model, parallel.tp, parallel.tp if parallel.ep == 1 else 1, "--trainers tp")
     if parallel.pp > model.num_hidden_layers:
         raise ConfigError("--trainers pp", parallel.pp, f"the model has {model.num_hidden_layers} layers")
@@ -48,11 +48,11 @@ def trainer_layout(
         remedy = f"give a divisor of the {model.num_key_value_heads} key-value heads"
         raise ConfigError("--trainers tp", parallel.tp, remedy)
     num_experts = _num_experts(model, parallel.ep, "--trainers ep")
-    seats = [
-        _megatron_seat(rank, model, parallel, num_experts) for rank in _chosen(ranks, parallel.num_ranks)
+    positions = [
+        _megatron_position(rank, model, parallel, num_experts) for rank in _chosen(ranks, parallel.num_ranks)
     ]
     return lay_out(
-        tensors, lambda kind: _megatron_cut(kind, model, parallel), seats, parallel.num_ranks, model.tied
+        tensors, lambda kind: _megatron_cut(kind, model, parallel), positions, parallel.num_ranks, model.tied
     )
 
 
@@ -81,9 +81,9 @@ def engine_layout(
     if not model.mla and model.num_key_value_heads % tp and tp % model.num_key_value_heads:
         remedy = f"give a divisor or a multiple of the {model.num_key_value_heads} key-value heads"
         raise ConfigError("--engine tp", tp, remedy)
-    dealt = deal(_num_experts(model, parallel.ep, "--engine ep"), parallel.ep)
-    seats = [
-        Seat(
+    dealt = partition(_num_experts(model, parallel.ep, "--engine ep"), parallel.ep)
+    positions = [
+        Placement(
             rank=rank,
             dense=(rank % tp, tp),
             sparse=(rank % per_group, per_group),
@@ -92,7 +92,11 @@ def engine_layout(
         for rank in _chosen(ranks, parallel.num_ranks)
     ]
     return lay_out(
-        tensors, lambda kind: _engine_cut(kind, model, tp, per_group), seats, parallel.num_ranks, model.tied
+        tensors,
+        lambda kind: _engine_cut(kind, model, tp, per_group),
+        positions,
+        parallel.num_ranks,
+        model.tied,
     )
 
 
@@ -106,17 +110,17 @@ def _rows(kind: Kind, shards: int) -> Cut:
     return Cut(parts=shards, size=-(-kind.meta.shape[0] // shards))
 
 
-def _megatron_seat(rank: int, model: ModelShape, parallel: Megatron, num_experts: int) -> Seat:
+def _megatron_position(rank: int, model: ModelShape, parallel: Megatron, num_experts: int) -> Placement:
     """Ranks of a stage: tp innermost, then dp. Without expert tensor parallelism ep is innermost."""
     stage, inside = divmod(rank, parallel.tp * parallel.dp)
     dense = (inside % parallel.tp, parallel.tp)
-    first, last = deal(model.num_hidden_layers, parallel.pp)[stage]
-    return Seat(
+    first, last = partition(model.num_hidden_layers, parallel.pp)[stage]
+    return Placement(
         rank=rank,
         dense=dense,
         sparse=dense if parallel.ep == 1 else (0, 1),
         layers=(first, BEHIND + 1 if stage == parallel.pp - 1 else last),
-        experts=deal(num_experts, parallel.ep)[inside % parallel.ep],
+        experts=partition(num_experts, parallel.ep)[inside % parallel.ep],
     )
 
 

@@ -186,8 +186,8 @@ class Recipe:
         name: of the run, and of its folder under ``runs/``.
         engines: groups of engines by name.
         placement: who shares a GPU, or on a cluster without enough of them a slot of host memory:
-            ``colocated`` seats trainer ranks and engine ranks on the same ones, from the first on,
-            ``disaggregated`` seats engines behind the trainers.
+            ``colocated`` puts trainer ranks and engine ranks on the same ones, from the first on,
+            ``disaggregated`` puts engines behind the trainers.
         events: what happens to engines meanwhile; for the loop ``elastic``.
         resume: take over the actors that the dead driver of an earlier run of the same name left.
     """

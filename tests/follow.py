@@ -140,7 +140,7 @@ async def follow(kind: str, loop: Loop) -> Followed:
         loop.engines["e1"].on_write = _fail
         await controller.update(2)
         loop.engines["e1"].on_write = lambda _: None
-        await controller.keeping.settled()
+        await controller.snapshot_index.settled()
     followed.is_on = True
     await steps[kind]()
     followed.is_on = False

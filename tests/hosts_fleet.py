@@ -16,10 +16,10 @@ from tests.unit.plan_strategies import NUMPY, PAD, Rank, cuts, decoder, engine_r
 from weightsync.channel.engine_end import EngineFeed
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
-from weightsync.driver.fleet import EngineSeat, Fleet
+from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.engines.live_writer import LiveWriter
 from weightsync.holder.holder import Holder
-from weightsync.holder.snapshots import EngineImage
+from weightsync.holder.snapshots import FlatSnapshot
 from weightsync.holder.staging import HostStaging
 from weightsync.memory.bucket_copies import bucket_rows
 from weightsync.memory.digests import tensor_digest
@@ -77,9 +77,9 @@ class Source:
     def layout(self) -> RankLayout:
         return self._layout
 
-    def attach(self, plan: Plan, trainer: int, arena: BufferHandle | None) -> Attached:
-        assert arena
-        self._plan, self._arena = plan, SharedBuffer.open(arena)
+    def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
+        assert send_buffer
+        self._plan, self._send_buffer = plan, SharedBuffer.open(send_buffer)
         self._pieces = plan.trainer_pieces(trainer)
         return Attached(plan.digest(), export(self._layout, flat(self.rank)))
 
@@ -92,8 +92,8 @@ class Source:
                 s for s in self.rank.segments if s.tensor == meta.name and piece.box.intersect(s.box)
             )
             held = np.array(self.rank.view(segment, meta.dtype)[piece.box.slices(segment.box)])
-            at = slice(piece.arena_offset, piece.arena_offset + piece.nbytes)
-            self._arena.tensor[at] = torch.from_numpy(held.reshape(-1).view(np.uint8))
+            at = slice(piece.send_buffer_offset, piece.send_buffer_offset + piece.nbytes)
+            self._send_buffer.tensor[at] = torch.from_numpy(held.reshape(-1).view(np.uint8))
             share = tensor_digest(torch.from_numpy(held.view(np.int32)), meta.shape, piece.box)
             shares[piece.tensor : piece.tensor + 1] += np.uint64(share)
         return Published(shares, {})
@@ -160,15 +160,15 @@ class Engine(DictEngine):
 class Staging(HostStaging):
     """As DeviceStaging does it, with memory of this process."""
 
-    def __init__(self, plan: Plan, index: int, arena: SharedBuffer | None, receives: bool) -> None:
-        super().__init__(plan, index, arena, receives)
-        self._plan, self.writes, self._pull = plan, False, None
+    def __init__(self, plan: Plan, index: int, send_buffer: SharedBuffer | None, receives: bool) -> None:
+        super().__init__(plan, index, send_buffer, receives)
+        self._plan, self.writes, self._direct_copy = plan, False, None
 
     def connect(self, trainer: Export) -> None:
         self.source = mapped(trainer.buffers)
 
     def link(self, engine: Export | None) -> None:
-        self.writes, self.target, self._pull = engine is not None, {}, None
+        self.writes, self.target, self._direct_copy = engine is not None, {}, None
         if engine:
             self.target = mapped(engine.buffers)
             slots = [slot.tensor for slot in self._slots]
@@ -180,17 +180,17 @@ class Staging(HostStaging):
                 into=True,
             )
             self._unpack = HostCopies(rows, bounds, [*slots, *self.target.values()])
-            self.image = EngineImage(self.target)
+            self.flat = FlatSnapshot(self.target)
 
     def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
         near = {key: exported[handle.ipc] for key, handle in memory.items()}
         address = {key: tensor.data_ptr() for key, tensor in near.items()}
         copies = reads.copies(address, starts(self.target))
-        self._pull = HostCopies(copies, (0, len(copies)), [*near.values(), *self.target.values()])
+        self._direct_copy = HostCopies(copies, (0, len(copies)), [*near.values(), *self.target.values()])
 
-    def pull(self) -> None:
-        assert self._pull
-        self._pull.run(0)
+    def start_direct_copy(self) -> None:
+        assert self._direct_copy
+        self._direct_copy.run(0)
 
     def fill(self, bucket: int, timeout_s: float) -> Sequence[Pending]:
         for step in self._plan.bucket_steps(bucket) if self._slots else ():
@@ -233,18 +233,18 @@ class Hosts:
                     continue
                 hold(rank, meta, box, np.zeros(meta.shape, NUMPY[meta.dtype]))
             self.sources.append(Source(self.tensors, rank, f"cuda:{number}"))
-        hosts, seats, self.engines = list(trainers), {}, {}
+        hosts, members, self.engines = list(trainers), {}, {}
         for name, on in engines.items():
             engine = Engine(name, self.tensors, len(on), len(hosts), name not in alone)
             self.engines[name] = engine
-            seats[name] = EngineSeat(LocalPeer(engine), tuple(range(len(hosts), len(hosts) + len(on))))
+            members[name] = EngineMember(LocalPeer(engine), tuple(range(len(hosts), len(hosts) + len(on))))
             hosts += on
         self.holders: list[Holder] = []
         for _ in hosts:
             self._hold()
         self.fleet = Fleet(
             [(LocalPeer(source), number) for number, source in enumerate(self.sources)],
-            seats,
+            members,
             [LocalPeer(holder) for holder in self.holders],
             hosts,
         )
@@ -305,7 +305,7 @@ class Hosts:
             self.fleet.nodes += on
             self.fleet.holders += [LocalPeer(self._hold()) for _ in on]
         self.engines[name] = Engine(name, self.tensors, len(holders), holders[0], old.shares)
-        self.fleet.engines[name] = EngineSeat(LocalPeer(self.engines[name]), holders)
+        self.fleet.engines[name] = EngineMember(LocalPeer(self.engines[name]), holders)
 
     def _hold(self) -> Holder:
         holder = Holder(f"holder {len(self.holders)}", "127.0.0.1", make_staging=Staging)

@@ -48,7 +48,7 @@ def findings(root: Path, words: Mapping[str, str]) -> list[str]:
 
 
 def _forms(word: str) -> str:
-    """A pattern of `word` and its plural, in prose and in names: crew, crew_size, EngineCrew, MAX_CREWS."""
+    """A pattern of `word` and its plural, in prose and names: `word`, `word_size`, `MyWord`, `MAX_WORDS`."""
     camel = "".join(part.capitalize() for part in word.split("_"))
     lower = rf"(?<![A-Za-z]){word}s?(?![a-z])"
     upper = rf"(?<![A-Za-z]){word.upper()}S?(?![A-Za-z])"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from weightsync.actors.weight_sync import WeightSync
     from weightsync.collectives.shuffle import Shuffle, gather_send, scatter_recv
     from weightsync.config import SyncConfig, parse_size
-    from weightsync.driver.traffic import shares
+    from weightsync.driver.traffic import efficiency
     from weightsync.engines.vllm.worker import WeightSyncWorker
     from weightsync.errors import (
         ConfigError,
@@ -67,11 +67,11 @@ __all__ = [
     "WeightSyncError",
     "WeightSyncWorker",
     "__version__",
+    "efficiency",
     "gather_send",
     "make_plan",
     "parse_size",
     "scatter_recv",
-    "shares",
 ]
 
 _HOMES = {
@@ -97,11 +97,11 @@ _HOMES = {
     "WeightSync": "weightsync.actors.weight_sync",
     "WeightSyncError": "weightsync.errors",
     "WeightSyncWorker": "weightsync.engines.vllm.worker",
+    "efficiency": "weightsync.driver.traffic",
     "gather_send": "weightsync.collectives.shuffle",
     "make_plan": "weightsync.plan",
     "parse_size": "weightsync.config",
     "scatter_recv": "weightsync.collectives.shuffle",
-    "shares": "weightsync.driver.traffic",
 }
 
 

@@ -3,7 +3,7 @@
     plan = FaultPlan.from_yaml(Path("recipes/chaos.yaml"))
     sync.inject(plan)                       # each victim: arm(who, plan.for_(who), plan.seed)
 
-An update calls :func:`strike` at each place where a fault may be armed. Where none is, that costs
+An update calls :func:`inject` at each place where a fault may be armed. Where none is, that costs
 one look at a module's variable.
 """
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
     from weightsync.plan import Plan, Step
 
-__all__ = ["Fault", "FaultPlan", "arm", "armed", "shares", "strike", "strike_move"]
+__all__ = ["Fault", "FaultPlan", "has_faults", "inject", "inject_in_move", "set_faults", "split_by_rank"]
 
 _ANSWER_S = 0.05
-"""Time for the call that armed a fault at ``idle`` to be answered before it strikes."""
+"""Time for the call that armed a fault at ``idle`` to be answered before the fault happens."""
 
 _WHO = re.compile(r"(engine) .+|(holder|trainer) \d+")
 _PLACES = {
@@ -52,14 +52,14 @@ class Fault:
         action: ``kill`` ends the process as ``kill -9`` does, ``hang`` stops it with all its threads
             until it gets SIGCONT, ``error`` raises a RuntimeError, ``corrupt`` flips one bit of the
             data at hand, ``drop`` keeps a message from being sent, ``slow`` waits for `seconds`.
-        at: where it strikes; ``idle`` is at once, outside an update. ``refill`` is on either side.
+        at: where it happens; ``idle`` is at once, outside an update. ``refill`` is on either side.
         bucket: at ``move`` and ``refill`` only in this bucket, else in the first that comes.
         version: only while this version is made.
         rank: of an engine of several ranks that have processes of their own, the rank whose process
-            it strikes in, at ``move``, ``verify`` and ``refill``; by default 0. Of itself, ``idle`` is
+            it happens in, at ``move``, ``verify`` and ``refill``; by default 0. Of itself, ``idle`` is
             of the process that drives the ranks, with a rank it is of that rank's.
         seconds: how long ``slow`` waits.
-        times: how often it strikes. A process that takes the victim's place has nothing armed.
+        times: how often it happens. A process that takes the victim's place has no faults.
     """
 
     who: str
@@ -128,23 +128,23 @@ class FaultPlan:
                 raise ConfigError(f"chaos.faults[{index}].who", fault.who, nearest(fault.who, known))
 
 
-def arm(who: str, faults: Sequence[Fault], seed: int) -> None:
+def set_faults(who: str, faults: Sequence[Fault], seed: int) -> None:
     """Arm this process, which is `who`, with `faults` beside those that it has; with none, disarm it."""
-    global _armed
+    global _faults
     if not faults:
-        if _armed is not None:
-            _armed.disarm()
-        _armed = None
+        if _faults is not None:
+            _faults.clear()
+        _faults = None
         return
-    if _armed is None:
-        _armed = _Armed(who, seed)
-    _armed.add(faults)
+    if _faults is None:
+        _faults = _Faults(who, seed)
+    _faults.add(faults)
 
 
-def shares(
+def split_by_rank(
     faults: Sequence[Fault], num_ranks: int, apart: bool = False
 ) -> tuple[tuple[Fault, ...], tuple[tuple[Fault, ...], ...]]:
-    """What strikes in an engine's own process, and in that of each of its ranks.
+    """Split `faults` into those of the engine's own process and those of each of its ranks.
 
     One rank lives in the engine's process unless it is `apart`, several have processes of their own.
     Raises ConfigError for a fault of a rank that is not there.
@@ -161,12 +161,12 @@ def shares(
     )
 
 
-def armed() -> bool:
-    """Whether anything may strike here: for what takes effort to hand to :func:`strike`."""
-    return _armed is not None
+def has_faults() -> bool:
+    """Whether this process has faults, so that arguments of :func:`inject` are worth preparing."""
+    return _faults is not None
 
 
-def strike(
+def inject(
     at: str,
     *,
     bucket: int = -1,
@@ -190,24 +190,24 @@ def strike(
     Raises:
         RuntimeError: the fault is an ``error``.
     """
-    armed = _armed
-    return armed is not None and armed.strike(at, bucket, num_buckets, version, data)
+    has_faults = _faults
+    return has_faults is not None and has_faults.inject(at, bucket, num_buckets, version, data)
 
 
-def strike_move(plan: Plan, bucket: int, index: int, view: Callable[[Step], torch.Tensor] | None) -> None:
+def inject_in_move(plan: Plan, bucket: int, index: int, view: Callable[[Step], torch.Tensor] | None) -> None:
     """What is armed in holder `index` for ``move``; what corrupts finds the `view` of a step of another root.
 
     Its own share is not to be changed at its source. Without a `view`, it receives nothing.
     """
     data = None
-    if view and armed():
+    if view and has_faults():
         came = [step for step in plan.bucket_steps(bucket) if step.root != index and step.nbytes]
         data = view(came[bucket % len(came)]) if came else None
-    strike("move", bucket=bucket, num_buckets=plan.num_buckets, data=data)
+    inject("move", bucket=bucket, num_buckets=plan.num_buckets, data=data)
 
 
-class _Armed:
-    """The faults of this process, and how often each has still to strike."""
+class _Faults:
+    """The faults of this process, and how often each is still to happen."""
 
     def __init__(self, who: str, seed: int) -> None:
         self._who = who
@@ -220,16 +220,16 @@ class _Armed:
         with self._lock:
             self._left += [[fault] * fault.times for fault in faults]
         if any(fault.at == "idle" for fault in faults):
-            timer = threading.Timer(_ANSWER_S, self.strike, ("idle", -1, 0, 0, None))
+            timer = threading.Timer(_ANSWER_S, self.inject, ("idle", -1, 0, 0, None))
             timer.daemon = True
             timer.start()
             self._timers.append(timer)
 
-    def disarm(self) -> None:
+    def clear(self) -> None:
         for timer in self._timers:
             timer.cancel()
 
-    def strike(self, at: str, bucket: int, num_buckets: int, version: int, data: torch.Tensor | None) -> bool:
+    def inject(self, at: str, bucket: int, num_buckets: int, version: int, data: torch.Tensor | None) -> bool:
         with self._lock:
             due = [
                 left.pop()
@@ -261,7 +261,7 @@ class _Armed:
             _flip(data, spot)
 
 
-_armed: _Armed | None = None
+_faults: _Faults | None = None
 
 
 def _flip(data: torch.Tensor, spot: float) -> None:

@@ -13,7 +13,7 @@ from weightsync.channel.engine_end import EngineFeed
 from weightsync.channel.sink import PieceView
 from weightsync.engines.base import Rollout
 from weightsync.errors import StateError
-from weightsync.faults import Fault, FaultPlan, arm, shares
+from weightsync.faults import Fault, FaultPlan, set_faults, split_by_rank
 from weightsync.memory.digests import tensor_digest
 from weightsync.memory.offload import Offload
 from weightsync.plan import Box, Plan, RankLayout, Segment, TensorMeta
@@ -129,9 +129,9 @@ class DictEngine:
     def check(self) -> None:
         """Its one rank lives in this process."""
 
-    def arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
-        """See `Engine.arm`."""
-        arm(who, shares(faults, 1)[0], seed)
+    def set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+        """See `Engine.set_faults`."""
+        set_faults(who, split_by_rank(faults, 1)[0], seed)
 
     def close(self) -> None:
         """Drop the feed."""

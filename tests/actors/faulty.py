@@ -58,12 +58,12 @@ class Faulty:
         self.sync.register_engines(engines, respawn=self._respawn)
         self.sync.connect()
         assert self.sync.plan.num_buckets >= 5
-        self._spares = {name: self._spare(name) for name in self._slots}
+        self._standbys = {name: self._spare(name) for name in self._slots}
 
     def close(self) -> None:
         self.log.close()
         self.sync.close()
-        for actor in (*self.trainers, *self.sync.engines().values(), *self._spares.values()):
+        for actor in (*self.trainers, *self.sync.engines().values(), *self._standbys.values()):
             ray.kill(actor)
 
     def update(self) -> SyncReport | WeightSyncError:
@@ -148,7 +148,7 @@ class Faulty:
         return spawn(Engine, WIDTH, name, self._slots[name])
 
     def _respawn(self, name: str) -> Any:
-        taken, self._spares[name] = self._spares[name], self._spare(name)
+        taken, self._standbys[name] = self._standbys[name], self._spare(name)
         return taken
 
 

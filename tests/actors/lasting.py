@@ -25,7 +25,7 @@ from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.actors.detached import actor_name, detached, end_all, find, names, run_prefix
 from weightsync.actors.remote import RemoteEngine, RemoteHolder, RemoteTrainer
-from weightsync.driver.engine_group import Crew
+from weightsync.driver.engine_group import EngineGroup
 from weightsync.driver.engine_state import EngineState
 from weightsync.faults import Fault, FaultPlan
 
@@ -37,7 +37,7 @@ CALLS: Mapping[str, tuple[type, str]] = {
     "publish": (RemoteTrainer, "publish"),
     "pause": (RemoteEngine, "pause"),
     "move": (RemoteHolder, "move"),
-    "verify": (Crew, "compare"),
+    "verify": (EngineGroup, "compare"),
     "commit": (RemoteEngine, "resume"),
     "keep": (RemoteHolder, "keep"),
     "refill": (RemoteHolder, "refill"),

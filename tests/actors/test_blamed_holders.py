@@ -46,8 +46,8 @@ class Blaming:
         self.log, self.respawned = Heard(), list[str]()
         self.trainers = [spawn(Trainer, WIDTH, f"blame-{rank}") for rank in range(2)]
         engines = {"e0": self._engine("e0", "blame-0"), "e1": self._engine("e1", "blame-x")}
-        self.spare = self._engine("e1", "blame-x")
-        self.started = [*self.trainers, *engines.values(), self.spare]
+        self.standby = self._engine("e1", "blame-x")
+        self.started = [*self.trainers, *engines.values(), self.standby]
         ray.get([actor.__ray_ready__.remote() for actor in self.started])
         self.sync = WeightSync(CONFIG)
         self.sync.register_trainers(self.trainers)
@@ -66,7 +66,7 @@ class Blaming:
 
     def begin(self) -> None:
         """All is well before each test."""
-        ray.get(self.spare.__ray_ready__.remote())
+        ray.get(self.standby.__ray_ready__.remote())
         self.settle()
         self.update_all()
         self.settle()
@@ -112,8 +112,8 @@ class Blaming:
 
     def _respawn(self, name: str) -> Any:
         self.respawned.append(name)
-        taken, self.spare = self.spare, self._engine(name, "blame-x")
-        self.started.append(self.spare)
+        taken, self.standby = self.standby, self._engine(name, "blame-x")
+        self.started.append(self.standby)
         return taken
 
 
@@ -172,7 +172,7 @@ def test_a_holder_that_is_killed_while_engines_connect_is_named_at_once(fleet: B
 def test_a_holder_that_is_stopped_while_an_engine_comes_back_is_named_alone(fleet: Blaming) -> None:
     name, handle = fleet.holder()
     stopped = pid(handle)
-    ray.get(fleet.spare.harm.remote(stopped, signal.SIGSTOP))
+    ray.get(fleet.standby.harm.remote(stopped, signal.SIGSTOP))
     with going_on(stopped):
         ray.kill(fleet["e1"])
         assert until(lambda: "REFILL" in fleet.log.text(), patient(60))
@@ -188,7 +188,7 @@ def test_a_holder_that_is_stopped_while_an_engine_comes_back_is_named_alone(flee
 
 def test_a_holder_that_is_killed_while_an_engine_comes_back_is_named_at_once(fleet: Blaming) -> None:
     name, handle = fleet.holder()
-    ray.get(fleet.spare.harm.remote(pid(handle), signal.SIGKILL))
+    ray.get(fleet.standby.harm.remote(pid(handle), signal.SIGKILL))
     ray.kill(fleet["e1"])
     assert until(lambda: f"{name} is gone" in fleet.log.text(), patient(60))
     assert "no answer" not in fleet.log.text()

@@ -27,7 +27,7 @@ from tests.patience import patient
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
 from weightsync.actors.detached import NAMESPACE, actor_name
 from weightsync.actors.engine import EngineActor
-from weightsync.actors.weight_holder import spawn_spare
+from weightsync.actors.weight_holder import spawn_standby
 from weightsync.errors import PeerLostError, SourceChangedError, StateError
 from weightsync.recipes.screen import Screen
 from weightsync.recipes.serve_checkpoint import Fleet, serve
@@ -92,7 +92,7 @@ def test_two_checkpoints_are_registered_and_switched(
     monkeypatch.setattr("weightsync.actors.checkpoint_shard.CheckpointShard", HeldShard)
     early: list[Any] = []
     monkeypatch.setattr(
-        "weightsync.actors.holders.spawn_spare", lambda *at: early.append(spawn_spare(*at)) or early[-1]
+        "weightsync.actors.holders.spawn_standby", lambda *at: early.append(spawn_standby(*at)) or early[-1]
     )
     a, b = weights(1), weights(2)
     folders = [save(tmp_path / "a", a), save(tmp_path / "b", b)]
@@ -100,9 +100,9 @@ def test_two_checkpoints_are_registered_and_switched(
     sync = make()
     reading, later = (sync.register_checkpoint(Path(folder).name, [folder]) for folder in folders)
     assert reading.result().nbytes + reading.result().mapped_nbytes == sum(t.nbytes for t in a.values())
-    spares = {pid(spare) for spare in early}
+    standbys = {pid(standby) for standby in early}
     sync.connect()  # waits for the first alone
-    assert {pid(holder) for holder in sync.holders().values()} == spares, "those started early hold it"
+    assert {pid(holder) for holder in sync.holders().values()} == standbys, "those started early hold it"
     first = sync.update_weights(checkpoint="a")
     assert (first.version, first.checkpoint, all_hold(sync, a)) == (1, "a", True)
     with pytest.raises(ConfigError, match="did you mean 'a'"):
@@ -316,7 +316,7 @@ def test_the_command_serves_and_obeys_lines(
     monkeypatch.setattr("weightsync.actors.checkpoint_shard.CheckpointShard", HeldShard)
     early: list[Any] = []
     monkeypatch.setattr(
-        "weightsync.actors.holders.spawn_spare", lambda *at: early.append(spawn_spare(*at)) or early[-1]
+        "weightsync.actors.holders.spawn_standby", lambda *at: early.append(spawn_standby(*at)) or early[-1]
     )
     models = [tmp_path / "one", tmp_path / "two"]
     tokens = {m.name: greedy(build_tiny_qwen3(m, seed=i), [[1, 2, 3]], 1)[0][0] for i, m in enumerate(models)}

@@ -72,14 +72,14 @@ def test_a_second_one_is_refused_until_the_first_is_closed(actors: dict[str, Any
 def test_an_engine_of_another_cannot_be_added(actors: dict[str, Any]) -> None:
     with make(actors, "e0") as first, WeightSync(SyncConfig(bucket_bytes=64 << 10)) as second:
         first.connect()
-        second.register_trainers([spare := ray.remote(Trainer).options(num_cpus=0).remote(WIDTH, "c2")])
+        second.register_trainers([standby := ray.remote(Trainer).options(num_cpus=0).remote(WIDTH, "c2")])
         second.register_engines({"e1": actors["e1"]})
         second.connect()
         with pytest.raises(StateError, match=f"engine e0 {TAKEN}of process"):
             second.add_engine("e0", actors["e0"])
         assert second.update_weights(1).engines == {"e1": 1}
         assert first.update_weights(1).engines == {"e0": 1}
-        ray.kill(spare)
+        ray.kill(standby)
 
 
 @pytest.mark.faults  # it starts drivers of their own

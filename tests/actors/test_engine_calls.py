@@ -29,11 +29,11 @@ def test_an_engine_works_out_its_layout_once_though_two_ask_at_a_time() -> None:
     calls = Calls(adapter)
 
     async def ask() -> None:
-        both = asyncio.gather(calls.sync_seats(), calls.sync_layout())
+        both = asyncio.gather(calls.sync_placements(), calls.sync_layout())
         await asyncio.sleep(0)  # each has gone as far as it goes
         adapter.both_have_asked.set()
         assert await both == [[], []]
-        assert await calls.sync_seats() == []
+        assert await calls.sync_placements() == []
 
     asyncio.run(ask())
     assert adapter.num_asked == 1

@@ -37,8 +37,8 @@ def test_a_thousand_flipped_bits_of_live_memory_are_all_found() -> None:
         _train(loop.model)
         await loop.controller.update(1)
         assert loop.holds_the_models_weights("e0")
-        await loop.controller.keeping.settled()
-        engine, expected = loop.engines["e0"], loop.controller.keeping.expected
+        await loop.controller.snapshot_index.settled()
+        engine, expected = loop.engines["e0"], loop.controller.snapshot_index.expected
         assert loop.controller.plan is not None
         names = [meta.name for meta in loop.controller.plan.tensors]
         assert (engine.finish() == expected).all()

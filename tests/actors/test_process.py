@@ -14,8 +14,8 @@ import ray
 from tests.actors.faulty import process_state
 from tests.actors.fleet import until
 from tests.patience import patient
+from weightsync.actors.placement import Placement
 from weightsync.actors.process import end_process
-from weightsync.actors.seat import Seat
 
 
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])
@@ -36,6 +36,6 @@ def test_what_an_actor_started_ends_with_it_and_its_shared_memory_is_freed(
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
     assert (Path("/dev/shm") / name).exists()
-    end_process(actor, [Seat(ray.get_runtime_context().get_node_id(), "", "", pids[0])])
+    end_process(actor, [Placement(ray.get_runtime_context().get_node_id(), "", "", pids[0])])
     assert not any(map(process_state, pids))
     assert until(lambda: not (Path("/dev/shm") / name).exists(), patient(10))

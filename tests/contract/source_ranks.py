@@ -63,16 +63,16 @@ def plan_for(layouts: Sequence[RankLayout]) -> Plan:
 
 
 def publish(source: ModuleSource, plan: Plan, rank: int, offload: bool = False) -> tuple[Share, Digests]:
-    """The arena's bytes after one publish; with `offload`, of a model that has no memory by then."""
-    arena = SharedBuffer.create(plan.arena_nbytes(rank))
-    assert source.attach(plan, rank, arena.handle) == Attached(plan.digest(), None)
+    """The send buffer's bytes after one publish; with `offload`, of a model that has no memory by then."""
+    send_buffer = SharedBuffer.create(plan.send_buffer_nbytes(rank))
+    assert source.attach(plan, rank, send_buffer.handle) == Attached(plan.digest(), None)
     if offload:
         source.offload()
     digests = source.publish(True).digests
-    share = (bytes(arena.tensor.numpy()), digests.tolist())
+    share = (bytes(send_buffer.tensor.numpy()), digests.tolist())
     source.close()
     source.close()
-    arena.close()
+    send_buffer.close()
     return share, digests
 
 

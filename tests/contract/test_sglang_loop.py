@@ -114,14 +114,14 @@ def test_it_starts_paused_and_without_a_version(server: FakeServer, loop: Reques
 
 
 def test_keep_says_which_versions_made_the_first_and_the_last_token(server, loop, threads) -> None:
-    loop.thaw(1)
+    loop.resume(1)
     running = threads.submit(loop.complete, [[1]], of(3))
     make(server, 2)
     loop.freeze("keep", TIMEOUT_S)
     assert (loop.frozen, loop.serving) == (True, 0)
     loop.freeze("keep", TIMEOUT_S)  # is nothing new
     held = threads.submit(loop.complete, [[1]], of(1))
-    loop.thaw(2)
+    loop.resume(2)
     make(server, 2)
     assert running.result(TIMEOUT_S) == [Completion([0, 1, 2], (1, 2))]
     assert held.result(TIMEOUT_S) == [Completion([0], (2, 2))]
@@ -129,7 +129,7 @@ def test_keep_says_which_versions_made_the_first_and_the_last_token(server, loop
 
 
 def test_wait_lets_running_requests_end_and_holds_new_ones(server, loop, threads) -> None:
-    loop.thaw(1)
+    loop.resume(1)
     running = threads.submit(loop.complete, [[1]], of(3))
     make(server, 1)
     frozen = threads.submit(loop.freeze, "wait", TIMEOUT_S)
@@ -139,13 +139,13 @@ def test_wait_lets_running_requests_end_and_holds_new_ones(server, loop, threads
     frozen.result(TIMEOUT_S)
     assert running.result(TIMEOUT_S) == [Completion([0, 1, 2], (1, 1))]
     assert not held.done()
-    loop.thaw(2)
+    loop.resume(2)
     make(server, 1)
     assert held.result(TIMEOUT_S) == [Completion([0], (2, 2))]
 
 
 def test_a_wait_that_is_too_long_lets_all_go_on(server, loop, threads) -> None:
-    loop.thaw(1)
+    loop.resume(1)
     running = threads.submit(loop.complete, [[1]], of(2))
     make(server, 1)
     with pytest.raises(DeadlineError, match="e0"):
@@ -158,7 +158,7 @@ def test_a_wait_that_is_too_long_lets_all_go_on(server, loop, threads) -> None:
 
 
 def test_abort_ends_running_requests_with_what_they_have(server, loop, threads) -> None:
-    loop.thaw(1)
+    loop.resume(1)
     running = threads.submit(loop.complete, [[1]], of(9))
     make(server, 3)
     loop.freeze("abort", TIMEOUT_S)
@@ -166,7 +166,7 @@ def test_abort_ends_running_requests_with_what_they_have(server, loop, threads) 
 
 
 def test_a_stop_token_ends_a_request_and_is_its_last(server, loop, threads) -> None:
-    loop.thaw(1)
+    loop.resume(1)
     running = threads.submit(loop.complete, [[1]], of(9, 2, 7))
     make(server, 3)
     assert running.result(TIMEOUT_S) == [Completion([0, 1, 2], (1, 1))]
@@ -174,30 +174,30 @@ def test_a_stop_token_ends_a_request_and_is_its_last(server, loop, threads) -> N
 
 
 def test_melt_goes_on_with_the_version_that_there_was(server, loop, threads) -> None:
-    loop.thaw(1)
+    loop.resume(1)
     running = threads.submit(loop.complete, [[1]], of(2))
     make(server, 1)
     loop.freeze("keep", TIMEOUT_S)
-    loop.melt()
+    loop.undo_freeze()
     make(server, 1)
     assert running.result(TIMEOUT_S) == [Completion([0, 1], (1, 1))]
     assert loop.serving == 1
 
 
 def test_void_turns_everybody_away(server, loop, threads) -> None:
-    loop.thaw(1)
+    loop.resume(1)
     running = threads.submit(loop.complete, [[1]], of(5))
     make(server, 1)
     loop.freeze("keep", TIMEOUT_S)
     held = threads.submit(loop.complete, [[1]], of(1))
     until(lambda: loop.num_held == 1)
-    loop.void()
+    loop.invalidate()
     for turned_away in (running, held):
         with pytest.raises(StateError, match="failed update"):
             turned_away.result(TIMEOUT_S)
     with pytest.raises(StateError, match="no committed version"):
         loop.complete([[1]], of(1))
-    loop.thaw(2)
+    loop.resume(2)
     until(lambda: loop.num_running == 0)
     late = threads.submit(loop.complete, [[1]], of(1))
     make(server, 1)
@@ -205,7 +205,7 @@ def test_void_turns_everybody_away(server, loop, threads) -> None:
 
 
 def test_a_call_while_serving_holds_the_steps_only(server, loop, threads) -> None:
-    loop.thaw(1)
+    loop.resume(1)
     running = threads.submit(loop.complete, [[1]], of(2))
     make(server, 1)
 
@@ -228,7 +228,7 @@ def test_a_call_may_be_given_up(server: FakeServer, loop: RequestLoop) -> None:
     with pytest.raises(FutureTimeoutError):
         loop.call(slow, 0.01)
     going_on.set()
-    loop.thaw(1)
+    loop.resume(1)
     assert loop.serving == 1
 
 
@@ -238,23 +238,23 @@ def test_it_serves_only_once_caches_are_forgotten(forgot: bool) -> None:
     server.forgot = forgot
     loop = RequestLoop("e0", lambda: server, FakeServer.stop)
     if forgot:
-        loop.thaw(1)
+        loop.resume(1)
     else:
         with pytest.raises(EngineError, match="cached"):
-            loop.thaw(1)
+            loop.resume(1)
     assert server.calls == ["pause retract", "forget", *(["go on"] if forgot else [])]
     assert loop.serving == (1 if forgot else 0)
     assert loop.close(TIMEOUT_S)
 
 
 def test_what_sglang_says_of_a_request_names_the_engine(server: FakeServer, loop: RequestLoop) -> None:
-    loop.thaw(1)
+    loop.resume(1)
     with pytest.raises(EngineError, match="e0 failed in generate: ValueError: the prompt is empty"):
         loop.complete([[]], of(1))
 
 
 def test_all_are_told_of_a_lost_rank_and_of_the_end(server, loop, threads) -> None:
-    loop.thaw(1)
+    loop.resume(1)
     running = threads.submit(loop.complete, [[1]], of(5))
     make(server, 1)
     loop.fail(RankLostError("e0", "watch", "its process 7 ended", 1))
@@ -273,7 +273,7 @@ def test_all_are_told_of_a_lost_rank_and_of_the_end(server, loop, threads) -> No
 
 
 def test_closing_tells_who_waits(server, loop, threads) -> None:
-    loop.thaw(1)
+    loop.resume(1)
     running = threads.submit(loop.complete, [[1]], of(5))
     make(server, 1)
     assert loop.close(TIMEOUT_S)

@@ -42,14 +42,14 @@ def wanted(plan: Plan) -> dict[str, torch.Tensor]:
     return {m.name: tensors[m.name].detach().to(getattr(torch, m.dtype)) for m in plan.tensors}
 
 
-def test_the_arenas_hold_each_byte_of_the_model_once_in_the_engines_dtype(published) -> None:
+def test_the_send_buffers_hold_each_byte_of_the_model_once_in_the_engines_dtype(published) -> None:
     plan, shares = published
     found = {name: torch.full_like(t, float("nan")) for name, t in wanted(plan).items()}
     for trainer, (data, _) in enumerate(shares):
-        arena = torch.frombuffer(bytearray(data + b"\0"), dtype=torch.uint8)
+        send_buffer = torch.frombuffer(bytearray(data + b"\0"), dtype=torch.uint8)
         for piece in plan.trainer_pieces(trainer):
             target = found[plan.tensors[piece.tensor].name]
-            cut = arena[piece.arena_offset : piece.arena_offset + piece.nbytes]
+            cut = send_buffer[piece.send_buffer_offset : piece.send_buffer_offset + piece.nbytes]
             target[piece.box.slices()] = cut.view(target.dtype).view(piece.box.extent)
     for name, tensor in wanted(plan).items():
         assert torch.equal(found[name], tensor), name
@@ -65,7 +65,7 @@ def test_the_ranks_digests_add_up_to_the_models(published) -> None:
 
 def test_replicas_share_the_work(published) -> None:
     plan, shares = published
-    sizes = [plan.arena_nbytes(trainer) for trainer in range(len(shares))]
+    sizes = [plan.send_buffer_nbytes(trainer) for trainer in range(len(shares))]
     assert min(sizes) > 0
 
 

@@ -89,7 +89,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def test_wait_lets_running_requests_end_and_holds_new_ones(llm, loop, threads) -> None:
-    loop.thaw(1)
+    loop.resume(1)
     running = threads.submit(loop.complete, [[1]], [3])
     llm.permits.release()
     assert llm.stepped.acquire(timeout=TIMEOUT_S)
@@ -101,13 +101,13 @@ def test_wait_lets_running_requests_end_and_holds_new_ones(llm, loop, threads) -
     held = threads.submit(loop.complete, [[2]], [1])
     while not loop.call(lambda _: loop.num_held):
         assert not llm.left, "vLLM would run it as soon as it is woken"
-    loop.thaw(2)
+    loop.resume(2)
     llm.permits.release()
     assert held.result(TIMEOUT_S) == [Completion([0], (2, 2))]
 
 
 def test_keep_freezes_between_two_steps(llm, loop, threads) -> None:
-    loop.thaw(1)
+    loop.resume(1)
     running = threads.submit(loop.complete, [[1]], [3])
     llm.permits.release()
     assert llm.stepped.acquire(timeout=TIMEOUT_S)
@@ -116,14 +116,14 @@ def test_keep_freezes_between_two_steps(llm, loop, threads) -> None:
     paused.result(TIMEOUT_S)
     assert llm.calls == ["reset True", "wake ['scheduling']", "sleep 0 keep"]
     assert not running.done()
-    loop.thaw(2)
+    loop.resume(2)
     llm.permits.release(3)
     assert running.result(TIMEOUT_S) == [Completion([0, 1, 2], (1, 2))]
     assert llm.calls[3:] == ["reset True", "wake ['scheduling']"]
 
 
 def test_a_drain_that_is_given_up_serves_on(llm, loop, threads) -> None:
-    loop.thaw(1)
+    loop.resume(1)
     running = threads.submit(loop.complete, [[1]], [100])
     stop = threading.Event()
 
@@ -145,7 +145,7 @@ def test_a_drain_that_is_given_up_serves_on(llm, loop, threads) -> None:
 
 
 def test_a_failed_step_ends_the_engine_for_everybody(llm, loop, threads) -> None:
-    loop.thaw(1)
+    loop.resume(1)
     llm.error = RuntimeError("the device fell over")
     running = threads.submit(loop.complete, [[1]], [3])
     llm.permits.release()
@@ -156,7 +156,7 @@ def test_a_failed_step_ends_the_engine_for_everybody(llm, loop, threads) -> None
 
 
 def test_a_refused_prompt_fails_alone(llm, loop) -> None:
-    loop.thaw(1)
+    loop.resume(1)
     llm.permits.release(10)
     with pytest.raises(EngineError, match="the prompt is empty"):
         loop.complete([[]], [1])
@@ -164,7 +164,7 @@ def test_a_refused_prompt_fails_alone(llm, loop) -> None:
 
 
 def test_close_wakes_who_waits(llm, loop, threads) -> None:
-    loop.thaw(1)
+    loop.resume(1)
     loop.freeze("keep", TIMEOUT_S)
     held = threads.submit(loop.complete, [[1]], [1])
     loop.call(lambda _: None)
@@ -176,7 +176,7 @@ def test_close_wakes_who_waits(llm, loop, threads) -> None:
 
 
 def test_whoever_waits_for_a_lost_rank_is_told_and_so_is_who_comes(llm, loop, threads) -> None:
-    loop.thaw(1)
+    loop.resume(1)
     stuck = threading.Event()
     calling = threads.submit(loop.call, lambda _: stuck.wait(TIMEOUT_S))
     asked = [threads.submit(loop.complete, [[1]], [1]), threads.submit(loop.freeze, "keep", TIMEOUT_S)]
@@ -184,7 +184,12 @@ def test_whoever_waits_for_a_lost_rank_is_told_and_so_is_who_comes(llm, loop, th
     for waiting in (calling, *asked):
         with pytest.raises(RankLostError, match="rank 1"):
             waiting.result(TIMEOUT_S)
-    for call in (lambda: loop.thaw(2), lambda: loop.complete([[1]], [1]), loop.require_ranks, loop.void):
+    for call in (
+        lambda: loop.resume(2),
+        lambda: loop.complete([[1]], [1]),
+        loop.require_ranks,
+        loop.invalidate,
+    ):
         with pytest.raises(RankLostError, match="rank 1"):
             call()
     assert not loop.close(0.01)

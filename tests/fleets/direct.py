@@ -12,7 +12,7 @@ import torch
 from tests.fleets.loop import CONFIG, Loop
 from weightsync.config import SyncConfig
 from weightsync.errors import TransportError
-from weightsync.holder.send_buffer_reuse import Arena
+from weightsync.holder.send_buffer import SendBuffer
 from weightsync.holder.staging import HostStaging
 from weightsync.memory.addresses import local_tensors
 from weightsync.plan import Plan, RankLayout, Reads
@@ -58,8 +58,8 @@ class Source(ModuleSource):
 
     shared: Shared
 
-    def attach(self, plan: Plan, trainer: int, arena: BufferHandle | None) -> Attached:
-        attached = super().attach(plan, trainer, arena)
+    def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
+        attached = super().attach(plan, trainer, send_buffer)
         return replace(attached, export=self.shared.export(self.layout(), local_tensors(self.model)))
 
 
@@ -82,7 +82,7 @@ class Engine(DictEngine):
 
 
 class Staging(HostStaging):
-    """Buckets go out to engines by `write`, and `pull` copies."""
+    """Buckets go out to engines by `write`, and `start_direct_copy` copies."""
 
     shared: Shared
     engine: Engine
@@ -105,7 +105,7 @@ class Staging(HostStaging):
         self.begun.append(bucket)
         return super().fill(bucket, timeout_s)
 
-    def pull(self) -> None:
+    def start_direct_copy(self) -> None:
         self.shared.copy(self._reads, self._memory, self.engine.export)
 
     def write(self, bucket: int) -> None:
@@ -133,10 +133,12 @@ class Direct(Loop):
             engine.shared, self.engines[name] = shared, engine
             self.fleet.engines[name].peer = LocalPeer(engine)
 
-    def stage(self, holder: int, plan: Plan, index: int, arena: Arena | None, receives: bool) -> HostStaging:
+    def stage(
+        self, holder: int, plan: Plan, index: int, send_buffer: SendBuffer | None, receives: bool
+    ) -> HostStaging:
         if holder in self.on_host:
-            return super().stage(holder, plan, index, arena, receives)
-        made = Staging(plan, index, arena, receives)
+            return super().stage(holder, plan, index, send_buffer, receives)
+        made = Staging(plan, index, send_buffer, receives)
         made.written, made.begun, made.shared = [], self.begun, self.source.shared
         made.unreachable = holder in self.unreachable
         if holder:

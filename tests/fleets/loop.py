@@ -12,9 +12,9 @@ from torch import nn
 from tests.patience import patient
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
-from weightsync.driver.fleet import EngineSeat, Fleet
+from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.holder.holder import Holder
-from weightsync.holder.send_buffer_reuse import Arena
+from weightsync.holder.send_buffer import SendBuffer
 from weightsync.holder.staging import HostStaging
 from weightsync.plan import Plan
 from weightsync.sources.module import ModuleSource
@@ -35,16 +35,20 @@ class Loop:
             for i in range(num_engines + 1)
         ]
         self.source = ModuleSource(self.model)
-        seats = {name: EngineSeat(LocalPeer(e), (i + 1,)) for i, (name, e) in enumerate(self.engines.items())}
-        self.fleet = Fleet([(LocalPeer(self.source), 0)], seats, [LocalPeer(h) for h in self.holders])
+        members = {
+            name: EngineMember(LocalPeer(e), (i + 1,)) for i, (name, e) in enumerate(self.engines.items())
+        }
+        self.fleet = Fleet([(LocalPeer(self.source), 0)], members, [LocalPeer(h) for h in self.holders])
         self.controller = Controller(config, self.fleet)
 
     def make(self) -> nn.Module:
         return nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 5))
 
-    def stage(self, holder: int, plan: Plan, index: int, arena: Arena | None, receives: bool) -> HostStaging:
+    def stage(
+        self, holder: int, plan: Plan, index: int, send_buffer: SendBuffer | None, receives: bool
+    ) -> HostStaging:
         """Where holder number `holder` has its buckets."""
-        return HostStaging(plan, index, arena, receives)
+        return HostStaging(plan, index, send_buffer, receives)
 
     def train(self) -> None:
         with torch.no_grad():

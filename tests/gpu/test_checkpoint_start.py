@@ -17,7 +17,7 @@ from tests.gpu.fleet import Engine, spawn
 from tests.gpu.qwen3_models import save_qwen3
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
-from weightsync.actors.weight_holder import Spare, spawn_spare
+from weightsync.actors.weight_holder import Standby, spawn_standby
 from weightsync.memory.tensors import named_tensors
 
 pytestmark = [
@@ -71,7 +71,7 @@ def note_early(patch: pytest.MonkeyPatch) -> list[Any]:
     """The processes that are to be holders, as they are started."""
     early: list[Any] = []
     patch.setattr(
-        "weightsync.actors.holders.spawn_spare", lambda *at: early.append(spawn_spare(*at)) or early[-1]
+        "weightsync.actors.holders.spawn_standby", lambda *at: early.append(spawn_standby(*at)) or early[-1]
     )
     return early
 
@@ -79,19 +79,19 @@ def note_early(patch: pytest.MonkeyPatch) -> list[Any]:
 def contexts(early: list[Any]) -> list[bool]:
     """Of each process that is to be a holder, whether it has a context on its GPU."""
 
-    def has_one(_: Spare) -> bool:
+    def has_one(_: Standby) -> bool:
         flags, is_active, driver = ctypes.c_uint(), ctypes.c_int(), ctypes.CDLL("libcuda.so.1")
         driver.cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(is_active))
         return bool(is_active.value)
 
-    return ray.get([spare.__ray_call__.remote(has_one) for spare in early])
+    return ray.get([standby.__ray_call__.remote(has_one) for standby in early])
 
 
 def started_early(sync: WeightSync) -> list[bool]:
     """Of each holder, whether its process began on its GPU before it was known who sits there."""
     holders = [*sync.holders().values()]
     is_spare = [
-        it.__ray_call__.remote(lambda it: isinstance(it, Spare) and it.bound_to() == it.gauge(on=False)[0])
+        it.__ray_call__.remote(lambda it: isinstance(it, Standby) and it.bound_to() == it.gauge(on=False)[0])
         for it in holders
     ]
     return ray.get(is_spare)

@@ -67,7 +67,7 @@ def case(request: pytest.FixtureRequest) -> Case:
     return request.param
 
 
-class Turns:
+class UpdateLock:
     """One GPU: a trainer that knows two checkpoints, an engine, and what was measured."""
 
     def __init__(self, case: Case, bundles: PlacementGroup, folder: Path, source: str) -> None:
@@ -135,7 +135,7 @@ class Turns:
 def test_a_hundred_turns_with_the_trainers_memory_read_in_place(
     case: Case, bundles: PlacementGroup, tmp_path: Path
 ) -> None:
-    turns = Turns(case, bundles, tmp_path, "device")
+    turns = UpdateLock(case, bundles, tmp_path, "device")
     with WeightSync(CONFIG) as sync:
         turns.connect(sync)
         sync.sleep(level=case.level)  # as it came, with dummy weights
@@ -178,8 +178,8 @@ NUM_OFFLOADS = 30
 def test_trainer_and_engine_have_the_gpu_by_turns(
     case: Case, bundles: PlacementGroup, tmp_path: Path
 ) -> None:
-    """Weights of both never lie there at the same time: the trainer's go through the pinned arena."""
-    turns = Turns(case, bundles, tmp_path, "turns")
+    """Weights of both never lie there at the same time: the trainer's go through the pinned send buffer."""
+    turns = UpdateLock(case, bundles, tmp_path, "turns")
     trained = []
     with WeightSync(CONFIG) as sync:
         turns.connect(sync)

@@ -258,12 +258,12 @@ def worlds(draw: st.DrawFn) -> World:
 
 
 def execute(world: World, plan: Plan) -> None:
-    """Trainers fill their arenas, steps fill buckets, pieces reach the engines' live parameters."""
-    arenas = [fill_arena(world, plan, trainer) for trainer in range(len(world.trainers))]
+    """Trainers fill their send buffers, steps fill buckets, pieces reach the engines' live parameters."""
+    send_buffers = [fill_send_buffer(world, plan, trainer) for trainer in range(len(world.trainers))]
     for bucket in plan.buckets():
         buffer = np.zeros(bucket.nbytes, np.uint8)
         for step in bucket.steps:
-            sent = arenas[step.trainer][step.arena_offset : step.arena_offset + step.nbytes]
+            sent = send_buffers[step.trainer][step.send_buffer_offset : step.send_buffer_offset + step.nbytes]
             buffer[step.offset : step.offset + step.nbytes] = sent
         for piece in bucket.pieces:
             meta = plan.tensors[piece.tensor]
@@ -273,8 +273,8 @@ def execute(world: World, plan: Plan) -> None:
                     scatter(rank, meta, piece.box, data.reshape(piece.box.extent))
 
 
-def fill_arena(world: World, plan: Plan, trainer: int) -> np.ndarray:
-    arena = np.zeros(plan.arena_nbytes(trainer), np.uint8)
+def fill_send_buffer(world: World, plan: Plan, trainer: int) -> np.ndarray:
+    send_buffer = np.zeros(plan.send_buffer_nbytes(trainer), np.uint8)
     rank, tied = world.trainers[trainer], dict(world.tied)
     for piece in plan.trainer_pieces(trainer):
         meta = plan.tensors[piece.tensor]
@@ -282,8 +282,8 @@ def fill_arena(world: World, plan: Plan, trainer: int) -> np.ndarray:
         segment = next(s for s in rank.segments if s.tensor == name and s.box.contains(piece.box))
         data = rank.view(segment, meta.dtype)[piece.box.slices(segment.box)]
         raw = np.frombuffer(data.tobytes(), np.uint8)
-        arena[piece.arena_offset : piece.arena_offset + piece.nbytes] = raw
-    return arena
+        send_buffer[piece.send_buffer_offset : piece.send_buffer_offset + piece.nbytes] = raw
+    return send_buffer
 
 
 def scatter(rank: Rank, meta: TensorMeta, box: Box, data: np.ndarray) -> None:

@@ -18,7 +18,7 @@ from tests.models import build_tiny_qwen3
 from weightsync.errors import ConfigError, PlanError
 from weightsync.memory.digests import tensor_digest
 from weightsync.plan import Box, TensorMeta
-from weightsync.plan.balance import Stretch, deal
+from weightsync.plan.balance import Stretch, partition
 from weightsync.protocol.messages import combine
 from weightsync.sources import checkpoint
 from weightsync.sources.checkpoint import CheckpointSource
@@ -65,7 +65,7 @@ def test_shares_are_every_byte_once_and_about_equal(
         Stretch(str(i), Box((0,) * len(shape), tuple(shape)), scale, i, 7 * i)
         for i, shape in enumerate(shapes)
     ]
-    shares = deal(stretches, num_shares)
+    shares = partition(stretches, num_shares)
     for stretch in stretches:
         parts = sorted(
             (part for share in shares for part in share if part.tensor == stretch.tensor),
@@ -84,7 +84,7 @@ def test_shares_are_every_byte_once_and_about_equal(
 
 def test_large_boxes_are_spread_over_all_shares() -> None:
     stretches = [Stretch(name, Box((0, 0), (64, 1 << 16)), 2, 0, 0) for name in "abc"]
-    assert [[part.box.extent[0] for part in share] for share in deal(stretches, 4)] == [[16] * 3] * 4
+    assert [[part.box.extent[0] for part in share] for share in partition(stretches, 4)] == [[16] * 3] * 4
 
 
 @pytest.mark.parametrize("num_shares", [1, 3])

@@ -14,7 +14,7 @@ from torch import nn
 from tests.fleets.loop import CONFIG, Loop, drive
 from tests.patience import patient
 from weightsync.config import SyncConfig
-from weightsync.driver.connect import Image
+from weightsync.driver.connect import FlatLayout
 from weightsync.driver.engine_state import EngineState
 from weightsync.errors import (
     ConfigError,
@@ -26,8 +26,7 @@ from weightsync.errors import (
     StateError,
     VerifyError,
 )
-from weightsync.holder.flat_snapshot import EngineImage
-from weightsync.holder.snapshots import Keeper
+from weightsync.holder.snapshots import FlatSnapshot, SnapshotStore
 from weightsync.holder.staging import HostStaging
 from weightsync.report import Link
 from weightsync.testing import DictEngine, LocalPeer
@@ -122,7 +121,7 @@ def test_too_few_engines_is_an_error_and_the_next_update_works() -> None:
         loop.engines["e0"].on_write = fail
         with pytest.raises(EngineError, match="ValueError"):
             await loop.controller.update(1)
-        states = {name: seat.record.state for name, seat in loop.fleet.engines.items()}
+        states = {name: member.record.state for name, member in loop.fleet.engines.items()}
         assert states == {"e0": EngineState.STALE, "e1": EngineState.STALE}
         assert loop.controller.version == 0
         loop.engines["e0"].on_write = lambda _: None
@@ -310,8 +309,8 @@ def test_a_trainer_and_an_engine_on_one_holder_share_its_memory() -> None:
     drive(work)
 
 
-def keeper(loop: Loop, holder: int) -> Keeper:
-    found = loop.holders[holder].keeper
+def snapshots(loop: Loop, holder: int) -> SnapshotStore:
+    found = loop.holders[holder].snapshot_store
     assert found is not None
     return found
 
@@ -329,7 +328,7 @@ def test_what_is_read_in_place_is_held_only_once_it_was_moved_and_may_not_be_kep
         loop.train()
         states = []
         report = await loop.controller.update(
-            1, lambda: states.append({seat.record.state for seat in loop.fleet.engines.values()})
+            1, lambda: states.append({member.record.state for member in loop.fleet.engines.values()})
         )
         assert states == [{EngineState.WRITING}]
         assert list(report.phases) == ["publish", "move", "verify", "commit"]
@@ -347,18 +346,18 @@ class Imaged(Loop):
     async def connected(self) -> None:
         """As if the engines' ranks had exported their memory."""
         assert self.controller._connection is not None
-        image = Image("the model's", 0)
+        flat = FlatLayout("the model's", 0)
         self.controller._connection = replace(
-            self.controller._connection, in_place=True, images=dict.fromkeys(self.engines, image)
+            self.controller._connection, in_place=True, flat_layouts=dict.fromkeys(self.engines, flat)
         )
         for index, engine in enumerate(self.engines.values(), start=1):
             self.show(index, engine)
-        await self.controller.keeping.reserve(self.controller._connection)
+        await self.controller.snapshot_index.reserve(self.controller._connection)
 
     def show(self, holder: int, engine: DictEngine) -> None:
         staging = self.holders[holder].staging
         assert isinstance(staging, HostStaging)
-        staging.image = EngineImage({n: t.view(torch.uint8).flatten() for n, t in engine.tensors.items()})
+        staging.flat = FlatSnapshot({n: t.view(torch.uint8).flatten() for n, t in engine.tensors.items()})
 
     def writes(self, name: str) -> None:
         """From now on its holder does; an update would copy into slots that nobody reads."""
@@ -374,26 +373,26 @@ def test_a_version_read_in_place_is_kept_as_the_engines_serve_it_and_refills_the
         for version in (1, 2):
             loop.train()
             await loop.controller.update(version)
-        await loop.controller.keeping.settled()
+        await loop.controller.snapshot_index.settled()
         served = {name: tensor.clone() for name, tensor in loop.model.state_dict().items()}
         loop.train()
-        keepers = [i for i in (1, 2) if loop.holders[i].kept()]
-        assert keepers == [1], "one copy on a host suffices"
-        (share,) = loop.holders[1].kept()
-        mapped = keeper(loop, 2).held(share.label)
+        copied = [i for i in (1, 2) if loop.holders[i].snapshots()]
+        assert copied == [1], "one copy on a host suffices"
+        (share,) = loop.holders[1].snapshots()
+        mapped = snapshots(loop, 2).held(share.header)
         assert mapped is not None
         assert mapped.holder == "holder 1"
-        for name, way in (("e0", "own"), ("e1", "direct")):
+        for name, task in (("e0", "own"), ("e1", "direct")):
             loop.writes(name)
             engine = loop.engines[name]
             for tensor in engine.tensors.values():
                 tensor.fill_(7)
-            loop.controller.crew.enter([name], EngineState.STALE)
+            loop.controller.engine_group.enter([name], EngineState.STALE)
             assert loop.controller.can_refill(name)
             report = await loop.controller.refill(name)
             assert report.verified
             assert report.engines[name] == 2
-            assert report.ways == {"holder 1": way}
+            assert report.ways == {"holder 1": task}
             assert sum(report.bytes_from.values()) == sum(tensor.nbytes for tensor in served.values())
             assert all(torch.equal(tensor, engine.tensors[n]) for n, tensor in served.items())
 
@@ -406,16 +405,16 @@ def test_an_image_that_is_replaced_while_it_is_read_refills_nobody() -> None:
         await loop.controller.connect()
         await loop.connected()
         await loop.controller.update(1)
-        await loop.controller.keeping.settled()
-        (share,) = loop.holders[1].kept()
+        await loop.controller.snapshot_index.settled()
+        (share,) = loop.holders[1].snapshots()
         loop.writes("e1")
-        images = [
-            staging.image for holder in loop.holders if isinstance(staging := holder.staging, HostStaging)
+        flat_layouts = [
+            staging.flat for holder in loop.holders if isinstance(staging := holder.staging, HostStaging)
         ]
-        newer = msgspec.structs.replace(share.label, version=2)
-        images[2].load = lambda *_: keeper(loop, 1).keep(newer, share.expected, images[1])
-        loop.controller.crew.enter(["e1"], EngineState.STALE)
-        with pytest.raises(ReadError, match=f"holder 1.*not {re.escape(str(share.label))}"):
+        newer = msgspec.structs.replace(share.header, version=2)
+        flat_layouts[2].load = lambda *_: snapshots(loop, 1).snapshot(newer, share.expected, flat_layouts[1])
+        loop.controller.engine_group.enter(["e1"], EngineState.STALE)
+        with pytest.raises(ReadError, match=f"holder 1.*not {re.escape(str(share.header))}"):
             await loop.controller.refill("e1")
         assert loop.fleet.engines["e1"].record.state is EngineState.STALE
 
@@ -428,13 +427,13 @@ def test_an_image_that_changed_after_it_was_kept_refills_nobody() -> None:
         await loop.controller.connect()
         await loop.connected()
         await loop.controller.update(1)
-        await loop.controller.keeping.settled()
-        (share,) = loop.holders[1].kept()
-        held = keeper(loop, 1).held(share.label)
+        await loop.controller.snapshot_index.settled()
+        (share,) = loop.holders[1].snapshots()
+        held = snapshots(loop, 1).held(share.header)
         assert held is not None
         held.bytes[-1] ^= 1
         loop.writes("e0")
-        loop.controller.crew.enter(["e0"], EngineState.STALE)
+        loop.controller.engine_group.enter(["e0"], EngineState.STALE)
         with pytest.raises(VerifyError):
             await loop.controller.refill("e0")
         assert loop.fleet.engines["e0"].record.state is EngineState.STALE
@@ -450,7 +449,7 @@ def test_engines_that_paused_for_a_publish_that_failed_serve_on() -> None:
         loop.source.publish = fail_to_publish
         with pytest.raises(StateError, match="moved"):
             await loop.controller.update(2)
-        assert [seat.record.state for seat in loop.fleet.engines.values()] == [EngineState.SERVING] * 2
+        assert [member.record.state for member in loop.fleet.engines.values()] == [EngineState.SERVING] * 2
         assert all(engine.serving() == 1 for engine in loop.engines.values())
         del loop.source.publish
         assert (await loop.controller.update(2)).engines == {"e0": 2, "e1": 2}

@@ -13,7 +13,7 @@ from tests.fleets.direct import Direct, Engine, Staging, drive
 from tests.fleets.loop import CONFIG, Loop
 from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
-from weightsync.driver.fleet import EngineSeat
+from weightsync.driver.fleet import EngineMember
 from weightsync.errors import ConfigError
 from weightsync.plan import Plan
 from weightsync.protocol.handles import Attached
@@ -116,13 +116,13 @@ def test_an_engine_that_read_what_was_not_sent_is_stale_and_takes_broadcasts_fro
         await loop.controller.connect()
         staging = loop.holders[2].staging
         assert isinstance(staging, Staging)
-        pull = staging.pull
+        start_direct_copy = staging.start_direct_copy
 
         def half() -> None:
-            pull()
+            start_direct_copy()
             next(iter(loop.engines["e1"].tensors.values())).view(torch.uint8)[0] ^= 1
 
-        staging.pull = half  # type: ignore[method-assign]
+        staging.start_direct_copy = half  # type: ignore[method-assign]
         loop.train()
         report = await loop.controller.update(1)
         assert report.states == {"e0": "SERVING", "e1": "STALE"}
@@ -188,7 +188,7 @@ def test_one_that_comes_later_in_anothers_place_reads_directly_too() -> None:
         engine.shared = staging.shared
         dead.close()
         staging.engine = loop.engines["e1"] = engine
-        loop.fleet.engines["e1"] = EngineSeat(LocalPeer(engine), (2,))
+        loop.fleet.engines["e1"] = EngineMember(LocalPeer(engine), (2,))
         await loop.controller.adopt("e1")
         begun = loop.broadcasts()
         loop.train()

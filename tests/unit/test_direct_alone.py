@@ -12,7 +12,7 @@ import torch
 from tests.fleets.direct import Direct, Engine, Source
 from tests.fleets.loop import CONFIG
 from weightsync.config import SyncConfig
-from weightsync.driver.fleet import EngineSeat
+from weightsync.driver.fleet import EngineMember
 from weightsync.errors import ConfigError, PlanError
 from weightsync.holder.staging import HostStaging
 from weightsync.plan import Plan, RankLayout
@@ -102,13 +102,13 @@ def test_after_a_wrong_read_all_connect_with_buckets() -> None:
     async def work(loop: OnDevice) -> None:
         await loop.controller.connect()
         staging = loop.stagings()[2]
-        pull = staging.pull
+        start_direct_copy = staging.start_direct_copy
 
         def wrong() -> None:
-            pull()
+            start_direct_copy()
             next(iter(loop.engines["e1"].tensors.values())).view(torch.uint8)[0] ^= 1
 
-        staging.pull = wrong  # type: ignore[method-assign]
+        staging.start_direct_copy = wrong  # type: ignore[method-assign]
         loop.train()
         report = await loop.controller.update(1)
         assert report.states == {"e0": "SERVING", "e1": "STALE"}
@@ -138,7 +138,7 @@ def test_who_comes_later_and_cannot_be_written_needs_a_plan_with_buckets() -> No
         engine.shared = old.shared
         old.close()
         loop.engines["e1"] = engine
-        loop.fleet.engines["e1"] = EngineSeat(LocalPeer(engine), (2,))
+        loop.fleet.engines["e1"] = EngineMember(LocalPeer(engine), (2,))
         with pytest.raises(PlanError, match=r"engine e1.*no buckets.*not written by its holders"):
             await loop.controller.adopt("e1")
         loop.cannot_write(2)

@@ -128,7 +128,7 @@ def test_a_holder_lost_in_the_middle_of_the_messages_is_named_and_the_next_updat
         with pytest.raises(PeerLostError, match=f"holder {victim}"):
             await loop.update(2)
         assert not loop.controller.connected
-        assert {seat.record.state for seat in loop.fleet.engines.values()} == {EngineState.STALE}
+        assert {member.record.state for member in loop.fleet.engines.values()} == {EngineState.STALE}
         loop.fleet.holders[victim] = whole
         await loop.controller.connect()
         assert await loop.update(3) == {"e0": "direct", "e1": "direct"}

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.fleets.loop import CONFIG
 from weightsync.driver.controller import Controller
-from weightsync.driver.fleet import EngineSeat, Fleet
+from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.holder.holder import Holder
 from weightsync.sources.module import ModuleSource
 from weightsync.testing import LocalPeer
@@ -81,8 +81,8 @@ def test_an_engine_in_thirty_lines_is_updated_and_verified() -> None:
     exec(compile(code, "docs/extending.md", "exec"), names)
     engine, model = names["SumEngine"](), nn.Linear(6, 4, bias=False)
     source, holders = ModuleSource(model), [Holder(f"holder {i}", "127.0.0.1") for i in range(2)]
-    seats = {"sums": EngineSeat(LocalPeer(engine), (1,))}
-    controller = Controller(CONFIG, Fleet([(LocalPeer(source), 0)], seats, [LocalPeer(h) for h in holders]))
+    members = {"sums": EngineMember(LocalPeer(engine), (1,))}
+    controller = Controller(CONFIG, Fleet([(LocalPeer(source), 0)], members, [LocalPeer(h) for h in holders]))
 
     async def work() -> None:
         await controller.connect()

@@ -19,7 +19,7 @@ from weightsync.engines.live_writer import LiveWriter
 from weightsync.errors import DeadlineError, PeerError, StateError, TransportError
 from weightsync.holder import device_staging
 from weightsync.holder.holder import Holder
-from weightsync.holder.send_buffer_reuse import Arena
+from weightsync.holder.send_buffer import SendBuffer
 from weightsync.holder.staging import HostStaging
 from weightsync.memory.addresses import local_tensors
 from weightsync.plan import Layout, Members, Plan, RankLayout, make_plan
@@ -59,7 +59,7 @@ def test_a_holder_whose_device_fails_tells_the_others_at_once_and_is_named() -> 
         with pytest.raises(PeerError, match=r"holder 2.*illegal memory access"):
             await loop.controller.update(2)
         assert time.monotonic() - begun < patient(6)
-        assert "illegal memory access" in str(loop.controller.crew.failures["e1"])
+        assert "illegal memory access" in str(loop.controller.engine_group.failures["e1"])
         assert (await loop.controller.connect()) is None
         assert (await loop.controller.update(2)).engines == {"e0": 2, "e1": 2}
 
@@ -135,21 +135,21 @@ def plan_of(width: int) -> Plan:
     return make_plan(source, wanted, members, bucket_bytes=4096, max_staging_bytes=1 << 20)
 
 
-def test_an_arena_of_a_plan_that_was_not_finished_is_not_kept() -> None:
+def test_an_send_buffer_of_a_plan_that_was_not_finished_is_not_kept() -> None:
     first, second = plan_of(500), plan_of(3)
 
-    def stage(plan: Plan, index: int, arena: Arena | None, receives: bool) -> HostStaging:
+    def stage(plan: Plan, index: int, send_buffer: SendBuffer | None, receives: bool) -> HostStaging:
         if plan is second:
             raise TransportError("no memory")
-        return HostStaging(plan, index, arena, receives)
+        return HostStaging(plan, index, send_buffer, receives)
 
     holder = Holder("holder 0", "127.0.0.1", make_staging=stage)
     holder.prepare(first, 0, "")
     with pytest.raises(TransportError, match="no memory"):
         holder.prepare(second, 0, "")
-    arena = holder.prepare(first, 0, "").arena
-    assert arena is not None
-    assert arena.nbytes == first.arena_nbytes(0)
+    send_buffer = holder.prepare(first, 0, "").send_buffer
+    assert send_buffer is not None
+    assert send_buffer.nbytes == first.send_buffer_nbytes(0)
     holder.close()
 
 
@@ -166,7 +166,7 @@ def test_a_trainer_that_is_connected_again_lets_go_of_what_it_had_mapped() -> No
     for _ in range(3):
         holder = Holder("holder 0", "127.0.0.1")
         trainer.sync_layout()
-        trainer.sync_attach(plan, 0, holder.prepare(plan, 0, "").arena)
+        trainer.sync_attach(plan, 0, holder.prepare(plan, 0, "").send_buffer)
         holder.close()
     assert num_mapped() - before <= 2
 

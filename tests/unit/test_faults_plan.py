@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from tests.patience import patient
 from weightsync import faults
 from weightsync.errors import ConfigError
-from weightsync.faults import arm, armed, strike
+from weightsync.faults import has_faults, inject, set_faults
 from weightsync.testing import Fault, FaultPlan
 
 VICTIM = "engine main-0"
@@ -36,7 +36,7 @@ def fault(**changes: Any) -> Fault:
 @pytest.fixture(autouse=True)
 def disarmed() -> Iterator[None]:
     yield
-    arm(VICTIM, (), 0)
+    set_faults(VICTIM, (), 0)
 
 
 def test_a_plan_reads_from_a_file_as_it_is_built_in_python(tmp_path: Path) -> None:
@@ -127,10 +127,10 @@ def test_an_engines_faults_are_shared_out_among_its_processes() -> None:
     pause, idle = fault(at="pause"), fault(at="idle", action="kill")
     rank_idle = fault(at="idle", action="kill", rank=1)
     everything = (move, second, pause, idle, rank_idle)
-    assert faults.shares(everything, 2) == ((pause, idle), ((move,), (second, rank_idle)))
-    assert faults.shares((move, pause, idle), 1) == ((move, pause, idle), ((),))
+    assert faults.split_by_rank(everything, 2) == ((pause, idle), ((move,), (second, rank_idle)))
+    assert faults.split_by_rank((move, pause, idle), 1) == ((move, pause, idle), ((),))
     with pytest.raises(ConfigError, match="engine main-0 has ranks 0 to 1"):
-        faults.shares([fault(rank=2)], 2)
+        faults.split_by_rank([fault(rank=2)], 2)
 
 
 def test_a_victim_that_nobody_is_called_is_told_the_names() -> None:
@@ -144,29 +144,29 @@ def test_a_victim_that_nobody_is_called_is_told_the_names() -> None:
 
 def rearm(who: str, faults: list[Fault], seed: int) -> None:
     """With these alone."""
-    arm(who, (), seed)
-    arm(who, faults, seed)
+    set_faults(who, (), seed)
+    set_faults(who, faults, seed)
 
 
 def test_nothing_strikes_where_nothing_is_armed() -> None:
-    assert not strike("move", bucket=0, num_buckets=1, version=1)
+    assert not inject("move", bucket=0, num_buckets=1, version=1)
 
 
 def test_a_message_is_dropped_as_often_as_asked() -> None:
     rearm(VICTIM, [fault(at="commit", times=2)], 0)
-    assert not strike("pause", version=1)
-    assert [strike("commit", version=version) for version in (1, 2, 3)] == [True, True, False]
+    assert not inject("pause", version=1)
+    assert [inject("commit", version=version) for version in (1, 2, 3)] == [True, True, False]
 
 
 def test_a_fault_of_one_version_waits_for_it() -> None:
     rearm(VICTIM, [fault(version=8)], 0)
-    assert [strike("move", bucket=0, num_buckets=2, version=v) for v in (0, 7, 8, 8)] == [0, 0, 1, 0]
+    assert [inject("move", bucket=0, num_buckets=2, version=v) for v in (0, 7, 8, 8)] == [0, 0, 1, 0]
 
 
 @given(num_buckets=st.integers(1, 9), wanted=st.sampled_from(["first", "middle", "last", 0, 3, None]))
 def test_a_fault_strikes_in_its_bucket_once(num_buckets: int, wanted: Any) -> None:
     rearm(VICTIM, [fault(bucket=wanted)], 0)
-    hit = [bucket for bucket in range(num_buckets) if strike("move", bucket=bucket, num_buckets=num_buckets)]
+    hit = [bucket for bucket in range(num_buckets) if inject("move", bucket=bucket, num_buckets=num_buckets)]
     named = {"first": 0, "middle": num_buckets // 2, "last": num_buckets - 1, None: 0}
     bucket = named.get(wanted, wanted)
     assert hit == ([bucket] if bucket < num_buckets else [])
@@ -175,42 +175,42 @@ def test_a_fault_strikes_in_its_bucket_once(num_buckets: int, wanted: Any) -> No
 @pytest.mark.parametrize("bucket", ["first", "middle", "last", 0])
 def test_a_fault_in_a_bucket_does_not_strike_where_there_is_none(bucket: Any) -> None:
     rearm(VICTIM, [fault(bucket=bucket)], 0)
-    assert not strike("move", version=1)
+    assert not inject("move", version=1)
 
 
 def test_what_is_armed_later_strikes_beside_what_was_armed_before() -> None:
     rearm(VICTIM, [fault(at="pause", times=2)], 0)
-    assert strike("pause")
-    arm(VICTIM, [fault(at="commit")], 0)
-    assert [strike("pause"), strike("pause"), strike("commit")] == [True, False, True]
+    assert inject("pause")
+    set_faults(VICTIM, [fault(at="commit")], 0)
+    assert [inject("pause"), inject("pause"), inject("commit")] == [True, False, True]
 
 
 def test_arming_with_nothing_disarms() -> None:
     rearm(VICTIM, [fault(at="pause")], 0)
-    arm(VICTIM, [], 0)
-    assert not armed()
-    assert not strike("pause")
+    set_faults(VICTIM, [], 0)
+    assert not has_faults()
+    assert not inject("pause")
 
 
 def test_all_that_is_due_strikes_at_once() -> None:
     data = torch.zeros(8, dtype=torch.uint8)
     rearm(VICTIM, [fault(), fault(action="corrupt")], 0)
-    assert strike("move", data=data)
+    assert inject("move", data=data)
     assert data.any()
 
 
 def test_an_error_names_its_victim_and_its_place() -> None:
     rearm(VICTIM, [fault(action="error", at="verify")], 0)
     with pytest.raises(RuntimeError, match="injected into engine main-0 at verify"):
-        strike("verify")
-    assert not strike("verify")
+        inject("verify")
+    assert not inject("verify")
 
 
 def test_slow_waits_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
     rearm(VICTIM, [fault(action="slow", seconds=2.5)], 0)
-    assert not strike("move")
+    assert not inject("move")
     assert slept == [2.5]
 
 
@@ -225,7 +225,7 @@ def test_corruption_flips_one_bit_and_the_same_one_for_the_same_seed(
     def corrupted() -> torch.Tensor:
         data = torch.zeros(shape, dtype=dtype)
         rearm(VICTIM, [fault(action="corrupt")], seed)
-        assert not strike("move", data=data)
+        assert not inject("move", data=data)
         return data.view(-1).view(torch.uint8)
 
     first, second = corrupted(), corrupted()
@@ -237,7 +237,7 @@ def test_seeds_and_victims_differ_in_what_they_corrupt() -> None:
     def spot(who: str, seed: int) -> int:
         data = torch.zeros(1 << 16, dtype=torch.uint8)
         rearm(who, [fault(action="corrupt")], seed)
-        strike("move", data=data)
+        inject("move", data=data)
         return int(data.nonzero())
 
     spots = {spot(who, seed) for who in ("engine main-0", "engine main-1") for seed in range(8)}
@@ -246,17 +246,17 @@ def test_seeds_and_victims_differ_in_what_they_corrupt() -> None:
 
 def test_corruption_waits_for_data() -> None:
     rearm(VICTIM, [fault(action="corrupt")], 0)
-    strike("move")
-    strike("move", data=torch.zeros(0))
+    inject("move")
+    inject("move", data=torch.zeros(0))
     data = torch.zeros(1)
-    strike("move", data=data)
+    inject("move", data=data)
     assert data.view(torch.uint8).any()
 
 
 def test_threads_share_what_is_left() -> None:
     rearm(VICTIM, [fault(times=100)], 0)
     with ThreadPoolExecutor(8) as pool:
-        struck = list(pool.map(lambda _: strike("move"), range(1000)))
+        struck = list(pool.map(lambda _: inject("move"), range(1000)))
     assert sum(struck) == 100
 
 
@@ -270,9 +270,9 @@ def test_who_is_slow_holds_no_other_thread_up(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(time, "sleep", sleep)
     rearm(VICTIM, [fault(action="slow"), fault(at="commit")], 0)
     with ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(strike, "move")
+        slow = pool.submit(inject, "move")
         assert asleep.wait(patient(30))
-        assert strike("commit")
+        assert inject("commit")
         wake.set()
         assert slow.result(patient(30)) is False
 
@@ -307,7 +307,7 @@ def test_a_fault_at_idle_strikes_after_the_call_unless_disarmed(monkeypatch: pyt
 
 
 def _victim(code: str) -> subprocess.Popen[bytes]:
-    code = f"import sys\nfrom weightsync.faults import Fault, arm, strike\n{code}\nsys.stdin.read()\n"
+    code = f"import sys\nfrom weightsync.faults import Fault, inject, set_faults\n{code}\nsys.stdin.read()\n"
     return subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, cwd=Path(__file__).parents[2]
     )
@@ -325,7 +325,9 @@ def victims() -> Iterator[list[subprocess.Popen[bytes]]]:
 @pytest.mark.parametrize("at", ["idle", "move"])
 def test_a_killed_process_is_gone_without_a_word(victims: list[subprocess.Popen[bytes]], at: str) -> None:
     victims.append(
-        _victim(f"arm('engine e', [Fault(who='engine e', action='kill', at={at!r})], 0)\nstrike('move')")
+        _victim(
+            f"set_faults('engine e', [Fault(who='engine e', action='kill', at={at!r})], 0)\ninject('move')"
+        )
     )
     assert victims[0].wait(patient(60)) == -signal.SIGKILL
 
@@ -335,7 +337,7 @@ def test_a_hung_process_stops_with_all_its_threads(victims: list[subprocess.Pope
     victims.append(
         _victim(
             "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
-            f"arm('engine e', [Fault(who='engine e', action='hang', at={at!r})], 0)\nstrike('move')"
+            f"set_faults('engine e', [Fault(who='engine e', action='hang', at={at!r})], 0)\ninject('move')"
         )
     )
     pid = victims[0].pid

@@ -10,7 +10,7 @@ from tests.fleets.loop import Loop, drive
 from weightsync.driver.gpu_peaks import peaks
 from weightsync.errors import EngineError
 from weightsync.holder.holder import Holder
-from weightsync.memory.gpu_usage import Gauge
+from weightsync.memory.gpu_usage import MemorySampler
 from weightsync.protocol.timing import Span
 
 
@@ -23,11 +23,11 @@ def test_a_gauge_sees_what_changes_until_it_is_stopped() -> None:
         return values[min(times, len(values)) - 1]
 
     before = {*threading.enumerate()}
-    gauge = Gauge(read)
+    sample_memory = MemorySampler(read)
     (looking,) = {*threading.enumerate()} - before
     while times < len(values):
         pass
-    samples = gauge.stop()
+    samples = sample_memory.stop()
     assert [used for _, used in samples] == [5, 7, 3]
     times = [at for at, _ in samples]
     assert times[0] >= 0
@@ -51,7 +51,7 @@ def test_a_sample_counts_until_the_next_one() -> None:
 
 def test_without_a_device_nothing_is_seen() -> None:
     holder = Holder("h0", "127.0.0.1")
-    assert holder.gauge(True) == holder.gauge(False) == ("", ())
+    assert holder.sample_memory(True) == holder.sample_memory(False) == ("", ())
     holder.close()
 
 
@@ -59,12 +59,12 @@ def test_an_update_that_wakes_engines_reports_the_peak_of_each_phase() -> None:
     async def work(loop: Loop) -> None:
         switched = []
 
-        def gauge(on: bool) -> tuple[str, list[tuple[float, int]]]:
+        def sample_memory(on: bool) -> tuple[str, list[tuple[float, int]]]:
             switched.append(on)
             return "cuda:7", [(0.0, 11)]
 
         for holder in loop.holders[1:]:
-            holder.gauge = gauge  # type: ignore[method-assign]
+            holder.sample_memory = sample_memory  # type: ignore[method-assign]
         await loop.controller.connect()
         assert (await loop.controller.update(1)).peak_memory == {}
         await loop.controller.sleep(["e1"], 2)

@@ -112,7 +112,7 @@ def test_a_late_pause_is_not_undone_under_an_update_that_took_the_engine() -> No
         await loop.controller.update(2)
         loop.engines["e1"].on_write = lambda _: stopped_writes.append(loop.engines["e1"].paused)
         stopped_writes: list[bool] = []
-        async with loop.controller.alone():
+        async with loop.controller.exclusive():
             updating = asyncio.ensure_future(loop.controller.update(3))
             await asyncio.sleep(0)
             stopped.go_on()
@@ -185,8 +185,8 @@ def test_another_actor_of_the_same_name_does_not_wait_for_the_pause_of_the_first
     async def work(loop: Loop) -> None:
         stopped = Stopped(loop)
         await loop.controller.update(2)
-        seat = loop.fleet.engines["e1"]
-        seat.record = type(seat.record)()
+        member = loop.fleet.engines["e1"]
+        member.record = type(member.record)()
         loop.engines["e1"].pause = stopped.call
         assert (await loop.controller.update(3)).engines == {"e0": 3, "e1": 3}
         stopped.fails = EngineError("e1", "pause", "of the first")

@@ -13,7 +13,7 @@ from tests.fleets.loop import Loop, drive
 from tests.patience import patient
 from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineState
-from weightsync.driver.fleet import EngineSeat
+from weightsync.driver.fleet import EngineMember
 from weightsync.driver.healing import Healer
 from weightsync.errors import DeadlineError, PeerLostError, RankLostError, Where
 from weightsync.testing import LocalPeer
@@ -37,7 +37,7 @@ class Respawned:
             await self.before()
         self._loop.engines[name].serving = False
         old = self._loop.fleet.engines[name]
-        self._loop.fleet.engines[name] = EngineSeat(LocalPeer(self._loop.engines[name]), old.holders)
+        self._loop.fleet.engines[name] = EngineMember(LocalPeer(self._loop.engines[name]), old.holders)
 
 
 def _healer(loop: Loop, respawn: Callable[[str], Awaitable[None]], can_respawn: bool = True) -> Healer:
@@ -67,7 +67,7 @@ def test_an_engine_that_is_lost_while_it_is_filled_is_healed_once_more() -> None
             loop.engines["e1"].on_write = lambda _: None
             deaf = DeadlineError("heartbeat", ("engine e1",), 1.0)
             noticed = threading.Event()
-            running.call_soon_threadsafe(loop.controller.crew.lost, "e1", deaf)
+            running.call_soon_threadsafe(loop.controller.engine_group.lost, "e1", deaf)
             running.call_soon_threadsafe(noticed.set)
             assert noticed.wait(patient(5))
 
@@ -76,7 +76,7 @@ def test_an_engine_that_is_lost_while_it_is_filled_is_healed_once_more() -> None
                 loop.engines["e1"].on_write = lose
 
         respawn.before = lost_again
-        loop.controller.crew.lost("e1", GONE)
+        loop.controller.engine_group.lost("e1", GONE)
         await _healed(healer)
         assert respawn.times == 2
         assert state(loop) is EngineState.SERVING
@@ -96,12 +96,12 @@ def test_what_the_callers_code_raises_is_one_attempt_and_not_the_end() -> None:
         healer = _healer(loop, respawn)
         await loop.controller.connect()
         await loop.controller.update(1)
-        loop.controller.crew.lost("e1", GONE)
+        loop.controller.engine_group.lost("e1", GONE)
         await _healed(healer)
         assert respawn.times == 3
         assert state(loop) is EngineState.SERVING
         respawn.before = refuse
-        loop.controller.crew.lost("e1", GONE)
+        loop.controller.engine_group.lost("e1", GONE)
         await _healed(healer)
         assert respawn.times == 3 + CONFIG.heal_attempts
         assert "no host is free" in str(healer.given_up["e1"])
@@ -118,7 +118,7 @@ def test_a_deaf_engine_that_nobody_can_start_anew_does_not_answer_again() -> Non
         await loop.controller.connect()
         await loop.controller.update(1)
         loop.engines["e1"].serving = False
-        loop.controller.crew.lost("e1", DeadlineError("heartbeat", ("engine e1",), 1.0))
+        loop.controller.engine_group.lost("e1", DeadlineError("heartbeat", ("engine e1",), 1.0))
         await _healed(healer)
         assert "e1" in healer.given_up
         assert not healer.heals
@@ -146,7 +146,7 @@ def test_an_engine_that_lost_a_rank_is_dead_and_started_anew_at_once() -> None:
         assert lost.where == Where("e1", 1, 2, "move")
         await _healed(healer)
         assert (respawn.times, state(loop)) == (1, EngineState.SERVING)
-        loop.controller.crew.lost("e1", lost)
+        loop.controller.engine_group.lost("e1", lost)
         assert lost.where == Where("e1", 1, 2, "idle")
         await _healed(healer)
         assert (respawn.times, state(loop)) == (2, EngineState.SERVING)
@@ -166,7 +166,7 @@ def test_an_engine_that_leaves_is_not_brought_back() -> None:
         healer = _healer(loop, Respawned(loop, forever))
         await loop.controller.connect()
         await loop.controller.update(1)
-        loop.controller.crew.lost("e1", GONE)
+        loop.controller.engine_group.lost("e1", GONE)
         await begun.wait()
         healer.forget("e1")
         await _healed(healer)
@@ -185,7 +185,7 @@ def test_an_update_that_comes_between_connecting_and_filling_is_what_the_engine_
         adopt, updates = loop.controller.adopt, []
 
         async def update(inside: asyncio.Event) -> None:
-            async with loop.controller.alone():
+            async with loop.controller.exclusive():
                 inside.set()
                 await asyncio.sleep(0.1)  # so that the filling waits for its turn
                 await loop.controller.connect()
@@ -227,7 +227,7 @@ def test_a_heal_takes_as_long_as_it_took_though_the_wall_clock_is_set_back(
         healer = _healer(loop, Respawned(loop, set_back))
         await loop.controller.connect()
         await loop.controller.update(1)
-        loop.controller.crew.lost("e1", GONE)
+        loop.controller.engine_group.lost("e1", GONE)
         await _healed(healer)
         (heal,) = healer.heals
         assert heal.respawned_at is not None

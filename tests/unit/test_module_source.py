@@ -38,11 +38,11 @@ class Model(nn.Module):
 
 
 class Rig:
-    """A source that is attached to an arena of its own."""
+    """A source that is attached to a send buffer of its own."""
 
     def __init__(self, offloads: bool = False) -> None:
         self.source = ModuleSource(Model(), {"value.weight", "value.bias"}, offloads=offloads)
-        self.arena: SharedBuffer | None = None
+        self.send_buffer: SharedBuffer | None = None
         self.connect()
 
     @property
@@ -52,18 +52,18 @@ class Rig:
     def connect(self) -> None:
         self.close()
         self.plan = plan_for([self.source.layout()])
-        self.arena = SharedBuffer.create(self.plan.arena_nbytes(0))
-        self.source.attach(self.plan, 0, self.arena.handle)
+        self.send_buffer = SharedBuffer.create(self.plan.send_buffer_nbytes(0))
+        self.source.attach(self.plan, 0, self.send_buffer.handle)
 
     def publishes_the_model(self) -> bool:
-        """Whether arena and digests are of what the model holds."""
-        assert self.arena is not None
-        self.arena.tensor.fill_(255)
+        """Whether send buffer and digests are of what the model holds."""
+        assert self.send_buffer is not None
+        self.send_buffer.tensor.fill_(255)
         digests = self.source.publish(True).digests
         live = named_tensors(self.model)[0]
         for piece in self.plan.trainer_pieces(0):
             meta = self.plan.tensors[piece.tensor]
-            held = self.arena.tensor[piece.arena_offset : piece.arena_offset + piece.nbytes]
+            held = self.send_buffer.tensor[piece.send_buffer_offset : piece.send_buffer_offset + piece.nbytes]
             wanted = live[meta.name].detach().to(getattr(torch, meta.dtype))
             found = held.view(wanted.dtype).view(piece.box.extent)
             if not torch.equal(found, wanted[piece.box.slices()]):
@@ -74,8 +74,8 @@ class Rig:
 
     def close(self) -> None:
         self.source.close()
-        if self.arena:
-            self.arena.close()
+        if self.send_buffer:
+            self.send_buffer.close()
 
 
 @pytest.fixture
@@ -282,8 +282,8 @@ def test_many_small_tensors_are_published_without_python_for_each(monkeypatch: p
     model = nn.ParameterList([nn.Parameter(torch.rand(1 + i % 7)) for i in range(2000)])
     source = ModuleSource(model)
     plan = plan_for([source.layout()])
-    arena = SharedBuffer.create(plan.arena_nbytes(0))
-    source.attach(plan, 0, arena.handle)
+    send_buffer = SharedBuffer.create(plan.send_buffer_nbytes(0))
+    source.attach(plan, 0, send_buffer.handle)
     wanted = [tensor_digest(model[int(meta.name)], meta.shape) for meta in plan.tensors]
     monkeypatch.setattr(module_source, "tensor_digest", none)
     with torch.no_grad():
@@ -292,4 +292,4 @@ def test_many_small_tensors_are_published_without_python_for_each(monkeypatch: p
     assert published.nonfinite == {"5": 1}
     assert sum(published.digests.tolist()[i] != wanted[i] for i in range(2000)) == 1
     source.close()
-    arena.close()
+    send_buffer.close()

@@ -121,7 +121,7 @@ def test_refused_weights_leave_every_engine_serving_what_it_had(in_place: bool) 
         spoil(loop)
         with pytest.raises(NonfiniteError, match=r"version 2: NaN or Inf in 0\.bias \(1\), 1\.weight \(2\)"):
             await loop.controller.update(2)
-        assert [seat.record.state for seat in loop.fleet.engines.values()] == [EngineState.SERVING] * 2
+        assert [member.record.state for member in loop.fleet.engines.values()] == [EngineState.SERVING] * 2
         for engine in loop.engines.values():
             assert engine.serving() == 1
             assert torch.equal(engine.tensors["1.weight"], good)

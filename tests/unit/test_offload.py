@@ -19,19 +19,19 @@ from weightsync.sources.module import ModuleSource
 
 
 class Rig:
-    """A model whose head travels in another dtype, and the arena that it publishes into."""
+    """A model whose head travels in another dtype, and the send buffer that it publishes into."""
 
     def __init__(self) -> None:
         self.model = Model()
         self.source = ModuleSource(self.model, {"steps"}, offloads=True)
         self.plan: Plan = plan_for([self.source.layout()])
-        self.arenas: list[SharedBuffer] = []
+        self.send_buffers: list[SharedBuffer] = []
         self.values = {name: t.detach().clone() for name, t in named_tensors(self.model)[0].items()}
 
     def attach(self) -> None:
-        """To an arena that has nothing yet."""
-        self.arenas.append(SharedBuffer.create(self.plan.arena_nbytes(0)))
-        self.source.attach(self.plan, 0, self.arenas[-1].handle)
+        """To a send buffer that has nothing yet."""
+        self.send_buffers.append(SharedBuffer.create(self.plan.send_buffer_nbytes(0)))
+        self.source.attach(self.plan, 0, self.send_buffers[-1].handle)
 
     def live_nbytes(self) -> int:
         return sum(t.untyped_storage().nbytes() for t in named_tensors(self.model)[0].values())
@@ -42,8 +42,8 @@ class Rig:
 
     def close(self) -> None:
         self.source.close()
-        for arena in self.arenas:
-            arena.close()
+        for send_buffer in self.send_buffers:
+            send_buffer.close()
 
 
 @pytest.fixture
@@ -53,19 +53,19 @@ def rig() -> Iterator[Rig]:
     rig.close()
 
 
-def test_what_is_offloaded_lies_in_the_arena_and_is_published_without_another_copy(rig: Rig) -> None:
+def test_what_is_offloaded_lies_in_the_send_buffer_and_is_published_without_another_copy(rig: Rig) -> None:
     rig.attach()
     published = rig.source.publish(True).digests
-    sent = bytes(rig.arenas[0].tensor.tolist())
-    rig.arenas[0].tensor.zero_()
+    sent = bytes(rig.send_buffers[0].tensor.tolist())
+    rig.send_buffers[0].tensor.zero_()
     rig.source.offload()
     rig.source.offload()  # is nothing new
     assert rig.live_nbytes() == 0
-    assert bytes(rig.arenas[0].tensor.tolist()) == sent
-    rig.arenas[0].tensor[0] ^= 1  # a second copy would put it right
+    assert bytes(rig.send_buffers[0].tensor.tolist()) == sent
+    rig.send_buffers[0].tensor[0] ^= 1  # a second copy would put it right
     np.testing.assert_array_equal(rig.source.publish(True).digests, published)
-    assert bytes(rig.arenas[0].tensor.tolist()) != sent
-    rig.arenas[0].tensor[0] ^= 1
+    assert bytes(rig.send_buffers[0].tensor.tolist()) != sent
+    rig.send_buffers[0].tensor[0] ^= 1
     rig.source.onload()
     rig.source.onload()
     assert rig.live_nbytes() > 0
@@ -75,10 +75,10 @@ def test_what_is_offloaded_lies_in_the_arena_and_is_published_without_another_co
     assert (rig.source.publish(True).digests != published).sum() == 1
 
 
-def test_weights_come_back_out_of_the_arena(rig: Rig) -> None:
+def test_weights_come_back_out_of_the_send_buffer(rig: Rig) -> None:
     rig.attach()
     rig.source.offload()
-    rig.arenas[0].tensor.zero_()
+    rig.send_buffers[0].tensor.zero_()
     rig.source.onload()
     kept = {"head.weight", "steps"}
     for name, tensor in named_tensors(rig.model)[0].items():
@@ -88,15 +88,15 @@ def test_weights_come_back_out_of_the_arena(rig: Rig) -> None:
 def test_it_is_connected_anew_while_it_is_offloaded(rig: Rig) -> None:
     rig.attach()
     published = rig.source.publish(True).digests
-    sent = rig.arenas[0].tensor.clone()
+    sent = rig.send_buffers[0].tensor.clone()
     rig.source.offload()
     rig.source.close()
-    rig.arenas[0].tensor.zero_()  # its holder's own by now
+    rig.send_buffers[0].tensor.zero_()  # its holder's own by now
     assert rig.source.layout() == rig.source.layout()
     for _ in range(2):
         rig.attach()
         np.testing.assert_array_equal(rig.source.publish(True).digests, published)
-        assert torch.equal(rig.arenas[-1].tensor, sent)
+        assert torch.equal(rig.send_buffers[-1].tensor, sent)
         assert rig.live_nbytes() == 0
     rig.source.onload()
     assert rig.has_its_values()
@@ -128,17 +128,17 @@ class Flat(nn.Module):
         self.body.weight, self.head.weight = (nn.Parameter(each.view(2, 3)) for each in flat.split(6))
 
 
-def test_what_shares_memory_with_what_the_arena_has_not_is_kept_too() -> None:
+def test_what_shares_memory_with_what_the_send_buffer_has_not_is_kept_too() -> None:
     model = Flat()
     source = ModuleSource(model, offloads=True)
     plan = plan_for([source.layout()])
-    arena = SharedBuffer.create(plan.arena_nbytes(0))
-    source.attach(plan, 0, arena.handle)
+    send_buffer = SharedBuffer.create(plan.send_buffer_nbytes(0))
+    source.attach(plan, 0, send_buffer.handle)
     source.offload()
     source.onload()
     assert model.body.weight.flatten().tolist() + model.head.weight.flatten().tolist() == [*range(12)]
     source.close()
-    arena.close()
+    send_buffer.close()
 
 
 def test_tensors_that_share_memory_are_kept_as_they_share_it() -> None:
@@ -165,7 +165,7 @@ def test_memory_that_is_not_torchs_is_refused_and_nothing_has_changed(rig: Rig) 
     with torch.no_grad():
         rig.model.head.weight.add_(1)
     assert (rig.source.publish(True).digests != published).sum() == 1, (
-        "what the arena had is not what it publishes"
+        "what the send buffer had is not what it publishes"
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from weightsync.memory.addresses import Places
+from weightsync.memory.addresses import AddressGuard
 from weightsync.memory.tensors import named_tensors
 
 
@@ -22,8 +22,8 @@ def model() -> nn.Sequential:
     return made
 
 
-def places(of: nn.Module) -> Places:
-    return Places(of, named_tensors(of)[0])
+def guard(of: nn.Module) -> AddressGuard:
+    return AddressGuard(of, named_tensors(of)[0])
 
 
 def gone(of: nn.Sequential) -> None:
@@ -69,11 +69,11 @@ CHANGES: dict[str, Change] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_is_noticed(change: str) -> None:
     made = model()
-    asked = places(made)
+    asked = guard(made)
     assert asked.as_before(made)
     CHANGES[change](made)
     assert not asked.as_before(made)
-    assert places(made).as_before(made)
+    assert guard(made).as_before(made)
 
 
 class Equal(nn.Linear):
@@ -87,19 +87,19 @@ class Equal(nn.Linear):
 
 def test_another_module_is_noticed_though_it_says_that_it_is_equal() -> None:
     made = nn.Sequential(Equal(4, 4))
-    asked = places(made)
+    asked = guard(made)
     made[0] = Equal(4, 4)
     assert not asked.as_before(made)
 
 
 def test_another_module_is_noticed() -> None:
     made = model()
-    assert not places(made).as_before(model())
+    assert not guard(made).as_before(model())
 
 
 def test_other_values_and_buffers_that_are_not_saved_are_no_change() -> None:
     made = model()
-    asked = places(made)
+    asked = guard(made)
     with torch.no_grad():
         for tensor in made.state_dict().values():
             tensor.mul_(2)
@@ -111,7 +111,7 @@ def test_other_values_and_buffers_that_are_not_saved_are_no_change() -> None:
 
 def test_inference_mode_is_no_change() -> None:
     made = model()
-    asked = places(made)
+    asked = guard(made)
     for mode in (True, False):
         with torch.inference_mode(mode):
             assert asked.as_before(made)
@@ -121,7 +121,7 @@ def test_inference_mode_is_no_change() -> None:
 
 def test_what_moved_is_named() -> None:
     made = model()
-    asked = places(made)
+    asked = guard(made)
     CHANGES["other memory"](made)
     CHANGES["other buffer"](made)
     assert asked.moved(named_tensors(made)[0]) == ["1.0.weight", "1.1.running_mean"]
@@ -130,7 +130,7 @@ def test_what_moved_is_named() -> None:
 def test_tensors_that_only_a_hook_gives_are_asked_for_by_the_hook() -> None:
     made, given = nn.Linear(2, 2), {"extra": torch.ones(2)}
     made.register_state_dict_post_hook(lambda _module, state, _prefix, _meta: state.update(given))
-    asked = places(made)
+    asked = guard(made)
     assert not asked.as_before(made)
     assert asked.moved(named_tensors(made)[0]) == []
     given["extra"] = torch.ones(2)
@@ -142,7 +142,7 @@ def test_sharded_weights_may_be_gathered_but_not_move(tmp_path: Path) -> None:
     try:
         made = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         sharded = fully_shard(made, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
-        asked = places(made)
+        asked = guard(made)
         assert asked.as_before(made)
         sharded.unshard()
         assert not asked.as_before(made)

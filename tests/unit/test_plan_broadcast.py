@@ -26,7 +26,7 @@ BUCKETS = st.sampled_from([256, 300, 512, 1024, 4096, 1 << 20])
 
 def check_shape(plan: Plan) -> None:
     """Alignment, order and contiguity that senders and receivers rely on."""
-    arena_ends: Counter[int] = Counter()
+    send_buffer_ends: Counter[int] = Counter()
     index = 0
     for number, bucket in enumerate(plan.buckets()):
         assert bucket.index == number
@@ -37,22 +37,22 @@ def check_shape(plan: Plan) -> None:
             assert (step.index, step.bucket) == (index, number)
             assert step.root == plan.members.trainers[step.trainer]
             assert step.offset == end
-            assert step.arena_offset == arena_ends[step.trainer]
+            assert step.send_buffer_offset == send_buffer_ends[step.trainer]
             at = 0
             while pieces and pieces[0].trainer == step.trainer:
                 piece = pieces.pop(0)
                 assert (piece.bucket, piece.offset - step.offset) == (number, at)
-                assert piece.arena_offset - step.arena_offset == at
+                assert piece.send_buffer_offset - step.send_buffer_offset == at
                 at += -(-piece.nbytes // 16) * 16
             assert step.nbytes == at > 0
             end += -(-at // 256) * 256
-            arena_ends[step.trainer] += -(-at // 256) * 256
+            send_buffer_ends[step.trainer] += -(-at // 256) * 256
             index += 1
         assert not pieces
         assert end == bucket.nbytes
         roots = [(step.root, step.trainer) for step in bucket.steps]
         assert roots == sorted(set(roots))
-    assert all(plan.arena_nbytes(t) == arena_ends[t] for t in range(len(plan.members.trainers)))
+    assert all(plan.send_buffer_nbytes(t) == send_buffer_ends[t] for t in range(len(plan.members.trainers)))
     assert index == len(plan.steps)
 
 

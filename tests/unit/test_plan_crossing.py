@@ -21,7 +21,7 @@ few = settings(max_examples=40)
 
 
 @dataclass
-class Crossing:
+class CrossHostExchange:
     made: Sides
     needs: dict[int, Reads]
     hosts: dict[int, str]
@@ -30,7 +30,7 @@ class Crossing:
 
 
 @st.composite
-def crossings(draw: st.DrawFn) -> Crossing:
+def crossings(draw: st.DrawFn) -> CrossHostExchange:
     """Trainers are ranks 0 on; some are near, and the other's bytes are needed on one or two hosts."""
     made = draw(sides())
     first = len(made.trainers)
@@ -46,12 +46,12 @@ def crossings(draw: st.DrawFn) -> Crossing:
     with mock.patch("weightsync.plan.cross_host.LEAST_SHARE_NBYTES", draw(st.sampled_from([1, 64, 1 << 20]))):
         made_bundles = bundles(needs, hosts, {trainer: trainer for trainer in far})
     plan = ShufflePlan.from_bundles(made_bundles, first, max_message_bytes=limit)
-    return Crossing(made, needs, hosts, plan, first)
+    return CrossHostExchange(made, needs, hosts, plan, first)
 
 
 @few
 @given(crossings())
-def test_every_byte_from_afar_arrives_once_where_it_belongs(case: Crossing) -> None:
+def test_every_byte_from_afar_arrives_once_where_it_belongs(case: CrossHostExchange) -> None:
     made, plan = case.made, case.plan
     packed = {}
     for lane in plan.lanes:
@@ -81,7 +81,7 @@ def test_every_byte_from_afar_arrives_once_where_it_belongs(case: Crossing) -> N
 
 @few
 @given(crossings())
-def test_what_a_host_shares_crosses_once(case: Crossing) -> None:
+def test_what_a_host_shares_crosses_once(case: CrossHostExchange) -> None:
     wanted: dict[str, Counter] = defaultdict(Counter)
     for rank, reads in case.needs.items():
         columns = (reads.trainer, reads.src_buffer, reads.src, reads.rows, reads.row_nbytes, reads.src_pitch)
@@ -98,7 +98,7 @@ def test_what_a_host_shares_crosses_once(case: Crossing) -> None:
 
 @few
 @given(crossings())
-def test_no_round_exceeds_the_bound_on_either_side(case: Crossing) -> None:
+def test_no_round_exceeds_the_bound_on_either_side(case: CrossHostExchange) -> None:
     packed, received = defaultdict(int), defaultdict(int)
     for lane in case.plan.lanes:
         for number, nbytes in enumerate(lane.messages.nbytes.tolist()):
@@ -111,7 +111,7 @@ def test_no_round_exceeds_the_bound_on_either_side(case: Crossing) -> None:
 
 @few
 @given(crossings())
-def test_a_rank_needs_no_more_of_the_plan_than_its_own_part(case: Crossing) -> None:
+def test_a_rank_needs_no_more_of_the_plan_than_its_own_part(case: CrossHostExchange) -> None:
     for rank in {*case.plan.receivers, *range(case.first)}:
         part = case.plan.of(rank)
         assert part.sends(rank) == case.plan.sends(rank)

@@ -65,7 +65,7 @@ def test_figures_of_a_disaggregated_plan() -> None:
     assert shown.received == {2: whole, 3: whole}
     assert shown.edges == {(s, r): half for s in (0, 1) for r in (2, 3)}
     assert shown.staging == {0: 0, 1: 0, 2: 1 << 19, 3: 1 << 19}
-    assert shown.arena == {0: half, 1: half, 2: 0, 3: 0}
+    assert shown.send_buffer == {0: half, 1: half, 2: 0, 3: 0}
     assert shown.imbalance == 1.0
     assert shown.floor_seconds == pytest.approx(whole / 1e9)
     assert shown.stage_seconds == pytest.approx({"broadcast": whole / 1e9, "host to device": half / 0.5e9})
@@ -91,7 +91,7 @@ def test_figures_add_up(world: World, bucket_bytes: int) -> None:
     for holder, nbytes in shown.received.items():
         assert nbytes == sum(n for (_, receiver), n in shown.edges.items() if receiver == holder)
         assert nbytes == total - shown.sent.get(holder, 0)
-    assert sum(shown.arena.values()) == sum(b.nbytes for b in made.buckets())
+    assert sum(shown.send_buffer.values()) == sum(b.nbytes for b in made.buckets())
     largest = max(b.nbytes for b in made.buckets())
     receivers = made.members.receivers
     assert shown.staging == {h: 2 * largest * (h in receivers) for h in range(made.members.num_holders)}

@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 
 from weightsync.errors import ConfigError, PlanError
-from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, castless, make_plan
+from weightsync.plan import (
+    Box,
+    Layout,
+    Members,
+    Plan,
+    RankLayout,
+    Segment,
+    TensorMeta,
+    make_plan,
+    same_dtype_tensors,
+)
 
 A, B, C = (TensorMeta(name, "bfloat16", (4, 2)) for name in "abc")
 
@@ -101,14 +111,14 @@ def test_a_float8_is_never_cast_since_its_values_need_a_scale(float8: str, other
         with pytest.raises(PlanError, match=told):
             plan(*args)
         with pytest.raises(PlanError, match=told):
-            castless(args[0], "e0", args[1])
+            same_dtype_tensors(args[0], "e0", args[1])
 
 
 @pytest.mark.parametrize("float8", FLOAT8)
 def test_the_same_float8_on_both_sides_travels_as_it_is(float8: str) -> None:
     meta = TensorMeta("a", float8, (4, 2))
     assert plan(whole(meta), whole(meta)).tensors == (meta,)
-    assert castless(whole(meta), "e0", whole(meta)) == (frozenset("a"), {})
+    assert same_dtype_tensors(whole(meta), "e0", whole(meta)) == (frozenset("a"), {})
     with pytest.raises(PlanError, match="a float8 is not cast"):
         plan(whole(meta), whole(TensorMeta("a", FLOAT8[float8 == FLOAT8[0]], (4, 2))))
 
@@ -154,7 +164,7 @@ def test_an_engine_that_ties_what_the_trainers_do_not_know() -> None:
 def test_a_tied_source_serves_an_engine_with_two_tensors() -> None:
     made = plan(whole(A, tied=(("b", "a"),)), whole(B, A))
     assert names(made) == ["b", "a"]
-    assert [(p.tensor, p.box, p.arena_offset) for p in made.trainer_pieces(0)] == [
+    assert [(p.tensor, p.box, p.send_buffer_offset) for p in made.trainer_pieces(0)] == [
         (0, Box((0, 0), (4, 2)), 0),
         (1, Box((0, 0), (4, 2)), 16),
     ]

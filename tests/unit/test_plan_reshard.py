@@ -23,7 +23,7 @@ from tests.unit.reshard_strategies import (
 from weightsync.errors import PlanError
 from weightsync.plan import Box, Layout, RankLayout, Segment, TensorMeta
 from weightsync.plan.coverage import check_live
-from weightsync.plan.direct import CHUNK_NBYTES, Reads, Reshard, castless
+from weightsync.plan.direct import CHUNK_NBYTES, Reads, Reshard, same_dtype_tensors
 
 FEW = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -157,7 +157,7 @@ def in_order(ours: list[TensorMeta], theirs: list[TensorMeta]) -> tuple[Layout, 
 
 def test_a_tensor_that_is_cast_goes_another_way() -> None:
     args = in_order([A, B], [A, replace(B, dtype="float32")])
-    names, reasons = castless(*args)
+    names, reasons = same_dtype_tensors(*args)
     assert (names, set(reasons)) == ({"a"}, {"b"})
     assert reasons["b"] == "bfloat16 at the trainers, float32 at the engine"
     assert Reshard(*args, only=names).reads(0, [0]).nbytes == A.nbytes

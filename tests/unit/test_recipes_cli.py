@@ -389,11 +389,13 @@ def test_whole_hosts_are_planned(sizes: tuple[int, int, int], ranks: list[int]) 
 
 
 def test_tensors_that_bytes_alone_cannot_bring_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def castless(source: Layout, name: str, engine: Layout) -> tuple[frozenset[str], dict[str, str]]:
+    def same_dtype_tensors(
+        source: Layout, name: str, engine: Layout
+    ) -> tuple[frozenset[str], dict[str, str]]:
         rest = [each for each in source.names if each.endswith("layernorm.weight")]
         return frozenset(source.names) - {*rest}, dict.fromkeys(rest, "float32 here, bfloat16 there")
 
-    monkeypatch.setattr("weightsync.recipes.forecast.castless", castless)
+    monkeypatch.setattr("weightsync.recipes.forecast.same_dtype_tensors", same_dtype_tensors)
     lines = direct_section(*MODEL)
     assert "  model.layers.0.input_layernorm.weight, by broadcast: float32 here, bfloat16 there" in lines
     assert lines[-1].endswith(" more tensors by broadcast")

@@ -16,7 +16,7 @@ from weightsync.errors import ConfigError
 from weightsync.plan import Layout, Members, TensorMeta, make_plan
 from weightsync.plan.coverage import check_live
 from weightsync.recipes.catalog import load, shipped
-from weightsync.recipes.cuts import deal
+from weightsync.recipes.cuts import partition
 from weightsync.recipes.grids import engine_layout, trainer_layout
 from weightsync.recipes.parallel import parse_engine, parse_trainers
 from weightsync.recipes.shapes import ModelShape, checkpoint_tensors
@@ -130,7 +130,7 @@ def test_stacked_experts_are_cut_or_dealt(shape: ModelShape, text: str, ep: int,
     model, layout = values(tensors), engine_layout(tensors, shape, parse_engine(text))
     home = "model.layers.2.mlp.experts"
     for rank in range(4):
-        first, last = deal(6, ep)[rank // cut]
+        first, last = partition(6, ep)[rank // cut]
         gate, up = (experts_of(model, home, f"{leaf}_proj", first, last) for leaf in ("gate", "up"))
         pairs = zip(gate, up, strict=True)
         w13 = [np.concatenate([part(g, rank % cut, cut), part(u, rank % cut, cut)]) for g, u in pairs]

@@ -86,11 +86,11 @@ def test_the_prompts_of_an_engine_that_fails_go_to_the_others(broken: Engine) ->
 
 
 def test_who_serves_is_asked_anew_when_one_fails() -> None:
-    spare = Engine()
-    answers = iter([{"a": Engine(failure=PeerLostError("engine a", "killed"))}, {"b": spare}])
+    standby = Engine()
+    answers = iter([{"a": Engine(failure=PeerLostError("engine a", "killed"))}, {"b": standby}])
     rollouts = sample(lambda: next(answers))
     assert_complete(rollouts, PROBLEMS)
-    assert [count for count, _ in spare.calls] == [len(PROBLEMS) * LOOP.group_size]
+    assert [count for count, _ in standby.calls] == [len(PROBLEMS) * LOOP.group_size]
 
 
 def test_an_engine_without_a_prompt_is_not_asked() -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.fleets.loop import CONFIG, Loop, drive
 from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
-from weightsync.driver.fleet import EngineSeat
+from weightsync.driver.fleet import EngineMember
 from weightsync.errors import TransportError
 from weightsync.testing import LocalPeer
 
@@ -23,11 +23,11 @@ class Left(Loop):
         for version in (1, 2):
             self.train()
             await self.controller.update(version)
-            await self.controller.keeping.settled()
+            await self.controller.snapshot_index.settled()
 
     async def next_controller(self) -> Controller:
         for name, engine in self.engines.items():
-            self.fleet.engines[name] = EngineSeat(LocalPeer(engine), self.fleet.engines[name].holders)
+            self.fleet.engines[name] = EngineMember(LocalPeer(engine), self.fleet.engines[name].holders)
         controller = Controller(CONFIG, self.fleet)
         await controller.connect()
         return controller
@@ -50,7 +50,7 @@ def test_what_serves_the_committed_version_is_left_alone() -> None:
         assert await controller.restore() == []
         assert controller.version == 2
         assert controller.can_refill("e1")
-        assert [seat.record.state for seat in loop.fleet.engines.values()] == [EngineState.SERVING] * 2
+        assert [member.record.state for member in loop.fleet.engines.values()] == [EngineState.SERVING] * 2
         assert writes == []
         loop.train()
         assert (await controller.update(3)).engines == {"e0": 3, "e1": 3}
@@ -86,13 +86,13 @@ def test_a_version_that_is_served_but_not_kept_has_committed() -> None:
     async def work(loop: Left) -> None:
         await loop.until_version_2()
 
-        def keep(*_: object) -> None:
+        def snapshot(*_: object) -> None:
             raise TransportError("the driver died before")
 
-        loop.holders[0].keep = keep  # type: ignore[assignment, method-assign]
+        loop.holders[0].snapshot = snapshot  # type: ignore[assignment, method-assign]
         loop.train()
         await loop.controller.update(3)
-        await loop.controller.keeping.settled()
+        await loop.controller.snapshot_index.settled()
         loop.engines["e1"].pause("keep", 1)
         controller = await loop.next_controller()
         assert await controller.restore() == ["e1"]
@@ -121,7 +121,7 @@ def test_what_is_kept_by_another_plan_is_of_no_use() -> None:
         for engine in loop.engines.values():
             engine.pause("keep", 1)
         loop.fleet.engines = {
-            name: EngineSeat(LocalPeer(engine), loop.fleet.engines[name].holders)
+            name: EngineMember(LocalPeer(engine), loop.fleet.engines[name].holders)
             for name, engine in loop.engines.items()
         }
         controller = Controller(replace(CONFIG, bucket_bytes=8192), loop.fleet)

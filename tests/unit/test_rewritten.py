@@ -70,7 +70,7 @@ def count_asked(loop: Loop) -> list[str]:
 
 
 def states(loop: Loop) -> set[EngineState]:
-    return {seat.record.state for seat in loop.fleet.engines.values()}
+    return {member.record.state for member in loop.fleet.engines.values()}
 
 
 def test_a_write_while_publish_copies_is_the_trainers_and_the_next_update_brings_all_back(
@@ -89,7 +89,9 @@ def test_a_write_while_publish_copies_is_the_trainers_and_the_next_update_brings
         assert caught.value.writers == (("trainer 0", ("1.weight",)),)
         assert asked == ["holder 0"]
         assert states(loop) == {EngineState.STALE}
-        assert all(isinstance(error, SourceChangedError) for error in loop.controller.crew.failures.values())
+        assert all(
+            isinstance(error, SourceChangedError) for error in loop.controller.engine_group.failures.values()
+        )
         assert (await loop.controller.refill("e0")).engines["e0"] == 1, "what is kept is whole"
         assert torch.equal(loop.engines["e0"].tensors["1.weight"], served)
         assert (await loop.controller.update(3)).engines == {"e0": 3, "e1": 3}
@@ -170,14 +172,14 @@ def before_reading(loop: Direct, name: str, happens: Callable[[], None]) -> Call
     """Call `happens` once, before engine `name` reads next; returns what undoes it."""
     staging = loop.holders[1 + [*loop.engines].index(name)].staging
     assert isinstance(staging, Staging)
-    pull = staging.pull
+    copy = staging.start_direct_copy
 
     def late() -> None:
         happens()
-        pull()
+        copy()
 
-    staging.pull = late  # type: ignore[method-assign]
-    return lambda: setattr(staging, "pull", pull)
+    staging.start_direct_copy = late  # type: ignore[method-assign]
+    return lambda: setattr(staging, "start_direct_copy", copy)
 
 
 def test_a_write_while_engines_read_in_place_demotes_none_of_them() -> None:
@@ -214,17 +216,17 @@ def test_who_read_before_the_write_commits_and_who_read_after_it_is_not_demoted(
         running, read = asyncio.get_running_loop(), asyncio.Event()
         staging = loop.holders[1].staging
         assert isinstance(staging, Staging)
-        pull = staging.pull
+        copy = staging.start_direct_copy
 
         def first() -> None:
-            pull()
+            copy()
             running.call_soon_threadsafe(read.set)
 
         def wait_and_write() -> None:
             asyncio.run_coroutine_threadsafe(read.wait(), running).result(patient(20))  # type: ignore[arg-type]
             write(loop)
 
-        staging.pull = first  # type: ignore[method-assign]
+        staging.start_direct_copy = first  # type: ignore[method-assign]
         before_reading(loop, "e1", wait_and_write)
         report = await loop.controller.update(2)
         assert report.engines == {"e0": 2, "e1": 0}
@@ -239,19 +241,19 @@ def test_what_an_engine_has_wrong_besides_is_its_own() -> None:
         await loop.controller.connect()
         staging = loop.holders[2].staging
         assert isinstance(staging, Staging)
-        pull = staging.pull
+        copy = staging.start_direct_copy
 
         def bad() -> None:
             write(loop)
-            pull()
+            copy()
             loop.engines["e1"].tensors["0.bias"].view(torch.uint8)[0] ^= 1
 
-        staging.pull = bad  # type: ignore[method-assign]
+        staging.start_direct_copy = bad  # type: ignore[method-assign]
         try:
             report = await loop.controller.update(1)
             told = report.failures["e1"]
         except SourceChangedError:  # e0 read after the write, too
-            told = str(loop.controller.crew.failures["e1"])
+            told = str(loop.controller.engine_group.failures["e1"])
         assert "wrong bytes in 0.bias" in told
         assert "1.weight" not in told
 
@@ -263,13 +265,13 @@ def test_what_a_trainer_writes_once_it_may_go_on_is_no_excuse() -> None:
         await loop.controller.connect()
         staging = loop.holders[2].staging
         assert isinstance(staging, Staging)
-        pull = staging.pull
+        copy = staging.start_direct_copy
 
         def bad() -> None:
-            pull()
+            copy()
             loop.engines["e1"].tensors["1.weight"].view(torch.uint8)[0] ^= 1
 
-        staging.pull = bad  # type: ignore[method-assign]
+        staging.start_direct_copy = bad  # type: ignore[method-assign]
         report = await loop.controller.update(1, lambda: write(loop))
         assert "wrong bytes in 1.weight" in report.failures["e1"]
         assert "what it read was wrong" in report.routes["e1"]

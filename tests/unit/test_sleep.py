@@ -23,7 +23,7 @@ BOTH = ("e0", "e1")
 
 
 def states(loop: Loop) -> list[EngineState]:
-    return [seat.record.state for seat in loop.fleet.engines.values()]
+    return [member.record.state for member in loop.fleet.engines.values()]
 
 
 def live_nbytes(loop: Loop, name: str) -> int:
@@ -47,7 +47,7 @@ def test_asleep_engines_have_no_memory_and_an_update_wakes_them(level: int) -> N
             assert loop.engines["e0"].generate([[1]], {}).version == version
             await loop.controller.sleep(BOTH, level)
             kept = version if level == 1 else 0
-            assert {seat.record.version for seat in loop.fleet.engines.values()} == {kept}
+            assert {member.record.version for member in loop.fleet.engines.values()} == {kept}
 
     drive(work)
 
@@ -204,7 +204,7 @@ def test_healing_wakes_nobody() -> None:
 
         controller = loop.controller
         healer = Healer(CONFIG, loop.fleet, controller, respawn, lambda _: False)
-        controller.crew.on_failure = lambda *_: None
+        controller.engine_group.on_failure = lambda *_: None
         await controller.connect()
         await controller.update(1)
         await controller.sleep(["e1"], 2)

@@ -79,7 +79,7 @@ def three(work: Callable[[Three], Coroutine[object, object, None]]) -> None:
 
 
 def states(loop: Loop) -> dict[str, EngineState]:
-    return {name: seat.record.state for name, seat in loop.fleet.engines.items()}
+    return {name: member.record.state for name, member in loop.fleet.engines.items()}
 
 
 async def served(loop: Loop) -> float:
@@ -121,7 +121,7 @@ def test_the_slow_one_alone_is_blamed_and_for_its_own_time() -> None:
         report = await loop.controller.update(2)
         assert report.engines == {"e0": 2, "e1": 0, "e2": 2}
         assert set(report.failures) == {"e1"}
-        error = loop.controller.crew.failures["e1"]
+        error = loop.controller.engine_group.failures["e1"]
         assert isinstance(error, SlowError)
         assert error.missing == ("engine e1",)
         assert error.timeout_s == pytest.approx(0.9 * TIMEOUT_S)
@@ -129,7 +129,7 @@ def test_the_slow_one_alone_is_blamed_and_for_its_own_time() -> None:
         assert states(loop)["e1"] is EngineState.STALE
         slow.end()
         assert (await loop.controller.update(3)).engines == {"e0": 3, "e1": 3, "e2": 3}
-        assert not loop.controller.crew.num_slow("e1")
+        assert not loop.controller.engine_group.num_slow("e1")
 
     three(work)
 
@@ -157,7 +157,7 @@ def test_several_slow_ones_do_not_harm_the_quick_one(late: range) -> None:
         report = await loop.controller.update(2)
         assert report.engines == {"e0": 2, "e1": 0, "e2": 0}
         for name in ("e1", "e2"):
-            error = loop.controller.crew.failures[name]
+            error = loop.controller.engine_group.failures[name]
             assert isinstance(error, SlowError)
             assert (error.missing, error.timeout_s) == ((f"engine {name}",), TIMEOUT_S / 2)
         assert loop.controller.connected
@@ -175,7 +175,7 @@ def test_one_whose_end_takes_too_long_is_named_by_the_controller_in_time() -> No
         took = time.monotonic() - begun
         release.set()
         assert report.engines == {"e0": 2, "e1": 0, "e2": 2}
-        error = loop.controller.crew.failures["e1"]
+        error = loop.controller.engine_group.failures["e1"]
         assert isinstance(error, DeadlineError)
         assert error.missing == ("engine e1",)
         assert took < undisturbed + TIMEOUT_S + 1
@@ -201,7 +201,7 @@ def test_one_that_is_slow_twice_is_started_anew_and_not_only_filled() -> None:
         await served(loop)
         for version, times in ((2, 0), (3, 1)):
             slow = loop.hold("e1", range(0, 1), 0.6 * TIMEOUT_S)
-            async with loop.controller.alone():
+            async with loop.controller.exclusive():
                 await loop.controller.update(version)
             slow.end()
             await _healed(healer)
@@ -210,7 +210,7 @@ def test_one_that_is_slow_twice_is_started_anew_and_not_only_filled() -> None:
             assert loop.fleet.engines["e1"].record.version == version
         slow.end()
         assert (await loop.controller.update(4)).engines == {"e0": 4, "e1": 4, "e2": 4}
-        assert not loop.controller.crew.num_slow("e1")
+        assert not loop.controller.engine_group.num_slow("e1")
 
     three(work)
 
@@ -222,7 +222,7 @@ def test_one_that_stays_slow_when_started_anew_is_given_up() -> None:
         await served(loop)
         for version in range(2, 9):
             slow = loop.hold("e1", range(0, 1), 0.6 * TIMEOUT_S)
-            async with loop.controller.alone():
+            async with loop.controller.exclusive():
                 await loop.controller.update(version)
             slow.end()
             await _healed(healer)

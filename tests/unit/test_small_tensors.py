@@ -15,7 +15,7 @@ from torch import nn
 from tests.patience import patient
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
-from weightsync.driver.fleet import EngineSeat, Fleet
+from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.engines.torch_module import TorchEngine
 from weightsync.errors import StateError, WeightSyncError
 from weightsync.holder.holder import Holder
@@ -63,10 +63,10 @@ def fleet(
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", lambda *_, **__: build(num_tensors))
     source, engine = ModuleSource(build(num_tensors)), TorchEngine("model", "e", {})
     holders = [Holder(f"holder {i}", "127.0.0.1") for i in range(1 if together else 2)]
-    seat = EngineSeat(LocalPeer(Counted(engine, "load")), (len(holders) - 1,))
+    member = EngineMember(LocalPeer(Counted(engine, "load")), (len(holders) - 1,))
     trainer = LocalPeer(Counted(source, "publish"))
     try:
-        yield source, engine, Fleet([(trainer, 0)], {"e": seat}, [LocalPeer(h) for h in holders])
+        yield source, engine, Fleet([(trainer, 0)], {"e": member}, [LocalPeer(h) for h in holders])
     finally:
         for part in (source, engine, *holders):
             part.close()

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from weightsync.engines.engine_ranks import EngineRanks
-from weightsync.engines.stacked_experts import as_loaded
 from weightsync.engines.vllm.adapter import VllmEngine
 from weightsync.engines.vllm.api import stored_otherwise
 from weightsync.engines.whole_sink import as_loaded

@@ -46,7 +46,7 @@ from weightsync.errors import (
     WeightSyncError,
     WireError,
 )
-from weightsync.faults import armed, strike
+from weightsync.faults import has_faults, inject
 from weightsync.memory.device import open_buffer
 from weightsync.memory.digests import warm_up
 from weightsync.memory.host import SharedBuffer
@@ -79,12 +79,14 @@ class HolderFeed:
         holder: str,
         engine: str,
         slots: tuple[Handle, ...],
-        arena: BufferHandle | None,
+        send_buffer: BufferHandle | None,
         trainer: int,
     ) -> None:
         self._directory = PrivateDirectory()
         endpoint = f"ipc://{self._directory.path}/feed"
-        self.ticket = FeedTicket(holder, engine, endpoint, secrets.token_bytes(32), slots, arena, trainer)
+        self.ticket = FeedTicket(
+            holder, engine, endpoint, secrets.token_bytes(32), slots, send_buffer, trainer
+        )
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -203,13 +205,13 @@ class EngineFeed:
         self._ticket = ticket
         self.spans: Sequence[Span] = ()
         self._slots = tuple(open_buffer(handle) for handle in ticket.slots)
-        self._arena = SharedBuffer.open(ticket.arena) if ticket.arena else None
+        self._send_buffer = SharedBuffer.open(ticket.send_buffer) if ticket.send_buffer else None
         self._busy, self._closing = threading.Lock(), threading.Event()
         self._num_buckets, buckets = plan.num_buckets, range(plan.num_buckets if self._slots else 0)
-        self._buckets = [self._views(plan, index, self._arena) for index in buckets]
-        # What a refill reads: the arena may hold the trainer's next version by then.
+        self._buckets = [self._views(plan, index, self._send_buffer) for index in buckets]
+        # What a refill reads: the send buffer may hold the trainer's next version by then.
         self._whole = self._buckets
-        if self._arena:
+        if self._send_buffer:
             self._whole = [self._views(plan, index, None) for index in buckets]
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.DEALER)
@@ -259,7 +261,7 @@ class EngineFeed:
     @property
     def views(self) -> Sequence[Sequence[PieceView]]:
         """The buckets that `receive` gives to `Sink.take`: the same sequences in each update."""
-        return [*self._buckets, *(self._whole if self._arena else ())]
+        return [*self._buckets, *(self._whole if self._send_buffer else ())]
 
     def refuse(self, attempt: int, error: WeightSyncError) -> None:
         """Tell the holder, in place of `receive`, why no bucket of an attempt is read: it waits for none."""
@@ -285,7 +287,7 @@ class EngineFeed:
             with clock.phase("load"):
                 self._take_all(attempt, sink, timeout_s)
             with clock.phase("verify"):
-                strike("verify")
+                inject("verify")
                 return sink.finish()
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
@@ -303,7 +305,7 @@ class EngineFeed:
                 sink.written()
                 return
             views = (self._whole if ready.whole else self._buckets)[expected]
-            dropped = self._strike("refill" if ready.whole else "move", expected, views)
+            dropped = self._inject("refill" if ready.whole else "move", expected, views)
             sink.take(expected, views)
             if not dropped:
                 self._send(Done(attempt, expected))
@@ -319,32 +321,32 @@ class EngineFeed:
             self._context.destroy(linger=0)
             self._buckets.clear()
             self._whole.clear()
-            for buffer in (*self._slots, *([self._arena] if self._arena else [])):
+            for buffer in (*self._slots, *([self._send_buffer] if self._send_buffer else [])):
                 buffer.close()
         finally:
             self._busy.release()
 
-    def _views(self, plan: Plan, index: int, arena: SharedBuffer | None) -> list[PieceView]:
+    def _views(self, plan: Plan, index: int, send_buffer: SharedBuffer | None) -> list[PieceView]:
         """Where the pieces of a bucket will lie each time that it comes: worked out once."""
         views = []
         slot = self._slots[index % len(self._slots)].tensor
         for piece in plan.bucket(index).pieces:
             memory, at = slot, piece.offset
-            if arena is not None and piece.trainer == self._ticket.trainer:
-                memory, at = arena.tensor, piece.arena_offset
+            if send_buffer is not None and piece.trainer == self._ticket.trainer:
+                memory, at = send_buffer.tensor, piece.send_buffer_offset
             dtype: torch.dtype = getattr(torch, plan.tensors[piece.tensor].dtype)
             views.append(
                 (piece.tensor, piece.box, memory[at : at + piece.nbytes].view(dtype).view(piece.box.extent))
             )
         return views
 
-    def _strike(self, at: str, bucket: int, views: list[PieceView]) -> bool:
-        """Faults that are armed here; what corrupts finds a piece in the slot, not the arena's own."""
+    def _inject(self, at: str, bucket: int, views: list[PieceView]) -> bool:
+        """Faults that are armed here; what corrupts finds a piece in the slot, not the send buffer's own."""
         data = None
-        if armed():
+        if has_faults():
             both = zip(views, self._whole[bucket], strict=True)
             data = next((v[2] for v, slot in both if v[2].data_ptr() == slot[2].data_ptr()), None)
-        return strike(at, bucket=bucket, num_buckets=self._num_buckets, data=data)
+        return inject(at, bucket=bucket, num_buckets=self._num_buckets, data=data)
 
     def _wait_ready(self, attempt: int, bucket: int, timeout_s: float) -> Ready | Written:
         deadline = time.monotonic() + timeout_s

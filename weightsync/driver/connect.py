@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from weightsync.config import SyncConfig
-from weightsync.driver.digest_reduction import Fold
+from weightsync.driver.digest_reduction import DigestReduction
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.driver.routing import Router
 from weightsync.errors import PlanError, StateError, WeightSyncError
-from weightsync.plan import MAPPED, Layout, Members, Plan, castless, make_plan
+from weightsync.plan import MAPPED, Layout, Members, Plan, make_plan, same_dtype_tensors
 from weightsync.protocol.peers import HolderPeer
 from weightsync.protocol.timing import PhaseClock
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from weightsync.protocol.handles import Attached
     from weightsync.protocol.messages import Prepared
 
-__all__ = ["Connection", "Image", "adopt", "connect", "image_layout"]
+__all__ = ["Connection", "FlatLayout", "adopt", "connect", "flat_layout"]
 
 logger = logging.getLogger("weightsync.driver.connect")
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
-    """What the ranks of an engine serve, to be kept: its `image_layout`, and the number of rank 0's part.
+class FlatLayout:
+    """What the ranks of an engine serve, to be kept: its `flat_layout`, and the number of rank 0's part.
 
     Engines of which one can be filled with what another serves have the same.
     """
@@ -51,7 +51,7 @@ class Connection:
         folds: per engine, how its ranks' digests add up.
         in_place: trainers' memory is read in place, so that it may change once it was moved.
         checkpoint: what is sent is a checkpoint's, and no trainer's.
-        images: of engines whose memory their holders write, if nothing else is kept: see `Image`.
+        images: of engines whose memory their holders write, if nothing else is kept: see `FlatLayout`.
         router: which engines read the trainers' memory.
         layouts: what each engine said; one that is to take part later has to say the same as one of them.
         joined: the same, the ranks of each together.
@@ -60,10 +60,10 @@ class Connection:
 
     plan: Plan
     content: str
-    folds: dict[str, Fold]
+    reductions: dict[str, DigestReduction]
     in_place: bool
     checkpoint: bool
-    images: dict[str, Image]
+    flat_layouts: dict[str, FlatLayout]
     router: Router
     layouts: Mapping[str, Sequence[RankLayout]]
     joined: Mapping[str, Layout]
@@ -111,7 +111,7 @@ def _may_read(layouts: _Layouts) -> bool:
         all(rank.device not in ("", MAPPED) for rank in (*layouts.trainers, *served))
         and all(rank.buffers for rank in served)
         # One engine says it for all: a plan is of one dtype for each tensor.
-        and not castless(layouts.source, *next(iter(layouts.joined.items())))[1]
+        and not same_dtype_tensors(layouts.source, *next(iter(layouts.joined.items())))[1]
     )
 
 
@@ -128,8 +128,8 @@ async def _open(
     with clock.phase("plan"):
         plan = _plan(fleet, layouts, config, epoch, num_slots)
         alike = {layouts.joined[name]: ranks for name, ranks in layouts.engines.items()}
-        shared = {joined: Fold(plan, ranks) for joined, ranks in alike.items()}
-        folds = {name: shared[joined] for name, joined in layouts.joined.items()}
+        shared = {joined: DigestReduction(plan, ranks) for joined, ranks in alike.items()}
+        reductions = {name: shared[joined] for name, joined in layouts.joined.items()}
     with clock.phase("prepare"):
         devices = {
             holder: layout.device
@@ -141,10 +141,14 @@ async def _open(
         }
         prepared = list((await gather_named(calls, "prepare", timeout_s)).require().values())
     with clock.phase("attach"):  # and communicators open beside it: all wait for others, mostly
-        lending = asyncio.ensure_future(_lend(fleet.named_holders(), config))
+        lending = asyncio.ensure_future(_serve_snapshots(fleet.named_holders(), config))
         joining = asyncio.ensure_future(_join(fleet, prepared, config, clock))
         attaching = asyncio.ensure_future(_attach(fleet, plan, prepared, timeout_s))
-        parts: dict[str, Awaitable[object]] = {"lend": lending, "join": joining, "attach": attaching}
+        parts: dict[str, Awaitable[object]] = {
+            "serve_snapshots": lending,
+            "join": joining,
+            "attach": attaching,
+        }
         # Each has its own deadlines. Who is lost is missed in the others, too.
         (await gather_named(parts, "attach", math.inf, together=True)).require()
         attached, served = attaching.result()
@@ -157,18 +161,18 @@ async def _open(
             await router.add(name, layouts.joined[name], [each.export for each in ranks])
         if router.suffices:  # else all connect again, with buckets
             await router.meet()
-    for seat in fleet.live().values():
-        seat.attached = True
+    for member in fleet.live().values():
+        member.attached = True
     content, in_place = plan.content(), any(exports)
-    images = _images(content, layouts.engines, served) if in_place else {}
+    flat_layouts = _flat_layouts(content, layouts.engines, served) if in_place else {}
     checkpoint = any(rank.device == MAPPED for rank in layouts.trainers)
     return Connection(
         plan,
         content,
-        folds,
+        reductions,
         in_place,
         checkpoint,
-        images,
+        flat_layouts,
         router,
         layouts.engines,
         layouts.joined,
@@ -176,17 +180,17 @@ async def _open(
     )
 
 
-def _images(
+def _flat_layouts(
     content: str, layouts: Mapping[str, Sequence[RankLayout]], served: Mapping[str, Sequence[Attached]]
-) -> dict[str, Image]:
-    images: dict[str, Image] = {}
+) -> dict[str, FlatLayout]:
+    flat_layouts: dict[str, FlatLayout] = {}
     first = 0
     for name, ranks in sorted(layouts.items()):
         if all(each.export for each in served[name]):
-            twin = next((image for other, image in images.items() if _alike(ranks, layouts[other])), None)
-            images[name] = twin or Image(image_layout(content, ranks), first)
+            twin = next((flat for other, flat in flat_layouts.items() if _alike(ranks, layouts[other])), None)
+            flat_layouts[name] = twin or FlatLayout(flat_layout(content, ranks), first)
             first += 0 if twin else len(ranks)
-    return images
+    return flat_layouts
 
 
 async def _layouts(fleet: Fleet, timeout_s: float) -> _Layouts:
@@ -194,7 +198,7 @@ async def _layouts(fleet: Fleet, timeout_s: float) -> _Layouts:
     if not live:
         raise StateError("no engine is alive: add_engine() has to come first")
     asked = {f"trainer {i}": trainer.layout() for i, (trainer, _) in enumerate(fleet.trainers)}
-    wanted = {f"engine {name}": seat.peer.layout() for name, seat in live.items()}
+    wanted = {f"engine {name}": member.peer.layout() for name, member in live.items()}
     trainers, engines = await asyncio.gather(
         gather_named(asked, "layout", timeout_s), gather_named(wanted, "layout", timeout_s)
     )
@@ -214,7 +218,7 @@ def _plan(fleet: Fleet, layouts: _Layouts, config: SyncConfig, epoch: int, num_s
         Members(
             num_holders=len(fleet.holders),
             trainers=tuple(holder for _, holder in fleet.trainers),
-            engines=tuple((name, seat.holders) for name, seat in fleet.live().items()),
+            engines=tuple((name, member.holders) for name, member in fleet.live().items()),
         ),
         bucket_bytes=config.bucket_bytes,
         max_staging_bytes=config.max_staging_bytes,
@@ -223,10 +227,12 @@ def _plan(fleet: Fleet, layouts: _Layouts, config: SyncConfig, epoch: int, num_s
     )
 
 
-async def _lend(holders: Mapping[str, HolderPeer], config: SyncConfig) -> None:
+async def _serve_snapshots(holders: Mapping[str, HolderPeer], config: SyncConfig) -> None:
     """What is wrong with how peers are to be read is said before anything is sent."""
     if config.keep_versions > 1:
-        calls = {who: holder.lend(config.refill, config.rdma_device) for who, holder in holders.items()}
+        calls = {
+            who: holder.serve_snapshots(config.refill, config.rdma_device) for who, holder in holders.items()
+        }
         (await gather_named(calls, "prepare", config.connect_timeout_s)).require()
 
 
@@ -243,13 +249,13 @@ async def _attach(
 ) -> tuple[Sequence[Attached], Mapping[str, Sequence[Attached]]]:
     """Everybody maps and connects; what trainers say in order, and the ranks of each engine."""
     calls = {
-        f"trainer {rank}": trainer.attach(plan, rank, prepared[holder].arena)
+        f"trainer {rank}": trainer.attach(plan, rank, prepared[holder].send_buffer)
         for rank, (trainer, holder) in enumerate(fleet.trainers)
     }
     engines = {}
-    for name, seat in fleet.live().items():
-        tickets = [ticket for holder in seat.holders if (ticket := prepared[holder].ticket)]
-        engines[f"engine {name}"] = seat.peer.attach(plan, tickets, timeout_s)
+    for name, member in fleet.live().items():
+        tickets = [ticket for holder in member.holders if (ticket := prepared[holder].ticket)]
+        engines[f"engine {name}"] = member.peer.attach(plan, tickets, timeout_s)
     trainers, answers = await asyncio.gather(
         gather_named(calls, "attach", timeout_s + GRACE_S),
         _meet(fleet, engines, fleet.named_holders(), timeout_s),
@@ -321,18 +327,18 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     Raises PlanError when its layout is not that of an engine that the plan was made for, or it needs
     buckets and there are none, so that everybody has to connect anew; else as `connect`.
     """
-    seat, plan, timeout_s = fleet.engines[name], connection.plan, config.timeout_s
+    member, plan, timeout_s = fleet.engines[name], connection.plan, config.timeout_s
     named = f"engine {name}"
-    asked = await gather_named({named: seat.peer.layout()}, "layout", timeout_s)
+    asked = await gather_named({named: member.peer.layout()}, "layout", timeout_s)
     layouts = asked.require()[named]
     twins = [other for other, known in connection.layouts.items() if _alike(layouts, known)]
     if not twins:
         raise PlanError(named, "its layout is new to the plan")
-    holders = {f"holder {i}": fleet.holders[i] for i in seat.holders}
-    await _lend(holders, config)
+    holders = {f"holder {i}": fleet.holders[i] for i in member.holders}
+    await _serve_snapshots(holders, config)
     calls = {who: holder.adopt(plan, name) for who, holder in holders.items()}
     tickets = list((await gather_named(calls, "adopt", timeout_s)).require().values())
-    engines = {named: seat.peer.attach(plan, tickets, timeout_s)}
+    engines = {named: member.peer.attach(plan, tickets, timeout_s)}
     attached = (await _meet(fleet, engines, holders, timeout_s))[named]
     _compare(plan, {named: [each.plan_digest for each in attached]})
     links = {
@@ -341,17 +347,17 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
         if each.export
     }
     (await gather_named(links, "link", timeout_s)).require()
-    connection.folds[name] = Fold(plan, layouts)
-    image = next((connection.images[twin] for twin in twins if twin in connection.images), None)
-    connection.images.pop(name, None)
-    if image and len(links) == len(holders):
-        connection.images[name] = image
+    connection.reductions[name] = DigestReduction(plan, layouts)
+    flat = next((connection.flat_layouts[twin] for twin in twins if twin in connection.flat_layouts), None)
+    connection.flat_layouts.pop(name, None)
+    if flat and len(links) == len(holders):
+        connection.flat_layouts[name] = flat
     await connection.router.add(name, connection.joined[twins[0]], [each.export for each in attached])
     if not connection.router.suffices:
         raise PlanError(
             named, f"it takes broadcasts, for which the plan has no buckets: {connection.router.routes[name]}"
         )
-    seat.attached = True
+    member.attached = True
 
 
 def _alike(layouts: Sequence[RankLayout], known: Sequence[RankLayout]) -> bool:
@@ -367,7 +373,7 @@ def _compare(plan: Plan, digests: Mapping[str, list[str]]) -> None:
                 raise PlanError(name, f"it computed plan {digest[:12]}, the controller {wanted[:12]}")
 
 
-def image_layout(content: str, ranks: Sequence[RankLayout]) -> str:
+def flat_layout(content: str, ranks: Sequence[RankLayout]) -> str:
     """SHA-256, in hex, of what lies where in the images of an engine's ranks; `content` is the plan's."""
     state = hashlib.sha256(content.encode())
     for rank in ranks:

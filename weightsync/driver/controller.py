@@ -15,17 +15,17 @@ import numpy as np
 from weightsync.config import SyncConfig
 from weightsync.driver.attempt import Attempt
 from weightsync.driver.connect import Connection, connect
-from weightsync.driver.engine_group import Crew
+from weightsync.driver.engine_group import EngineGroup
 from weightsync.driver.engine_state import EngineRecord, EngineState
-from weightsync.driver.fleet import EngineSeat, Fleet
+from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import GRACE_S, Outcome, gather_named, remoteness
-from weightsync.driver.gpu_peaks import gauged, peaks
+from weightsync.driver.gpu_peaks import peaks, sampled
 from weightsync.driver.refill import Refiller
 from weightsync.driver.rewritten_sources import Rewritten, rewritten
 from weightsync.driver.routing import DIRECT
-from weightsync.driver.snapshot_index import Keeping
+from weightsync.driver.snapshot_index import SnapshotIndex
 from weightsync.driver.traffic import links
-from weightsync.driver.update_lock import Turns
+from weightsync.driver.update_lock import UpdateLock
 from weightsync.errors import (
     ConfigError,
     MovedError,
@@ -36,7 +36,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.plan import Plan
-from weightsync.protocol.messages import Digests, Moved, Published, Refilled, Way, combine
+from weightsync.protocol.messages import Digests, Moved, Published, Refilled, UpdateTask, combine
 from weightsync.protocol.peers import HolderPeer
 from weightsync.protocol.timing import PhaseClock
 from weightsync.report import Link, SyncReport
@@ -56,7 +56,7 @@ class Controller:
     Attributes:
         version: the newest committed version, 0 before the first.
         connected: False before ``connect``, and again once a holder is lost or came new.
-        crew: the engines, and who has failed.
+        engine group: the engines, and who has failed.
         keeping: what the holders keep of the committed version.
     """
 
@@ -64,12 +64,12 @@ class Controller:
         self._config, self._fleet = config, fleet
         self.version = 0
         self.connected = False
-        self.crew = Crew(config, fleet)
-        self.keeping = Keeping(config, fleet)
-        self.keeping.on_silence = self._disconnect
-        self._turns = Turns(min(GRACE_S, config.timeout_s))
-        self.crew.between_updates = self.beside
-        self._refiller = Refiller(config, fleet, self.crew, self.keeping, self._turns)
+        self.engine_group = EngineGroup(config, fleet)
+        self.snapshot_index = SnapshotIndex(config, fleet)
+        self.snapshot_index.on_silence = self._disconnect
+        self._update_lock = UpdateLock(min(GRACE_S, config.timeout_s))
+        self.engine_group.between_updates = self.shared
+        self._refiller = Refiller(config, fleet, self.engine_group, self.snapshot_index, self._update_lock)
         self._epoch = self._num_buckets = self._nbytes = 0
         self._published: Mapping[str, Digests] = {}
         self._nonfinite: Mapping[str, int] = {}
@@ -92,53 +92,53 @@ class Controller:
         demoted = self._connection.router.demoted if self._connection else {}
         self._connection = made = await connect(self._fleet, self._config, self._epoch, demoted)
         self._nbytes = made.plan.total_nbytes  # 7 ms for 20,000 tensors
-        await self.keeping.reserve(made)
+        await self.snapshot_index.reserve(made)
         self.connected = True
         logger.info("epoch %d: %d buckets, %s", self._epoch, made.plan.num_buckets, made.seconds)
 
     async def restore(self) -> list[str]:
-        """Go on where an earlier controller of these holders and engines ended; call it ``alone``.
+        """Go on where an earlier controller of these holders and engines ended; call it ``exclusive``.
 
         The version is the newest that an engine serves, which therefore has committed, or that the
         holders keep whole. Engines that serve it go on; the others, whose names are returned, are
         STALE, whatever the earlier controller left in them.
         """
-        kept = await self.keeping.restore(self._connected())
-        serving = await self.crew.ask(self._fleet.live(), "serving", lambda peer: peer.serving())
+        kept = await self.snapshot_index.restore(self._connected())
+        serving = await self.engine_group.ask(self._fleet.live(), "serving", lambda peer: peer.serving())
         self.version = max(kept, *serving.values()) if serving else kept
         if not self.version:
             return []
         stale = []
-        for name, seat in self._fleet.live().items():
+        for name, member in self._fleet.live().items():
             if serving.get(name) == self.version:
-                seat.record = EngineRecord(EngineState.SERVING, self.version)
+                member.record = EngineRecord(EngineState.SERVING, self.version)
             else:
-                self.crew.enter([name], EngineState.STALE)
+                self.engine_group.enter([name], EngineState.STALE)
                 stale.append(name)
         logger.info("version %d is taken over; not served by %s", self.version, stale or "nobody")
         return stale
 
     @asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
+    async def exclusive(self) -> AsyncIterator[None]:
         """For ``connect`` and ``update``: refills and newcomers stop, and wait until it is over."""
-        async with self._turns.alone() as late:
+        async with self._update_lock.exclusive() as late:
             for name in late:  # its ranks are busy with what they do not let go of
                 self._fleet.engines[name].attached = False
-                await self.crew.drop(self._fleet.engines[name])
-                self.crew.left_behind(name)
+                await self.engine_group.drop(self._fleet.engines[name])
+                self.engine_group.left_behind(name)
             yield
 
-    async def quiet(self) -> None:
-        """Until nobody is ``alone``."""
-        await self._turns.quiet()
+    async def idle(self) -> None:
+        """Until nobody is ``exclusive``."""
+        await self._update_lock.idle()
 
-    def beside(self, name: str) -> AbstractAsyncContextManager[None]:
-        """For a change of one engine's seat: nobody is ``alone``, and nobody else works on the engine."""
+    def shared(self, name: str) -> AbstractAsyncContextManager[None]:
+        """Hold the shared lock while one engine changes: no update runs, and nothing else works on it."""
 
         async def stop() -> None:
             """It takes no time to speak of."""
 
-        return self._turns.beside(name, stop)
+        return self._update_lock.shared(name, stop)
 
     async def update(self, version: int, when_held: Callable[[], None] = lambda: None) -> SyncReport:
         """Take `version` from the trainers to every live engine that is attached.
@@ -157,15 +157,15 @@ class Controller:
             raise StateError("connect() has to come before update_weights()")
         if version <= self.version:
             raise ConfigError("version", version, f"versions grow: give more than {self.version}")
-        takers = {name: seat for name, seat in self._fleet.live().items() if seat.attached}
+        takers = {name: member for name, member in self._fleet.live().items() if member.attached}
         least = self._config.min_engines
         if len(takers) < least:
             alive = "1 engine is alive" if len(takers) == 1 else f"{len(takers)} engines are alive"
             raise StateError(f"{alive}, sync.min_engines is {least}")
-        asleep = [seat for seat in takers.values() if seat.record.state is EngineState.ASLEEP]
+        asleep = [member for member in takers.values() if member.record.state is EngineState.ASLEEP]
         clock = PhaseClock()
-        watching = {holder for seat in asleep for holder in seat.holders}
-        async with gauged(self._fleet, watching, clock.now) as seen:
+        watching = {holder for member in asleep for holder in member.holders}
+        async with sampled(self._fleet, watching, clock.now) as seen:
             try:
                 report = await self._update(version, takers, clock, when_held)
             except MovedError as error:
@@ -177,37 +177,37 @@ class Controller:
     async def _update(
         self,
         version: int,
-        takers: Mapping[str, EngineSeat],
+        takers: Mapping[str, EngineMember],
         clock: PhaseClock,
         when_held: Callable[[], None],
     ) -> SyncReport:
         assert self._connection is not None
-        self.crew.failures = {}
-        self.crew.begin(takers, version)
+        self.engine_group.failures = {}
+        self.engine_group.begin(takers, version)
         if self._connection.in_place:
             with clock.phase("publish"):
-                await self.keeping.copied()
+                await self.snapshot_index.copied()
                 paused = await self._publish_and_pause(takers, version)
             return await self._deliver(version, takers, paused, clock, when_held)
         with clock.phase("publish"):
-            await self.keeping.copied()
+            await self.snapshot_index.copied()
             await self._publish(version)
         when_held()
         with clock.phase("pause"):
-            paused = await self.crew.pause(takers)
+            paused = await self.engine_group.pause(takers)
         return await self._deliver(version, takers, paused, clock)
 
     async def sleep(self, names: Collection[str], level: int) -> None:
-        """Have engines pause and give their memory back until the next update; call it ``alone``.
+        """Have engines pause and give their memory back until the next update; call it ``exclusive``.
 
         Raises ConfigError for one that cannot sleep, DeadlineError for one that does not pause in time:
         such a one is as it was, and the others sleep.
         """
-        await self.keeping.copied()  # it may be read out of their memory
-        await self.crew.sleep(names, level)
+        await self.snapshot_index.copied()  # it may be read out of their memory
+        await self.engine_group.sleep(names, level)
 
     async def wake(self, names: Collection[str]) -> None:
-        """Have engines that sleep with their weights serve the same version again; call it ``alone``.
+        """Have engines that sleep with their weights serve the same version again; call it ``exclusive``.
 
         Raises StateError for one whose weights were dropped, else what went wrong: it sleeps on, or is STALE
         or DEAD.
@@ -217,12 +217,12 @@ class Controller:
                 raise StateError(
                     f"engine {name} sleeps without weights: update_weights() or heal() brings them"
                 )
-        await self.crew.wake(names)
+        await self.engine_group.wake(names)
 
     def can_refill(self, engine: str) -> bool:
         """Whether the holders keep the committed version as `engine` takes it."""
         now = self._connection
-        return now is not None and self.keeping.kept(self.version, now, engine) is not None
+        return now is not None and self.snapshot_index.snapshot(self.version, now, engine) is not None
 
     async def adopt(self, name: str) -> None:
         """Connect an engine that came, or came back, after ``connect``.
@@ -237,7 +237,7 @@ class Controller:
         Raises StateError when no holder keeps it, else what went wrong: the engine is STALE or DEAD.
         """
         clock = PhaseClock()
-        await self.keeping.settled()
+        await self.snapshot_index.settled()
         refilled = await self._refiller.refill(self._connected, lambda: self.version, name, clock)
         return self._report(clock, refilled)
 
@@ -271,22 +271,22 @@ class Controller:
             logger.warning("%s", error)
         return dict(counts)
 
-    async def _publish_and_pause(self, takers: Mapping[str, EngineSeat], version: int) -> Sequence[str]:
+    async def _publish_and_pause(self, takers: Mapping[str, EngineMember], version: int) -> Sequence[str]:
         """Both at once: what is read in place is published in the time that it takes to pause."""
         published, paused = await asyncio.gather(
-            self._publish(version), self.crew.pause(takers), return_exceptions=True
+            self._publish(version), self.engine_group.pause(takers), return_exceptions=True
         )
         if isinstance(paused, BaseException):
             raise paused
         if isinstance(published, BaseException):
-            await self.crew.go_on(paused)
+            await self.engine_group.go_on(paused)
             raise published
         return paused
 
     async def _deliver(
         self,
         version: int,
-        takers: Mapping[str, EngineSeat],
+        takers: Mapping[str, EngineMember],
         paused: Sequence[str],
         clock: PhaseClock,
         when_moved: Callable[[], None] = lambda: None,
@@ -295,63 +295,63 @@ class Controller:
         assert self._expected is not None
         least = self._config.min_engines
         if len(paused) < least:
-            await self.crew.go_on(paused)
-            raise next(iter(self.crew.failures.values()))
+            await self.engine_group.go_on(paused)
+            raise next(iter(self.engine_group.failures.values()))
         with clock.phase("move"):
             digests = await self._move([name for name in takers if name in paused])
         with clock.phase("verify"):
-            wrong = self.crew.compare(self._connection, digests, self._expected)
+            wrong = self.engine_group.compare(self._connection, digests, self._expected)
             # Before trainers may go on: what they write from then on is no fault.
             changed = await self._changed(wrong)
-            verified = self.crew.judge(version, wrong, changed)
-            self.crew.kept_up(verified)
+            verified = self.engine_group.judge(version, wrong, changed)
+            self.engine_group.kept_up(verified)
         when_moved()
-        for name, error in self.crew.failures.items():
+        for name, error in self.engine_group.failures.items():
             if isinstance(error, VerifyError):
                 self._connection.router.demote(name, error)
         self.connected = self.connected and self._connection.router.suffices
         if len(verified) < least:
-            self.crew.enter(verified, EngineState.STALE)
-            raise next(iter(self.crew.failures.values()))
+            self.engine_group.enter(verified, EngineState.STALE)
+            raise next(iter(self.engine_group.failures.values()))
         with clock.phase("commit"):
-            num_serving = await self.crew.resume(verified, version)
+            num_serving = await self.engine_group.resume(verified, version)
         if num_serving:
             self.version = version
-            self.keeping.begin(version, self._connection, self._expected)
+            self.snapshot_index.begin(version, self._connection, self._expected)
         if num_serving < least:
-            raise next(iter(self.crew.failures.values()))
+            raise next(iter(self.engine_group.failures.values()))
         return self._report(clock)
 
     async def _move(self, takers: Sequence[str]) -> dict[str, Sequence[Digests]]:
         """One attempt: holders broadcast and feed, engines load; returns each engine's digests by rank."""
-        attempt, timeout_s = self.crew.next_attempt(), self._config.timeout_s
-        self.crew.enter(takers, EngineState.WRITING)
-        seats = {name: self._fleet.engines[name] for name in takers}
-        fed = {holder for seat in seats.values() for holder in seat.holders}
+        attempt, timeout_s = self.engine_group.next_attempt(), self._config.timeout_s
+        self.engine_group.enter(takers, EngineState.WRITING)
+        members = {name: self._fleet.engines[name] for name in takers}
+        fed = {holder for member in members.values() for holder in member.holders}
 
-        async def move(index: int, holder: HolderPeer, way: Way) -> Moved:
+        async def move(index: int, holder: HolderPeer, task: UpdateTask) -> Moved:
             try:
-                return await holder.move(attempt, index in fed, way, timeout_s)
+                return await holder.move(attempt, index in fed, task, timeout_s)
             except PeerLostError as error:
                 await self._abort(str(error))
                 raise
 
         assert self._connection is not None
-        ways = self._connection.router.ways({name: seat.holders for name, seat in seats.items()})
+        ways = self._connection.router.tasks({name: member.holders for name, member in members.items()})
         plan, every = self._connection.plan, next(iter(ways.values()))
         self._num_buckets = plan.num_buckets if every.broadcasts_all else len(every.cast)
-        moves = {f"holder {i}": move(i, self._fleet.holders[i], way) for i, way in ways.items()}
-        loads = {name: self.crew.load(seat, attempt) for name, seat in seats.items()}
-        feeds = {name: [f"holder {i}" for i in seat.holders] for name, seat in seats.items()}
+        moves = {f"holder {i}": move(i, self._fleet.holders[i], task) for i, task in ways.items()}
+        loads = {name: self.engine_group.load(member, attempt) for name, member in members.items()}
+        feeds = {name: [f"holder {i}" for i in member.holders] for name, member in members.items()}
         moved, outcome = await Attempt(moves, loads, feeds, timeout_s).run()
         loaded = outcome.answers
-        self.crew.blame("move", outcome.failures)
+        self.engine_group.blame("move", outcome.failures)
         if moved.failures:
             # A move that broke leaves no engine with a whole version.
             self.connected = False
-            self.crew.enter(loaded, EngineState.STALE)
+            self.engine_group.enter(loaded, EngineState.STALE)
             for name in loaded:
-                self.crew.on_failure(name, StateError("the move that it took part in broke"))
+                self.engine_group.on_failure(name, StateError("the move that it took part in broke"))
             raise min(moved.failures.values(), key=remoteness)
         return loaded
 
@@ -372,10 +372,10 @@ class Controller:
 
     def _report(self, clock: PhaseClock, refilled: Refilled | None = None) -> SyncReport:
         assert self._connection is not None
-        digests = self.keeping.expected if refilled else self._expected
+        digests = self.snapshot_index.expected if refilled else self._expected
         assert digests is not None
         plan = self._connection.plan
-        records = {name: seat.record for name, seat in self._fleet.engines.items()}
+        records = {name: member.record for name, member in self._fleet.engines.items()}
         return SyncReport(
             version=self.version,
             nbytes=self._nbytes,
@@ -385,7 +385,7 @@ class Controller:
             verified=True,
             engines={name: record.version for name, record in records.items()},
             states={name: record.state.value for name, record in records.items()},
-            failures={name: _told(error) for name, error in self.crew.failures.items()},
+            failures={name: _describe(error) for name, error in self.engine_group.failures.items()},
             digest=f"{int(np.add.reduce(digests, dtype=np.uint64)):016x}",
             num_buckets=plan.num_buckets if refilled else self._num_buckets,
             epoch=plan.epoch,
@@ -397,5 +397,5 @@ class Controller:
         )
 
 
-def _told(error: WeightSyncError) -> str:
+def _describe(error: WeightSyncError) -> str:
     return f"{error} ({error.where})" if error.where else str(error)

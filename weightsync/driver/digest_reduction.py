@@ -11,10 +11,10 @@ from weightsync.plan import Plan, RankLayout
 from weightsync.plan.plan import by_tensor
 from weightsync.protocol.messages import Digests
 
-__all__ = ["Fold"]
+__all__ = ["DigestReduction"]
 
 
-class Fold:
+class DigestReduction:
     """Ranks with the same boxes of a tensor are replicas: each has to add up with the others' parts."""
 
     def __init__(self, plan: Plan, layouts: Sequence[RankLayout]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from weightsync.config import SyncConfig
 from weightsync.driver.connect import Connection
 from weightsync.driver.engine_state import EngineRecord, EngineState
-from weightsync.driver.fleet import EngineSeat, Fleet
+from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.driver.rewritten_sources import Rewritten
 from weightsync.errors import (
@@ -32,7 +32,7 @@ from weightsync.errors import (
 from weightsync.protocol.messages import Digests
 from weightsync.protocol.peers import EnginePeer
 
-__all__ = ["Crew", "Halts"]
+__all__ = ["EngineGroup", "Halts"]
 
 logger = logging.getLogger("weightsync.driver.controller")
 
@@ -42,7 +42,7 @@ _GONE = (PeerLostError, RankLostError)
 """The engine's process, or one of its ranks': it is DEAD."""
 
 
-class Crew:
+class EngineGroup:
     """What happens to engines, whoever writes them.
 
     Attributes:
@@ -72,19 +72,19 @@ class Crew:
             self.failures.pop(name, None)
             self._version[name] = version
 
-    async def pause(self, takers: Mapping[str, EngineSeat]) -> Sequence[str]:
+    async def pause(self, takers: Mapping[str, EngineMember]) -> Sequence[str]:
         """Pause all at once; returns the names of those that did. What others do late is undone."""
         mode, timeout_s = self._config.pause, self._config.timeout_s
 
-        async def pause(name: str, seat: EngineSeat) -> None:
+        async def pause(name: str, member: EngineMember) -> None:
             await self._halts.ask(
                 name,
-                seat.record,
-                lambda: seat.peer.pause(mode, timeout_s),
-                lambda error: self._undo(self._after_late_pause(name, seat.record, error)),
+                member.record,
+                lambda: member.peer.pause(mode, timeout_s),
+                lambda error: self._undo(self._after_late_pause(name, member.record, error)),
             )
 
-        paused = list(await self._gather({n: pause(n, seat) for n, seat in takers.items()}, "pause"))
+        paused = list(await self._gather({n: pause(n, member) for n, member in takers.items()}, "pause"))
         self.enter(paused, EngineState.PAUSED)
         self._doubt(takers)
         return paused
@@ -92,8 +92,8 @@ class Crew:
     async def resume(self, names: Iterable[str], version: int) -> int:
         """Let engines serve `version`, which they hold; how many do. Who was lost meanwhile does not."""
         live = self._fleet.live()
-        seats = {name: live[name] for name in names if name in live}
-        serving = await self.ask(seats, "commit", lambda peer: peer.resume(version))
+        members = {name: live[name] for name in names if name in live}
+        serving = await self.ask(members, "commit", lambda peer: peer.resume(version))
         self.enter(serving, EngineState.SERVING, version)
         return len(serving)
 
@@ -102,38 +102,38 @@ class Crew:
 
         Raises what the first said that did not.
         """
-        seats = {name: self._fleet.engines[name] for name in names}
-        self.begin(seats, 0)
+        members = {name: self._fleet.engines[name] for name in names}
+        self.begin(members, 0)
         mode, timeout_s = self._config.pause, self._config.timeout_s
 
-        async def sleep(name: str, seat: EngineSeat) -> None:
+        async def sleep(name: str, member: EngineMember) -> None:
             await self._halts.ask(
                 name,
-                seat.record,
-                lambda: seat.peer.sleep(level, mode, timeout_s),
-                lambda error: self._undo(self._after_late_sleep(name, seat.record, level, error)),
+                member.record,
+                lambda: member.peer.sleep(level, mode, timeout_s),
+                lambda error: self._undo(self._after_late_sleep(name, member.record, level, error)),
             )
 
-        calls = {name: sleep(name, seat) for name, seat in seats.items()}
+        calls = {name: sleep(name, member) for name, member in members.items()}
         for name in await self._gather(calls, "sleep", 2 * timeout_s):
-            self._fall_asleep(name, seats[name].record, level)
-        self._doubt(seats)
-        self._require(seats)
+            self._fall_asleep(name, members[name].record, level)
+        self._doubt(members)
+        self._require(members)
 
     async def wake(self, names: Iterable[str]) -> None:
         """Have engines serve again what they fell asleep with. Raises what the first said that does not."""
-        seats = {name: self._fleet.engines[name] for name in names}
-        self.begin(seats, 0)
-        await self.go_on(await self.pause(seats))
-        self._require(seats)
+        members = {name: self._fleet.engines[name] for name in names}
+        self.begin(members, 0)
+        await self.go_on(await self.pause(members))
+        self._require(members)
 
     def _fall_asleep(self, name: str, record: EngineRecord, level: int) -> None:
         self.enter([name], EngineState.ASLEEP, record.version if level == 1 else 0)
 
-    def _doubt(self, seats: Mapping[str, EngineSeat]) -> None:
+    def _doubt(self, members: Mapping[str, EngineMember]) -> None:
         """Mark those that may yet stop serving, or have stopped though their call failed."""
-        for name, seat in seats.items():
-            record, error = seat.record, self.failures.get(name)
+        for name, member in members.items():
+            record, error = member.record, self.failures.get(name)
             if record.state not in (EngineState.SERVING, EngineState.PAUSING):
                 continue
             if self._halts.unanswered(name, record):
@@ -170,8 +170,8 @@ class Crew:
 
     def _is_in_doubt(self, name: str, record: EngineRecord) -> bool:
         """Whether it still is: no update took it since, it was not replaced, nothing more is unanswered."""
-        seat = self._fleet.engines.get(name)
-        same = seat is not None and seat.record is record and record.state is EngineState.PAUSING
+        member = self._fleet.engines.get(name)
+        same = member is not None and member.record is record and record.state is EngineState.PAUSING
         return same and not self._halts.unanswered(name, record)
 
     def _settles(self, name: str, record: EngineRecord, error: WeightSyncError | None) -> bool:
@@ -201,7 +201,7 @@ class Crew:
         """Compare every rank's digests with the trainers'; returns by engine the tensors that differ."""
         plan, wrong = connection.plan, {}
         for name, ranks in digests.items():
-            differs = (connection.folds[name](ranks) != expected).any(axis=0)
+            differs = (connection.reductions[name](ranks) != expected).any(axis=0)
             wrong[name] = [plan.tensors[i].name for i in np.flatnonzero(differs)]
         return wrong
 
@@ -222,20 +222,20 @@ class Crew:
 
     async def ask(
         self,
-        seats: Mapping[str, EngineSeat],
+        members: Mapping[str, EngineMember],
         phase: str,
         call: Callable[[EnginePeer], Coroutine[object, object, T]],
-        when_lost: Callable[[EngineSeat], Coroutine[object, object, None]] | None = None,
+        when_lost: Callable[[EngineMember], Coroutine[object, object, None]] | None = None,
         timeout_s: float | None = None,
     ) -> dict[str, T]:
         """The answers of the engines that answered; the others are blamed."""
 
-        calls = {name: _told(seat, call(seat.peer), when_lost) for name, seat in seats.items()}
+        calls = {name: _describe(member, call(member.peer), when_lost) for name, member in members.items()}
         return await self._gather(calls, phase, timeout_s)
 
-    async def load(self, seat: EngineSeat, attempt: int) -> Sequence[Digests]:
+    async def load(self, member: EngineMember, attempt: int) -> Sequence[Digests]:
         """What an engine loads in an update, without a deadline; one that is lost keeps no holder waiting."""
-        return await _told(seat, seat.peer.load(attempt, self._config.timeout_s), self.drop)
+        return await _describe(member, member.peer.load(attempt, self._config.timeout_s), self.drop)
 
     def blame(self, phase: str, failures: Mapping[str, WeightSyncError]) -> None:
         """Each engine that failed, by its name."""
@@ -270,9 +270,9 @@ class Crew:
             name: outcome.answers[f"engine {name}"] for name in calls if f"engine {name}" in outcome.answers
         }
 
-    async def drop(self, seat: EngineSeat) -> None:
+    async def drop(self, member: EngineMember) -> None:
         """The holders of a dead engine stop waiting for it, as far as they are there."""
-        calls = {f"holder {i}": self._fleet.holders[i].drop_engine() for i in seat.holders}
+        calls = {f"holder {i}": self._fleet.holders[i].drop_engine() for i in member.holders}
         await gather_named(calls, "drop", GRACE_S)
 
     def lost(self, name: str, error: WeightSyncError) -> None:
@@ -292,31 +292,31 @@ class Crew:
         error.where = Where(name, _rank(error), self._version.get(name, 0), phase)
         logger.warning("%s: %s", error.where, error)
         self.failures[name] = error
-        seat, gone = self._fleet.engines[name], isinstance(error, _GONE)
-        if gone or not _spares(phase, seat.record.state, error):
+        member, gone = self._fleet.engines[name], isinstance(error, _GONE)
+        if gone or not _is_unharmed(phase, member.record.state, error):
             self.enter([name], EngineState.DEAD if gone or hung else EngineState.STALE)
             self.on_failure(name, error)
-        seat.attached = seat.attached and not (gone or hung)
+        member.attached = member.attached and not (gone or hung)
 
     def enter(self, names: Iterable[str], state: EngineState, version: int = 0) -> None:
         for name in names:
             self._fleet.engines[name].record.enter(state, version)
 
 
-async def _told(
-    seat: EngineSeat,
+async def _describe(
+    member: EngineMember,
     call: Coroutine[object, object, T],
-    when_lost: Callable[[EngineSeat], Coroutine[object, object, None]] | None,
+    when_lost: Callable[[EngineMember], Coroutine[object, object, None]] | None,
 ) -> T:
     try:
         return await call
     except _GONE:
         if when_lost:
-            await when_lost(seat)
+            await when_lost(member)
         raise
 
 
-def _spares(phase: str, state: EngineState, error: WeightSyncError) -> bool:
+def _is_unharmed(phase: str, state: EngineState, error: WeightSyncError) -> bool:
     """Whether an engine is after a failure as it was before: who did not pause serves on what it had.
 
     Not so where the engine says that it failed with its memory half given back, or half taken again.

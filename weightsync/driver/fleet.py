@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from weightsync.driver.engine_state import EngineRecord, EngineState
 from weightsync.protocol.peers import EnginePeer, HolderPeer, TrainerPeer
 
-__all__ = ["EngineSeat", "Fleet"]
+__all__ = ["EngineMember", "Fleet"]
 
 
 @dataclass(slots=True)
-class EngineSeat:
+class EngineMember:
     """An engine, the holders of its ranks in order, and what is known of it.
 
     `attached`: whether its ranks are connected with their holders.
@@ -35,13 +35,15 @@ class Fleet:
     """
 
     trainers: list[tuple[TrainerPeer, int]]
-    engines: dict[str, EngineSeat]
+    engines: dict[str, EngineMember]
     holders: list[HolderPeer]
     nodes: list[str] = field(default_factory=list)
 
-    def live(self) -> dict[str, EngineSeat]:
+    def live(self) -> dict[str, EngineMember]:
         """Every engine that is not DEAD."""
-        return {n: seat for n, seat in self.engines.items() if seat.record.state is not EngineState.DEAD}
+        return {
+            n: member for n, member in self.engines.items() if member.record.state is not EngineState.DEAD
+        }
 
     def named_holders(self) -> dict[str, HolderPeer]:
         """Holders by the names that errors give them."""

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from weightsync.driver.fleet import Fleet
     from weightsync.protocol.timing import Span
 
-__all__ = ["gauged", "peaks"]
+__all__ = ["peaks", "sampled"]
 
 
 @asynccontextmanager
-async def gauged(
+async def sampled(
     fleet: Fleet, holders: Collection[int], now: Callable[[], float]
 ) -> AsyncIterator[dict[str, Samples]]:
     """Have `holders` look at their devices during the body; afterwards has what they saw, by device.
@@ -34,17 +34,17 @@ async def gauged(
         return
 
     async def begin(holder: int) -> None:
-        await fleet.holders[holder].gauge(True)
+        await fleet.holders[holder].sample_memory(True)
         began[holder] = now()
 
     async def end(holder: int) -> None:
-        device, samples = await fleet.holders[holder].gauge(False)
+        device, samples = await fleet.holders[holder].sample_memory(False)
         if device and holder in began:
             seen[device] = [(began[holder] + at, used) for at, used in samples]
 
     async def each(do: Callable[[int], Coroutine[object, object, None]]) -> None:
         calls = {f"holder {i}": do(i) for i in holders if i < len(fleet.holders)}
-        await gather_named(calls, "gauge", GRACE_S)
+        await gather_named(calls, "sample_memory", GRACE_S)
 
     await each(begin)
     try:

@@ -38,7 +38,7 @@ class Healer:
         respawn: Callable[[str], Awaitable[None]],
         can_respawn: Callable[[str], bool],
     ) -> None:
-        """`respawn` ends an engine's process and starts another, which has its seat when it returns."""
+        """`respawn` ends an engine's process and starts another, which is placed when it returns."""
         self._config, self._fleet, self._controller = config, fleet, controller
         self._respawn, self._can_respawn = respawn, can_respawn
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -46,7 +46,7 @@ class Healer:
         self.heals: list[HealReport] = []
         self.given_up: dict[str, WeightSyncError] = {}
         self.on_heal: Callable[[HealReport], None] = lambda _heal: None
-        controller.crew.on_failure = self.engine_failed
+        controller.engine_group.on_failure = self.engine_failed
 
     def engine_failed(self, name: str, failure: WeightSyncError) -> None:
         """Begin, unless it has begun."""
@@ -60,7 +60,7 @@ class Healer:
     def forget(self, name: str) -> None:
         """Somebody else sees to it, or it leaves."""
         self.given_up.pop(name, None)
-        self._controller.crew.kept_up([name])
+        self._controller.engine_group.kept_up([name])
         if task := self._tasks.get(name):
             task.cancel()
 
@@ -79,13 +79,13 @@ class Healer:
             self.engine_failed(name, missed)
 
     def _is_dead(self, name: str) -> bool:
-        seat = self._fleet.engines.get(name)
-        return seat is not None and seat.record.state is EngineState.DEAD
+        member = self._fleet.engines.get(name)
+        return member is not None and member.record.state is EngineState.DEAD
 
     async def _heal(self, name: str, failure: WeightSyncError) -> None:
         clock, respawned_at, cause = PhaseClock(), None, str(failure)
         # One that is slow again after it was started anew has used up an attempt each time.
-        first = max(1, self._controller.crew.num_slow(name) - 1)
+        first = max(1, self._controller.engine_group.num_slow(name) - 1)
         for attempt in range(first, self._config.heal_attempts + 2):
             decision = await self._decide(name, failure, attempt)
             if name not in self._fleet.engines:
@@ -132,9 +132,9 @@ class Healer:
 
     async def _decide(self, name: str, failure: WeightSyncError, attempt: int) -> Decision:
         # A running update may yet commit, and then be what to refill from.
-        await self._controller.quiet()
-        await self._controller.keeping.settled()
-        states = [seat.record.state for seat in self._fleet.engines.values()]
+        await self._controller.idle()
+        await self._controller.snapshot_index.settled()
+        states = [member.record.state for member in self._fleet.engines.values()]
         return decide(
             failure,
             attempt=attempt,
@@ -149,16 +149,16 @@ class Healer:
     async def _fill(self, name: str) -> SyncReport | None:
         """Until it serves; None if an update brought it along, or the next one has to."""
         while True:
-            await self._controller.quiet()
-            seat = self._fleet.engines[name]
-            if seat.record.state is EngineState.SERVING:
+            await self._controller.idle()
+            member = self._fleet.engines[name]
+            if member.record.state is EngineState.SERVING:
                 return None
-            if seat.record.state is EngineState.DEAD:  # found so while an update ran
+            if member.record.state is EngineState.DEAD:  # found so while an update ran
                 raise self._missed.pop(name, EngineError(name, "refill", "it is dead"))
             try:
                 await self._controller.adopt(name)
                 # To wake it would take the memory that a trainer uses.
-                if seat.record.state is EngineState.ASLEEP or not self._controller.can_refill(name):
+                if member.record.state is EngineState.ASLEEP or not self._controller.can_refill(name):
                     return None
                 return await self._controller.refill(name)
             except GaveWayError:

@@ -9,14 +9,14 @@ from contextlib import asynccontextmanager
 
 from weightsync.config import SyncConfig
 from weightsync.driver.connect import Connection, adopt
-from weightsync.driver.engine_group import Crew
+from weightsync.driver.engine_group import EngineGroup
 from weightsync.driver.engine_state import EngineState
-from weightsync.driver.fleet import EngineSeat, Fleet
+from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import GRACE_S, gather_named, remoteness
-from weightsync.driver.snapshot_index import Keeping
-from weightsync.driver.update_lock import Turns
+from weightsync.driver.snapshot_index import SnapshotIndex
+from weightsync.driver.update_lock import UpdateLock
 from weightsync.errors import DeadlineError, StateError, WeightSyncError
-from weightsync.protocol.messages import Digests, Kept, Refilled
+from weightsync.protocol.messages import Digests, Refilled, Snapshot
 from weightsync.protocol.peers import EnginePeer
 from weightsync.protocol.timing import PhaseClock
 
@@ -30,16 +30,27 @@ class GaveWayError(StateError):
 class Refiller:
     """The part of the controller that works while no update does."""
 
-    def __init__(self, config: SyncConfig, fleet: Fleet, crew: Crew, keeping: Keeping, turns: Turns) -> None:
+    def __init__(
+        self,
+        config: SyncConfig,
+        fleet: Fleet,
+        engine_group: EngineGroup,
+        snapshot_index: SnapshotIndex,
+        update_lock: UpdateLock,
+    ) -> None:
         self._config, self._fleet = config, fleet
-        self._crew, self._keeping, self._turns = crew, keeping, turns
+        self._engine_group, self._snapshot_index, self._update_lock = (
+            engine_group,
+            snapshot_index,
+            update_lock,
+        )
 
     async def adopt(self, connected: Callable[[], Connection], name: str) -> None:
         """Connect an engine that came, or came back, after the others. Raises as `connect.adopt` does.
 
         `connected` is asked once no update runs any more, since one may connect anew.
         """
-        async with self._beside(name, lambda: self._crew.drop(self._fleet.engines[name])):
+        async with self._beside(name, lambda: self._engine_group.drop(self._fleet.engines[name])):
             if not self._fleet.engines[name].attached:
                 await adopt(self._fleet, connected(), name, self._config)
 
@@ -57,25 +68,25 @@ class Refiller:
             WeightSyncError: what went wrong; the engine is STALE or DEAD.
         """
         async with self._beside(name, lambda: self._stop(self._fleet.engines[name])):
-            await self._keeping.copied()  # an update may have come in between
-            seat, connection, version = self._fleet.engines[name], connected(), committed()
-            kept = self._keeping.kept(version, connection, name)
-            if kept is None or not seat.attached:
+            await self._snapshot_index.copied()  # an update may have come in between
+            member, connection, version = self._fleet.engines[name], connected(), committed()
+            snapshot = self._snapshot_index.snapshot(version, connection, name)
+            if snapshot is None or not member.attached:
                 raise StateError("no holder keeps the committed version: call update_weights() with the next")
-            self._crew.begin([name], version)
+            self._engine_group.begin([name], version)
             with clock.phase("pause"):
-                paused = await self._crew.pause({name: seat})
+                paused = await self._engine_group.pause({name: member})
             if not paused:
-                raise self._crew.failures[name]
+                raise self._engine_group.failures[name]
             with clock.phase("move"):
-                loaded, refilled = await self._read(name, seat, kept)
+                loaded, refilled = await self._read(name, member, snapshot)
             with clock.phase("verify"):
-                assert self._keeping.expected is not None
-                wrong = self._crew.compare(connection, loaded, self._keeping.expected)
-                verified = self._crew.judge(version, wrong, {})
+                assert self._snapshot_index.expected is not None
+                wrong = self._engine_group.compare(connection, loaded, self._snapshot_index.expected)
+                verified = self._engine_group.judge(version, wrong, {})
             with clock.phase("commit"):
-                if not await self._crew.resume(verified, version):
-                    raise self._crew.failures[name]
+                if not await self._engine_group.resume(verified, version):
+                    raise self._engine_group.failures[name]
             return refilled
 
     @asynccontextmanager
@@ -88,47 +99,49 @@ class Refiller:
             await end()
 
         try:
-            async with self._turns.beside(name, stop):
+            async with self._update_lock.shared(name, stop):
                 yield
         except WeightSyncError as error:
             if stopped:
                 raise GaveWayError(str(error)) from error
             raise
 
-    async def _stop(self, seat: EngineSeat) -> None:
+    async def _stop(self, member: EngineMember) -> None:
         why = "an update brings a newer version"
-        calls = {f"holder {i}": self._fleet.holders[i].stop_refill(why) for i in seat.holders}
+        calls = {f"holder {i}": self._fleet.holders[i].stop_refill(why) for i in member.holders}
         await gather_named(calls, "stop", GRACE_S)
 
     async def _read(
-        self, name: str, seat: EngineSeat, kept: Kept
+        self, name: str, member: EngineMember, snapshot: Snapshot
     ) -> tuple[dict[str, Sequence[Digests]], Refilled]:
         """Every rank loads what its holder reads, all at once."""
-        attempt, direct = self._crew.next_attempt(), self._config.refill == "auto"
+        attempt, direct = self._engine_group.next_attempt(), self._config.refill == "auto"
         timeout_s, limit_s = self._config.timeout_s, self._config.connect_timeout_s
-        self._crew.enter([name], EngineState.REFILLING)
+        self._engine_group.enter([name], EngineState.REFILLING)
         reads = {
             f"holder {i}": asyncio.ensure_future(
-                self._fleet.holders[i].refill(attempt, kept.of_rank(rank), direct, timeout_s, limit_s)
+                self._fleet.holders[i].refill(attempt, snapshot.of_rank(rank), direct, timeout_s, limit_s)
             )
-            for rank, i in enumerate(seat.holders)
+            for rank, i in enumerate(member.holders)
         }
 
         async def load(peer: EnginePeer) -> Sequence[Digests]:
             return await _while_read(name, peer.load(attempt, timeout_s), reads.values(), timeout_s)
 
         try:
-            loaded = await self._crew.ask({name: seat}, "refill", load, self._crew.drop, limit_s)
+            loaded = await self._engine_group.ask(
+                {name: member}, "refill", load, self._engine_group.drop, limit_s
+            )
             # Whatever became of the engine, its holders are told or have told it: a silent one hangs.
             read = await gather_named({who: _answer(task) for who, task in reads.items()}, "refill", GRACE_S)
         finally:
             for task in reads.values():
                 task.cancel()
         if any(isinstance(error, DeadlineError) for error in read.failures.values()):
-            self._keeping.on_silence()
-        if read.failures and seat.record.state is not EngineState.DEAD:
+            self._snapshot_index.on_silence()
+        if read.failures and member.record.state is not EngineState.DEAD:
             # The cause; what the engine says is that its holder gave up.
-            self._crew.enter([name], EngineState.STALE)
+            self._engine_group.enter([name], EngineState.STALE)
             raise min(read.failures.values(), key=remoteness)
         return loaded, _together(list(read.answers.values()))
 

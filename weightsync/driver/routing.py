@@ -13,16 +13,16 @@ from weightsync.config import SyncConfig
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.errors import ConfigError, VerifyError
-from weightsync.plan import Layout, Plan, Reads, Reshard, castless
+from weightsync.plan import Layout, Plan, Reads, Reshard, same_dtype_tensors
 from weightsync.plan.cross_host import arrivals, bundles
 from weightsync.plan.shuffle import ShufflePlan
-from weightsync.protocol.messages import Part, Way
+from weightsync.protocol.messages import Part, UpdateTask
 
 if TYPE_CHECKING:
     from weightsync.plan import Reads
     from weightsync.protocol.handles import DeviceHandle, Export
 
-__all__ = ["DIRECT", "Crossing", "Router"]
+__all__ = ["DIRECT", "CrossHostExchange", "Router"]
 
 logger = logging.getLogger("weightsync.driver.routing")
 
@@ -38,7 +38,7 @@ class Router:
         routes: per engine `DIRECT`, or why it takes broadcasts.
         demoted: engines that do not read any longer, and why.
         read: of engines that were routed, the bytes that each rank reads of each trainer on its host.
-        crossing: what they get from other hosts, from `meet` on.
+        exchange: what they get from other hosts; None before `join_exchange`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Router:
         self._cast: dict[str, frozenset[int]] = {}
         self.routes: dict[str, str] = {}
         self.read: dict[str, list[dict[int, int]]] = {}
-        self.crossing: Crossing | None = None
+        self.exchange: CrossHostExchange | None = None
         self._far: dict[str, dict[int, Reads]] = {}
         self._paired: dict[Layout, tuple[dict[str, str], Reshard | None]] = {}
 
@@ -78,12 +78,12 @@ class Router:
         far = {name: needs for name, needs in self._far.items() if self.routes[name] == DIRECT}
         needs = {holder: reads for its in far.values() for holder, reads in its.items()}
         try:
-            self.crossing = Crossing(self._fleet, self._config, self._plan, needs)
+            self.exchange = CrossHostExchange(self._fleet, self._config, self._plan, needs)
         except ConfigError as error:
             for name in far:
                 self._decide(name, str(error))
-            self.crossing = Crossing(self._fleet, self._config, self._plan, {})
-        await self.crossing.open()
+            self.exchange = CrossHostExchange(self._fleet, self._config, self._plan, {})
+        await self.exchange.open()
 
     def _decide(self, name: str, reason: str) -> None:
         self.routes[name] = reason or DIRECT
@@ -105,7 +105,7 @@ class Router:
         """Whether every engine reads, or will, or the plan has buckets for those that do not."""
         return self._plan.slots > 0 or all(route in (DIRECT, _LATER) for route in self.routes.values())
 
-    def ways(self, takers: Mapping[str, Sequence[int]]) -> dict[int, Way]:
+    def tasks(self, takers: Mapping[str, Sequence[int]]) -> dict[int, UpdateTask]:
         """What each holder does in an update of the engines `takers`, whose holders are given.
 
         Who is not in it has nothing to do.
@@ -115,11 +115,11 @@ class Router:
         cast = frozenset[int]().union(*(self._cast[name] for name in direct))
         pulling = {holder for name in direct for holder in takers[name]}
         # Every member of a communicator has to come to what goes through it.
-        crosses = self.crossing is not None and any(self._far.get(name) for name in direct)
-        exchanging = set(self.crossing.members) if self.crossing and crosses else set[int]()
+        crosses = self.exchange is not None and any(self._far.get(name) for name in direct)
+        exchanging = set(self.exchange.members) if self.exchange and crosses else set[int]()
         members = range(self._plan.members.num_holders) if broadcasts_all or cast else pulling | exchanging
         return {
-            holder: Way(holder in pulling, broadcasts_all, cast, holder in exchanging)
+            holder: UpdateTask(holder in pulling, broadcasts_all, cast, holder in exchanging)
             for holder in sorted(members)
         }
 
@@ -137,7 +137,7 @@ class Router:
     async def _route(self, name: str, engine: Layout, exports: Sequence[Export | None]) -> str:
         """Has each rank's holder map what it is to read; why it cannot, if so."""
         if engine not in self._paired:  # engines that are alike have the same
-            names, reasons = castless(self._source, name, engine)
+            names, reasons = same_dtype_tensors(self._source, name, engine)
             made = Reshard(self._source, name, engine, only=names) if names else None
             self._paired[engine] = reasons, made
         reasons, reshard = self._paired[engine]
@@ -152,10 +152,10 @@ class Router:
             local[holder] = reads.take(np.flatnonzero(~is_far))
             if is_far.any():
                 far[holder] = reads.take(np.flatnonzero(is_far))
-        if self.crossing:
+        if self.exchange:
             if max(far, default=-1) >= self._plan.members.num_holders:
                 return _LATER
-            if not self.crossing.agrees(holders, far):
+            if not self.exchange.agrees(holders, far):
                 return "what it needs of other hosts was not planned when all connected"
         calls = {
             f"holder {holder}": self._fleet.holders[holder].route(reads, self._memory(reads))
@@ -209,7 +209,7 @@ _NUM_SLOTS = 4
 """Two of what a holder sends, two of what it receives."""
 
 
-class Crossing:
+class CrossHostExchange:
     """Messages between holders, in one communicator.
 
     Attributes:

@@ -15,9 +15,9 @@ from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.errors import DeadlineError, PeerLostError, WeightSyncError
 from weightsync.protocol.handles import Offer
-from weightsync.protocol.messages import Digests, Kept, Label, Share
+from weightsync.protocol.messages import Digests, Snapshot, SnapshotHeader, SnapshotPart
 
-__all__ = ["Keeping"]
+__all__ = ["SnapshotIndex"]
 
 logger = logging.getLogger("weightsync.driver.snapshot_index")
 
@@ -30,7 +30,7 @@ class _Version:
     offers: defaultdict[str, dict[int, list[Offer]]] = field(default_factory=lambda: defaultdict(dict))
 
 
-class Keeping:
+class SnapshotIndex:
     """One committed version, in parts, each copied by a holder, then by mirrors on other hosts.
 
     A part is what a trainer rank published or, where trainers' memory is read in place, what an
@@ -44,7 +44,7 @@ class Keeping:
     def __init__(self, config: SyncConfig, fleet: Fleet) -> None:
         self._config, self._fleet = config, fleet
         self._copying: asyncio.Task[None] | None = None
-        self._mirroring: asyncio.Task[None] | None = None
+        self._replicating: asyncio.Task[None] | None = None
         self._now = _Version()
         self.expected: Digests | None = None
         self.on_silence: Callable[[], None] = lambda: None
@@ -54,7 +54,7 @@ class Keeping:
         if self._config.keep_versions < 2:
             return
         parts = {
-            home: label.part for label, homes in self._parts(0, connection, everyone=True) for home in homes
+            home: header.part for header, homes in self._parts(0, connection, everyone=True) for home in homes
         }
         calls = {
             f"holder {home}": self._fleet.holders[home].reserve(part, connection.in_place)
@@ -69,13 +69,13 @@ class Keeping:
             await self._map(connection, {(parts[home], home): o for home, o in offers.items() if o})
 
     async def _map(self, connection: Connection, offers: Mapping[tuple[int, int], Offer]) -> None:
-        """Engines of one host that serve the same are filled from one copy: see `Keeper.map`."""
+        """Engines of one host that serve the same are filled from one copy: see `SnapshotStore.map`."""
         calls = {}
-        for name, image in connection.images.items():
-            for part, holder in enumerate(self._fleet.engines[name].holders, start=image.first):
-                for (kept, home), offer in offers.items():
+        for name, flat in connection.flat_layouts.items():
+            for part, holder in enumerate(self._fleet.engines[name].holders, start=flat.first):
+                for (snapshot, home), offer in offers.items():
                     near = self._fleet.node(home) == self._fleet.node(holder)
-                    if kept == part and near and (part, holder) not in offers:
+                    if snapshot == part and near and (part, holder) not in offers:
                         calls[f"holder {holder}"] = self._fleet.holders[holder].map(part, offer)
         outcome = await gather_named(calls, "map", self._config.connect_timeout_s)
         for error in outcome.failures.values():
@@ -85,11 +85,11 @@ class Keeping:
     def begin(self, version: int, connection: Connection, expected: Digests) -> None:
         """`version` has committed, and what is copied still holds it: `copied` says until when it has to."""
         self._now = _Version()
-        if self._config.keep_versions > 1 and (connection.images or not connection.in_place):
+        if self._config.keep_versions > 1 and (connection.flat_layouts or not connection.in_place):
             self._copying = asyncio.create_task(self._copy(version, connection, expected))
 
     async def copied(self) -> None:
-        """Until arenas and engines may be written again."""
+        """Until send buffers and engines may be written again."""
         if self._copying:
             await asyncio.wait([self._copying], timeout=self._config.timeout_s)
             self._copying.cancel()
@@ -97,43 +97,45 @@ class Keeping:
     async def settled(self) -> None:
         """Until mirrors have it too."""
         await self.copied()
-        if self._mirroring:
-            await asyncio.wait([self._mirroring])
+        if self._replicating:
+            await asyncio.wait([self._replicating])
 
     async def stop(self) -> None:
         """What is being copied will be of no use."""
-        tasks = [task for task in (self._copying, self._mirroring) if task]
+        tasks = [task for task in (self._copying, self._replicating) if task]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def kept(self, version: int, connection: Connection, engine: str) -> Kept | None:
+    def snapshot(self, version: int, connection: Connection, engine: str) -> Snapshot | None:
         """What there is of `version` that `engine` can be filled with: all of it, or None."""
-        image = connection.images.get(engine)
-        if version != self._now.number or (connection.in_place and not image):
+        flat = connection.flat_layouts.get(engine)
+        if version != self._now.number or (connection.in_place and not flat):
             return None
-        layout = image.layout if image else connection.content
+        layout = flat.layout if flat else connection.content
         parts = self._now.offers.get(layout, {})
         if not parts or not all(parts.values()):
             return None
-        return Kept(version, layout, {number: tuple(offers) for number, offers in parts.items()}, bool(image))
+        return Snapshot(
+            version, layout, {number: tuple(offers) for number, offers in parts.items()}, bool(flat)
+        )
 
     async def restore(self, connection: Connection) -> int:
         """Find what an earlier controller had kept: the newest version that is whole, or 0."""
-        calls = {name: holder.kept() for name, holder in self._fleet.named_holders().items()}
+        calls = {name: holder.snapshots() for name, holder in self._fleet.named_holders().items()}
         # Who is copying answers when it is done.
         outcome = await gather_named(calls, "kept", self._config.connect_timeout_s)
         found = {
-            who: {share.label: share for share in outcome.answers.get(name, ())}
+            who: {snapshot_part.header: snapshot_part for snapshot_part in outcome.answers.get(name, ())}
             for who, name in enumerate(calls)
         }
-        versions = {label.version for shares in found.values() for label in shares}
+        versions = {header.version for shares in found.values() for header in shares}
         for version in sorted(versions, reverse=True):
             now = _Version(version)
-            for label, homes in self._parts(version, connection, everyone=True):
+            for header, homes in self._parts(version, connection, everyone=True):
                 order = [*homes, *(found.keys() - set(homes))]
-                shares = [found[who][label] for who in order if label in found[who]]
-                now.offers[label.layout][label.part] = [share.offer for share in shares]
+                shares = [found[who][header] for who in order if header in found[who]]
+                now.offers[header.layout][header.part] = [snapshot_part.offer for snapshot_part in shares]
                 if shares:
                     self.expected = shares[0].expected
             if any(all(parts.values()) for parts in now.offers.values()):
@@ -149,68 +151,68 @@ class Keeping:
 
     def _parts(
         self, version: int, connection: Connection, everyone: bool = False
-    ) -> Iterator[tuple[Label, list[int]]]:
+    ) -> Iterator[tuple[SnapshotHeader, list[int]]]:
         """Each part, and the holders that are to copy it: more than one if engines on several hosts serve it.
 
         `everyone`: not only of engines that serve `version`.
         """
         if not connection.in_place:
             for trainer, (_, home) in enumerate(self._fleet.trainers):
-                yield Label(version, connection.content, trainer), [home]
+                yield SnapshotHeader(version, connection.content, trainer), [home]
             return
-        for image in dict.fromkeys(connection.images.values()):
+        for flat in dict.fromkeys(connection.flat_layouts.values()):
             hosts: dict[str, tuple[int, ...]] = {}
-            for name, seat in self._fleet.engines.items():
-                serves = (seat.record.state, seat.record.version) == (EngineState.SERVING, version)
-                if connection.images.get(name) == image and (everyone or serves):
-                    hosts.setdefault(self._fleet.node(seat.holders[0]), seat.holders)
+            for name, member in self._fleet.engines.items():
+                serves = (member.record.state, member.record.version) == (EngineState.SERVING, version)
+                if connection.flat_layouts.get(name) == flat and (everyone or serves):
+                    hosts.setdefault(self._fleet.node(member.holders[0]), member.holders)
             copies = [*hosts.values()][: self._config.mirrors + 1]
             for rank, homes in enumerate(zip(*copies, strict=True)):
-                yield Label(version, image.layout, image.first + rank), list(homes)
+                yield SnapshotHeader(version, flat.layout, flat.first + rank), list(homes)
 
     async def _copy(self, version: int, connection: Connection, expected: Digests) -> None:
-        if self._mirroring:  # what it reads is about to be replaced
-            self._mirroring.cancel()
-        parts = [(label, home) for label, homes in self._parts(version, connection) for home in homes]
+        if self._replicating:  # what it reads is about to be replaced
+            self._replicating.cancel()
+        parts = [(header, home) for header, homes in self._parts(version, connection) for home in homes]
         calls = {
-            f"holder {home}": self._fleet.holders[home].keep(label, connection.in_place, expected)
-            for label, home in parts
+            f"holder {home}": self._fleet.holders[home].snapshot(header, connection.in_place, expected)
+            for header, home in parts
         }
         outcome = await gather_named(calls, "keep", self._config.timeout_s)
         for error in outcome.failures.values():
             logger.warning("some of version %d cannot be refilled from: %s", version, error)
             self._tell(error)
         now = _Version(version)
-        homes: dict[Label, list[int]] = {}
-        for label, home in parts:
-            offers = now.offers[label.layout].setdefault(label.part, [])
+        homes: dict[SnapshotHeader, list[int]] = {}
+        for header, home in parts:
+            offers = now.offers[header.layout].setdefault(header.part, [])
             if offer := outcome.answers.get(f"holder {home}"):
                 offers.append(offer)
-                homes.setdefault(label, []).append(home)
+                homes.setdefault(header, []).append(home)
         self._now, self.expected = now, expected
         num_planned = connection.plan.members.num_holders  # who came since then lends nothing
-        self._mirroring = asyncio.create_task(self._mirror(now, homes, num_planned, expected))
+        self._replicating = asyncio.create_task(self._replicate(now, homes, num_planned, expected))
 
-    async def _mirror(
-        self, now: _Version, homes: dict[Label, list[int]], num_holders: int, expected: Digests
+    async def _replicate(
+        self, now: _Version, homes: dict[SnapshotHeader, list[int]], num_holders: int, expected: Digests
     ) -> None:
         nodes = [self._fleet.node(i) for i in range(num_holders)]
-        for label, keep in homes.items():
-            held = {self._fleet.node(home) for home in keep}
+        for header, snapshot in homes.items():
+            held = {self._fleet.node(home) for home in snapshot}
             others = [i for i in range(num_holders) if nodes[i] not in held]
-            offers = now.offers[label.layout][label.part]
+            offers = now.offers[header.layout][header.part]
             if not offers:
                 continue  # its holder was lost meanwhile
-            share = Share(label, offers[0], expected)
+            snapshot_part = SnapshotPart(header, offers[0], expected)
             for step in range(min(self._config.mirrors + 1 - len(held), len(others))):
-                place = others[(label.part + step) % len(others)]
-                call = self._fleet.holders[place].mirror(share, self._config.timeout_s)
+                place = others[(header.part + step) % len(others)]
+                call = self._fleet.holders[place].replicate(snapshot_part, self._config.timeout_s)
                 limit_s = self._config.timeout_s + GRACE_S
-                outcome = await gather_named({f"holder {place}": call}, "mirror", limit_s)
+                outcome = await gather_named({f"holder {place}": call}, "replicate", limit_s)
                 for error in outcome.failures.values():
-                    logger.warning("holder %d mirrors nothing of part %d: %s", place, label.part, error)
+                    logger.warning("holder %d mirrors nothing of part %d: %s", place, header.part, error)
                     self._tell(error)
-                now.offers[label.layout][label.part] += outcome.answers.values()
+                now.offers[header.layout][header.part] += outcome.answers.values()
 
     def _tell(self, error: WeightSyncError) -> None:
         if isinstance(error, (DeadlineError, PeerLostError)):

@@ -7,38 +7,38 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from weightsync.driver.connect import Connection
-from weightsync.driver.fleet import EngineSeat, Fleet
+from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.routing import DIRECT
 from weightsync.plan.estimate import LinkRates
 from weightsync.plan.explain import size_text, time_text
 from weightsync.report import Distance, Link, SyncReport
 
-__all__ = ["RankShare", "links", "shares"]
+__all__ = ["RankEfficiency", "efficiency", "links"]
 
 
 def links(connection: Connection, fleet: Fleet) -> list[Link]:
     """Of an update that all engines take; what direct readers take by broadcast beside it is left out."""
     sent = connection.plan.explain().sent
     found: list[Link] = []
-    for name, seat in fleet.engines.items():
+    for name, member in fleet.engines.items():
         if connection.router.routes.get(name) == DIRECT:
-            found += _reads(connection, fleet, name, seat)
+            found += _reads(connection, fleet, name, member)
         else:
-            found += _broadcasts(sent, fleet, name, seat)
+            found += _broadcasts(sent, fleet, name, member)
     return found
 
 
-def _reads(connection: Connection, fleet: Fleet, name: str, seat: EngineSeat) -> Iterator[Link]:
+def _reads(connection: Connection, fleet: Fleet, name: str, member: EngineMember) -> Iterator[Link]:
     router = connection.router
-    for rank, (holder, by_trainer) in enumerate(zip(seat.holders, router.read[name], strict=True)):
+    for rank, (holder, by_trainer) in enumerate(zip(member.holders, router.read[name], strict=True)):
         read = {(f"trainer {t}", fleet.trainers[t][1]): nbytes for t, nbytes in by_trainer.items()}
-        sent = router.crossing.arrivals(holder) if router.crossing else {}
+        sent = router.exchange.arrivals(holder) if router.exchange else {}
         for (source, at), nbytes in sorted([*read.items(), *sent.items()]):
             yield Link(source, f"engine {name} rank {rank}", _distance(fleet, at, holder), nbytes)
 
 
-def _broadcasts(sent: Mapping[int, int], fleet: Fleet, name: str, seat: EngineSeat) -> Iterator[Link]:
-    for rank, holder in enumerate(seat.holders):
+def _broadcasts(sent: Mapping[int, int], fleet: Fleet, name: str, member: EngineMember) -> Iterator[Link]:
+    for rank, holder in enumerate(member.holders):
         for root, nbytes in sorted(sent.items()):
             distance = _distance(fleet, root, holder)
             yield Link(f"holder {root}", f"engine {name} rank {rank}", distance, nbytes)
@@ -51,7 +51,7 @@ def _distance(fleet: Fleet, source: int, target: int) -> Distance:
 
 
 @dataclass(frozen=True, slots=True)
-class RankShare:
+class RankEfficiency:
     """One engine rank; `str()` is a line.
 
     Attributes:
@@ -65,22 +65,22 @@ class RankShare:
     took_s: float
 
     @property
-    def share(self) -> float:
+    def efficiency(self) -> float:
         """`floor_s` over `took_s`: 1.0 is as fast as the links."""
         return self.floor_s / self.took_s if self.took_s else 0.0
 
     def __str__(self) -> str:
         took = (
-            f"took {time_text(self.took_s)}, {self.share:.0%} of what is possible"
+            f"took {time_text(self.took_s)}, {self.efficiency:.0%} of what is possible"
             if self.took_s
             else "took no part"
         )
         return f"{self.rank}: {size_text(self.nbytes)}, floor {time_text(self.floor_s)}, {took}"
 
 
-def shares(
+def efficiency(
     links: Sequence[Link], report: SyncReport, rates: LinkRates, *, gpus_per_host: int = 8
-) -> list[RankShare]:
+) -> list[RankEfficiency]:
     """Compare the time of an update with what the links allow, for each engine rank.
 
     A rank's floor assumes that it has its links for itself, and all NICs of its host. Ranks that share a link
@@ -107,5 +107,5 @@ def shares(
             by_distance["other host"] / (rates.nic * gpus_per_host),
         ]
         took = sum(span.seconds for span in report.spans.get(rank, ()) if span.name == "load")
-        found.append(RankShare(rank, nbytes, max(seconds) / 1e9, took))
+        found.append(RankEfficiency(rank, nbytes, max(seconds) / 1e9, took))
     return found

@@ -6,47 +6,47 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-__all__ = ["Turns"]
+__all__ = ["UpdateLock"]
 
 Stop = Callable[[], Awaitable[None]]
 
 
-class Turns:
+class UpdateLock:
     """An update waits for nobody: who works beside is told to stop, and left behind if it does not."""
 
     def __init__(self, patience_s: float) -> None:
         """`patience_s`: how long an update waits for those that it stops."""
         self._patience_s = patience_s
-        self._quiet = asyncio.Event()
-        self._quiet.set()
-        self._beside: dict[str, tuple[Stop, asyncio.Event]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._shared: dict[str, tuple[Stop, asyncio.Event]] = {}
 
     @asynccontextmanager
-    async def beside(self, name: str, stop: Stop) -> AsyncIterator[None]:
+    async def shared(self, name: str, stop: Stop) -> AsyncIterator[None]:
         """Work on engine `name` while no update runs; `stop` has to end it soon."""
-        while not self._quiet.is_set() or name in self._beside:
-            if not self._quiet.is_set():
-                await self._quiet.wait()
+        while not self._idle.is_set() or name in self._shared:
+            if not self._idle.is_set():
+                await self._idle.wait()
             else:
-                await self._beside[name][1].wait()
+                await self._shared[name][1].wait()
         ended = asyncio.Event()
-        self._beside[name] = (stop, ended)
+        self._shared[name] = (stop, ended)
         try:
             yield
         finally:
-            del self._beside[name]
+            del self._shared[name]
             ended.set()
 
-    async def quiet(self) -> None:
+    async def idle(self) -> None:
         """Until no update runs."""
-        await self._quiet.wait()
+        await self._idle.wait()
 
     @asynccontextmanager
-    async def alone(self) -> AsyncIterator[list[str]]:
+    async def exclusive(self) -> AsyncIterator[list[str]]:
         """Stop the others, and keep them out; yields the names of those that have not stopped."""
-        self._quiet.clear()
+        self._idle.clear()
         try:
-            others = dict(self._beside)
+            others = dict(self._shared)
             for stop, _ in others.values():
                 await stop()
             waits = {name: asyncio.ensure_future(ended.wait()) for name, (_, ended) in others.items()}
@@ -54,6 +54,6 @@ class Turns:
                 await asyncio.wait(waits.values(), timeout=self._patience_s)
             for wait in waits.values():
                 wait.cancel()
-            yield [name for name in others if name in self._beside]
+            yield [name for name in others if name in self._shared]
         finally:
-            self._quiet.set()
+            self._idle.set()

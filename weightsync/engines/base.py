@@ -122,8 +122,8 @@ class Engine(Protocol):
     def check(self) -> None:
         """Raises RankLostError once the process of a rank ended or is stopped. Never waits."""
 
-    def arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
-        """Arm each process of this engine with its share of `faults`, see `weightsync.faults.shares`.
+    def set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+        """Arm each process of this engine with its share of `faults`, see `weightsync.faults.split_by_rank`.
 
         Raises ConfigError for a rank that it has not.
         """

@@ -16,7 +16,7 @@ from weightsync.engines.loader_trace import UnprovableError, trace
 from weightsync.engines.rank_process import RankProcess
 from weightsync.engines.whole_sink import Loader, WholeSink, synchronize
 from weightsync.errors import DeadlineError, EngineError, StateError, TransportError, WeightSyncError
-from weightsync.faults import Fault, arm
+from weightsync.faults import Fault, set_faults
 from weightsync.memory.tensors import device_id, named_tensors
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 from weightsync.protocol.handles import Attached
@@ -78,10 +78,10 @@ class Rank:
         """See `RankProcess.join`."""
         return RankProcess.join(self._rank, engine_pid)
 
-    def arm(self, who: str, faults: Sequence[Sequence[Fault]], seed: int) -> None:
-        """Take this rank's share of what strikes in the ranks' processes."""
+    def set_faults(self, who: str, faults: Sequence[Sequence[Fault]], seed: int) -> None:
+        """Take this rank's part of the faults for the ranks' processes."""
         if faults[self._rank] or not any(faults):
-            arm(who, faults[self._rank], seed)
+            set_faults(who, faults[self._rank], seed)
 
     def layout(self) -> RankLayout:
         """Where the loader puts what, if that can be proven; otherwise whole tensors, without live buffers.

@@ -23,8 +23,8 @@ from weightsync.errors import (
     WeightSyncError,
     WireError,
 )
-from weightsync.faults import arm, shares
-from weightsync.memory.addresses import Places
+from weightsync.faults import set_faults, split_by_rank
+from weightsync.memory.addresses import AddressGuard
 from weightsync.memory.offload import Offload
 from weightsync.memory.tensors import device_id, named_tensors
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
@@ -86,8 +86,8 @@ class TorchEngine:
         self._feed: EngineFeed | None = None
         self._plan: Plan | None = None
         self._writer: LiveWriter | None = None
-        self._places: Places | None = None
-        self._written: Places | None = None  # what the writer writes to
+        self._places: AddressGuard | None = None
+        self._written: AddressGuard | None = None  # what the writer writes to
         self._tensors: Mapping[str, torch.Tensor] = {}
         self._layout: RankLayout
         self._asleep: Offload | None = None
@@ -101,7 +101,7 @@ class TorchEngine:
         """The live tensors themselves, whole, each its own buffer."""
         if not (self._places and self._places.as_before(self._model)):
             self._tensors, tied = named_tensors(self._model)
-            self._places = Places(self._model, self._tensors)
+            self._places = AddressGuard(self._model, self._tensors)
             self._layout = self._describe(tied)
         return [self._layout]
 
@@ -167,7 +167,7 @@ class TorchEngine:
         try:
             digests = [self._feed.receive(attempt, writer, timeout_s)]
         except WeightSyncError as error:
-            self._gate.void()
+            self._gate.invalidate()
             if isinstance(error, TransportError | WireError):
                 raise EngineError(self._name, "load", str(error)) from error
             raise
@@ -218,9 +218,9 @@ class TorchEngine:
     def check(self) -> None:
         """See `Engine.check`: its one rank lives in this process."""
 
-    def arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
-        """See `Engine.arm`."""
-        arm(who, shares(faults, 1)[0], seed)
+    def set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+        """See `Engine.set_faults`."""
+        set_faults(who, split_by_rank(faults, 1)[0], seed)
 
     def close(self) -> None:
         """Wake who waits for a resume, then drop the connection."""
@@ -312,7 +312,7 @@ class _Gate:
             self.cut = False
             return not self._busy
 
-    def void(self) -> None:
+    def invalidate(self) -> None:
         """Turn everybody away until `open`: who waits, and who comes."""
         with self._changed:
             self._version = None

@@ -12,10 +12,10 @@ from weightsync.holder.staging import Staging
 from weightsync.protocol.messages import Part
 from weightsync.transports import Transport
 
-__all__ = ["Exchange"]
+__all__ = ["CrossHostExchange"]
 
 
-class Exchange:
+class CrossHostExchange:
     """Made once a connection; keeps all that an update needs.
 
     Attributes:

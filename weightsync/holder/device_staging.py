@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import torch
 
 from weightsync.errors import DeadlineError, TransportError
-from weightsync.holder.direct_copy import Pull
-from weightsync.holder.send_buffer import Arena, MappedArena
-from weightsync.holder.snapshots import EngineImage
+from weightsync.holder.direct_copy import DirectCopy
+from weightsync.holder.send_buffer import MappedSendBuffer, SendBuffer
+from weightsync.holder.snapshots import FlatSnapshot
 from weightsync.memory.bucket_copies import bucket_rows
 from weightsync.memory.device import DeviceBuffer
 from weightsync.memory.host import SharedBuffer
@@ -53,12 +53,14 @@ def take_slots(
 
 
 class DeviceStaging:
-    """Slots on this process's device, filled from the pinned arena or out of the trainer's own memory."""
+    """Bucket slots on this process's GPU, filled from the pinned send buffer or from the trainer's memory."""
 
     device = "cuda"
 
-    def __init__(self, plan: Plan, index: int, arena: Arena | None, slots: Sequence[DeviceBuffer]) -> None:
-        self._plan, self._index, self._arena = plan, index, arena
+    def __init__(
+        self, plan: Plan, index: int, send_buffer: SendBuffer | None, slots: Sequence[DeviceBuffer]
+    ) -> None:
+        self._plan, self._index, self._send_buffer = plan, index, send_buffer
         self._filling, self._writing = _stream(), _stream()
         self._buffers = slots
         self._free: dict[int, torch.cuda.Event] = {}
@@ -69,8 +71,8 @@ class DeviceStaging:
         self._engine: list[DeviceBuffer] = []
         self.source: Mapping[str, torch.Tensor] = {}
         self.target: Mapping[str, torch.Tensor] = {}
-        self._pull: Pull | None = None
-        self.image: EngineImage | None = None
+        self._direct_copy: DirectCopy | None = None
+        self.flat: FlatSnapshot | None = None
         self._targets: list[SharedBuffer] = []
 
     @property
@@ -116,16 +118,16 @@ class DeviceStaging:
             segments = by_tensor(self._plan, engine.layout)
             rows = bucket_rows(self._plan, segments, self._address(), starts, into=True)
             self._unpack = CopyTable(*rows, _NUM_BLOCKS)
-            self.image = EngineImage(self.target)
+            self.flat = FlatSnapshot(self.target)
 
     def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
         self._let_go_of_trainers()
         if len(reads):
-            self._pull = Pull(reads, memory, self._address())
+            self._direct_copy = DirectCopy(reads, memory, self._address())
 
-    def pull(self) -> None:
-        if self._pull:
-            self._pull.begin(self._writing)
+    def start_direct_copy(self) -> None:
+        if self._direct_copy:
+            self._direct_copy.begin(self._writing)
 
     @contextmanager
     def queue(self) -> Iterator[None]:
@@ -140,12 +142,14 @@ class DeviceStaging:
             self._pack.launch(bucket, stream)
             for target, source in self._casts.get(bucket, ()):
                 target.copy_(source)
-        elif isinstance(self._arena, MappedArena):
-            self._arena.fill(bucket, self._slot(bucket))
-        elif self._arena is not None:
+        elif isinstance(self._send_buffer, MappedSendBuffer):
+            self._send_buffer.fill(bucket, self._slot(bucket))
+        elif self._send_buffer is not None:
             for step in self._plan.bucket_steps(bucket):
                 if step.root == self._index:
-                    held = self._arena.tensor[step.arena_offset : step.arena_offset + step.nbytes]
+                    held = self._send_buffer.tensor[
+                        step.send_buffer_offset : step.send_buffer_offset + step.nbytes
+                    ]
                     self.at(step).copy_(held, non_blocking=True)
         return [self.mark(f"filling of bucket {bucket}", timeout_s)]
 
@@ -193,15 +197,15 @@ class DeviceStaging:
 
     def _let_go_of_engine(self) -> None:
         self._let_go_of_trainers()
-        self._unpack, self.image, self.target = None, None, {}
+        self._unpack, self.flat, self.target = None, None, {}
         for buffer in self._engine:
             buffer.close()
         self._engine = []
 
     def _let_go_of_trainers(self) -> None:
-        if self._pull:
-            self._pull.close()
-            self._pull = None
+        if self._direct_copy:
+            self._direct_copy.close()
+            self._direct_copy = None
 
     @staticmethod
     def _map(export: Export, mapped: list[DeviceBuffer]) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ from weightsync.plan import Reads
 from weightsync.plan.copies import Copies
 from weightsync.protocol.handles import DeviceHandle
 
-__all__ = ["NUM_BLOCKS", "Pull"]
+__all__ = ["NUM_BLOCKS", "DirectCopy"]
 
 NUM_BLOCKS = 264
 """Thread blocks of the kernel, which has the device for itself: the engine is paused.
@@ -21,7 +21,7 @@ Copy engines are faster by 6 % for blocks of 64 MiB and more, slower for all oth
 """
 
 
-class Pull:
+class DirectCopy:
     """Made once a connection, on the current device; `begin` is all that an update does."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The process part that owns a GPU's (or CPU slot's) share of the bytes: arena, buckets, communicators."""
+"""A holder: the send buffer, bucket slots and communicators of one GPU, or of one slot on a CPU."""
 
 from __future__ import annotations
 
@@ -12,31 +12,37 @@ import torch
 
 from weightsync.channel.engine_end import HolderFeed
 from weightsync.errors import ConfigError, StateError
-from weightsync.faults import arm, strike
+from weightsync.faults import inject, set_faults
 from weightsync.holder.broadcasts import Communicators
-from weightsync.holder.cross_host import Exchange
+from weightsync.holder.cross_host import CrossHostExchange
 from weightsync.holder.refill import Refill, Restore, open_refill
-from weightsync.holder.send_buffer import Arena, MappedArena, arena_for, keepable, written
-from weightsync.holder.snapshots import Keepable, Keeper
+from weightsync.holder.send_buffer import (
+    MappedSendBuffer,
+    SendBuffer,
+    send_buffer_for,
+    snapshot_content,
+    written,
+)
+from weightsync.holder.snapshots import SnapshotContent, SnapshotStore
 from weightsync.holder.staging import HostStaging, Staging
 from weightsync.holder.trainer_parts import copied_parts, digest_parts, parts_in_place
-from weightsync.holder.update import Outlet, carry_out, open_outlet
-from weightsync.memory.gpu_usage import Gauge, used_nbytes
+from weightsync.holder.update import BucketConsumer, open_consumer, run_update
+from weightsync.memory.gpu_usage import MemorySampler, used_nbytes
 from weightsync.memory.tensors import device_id
 from weightsync.plan import Plan, RankLayout, Reads
 from weightsync.protocol.handles import Export, HostExport, Offer
 from weightsync.protocol.messages import (
     FeedTicket,
     Group,
-    Kept,
-    Label,
     Moved,
     Part,
     Prepared,
     Refilled,
     Samples,
-    Share,
-    Way,
+    Snapshot,
+    SnapshotHeader,
+    SnapshotPart,
+    UpdateTask,
 )
 from weightsync.protocol.timing import PhaseClock
 from weightsync.transports import Pending, Transport, transport_class
@@ -65,7 +71,7 @@ class Holder:
         host: str,
         transport: str = "gloo",
         device: str = "",
-        make_staging: Callable[[Plan, int, Arena | None, bool], Staging] = HostStaging,
+        make_staging: Callable[[Plan, int, SendBuffer | None, bool], Staging] = HostStaging,
     ) -> None:
         """`host` is this host's address as other holders reach it. `device` is the GPU that buckets lie on,
         ``cuda:<UUID>``, and the first that this process sees; they lie in host memory where it is empty:
@@ -74,18 +80,18 @@ class Holder:
         self._make_staging = make_staging
         self.name, self._host, self._device = name, host, device
         self._transport_name, self._transport = transport, transport_class(transport)
-        self._gauge: Gauge | None = None
+        self._sampler: MemorySampler | None = None
         self._plan: Plan | None = None
         self._plan_digest, self._index, self._trainer = "", -1, -1
         self._groups: Communicators | None = None
-        self._exchange: Exchange | None = None
-        self._arena: Arena | None = None
+        self._exchange: CrossHostExchange | None = None
+        self._send_buffer: SendBuffer | None = None
         self._read: RankLayout | None = None
         self._staging: Staging | None = None
         self._slots: Sequence[DeviceBuffer] = ()
         self._retired: Sequence[DeviceBuffer] = ()
         self._feed: HolderFeed | None = None
-        self._keeper: Keeper | None = None
+        self._snapshots: SnapshotStore | None = None
         self._refill: Refill | Restore | None = None
         self._moving, self._preparing = threading.Lock(), threading.Lock()
         self._watched = threading.Event()
@@ -105,14 +111,14 @@ class Holder:
         return self._groups.transports if self._groups else {}
 
     @property
-    def cross_host(self) -> Exchange | None:
+    def cross_host(self) -> CrossHostExchange | None:
         """Its part in the messages between hosts. None where it has none."""
         return self._exchange
 
     @property
-    def keeper(self) -> Keeper | None:
-        """What it keeps of committed versions. None before `lend`."""
-        return self._keeper
+    def snapshot_store(self) -> SnapshotStore | None:
+        """What it keeps of committed versions. None before `serve_snapshots`."""
+        return self._snapshots
 
     def ready(self) -> tuple[str, str]:
         """Its name and its transport. Raises what its device says: an error there stays for good."""
@@ -122,19 +128,19 @@ class Holder:
 
     def watch(self) -> None:
         """Ends with this process, or when somebody else watches it: its controller has died then."""
-        self.gauge(on=False)  # that one may have left it running
+        self.sample_memory(on=False)  # that one may have left it running
         self._watched.set()
         self._watched = watched = threading.Event()
         watched.wait()
 
-    def sync_arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
-        """See `weightsync.faults.arm`."""
-        arm(who, faults, seed)
+    def sync_set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+        """See `weightsync.faults.set_faults`."""
+        set_faults(who, faults, seed)
 
     def prepare(self, plan: Plan, index: int, source: str) -> Prepared:
         """Take memory for `plan` as holder `index`, and leave what an earlier plan used.
 
-        `source`: the device of its trainer rank's layout, read in place if it is this holder's. An arena
+        `source`: the device of its trainer rank's layout, read in place if it is this holder's. A send buffer
         whose bytes the new plan lays out alike is kept. Raises TransportError when memory is short.
         """
         with self._preparing:  # for a controller that has died, it may be running still
@@ -147,8 +153,8 @@ class Holder:
         trainers, engines = plan.members.trainers, dict(plan.members.engines)
         trainer = trainers.index(index) if index in trainers else -1
         in_place = bool(self._device) and source == self._device
-        arena, self._arena = self._arena, None
-        self._arena = arena_for(plan, -1 if in_place else trainer, source, before, arena)
+        send_buffer, self._send_buffer = self._send_buffer, None
+        self._send_buffer = send_buffer_for(plan, -1 if in_place else trainer, source, before, send_buffer)
         engine = next((name for name, holders in engines.items() if index in holders), None)
         self._staging = self._stage(plan, index, engine is not None)
         self._plan, self._plan_digest, self._index, self._trainer = plan, digest, index, trainer
@@ -157,12 +163,12 @@ class Holder:
         # On devices every holder has slots to receive into, and NCCL's communicators are dear.
         self._groups = Communicators(plan, index, bool(self._device), self._transport)
         offers = self._groups.offers(self._host)
-        return Prepared(digest, written(self._arena), self._feed.ticket if self._feed else None, offers)
+        return Prepared(digest, written(self._send_buffer), self._feed.ticket if self._feed else None, offers)
 
     def source(self, name: str, exports: Mapping[str, HostExport | None]) -> None:
-        """See `MappedArena.source`; without effect where trainers publish now."""
-        if isinstance(self._arena, MappedArena):
-            self._arena.source(name, exports, bool(self._device))
+        """See `MappedSendBuffer.source`; without effect where trainers publish now."""
+        if isinstance(self._send_buffer, MappedSendBuffer):
+            self._send_buffer.source(name, exports, bool(self._device))
 
     def adopt(self, plan: Plan, engine: str) -> FeedTicket:
         """A ticket for an engine rank that takes another's place here, or that came after the connecting.
@@ -235,7 +241,7 @@ class Holder:
         """Take memory for messages; where to meet, if this is the first member. Raises TransportError."""
         assert self._staging
         with self._moving, self._staging.queue():
-            self._exchange = Exchange(part, self._transport(), self._staging)
+            self._exchange = CrossHostExchange(part, self._transport(), self._staging)
         return self._exchange.offer(self._host)
 
     def meet(self, rendezvous: str, timeout_s: float) -> None:
@@ -245,7 +251,7 @@ class Holder:
         with self._moving, self._staging.queue():
             self._exchange.open(rendezvous, timeout_s)
 
-    def move(self, attempt: int, feeding: bool, way: Way, timeout_s: float) -> Moved:
+    def move(self, attempt: int, feeding: bool, task: UpdateTask, timeout_s: float) -> Moved:
         """Run the plan once: broadcast every bucket and, if `feeding`, bring them to the engine rank.
 
         Raises TransportError when the broadcast fails. Whatever
@@ -258,79 +264,85 @@ class Holder:
             raise StateError(f"{self.name} has no plan: connect first")
         clock = PhaseClock()
         with clock.phase("move"), self._moving, staging.queue():
-            outlet = self._run(plan, staging, attempt, feeding, way, timeout_s)
-        return Moved(clock.spans[0], outlet.waited_s, outlet.slow)
+            consumer = self._run(plan, staging, attempt, feeding, task, timeout_s)
+        return Moved(clock.spans[0], consumer.waited_s, consumer.slow)
 
     def _run(
-        self, plan: Plan, staging: Staging, attempt: int, feeding: bool, way: Way, timeout_s: float
-    ) -> Outlet:
+        self, plan: Plan, staging: Staging, attempt: int, feeding: bool, task: UpdateTask, timeout_s: float
+    ) -> BucketConsumer:
         limits_s = _PATIENCE[0] * timeout_s, _PATIENCE[1] * timeout_s
-        only = way.cast if way.pulls else None
-        outlet = open_outlet(staging, self._feed, feeding, attempt, plan.slots, *limits_s, only=only)
+        only = task.cast if task.copies_directly else None
+        consumer = open_consumer(staging, self._feed, feeding, attempt, plan.slots, *limits_s, only=only)
         start = partial(self._start, plan, staging, timeout_s=timeout_s)
         try:
-            carry_out(plan, way, self._index, staging, self._exchange, start, outlet)
+            run_update(plan, task, self._index, staging, self._exchange, start, consumer)
         except Exception as error:
             # Also one of the device or of NCCL: who waits for this holder would wait for its deadline.
             cause = f"{self.name}: {type(error).__name__}: {error}"
             self.abort(cause)
-            outlet.cancel(cause)
+            consumer.cancel(cause)
             raise
-        return outlet
+        return consumer
 
     def digests(self) -> Digests:
-        """Of what its trainer rank published as it is now, in its arena or in place: see `Source.publish`.
+        """Digest again what its trainer rank published, in the send buffer or in place: see `Source.publish`.
 
         Raises StateError when it serves no trainer rank.
         """
-        plan, staging, trainer, arena = self._plan, self._staging, self._trainer, self._arena
+        plan, staging, trainer, send_buffer = self._plan, self._staging, self._trainer, self._send_buffer
         if plan is None or staging is None or trainer < 0:
             raise StateError(f"{self.name} serves no trainer rank: connect first")
         with self._moving, staging.queue():
             if self._read:
                 parts = parts_in_place(plan, trainer, self._read, staging.source)
-            elif isinstance(arena, MappedArena):
-                parts = arena.held()
+            elif isinstance(send_buffer, MappedSendBuffer):
+                parts = send_buffer.held()
             else:
-                assert arena is not None
-                parts = copied_parts(plan, trainer, arena)
+                assert send_buffer is not None
+                parts = copied_parts(plan, trainer, send_buffer)
             return digest_parts(plan, parts)
 
-    def lend(self, protocol: str, rdma_device: str) -> None:
-        """Be ready to `keep`. Raises ConfigError when the protocol cannot be had: see `choose_protocol`."""
-        if self._keeper is None:
-            self._keeper = Keeper(self.name, self._host, protocol, rdma_device)
+    def serve_snapshots(self, protocol: str, rdma_device: str) -> None:
+        """Get ready to serve snapshots. Raises ConfigError if `choose_protocol` cannot provide `protocol`."""
+        if self._snapshots is None:
+            self._snapshots = SnapshotStore(self.name, self._host, protocol, rdma_device)
 
-    def keep(self, label: Label, is_image: bool, expected: Digests) -> Offer:
-        """See `Keeper.keep`: what its trainer published or, if `is_image`, what its engine rank serves."""
-        strike("commit", version=label.version)
-        with self._moving if is_image else nullcontext():
-            return self._lent().keep(label, expected, self._keepable(is_image))
+    def snapshot(self, header: SnapshotHeader, is_flat: bool, expected: Digests) -> Offer:
+        """Snapshot what the trainer published or, if `is_flat`, what the engine rank serves."""
+        inject("commit", version=header.version)
+        with self._moving if is_flat else nullcontext():
+            return self._served_snapshots().snapshot(header, expected, self._snapshot_content(is_flat))
 
-    def reserve(self, part: int, is_image: bool) -> Offer | None:
-        """Take memory for `keep`; none for a checkpoint: engines wait. Raises TransportError without it."""
-        what = self._keepable(is_image)
-        return None if isinstance(what, MappedArena) else self._lent().reserve(part, what.nbytes)
+    def reserve(self, part: int, is_flat: bool) -> Offer | None:
+        """Allocate memory for `snapshot`; a checkpoint needs none. Raises TransportError without it."""
+        what = self._snapshot_content(is_flat)
+        return (
+            None
+            if isinstance(what, MappedSendBuffer)
+            else self._served_snapshots().reserve(part, what.nbytes)
+        )
 
     def map(self, part: int, offer: Offer) -> None:
-        """See `Keeper.map`."""
-        self._lent().map(part, offer)
+        """See `SnapshotStore.map`."""
+        self._served_snapshots().map(part, offer)
 
-    def _keepable(self, is_image: bool) -> Keepable:
-        found = (self._staging and self._staging.image) if is_image else keepable(self._arena)
+    def _snapshot_content(self, is_flat: bool) -> SnapshotContent:
+        found = (self._staging and self._staging.flat) if is_flat else snapshot_content(self._send_buffer)
         if not found:
             raise StateError(f"{self.name} has nothing to keep: it is being connected anew")
         return found
 
-    def mirror(self, share: Share, timeout_s: float) -> Offer:
-        """Keep what another holder keeps, too. Raises as `Keeper.mirror`."""
-        return self._lent().mirror(share, timeout_s)
+    def replicate(self, snapshot_part: SnapshotPart, timeout_s: float) -> Offer:
+        """Keep what another holder keeps, too. Raises as `SnapshotStore.replicate`."""
+        return self._served_snapshots().replicate(snapshot_part, timeout_s)
 
-    def kept(self) -> list[Share]:
-        """See `Keeper.kept`."""
-        return self._keeper.kept() if self._keeper else []
+    def snapshots(self) -> list[SnapshotPart]:
+        """See `SnapshotStore.snapshot`."""
+        return self._snapshots.snapshots() if self._snapshots else []
 
-    def refill(self, attempt: int, kept: Kept, direct: bool, timeout_s: float, limit_s: float) -> Refilled:
+    def refill(
+        self, attempt: int, snapshot: Snapshot, direct: bool, timeout_s: float, limit_s: float
+    ) -> Refilled:
         """Bring the engine rank to a version that others keep, bucket by bucket.
 
         `timeout_s` is for a bucket, `limit_s` for all. Raises ReadError or DeadlineError naming the
@@ -341,13 +353,13 @@ class Holder:
             raise StateError(f"{self.name} has no engine to refill: connect first")
         with self._moving, staging.queue():
             limits_s = timeout_s, limit_s
-            outlet = open_outlet(staging, self._feed, True, attempt, plan.slots, *limits_s, whole=True)
+            consumer = open_consumer(staging, self._feed, True, attempt, plan.slots, *limits_s, whole=True)
             try:
-                keeper = self._keeper if direct else None
-                self._refill = open_refill(plan, kept, keeper, staging, outlet, direct, timeout_s)
+                snapshots = self._snapshots if direct else None
+                self._refill = open_refill(plan, snapshot, snapshots, staging, consumer, direct, timeout_s)
                 return self._refill.run()
             except Exception as error:
-                outlet.cancel(f"{self.name}: {type(error).__name__}: {error}")
+                consumer.cancel(f"{self.name}: {type(error).__name__}: {error}")
                 raise
             finally:
                 if self._refill:
@@ -370,29 +382,29 @@ class Holder:
         if self._feed:
             self._feed.drop()
 
-    def gauge(self, on: bool) -> tuple[str, Samples]:
+    def sample_memory(self, on: bool) -> tuple[str, Samples]:
         """Begin or end to look: which device, and what was seen; nothing where there is none."""
-        seen: Samples = self._gauge.stop() if self._gauge else ()
-        self._gauge = Gauge(used_nbytes) if on and self._device else None
+        seen: Samples = self._sampler.stop() if self._sampler else ()
+        self._sampler = MemorySampler(used_nbytes) if on and self._device else None
         return self._device, seen
 
     def close(self) -> None:
         """Leave the communicators and free the memory."""
         self._leave()
-        for taken in (*self._slots, *self._retired, self._arena, self._keeper):
+        for taken in (*self._slots, *self._retired, self._send_buffer, self._snapshots):
             if taken:
                 taken.close()
         self._slots = self._retired = ()
-        self._arena = self._plan = self._keeper = None
+        self._send_buffer = self._plan = self._snapshots = None
 
     def _open_feed(self, engine: str, staging: Staging) -> HolderFeed:
-        beside = None if self._device else written(self._arena)
+        beside = None if self._device else written(self._send_buffer)
         return HolderFeed(self.name, engine, staging.slots, beside, self._trainer)
 
-    def _lent(self) -> Keeper:
-        if self._keeper is None:
+    def _served_snapshots(self) -> SnapshotStore:
+        if self._snapshots is None:
             raise StateError(f"{self.name} keeps nothing yet: connect first")
-        return self._keeper
+        return self._snapshots
 
     def _start(self, plan: Plan, staging: Staging, bucket: int, timeout_s: float) -> list[Pending]:
         """Queue the filling of this holder's share of a bucket, and its broadcasts."""
@@ -401,14 +413,14 @@ class Holder:
 
     def _stage(self, plan: Plan, index: int, receives: bool) -> Staging:
         if not self._device:
-            return self._make_staging(plan, index, self._arena, receives)
+            return self._make_staging(plan, index, self._send_buffer, receives)
         from weightsync.holder.device_staging import DeviceStaging, take_slots
 
         if (found := device_id(torch.device("cuda", 0))) != self._device:
             raise ConfigError("device", self._device, f"the first that this process sees is {found}")
         self._slots, retired = take_slots(plan, self._slots)
         self._retired = (*self._retired, *retired)
-        return DeviceStaging(plan, index, self._arena, self._slots)
+        return DeviceStaging(plan, index, self._send_buffer, self._slots)
 
     def _leave(self) -> None:
         self.drop_engine()

@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from weightsync.errors import DeadlineError, ReadError, StateError, TransportError, WeightSyncError
-from weightsync.faults import strike
-from weightsync.holder.snapshots import LABEL_NBYTES, EngineImage, Held, Keeper, read_labels
+from weightsync.faults import inject
+from weightsync.holder.snapshots import HEADER_NBYTES, FlatSnapshot, Held, SnapshotStore, read_headers
 from weightsync.holder.staging import Staging
-from weightsync.holder.update import Outlet
+from weightsync.holder.update import BucketConsumer
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Plan
-from weightsync.protocol.messages import Kept, Label, Refilled
+from weightsync.protocol.messages import Refilled, Snapshot, SnapshotHeader
 from weightsync.readers import Read, Reader, open_reader
 from weightsync.transports import Pending
 
-__all__ = ["ImageIntake", "Intake", "Portion", "Refill", "Restore", "SlotIntake", "open_refill"]
+__all__ = ["BucketSink", "FlatSink", "Portion", "Refill", "RefillSink", "Restore", "open_refill"]
 
 logger = logging.getLogger("weightsync.holder.refill")
 
@@ -32,14 +32,15 @@ _PATIENCE = 0.3
 class Refill:
     """One rank's reading. A peer that fails is left for the next that keeps the same part."""
 
-    def __init__(self, kept: Kept, intake: Intake, direct: bool, timeout_s: float) -> None:
+    def __init__(self, snapshot: Snapshot, intake: RefillSink, direct: bool, timeout_s: float) -> None:
         """`timeout_s`: how long the engine rank waits for a bucket; `direct`: map memory of this host."""
-        self._kept, self._intake, self._direct = kept, intake, direct
+        self._kept, self._sink, self._direct = snapshot, intake, direct
         self._timeout_s = timeout_s
         self._peers = {
-            part: {f"{offer.holder}:{part}": offer for offer in offers} for part, offers in kept.parts.items()
+            part: {f"{offer.holder}:{part}": offer for offer in offers}
+            for part, offers in snapshot.parts.items()
         }
-        self._scratch = SharedBuffer.create(LABEL_NBYTES * sum(map(len, self._peers.values())))
+        self._scratch = SharedBuffer.create(HEADER_NBYTES * sum(map(len, self._peers.values())))
         self._targets = [*intake.targets, self._scratch]
         self._reader: Reader | None = None
         self._lock, self._stopped = threading.Lock(), ""
@@ -53,18 +54,18 @@ class Refill:
         TransportError when it was stopped.
         """
         begun = time.perf_counter()
-        num_buckets = self._intake.num_buckets
+        num_buckets = self._sink.num_buckets
         for bucket in range(num_buckets):
-            self._intake.wait_free(bucket)
+            self._sink.wait_free(bucket)
             target = bucket % (len(self._targets) - 1)
-            portions = self._intake.portions(bucket)
+            portions = self._sink.portions(bucket)
             self._read_bucket(bucket, portions, target)
             struck = portions[bucket % len(portions)]
             data = self._targets[target].tensor[struck.offset : struck.offset + struck.nbytes]
-            strike("refill", bucket=bucket, num_buckets=num_buckets, data=data)
-            self._intake.land(bucket)
+            inject("refill", bucket=bucket, num_buckets=num_buckets, data=data)
+            self._sink.land(bucket)
         self._check(self._open())  # what was read has not been replaced meanwhile
-        self._intake.finish()
+        self._sink.finish()
         return Refilled(dict(self._nbytes), dict(self._ways), time.perf_counter() - begun)
 
     def stop(self, cause: str) -> None:
@@ -116,9 +117,9 @@ class Refill:
 
     def _check(self, reader: Reader) -> None:
         peers = {peer: part for part, known in self._peers.items() for peer in known}
-        found = read_labels(reader, [*peers], self._scratch, len(self._targets) - 1, self._patience)
+        found = read_headers(reader, [*peers], self._scratch, len(self._targets) - 1, self._patience)
         for peer, part in peers.items():
-            wanted = Label(self._kept.version, self._kept.layout, part)
+            wanted = SnapshotHeader(self._kept.version, self._kept.layout, part)
             if found[peer] != wanted:
                 raise ReadError(peer, f"it keeps {found[peer] or 'nothing now'}, not {wanted}")
 
@@ -126,7 +127,7 @@ class Refill:
         peers = [*self._peers[portion.part]]
         # In turn, so that several hosts serve at once.
         peer = peers[turn % len(peers)]
-        return Read(peer, LABEL_NBYTES + portion.source, target, portion.offset, portion.nbytes)
+        return Read(peer, HEADER_NBYTES + portion.source, target, portion.offset, portion.nbytes)
 
     def _leave(self, peers: Iterable[str], error: WeightSyncError) -> None:
         """Go on without `peers`. Raises `error` when nobody else keeps what one of them does."""
@@ -162,7 +163,7 @@ class Portion:
     nbytes: int
 
 
-class Intake(Protocol):
+class RefillSink(Protocol):
     """Takes buckets in order, each out of `targets` in turn."""
 
     @property
@@ -184,11 +185,11 @@ class Intake(Protocol):
         """Until all is there, and the engine rank knows."""
 
 
-class SlotIntake:
+class BucketSink:
     """Into the slots, by the plan: the engine rank takes them as it does in an update."""
 
-    def __init__(self, plan: Plan, staging: Staging, outlet: Outlet, timeout_s: float) -> None:
-        self._plan, self._staging, self._outlet, self._timeout_s = plan, staging, outlet, timeout_s
+    def __init__(self, plan: Plan, staging: Staging, consumer: BucketConsumer, timeout_s: float) -> None:
+        self._plan, self._staging, self._consumer, self._timeout_s = plan, staging, consumer, timeout_s
         self.targets = staging.targets()
 
     @property
@@ -197,34 +198,34 @@ class SlotIntake:
 
     def portions(self, bucket: int) -> Sequence[Portion]:
         steps = self._plan.bucket_steps(bucket)
-        return [Portion(step.trainer, step.arena_offset, step.offset, step.nbytes) for step in steps]
+        return [Portion(step.trainer, step.send_buffer_offset, step.offset, step.nbytes) for step in steps]
 
     def wait_free(self, bucket: int) -> None:
-        self._outlet.wait_free(bucket)
+        self._consumer.wait_free(bucket)
 
     def land(self, bucket: int) -> None:
         self._staging.put(bucket, self._timeout_s)
-        self._outlet.offer(bucket)
+        self._consumer.offer(bucket)
 
     def finish(self) -> None:
-        self._outlet.finish(self.num_buckets)
+        self._consumer.finish(self.num_buckets)
 
 
-class ImageIntake:
+class FlatSink:
     """Into the engine rank's live memory, of which part number `part` is the image."""
 
     def __init__(
-        self, image: EngineImage, part: int, staging: Staging, outlet: Outlet, timeout_s: float
+        self, flat: FlatSnapshot, part: int, staging: Staging, consumer: BucketConsumer, timeout_s: float
     ) -> None:
-        self._image, self._part = image, part
-        self._staging, self._outlet, self._timeout_s = staging, outlet, timeout_s
+        self._flat, self._part = flat, part
+        self._staging, self._consumer, self._timeout_s = staging, consumer, timeout_s
         self.targets = staging.targets()
         self._step = len(self.targets[0].tensor)
         self._landing: deque[Pending] = deque()
 
     @property
     def num_buckets(self) -> int:
-        return -(-self._image.nbytes // self._step)
+        return -(-self._flat.nbytes // self._step)
 
     def portions(self, bucket: int) -> Sequence[Portion]:
         first, nbytes = self._range(bucket)
@@ -237,15 +238,15 @@ class ImageIntake:
 
     def land(self, bucket: int) -> None:
         first, nbytes = self._range(bucket)
-        self._image.load(self.targets[bucket % len(self.targets)].tensor[:nbytes], first)
+        self._flat.load(self.targets[bucket % len(self.targets)].tensor[:nbytes], first)
         self._landing.append(self._staging.mark(f"filling of bucket {bucket}", self._timeout_s))
 
     def finish(self) -> None:
-        self._outlet.finish(0)
+        self._consumer.finish(0)
 
     def _range(self, bucket: int) -> tuple[int, int]:
         first = bucket * self._step
-        return first, min(self._step, self._image.nbytes - first)
+        return first, min(self._step, self._flat.nbytes - first)
 
 
 _STEP_NBYTES = 256 << 20  # so often it can be stopped
@@ -253,19 +254,19 @@ _NUM_AHEAD = 2
 
 
 class Restore:
-    """From `held`, which is `label`, to the live memory that `image` is of."""
+    """From `held`, which is `header`, to the live memory that `flat` is of."""
 
     def __init__(
         self,
         held: Held,
-        label: Label,
-        image: EngineImage,
+        header: SnapshotHeader,
+        flat: FlatSnapshot,
         staging: Staging,
-        outlet: Outlet,
+        consumer: BucketConsumer,
         timeout_s: float,
     ) -> None:
-        self._held, self._label, self._image = held, label, image
-        self._staging, self._outlet, self._timeout_s = staging, outlet, timeout_s
+        self._held, self._header, self._flat = held, header, flat
+        self._staging, self._consumer, self._timeout_s = staging, consumer, timeout_s
         self._stopped = ""
 
     def run(self) -> Refilled:
@@ -278,19 +279,19 @@ class Restore:
         firsts = range(0, len(data), _STEP_NBYTES)
         under_way: deque[Pending] = deque()
         for number, first in enumerate(firsts):
-            strike("refill", bucket=number, num_buckets=len(firsts))
+            inject("refill", bucket=number, num_buckets=len(firsts))
             if self._stopped:
                 raise TransportError(self._stopped)
-            self._image.load(data[first : first + _STEP_NBYTES], first)
+            self._flat.load(data[first : first + _STEP_NBYTES], first)
             under_way.append(self._staging.mark(f"filling from byte {first} on", self._timeout_s))
             if len(under_way) > _NUM_AHEAD:
                 under_way.popleft().wait()
         while under_way:
             under_way.popleft().wait()
         who = self._held.holder
-        if (found := self._held.label) != self._label:
-            raise ReadError(who, f"it keeps {found or 'nothing now'}, not {self._label}")
-        self._outlet.finish(0)
+        if (found := self._held.header) != self._header:
+            raise ReadError(who, f"it keeps {found or 'nothing now'}, not {self._header}")
+        self._consumer.finish(0)
         return Refilled({who: len(data)}, {who: self._held.way}, time.perf_counter() - begun)
 
     def stop(self, cause: str) -> None:
@@ -303,23 +304,23 @@ class Restore:
 
 def open_refill(
     plan: Plan,
-    kept: Kept,
-    keeper: Keeper | None,
+    snapshot: Snapshot,
+    snapshots: SnapshotStore | None,
     staging: Staging,
-    outlet: Outlet,
+    consumer: BucketConsumer,
     direct: bool,
     timeout_s: float,
 ) -> Refill | Restore:
-    """What brings `kept` to the engine rank; `keeper` is this holder's, if its memory may be read.
+    """What brings `snapshot` to the engine rank; `snapshots` is this holder's, if its memory may be read.
 
     Raises StateError when an image is kept, and the engine rank's memory is not written from here.
     """
-    if not kept.is_image:
-        return Refill(kept, SlotIntake(plan, staging, outlet, timeout_s), direct, timeout_s)
-    if staging.image is None:
+    if not snapshot.is_flat:
+        return Refill(snapshot, BucketSink(plan, staging, consumer, timeout_s), direct, timeout_s)
+    if staging.flat is None:
         raise StateError("this engine copies buckets by itself, so that no image of its memory can be used")
-    (part,) = kept.parts
-    label = Label(kept.version, kept.layout, part)
-    if keeper and (held := keeper.held(label)):
-        return Restore(held, label, staging.image, staging, outlet, timeout_s)
-    return Refill(kept, ImageIntake(staging.image, part, staging, outlet, timeout_s), direct, timeout_s)
+    (part,) = snapshot.parts
+    header = SnapshotHeader(snapshot.version, snapshot.layout, part)
+    if snapshots and (held := snapshots.held(header)):
+        return Restore(held, header, staging.flat, staging, consumer, timeout_s)
+    return Refill(snapshot, FlatSink(staging.flat, part, staging, consumer, timeout_s), direct, timeout_s)

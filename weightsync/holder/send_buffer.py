@@ -1,4 +1,4 @@
-"""Checkpoints in host memory of others, in place of an arena: a holder copies out of them where they lie."""
+"""The host memory that a holder sends from: a buffer of its own, or mapped checkpoints."""
 
 from __future__ import annotations
 
@@ -14,14 +14,22 @@ from typing import Protocol, TypeAlias
 import torch
 
 from weightsync.errors import StateError
-from weightsync.holder.snapshots import Copy, Keepable
+from weightsync.holder.snapshots import Copy, SnapshotContent
 from weightsync.holder.trainer_parts import Part
 from weightsync.memory.host import SharedBuffer, map_pages, num_threads
 from weightsync.plan import MAPPED, Box, Piece, Plan, Segment
 from weightsync.plan.plan import by_tensor
 from weightsync.protocol.handles import BufferHandle, HostExport
 
-__all__ = ["Arena", "Bounce", "MappedArena", "Sent", "arena_for", "keepable", "written"]
+__all__ = [
+    "Bounce",
+    "MappedSendBuffer",
+    "SendBuffer",
+    "Sent",
+    "send_buffer_for",
+    "snapshot_content",
+    "written",
+]
 
 
 class Sent(Protocol):
@@ -66,12 +74,13 @@ PART_NBYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A stretch of a piece of the plan: its first byte in the bucket and in an arena, and its bytes where
-    they lie; with `dtypes`, they are cast from the first to the second.
+    """Part of a piece of the plan: its first byte in the bucket and in a send buffer, and the mapped bytes.
+
+    With `dtypes`, they are cast from the first to the second.
     """
 
     offset: int
-    arena_offset: int
+    send_buffer_offset: int
     nbytes: int
     held: torch.Tensor
     dtypes: tuple[torch.dtype, torch.dtype] | None
@@ -94,12 +103,12 @@ class _Mapped:
     pieces: Sequence[tuple[Piece, torch.Tensor, torch.dtype]]
 
 
-class MappedArena:
+class MappedSendBuffer:
     """One trainer rank's share of each checkpoint that is registered; one of them is what is published."""
 
     def __init__(self, plan: Plan, trainer: int) -> None:
         self._plan, self._pieces = plan, plan.trainer_pieces(trainer)
-        self.nbytes = plan.arena_nbytes(trainer)
+        self.nbytes = plan.send_buffer_nbytes(trainer)
         self._mapped: dict[str, _Mapped] = {}
         self._published = ""
         self._bounce: Bounce | None = None
@@ -138,9 +147,9 @@ class MappedArena:
             part.copy(slot[part.offset : part.offset + part.nbytes])
 
     def save(self, to: torch.Tensor) -> None:
-        """Copy all of it to `to`, uint8[nbytes] on the host, as an arena holds it."""
+        """Copy all of it to `to`, uint8[nbytes] on the host, as a send buffer holds it."""
         for part in chain(*self._parts().values()):
-            part.copy(to[part.arena_offset : part.arena_offset + part.nbytes])
+            part.copy(to[part.send_buffer_offset : part.send_buffer_offset + part.nbytes])
 
     def held(self) -> Iterator[Part]:
         """What this rank sends of the checkpoint that is published. Raises StateError before there is one."""
@@ -213,7 +222,7 @@ def _cut(piece: Piece, held: torch.Tensor, dtypes: tuple[torch.dtype, torch.dtyp
         numel, offset = min(step, piece.box.numel - first), first * wanted.itemsize
         yield _Part(
             piece.offset + offset,
-            piece.arena_offset + offset,
+            piece.send_buffer_offset + offset,
             numel * wanted.itemsize,
             held[first * source.itemsize : (first + numel) * source.itemsize],
             None if source == wanted else dtypes,
@@ -233,38 +242,38 @@ def _typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (data if data.data_ptr() % dtype.itemsize == 0 else data.clone()).view(dtype)
 
 
-Arena: TypeAlias = SharedBuffer | MappedArena
+SendBuffer: TypeAlias = SharedBuffer | MappedSendBuffer
 
 
-def arena_for(
-    plan: Plan, trainer: int, source: str, before: Plan | None, arena: Arena | None
-) -> Arena | None:
-    """The arena of `trainer` in `plan`, -1 being nobody: `arena` itself, if it was made for the same bytes.
+def send_buffer_for(
+    plan: Plan, trainer: int, source: str, before: Plan | None, send_buffer: SendBuffer | None
+) -> SendBuffer | None:
+    """Return the send buffer of `trainer` (-1: none), `send_buffer` itself if its bytes are laid out alike.
 
-    `source` is what the rank's layout says of its device. `before` is the plan that `arena` was made
+    `source` is what the rank's layout says of its device. `before` is the plan that `send_buffer` was made
     for. Closes it if it is of no further use. Raises TransportError when the host has not that much memory.
     """
-    if arena is not None:
+    if send_buffer is not None:
         if (
             trainer >= 0
-            and isinstance(arena, SharedBuffer)
+            and isinstance(send_buffer, SharedBuffer)
             and source != MAPPED
             and before is not None
             and before.tensors == plan.tensors
             and before.trainer_pieces(trainer) == plan.trainer_pieces(trainer)
         ):
-            return arena
-        arena.close()
+            return send_buffer
+        send_buffer.close()
     if trainer >= 0 and source == MAPPED:
-        return MappedArena(plan, trainer)
-    return SharedBuffer.create(plan.arena_nbytes(trainer)) if trainer >= 0 else None
+        return MappedSendBuffer(plan, trainer)
+    return SharedBuffer.create(plan.send_buffer_nbytes(trainer)) if trainer >= 0 else None
 
 
-def keepable(arena: Arena | None) -> Keepable | None:
+def snapshot_content(send_buffer: SendBuffer | None) -> SnapshotContent | None:
     """What is kept of it."""
-    return Copy(arena) if isinstance(arena, SharedBuffer) else arena
+    return Copy(send_buffer) if isinstance(send_buffer, SharedBuffer) else send_buffer
 
 
-def written(arena: Arena | None) -> BufferHandle | None:
+def written(send_buffer: SendBuffer | None) -> BufferHandle | None:
     """Where a trainer rank publishes, if it does."""
-    return arena.handle if isinstance(arena, SharedBuffer) else None
+    return send_buffer.handle if isinstance(send_buffer, SharedBuffer) else None

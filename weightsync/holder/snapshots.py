@@ -16,13 +16,21 @@ import torch
 from weightsync.errors import ReadError
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.handles import Offer
-from weightsync.protocol.messages import Digests, Label, Share
+from weightsync.protocol.messages import Digests, SnapshotHeader, SnapshotPart
 from weightsync.readers import Read, Reader, Server, choose_protocol, open_reader, serve
 
-__all__ = ["LABEL_NBYTES", "Copy", "EngineImage", "Held", "Keepable", "Keeper", "read_labels"]
+__all__ = [
+    "HEADER_NBYTES",
+    "Copy",
+    "FlatSnapshot",
+    "Held",
+    "SnapshotContent",
+    "SnapshotStore",
+    "read_headers",
+]
 
 
-class EngineImage:
+class FlatSnapshot:
     """The buffers in the order of their names, one right behind the other."""
 
     def __init__(self, live: Mapping[str, torch.Tensor]) -> None:
@@ -56,11 +64,11 @@ class EngineImage:
 
 logger = logging.getLogger("weightsync.holder.snapshots")
 
-LABEL_NBYTES = 4096
+HEADER_NBYTES = 4096
 """In front of a part: what it is. All zero while it changes."""
 
 
-class Keepable(Protocol):
+class SnapshotContent(Protocol):
     """What can be kept."""
 
     @property
@@ -94,9 +102,9 @@ class Held:
     buffer: SharedBuffer
 
     @property
-    def label(self) -> Label | None:
+    def header(self) -> SnapshotHeader | None:
         """What it is now: `bytes` were that if it is the same after they were read."""
-        return _label(self.buffer.tensor[:LABEL_NBYTES])
+        return _header(self.buffer.tensor[:HEADER_NBYTES])
 
     @property
     def bytes(self) -> torch.Tensor:
@@ -104,7 +112,7 @@ class Held:
         return _body(self.buffer)
 
 
-class Keeper:
+class SnapshotStore:
     """At most one version of each part; the next takes the place of the last."""
 
     def __init__(self, name: str, host: str, protocol: str, rdma_device: str) -> None:
@@ -115,7 +123,7 @@ class Keeper:
         self.name, self._host = name, host
         self._protocol, self._rdma_device = choose_protocol(protocol, rdma_device), rdma_device
         self._shares: dict[int, tuple[SharedBuffer, Server]] = {}
-        self._kept: dict[int, Share] = {}
+        self._kept: dict[int, SnapshotPart] = {}
         self._mapped: dict[int, Held] = {}
         self._changing: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
@@ -125,7 +133,7 @@ class Keeper:
         Raises TransportError when there is not that much.
         """
         with self._changing[part]:
-            if part not in self._shares or self._shares[part][0].handle.nbytes != LABEL_NBYTES + nbytes:
+            if part not in self._shares or self._shares[part][0].handle.nbytes != HEADER_NBYTES + nbytes:
                 self._place(part, nbytes)
             return self._shares[part][1].offer
 
@@ -142,51 +150,51 @@ class Keeper:
             if before:
                 before.buffer.close()
 
-    def keep(self, label: Label, expected: Digests, part: Keepable) -> Offer:
-        """Save `part` for others to read; `expected` is of the whole version that `label` names.
+    def snapshot(self, header: SnapshotHeader, expected: Digests, part: SnapshotContent) -> Offer:
+        """Save `part` for others to read; `expected` is of the whole version that `header` names.
 
         Raises TransportError when memory does not suffice.
         """
-        with self._changing[label.part]:
-            buffer, server = self._place(label.part, part.nbytes)
+        with self._changing[header.part]:
+            buffer, server = self._place(header.part, part.nbytes)
             part.save(_body(buffer))
-            _write_label(buffer, label)
-            self._kept[label.part] = Share(label, server.offer, expected)
+            _write_header(buffer, header)
+            self._kept[header.part] = SnapshotPart(header, server.offer, expected)
         return server.offer
 
-    def held(self, label: Label) -> Held | None:
-        """What `label` names, if it is kept here or mapped."""
-        here = self._shares.get(label.part)
-        either = Held(self.name, "own", here[0]) if here else None, self._mapped.get(label.part)
-        return next((held for held in either if held and held.label == label), None)
+    def held(self, header: SnapshotHeader) -> Held | None:
+        """What `header` names, if it is kept here or mapped."""
+        here = self._shares.get(header.part)
+        either = Held(self.name, "own", here[0]) if here else None, self._mapped.get(header.part)
+        return next((held for held in either if held and held.header == header), None)
 
-    def mirror(self, share: Share, timeout_s: float) -> Offer:
+    def replicate(self, snapshot_part: SnapshotPart, timeout_s: float) -> Offer:
         """Keep what another holder keeps. Raises ReadError or DeadlineError, naming it."""
-        part, nbytes = share.label.part, share.offer.memory.nbytes - LABEL_NBYTES
+        part, nbytes = snapshot_part.header.part, snapshot_part.offer.memory.nbytes - HEADER_NBYTES
         with self._changing[part]:
             buffer, server = self._place(part, nbytes)
-            self._copy(share, nbytes, buffer, timeout_s)
-            self._kept[part] = Share(share.label, server.offer, share.expected)
+            self._copy(snapshot_part, nbytes, buffer, timeout_s)
+            self._kept[part] = SnapshotPart(snapshot_part.header, server.offer, snapshot_part.expected)
         return server.offer
 
-    def kept(self) -> list[Share]:
+    def snapshots(self) -> list[SnapshotPart]:
         """Everything that is whole, once what changes just now has changed."""
         for changing in [*self._changing.values()]:
             with changing:
                 pass
         return [*self._kept.values()]
 
-    def _copy(self, share: Share, nbytes: int, buffer: SharedBuffer, timeout_s: float) -> None:
-        offer, wanted = share.offer, share.label
+    def _copy(self, snapshot_part: SnapshotPart, nbytes: int, buffer: SharedBuffer, timeout_s: float) -> None:
+        offer, wanted = snapshot_part.offer, snapshot_part.header
         reader = open_reader([buffer], {offer.holder: offer})
         try:
-            reader.read([Read(offer.holder, LABEL_NBYTES, 0, LABEL_NBYTES, nbytes)], timeout_s)
+            reader.read([Read(offer.holder, HEADER_NBYTES, 0, HEADER_NBYTES, nbytes)], timeout_s)
             # Its label lands in front of the bytes that it was read after: they are what it says.
-            found = read_labels(reader, [offer.holder], buffer, 0, timeout_s)[offer.holder]
+            found = read_headers(reader, [offer.holder], buffer, 0, timeout_s)[offer.holder]
         finally:
             reader.close()
         if found != wanted:
-            _write_label(buffer, None)
+            _write_header(buffer, None)
             raise ReadError(offer.holder, f"it keeps {found or 'nothing now'}, not {wanted}")
 
     def close(self) -> None:
@@ -198,17 +206,17 @@ class Keeper:
     def _place(self, part: int, nbytes: int) -> tuple[SharedBuffer, Server]:
         """Where the part is to be, without a label."""
         self._kept.pop(part, None)
-        if part in self._shares and self._shares[part][0].handle.nbytes != LABEL_NBYTES + nbytes:
+        if part in self._shares and self._shares[part][0].handle.nbytes != HEADER_NBYTES + nbytes:
             self._drop(part)
         if part not in self._shares:
-            buffer = SharedBuffer.create(LABEL_NBYTES + nbytes)
+            buffer = SharedBuffer.create(HEADER_NBYTES + nbytes)
             try:
                 server = serve(buffer, self.name, self._host, self._protocol, self._rdma_device)
             except BaseException:
                 buffer.close()
                 raise
             self._shares[part] = (buffer, server)
-        _write_label(self._shares[part][0], None)
+        _write_header(self._shares[part][0], None)
         return self._shares[part]
 
     def _drop(self, part: int) -> None:
@@ -217,29 +225,29 @@ class Keeper:
         buffer.close()
 
 
-def read_labels(
+def read_headers(
     reader: Reader, peers: Sequence[str], scratch: SharedBuffer, target: int, timeout_s: float
-) -> Mapping[str, Label | None]:
+) -> Mapping[str, SnapshotHeader | None]:
     """What each peer has now; `scratch` is the reader's target number `target`."""
-    reads = [Read(peer, 0, target, i * LABEL_NBYTES, LABEL_NBYTES) for i, peer in enumerate(peers)]
+    reads = [Read(peer, 0, target, i * HEADER_NBYTES, HEADER_NBYTES) for i, peer in enumerate(peers)]
     reader.read(reads, timeout_s)
     return {
-        peer: _label(scratch.tensor[i * LABEL_NBYTES : (i + 1) * LABEL_NBYTES])
+        peer: _header(scratch.tensor[i * HEADER_NBYTES : (i + 1) * HEADER_NBYTES])
         for i, peer in enumerate(peers)
     }
 
 
-def _label(memory: torch.Tensor) -> Label | None:
+def _header(memory: torch.Tensor) -> SnapshotHeader | None:
     data = memory.numpy().tobytes().rstrip(b"\0")
-    return msgspec.json.decode(data, type=Label) if data else None
+    return msgspec.json.decode(data, type=SnapshotHeader) if data else None
 
 
-def _write_label(buffer: SharedBuffer, label: Label | None) -> None:
-    data = msgspec.json.encode(label) if label else b""
-    buffer.tensor[:LABEL_NBYTES] = torch.frombuffer(
-        bytearray(data.ljust(LABEL_NBYTES, b"\0")), dtype=torch.uint8
+def _write_header(buffer: SharedBuffer, header: SnapshotHeader | None) -> None:
+    data = msgspec.json.encode(header) if header else b""
+    buffer.tensor[:HEADER_NBYTES] = torch.frombuffer(
+        bytearray(data.ljust(HEADER_NBYTES, b"\0")), dtype=torch.uint8
     )
 
 
 def _body(buffer: SharedBuffer) -> torch.Tensor:
-    return buffer.tensor[LABEL_NBYTES:]
+    return buffer.tensor[HEADER_NBYTES:]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
-from weightsync.holder.send_buffer import Arena, MappedArena
+from weightsync.holder.send_buffer import MappedSendBuffer, SendBuffer
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Plan, Step
 from weightsync.protocol.handles import Export, Handle
@@ -15,7 +15,7 @@ from weightsync.transports import Pending
 if TYPE_CHECKING:
     import torch
 
-    from weightsync.holder.snapshots import EngineImage
+    from weightsync.holder.snapshots import FlatSnapshot
     from weightsync.plan import Reads
     from weightsync.protocol.handles import DeviceHandle
 
@@ -44,7 +44,7 @@ class Staging(Protocol):
         """Write the engine rank's memory, in place of that of the last one. Raises TransportError."""
 
     @property
-    def image(self) -> EngineImage | None:
+    def flat(self) -> FlatSnapshot | None:
         """The engine rank's memory, where it is written from here."""
 
     @property
@@ -56,9 +56,9 @@ class Staging(Protocol):
         """Those of the engine rank's memory that is written from here."""
 
     def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
-        """Be ready to `pull`: `memory` is the trainers', by rank and buffer. Raises TransportError."""
+        """Prepare `start_direct_copy`. `memory`: the trainers', by rank and buffer. Raises TransportError."""
 
-    def pull(self) -> None:
+    def start_direct_copy(self) -> None:
         """Begin to copy the engine rank's part out of the trainers' memory into its own."""
 
     def queue(self) -> AbstractContextManager[None]:
@@ -90,13 +90,13 @@ class Staging(Protocol):
 
 
 class HostStaging:
-    """Slots in shared memory. What this holder sends goes out of its arena, if that is its own."""
+    """Slots in shared memory. What this holder sends goes out of its send buffer, if that is its own."""
 
     device = "cpu"
 
-    def __init__(self, plan: Plan, index: int, arena: Arena | None, receives: bool) -> None:
-        self._index, self._arena = index, arena
-        count = plan.slots if receives or isinstance(arena, MappedArena) else 0
+    def __init__(self, plan: Plan, index: int, send_buffer: SendBuffer | None, receives: bool) -> None:
+        self._index, self._send_buffer = index, send_buffer
+        count = plan.slots if receives or isinstance(send_buffer, MappedSendBuffer) else 0
         self._slots = [SharedBuffer.create(plan.max_bucket_nbytes) for _ in range(count)]
 
     @property
@@ -104,7 +104,7 @@ class HostStaging:
         return tuple(slot.handle for slot in self._slots)
 
     writes = False
-    image: EngineImage | None = None
+    flat: FlatSnapshot | None = None
     source: Mapping[str, torch.Tensor] = {}
     target: Mapping[str, torch.Tensor] = {}
 
@@ -117,7 +117,7 @@ class HostStaging:
     def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
         raise AssertionError("what lies on the host is not exported")
 
-    def pull(self) -> None:
+    def start_direct_copy(self) -> None:
         raise AssertionError("what lies on the host is not exported")
 
     def queue(self) -> AbstractContextManager[None]:
@@ -127,8 +127,8 @@ class HostStaging:
         return _Done()
 
     def fill(self, bucket: int, timeout_s: float) -> Sequence[Pending]:
-        if isinstance(self._arena, MappedArena):
-            self._arena.fill(bucket, self._slots[bucket % len(self._slots)].tensor)
+        if isinstance(self._send_buffer, MappedSendBuffer):
+            self._send_buffer.fill(bucket, self._slots[bucket % len(self._slots)].tensor)
         return ()
 
     def targets(self) -> Sequence[SharedBuffer]:
@@ -144,8 +144,8 @@ class HostStaging:
         """Nothing is under way."""
 
     def at(self, step: Step) -> torch.Tensor:
-        if step.root == self._index and isinstance(self._arena, SharedBuffer):
-            return self._arena.tensor[step.arena_offset : step.arena_offset + step.nbytes]
+        if step.root == self._index and isinstance(self._send_buffer, SharedBuffer):
+            return self._send_buffer.tensor[step.send_buffer_offset : step.send_buffer_offset + step.nbytes]
         return self._slots[step.bucket % len(self._slots)].tensor[step.offset : step.offset + step.nbytes]
 
     def close(self) -> None:

@@ -26,10 +26,10 @@ _BATCH = 64
 """Parts that are asked for at once: some are copies, made only then."""
 
 
-def copied_parts(plan: Plan, trainer: int, arena: SharedBuffer) -> Iterator[Part]:
-    """What `trainer` sends, in the arena that it published to."""
+def copied_parts(plan: Plan, trainer: int, send_buffer: SharedBuffer) -> Iterator[Part]:
+    """What `trainer` sends, in the send buffer that it published to."""
     for piece in plan.trainer_pieces(trainer):
-        held = arena.tensor[piece.arena_offset : piece.arena_offset + piece.nbytes]
+        held = send_buffer.tensor[piece.send_buffer_offset : piece.send_buffer_offset + piece.nbytes]
         yield piece.tensor, piece.box, held.view(_dtype(plan, piece.tensor)).view(piece.box.extent)
 
 

@@ -10,19 +10,19 @@ from typing import Protocol
 
 from weightsync.channel.engine_end import HolderFeed
 from weightsync.errors import DeadlineError, EngineError, SlowError, WeightSyncError
-from weightsync.faults import strike, strike_move
-from weightsync.holder.cross_host import Exchange
+from weightsync.faults import inject, inject_in_move
+from weightsync.holder.cross_host import CrossHostExchange
 from weightsync.holder.staging import Staging
 from weightsync.plan import Plan
-from weightsync.protocol.messages import Way
+from weightsync.protocol.messages import UpdateTask
 from weightsync.transports import Pending
 
-__all__ = ["Outlet", "carry_out", "open_outlet"]
+__all__ = ["BucketConsumer", "open_consumer", "run_update"]
 
 logger = logging.getLogger("weightsync.holder.update")
 
 
-class Outlet(Protocol):
+class BucketConsumer(Protocol):
     """Where the buckets of one attempt go. An engine rank that fails or falls silent is left behind."""
 
     @property
@@ -50,7 +50,7 @@ class Outlet(Protocol):
         """No more will come."""
 
 
-def open_outlet(
+def open_consumer(
     staging: Staging,
     feed: HolderFeed | None,
     feeding: bool,
@@ -60,15 +60,15 @@ def open_outlet(
     limit_s: float,
     whole: bool = False,
     only: frozenset[int] | None = None,
-) -> Outlet:
-    """To the engine rank behind `feed`, if it takes part; see `Feeding` and `Writing` for the rest."""
+) -> BucketConsumer:
+    """Return the consumer for the engine rank behind `feed`. See `FeedConsumer` and `WriteConsumer`."""
     taker = feed if feeding else None
     if staging.writes and feed:
-        return Writing(staging, taker, attempt, limit_s, only)
-    return Feeding(taker, attempt, num_slots, timeout_s, limit_s, whole)
+        return WriteConsumer(staging, taker, attempt, limit_s, only)
+    return FeedConsumer(taker, attempt, num_slots, timeout_s, limit_s, whole)
 
 
-class Feeding:
+class FeedConsumer:
     """The engine rank reads the slots; without a feed, or after its first failure, nobody does.
 
     `timeout_s` is what a wait for it may take, `limit_s` all waits together: what its holder waits for
@@ -131,7 +131,7 @@ class Feeding:
             self._feed.cancel(self._attempt, cause)
 
 
-class Writing:
+class WriteConsumer:
     """The engine rank's memory is written from here, if it takes part; `only` these buckets, if given."""
 
     def __init__(
@@ -175,36 +175,36 @@ class Writing:
             self._feed.cancel(self._attempt, cause)
 
 
-def carry_out(
+def run_update(
     plan: Plan,
-    way: Way,
+    task: UpdateTask,
     index: int,
     staging: Staging,
-    exchange: Exchange | None,
+    exchange: CrossHostExchange | None,
     start: Callable[[int], Sequence[Pending]],
-    outlet: Outlet,
+    consumer: BucketConsumer,
 ) -> None:
     """Read what is near, exchange what is not, then `start` and hand on the buckets that are broadcast.
 
     By holder `index`. What fails is raised as it is.
     """
-    writes = way.pulls and outlet.taking
-    if writes or way.exchanges:
-        strike("move", bucket=0, num_buckets=1)
+    writes = task.copies_directly and consumer.taking
+    if writes or task.exchanges:
+        inject("move", bucket=0, num_buckets=1)
     if writes:
-        staging.pull()
-    if way.exchanges:
+        staging.start_direct_copy()
+    if task.exchanges:
         assert exchange
-        exchange.move(lambda: way.pulls and outlet.taking)
+        exchange.move(lambda: task.copies_directly and consumer.taking)
     _pump(
-        range(plan.num_buckets) if way.broadcasts_all else sorted(way.cast),
+        range(plan.num_buckets) if task.broadcasts_all else sorted(task.cast),
         # A slot is filled again once it was written out, and not all of them have their turn here.
-        plan.slots if way.broadcasts_all else 1,
+        plan.slots if task.broadcasts_all else 1,
         start,
-        lambda bucket: strike_move(plan, bucket, index, staging.at if staging.slots else None),
-        outlet,
+        lambda bucket: inject_in_move(plan, bucket, index, staging.at if staging.slots else None),
+        consumer,
     )
-    outlet.finish(plan.num_buckets)
+    consumer.finish(plan.num_buckets)
 
 
 def _pump(
@@ -212,9 +212,9 @@ def _pump(
     num_ahead: int,
     start: Callable[[int], Sequence[Pending]],
     arrived: Callable[[int], None],
-    outlet: Outlet,
+    consumer: BucketConsumer,
 ) -> None:
-    """`start` each bucket, `num_ahead` of them at once, and offer each to `outlet` once it has `arrived`."""
+    """Start each bucket, `num_ahead` at once, and offer each to `consumer` once it has `arrived`."""
     ahead: deque[tuple[int, Sequence[Pending]]] = deque()
 
     def hand_over() -> None:
@@ -222,10 +222,10 @@ def _pump(
         for pending in started:
             pending.wait()
         arrived(bucket)
-        outlet.offer(bucket)
+        consumer.offer(bucket)
 
     for bucket in buckets:
-        outlet.wait_free(bucket)
+        consumer.wait_free(bucket)
         ahead.append((bucket, start(bucket)))
         if len(ahead) == num_ahead:
             hand_over()

@@ -17,7 +17,7 @@ from weightsync.memory.tensors import named_tensors
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Places", "is_sharded", "local_tensor", "local_tensors"]
+__all__ = ["AddressGuard", "is_sharded", "local_tensor", "local_tensors"]
 
 _NUM_AT_ONCE = 512
 _Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
@@ -42,7 +42,7 @@ def local_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {name: local_tensor(tensor) for name, tensor in named_tensors(module)[0].items()}
 
 
-class Places:
+class AddressGuard:
     """What a module's tensors are and where they lie, to be compared before each version.
 
     It knows the way to every parameter and persistent buffer and keeps none of them alive. Comparing is

@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 from weightsync.protocol.messages import Samples
 
-__all__ = ["Gauge", "used_nbytes"]
+__all__ = ["MemorySampler", "used_nbytes"]
 
 _EVERY_S = 0.005
 
 
-class Gauge:
+class MemorySampler:
     """Looks at `read` on a thread of its own, until `stop`."""
 
     def __init__(self, read: Callable[[], int]) -> None:
@@ -22,7 +22,7 @@ class Gauge:
         self._samples: list[tuple[float, int]] = []
         self._ended = threading.Event()
         self._look()
-        self._thread = threading.Thread(target=self._run, name="gauge", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="sample_memory", daemon=True)
         self._thread.start()
 
     def stop(self) -> Samples:

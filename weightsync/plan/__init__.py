@@ -1,7 +1,7 @@
 """Pure planning: two layouts and the members -> one frozen plan. Needs numpy, nothing else."""
 
 from weightsync.plan.broadcast import make_plan
-from weightsync.plan.direct import Reads, Reshard, castless
+from weightsync.plan.direct import Reads, Reshard, same_dtype_tensors
 from weightsync.plan.explain import Cluster, Explanation
 from weightsync.plan.layout import Layout
 from weightsync.plan.members import Members, broadcast_groups
@@ -26,6 +26,6 @@ __all__ = [
     "Step",
     "TensorMeta",
     "broadcast_groups",
-    "castless",
     "make_plan",
+    "same_dtype_tensors",
 ]

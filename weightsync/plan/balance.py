@@ -11,7 +11,7 @@ import numpy as np
 from weightsync.plan.layout import Int64
 from weightsync.plan.segment import Box
 
-__all__ = ["Stretch", "choose", "deal"]
+__all__ = ["Stretch", "choose", "partition"]
 
 _WHOLE_NBYTES = 1 << 20
 """A share of a box that would be smaller is not worth a piece of its own: the box goes to one."""
@@ -44,7 +44,7 @@ class Stretch:
             start += box.numel * self.itemsize
 
 
-def deal(stretches: Sequence[Stretch], num_shares: int) -> list[list[Stretch]]:
+def partition(stretches: Sequence[Stretch], num_shares: int) -> list[list[Stretch]]:
     """As many shares, each with rows of every large box, so that each bucket comes from all of them.
 
     What a share is depends on tensors and boxes alone, not on where they lie: checkpoints of one
@@ -79,7 +79,7 @@ def choose(start: Int64, size: Int64, rank: Int64, nbytes: Int64, num_ranks: int
         kind = _same_rows(holders, num_ranks)
         for members in np.split(np.argsort(kind, kind="stable"), np.cumsum(np.bincount(kind))[:-1]):
             ranks = holders[members[0]]
-            picks, loads[ranks] = _deal(nbytes[groups[members]], loads[ranks])
+            picks, loads[ranks] = _partition(nbytes[groups[members]], loads[ranks])
             chosen[groups[members]] += picks
     return chosen
 
@@ -93,7 +93,7 @@ def _same_rows(rows: Int64, limit: int) -> Int64:
     return numbers
 
 
-def _deal(nbytes: Int64, loads: Int64) -> tuple[Int64, Int64]:
+def _partition(nbytes: Int64, loads: Int64) -> tuple[Int64, Int64]:
     """Gives each of the items to one of the loads; the picks and the new loads."""
     order = np.argsort(-nbytes, kind="stable")
     picks = np.empty(len(nbytes), np.int64)

@@ -77,7 +77,7 @@ def make_plan(
         step_trainer=runs.trainer.astype(np.int32),
         step_offset=runs.offset,
         step_nbytes=runs.nbytes,
-        step_arena=runs.arena_offset,
+        step_send_buffer=runs.send_buffer_offset,
         bucket_step=np.flatnonzero(np.diff(runs.bucket, prepend=-1, append=-1)).astype(np.int32),
     )
     needed = slots * plan.max_bucket_nbytes

@@ -1,4 +1,4 @@
-"""Cuts the pieces into buckets and lays them out, in the buckets and in the trainers' arenas."""
+"""Cuts the pieces into buckets and lays them out, in the buckets and in the trainers' send buffers."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Arrangement:
     """Runs: what one trainer gives to one bucket. Ordered by bucket, then root, then trainer.
 
     order: int64[n], pieces by run, inside a run in travel order; bounds: int64[num_runs + 1], a
-    run's first piece; bucket, trainer, offset (in the bucket), nbytes, arena_offset: int64[num_runs].
+    run's first piece; bucket, trainer, offset (in the bucket), nbytes, send_buffer_offset: int64[num_runs].
     """
 
     order: Int64
@@ -121,7 +121,7 @@ class Arrangement:
     trainer: Int64
     offset: Int64
     nbytes: Int64
-    arena_offset: Int64
+    send_buffer_offset: Int64
 
 
 def arrange(bucket: Int64, trainer: Int64, nbytes: Int64, roots: Int64) -> Arrangement:
@@ -134,11 +134,11 @@ def arrange(bucket: Int64, trainer: Int64, nbytes: Int64, roots: Int64) -> Arran
     sizes = np.add.reduceat(align(nbytes, PIECE_ALIGN)[order], first) if len(first) else first
     slots = align(sizes, RUN_ALIGN)
     by_trainer = np.argsort(run_trainer, kind="stable")
-    arena_offset = np.empty_like(slots)
-    arena_offset[by_trainer] = _restart(slots[by_trainer], run_trainer[by_trainer])
+    send_buffer_offset = np.empty_like(slots)
+    send_buffer_offset[by_trainer] = _restart(slots[by_trainer], run_trainer[by_trainer])
     bounds = np.append(first, len(order))
     return Arrangement(
-        order, bounds, run_bucket, run_trainer, _restart(slots, run_bucket), sizes, arena_offset
+        order, bounds, run_bucket, run_trainer, _restart(slots, run_bucket), sizes, send_buffer_offset
     )
 
 

@@ -23,7 +23,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def bundles(needs: Mapping[int, Reads], hosts: Mapping[int, str], senders: Mapping[int, int]) -> list[Bundle]:
-    """Deals `needs` to those who receive them from afar; each passes on what others of its host share.
+    """Assign `needs` to the ranks that receive them; each passes on what others of its host need, too.
 
     Reads are shared where they are of the same bytes in the same rows: replicas, and engines that are
     cut alike. Each of those who share gets an equal part of them, or one gets what is little.

@@ -14,7 +14,7 @@ from weightsync.plan.copies import Copies, join, repeated, strided_copies, tiles
 from weightsync.plan.layout import Int32, Int64, Layout
 from weightsync.plan.match import Match, Shards, match
 
-__all__ = ["CHUNK_NBYTES", "Reads", "Reshard", "addresses", "castless"]
+__all__ = ["CHUNK_NBYTES", "Reads", "Reshard", "addresses", "same_dtype_tensors"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -144,7 +144,7 @@ CHUNK_NBYTES = 4 << 20
 """Most bytes of one copy: large enough for a copy engine, small enough to take turns."""
 
 
-def castless(source: Layout, name: str, engine: Layout) -> tuple[frozenset[str], dict[str, str]]:
+def same_dtype_tensors(source: Layout, name: str, engine: Layout) -> tuple[frozenset[str], dict[str, str]]:
     """Names of the tensors of engine `name` that can go as they are, and why the others cannot.
 
     Raises:
@@ -191,7 +191,7 @@ class Reshard:
         matched = match(source, [(name, engine)])
         known = {meta.name: number for number, meta in enumerate(matched.tensors)}
         _check_only(name, known, only)
-        _check_castless(source, matched, only)
+        _check_same_dtype(source, matched, only)
         self._source, self._engine = source, engine
         self._src_origin, self._dst_origin = _origin(source), _origin(engine)
         self._shards = Shards.of(source, matched)
@@ -237,7 +237,7 @@ class Reshard:
         lane, table = join((lane + engine.buffer[row])[part], table)
         table, part = tiles(Copies(*table.T), CHUNK_NBYTES)
         trainer, src_buffer = np.divmod(lane[part] // num_dst, num_src)
-        order = _turns(trainer, table[:, 2] * table[:, 3], start, near)
+        order = _read_order(trainer, table[:, 2] * table[:, 3], start, near)
         return Reads.of(
             trainer[order],
             source.buffer_names,
@@ -300,7 +300,7 @@ def _origin(layout: Layout) -> Int64:
     return origin
 
 
-def _turns(trainer: Int64, nbytes: Int64, start: int, near: Sequence[int]) -> Int64:
+def _read_order(trainer: Int64, nbytes: Int64, start: int, near: Sequence[int]) -> Int64:
     """In which order to copy; `trainer` ascends.
 
     In rounds, in each of which every trainer gives the same part of all that it gives: all are busy
@@ -336,7 +336,7 @@ def _check_only(name: str, known: Collection[str], only: Collection[str] | None)
         raise PlanError(unknown[0], f"to be sent directly, but engine {name} takes no such tensor")
 
 
-def _check_castless(source: Layout, matched: Match, only: Collection[str] | None) -> None:
+def _check_same_dtype(source: Layout, matched: Match, only: Collection[str] | None) -> None:
     for name, reason in _reasons(source, matched).items():
         if only is None or name in only:
             raise PlanError(name, f"{reason}; bytes are copied, not cast: send it by broadcast")

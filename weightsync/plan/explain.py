@@ -37,7 +37,7 @@ class Cluster:
     """The bandwidths that a plan is judged by, in 1e9 bytes per second and per holder.
 
     `link_gb_per_s` is what one holder receives from its peers, `host_gb_per_s` what it copies from
-    its host arena to its device; None if the arenas are where the links read.
+    its host send buffer to its device; None if the send buffers are where the links read.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Explanation:
     received: Mapping[int, int]
     imbalance: float
     staging: Mapping[int, int]
-    arena: Mapping[int, int]
+    send_buffer: Mapping[int, int]
     cluster: Cluster | None = None
     floor_seconds: float | None = None
     stage_seconds: Mapping[str, float] | None = None
@@ -90,7 +90,7 @@ class Explanation:
             f"{'receives' if len(self.received) == 1 else 'receive'} up to "
             f"{size_text(max(self.received.values(), default=0))}",
             f"memory per holder: staging up to {size_text(max(self.staging.values(), default=0))}, "
-            f"arena up to {size_text(max(self.arena.values(), default=0))}",
+            f"send buffer up to {size_text(max(self.send_buffer.values(), default=0))}",
         ]
         if self.cluster is not None and self.stage_seconds is not None:
             stages = ", ".join(f"{name} {time_text(value)}" for name, value in self.stage_seconds.items())

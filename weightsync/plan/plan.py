@@ -22,7 +22,7 @@ __all__ = ["Bucket", "Piece", "Plan", "Step", "by_tensor"]
 class Piece:
     """One box of `Plan.tensors[tensor]`, row-major and contiguous on the wire.
 
-    `offset` is its first byte in the bucket, `arena_offset` the one in `trainer`'s arena.
+    `offset` is its first byte in the bucket, `send_buffer_offset` the one in `trainer`'s send buffer.
     """
 
     tensor: int
@@ -31,12 +31,12 @@ class Piece:
     bucket: int
     offset: int
     nbytes: int
-    arena_offset: int
+    send_buffer_offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One broadcast: holder `root` sends `nbytes` from `trainer`'s arena to a bucket's `offset`."""
+    """One broadcast: holder `root` sends `nbytes` from `trainer`'s send buffer to a bucket's `offset`."""
 
     index: int
     bucket: int
@@ -44,7 +44,7 @@ class Step:
     trainer: int
     offset: int
     nbytes: int
-    arena_offset: int
+    send_buffer_offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Plan:
         step_trainer: int32[S], the trainer rank whose bytes are sent.
         step_offset: int64[S], first byte in the bucket.
         step_nbytes: int64[S], bytes of the step.
-        step_arena: int64[S], first byte in the trainer's send buffer.
+        step_send_buffer: int64[S], first byte in the trainer's send buffer.
         bucket_step: int32[num_buckets + 1], each bucket's first step.
     """
 
@@ -94,7 +94,7 @@ class Plan:
     step_trainer: Int32
     step_offset: Int64
     step_nbytes: Int64
-    step_arena: Int64
+    step_send_buffer: Int64
     bucket_step: Int32
 
     @property
@@ -133,7 +133,7 @@ class Plan:
         steps = np.flatnonzero(self.step_trainer == trainer).tolist()
         return tuple(piece for i in steps for piece in self._pieces(self._step(i, int(buckets[i]))))
 
-    def arena_nbytes(self, trainer: int) -> int:
+    def send_buffer_nbytes(self, trainer: int) -> int:
         """Return the bytes of rank `trainer`'s send buffer, alignment included."""
         return int(align(self.step_nbytes[self.step_trainer == trainer], RUN_ALIGN).sum())
 
@@ -174,7 +174,7 @@ class Plan:
             self.step_trainer,
             self.step_offset,
             self.step_nbytes,
-            self.step_arena,
+            self.step_send_buffer,
             self.bucket_step,
         ):
             state.update(f"{column.shape}".encode())
@@ -193,10 +193,10 @@ class Plan:
         total = int(self.step_nbytes.sum())
         sent = {holder: by_root[holder] for holder in self.members.senders}
         received = {holder: total - by_root[holder] for holder in self.members.receivers}
-        arena: dict[int, int] = dict.fromkeys(range(self.members.num_holders), 0)
+        send_buffer: dict[int, int] = dict.fromkeys(range(self.members.num_holders), 0)
         for trainer, holder in enumerate(self.members.trainers):
-            arena[holder] += self.arena_nbytes(trainer)
-        floor, stages = _times(cluster, sent, received, arena, total)
+            send_buffer[holder] += self.send_buffer_nbytes(trainer)
+        floor, stages = _times(cluster, sent, received, send_buffer, total)
         return Explanation(
             num_tensors=len(self.tensors),
             num_buckets=self.num_buckets,
@@ -206,8 +206,9 @@ class Plan:
             sent=sent,
             received=received,
             imbalance=float(by_trainer.max() / by_trainer.mean()) if total else 1.0,
-            staging=dict.fromkeys(arena, 0) | dict.fromkeys(received, self.slots * self.max_bucket_nbytes),
-            arena=arena,
+            staging=dict.fromkeys(send_buffer, 0)
+            | dict.fromkeys(received, self.slots * self.max_bucket_nbytes),
+            send_buffer=send_buffer,
             cluster=cluster,
             floor_seconds=floor,
             stage_seconds=stages,
@@ -231,7 +232,7 @@ class Plan:
             trainer,
             int(self.step_offset[index]),
             int(self.step_nbytes[index]),
-            int(self.step_arena[index]),
+            int(self.step_send_buffer[index]),
         )
 
     def _pieces(self, step: Step) -> Iterator[Piece]:
@@ -248,20 +249,24 @@ class Plan:
             box = Box(tuple(offset[:ndim]), tuple(extent[:ndim]))
             nbytes = box.numel * meta.itemsize
             yield Piece(
-                tensor, box, step.trainer, step.bucket, step.offset + at, nbytes, step.arena_offset + at
+                tensor, box, step.trainer, step.bucket, step.offset + at, nbytes, step.send_buffer_offset + at
             )
             at += -(-nbytes // PIECE_ALIGN) * PIECE_ALIGN
 
 
 def _times(
-    cluster: Cluster | None, sent: dict[int, int], received: dict[int, int], arena: dict[int, int], total: int
+    cluster: Cluster | None,
+    sent: dict[int, int],
+    received: dict[int, int],
+    send_buffer: dict[int, int],
+    total: int,
 ) -> tuple[float | None, dict[str, float] | None]:
     if cluster is None:
         return None, None
     link = cluster.link_gb_per_s * 1e9
     stages = {"broadcast": total / link}
     if cluster.host_gb_per_s is not None:
-        stages["host to device"] = max(arena.values()) / (cluster.host_gb_per_s * 1e9)
+        stages["host to device"] = max(send_buffer.values()) / (cluster.host_gb_per_s * 1e9)
     return max(*sent.values(), *received.values()) / link, stages
 
 

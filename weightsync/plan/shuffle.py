@@ -319,7 +319,7 @@ class Messages:
 
 
 def messages(reads: Reads, max_nbytes: int) -> Messages:
-    """Deals `reads` to rounds, in their order, so that the receive buffer never exceeds `max_nbytes`.
+    """Assign `reads` to rounds, in their order, so that the receive buffer never exceeds `max_nbytes`.
 
     Raises:
         ConfigError: `max_nbytes` is less than 256.

@@ -18,16 +18,16 @@ __all__ = [
     "Digests",
     "FeedTicket",
     "Group",
-    "Kept",
-    "Label",
     "Moved",
     "Part",
     "Prepared",
     "Published",
     "Refilled",
     "Samples",
-    "Share",
-    "Way",
+    "Snapshot",
+    "SnapshotHeader",
+    "SnapshotPart",
+    "UpdateTask",
     "combine",
 ]
 
@@ -41,29 +41,29 @@ class Prepared:
 
     Attributes:
         plan_digest: as this holder computed it.
-        arena: where its trainer rank publishes; None if it serves none, or reads its memory in place.
+        send buffer: where its trainer rank publishes; None if it serves none, or reads its memory in place.
         ticket: how its engine rank reaches it, if it serves one.
         offers: the rendezvous of each communicator in which this holder is the first rank, by members.
     """
 
     plan_digest: str
-    arena: BufferHandle | None
+    send_buffer: BufferHandle | None
     ticket: FeedTicket | None
     offers: Mapping[Group, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class UpdateTask:
     """What one update does on a holder.
 
     Attributes:
-        pulls: its engine rank reads its part out of the trainers' memory.
+        copies_directly: its engine rank reads its part out of the trainers' memory.
         broadcasts_all: every bucket is broadcast, since not all engines can do that.
         cast: buckets that such engines take all the same: they have tensors of another dtype there.
         exchanges: it sends or receives what engine ranks need of other hosts.
     """
 
-    pulls: bool = False
+    copies_directly: bool = False
     broadcasts_all: bool = True
     cast: frozenset[int] = frozenset()
     exchanges: bool = False
@@ -87,7 +87,7 @@ class Moved:
 class FeedTicket(msgspec.Struct, frozen=True):
     """What an engine rank needs to reach its holder. Carries the run's secret: do not log it.
 
-    `slots` are the bucket buffers. `arena` is the holder's own share, when it keeps one for trainer
+    `slots` are the bucket buffers. `send_buffer` is the holder's own share, when it keeps one for trainer
     rank `trainer`: pieces of that trainer are read from it and not from a slot.
     """
 
@@ -96,7 +96,7 @@ class FeedTicket(msgspec.Struct, frozen=True):
     endpoint: str
     secret: bytes
     slots: tuple[Handle, ...]
-    arena: BufferHandle | None
+    send_buffer: BufferHandle | None
     trainer: int
 
     def __repr__(self) -> str:
@@ -118,8 +118,8 @@ class Part:
     plan: ShufflePlan
 
 
-class Label(msgspec.Struct, frozen=True):
-    """Which part of what, and by which `layout` its bytes lie: see `Kept`."""
+class SnapshotHeader(msgspec.Struct, frozen=True):
+    """Which part of what, and by which `layout` its bytes lie: see `Snapshot`."""
 
     version: int
     layout: str
@@ -127,33 +127,33 @@ class Label(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class SnapshotPart:
     """A part that is kept, where it can be read, and the digests of the whole version that it is of."""
 
-    label: Label
+    header: SnapshotHeader
     offer: Offer
     expected: Digests
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Snapshot:
     """A committed version, and who keeps each part of it.
 
     Attributes:
         layout: by which the parts lie: `Plan.content` where each is what one trainer rank published,
-            `image_layout` where each is the `EngineImage` of one engine rank.
+            `flat_layout` where each is the `FlatSnapshot` of one engine rank.
         parts: offers by the part's number; the first is of the holder that copied it, mirrors follow.
-        is_image: which of the two.
+        is_flat: which of the two.
     """
 
     version: int
     layout: str
     parts: Mapping[int, Sequence[Offer]]
-    is_image: bool = False
+    is_flat: bool = False
 
-    def of_rank(self, rank: int) -> Kept:
+    def of_rank(self, rank: int) -> Snapshot:
         """What rank `rank` of an engine needs of it."""
-        if not self.is_image:
+        if not self.is_flat:
             return self
         part = min(self.parts) + rank
         return replace(self, parts={part: self.parts[part]})

@@ -21,16 +21,16 @@ class Source(Protocol):
         Its `device` is set where the memory can be read in place from that device's holder.
         """
 
-    def attach(self, plan: Plan, trainer: int, arena: BufferHandle | None) -> Attached:
-        """Map the holder's arena for trainer rank `trainer`, or export the memory if there is none.
+    def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
+        """Map the holder's send buffer for trainer rank `trainer`, or export the memory if there is none.
 
         Once per membership epoch.
         """
 
     def publish(self, count: bool) -> Published:
-        """Copy this rank's share of the plan into the arena, or finish writing what is read in place.
+        """Copy this rank's share of the plan into the send buffer, or finish writing what is read in place.
 
-        A consistent cut. With an arena, the weights may change once this returns; what is read in
+        A consistent cut. With a send buffer, the weights may change once this returns; what is read in
         place must stay until the holders have it. Elements that are NaN or Inf are counted, as they
         travel, if that is free or if `count` asks for it.
         """

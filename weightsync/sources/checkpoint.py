@@ -19,7 +19,7 @@ from weightsync.memory.digests import tensor_digest, warm_up
 from weightsync.memory.host import SharedBuffer, num_threads
 from weightsync.memory.nonfinite import count_nonfinite
 from weightsync.plan import MAPPED, RankLayout, Segment, TensorMeta
-from weightsync.plan.balance import Stretch, deal
+from weightsync.plan.balance import Stretch, partition
 from weightsync.protocol.handles import HostExport
 from weightsync.protocol.messages import Published
 from weightsync.sources.safetensors_files import contents
@@ -62,7 +62,7 @@ class CheckpointSource:
         self.tensors, self.origin = found.tensors, found.origin
         self._files = found.files
         self._shapes = {meta.name: meta for meta in found.tensors}
-        self._mine = deal(found.stretches, num_shares)[share]
+        self._mine = partition(found.stretches, num_shares)[share]
         self._held: list[Stretch] = []
         self._memory: dict[int, SharedBuffer] = {}
         self._digests: dict[tuple[str, str], int] = {}
@@ -95,7 +95,7 @@ class CheckpointSource:
 
     def layout(self, rank: int, num_ranks: int) -> RankLayout:
         """What rank `rank` of `num_ranks` on this host sends. It may be asked for before `read`."""
-        stretches = deal(self._held or self._mine, num_ranks)[rank]
+        stretches = partition(self._held or self._mine, num_ranks)[rank]
         return RankLayout(self.tensors, tuple(_segment(each) for each in stretches), device=MAPPED)
 
     def export(self, rank: int, num_ranks: int) -> HostExport:

@@ -38,7 +38,8 @@ def _of_tensors(before: RankLayout, now: RankLayout) -> str | None:
     boxes = _boxes(before)
     for name, held in _boxes(now).items():
         if held != boxes.get(name):
-            return f"{name} is cut another way: this rank has {_told(held)}, and had {_told(boxes.get(name))}"
+            here, there = _describe(held), _describe(boxes.get(name))
+            return f"{name} is cut another way: this rank has {here}, and had {there}"
     return None
 
 
@@ -57,5 +58,5 @@ def _boxes(layout: RankLayout) -> dict[str, Box]:
     return {segment.tensor: segment.box for segment in layout.segments}
 
 
-def _told(box: Box | None) -> str:
+def _describe(box: Box | None) -> str:
     return f"{box.extent} at {box.offset}" if box else "nothing"

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from weightsync.errors import ConfigError, MovedError, StateError, TransportError, nearest
-from weightsync.memory.addresses import Places, is_sharded, local_tensor, local_tensors
+from weightsync.memory.addresses import AddressGuard, is_sharded, local_tensor, local_tensors
 from weightsync.memory.device import export_tensor
 from weightsync.memory.digests import host_bytes, tensor_digest, warm_up
 from weightsync.memory.host import SharedBuffer, num_threads
@@ -40,7 +40,7 @@ _CHUNK_NBYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A part of one of the plan's pieces: where in this rank's memory, and where in the arena it starts."""
+    """A part of a piece of the plan: where it starts in this rank's memory and in the send buffer."""
 
     tensor: int
     box: Box
@@ -63,15 +63,15 @@ class ModuleSource:
 
     def __init__(self, model: nn.Module, exclude: Collection[str] = (), *, offloads: bool = False) -> None:
         self.model = model
-        self._places: Places | None = None
+        self._guard: AddressGuard | None = None
         self._rank = 0
         self._exclude = frozenset(exclude)
         self._offloads = offloads
         self._offloaded: Offloaded | None = None
-        self._in_arena: Published | None = None
+        self._in_send_buffer: Published | None = None
         self._layout: RankLayout | None = None
         self._exported: dict[str, DeviceHandle] = {}
-        self._arena: SharedBuffer | None = None
+        self._send_buffer: SharedBuffer | None = None
         self._in_place: InPlace | None = None
         self._plan: Plan | None = None
         self._sources: tuple[tuple[Piece, str, Box], ...] = ()
@@ -94,7 +94,7 @@ class ModuleSource:
             local = {meta.name: local_tensor(tensors[meta.name]) for meta in layout.tensors}
             device, self._exported = _share(local)
         self._layout = dataclasses.replace(layout, device=device)
-        self._places = Places(self.model, tensors)
+        self._guard = AddressGuard(self.model, tensors)
         return self._layout
 
     def replace(self, model: nn.Module) -> None:
@@ -111,7 +111,7 @@ class ModuleSource:
         segments = tuple(_segment(name, tensor) for name, tensor in kept.items())
         return RankLayout(metas, segments, tuple(pair for pair in tied if pair[1] in kept))
 
-    def attach(self, plan: Plan, trainer: int, arena: BufferHandle | None) -> Attached:
+    def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
         """Work out every copy once."""
         self.close()
         layout = self._layout or self.layout()
@@ -123,30 +123,30 @@ class ModuleSource:
             name = plan.tensors[piece.tensor].name
             sources.append((piece, name if name in boxes else canonical[name]))
         self._plan = plan
-        if arena is None:
+        if send_buffer is None:
             self._in_place = InPlace(plan, sources, self.model, layout)
             return Attached(plan.digest(), Export(layout, self._exported))
         warm_up()
         self._sources = tuple((piece, name, boxes[name]) for piece, name in sources)
-        self._arena = SharedBuffer.open(arena)
+        self._send_buffer = SharedBuffer.open(send_buffer)
         self._make_copies()
         if self._offloads:
-            self._arena.pin()
+            self._send_buffer.pin()
         return Attached(plan.digest(), None)
 
     def _make_copies(self) -> None:
         """What lies on the host as it is to travel goes by a table, the rest one by one."""
         assert self._plan is not None
-        assert self._arena is not None
-        assert self._places is not None
-        live, metas, start = self._live(), self._plan.tensors, self._arena.tensor.data_ptr()
+        assert self._send_buffer is not None
+        assert self._guard is not None
+        live, metas, start = self._live(), self._plan.tensors, self._send_buffer.tensor.data_ptr()
         parts, by_table, others = [], [], []
         for piece, name, box in self._sources:
             meta, source = metas[piece.tensor], live[name]
             dtype: torch.dtype = getattr(torch, meta.dtype)
             for copy in _chunks(self._plan, piece, name, box, whole=source.is_cuda):
                 cut = source[copy.index]
-                if name in self._places.strays or not _is_ready(cut, dtype):
+                if name in self._guard.strays or not _is_ready(cut, dtype):
                     others.append(copy)
                     continue
                 by_table.append(copy)
@@ -180,10 +180,10 @@ class ModuleSource:
         self._follow()
         if self._in_place:
             return self._in_place.publish(count)
-        return self._in_arena if self._in_arena is not None else self._to_arena(count)
+        return self._in_send_buffer if self._in_send_buffer is not None else self._to_send_buffer(count)
 
     def offload(self) -> None:
-        """Give the memory of all parameters and persistent buffers back; what they hold goes to the arena.
+        """Copy all parameters and persistent buffers to the send buffer, and give their memory back.
 
         What that has in another dtype, or not at all, is kept on the host besides. Raises StateError where
         the holder may have mapped the memory.
@@ -192,29 +192,31 @@ class ModuleSource:
             raise StateError("the holder may read this memory in place: give TrainerShard offloads=True")
         if self._offloaded is None:
             stored: dict[str, list[Stored]] = {}
-            if self._arena:
+            if self._send_buffer:
                 self._follow()
-            published = self._to_arena(count=True) if self._arena else None
-            if self._arena:
+            published = self._to_send_buffer(count=True) if self._send_buffer else None
+            if self._send_buffer:
                 for copy in self._copies:
-                    stored.setdefault(copy.source, []).append(Stored(copy.index, self._in(self._arena, copy)))
+                    stored.setdefault(copy.source, []).append(
+                        Stored(copy.index, self._in(self._send_buffer, copy))
+                    )
             self._offloaded = Offloaded(self._live(), stored)
-            self._in_arena = published
-            self._places = Places(self.model, named_tensors(self.model)[0])
+            self._in_send_buffer = published
+            self._guard = AddressGuard(self.model, named_tensors(self.model)[0])
 
     def onload(self) -> None:
         """Undo `offload`: the same values, in new memory."""
         if self._offloaded:
             self._offloaded.undo()
-            self._offloaded = self._in_arena = self._places = None
+            self._offloaded = self._in_send_buffer = self._guard = None
 
     def _follow(self) -> None:
         """Be attached to what the model holds now."""
         assert self._layout is not None
-        if self._places and self._places.as_before(self.model):
+        if self._guard and self._guard.as_before(self.model):
             return
         tensors, tied = named_tensors(self.model)
-        if self._places and self._places.as_before(self.model):
+        if self._guard and self._guard.as_before(self.model):
             return  # it had only been gathered, and its state_dict undid that
         if self._offloaded:
             self._require_as_offloaded(tensors)
@@ -222,34 +224,34 @@ class ModuleSource:
         if changed := difference(self._layout, now):
             raise StateError(f"trainer {self._rank}: {changed}: connect() again")
         kept = {meta.name: tensors[meta.name] for meta in now.tensors}
-        moved = self._places.moved(kept) if self._places else []
+        moved = self._guard.moved(kept) if self._guard else []
         if self._in_place and moved:
             raise MovedError(f"trainer {self._rank}: {_listed(moved)}: connect() again")
-        self._places = Places(self.model, tensors)
+        self._guard = AddressGuard(self.model, tensors)
         if not self._in_place and not self._offloaded:
             if moved:
                 logger.info("trainer %d: %s: attached again", self._rank, _listed(moved))
             self._make_copies()
 
     def _require_as_offloaded(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        assert self._places is not None
-        if moved := self._places.moved(tensors):
+        assert self._guard is not None
+        if moved := self._guard.moved(tensors):
             raise StateError(
                 f"trainer {self._rank}: {_listed(moved)}, while the weights are offloaded: onload() first"
             )
 
-    def _in(self, arena: SharedBuffer, copy: _Copy) -> torch.Tensor:
-        """Where the arena has it: one dimension, in the dtype in which it travels."""
+    def _in(self, send_buffer: SharedBuffer, copy: _Copy) -> torch.Tensor:
+        """Where the send buffer has it: one dimension, in the dtype in which it travels."""
         assert self._plan is not None
         meta = self._plan.tensors[copy.tensor]
-        data = arena.tensor[copy.start : copy.start + copy.box.numel * meta.itemsize]
+        data = send_buffer.tensor[copy.start : copy.start + copy.box.numel * meta.itemsize]
         dtype: torch.dtype = getattr(torch, meta.dtype)
         return data.view(dtype)
 
-    def _to_arena(self, count: bool) -> Published:
+    def _to_send_buffer(self, count: bool) -> Published:
         assert self._plan is not None
-        assert self._arena is not None
-        metas, arena, table = self._plan.tensors, self._arena, self._table
+        assert self._send_buffer is not None
+        metas, send_buffer, table = self._plan.tensors, self._send_buffer, self._table
         first = table.ranges[-1][1] if table.ranges else 0
         others = range(first, len(self._copies))
         live = self._live() if others else {}
@@ -260,16 +262,16 @@ class ModuleSource:
         def run(first: int, end: int) -> None:
             table.run(first, end)
             if count:
-                self._nonfinite.count(arena.tensor, counts, first, end)
+                self._nonfinite.count(send_buffer.tensor, counts, first, end)
 
         def publish(number: int) -> int:
             copy = self._copies[number]
-            target = self._in(arena, copy)
+            target = self._in(send_buffer, copy)
             with torch.no_grad():
                 cut = live[copy.source][copy.index].to(target.dtype)
                 _copy(cut, target)
             if count:
-                self._nonfinite.count(arena.tensor, counts, number, number + 1)
+                self._nonfinite.count(send_buffer.tensor, counts, number, number + 1)
             # Of the weights, not of the copy: it has to show a copy that went wrong.
             return tensor_digest(cut, metas[copy.tensor].shape, copy.box)
 
@@ -290,12 +292,12 @@ class ModuleSource:
     def close(self) -> None:
         """Let go of the holder."""
         self._in_place = None
-        if self._offloaded and self._in_arena is not None:
-            self._offloaded.leave_arena()
-            self._in_arena = None
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        if self._offloaded and self._in_send_buffer is not None:
+            self._offloaded.leave_send_buffer()
+            self._in_send_buffer = None
+        if self._send_buffer is not None:
+            self._send_buffer.close()
+            self._send_buffer = None
 
     def _live(self) -> dict[str, torch.Tensor]:
         if self._offloaded:
@@ -304,9 +306,9 @@ class ModuleSource:
 
 
 def _chunks(plan: Plan, piece: Piece, source: str, held: Box, *, whole: bool) -> Iterator[_Copy]:
-    """The copies of one piece, in the order of its bytes in the arena; one copy if it is taken `whole`."""
+    """The copies of one piece, in the order of its bytes in the send buffer; one if it is taken `whole`."""
     itemsize = plan.tensors[piece.tensor].itemsize
-    start = piece.arena_offset
+    start = piece.send_buffer_offset
     for box in piece.box.split(piece.box.numel if whole else _CHUNK_NBYTES // itemsize):
         yield _Copy(piece.tensor, box, source, box.slices(held), start)
         start += box.numel * itemsize
@@ -329,7 +331,7 @@ def _is_ready(cut: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _share(tensors: Mapping[str, torch.Tensor]) -> tuple[str, dict[str, DeviceHandle]]:
-    """The one device that all `tensors` lie on, and their handles; nothing where it has to be an arena."""
+    """The one device of all `tensors` and their handles; nothing where a send buffer is needed."""
     devices = {tensor.device for tensor in tensors.values()}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return "", {}

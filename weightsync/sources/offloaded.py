@@ -22,10 +22,10 @@ class Stored:
 
 
 class Offloaded:
-    """Out of the arena come those that it has bit for bit, the others out of copies on the host."""
+    """Out of the send buffer come those that it has bit for bit, the others out of copies on the host."""
 
     def __init__(self, live: Mapping[str, torch.Tensor], stored: Mapping[str, Sequence[Stored]]) -> None:
-        """`stored` is what the arena has of each of `live`."""
+        """`stored` is what the send buffer has of each of `live`."""
         self._live = live
         num_users = Counter(each.untyped_storage()._cdata for each in live.values())
         self._stored = {
@@ -36,7 +36,7 @@ class Offloaded:
         others = [tensor for name, tensor in live.items() if name not in self._stored]
         self._memory = Offload(live.values(), keep=others)
 
-    def leave_arena(self) -> None:
+    def leave_send_buffer(self) -> None:
         """It is about to be another's: have copies of what it has."""
         for name, parts in self._stored.items():
             copy = torch.empty(self._live[name].shape, dtype=self._live[name].dtype)
@@ -45,7 +45,7 @@ class Offloaded:
             self._stored[name] = [Stored(whole, copy.view(-1))]
 
     def on_host(self) -> dict[str, torch.Tensor]:
-        """All tensors, after `leave_arena`."""
+        """All tensors, after `leave_send_buffer`."""
         kept = {n: self._memory.on_host(t) for n, t in self._live.items() if n not in self._stored}
         return kept | {n: part.data.view(self._live[n].shape) for n, (part,) in self._stored.items()}
 

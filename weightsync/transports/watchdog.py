@@ -44,7 +44,7 @@ class Gate:
 
 logger = logging.getLogger("weightsync.transports")
 
-KEEPER_S = 0.05
+TIMER_S = 0.05
 LISTENER_S = 0.2
 ROLL_CALL_S = 1.8
 """After this long a roll call has hung: its store does not answer. Less than what callers allow on top."""
@@ -63,7 +63,7 @@ class _Operation:
 class Watch:
     """Ends a communicator once: at an operation's deadline, when a rank left, or by `end`.
 
-    Two daemon threads. The keeper looks at deadlines and never touches the store. The listener asks
+    Two daemon threads. The timer looks at deadlines and never touches the store. The listener asks
     the store whether another rank left or called the roll, and may hang in it when rank 0, which
     hosts the store, is stopped.
     """
@@ -93,7 +93,7 @@ class Watch:
         self._lost_at, self._last_over = float("inf"), 0.0
         self._listener = threading.Thread(target=self._listen, daemon=True, name="weightsync-listener")
         self._listener.start()
-        threading.Thread(target=self._keep, daemon=True, name="weightsync-keeper").start()
+        threading.Thread(target=self._keep, daemon=True, name="weightsync-timer").start()
 
     def begin(self, peers: Iterable[int]) -> int:
         """Note an operation that needs `peers`; returns its number, from 1. Raises TransportError."""
@@ -128,8 +128,8 @@ class Watch:
         """The library says `fault`: end, once a roll call has told who is gone. Raises TransportError."""
         self._fault = fault
         give_up = time.monotonic() + ROLL_CALL_S
-        while not self._cause and time.monotonic() < give_up:  # the keeper calls the roll
-            self._closed.wait(KEEPER_S)
+        while not self._cause and time.monotonic() < give_up:  # the timer calls the roll
+            self._closed.wait(TIMER_S)
         self.end(fault)
         self.check()
 
@@ -155,7 +155,7 @@ class Watch:
         self._stopped.set()
 
     def _keep(self) -> None:
-        while not (self._closed.wait(KEEPER_S) or self._cause):
+        while not (self._closed.wait(TIMER_S) or self._cause):
             oldest = self._oldest()
             if oldest is None:
                 continue
@@ -181,7 +181,7 @@ class Watch:
         while not self._cause and not self._closed.is_set() and number in self._operations:
             if time.monotonic() > give_up or self._lost_at < float("inf"):
                 self.end(self._host_gone(number, "does not answer"))
-            self._closed.wait(KEEPER_S)
+            self._closed.wait(TIMER_S)
 
     def _listen(self) -> None:
         seen = 0

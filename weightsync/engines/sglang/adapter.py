@@ -23,7 +23,7 @@ from weightsync.engines.sglang.loop import Params, RequestLoop
 from weightsync.engines.sglang.rank_calls import Replies
 from weightsync.engines.sglang.worker import RankSettings
 from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError, WeightSyncError
-from weightsync.faults import arm, shares
+from weightsync.faults import set_faults, split_by_rank
 
 if TYPE_CHECKING:
     from weightsync.faults import Fault
@@ -86,12 +86,12 @@ class SglangEngine(EngineRanks):
         """See `Engine.check`."""
         self._loop.require_ranks()
 
-    def arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
-        """See `Engine.arm`."""
-        here, ranks = shares(faults, self._num_ranks, apart=True)
-        self.on_ranks("arm", who, ranks, seed)
+    def set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+        """See `Engine.set_faults`."""
+        here, ranks = split_by_rank(faults, self._num_ranks, apart=True)
+        self.on_ranks("set_faults", who, ranks, seed)
         if here or not faults:
-            arm(who, here, seed)
+            set_faults(who, here, seed)
 
     def pause(self, mode: str, timeout_s: float) -> None:
         """See `Engine.pause`. ``abort`` ends running requests early, with the tokens that they have."""
@@ -103,7 +103,7 @@ class SglangEngine(EngineRanks):
             self.on_ranks("settle", wait_s=max(0.0, deadline - time.monotonic()))
         except FutureTimeoutError as error:
             if not frozen:
-                self._loop.melt()
+                self._loop.undo_freeze()
             raise DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s) from error
 
     def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
@@ -114,7 +114,7 @@ class SglangEngine(EngineRanks):
         try:
             return super().load(attempt, timeout_s)
         except WeightSyncError:
-            self._loop.void()
+            self._loop.invalidate()
             raise
 
     def resume(self, version: int) -> None:
@@ -122,7 +122,7 @@ class SglangEngine(EngineRanks):
         self.require_whole()
         self._wake(WEIGHTS, CACHES)
         self.on_ranks("settle", version=str(version))
-        self._loop.thaw(version)
+        self._loop.resume(version)
 
     def serving(self) -> int:
         """See `Engine.serving`."""

@@ -111,7 +111,7 @@ class RequestLoop:
 
     @property
     def num_held(self) -> int:
-        """Requests that wait for `thaw`."""
+        """Requests that wait for `resume`."""
         return len(self._held)
 
     @property
@@ -148,7 +148,7 @@ class RequestLoop:
     def complete(self, prompts: Sequence[Sequence[int]], params: Sequence[Params]) -> list[Completion]:
         """Run requests beside those of other callers; while frozen, they wait.
 
-        Raises StateError before the first `thaw` and after `close`, EngineError when SGLang fails.
+        Raises StateError before the first `resume` and after `close`, EngineError when SGLang fails.
         """
         requests = [_Request(list(prompt), each) for prompt, each in zip(prompts, params, strict=True)]
         self._result(self._submit(self._admit(requests)))
@@ -161,17 +161,17 @@ class RequestLoop:
         """
         self._result(self._submit(self._freeze(mode, timeout_s)))
 
-    def melt(self) -> None:
+    def undo_freeze(self) -> None:
         """Undo a `freeze`: go on with the version that there was."""
         self._result(self._submit(self._go_on()))
 
-    def thaw(self, version: int) -> None:
+    def resume(self, version: int) -> None:
         """Serve `version`: forget what earlier weights cached, recompute the frozen requests."""
-        self._result(self._submit(self._thaw(version)))
+        self._result(self._submit(self._resume(version)))
 
-    def void(self) -> None:
-        """Turn everybody away until `thaw`: the frozen requests, those that wait, and those that come."""
-        self._result(self._submit(self._void()))
+    def invalidate(self) -> None:
+        """Turn everybody away until `resume`: the frozen requests, those that wait, and those that come."""
+        self._result(self._submit(self._invalidate()))
 
     def close(self, patience_s: float | None = None) -> bool:
         """End the engine and its thread; whether they ended in time. Waiting callers get a StateError."""
@@ -283,7 +283,7 @@ class RequestLoop:
             await self._server.pause("retract")
             self._frozen = True
 
-    async def _thaw(self, version: int) -> None:
+    async def _resume(self, version: int) -> None:
         if self._server.forgets and not await self._server.forget():
             raise EngineError(self._name, "commit", "SGLang keeps what earlier weights cached")
         self._version = version
@@ -300,7 +300,7 @@ class RequestLoop:
         held, self._held = self._held, []
         await self._admit(held)
 
-    async def _void(self) -> None:
+    async def _invalidate(self) -> None:
         self._version = None
         lost = StateError(f"engine {self._name} lost its version in a failed update: heal it first")
         for request in (*self._running.values(), *self._held):

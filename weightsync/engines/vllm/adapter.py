@@ -16,7 +16,7 @@ from weightsync.engines.sampling import Sampling
 from weightsync.engines.vllm.api import engine_args, sampling_params, set_environment, start, stop
 from weightsync.engines.vllm.loop import EngineLoop
 from weightsync.errors import EngineError, StateError, WeightSyncError
-from weightsync.faults import arm, shares
+from weightsync.faults import set_faults, split_by_rank
 
 if TYPE_CHECKING:
     from weightsync.engines.vllm.loop import Steppable
@@ -93,13 +93,13 @@ class VllmEngine(VllmRanks):
         """See `Engine.check`."""
         self._loop.require_ranks()
 
-    def arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
-        """See `Engine.arm`."""
-        here, ranks = shares(faults, self._num_ranks)
+    def set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+        """See `Engine.set_faults`."""
+        here, ranks = split_by_rank(faults, self._num_ranks)
         if self._num_ranks > 1:
-            self.on_ranks("arm", who, ranks, seed)
+            self.on_ranks("set_faults", who, ranks, seed)
         if here or not faults:
-            arm(who, here, seed)
+            set_faults(who, here, seed)
 
     def pause(self, mode: str, timeout_s: float) -> None:
         """See `Engine.pause`."""
@@ -115,14 +115,14 @@ class VllmEngine(VllmRanks):
         try:
             return super().load(attempt, timeout_s)
         except WeightSyncError:
-            self._loop.void()
+            self._loop.invalidate()
             raise
 
     def resume(self, version: int) -> None:
         """See `Engine.resume`. Raises StateError while the weights are dummies or a mix."""
         self.require_whole()
         self._wake(WEIGHTS, CACHES)
-        self._loop.thaw(version)
+        self._loop.resume(version)
 
     def serving(self) -> int:
         """See `Engine.serving`."""

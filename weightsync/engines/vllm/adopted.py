@@ -11,7 +11,7 @@ from weightsync.engines.base import Rollout
 from weightsync.engines.engine_ranks import CACHES, WEIGHTS
 from weightsync.engines.vllm.adapter import VllmRanks
 from weightsync.errors import ConfigError, DeadlineError, PeerLostError, StateError
-from weightsync.faults import arm, shares
+from weightsync.faults import set_faults, split_by_rank
 
 if TYPE_CHECKING:
     from weightsync.faults import Fault
@@ -65,13 +65,13 @@ class AdoptedVllm(VllmRanks):
         self._name = tickets[0].engine
         return super().attach(plan, tickets, timeout_s)
 
-    def arm(self, who: str, faults: Sequence[Fault], seed: int) -> None:
-        """See `Engine.arm`."""
+    def set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+        """See `Engine.set_faults`."""
         num_ranks = len(self.on_ranks("settle"))
-        here, ranks = shares(faults, num_ranks, apart=True)
-        self.on_ranks("arm", who, ranks, seed)
+        here, ranks = split_by_rank(faults, num_ranks, apart=True)
+        self.on_ranks("set_faults", who, ranks, seed)
         if here or not faults:
-            arm(who, here, seed)
+            set_faults(who, here, seed)
 
     def pause(self, mode: str, timeout_s: float) -> None:
         """See `Engine.pause`; caches are dropped here, and frozen requests are computed again."""

@@ -77,7 +77,7 @@ class EngineLoop:
 
     @property
     def num_held(self) -> int:
-        """Requests that wait for `thaw`."""
+        """Requests that wait for `resume`."""
         return len(self._held)
 
     @property
@@ -106,7 +106,7 @@ class EngineLoop:
     def complete(self, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> list[Completion]:
         """Run requests, batched with those of other callers; while frozen, they wait.
 
-        Raises StateError before the first `thaw` and after `close`, EngineError when vLLM fails.
+        Raises StateError before the first `resume` and after `close`, EngineError when vLLM fails.
         """
         requests = [_Request(list(prompt), each) for prompt, each in zip(prompts, params, strict=True)]
         self._result(self._submit(lambda: self._admit(requests)))
@@ -128,13 +128,13 @@ class EngineLoop:
                 return  # drained meanwhile
             raise DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s) from error
 
-    def thaw(self, version: int) -> None:
+    def resume(self, version: int) -> None:
         """Serve `version`: forget what earlier weights cached, recompute the frozen requests."""
-        self._result(self._submit(lambda: self._thaw(version)))
+        self._result(self._submit(lambda: self._resume(version)))
 
-    def void(self) -> None:
-        """Turn everybody away until `thaw`: the frozen requests, those that wait, and those that come."""
-        self._result(self._submit(self._void))
+    def invalidate(self) -> None:
+        """Turn everybody away until `resume`: the frozen requests, those that wait, and those that come."""
+        self._result(self._submit(self._invalidate))
 
     def close(self, patience_s: float | None = None) -> bool:
         """End the engine and its thread; whether they ended in time. Waiting callers get a StateError."""
@@ -257,13 +257,13 @@ class EngineLoop:
         self._admit_held()
         return True
 
-    def _thaw(self, version: int) -> None:
+    def _resume(self, version: int) -> None:
         self._engine.reset_prefix_cache(reset_running_requests=True)
         self._engine.wake_up(["scheduling"])
         self._version, self._frozen = version, False
         self._admit_held()
 
-    def _void(self) -> None:
+    def _invalidate(self) -> None:
         self._version = None
         self._engine.abort_request(list(self._running))
         lost = StateError(f"engine {self._name} lost its version in a failed update: heal it first")

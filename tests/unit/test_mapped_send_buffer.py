@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from weightsync.holder import send_buffer as mapped_arena
-from weightsync.holder.send_buffer import Bounce, MappedArena
+from weightsync.holder import send_buffer as mapped_send_buffer
+from weightsync.holder.send_buffer import Bounce, MappedSendBuffer
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
 from weightsync.sources.checkpoint import CheckpointSource
 
@@ -56,27 +56,27 @@ def plan_of(source: CheckpointSource) -> Plan:
 def test_every_rank_fills_its_pieces_of_every_bucket_in_the_dtype_that_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_nbytes: int, to_device: bool
 ) -> None:
-    monkeypatch.setattr(mapped_arena, "PART_NBYTES", part_nbytes)
+    monkeypatch.setattr(mapped_send_buffer, "PART_NBYTES", part_nbytes)
     save_file(TENSORS, tmp_path / "model.safetensors")
     source = CheckpointSource([str(tmp_path)])
     source.read()
     plan = plan_of(source)
     slots = {bucket: torch.zeros(1024, dtype=torch.uint8) for bucket in range(plan.num_buckets)}
-    arenas = [MappedArena(plan, rank) for rank in range(NUM_RANKS)]
-    for rank, arena in enumerate(arenas):
-        arena.source("it", {"it": source.export(rank, NUM_RANKS)}, to_device)
+    send_buffers = [MappedSendBuffer(plan, rank) for rank in range(NUM_RANKS)]
+    for rank, send_buffer in enumerate(send_buffers):
+        send_buffer.source("it", {"it": source.export(rank, NUM_RANKS)}, to_device)
         for bucket, slot in slots.items():
-            arena.fill(bucket, slot)
-    saved = [torch.zeros(arena.nbytes, dtype=torch.uint8) for arena in arenas]
-    for arena, to in zip(arenas, saved, strict=True):
-        arena.save(to)
-        arena.close()
+            send_buffer.fill(bucket, slot)
+    saved = [torch.zeros(send_buffer.nbytes, dtype=torch.uint8) for send_buffer in send_buffers]
+    for send_buffer, to in zip(send_buffers, saved, strict=True):
+        send_buffer.save(to)
+        send_buffer.close()
     assert len(slots) > 1
     for piece in (piece for bucket in plan.buckets() for piece in bucket.pieces):
         name = plan.tensors[piece.tensor].name
         wanted = TENSORS[name][piece.box.slices()].to(SENT[name]).flatten().view(torch.uint8)
         assert torch.equal(slots[piece.bucket][piece.offset : piece.offset + piece.nbytes], wanted)
-        kept = saved[piece.trainer][piece.arena_offset : piece.arena_offset + piece.nbytes]
+        kept = saved[piece.trainer][piece.send_buffer_offset : piece.send_buffer_offset + piece.nbytes]
         assert torch.equal(kept, wanted)
     source.close()
 

@@ -1,4 +1,4 @@
-"""Where an actor sits: which host, and which GPU or CPU slot of it."""
+"""Where an actor runs: the host, and its GPU or CPU slot."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import ray
 from weightsync.errors import ConfigError
 from weightsync.memory.tensors import device_id
 
-__all__ = ["Seat", "Seating", "seat_everybody"]
+__all__ = ["Placement", "Placements", "place_ranks"]
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """Actors with an equal seat share one holder.
+class Placement:
+    """Actors on the same GPU or slot share one holder.
 
     Attributes:
         node: Ray's node id.
@@ -31,8 +31,8 @@ class Seat:
     pid: int
 
     @classmethod
-    def here(cls, slot: str | None = None) -> Seat:
-        """This process's seat; without a GPU and a `slot`, a seat that nobody shares."""
+    def here(cls, slot: str | None = None) -> Placement:
+        """Return where this process runs. Without a GPU and a `slot`, it is a place that nobody shares."""
         context = ray.get_runtime_context()
         device = f"slot:{slot}" if slot is not None else _gpu() or f"slot:pid-{os.getpid()}"
         return cls(context.get_node_id(), ray.util.get_node_ip_address(), device, os.getpid())
@@ -50,33 +50,35 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
-class Seating:
-    """One seat per holder, and the holders of each named trainer rank or engine."""
+class Placements:
+    """One placement per holder, and the holders of each named trainer rank or engine."""
 
-    seats: tuple[Seat, ...]
+    placements: tuple[Placement, ...]
     holder_of: Mapping[str, tuple[int, ...]]
 
 
-def seat_everybody(trainers: Mapping[str, Seat], engines: Mapping[str, Sequence[Seat]]) -> Seating:
-    """One holder per seat, shared by the trainer rank and the engine rank that sit there.
+def place_ranks(trainers: Mapping[str, Placement], engines: Mapping[str, Sequence[Placement]]) -> Placements:
+    """Assign one holder to each GPU or slot, for the trainer rank and the engine rank there.
 
-    Raises ConfigError when two trainer ranks, or two engine ranks, claim one seat.
+    Raises ConfigError when two trainer ranks, or two engine ranks, claim the same one.
     """
-    seats: dict[tuple[str, str], Seat] = {}
+    placements: dict[tuple[str, str], Placement] = {}
     holder_of: dict[str, tuple[int, ...]] = {}
-    for side in ({name: [seat] for name, seat in trainers.items()}, engines):
+    for side in ({name: [placement] for name, placement in trainers.items()}, engines):
         taken: dict[tuple[str, str], str] = {}
         for name, ranks in side.items():
-            for seat in ranks:
-                if seat.key in taken:
+            for placement in ranks:
+                if placement.key in taken:
                     raise ConfigError(
-                        name, seat.device, f"{taken[seat.key]} has it: give each a device of its own"
+                        name,
+                        placement.device,
+                        f"{taken[placement.key]} has it: give each a device of its own",
                     )
-                taken[seat.key] = name
-                seats.setdefault(seat.key, seat)
-            order = list(seats)
-            holder_of[name] = tuple(order.index(seat.key) for seat in ranks)
-    return Seating(tuple(seats.values()), holder_of)
+                taken[placement.key] = name
+                placements.setdefault(placement.key, placement)
+            order = list(placements)
+            holder_of[name] = tuple(order.index(placement.key) for placement in ranks)
+    return Placements(tuple(placements.values()), holder_of)
 
 
 def _gpu() -> str | None:
