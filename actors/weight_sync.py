@@ -23,6 +23,7 @@ from weightsync.actors.metrics import Metrics
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
+from weightsync.driver.events import EngineFailed, EngineHealed
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.healing import Healer
 from weightsync.errors import ConfigError, DeadlineError, PlanError, StateError, WeightSyncError, nearest
@@ -84,8 +85,10 @@ class WeightSync:
         self._faults: FaultPlan | None = None
         self._armed: set[int] = set()
         self._metrics = Metrics(cluster)
-        self._healer.on_heal = self._metrics.heal
-        self._controller.engine_group.on_failure = self._engine_failed
+        self._controller.events.subscribe(EngineHealed, lambda event: self._metrics.heal(event.report))
+        self._controller.events.subscribe(
+            EngineFailed, lambda event: self._metrics.failure(event.name, event.error)
+        )
         self._loop = LoopThread()
 
     def register_trainers(self, handles: Sequence[ActorHandle[Any]]) -> None:
@@ -469,10 +472,6 @@ class WeightSync:
             self._metrics.update(report, self.plan)
             spans = {**report.spans, **self._members.take_spans()}
             return replace(report, spans=spans, checkpoint=checkpoint)
-
-    def _engine_failed(self, name: str, error: WeightSyncError) -> None:
-        self._metrics.failure(name, error)
-        self._healer.engine_failed(name, error)
 
     async def _heal(self, name: str) -> SyncReport:
         if self.engine_states()[name] is EngineState.DEAD:

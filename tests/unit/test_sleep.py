@@ -204,7 +204,6 @@ def test_healing_wakes_nobody() -> None:
 
         controller = loop.controller
         healer = Healer(CONFIG, loop.fleet, controller, respawn, lambda _: False)
-        controller.engine_group.on_failure = lambda *_: None
         await controller.connect()
         await controller.update(1)
         await controller.sleep(["e1"], 2)

@@ -17,6 +17,7 @@ from weightsync.driver.attempt import Attempt
 from weightsync.driver.connect import Connection, connect
 from weightsync.driver.engine_group import EngineGroup
 from weightsync.driver.engine_state import EngineRecord, EngineState
+from weightsync.driver.events import EngineFailed, Events, HolderSilent
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import GRACE_S, Outcome, gather_named, remoteness
 from weightsync.driver.gpu_peaks import peaks, sampled
@@ -56,20 +57,23 @@ class Controller:
     Attributes:
         version: the newest committed version, 0 before the first.
         connected: False before ``connect``, and again once a holder is lost or came new.
-        engine group: the engines, and who has failed.
-        keeping: what the holders keep of the committed version.
+        events: what happens to engines and holders; subscribe here.
+        engine_group: the engines, and which have failed.
+        snapshot_index: what the holders keep of the committed version.
     """
 
     def __init__(self, config: SyncConfig, fleet: Fleet) -> None:
         self._config, self._fleet = config, fleet
         self.version = 0
         self.connected = False
-        self.engine_group = EngineGroup(config, fleet)
-        self.snapshot_index = SnapshotIndex(config, fleet)
-        self.snapshot_index.on_silence = self._disconnect
+        self.events = Events()
+        self.events.subscribe(HolderSilent, lambda _: self._disconnect())
         self._update_lock = UpdateLock(min(GRACE_S, config.timeout_s))
-        self.engine_group.between_updates = self.shared
-        self._refiller = Refiller(config, fleet, self.engine_group, self.snapshot_index, self._update_lock)
+        self.engine_group = EngineGroup(config, fleet, self.events, self._update_lock)
+        self.snapshot_index = SnapshotIndex(config, fleet, self.events)
+        self._refiller = Refiller(
+            config, fleet, self.events, self.engine_group, self.snapshot_index, self._update_lock
+        )
         self._epoch = self._num_buckets = self._nbytes = 0
         self._published: Mapping[str, Digests] = {}
         self._nonfinite: Mapping[str, int] = {}
@@ -134,11 +138,7 @@ class Controller:
 
     def shared(self, name: str) -> AbstractAsyncContextManager[None]:
         """Hold the shared lock while one engine changes: no update runs, and nothing else works on it."""
-
-        async def stop() -> None:
-            """It takes no time to speak of."""
-
-        return self._update_lock.shared(name, stop)
+        return self._update_lock.shared(name)
 
     async def update(self, version: int, when_held: Callable[[], None] = lambda: None) -> SyncReport:
         """Take `version` from the trainers to every live engine that is attached.
@@ -351,7 +351,7 @@ class Controller:
             self.connected = False
             self.engine_group.enter(loaded, EngineState.STALE)
             for name in loaded:
-                self.engine_group.on_failure(name, StateError("the move that it took part in broke"))
+                self.events.publish(EngineFailed(name, StateError("the move that it took part in broke")))
             raise min(moved.failures.values(), key=remoteness)
         return loaded
 

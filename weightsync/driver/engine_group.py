@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TypeVar
 
 import numpy as np
@@ -14,9 +13,11 @@ import numpy as np
 from weightsync.config import SyncConfig
 from weightsync.driver.connect import Connection
 from weightsync.driver.engine_state import EngineRecord, EngineState
+from weightsync.driver.events import EngineFailed, Events
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.driver.rewritten_sources import Rewritten
+from weightsync.driver.update_lock import UpdateLock
 from weightsync.errors import (
     DeadlineError,
     EngineError,
@@ -47,19 +48,15 @@ class EngineGroup:
 
     Attributes:
         failures: of the update or refill that an engine took part in last.
-        on_failure: told of every engine that fails, with its error.
-        between_updates: runs work on one engine while no update does.
     """
 
-    def __init__(self, config: SyncConfig, fleet: Fleet) -> None:
-        self._config, self._fleet = config, fleet
+    def __init__(self, config: SyncConfig, fleet: Fleet, events: Events, update_lock: UpdateLock) -> None:
+        self._config, self._fleet, self._events, self._update_lock = config, fleet, events, update_lock
         self._attempt = 0
         self.failures: dict[str, WeightSyncError] = {}
         self._version: dict[str, int] = {}
         self._num_slow: Counter[str] = Counter()
         self._halts, self._undoing = Halts(), set[asyncio.Future[None]]()
-        self.on_failure: Callable[[str, WeightSyncError], None] = lambda _name, _error: None
-        self.between_updates: Callable[[str], AbstractAsyncContextManager[None]] = lambda _name: nullcontext()
 
     def next_attempt(self) -> int:
         """A number that no message of an earlier attempt has."""
@@ -151,7 +148,7 @@ class EngineGroup:
 
     async def _after_late_pause(self, name: str, record: EngineRecord, error: WeightSyncError | None) -> None:
         """Let an engine go on that has paused, or may have; wait for a running update to end first."""
-        async with self.between_updates(name):
+        async with self._update_lock.shared(name):
             if not self._is_in_doubt(name, record) or self._settles(name, record, error):
                 return
             logger.warning("engine %s paused late: it goes on with version %d", name, record.version)
@@ -160,7 +157,7 @@ class EngineGroup:
     async def _after_late_sleep(
         self, name: str, record: EngineRecord, level: int, error: WeightSyncError | None
     ) -> None:
-        async with self.between_updates(name):
+        async with self._update_lock.shared(name):
             if not self._is_in_doubt(name, record) or self._settles(name, record, error):
                 return
             if error:
@@ -280,7 +277,7 @@ class EngineGroup:
         error.where = Where(name, _rank(error), self._fleet.engines[name].record.version, "idle")
         self.failures[name] = error
         self.enter([name], EngineState.DEAD)
-        self.on_failure(name, error)
+        self._events.publish(EngineFailed(name, error))
 
     def _blame(self, name: str, phase: str, error: WeightSyncError) -> None:
         hung = False
@@ -295,7 +292,7 @@ class EngineGroup:
         member, gone = self._fleet.engines[name], isinstance(error, _GONE)
         if gone or not _is_unharmed(phase, member.record.state, error):
             self.enter([name], EngineState.DEAD if gone or hung else EngineState.STALE)
-            self.on_failure(name, error)
+            self._events.publish(EngineFailed(name, error))
         member.attached = member.attached and not (gone or hung)
 
     def enter(self, names: Iterable[str], state: EngineState, version: int = 0) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
+from weightsync.driver.events import EngineFailed, EngineHealed
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.healing_policy import Action, Decision, decide
 from weightsync.driver.refill import GaveWayError
@@ -27,7 +28,6 @@ class Healer:
     Attributes:
         heals: what was brought back, and by what.
         given_up: engine → its last failure.
-        on_heal: told of each engine that was brought back.
     """
 
     def __init__(
@@ -45,8 +45,7 @@ class Healer:
         self._missed: dict[str, WeightSyncError] = {}
         self.heals: list[HealReport] = []
         self.given_up: dict[str, WeightSyncError] = {}
-        self.on_heal: Callable[[HealReport], None] = lambda _heal: None
-        controller.engine_group.on_failure = self.engine_failed
+        controller.events.subscribe(EngineFailed, lambda event: self.engine_failed(event.name, event.error))
 
     def engine_failed(self, name: str, failure: WeightSyncError) -> None:
         """Begin, unless it has begun."""
@@ -114,7 +113,7 @@ class Healer:
             self.heals.append(self._describe(name, cause, clock, respawned_at, report))
             self.given_up.pop(name, None)
             logger.warning("%s", self.heals[-1])
-            self.on_heal(self.heals[-1])
+            self._controller.events.publish(EngineHealed(self.heals[-1]))
             return
 
     def _is_newest(self, name: str) -> bool:

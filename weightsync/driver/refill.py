@@ -11,6 +11,7 @@ from weightsync.config import SyncConfig
 from weightsync.driver.connect import Connection, adopt
 from weightsync.driver.engine_group import EngineGroup
 from weightsync.driver.engine_state import EngineState
+from weightsync.driver.events import Events, HolderSilent
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import GRACE_S, gather_named, remoteness
 from weightsync.driver.snapshot_index import SnapshotIndex
@@ -34,11 +35,12 @@ class Refiller:
         self,
         config: SyncConfig,
         fleet: Fleet,
+        events: Events,
         engine_group: EngineGroup,
         snapshot_index: SnapshotIndex,
         update_lock: UpdateLock,
     ) -> None:
-        self._config, self._fleet = config, fleet
+        self._config, self._fleet, self._events = config, fleet, events
         self._engine_group, self._snapshot_index, self._update_lock = (
             engine_group,
             snapshot_index,
@@ -138,7 +140,7 @@ class Refiller:
             for task in reads.values():
                 task.cancel()
         if any(isinstance(error, DeadlineError) for error in read.failures.values()):
-            self._snapshot_index.on_silence()
+            self._events.publish(HolderSilent())
         if read.failures and member.record.state is not EngineState.DEAD:
             # The cause; what the engine says is that its holder gave up.
             self._engine_group.enter([name], EngineState.STALE)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from weightsync.config import SyncConfig
 from weightsync.driver.connect import Connection
 from weightsync.driver.engine_state import EngineState
+from weightsync.driver.events import Events, HolderSilent
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.errors import DeadlineError, PeerLostError, WeightSyncError
@@ -38,16 +39,14 @@ class SnapshotIndex:
 
     Attributes:
         expected: its digests.
-        on_silence: told when a holder did not answer.
     """
 
-    def __init__(self, config: SyncConfig, fleet: Fleet) -> None:
-        self._config, self._fleet = config, fleet
+    def __init__(self, config: SyncConfig, fleet: Fleet, events: Events) -> None:
+        self._config, self._fleet, self._events = config, fleet, events
         self._copying: asyncio.Task[None] | None = None
         self._replicating: asyncio.Task[None] | None = None
         self._now = _Version()
         self.expected: Digests | None = None
-        self.on_silence: Callable[[], None] = lambda: None
 
     async def reserve(self, connection: Connection) -> None:
         """Have the holders that are to copy take the memory for it: page-locking takes a second for 2 GB."""
@@ -216,4 +215,4 @@ class SnapshotIndex:
 
     def _tell(self, error: WeightSyncError) -> None:
         if isinstance(error, (DeadlineError, PeerLostError)):
-            self.on_silence()
+            self._events.publish(HolderSilent())

@@ -11,6 +11,10 @@ __all__ = ["UpdateLock"]
 Stop = Callable[[], Awaitable[None]]
 
 
+async def _nothing() -> None:
+    """Work that is over in no time needs no end."""
+
+
 class UpdateLock:
     """An update waits for nobody: who works beside is told to stop, and left behind if it does not."""
 
@@ -22,7 +26,7 @@ class UpdateLock:
         self._shared: dict[str, tuple[Stop, asyncio.Event]] = {}
 
     @asynccontextmanager
-    async def shared(self, name: str, stop: Stop) -> AsyncIterator[None]:
+    async def shared(self, name: str, stop: Stop = _nothing) -> AsyncIterator[None]:
         """Work on engine `name` while no update runs; `stop` has to end it soon."""
         while not self._idle.is_set() or name in self._shared:
             if not self._idle.is_set():
