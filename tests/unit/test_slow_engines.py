@@ -138,9 +138,9 @@ def test_engines_that_are_slow_in_turns_but_in_time_all_commit() -> None:
     async def work(loop: Three) -> None:
         await served(loop)
         # Together more than a move may take, each on its own less.
-        loop.hold("e0", range(0, 16, 15), 0.4 * TIMEOUT_S)
-        loop.hold("e1", range(5, 6), 0.4 * TIMEOUT_S)
-        loop.hold("e2", range(10, 11), 0.4 * TIMEOUT_S)
+        loop.hold("e0", range(0, 16, 15), 0.3 * TIMEOUT_S)
+        loop.hold("e1", range(5, 6), 0.3 * TIMEOUT_S)
+        loop.hold("e2", range(10, 11), 0.3 * TIMEOUT_S)
         report = await loop.controller.update(2)
         assert report.engines == {"e0": 2, "e1": 2, "e2": 2}
         assert report.phases["move"] > TIMEOUT_S
