@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from tests.unit.plan_strategies import NUMPY, PAD, Rank, cuts, decoder, engine_rank, hold, values
+from tests.unit.plan.plan_strategies import NUMPY, PAD, Rank, cuts, decoder, engine_rank, hold, values
 from weightsync.channel.engine_end import EngineFeed
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller

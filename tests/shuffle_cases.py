@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tests.unit.plan_strategies import PAD, Rank, cuts, hold, live, values, write
+from tests.unit.plan.plan_strategies import PAD, Rank, cuts, hold, live, values, write
 from weightsync.collectives.shuffle import Shuffle, gather_send, scatter_recv
 from weightsync.plan import Box, Layout, RankLayout, Reshard, TensorMeta
 from weightsync.plan.cross_host import bundles

@@ -1,7 +1,7 @@
 """Tests use what users use: private names are for the unit test of the module that defines them.
 
-It is in ``tests/unit``, and the module's name is part of its own: ``test_nccl_endings.py`` tests
-``transports/nccl.py``. A class may use what it inherits.
+It is in ``tests/unit`` or ``tests/integration``, and the module's name is part of its own:
+``test_nccl_endings.py`` tests ``transports/nccl.py``. A class may use what it inherits.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def modules(root: Path) -> Mapping[Path, set[str]]:
 
 def owned(test: Path, root: Path) -> set[str]:
     """The private names of the modules that a file tests."""
-    if test.parent != root / "tests" / "unit":
+    if test.relative_to(root).parts[:2] not in {("tests", "unit"), ("tests", "integration")}:
         return set()
     tested = f"_{test.stem}_"
     return {name for path, names in modules(root).items() if f"_{path.stem}_" in tested for name in names}
@@ -150,7 +150,8 @@ def test_a_planted_access_is_found(planted: str, names: list[str]) -> None:
     ("test", "is_found"),
     [
         ("tests/unit/test_config.py", False),
-        ("tests/unit/test_config_files.py", False),
+        ("tests/unit/recipes/test_config_files.py", False),
+        ("tests/integration/test_config.py", False),
         ("tests/unit/test_configuration.py", True),
         ("tests/actors/test_config.py", True),
     ],

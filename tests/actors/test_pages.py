@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from tests.patience import patient
-from tests.unit.test_docs import blocks
+from tests.unit.project.test_docs import blocks
 from weightsync.actors.engine import EngineActor
 from weightsync.recipes.model import build_checkpoint
 from weightsync.recipes.recipe import ModelSpec

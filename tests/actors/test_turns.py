@@ -14,7 +14,7 @@ from tests.actors.fleet import Engine, Trainer, spawn
 from tests.actors.turns import GREEDY, PROMPTS, Sleeper, Teacher
 from tests.models import build_tiny_qwen3
 from tests.patience import patient
-from tests.unit.test_docs import blocks
+from tests.unit.project.test_docs import blocks
 from weightsync import ConfigError, StateError, SyncConfig, WeightSync
 from weightsync.driver.engine_state import EngineState
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.test_digest_tiles import part_of
+from tests.unit.memory.test_digest_tiles import part_of
 from weightsync.memory.digests import tensor_digest
 from weightsync.memory.kernels import CopyTable, DigestTable
 from weightsync.memory.nonfinite import MASKS, count_nonfinite, word_mask

@@ -1,0 +1,75 @@
+"""The digest kernel's work list, executed in numpy: the same sums as the CPU's digest."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.memory.test_verify import cuts, tensors
+from weightsync.errors import PlanError
+from weightsync.memory.digest_factors import COLUMNS, column_factors, row_factors
+from weightsync.memory.digests import tensor_digest
+from weightsync.memory.kernels import TILE_NBYTES, DigestPart, digest_tiles
+from weightsync.plan import Box
+
+WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+def part_of(whole: torch.Tensor, box: Box, number: int = 0) -> DigestPart:
+    """`box` of `whole` where it lies in memory, on either side of the bus."""
+    itemsize = whole.element_size()
+    return DigestPart(
+        tensor=number,
+        address=whole[box.slices()].data_ptr(),
+        strides=tuple(stride * itemsize for stride in whole.stride()),
+        box=box,
+        shape=tuple(whole.shape),
+        itemsize=itemsize,
+    )
+
+
+def execute(parts: list[DigestPart], whole: torch.Tensor, num_tensors: int) -> list[int]:
+    memory = whole.view(torch.uint8).reshape(-1).numpy() if whole.numel() else np.empty(0, np.uint8)
+    totals = np.zeros(num_tensors, np.uint64)
+    for word_nbytes, table in digest_tiles(parts).items():
+        for address, index, rows, row_nbytes, pitch, index_pitch, tensor, _ in table.tolist():
+            assert rows * row_nbytes <= TILE_NBYTES
+            for row in range(rows):
+                at = address - whole.data_ptr() + row * pitch
+                words = np.frombuffer(memory[at : at + row_nbytes].tobytes(), WORDS[word_nbytes])
+                first = (index + row * index_pitch) // word_nbytes
+                number = np.arange(first, first + len(words))
+                factors = row_factors(number[-1] // COLUMNS + 1)[number // COLUMNS]
+                factors = factors * column_factors()[number % COLUMNS]
+                products = factors * (words.astype(np.uint64) + np.uint64(1))
+                totals[tensor : tensor + 1] += products.sum(dtype=np.uint64)
+    return totals.tolist()
+
+
+@given(st.data())
+def test_the_work_list_says_what_the_digest_is(data: st.DataObject) -> None:
+    whole = data.draw(tensors())
+    boxes = data.draw(cuts(tuple(whole.shape)))
+    parts = [part_of(whole, box, number) for number, box in enumerate(boxes)]
+    expected = [tensor_digest(whole[box.slices()], whole.shape, box) for box in boxes]
+    assert execute(parts, whole, len(boxes)) == expected
+
+
+@pytest.mark.parametrize("at", [1, 4095, 4096, 4097, 8192])
+def test_across_rows_and_tiles(at: int) -> None:
+    whole = torch.randn(3, 40_001).to(torch.bfloat16)
+    boxes = [Box((0, 0), (3, at)), Box((0, at), (3, 40_001 - at))]
+    shares = execute([part_of(whole, box) for box in boxes], whole, 1)
+    assert shares == [tensor_digest(whole, whole.shape)]
+
+
+def test_no_parts_no_work_and_too_large_a_tensor() -> None:
+    assert digest_tiles([]) == {}
+    empty = torch.empty(0, 3)
+    assert digest_tiles([part_of(empty, Box((0, 0), (0, 3)))]) == {}
+    huge = DigestPart(tensor=3, address=0, strides=(1,), box=Box((0,), (1,)), shape=(1 << 37,), itemsize=1)
+    with pytest.raises(PlanError, match="tensor 3"):
+        digest_tiles([huge])

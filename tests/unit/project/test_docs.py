@@ -1,0 +1,102 @@
+"""The code of README and docs: each block is run by a test, or this says why not."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.fleets.loop import CONFIG
+from weightsync.driver.controller import Controller
+from weightsync.driver.fleet import EngineMember, Fleet
+from weightsync.holder.holder import Holder
+from weightsync.sources.module import ModuleSource
+from weightsync.testing import LocalPeer
+
+ROOT = Path(__file__).parents[3]
+FOLDERS = ("docs", "weightsync", "recipes", "benchmarks", "configs", "examples", "tests")
+BLOCK = re.compile(r"^```(python|sh)\n(.+?)^```", re.S | re.M)
+
+BY_HAND = "needs a GPU, or a machine of its own"
+RUN_BY = {
+    "README.md": [
+        "tests/actors/test_quickstart.py",
+        "tests/actors/test_pages.py",
+        BY_HAND,
+        "tests/gpu/test_vllm_end_to_end.py",
+        "tests/unit/recipes/test_recipes_cli.py",
+        "tests/actors/test_chaos.py",
+    ],
+    "docs/checkpoints.md": ["tests/actors/test_checkpoints.py"] * 3,
+    "docs/extending.md": ["tests/unit/project/test_docs.py"],
+    "docs/faults.md": ["tests/actors/test_pages.py"] * 2,
+    "docs/performance.md": ["tests/actors/test_pages.py"] * 3,
+    "docs/guide.md": ["tests/actors/test_turns.py"]
+    + ["tests/contract/test_vllm_transfer.py"] * 2
+    + [BY_HAND],
+    "docs/shuffle.md": ["tests/contract/test_shuffle_docs.py"],
+}
+
+
+def blocks(page: str) -> list[str]:
+    return [code for _, code in BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize(
+    "page", sorted({"README.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))})
+)
+def test_each_block_of_a_page_is_run_by_a_test_that_is_there(page: str) -> None:
+    named = RUN_BY.get(page, [])
+    assert len(blocks(page)) == len(named), f"say in RUN_BY which test runs each block of {page}"
+    assert all((ROOT / test).exists() for test in named if test != BY_HAND)
+
+
+def missing_files(page: Path, text: str) -> list[str]:
+    """What `text` links to or calls a Python file, and the repository does not have."""
+    links = re.findall(r"\]\((?!https?:)([^)#\s]+)", text)
+    names = re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.py)`", text)
+    known = [path.as_posix() for path in ROOT.rglob("*.py") if ".venv" not in path.parts]
+    gone = [link for link in links if not (page.parent / link).exists()]
+    return gone + [name for name in names if not any(path.endswith(f"/{name}") for path in known)]
+
+
+def test_files_that_pages_name_are_there() -> None:
+    pages = [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
+    assert len(pages) > 15
+    assert {str(page): gone for page in pages if (gone := missing_files(page, page.read_text()))} == {}
+    assert missing_files(ROOT / "README.md", "[a](gone.md), [b](README.md), `gone.py`") == [
+        "gone.md",
+        "gone.py",
+    ]
+
+
+def test_an_engine_in_thirty_lines_is_updated_and_verified() -> None:
+    (code,) = blocks("docs/extending.md")
+    names: dict[str, Any] = {}
+    exec(compile(code, "docs/extending.md", "exec"), names)
+    engine, model = names["SumEngine"](), nn.Linear(6, 4, bias=False)
+    source, holders = ModuleSource(model), [Holder(f"holder {i}", "127.0.0.1") for i in range(2)]
+    members = {"sums": EngineMember(LocalPeer(engine), (1,))}
+    controller = Controller(CONFIG, Fleet([(LocalPeer(source), 0)], members, [LocalPeer(h) for h in holders]))
+
+    async def work() -> None:
+        await controller.connect()
+        for version in (1, 2):
+            with torch.no_grad():
+                model.weight.random_(-9, 9)
+            report = await controller.update(version)
+            assert report.verified
+            assert torch.equal(engine.weight, model.weight)
+            assert engine.generate([[1, 2]], {}).tokens == [[int(model.weight.sum()) * 3]]
+            assert engine.serving() == version
+
+    try:
+        asyncio.run(work())
+    finally:
+        for part in (source, engine, *holders):
+            part.close()

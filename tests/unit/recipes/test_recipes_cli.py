@@ -1,0 +1,480 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+import weightsync
+from tests.unit.recipes.test_recipes_page import run_report
+from weightsync.faults import Fault, FaultPlan
+from weightsync.plan import Layout, Reads, Reshard
+from weightsync.recipes import cli
+from weightsync.recipes.forecast import sample
+from weightsync.recipes.inputs import SHIPPED, shipped_recipes
+from weightsync.recipes.page import page
+from weightsync.recipes.recipe import Recipe, load_recipe
+from weightsync.recipes.run_report import RunReport, read_report
+
+RUNNER = CliRunner()
+
+
+Call = tuple[Recipe, Path, FaultPlan | None, bool]
+
+
+@pytest.fixture
+def executed(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """What the command line would have run."""
+    calls: list[Call] = []
+
+    def execute(recipe: Recipe, folder: Path, chaos: FaultPlan | None, trace: bool) -> int:
+        calls.append((recipe, folder, chaos, trace))
+        return 0
+
+    monkeypatch.setattr(cli, "_execute", execute)
+    return calls
+
+
+def test_a_shipped_recipe_runs_by_its_name(executed: list[Call]) -> None:
+    result = RUNNER.invoke(cli.app, ["run", "quickstart", "--set", "loop.steps=3", "--set", "loop.seed=4"])
+    assert result.exit_code == 0
+    ((recipe, folder, chaos, trace),) = executed
+    assert chaos is None
+    assert not trace
+    assert (recipe.name, recipe.loop.steps, recipe.loop.seed) == ("quickstart", 3, 4)
+    assert folder == Path("runs/quickstart")
+
+
+def test_a_recipe_runs_by_its_path_into_the_folder_given(executed: list[Call], tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: mine\nengines: {main: {}}\n", encoding="utf-8")
+    result = RUNNER.invoke(cli.app, ["run", str(path), "--out", str(tmp_path / "there")])
+    assert result.exit_code == 0
+    ((recipe, folder, _, _),) = executed
+    assert (recipe.name, folder) == ("mine", tmp_path / "there")
+
+
+def test_a_shipped_recipe_is_found_by_its_path_from_an_empty_folder(
+    executed: list[Call], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert RUNNER.invoke(cli.app, ["run", "recipes/quickstart.yaml"]).exit_code == 0
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes/quickstart.yaml").write_text("name: mine\nengines: {main: {}}\n", encoding="utf-8")
+    assert RUNNER.invoke(cli.app, ["run", "recipes/quickstart.yaml"]).exit_code == 0
+    assert [recipe.name for recipe, *_ in executed] == ["quickstart", "mine"]
+    assert RUNNER.invoke(cli.app, ["run", "other/quickstart.yaml"]).exit_code == 2
+
+
+@pytest.mark.parametrize("code", [0, 1, 130])
+def test_the_exit_code_is_what_the_run_says(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    monkeypatch.setattr(cli, "_execute", lambda recipe, folder, chaos, trace: code)
+    assert RUNNER.invoke(cli.app, ["run", "quickstart"]).exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["quikstart"], "did you mean 'quickstart'?"),
+        (["chaos"], "valid: colocated_grpo, disaggregated, elastic, quickstart"),
+        (["quickstart", "--chaos", "quickstart"], "chaos: 'quickstart' is not valid"),
+        (["quickstart", "--chaos", "no/such.yaml"], "chaos: 'no/such.yaml' is not valid"),
+        (
+            ["quickstart", "--chaos", "chaos", "--set", "engines.main.count=1"],
+            "chaos.faults[0].who: 'engine main-1' is not valid; did you mean 'engine main-0'?",
+        ),
+        (["no/such.yaml"], "no/such.yaml"),
+        (["quickstart", "--set", "loop.stepz=1"], "did you mean 'steps'?"),
+        (["quickstart", "--set", "engines.main.count=0"], "engines.main.count: 0 is not valid"),
+    ],
+)
+def test_bad_input_is_one_line_and_starts_nothing(
+    executed: list[Call], arguments: list[str], says: str
+) -> None:
+    result = RUNNER.invoke(cli.app, ["run", *arguments])
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+    assert not executed
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"action": "kil"}, "chaos.faults[0].action: 'kil' is not valid; did you mean 'kill'?"),
+        ({"acton": "kill"}, "chaos.faults[0].acton: 'kill' is not valid; the key is unknown; did you mean"),
+        (
+            {"who": "engine mian-0"},
+            "chaos.faults[0].who: 'engine mian-0' is not valid; did you mean 'engine main-0'?"
+            " valid: engine main-0, engine main-1, holder 0, holder 1, trainer 0, trainer 1",
+        ),
+        ({"who": "holder 2"}, "chaos.faults[0].who: 'holder 2' is not valid"),
+        ({"who": "main-0"}, "chaos.faults[0].who: 'main-0' is not valid; give 'engine NAME'"),
+        ({"bucket": "center"}, "chaos.faults[0].bucket: 'center' is not valid"),
+    ],
+)
+def test_a_bad_fault_plan_is_one_line_and_starts_nothing(
+    executed: list[Call], tmp_path: Path, change: dict[str, str], says: str
+) -> None:
+    path = tmp_path / "plan.yaml"
+    fault = {"who": "engine main-0", "action": "kill", "at": "move"} | change
+    path.write_text(json.dumps({"faults": [fault]}), encoding="utf-8")
+    result = RUNNER.invoke(cli.app, ["run", "quickstart", "--chaos", str(path)])
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not executed
+
+
+def test_a_fault_plan_comes_with_the_run(executed: list[Call], tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text("faults: [{who: trainer 1, action: hang, at: publish}]\n", encoding="utf-8")
+    assert RUNNER.invoke(cli.app, ["run", "quickstart", "--chaos", str(path)]).exit_code == 0
+    ((_, _, chaos, _),) = executed
+    assert chaos == FaultPlan((Fault(who="trainer 1", action="hang", at="publish"),))
+
+
+def test_the_shipped_fault_plan_strikes_in_the_middle_of_the_quickstart(executed: list[Call]) -> None:
+    assert RUNNER.invoke(cli.app, ["run", "quickstart", "--chaos", "chaos"]).exit_code == 0
+    ((recipe, _, chaos, _),) = executed
+    assert chaos is not None
+    assert recipe == load_recipe(SHIPPED / "quickstart.yaml")
+    assert [(fault.who, fault.action, fault.at, fault.version) for fault in chaos.faults] == [
+        ("engine main-1", "kill", "move", 8),
+        ("engine main-0", "corrupt", "move", 14),
+    ]
+    assert all(1 < (fault.version or 0) <= recipe.loop.steps for fault in chaos.faults)
+
+
+def test_a_trace_is_written_where_it_is_asked_for(executed: list[Call]) -> None:
+    assert RUNNER.invoke(cli.app, ["run", "quickstart", "--trace"]).exit_code == 0
+    assert executed[0][3]
+
+
+def test_the_page_of_a_run_is_made_again(tmp_path: Path) -> None:
+    run_report().write(tmp_path / "report.json")
+    result = RUNNER.invoke(cli.app, ["report", str(tmp_path)])
+    assert result.exit_code == 0
+    assert (tmp_path / "report.html").read_text() == page(read_report(tmp_path / "report.json"))
+    lines = result.stdout.splitlines()
+    assert lines[0].strip() == "quickstart: done"
+    assert any("15 of 16" in line for line in lines)
+    assert lines[-1] == f"report: {tmp_path / 'report.html'}"
+
+
+def test_a_run_that_came_to_no_step_has_a_page_too(tmp_path: Path) -> None:
+    RunReport(name="early", seed=0, status="failed").write(tmp_path / "report.json")
+    result = RUNNER.invoke(cli.app, ["report", str(tmp_path)])
+    assert (result.exit_code, result.stdout.splitlines()[0].strip()) == (0, "early: failed")
+
+
+@pytest.mark.parametrize(
+    ("folder", "text", "says"),
+    [
+        (
+            "quikstart",
+            None,
+            "DIR: '{0}/quikstart' is not valid; give the folder of a run; did you mean 'quickstart'?",
+        ),
+        ("bad", "{", "report.json: '{0}/bad/report.json' is not valid; run the recipe again: "),
+        ("bad", '{"name": "x"}', "missing required field `seed`"),
+        ("bad", '{"name": "x", "seed": 0, "steps": [{"step": "1"}]}', "`$.steps[0].step`"),
+        ("bad", '{"name": "x", "seed": 0, "links": [["a", "b", "near", 1]]}', "`$.links[0]`"),
+    ],
+)
+def test_a_folder_that_is_not_a_runs_is_one_line(
+    tmp_path: Path, folder: str, text: str | None, says: str
+) -> None:
+    RunReport(name="x", seed=0).write(tmp_path / "quickstart" / "report.json")
+    if text is not None:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "report.json").write_text(text)
+    result = RUNNER.invoke(cli.app, ["report", str(tmp_path / folder)])
+    assert result.exit_code == 2
+    assert says.format(tmp_path) in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / folder / "report.html").exists()
+
+
+def test_resuming_needs_a_cluster_that_outlives_the_driver(
+    executed: list[Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    arguments = ["run", "quickstart", "--set", "resume=true"]
+    result = RUNNER.invoke(cli.app, arguments)
+    assert result.exit_code == 2
+    assert "resume: True is not valid" in result.stderr
+    assert "ray start --head" in result.stderr
+    assert not executed
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert RUNNER.invoke(cli.app, arguments).exit_code == 0
+    ((recipe, _, _, _),) = executed
+    assert recipe.resume
+
+
+def test_the_version_is_printed() -> None:
+    result = RUNNER.invoke(cli.app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"weightsync {weightsync.__version__}\n")
+
+
+def test_bad_input_needs_neither_ray_nor_torch() -> None:
+    code = "import sys; from weightsync.recipes.cli import app\ntry: app(['run', 'none'])\n"
+    code += "except SystemExit as end: print(end.code, *{'ray', 'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2"]
+
+
+MODEL = ["--model", "qwen3-8b", "--trainers", "fsdp=4", "--engine", "tp=2"]
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_plan_in_the_readme_is_what_is_printed() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.search(r"```sh\n\.venv/bin/weightsync (plan .+)\n```[^`]+```\n([^`]+)```", text)
+    assert shown is not None
+    result = RUNNER.invoke(cli.app, shlex.split(shown[1]))
+    assert result.exit_code == 0
+    assert result.stdout == shown[2]
+
+
+PLANS = re.findall(
+    r"^\.venv/bin/weightsync (plan .+)$", (ROOT / "recipes/README.md").read_text(encoding="utf-8"), re.M
+)
+LARGEST = "kimi-k2"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(plan, marks=[pytest.mark.faults] if LARGEST in plan else []) for plan in PLANS],
+)
+def test_plans_of_the_recipes_page_run(command: str) -> None:
+    result = RUNNER.invoke(cli.app, shlex.split(command))
+    assert result.exit_code == 0
+    assert "\nbroadcast\n" in result.stdout
+    assert "\ndirect\n" in result.stdout
+
+
+@pytest.mark.parametrize("name", sorted(shipped_recipes(plans=False)))
+def test_every_shipped_recipe_is_planned(name: str) -> None:
+    result = RUNNER.invoke(cli.app, ["plan", name])
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"{name}: 25 tensors")
+
+
+def test_engines_of_different_ranks_are_planned_each_for_itself() -> None:
+    """1.2 MiB: about a half to each rank of the first engine (norms are whole), all to the second."""
+    direct = direct_section("disaggregated")
+    assert "  3 engine ranks read 2.4 MiB in 75 copies" in direct
+    assert "  engine-0 rank 1: own GPU 0 B, own host 611.0 KiB, other hosts 0 B; 25 copies" in direct
+    assert (
+        "  engine-1 rank 0, the slowest: own GPU 0 B, own host 1.2 MiB, other hosts 0 B; 25 copies" in direct
+    )
+
+
+def test_a_plan_between_hosts_says_what_crosses() -> None:
+    """16.38 GB on 8 trainers of one host and 2 engines of 4 on the next: all of it crosses once."""
+    arguments = ["plan", "--model", "qwen3-8b", "--trainers", "fsdp=8", "--engine", "tp=4", "--engines", "2"]
+    result = RUNNER.invoke(cli.app, [*arguments, "--apart", "--cluster", "8xh100", "--offloaded"])
+    assert result.exit_code == 0
+    assert "8 trainer ranks, 2 engines of 4 ranks, on 16 GPUs in 2 hosts\n" in result.stdout
+    assert "floor 36.4 ms; broadcast 36.4 ms, host to device 32.0 ms" in result.stdout
+    assert "between 2 hosts: floor 41.0 ms; 16.38 GB into one of them, 16.38 GB out of one" in result.stdout
+
+
+def test_a_host_with_trainers_of_its_own_takes_only_what_it_lacks() -> None:
+    arguments = ["plan", "--model", "qwen3-8b", "--trainers", "fsdp=16", "--engine", "tp=8", "--engines", "2"]
+    result = RUNNER.invoke(cli.app, [*arguments, "--cluster", "8xh100"])
+    assert "between 2 hosts: floor 20.5 ms; 8.19 GB into one of them, 8.19 GB out of one" in result.stdout
+
+
+def direct_section(*arguments: str) -> list[str]:
+    result = RUNNER.invoke(cli.app, ["plan", *arguments])
+    assert result.exit_code == 0
+    return result.stdout.partition("\ndirect\n")[2].splitlines()
+
+
+def test_direct_reads_of_two_engine_ranks_apart_take_half_the_model_each() -> None:
+    """61.06 GB over two NVLinks of 382 GB/s."""
+    arguments = ["--model", "qwen3-30b-a3b", "--trainers", "fsdp=2", "--engine", "tp=2", "--apart"]
+    lines = direct_section(*arguments, "--cluster", "4xh200")
+    assert "  all: own GPU 0 B, own host 56.9 GiB, other hosts 0 B" in lines
+    assert lines[-1] == "  on 4xh200: floor 80.0 ms; NVLink into GPU 2"
+
+
+def test_what_engines_of_a_host_read_alike_from_another_crosses_once() -> None:
+    arguments = [
+        "--model",
+        "qwen3-8b",
+        "--trainers",
+        "fsdp=8",
+        "--engine",
+        "tp=4",
+        "--engines",
+        "2",
+        "--apart",
+    ]
+    lines = direct_section(*arguments, "--cluster", "8xh100")
+    assert lines[0].startswith("  8 engine ranks read 30.5 GiB in ")
+    assert lines[1] == "  all: own GPU 0 B, own host 15.3 GiB, other hosts 15.3 GiB"
+    assert lines[-1] == "  on 8xh100: floor 41.0 ms; NICs into host 1"
+
+
+def test_of_very_many_copies_only_some_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsync.recipes.forecast.MOST_COPIES", 5_000)
+    arguments = ["--model", "qwen3-8b", "--trainers", "fsdp=4", "--engine", "tp=8", "--cluster", "8xh100"]
+    lines = direct_section(*arguments)
+    assert lines[0].startswith("  3 of 8 engine ranks")
+    assert "floor at least " in lines[-2]
+
+
+@pytest.mark.parametrize("cluster", [[], ["--cluster", "8xh100"]])
+@pytest.mark.parametrize("apart", [[], ["--apart"]])
+@pytest.mark.parametrize(("trainers", "tp", "engines"), [(4, 2, 7), (12, 4, 9), (3, 8, 5)])
+def test_ranks_that_are_alike_are_planned_once(
+    monkeypatch: pytest.MonkeyPatch,
+    cluster: list[str],
+    apart: list[str],
+    trainers: int,
+    tp: int,
+    engines: int,
+) -> None:
+    arguments = ["--model", "qwen3-8b", "--trainers", f"fsdp={trainers}", "--engine", f"tp={tp}"]
+    arguments += ["--engines", str(engines), *apart, *cluster]
+    planned: list[int] = []
+    reads = Reshard.reads
+
+    def counted(reshard: Reshard, rank: int, near: Sequence[int], *, start: int | None = None) -> Reads:
+        planned.append(rank)
+        return reads(reshard, rank, near, start=start)
+
+    monkeypatch.setattr(Reshard, "reads", counted)
+    quick, num_quick = direct_section(*arguments), len(planned)
+    monkeypatch.setattr(
+        "weightsync.recipes.forecast.alike", lambda _, every, __: dict.fromkeys(range(len(every)), 1)
+    )
+    assert quick == direct_section(*arguments)
+    assert num_quick <= len(planned) - num_quick == tp * engines
+
+
+def test_a_hundred_thousand_engines_are_planned_at_once() -> None:
+    arguments = ["plan", *MODEL, "--engines", "100000", "--cluster", "8xh200"]
+    result = RUNNER.invoke(cli.app, arguments)
+    assert result.exit_code == 0
+    assert "100000 engines of 2 ranks, on 200000 GPUs in 25000 hosts" in result.stdout
+    assert "  200000 engine ranks read 1489.9 TiB in " in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks"),
+    [
+        ((5, 7, 4), [0, 1, 2, 3, 4]),
+        ((9, 3, 4), [0, 1, 2]),
+        ((16, 9, 4), [0, 1, 2, 3, 8, 9, 10, 11]),
+        ((14, 12, 4), [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]),
+    ],
+)
+def test_whole_hosts_are_planned(sizes: tuple[int, int, int], ranks: list[int]) -> None:
+    assert sample(*sizes) == ranks
+
+
+def test_tensors_that_bytes_alone_cannot_bring_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def same_dtype_tensors(
+        source: Layout, name: str, engine: Layout
+    ) -> tuple[frozenset[str], dict[str, str]]:
+        rest = [each for each in source.names if each.endswith("layernorm.weight")]
+        return frozenset(source.names) - {*rest}, dict.fromkeys(rest, "float32 here, bfloat16 there")
+
+    monkeypatch.setattr("weightsync.recipes.forecast.same_dtype_tensors", same_dtype_tensors)
+    lines = direct_section(*MODEL)
+    assert "  model.layers.0.input_layernorm.weight, by broadcast: float32 here, bfloat16 there" in lines
+    assert lines[-1].endswith(" more tensors by broadcast")
+
+
+def test_trainers_in_host_memory_are_not_read_directly() -> None:
+    lines = direct_section(*MODEL, "--offloaded")
+    assert lines == ["  none: the trainers publish into host memory, which engines do not read"]
+
+
+def test_a_recipe_whose_trainers_sleep_says_so_itself() -> None:
+    assert direct_section("quickstart", "--set", "loop.sleep=2") == direct_section(*MODEL, "--offloaded")
+
+
+def test_the_plan_of_a_recipe_moves_what_its_run_moves() -> None:
+    result = RUNNER.invoke(cli.app, ["plan", "quickstart", "--set", "placement=disaggregated"])
+    assert result.exit_code == 0
+    assert "2 trainer ranks, 2 engines of 1 rank, on 4 GPUs\n" in result.stdout
+    assert "2 holders receive up to 1.2 MiB" in result.stdout
+    assert "floor" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "--model: None is not valid; give RECIPE, or --model, --trainers and --engine"),
+        (MODEL[:4], "--engine: None is not valid"),
+        (["quikstart"], "did you mean 'quickstart'?"),
+        (["quickstart", *MODEL[:2]], "--model: 'qwen3-8b' is not valid; RECIPE says it"),
+        (["quickstart", "--engines", "2"], "--engines: 2 is not valid; RECIPE says it"),
+        (["quickstart", "--apart"], "--apart: True is not valid; RECIPE says it"),
+        (["quickstart", "--set", "sync.max_staging_bytes=4KiB"], "sync.max_staging_bytes: "),
+        ([*MODEL, "--set", "trainers.count=1"], "--set: ['trainers.count=1'] is not valid"),
+        ([*MODEL, "--engines", "0"], "--engines: 0 is not valid; give at least 1"),
+        (
+            [*MODEL, "--engines", "500001"],
+            "--engines: 500001 is not valid; give at most 500000: engines of 2",
+        ),
+        ([*MODEL, "--cluster", "8xh2000"], "did you mean '8xh200'?"),
+        ([*MODEL, "--cluster", "no/such.yaml"], "--cluster: 'no/such.yaml' is not valid"),
+        (["--model", "qwen3-30b-a33b", *MODEL[2:]], "did you mean 'qwen3-30b-a3b'?"),
+        ([*MODEL[:2], "--trainers", "fsdq=4", *MODEL[4:]], "did you mean 'fsdp'?"),
+        ([*MODEL[:4], "--engine", "tp=6"], "--engine tp: 6 is not valid; the 32 attention heads"),
+    ],
+)
+def test_a_bad_plan_is_one_line(arguments: list[str], says: str) -> None:
+    result = RUNNER.invoke(cli.app, ["plan", *arguments])
+    assert result.exit_code == 2
+    assert says in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_a_plan_needs_neither_ray_nor_torch() -> None:
+    code = f"import sys; from weightsync.recipes.cli import app\ntry: app(['plan', *{MODEL!r}])\n"
+    code += "except SystemExit as end: print(end.code, *{'ray', 'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0"
+
+
+def test_checkpoints_that_cannot_be_served_start_nothing(tmp_path: Path) -> None:
+    for name in ("a", "b/a", "cut", "empty"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("a", "b/a", "cut"):
+        (tmp_path / name / "config.json").write_text("{}")
+        save_file({"weight": torch.zeros(4)}, tmp_path / name / "model.safetensors")
+    os.truncate(tmp_path / "cut/model.safetensors", 40)
+    (tmp_path / "twice").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(tmp_path / "a" / name, tmp_path / "twice")
+    shutil.copy(tmp_path / "a/model.safetensors", tmp_path / "twice/other.safetensors")
+    cases = {
+        "a config.json and safetensors files": [tmp_path / "empty"],
+        "it is cut short": [tmp_path / "cut"],
+        "weight: ": [tmp_path / "twice"],
+        "another one is called a: rename one": [tmp_path / "a", tmp_path / "b/a"],
+        "--kind: 'tensorrt'": [tmp_path / "a", "--kind", "tensorrt"],
+        "a torch engine has one rank": [tmp_path / "a", "--kind", "torch", "--tensor-parallel-size", "2"],
+    }
+    for message, arguments in cases.items():
+        done = RUNNER.invoke(cli.app, ["serve-checkpoint", *map(str, arguments)])
+        assert (done.exit_code, message in done.stderr) == (cli.BAD_INPUT, True), done.stderr
