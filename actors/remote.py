@@ -221,15 +221,15 @@ class RemoteHolder(_Remote):
         await self._call("map", part, offer)
 
     async def snapshot(self, header: SnapshotHeader, is_flat: bool, expected: Digests) -> Offer:
-        offer: Offer = await self._call("keep", header, is_flat, expected)
+        offer: Offer = await self._call("snapshot", header, is_flat, expected)
         return offer
 
     async def replicate(self, snapshot_part: SnapshotPart, timeout_s: float) -> Offer:
-        mirrored: Offer = await self._call("replicate", snapshot_part, timeout_s)
-        return mirrored
+        replica: Offer = await self._call("replicate", snapshot_part, timeout_s)
+        return replica
 
     async def snapshots(self) -> list[SnapshotPart]:
-        shares: list[SnapshotPart] = await self._call("kept")
+        shares: list[SnapshotPart] = await self._call("snapshots")
         return shares
 
     async def refill(

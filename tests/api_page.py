@@ -20,6 +20,8 @@ Methods whose names begin with `sync_` are called by `WeightSync` and are left o
 SECTION = re.compile(r"(Args|Attributes|Returns|Raises):$")
 ITEM = re.compile(r"    (\w[\w, ]*): (.*)")
 WIDTH = 100
+HIDDEN = ("self", "_ray_trace_ctx")
+"""Ray adds the second to methods of a class that was made an actor."""
 
 
 class _Bare(str):
@@ -36,7 +38,7 @@ def signature(name: str, thing: object) -> str:
     if inspect.isclass(thing) and "__init__" not in vars(thing) and issubclass(thing, Exception):
         return f"```\n{name}(message: str)\n```"
     found = inspect.signature(thing)  # type: ignore[arg-type]
-    params = [each for each in found.parameters.values() if each.name != "self"]
+    params = [each for each in found.parameters.values() if each.name not in HIDDEN]
     bare = [each.replace(annotation=_Bare(each.annotation)) for each in params]
     returns = "" if inspect.isclass(thing) else f" -> {found.return_annotation}"
     text = str(inspect.Signature(bare))

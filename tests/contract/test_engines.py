@@ -100,7 +100,7 @@ def test_a_request_lives_through_an_update(rig: Rig) -> None:
         assert any(
             rig.serves(old, [prompt], [tokens[:kept]], kept)
             and rig.serves(new, [prompt + tokens[:kept]], [tokens[kept:]], 40 - kept)
-            for kept in rig.snapshots()
+            for kept in rig.kept()
         )
 
 
