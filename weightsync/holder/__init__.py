@@ -1,1 +1,1 @@
-"""A holder's part: one process per GPU or slot, which moves the bytes."""
+"""The holder: one process per GPU or slot, which moves the bytes."""

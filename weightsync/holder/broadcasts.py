@@ -1,4 +1,4 @@
-"""A holder's ends of the communicators that broadcasts go through."""
+"""A holder's communicators for broadcasts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["Communicators"]
 
 
 class Communicators:
-    """Those of holder `index`: see `broadcast_groups`. None where the plan has no buckets.
+    """The communicators of holder `index`, as `broadcast_groups` says; none if the plan has no buckets.
 
     Attributes:
-        transports: by their members.
+        transports: this holder's end of each communicator, by its members.
     """
 
     def __init__(self, plan: Plan, index: int, together: bool, make: Callable[[], Transport]) -> None:
@@ -28,23 +28,23 @@ class Communicators:
         self.transports: dict[Group, Transport] = {g: make() for g in sorted(set(self._group_of.values()))}
 
     def offers(self, host: str) -> dict[Group, str]:
-        """Where those meet whose first rank is here; `host` is this host's address."""
+        """Return a rendezvous per communicator whose rank 0 is this holder. `host`: this host's address."""
         return {g: each.offer(host) for g, each in self.transports.items() if g[0] == self._index}
 
     def join(self, offers: Mapping[Group, str], timeout_s: float) -> None:
-        """Open each, in the same order on every holder. Raises TransportError."""
+        """Open every communicator, in the same order on every holder. Raises TransportError."""
         for group, transport in self.transports.items():
             transport.open(offers[group], group.index(self._index), len(group), timeout_s)
 
     def warm_up(self, device: str) -> None:
-        """Each sends a byte from each rank."""
+        """Broadcast one byte from each rank of each communicator."""
         for group, transport in self.transports.items():
             roots = range(len(group))
             ops = [Broadcast(torch.zeros(1, dtype=torch.uint8, device=device), root) for root in roots]
             transport.start(ops).wait()
 
     def start(self, bucket: int, staging: Staging) -> list[Pending]:
-        """Begin the broadcasts that fill a bucket."""
+        """Start the broadcasts that fill a bucket."""
         started = []
         for group, transport in self.transports.items():
             steps = [
@@ -56,7 +56,7 @@ class Communicators:
         return started
 
     def abort(self, cause: str) -> None:
-        """Leave at once, also out of what is running."""
+        """Leave every communicator at once, even during an operation."""
         for transport in self.transports.values():
             transport.abort(cause)
 

@@ -1,4 +1,4 @@
-"""A holder's part in the messages that bring engine ranks what they need of other hosts."""
+"""A holder's part in the messages that bring engine ranks data from other hosts."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ __all__ = ["CrossHostExchange"]
 
 
 class CrossHostExchange:
-    """Made once a connection; keeps all that an update needs.
+    """One holder's end of the exchange, made once per connect.
 
     Attributes:
         transport: the communicator of the members.
-        shuffle: the messages, and their memory. None while there is no memory for them.
+        shuffle: the messages and their memory. None if that memory could not be allocated.
     """
 
     def __init__(self, part: Part, transport: Transport, staging: Staging) -> None:
-        """Raises as `aim` does."""
+        """Raises the errors of `aim`."""
         self._part, self.transport, self._staging = part, transport, staging
         self.shuffle: Shuffle | None = None
         self.aim()
 
     def aim(self) -> None:
-        """Take the staging memory, and find all addresses in the trainer's memory and the engine rank's.
+        """Allocate the messages and look up addresses in the trainer's and engine rank's memory.
 
-        Raises TransportError when memory does not suffice, PlanError when a buffer is not what was planned.
+        Raises TransportError when memory is short, PlanError when a buffer is not what was planned.
         """
         plan, rank = self._part.plan, self._part.rank
         source = self._staging.source if rank < plan.num_senders else None
         target = self._staging.target if rank in plan.receivers else None
-        self.shuffle = None  # its memory serves the next one
+        self.shuffle = None  # frees memory that the next one can use
         try:
             self.shuffle = Shuffle(plan, rank, self.transport, source=source, target=target)
         except torch.OutOfMemoryError as error:
@@ -45,19 +45,19 @@ class CrossHostExchange:
             raise TransportError(f"no memory for messages of {most} bytes: {error}") from error
 
     def offer(self, host: str) -> str:
-        """Where the members meet, if this is the first of them, else empty."""
+        """Return the rendezvous if this holder is rank 0, else an empty string."""
         return "" if self._part.rank else self.transport.offer(host)
 
     def open(self, rendezvous: str, timeout_s: float) -> None:
-        """Meet the others, and use every path once. Raises TransportError."""
+        """Join the communicator and use every path once. Raises TransportError."""
         assert self.shuffle
         self.transport.open(rendezvous, self._part.rank, len(self._part.members), timeout_s)
         self.shuffle.rehearse()
 
     def move(self, wanted: Callable[[], bool]) -> None:
-        """Send and receive all messages, and begin to write what came to the engine rank, if it is `wanted`.
+        """Send and receive all messages. If `wanted`, start writing received data to the engine rank.
 
-        Raises TransportError, which says who the communicator's ranks are.
+        Raises TransportError, which says which holders the ranks are.
         """
         assert self.shuffle
         try:
@@ -67,7 +67,7 @@ class CrossHostExchange:
             raise TransportError(f"{error} (messages between hosts; ranks are holders {who})") from error
 
     def abort(self, cause: str) -> None:
-        """Leave the communicator at once, also out of a running `move`."""
+        """Leave the communicator at once, even during `move`."""
         self.transport.abort(cause)
 
     def close(self) -> None:

@@ -25,23 +25,23 @@ from weightsync.transports import Pending
 __all__ = ["DeviceStaging", "take_slots"]
 
 _NUM_BLOCKS = 64
-"""Thread blocks of a copy: near full speed, and NCCL's own find multiprocessors that are free."""
+"""Thread blocks of a copy: close to full speed, and NCCL still finds free multiprocessors."""
 _MIN_TARGETS = 2
-"""While one is read into, the other is copied from."""
+"""A refill reads into one target while the other is copied to the device."""
 
 
 def take_slots(
     plan: Plan, before: Sequence[DeviceBuffer]
 ) -> tuple[Sequence[DeviceBuffer], Sequence[DeviceBuffer]]:
-    """The slots that `plan` needs, and those of `before` that are of no further use.
+    """Return the slots that `plan` needs, and the slots of `before` to close.
 
-    An earlier epoch's are kept if they are large enough: who mapped them need not do so again.
-    Raises TransportError when the device has not that much memory.
+    Slots of an earlier epoch are kept if they are large enough, so that no process has to map them again.
+    Raises TransportError when the device is short of memory.
     """
     if len(before) == plan.slots and all(slot.handle.nbytes >= plan.max_bucket_nbytes for slot in before):
         return before, ()
     slots: list[DeviceBuffer] = []
-    torch.cuda.empty_cache()  # torch keeps what messages of an earlier epoch took
+    torch.cuda.empty_cache()  # torch caches the memory of an earlier epoch's messages
     try:
         while len(slots) < plan.slots:
             slots.append(DeviceBuffer.create(plan.max_bucket_nbytes))
@@ -174,14 +174,14 @@ class DeviceStaging:
         self._free[bucket % len(self._buffers)] = self._writing.record_event()
 
     def settle(self, timeout_s: float) -> None:
-        self._writing.wait_event(self._filling.record_event())  # an image is not written out of slots
+        self._writing.wait_event(self._filling.record_event())  # flat snapshots are loaded there
         _Event(self._writing.record_event(), "writing to the engine", self._index, timeout_s).wait()
 
     def at(self, step: Step) -> torch.Tensor:
         return self._slot(step.bucket)[step.offset : step.offset + step.nbytes]
 
     def close(self) -> None:
-        """Let go of others' memory. The slots are the holder's, and outlive an epoch."""
+        """Unmap the memory of other processes. The slots belong to the holder and outlive an epoch."""
         torch.cuda.synchronize()
         self._pack, self._casts = None, {}
         self._let_go_of_engine()
@@ -212,7 +212,7 @@ class DeviceStaging:
         memory = {}
         for name, handle in export.buffers.items():
             buffer = DeviceBuffer.open(handle)
-            mapped.append(buffer)  # at once: the next may fail
+            mapped.append(buffer)  # before the next one is opened, which may fail
             memory[name] = buffer.tensor
         return memory
 
@@ -225,7 +225,7 @@ class DeviceStaging:
     def _cast(
         self, piece: Piece, segments: Sequence[Segment], memory: Mapping[str, torch.Tensor], dtype: str
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Copies with a change of dtype, which bytes alone cannot do: (target, source) views."""
+        """Return (target, source) views of a piece that changes its dtype, for copies by torch."""
         meta = self._plan.tensors[piece.tensor]
         slot = self._slot(piece.bucket)[piece.offset : piece.offset + piece.nbytes]
         target = slot.view(getattr(torch, meta.dtype)).view(piece.box.extent)
@@ -243,7 +243,7 @@ def _stream() -> torch.cuda.Stream:
 
 
 class _Event:
-    """The end of what a stream was given so far."""
+    """The end of the work queued on a stream so far."""
 
     def __init__(self, event: torch.cuda.Event, phase: str, holder: int, timeout_s: float) -> None:
         self._event, self._phase, self._timeout_s = event, phase, timeout_s

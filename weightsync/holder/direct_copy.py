@@ -1,4 +1,4 @@
-"""An engine rank's reads out of the trainers' memory."""
+"""Direct copies from the trainers' memory into an engine rank's."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from weightsync.protocol.handles import DeviceHandle
 __all__ = ["NUM_BLOCKS", "DirectCopy"]
 
 NUM_BLOCKS = 264
-"""Thread blocks of the kernel, which has the device for itself: the engine is paused.
+"""Thread blocks of the kernel. It has the device to itself, since the engine is paused.
 
-Copy engines are faster by 6 % for blocks of 64 MiB and more, slower for all others: `benchmarks.bench_pull`.
+Copy engines are 6 % faster for blocks of 64 MiB and more, and slower for all others: `benchmarks.bench_pull`.
 """
 
 
 class DirectCopy:
-    """Made once a connection, on the current device; `begin` is all that an update does."""
+    """All direct copies of one engine rank, made once per connect on the current device."""
 
     def __init__(
         self,
@@ -51,17 +51,17 @@ class DirectCopy:
             raise
 
     def begin(self, stream: torch.cuda.Stream) -> None:
-        """Copy everything; asynchronous, ordered on `stream`."""
+        """Start all copies on `stream`, without waiting for them."""
         self._kernel.launch(0, stream)
 
     def close(self) -> None:
-        """Let go of the trainers' memory. Nothing may still be reading it."""
+        """Unmap the trainers' memory. No copy may be running."""
         while self._memory:
             self._memory.pop().close()
 
 
 def _touch(starts: list[int]) -> None:
-    """Read from each mapping once, so that no update pays its first use."""
+    """Read one byte of each mapping, so that no update pays for its first use."""
     scratch = torch.empty(len(starts), dtype=torch.uint8, device="cuda")
     copies = [(start, scratch.data_ptr() + i, 1, 1, 1, 1) for i, start in enumerate(starts)]
     stream = torch.cuda.current_stream()

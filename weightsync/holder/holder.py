@@ -56,14 +56,14 @@ if TYPE_CHECKING:
 __all__ = ["Holder"]
 
 _PATIENCE = 0.5, 0.9
-"""Of a move's time, what one wait for an engine rank may take, and what all may together.
+"""Fractions of a move's time: for one wait for an engine rank, and for all such waits together.
 
-Others wait a move's time for each bucket: what is over is for the bucket to come.
+Other holders wait a move's time for each bucket. The rest is left for sending the bucket.
 """
 
 
 class Holder:
-    """One member of every communicator; serves at most one trainer rank and one engine rank."""
+    """A process that moves bytes for at most one trainer rank and one engine rank."""
 
     def __init__(
         self,
@@ -73,9 +73,12 @@ class Holder:
         device: str = "",
         make_staging: Callable[[Plan, int, SendBuffer | None, bool], Staging] = HostStaging,
     ) -> None:
-        """`host` is this host's address as other holders reach it. `device` is the GPU that buckets lie on,
-        ``cuda:<UUID>``, and the first that this process sees; they lie in host memory where it is empty:
-        in what `make_staging` makes.
+        """
+        Args:
+            host: this host's address as other holders reach it.
+            device: the GPU of the buckets, ``cuda:<UUID>``, which must be the first that this process
+                sees; empty for buckets in host memory.
+            make_staging: makes the bucket slots in host memory.
         """
         self._make_staging = make_staging
         self.name, self._host, self._device = name, host, device
@@ -97,58 +100,58 @@ class Holder:
         self._watched = threading.Event()
 
     def __repr__(self) -> str:
-        """What Ray writes before each line of its log."""
+        """Return the name, with which Ray starts each line of its log."""
         return self.name
 
     @property
     def staging(self) -> Staging | None:
-        """Where its buckets lie. None before `prepare`."""
+        """The bucket slots. None before `prepare`."""
         return self._staging
 
     @property
     def transports(self) -> Mapping[Group, Transport]:
-        """What its broadcasts go through, by members. Empty before `prepare`, and without buckets."""
+        """The communicators of its broadcasts, by members. Empty before `prepare`, and without buckets."""
         return self._groups.transports if self._groups else {}
 
     @property
     def cross_host(self) -> CrossHostExchange | None:
-        """Its part in the messages between hosts. None where it has none."""
+        """Its part in the cross-host exchange. None if it has none."""
         return self._exchange
 
     @property
     def snapshot_store(self) -> SnapshotStore | None:
-        """What it keeps of committed versions. None before `serve_snapshots`."""
+        """Its snapshots of committed versions. None before `serve_snapshots`."""
         return self._snapshots
 
     def ready(self) -> tuple[str, str]:
-        """Its name and its transport. Raises what its device says: an error there stays for good."""
+        """Return its name and transport. Raises the device's error, which is permanent."""
         if self._device:
             torch.cuda.current_stream().query()
         return self.name, self._transport_name
 
     def watch(self) -> None:
-        """Ends with this process, or when somebody else watches it: its controller has died then."""
-        self.sample_memory(on=False)  # that one may have left it running
+        """Block until this process ends, or until another driver calls `watch` after this one has died."""
+        self.sample_memory(on=False)  # a driver that died may have left it on
         self._watched.set()
         self._watched = watched = threading.Event()
         watched.wait()
 
     def sync_set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
-        """See `weightsync.faults.set_faults`."""
+        """Set the faults to inject here, as `weightsync.faults.set_faults` does."""
         set_faults(who, faults, seed)
 
     def prepare(self, plan: Plan, index: int, source: str) -> Prepared:
-        """Take memory for `plan` as holder `index`, and leave what an earlier plan used.
+        """Allocate memory for `plan` as holder `index`, and release what an earlier plan used.
 
-        `source`: the device of its trainer rank's layout, read in place if it is this holder's. A send buffer
-        whose bytes the new plan lays out alike is kept. Raises TransportError when memory is short.
+        `source`: the device of its trainer rank's layout; on this holder's device it is read in place. A send
+        buffer is kept if the new plan lays it out alike. Raises TransportError when memory is short.
         """
-        with self._preparing:  # for a controller that has died, it may be running still
+        with self._preparing:  # a call from a driver that died may still be running
             return self._prepare(plan, index, source)
 
     def _prepare(self, plan: Plan, index: int, source: str) -> Prepared:
         self._leave()
-        before, self._plan = self._plan, None  # what fails half-way leaves nothing to be kept
+        before, self._plan = self._plan, None  # if this fails half-way, the next call keeps no buffer
         digest = plan.digest()
         trainers, engines = plan.members.trainers, dict(plan.members.engines)
         trainer = trainers.index(index) if index in trainers else -1
@@ -160,20 +163,21 @@ class Holder:
         self._plan, self._plan_digest, self._index, self._trainer = plan, digest, index, trainer
         if engine is not None:
             self._feed = self._open_feed(engine, self._staging)
-        # On devices every holder has slots to receive into, and NCCL's communicators are dear.
+        # On devices every holder has slots to receive into, and one NCCL communicator is cheaper than many.
         self._groups = Communicators(plan, index, bool(self._device), self._transport)
         offers = self._groups.offers(self._host)
         return Prepared(digest, written(self._send_buffer), self._feed.ticket if self._feed else None, offers)
 
     def source(self, name: str, exports: Mapping[str, HostExport | None]) -> None:
-        """See `MappedSendBuffer.source`; without effect where trainers publish now."""
+        """Map checkpoints and publish one (`MappedSendBuffer.source`). Ignored by other send buffers."""
         if isinstance(self._send_buffer, MappedSendBuffer):
             self._send_buffer.source(name, exports, bool(self._device))
 
     def adopt(self, plan: Plan, engine: str) -> FeedTicket:
-        """A ticket for an engine rank that takes another's place here, or that came after the connecting.
+        """Return a ticket for an engine rank that replaces another or joins after the connect.
 
-        What else this holder does in `plan` goes on. One that had no part in it only serves this rank.
+        The rest of this holder's part in `plan` is unchanged. A holder that has another plan, or none, then
+        serves only this rank.
         """
         self.drop_engine()
         digest = plan.digest()
@@ -191,7 +195,10 @@ class Holder:
             return self._feed.ticket
 
     def link(self, engine: Export | None, trainer: Export | None = None) -> None:
-        """Map the engine rank's memory, in place of the last, and the trainer's. Raises TransportError."""
+        """Map the memory of the engine rank, instead of the last one's, and of the trainer.
+
+        Raises TransportError.
+        """
         if self._staging:
             with self._moving, self._staging.queue():
                 if trainer:
@@ -206,18 +213,18 @@ class Holder:
 
     def accept(self, timeout_s: float) -> None:
         """Wait for the engine rank's hello. Raises DeadlineError or WireError."""
-        with self._moving:  # who takes the feed away waits for the end
+        with self._moving:  # `adopt` and `close` wait before they close the feed
             if self._feed:
                 self._feed.accept(self._plan_digest, timeout_s)
-        for slot in self._retired:  # who is of this epoch has mapped others
+        for slot in self._retired:  # engine ranks of this epoch have mapped the new slots
             slot.close()
         self._retired = ()
 
     def warm_up(self, timeout_s: float) -> None:
-        """Use every path once, so that no update pays its first use.
+        """Use every path once, so that no update pays for its first use.
 
-        Each communicator sends a byte from each rank; then the first bucket is sent as an update
-        would, but goes no further. Raises TransportError or DeadlineError.
+        Each communicator sends a byte from each rank. Then the first bucket is sent as in an update and
+        discarded. Raises TransportError or DeadlineError.
         """
         plan, staging = self._plan, self._staging
         assert plan is not None
@@ -230,34 +237,33 @@ class Holder:
                     pending.wait()
 
     def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
-        """See `Staging.route`; it holds until the engine rank is linked anew."""
+        """Prepare direct copies, as `Staging.route`. Valid until the next `link`."""
         if self._staging:
             with self._moving, self._staging.queue():
                 self._staging.route(reads, memory)
-                if self._exchange:  # the engine rank has other memory than the last one
+                if self._exchange:  # the engine rank's memory may have changed
                     self._exchange.aim()
 
     def exchange(self, part: Part) -> str:
-        """Take memory for messages; where to meet, if this is the first member. Raises TransportError."""
+        """Allocate messages; return the rendezvous if this is the first member. Raises TransportError."""
         assert self._staging
         with self._moving, self._staging.queue():
             self._exchange = CrossHostExchange(part, self._transport(), self._staging)
         return self._exchange.offer(self._host)
 
     def meet(self, rendezvous: str, timeout_s: float) -> None:
-        """Open the communicator of messages, and use each path once. Raises TransportError."""
+        """Open the communicator of the cross-host exchange and use each path once. Raises TransportError."""
         assert self._staging
         assert self._exchange
         with self._moving, self._staging.queue():
             self._exchange.open(rendezvous, timeout_s)
 
     def move(self, attempt: int, feeding: bool, task: UpdateTask, timeout_s: float) -> Moved:
-        """Run the plan once: broadcast every bucket and, if `feeding`, bring them to the engine rank.
+        """Run this holder's part of one update; if `feeding`, deliver the bytes to the engine rank.
 
-        Raises TransportError when the broadcast fails. Whatever
-        is raised, the communicators are left with it as the cause, so that nobody waits for this holder.
-        An engine rank that fails or falls silent is left behind and does not hold the others up: the answer
-        says so if it was too slow, else its own `load` does.
+        Raises TransportError when a transfer fails. On any error the communicators are aborted with it as
+        the cause, so that no other holder waits. An engine rank that fails or stops answering is left out and
+        does not delay the others: `Moved.slow` says so if it was too slow, else its own `load` raises.
         """
         plan, staging = self._plan, self._staging
         if plan is None or staging is None:
@@ -277,7 +283,7 @@ class Holder:
         try:
             run_update(plan, task, self._index, staging, self._exchange, start, consumer)
         except Exception as error:
-            # Also one of the device or of NCCL: who waits for this holder would wait for its deadline.
+            # Errors of the device and of NCCL too: other holders would wait until their deadline.
             cause = f"{self.name}: {type(error).__name__}: {error}"
             self.abort(cause)
             consumer.cancel(cause)
@@ -285,9 +291,9 @@ class Holder:
         return consumer
 
     def digests(self) -> Digests:
-        """Digest again what its trainer rank published, in the send buffer or in place: see `Source.publish`.
+        """Digest again what its trainer rank published, in the send buffer or in place.
 
-        Raises StateError when it serves no trainer rank.
+        Returns digests as `Source.publish` does. Raises StateError when it serves no trainer rank.
         """
         plan, staging, trainer, send_buffer = self._plan, self._staging, self._trainer, self._send_buffer
         if plan is None or staging is None or trainer < 0:
@@ -303,18 +309,18 @@ class Holder:
             return digest_parts(plan, parts)
 
     def serve_snapshots(self, protocol: str, rdma_device: str) -> None:
-        """Get ready to serve snapshots. Raises ConfigError if `choose_protocol` cannot provide `protocol`."""
+        """Prepare to serve snapshots. Raises ConfigError if `choose_protocol` cannot provide `protocol`."""
         if self._snapshots is None:
             self._snapshots = SnapshotStore(self.name, self._host, protocol, rdma_device)
 
     def snapshot(self, header: SnapshotHeader, is_flat: bool, expected: Digests) -> Offer:
-        """Snapshot what the trainer published or, if `is_flat`, what the engine rank serves."""
+        """Snapshot the published weights or, if `is_flat`, the engine rank's."""
         inject("commit", version=header.version)
         with self._moving if is_flat else nullcontext():
             return self._served_snapshots().snapshot(header, expected, self._snapshot_content(is_flat))
 
     def reserve(self, part: int, is_flat: bool) -> Offer | None:
-        """Allocate memory for `snapshot`; a checkpoint needs none. Raises TransportError without it."""
+        """Allocate memory for `snapshot`; mapped checkpoints need none. Raises TransportError."""
         what = self._snapshot_content(is_flat)
         return (
             None
@@ -323,7 +329,7 @@ class Holder:
         )
 
     def map(self, part: int, offer: Offer) -> None:
-        """See `SnapshotStore.map`."""
+        """Map a snapshot of another holder on this host. Raises PeerLostError when that holder is gone."""
         self._served_snapshots().map(part, offer)
 
     def _snapshot_content(self, is_flat: bool) -> SnapshotContent:
@@ -333,20 +339,20 @@ class Holder:
         return found
 
     def replicate(self, snapshot_part: SnapshotPart, timeout_s: float) -> Offer:
-        """Keep what another holder keeps, too. Raises as `SnapshotStore.replicate`."""
+        """Copy another holder's snapshot. Raises ReadError or DeadlineError, naming that holder."""
         return self._served_snapshots().replicate(snapshot_part, timeout_s)
 
     def snapshots(self) -> list[SnapshotPart]:
-        """See `SnapshotStore.snapshot`."""
+        """Return its complete snapshots, after pending writes finish."""
         return self._snapshots.snapshots() if self._snapshots else []
 
     def refill(
         self, attempt: int, snapshot: Snapshot, direct: bool, timeout_s: float, limit_s: float
     ) -> Refilled:
-        """Bring the engine rank to a version that others keep, bucket by bucket.
+        """Bring the engine rank to the version of `snapshot`, bucket by bucket.
 
-        `timeout_s` is for a bucket, `limit_s` for all. Raises ReadError or DeadlineError naming the
-        holder that failed when nobody else keeps the same; TransportError when it was stopped.
+        `timeout_s` is for one bucket, `limit_s` for all. Raises ReadError or DeadlineError naming the holder
+        that failed when no other holder has the same part; TransportError when it was stopped.
         """
         plan, staging = self._plan, self._staging
         if plan is None or staging is None or self._feed is None:
@@ -372,18 +378,21 @@ class Holder:
             refill.stop(cause)
 
     def abort(self, cause: str) -> None:
-        """Leave the communicators at once, also out of a running `move`, which then raises TransportError."""
+        """Leave the communicators at once. A running `move` then raises TransportError."""
         for each in (self._groups, self._exchange):
             if each:
                 each.abort(cause)
 
     def drop_engine(self) -> None:
-        """Give the engine rank up, also while `move` waits for it."""
+        """Give up the engine rank. A `move` that waits for it goes on without it."""
         if self._feed:
             self._feed.drop()
 
     def sample_memory(self, on: bool) -> tuple[str, Samples]:
-        """Begin or end to look: which device, and what was seen; nothing where there is none."""
+        """Start or stop the memory sampler; return the device and the samples since the last start.
+
+        Without a device both are empty.
+        """
         seen: Samples = self._sampler.stop() if self._sampler else ()
         self._sampler = MemorySampler(used_nbytes) if on and self._device else None
         return self._device, seen
@@ -407,7 +416,7 @@ class Holder:
         return self._snapshots
 
     def _start(self, plan: Plan, staging: Staging, bucket: int, timeout_s: float) -> list[Pending]:
-        """Queue the filling of this holder's share of a bucket, and its broadcasts."""
+        """Queue the copies of this holder's share of a bucket, and its broadcasts."""
         assert self._groups
         return [*staging.fill(bucket, timeout_s), *self._groups.start(bucket, staging)]
 
@@ -427,7 +436,7 @@ class Holder:
         for each in (self._groups, self._exchange):
             if each:
                 each.close()
-        with self._moving:  # one that its controller gave up may be running still, until its deadline
+        with self._moving:  # a move that the driver gave up may run until its deadline
             if self._feed:
                 self._feed.close()
             if self._staging:

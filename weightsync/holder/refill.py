@@ -1,4 +1,4 @@
-"""Reads a committed version bucket by bucket from the holders that keep it, several at once."""
+"""Refills an engine rank, bucket by bucket, from snapshots of several holders at once."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ __all__ = ["BucketSink", "FlatSink", "Portion", "Refill", "RefillSink", "Restore
 logger = logging.getLogger("weightsync.holder.refill")
 
 _PATIENCE = 0.3
-"""Of the time that an engine rank waits for a bucket, what one peer may take of it: others are to follow."""
+"""Fraction of an engine rank's wait for a bucket that one peer may take: others can then be tried."""
 
 
 class Refill:
-    """One rank's reading. A peer that fails is left for the next that keeps the same part."""
+    """The refill of one engine rank. A peer that fails is replaced by one with the same part."""
 
     def __init__(self, snapshot: Snapshot, intake: RefillSink, direct: bool, timeout_s: float) -> None:
-        """`timeout_s`: how long the engine rank waits for a bucket; `direct`: map memory of this host."""
+        """`timeout_s`: how long the engine rank waits for a bucket; `direct`: map snapshots on this host."""
         self._kept, self._sink, self._direct = snapshot, intake, direct
         self._timeout_s = timeout_s
         self._peers = {
@@ -48,10 +48,10 @@ class Refill:
         self._ways: dict[str, str] = {}
 
     def run(self) -> Refilled:
-        """Every bucket in, one after the other: while one is loaded, the next is read.
+        """Read all buckets in order. While one is loaded, the next is read.
 
-        Raises ReadError or DeadlineError, naming the holder, when nobody is left who keeps a part;
-        TransportError when it was stopped.
+        Raises ReadError or DeadlineError, naming the holder, when no holder of a part is left; TransportError
+        when it was stopped.
         """
         begun = time.perf_counter()
         num_buckets = self._sink.num_buckets
@@ -64,12 +64,12 @@ class Refill:
             data = self._targets[target].tensor[struck.offset : struck.offset + struck.nbytes]
             inject("refill", bucket=bucket, num_buckets=num_buckets, data=data)
             self._sink.land(bucket)
-        self._check(self._open())  # what was read has not been replaced meanwhile
+        self._check(self._open())  # no snapshot may have been replaced during the reads
         self._sink.finish()
         return Refilled(dict(self._nbytes), dict(self._ways), time.perf_counter() - begun)
 
     def stop(self, cause: str) -> None:
-        """End a `read`, from any thread."""
+        """Stop `run`, from any thread. It then raises TransportError(`cause`)."""
         with self._lock:
             self._stopped = cause
             if self._reader:
@@ -125,12 +125,12 @@ class Refill:
 
     def _read(self, turn: int, portion: Portion, target: int) -> Read:
         peers = [*self._peers[portion.part]]
-        # In turn, so that several hosts serve at once.
+        # Peers take turns, so that several hosts serve at once.
         peer = peers[turn % len(peers)]
         return Read(peer, HEADER_NBYTES + portion.source, target, portion.offset, portion.nbytes)
 
     def _leave(self, peers: Iterable[str], error: WeightSyncError) -> None:
-        """Go on without `peers`. Raises `error` when nobody else keeps what one of them does."""
+        """Go on without `peers`. Raises ReadError or DeadlineError if one of them had the last copy."""
         for peer in peers:
             part = next(number for number, known in self._peers.items() if peer in known)
             del self._peers[part][peer]
@@ -150,12 +150,12 @@ def _holder(peer: str) -> str:
 
 
 _NUM_PORTIONS = 4
-"""Of one bucket of an image: they are read from as many peers, if there are as many."""
+"""Portions of one bucket of a flat snapshot, each read from another peer if there are enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """`nbytes` of a kept part from its byte `source` on, and their `offset` in the target."""
+    """`nbytes` bytes of a snapshot's part, from byte `source` on, that go to `offset` of the target."""
 
     part: int
     source: int
@@ -164,7 +164,7 @@ class Portion:
 
 
 class RefillSink(Protocol):
-    """Takes buckets in order, each out of `targets` in turn."""
+    """Brings buckets to the engine rank. `Refill` calls it, bucket by bucket, `targets` in turn."""
 
     @property
     def num_buckets(self) -> int: ...
@@ -173,20 +173,20 @@ class RefillSink(Protocol):
     def targets(self) -> Sequence[SharedBuffer]: ...
 
     def portions(self, bucket: int) -> Sequence[Portion]:
-        """What a bucket is made of."""
+        """Return the portions to read for a bucket."""
 
     def wait_free(self, bucket: int) -> None:
-        """Until the bucket's target may be written."""
+        """Wait until the bucket's target may be written."""
 
     def land(self, bucket: int) -> None:
-        """The bucket is whole in its target: begin to bring it where it goes."""
+        """Start moving a bucket, complete in its target, to its destination."""
 
     def finish(self) -> None:
-        """Until all is there, and the engine rank knows."""
+        """Wait until all buckets are there, then tell the engine rank."""
 
 
 class BucketSink:
-    """Into the slots, by the plan: the engine rank takes them as it does in an update."""
+    """Puts buckets of the plan into the slots, for the engine rank to take as in an update."""
 
     def __init__(self, plan: Plan, staging: Staging, consumer: BucketConsumer, timeout_s: float) -> None:
         self._plan, self._staging, self._consumer, self._timeout_s = plan, staging, consumer, timeout_s
@@ -212,7 +212,7 @@ class BucketSink:
 
 
 class FlatSink:
-    """Into the engine rank's live memory, of which part number `part` is the image."""
+    """Writes part `part`, a flat snapshot, over the engine rank's live memory."""
 
     def __init__(
         self, flat: FlatSnapshot, part: int, staging: Staging, consumer: BucketConsumer, timeout_s: float
@@ -249,12 +249,12 @@ class FlatSink:
         return first, min(self._step, self._flat.nbytes - first)
 
 
-_STEP_NBYTES = 256 << 20  # so often it can be stopped
+_STEP_NBYTES = 256 << 20  # between two steps it can be stopped
 _NUM_AHEAD = 2
 
 
 class Restore:
-    """From `held`, which is `header`, to the live memory that `flat` is of."""
+    """A refill from memory mapped here: copies `held`, described by `header`, over `flat`."""
 
     def __init__(
         self,
@@ -270,9 +270,10 @@ class Restore:
         self._stopped = ""
 
     def run(self) -> Refilled:
-        """Raises TransportError when it was stopped, DeadlineError when the device does not go on.
+        """Copy everything, then check that the header is still the same.
 
-        ReadError when the holder that keeps it replaced it meanwhile.
+        Raises TransportError when it was stopped, DeadlineError when the device hangs, ReadError when the
+        snapshot was replaced during the copy.
         """
         begun = time.perf_counter()
         data = self._held.bytes
@@ -295,11 +296,11 @@ class Restore:
         return Refilled({who: len(data)}, {who: self._held.way}, time.perf_counter() - begun)
 
     def stop(self, cause: str) -> None:
-        """End a `run`, from any thread."""
+        """Stop `run`, from any thread. It then raises TransportError(`cause`)."""
         self._stopped = cause
 
     def close(self) -> None:
-        """It has nothing of its own."""
+        """Release nothing: the snapshot store owns the memory."""
 
 
 def open_refill(
@@ -311,9 +312,10 @@ def open_refill(
     direct: bool,
     timeout_s: float,
 ) -> Refill | Restore:
-    """What brings `snapshot` to the engine rank; `snapshots` is this holder's, if its memory may be read.
+    """Return the refill of the engine rank from `snapshot`.
 
-    Raises StateError when an image is kept, and the engine rank's memory is not written from here.
+    `snapshots` is this holder's store, if its memory may be read. Raises StateError for a flat snapshot when
+    this holder does not write the engine rank's memory.
     """
     if not snapshot.is_flat:
         return Refill(snapshot, BucketSink(plan, staging, consumer, timeout_s), direct, timeout_s)

@@ -1,4 +1,4 @@
-"""The host memory that a holder sends from: a buffer of its own, or mapped checkpoints."""
+"""The host memory that a holder sends from: its own buffer, or mapped checkpoints."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ __all__ = [
 
 
 class Sent(Protocol):
-    """`nbytes` that belong at `offset` of a slot."""
+    """`nbytes` bytes to be sent at `offset` of a slot."""
 
     @property
     def offset(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
     def copy(self, target: torch.Tensor) -> None:
-        """To `target`, uint8[nbytes] in host memory; the calls of several threads go on beside each other."""
+        """Copy to `target`, uint8[nbytes] in host memory. `Bounce` calls this from several threads."""
 
 
 class Bounce:
-    """A buffer for each slot, which threads fill while another is copied to the device.
+    """One page-locked buffer per slot. Threads fill one while another is copied to the device.
 
-    What is sent need not be page-locked itself then, which takes longer than sending it once.
+    The source then needs no page-locking, which takes longer than sending it once.
     """
 
     def __init__(self, num_slots: int, nbytes: int) -> None:
-        """`nbytes`: how far apart in a slot the first and the last byte of a bucket lie at most."""
+        """`nbytes`: the longest span, from first to last byte, of this rank's bytes in a bucket."""
         self._buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(num_slots)]
         self._threads = ThreadPoolExecutor(num_threads(8), "bounce")
 
     def send(self, bucket: int, parts: Sequence[Sent], slot: torch.Tensor) -> None:
-        """Begin to copy `parts` to `slot` on the current stream. What had the slot before has arrived."""
+        """Start copying `parts` to `slot` on the current stream. Its previous copy must have ended."""
         buffer, first = self._buffers[bucket % len(self._buffers)], min(part.offset for part in parts)
         places = [buffer[part.offset - first :][: part.nbytes] for part in parts]
         copied = self._threads.map(lambda part, place: part.copy(place), parts, places)
@@ -63,20 +63,25 @@ class Bounce:
             slot[part.offset : part.offset + part.nbytes].copy_(place, non_blocking=True)
 
     def close(self) -> None:
-        """Give the memory back. Nothing may be on its way."""
+        """Free the memory. No copy may be running."""
         self._threads.shutdown()
         self._buffers = []
 
 
 PART_NBYTES = 4 << 20
-"""What one thread copies at a time."""
+"""The most bytes that one thread copies at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Part of a piece of the plan: its first byte in the bucket and in a send buffer, and the mapped bytes.
+    """Part of a piece of the plan, with its offsets and its mapped bytes.
 
-    With `dtypes`, they are cast from the first to the second.
+    Attributes:
+        offset: its first byte in the bucket.
+        send_buffer_offset: its first byte in a send buffer.
+        nbytes: its size in both.
+        held: the mapped bytes.
+        dtypes: if given, `held` is cast from the first to the second.
     """
 
     offset: int
@@ -86,7 +91,7 @@ class _Part:
     dtypes: tuple[torch.dtype, torch.dtype] | None
 
     def copy(self, target: torch.Tensor) -> None:
-        """To `target`, uint8[nbytes] in host memory."""
+        """Copy to `target`, uint8[nbytes] in host memory, with the cast if there is one."""
         if self.dtypes is None:
             target.copy_(self.held)
         else:
@@ -96,7 +101,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Mapped:
-    """`parts` by bucket; `pieces` are the same uncut: each with its bytes and the dtype that they are of."""
+    """One mapped checkpoint: `parts` by bucket, and `pieces` uncut, with their bytes and dtypes."""
 
     buffers: Mapping[str, SharedBuffer]
     parts: Mapping[int, Sequence[_Part]]
@@ -104,7 +109,7 @@ class _Mapped:
 
 
 class MappedSendBuffer:
-    """One trainer rank's share of each checkpoint that is registered; one of them is what is published."""
+    """One trainer rank's share of every registered checkpoint. One of them is published."""
 
     def __init__(self, plan: Plan, trainer: int) -> None:
         self._plan, self._pieces = plan, plan.trainer_pieces(trainer)
@@ -114,11 +119,11 @@ class MappedSendBuffer:
         self._bounce: Bounce | None = None
 
     def source(self, name: str, exports: Mapping[str, HostExport | None], to_device: bool) -> None:
-        """Map `exports` by checkpoint, let go of those that are None, and publish `name` from now on.
+        """Map the checkpoints in `exports`, unmap those that are None, and publish `name`.
 
-        With an empty `name`, whatever is there: the layout of all is the same. If `fill` is to copy
-        `to_device`, page-locked memory is taken now, which no update then waits for. Raises PeerLostError
-        when the process that read it is gone, StateError when `name` is not mapped.
+        An empty `name` keeps the published checkpoint, or takes any: all have the same layout. With
+        `to_device`, page-locked memory for `fill` is allocated now, so that no update waits for it. Raises
+        PeerLostError when the process that read a checkpoint is gone, StateError when `name` is not mapped.
         """
         for each in exports:
             self._let_go(each)
@@ -135,9 +140,9 @@ class MappedSendBuffer:
             self._published = name or next(iter(self._mapped), "")
 
     def fill(self, bucket: int, slot: torch.Tensor) -> None:
-        """Copy this rank's pieces of `bucket` to where they lie in `slot`, uint8[n].
+        """Copy this rank's pieces of `bucket` to their offsets in `slot`, uint8[n].
 
-        To a device they are on their way when this returns. What had the slot before has to have arrived.
+        Copies to a device may still run when this returns. The slot's previous copy must have ended.
         """
         parts = self._parts().get(bucket, ())
         if parts and self._bounce:
@@ -147,12 +152,12 @@ class MappedSendBuffer:
             part.copy(slot[part.offset : part.offset + part.nbytes])
 
     def save(self, to: torch.Tensor) -> None:
-        """Copy all of it to `to`, uint8[nbytes] on the host, as a send buffer holds it."""
+        """Copy the published share to `to`, uint8[nbytes] on the host, laid out as a send buffer."""
         for part in chain(*self._parts().values()):
             part.copy(to[part.send_buffer_offset : part.send_buffer_offset + part.nbytes])
 
     def held(self) -> Iterator[Part]:
-        """What this rank sends of the checkpoint that is published. Raises StateError before there is one."""
+        """Yield this rank's parts of the published checkpoint. Raises StateError if there is none."""
         for piece, data, dtype in self._now().pieces:
             yield piece.tensor, piece.box, _typed(data, dtype).view(piece.box.extent)
 
@@ -164,7 +169,7 @@ class MappedSendBuffer:
             self._let_go(name)
 
     def _longest(self) -> int:
-        """The most bytes from the first to the last of this rank's in a bucket."""
+        """Return the longest span of this rank's bytes in any bucket."""
         buckets = (list(its) for _, its in groupby(self._pieces, attrgetter("bucket")))
         spans = (
             max(piece.offset + piece.nbytes for piece in its) - min(piece.offset for piece in its)
@@ -200,7 +205,7 @@ class MappedSendBuffer:
 def _held(
     plan: Plan, pieces: Sequence[Piece], export: HostExport, buffers: Mapping[str, SharedBuffer]
 ) -> Iterator[tuple[Piece, torch.Tensor, tuple[torch.dtype, torch.dtype]]]:
-    """Each piece with its bytes where they lie, and the dtypes that it has there and that it is sent in."""
+    """Yield each piece with its mapped bytes, its dtype there and the dtype that it is sent in."""
     segments = [sorted(held, key=lambda each: each.box.offset) for held in by_tensor(plan, export.layout)]
     offsets = [[segment.box.offset for segment in held] for held in segments]
     dtypes = {meta.name: meta.dtype for meta in export.layout.tensors}
@@ -230,7 +235,7 @@ def _cut(piece: Piece, held: torch.Tensor, dtypes: tuple[torch.dtype, torch.dtyp
 
 
 def _first(segment: Segment, box: Box) -> int:
-    """The byte of the segment at which `box`, a run of its rows, starts."""
+    """Return the byte offset in the segment at which `box`, a run of its rows, starts."""
     return sum(
         (at - origin) * stride
         for at, origin, stride in zip(box.offset, segment.box.offset, segment.strides, strict=True)
@@ -238,7 +243,7 @@ def _first(segment: Segment, box: Box) -> int:
 
 
 def _typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Files need not align what they hold."""
+    """View `data` as `dtype`. Unaligned bytes are copied: files need not align tensors."""
     return (data if data.data_ptr() % dtype.itemsize == 0 else data.clone()).view(dtype)
 
 
@@ -248,10 +253,10 @@ SendBuffer: TypeAlias = SharedBuffer | MappedSendBuffer
 def send_buffer_for(
     plan: Plan, trainer: int, source: str, before: Plan | None, send_buffer: SendBuffer | None
 ) -> SendBuffer | None:
-    """Return the send buffer of `trainer` (-1: none), `send_buffer` itself if its bytes are laid out alike.
+    """Return the send buffer of `trainer` (-1: none), reusing `send_buffer` if its layout is unchanged.
 
-    `source` is what the rank's layout says of its device. `before` is the plan that `send_buffer` was made
-    for. Closes it if it is of no further use. Raises TransportError when the host has not that much memory.
+    `source` is the device in the rank's layout. `before` is the plan that `send_buffer` was made for.
+    Closes `send_buffer` if it is not reused. Raises TransportError when the host is short of memory.
     """
     if send_buffer is not None:
         if (
@@ -270,10 +275,10 @@ def send_buffer_for(
 
 
 def snapshot_content(send_buffer: SendBuffer | None) -> SnapshotContent | None:
-    """What is kept of it."""
+    """Return what a snapshot of the send buffer copies; None without a send buffer."""
     return Copy(send_buffer) if isinstance(send_buffer, SharedBuffer) else send_buffer
 
 
 def written(send_buffer: SendBuffer | None) -> BufferHandle | None:
-    """Where a trainer rank publishes, if it does."""
+    """Return the handle of the buffer that a trainer rank publishes into, if there is one."""
     return send_buffer.handle if isinstance(send_buffer, SharedBuffer) else None

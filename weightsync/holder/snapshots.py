@@ -1,4 +1,4 @@
-"""The parts of committed versions that a holder keeps, and lets other holders read."""
+"""Snapshots of committed versions in a holder's memory, which other holders read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class FlatSnapshot:
-    """The buffers in the order of their names, one right behind the other."""
+    """An engine rank's live buffers as one run of bytes, in the order of their names."""
 
     def __init__(self, live: Mapping[str, torch.Tensor]) -> None:
         """`live`: uint8, one dimension, on one device."""
@@ -42,14 +42,14 @@ class FlatSnapshot:
         return sum(map(len, self._live))
 
     def save(self, to: torch.Tensor) -> None:
-        """Copy all of it to `to`, uint8[nbytes] on the host; it is there when this returns."""
+        """Copy everything to `to`, uint8[nbytes] on the host, and wait until it is there."""
         for live, held in self._pairs(to, 0):
             held.copy_(live, non_blocking=True)
         if any(live.is_cuda for live in self._live):
             torch.cuda.current_stream().synchronize()
 
     def load(self, held: torch.Tensor, first: int) -> None:
-        """Begin to write `held`, uint8 on the host, over the bytes from `first` on, on the current stream."""
+        """Start writing `held`, uint8 on the host, from byte `first` on, on the current stream."""
         for live, part in self._pairs(held, first):
             live.copy_(part, non_blocking=True)
 
@@ -65,21 +65,21 @@ class FlatSnapshot:
 logger = logging.getLogger("weightsync.holder.snapshots")
 
 HEADER_NBYTES = 4096
-"""In front of a part: what it is. All zero while it changes."""
+"""Size of the snapshot header in front of a part. It is all zero while the part changes."""
 
 
 class SnapshotContent(Protocol):
-    """What can be kept."""
+    """Weights that a `SnapshotStore` can save."""
 
     @property
     def nbytes(self) -> int: ...
 
     def save(self, to: torch.Tensor) -> None:
-        """Copy all of it to `to`, uint8[nbytes] on the host; it is there when this returns."""
+        """Copy everything to `to`, uint8[nbytes] on the host, and wait until it is there."""
 
 
 class Copy:
-    """What lies on the host."""
+    """The content of a buffer in host memory."""
 
     def __init__(self, buffer: SharedBuffer) -> None:
         self._buffer = buffer
@@ -89,13 +89,13 @@ class Copy:
         return self._buffer.handle.nbytes
 
     def save(self, to: torch.Tensor) -> None:
-        # By this thread alone, and without torch's: they belong to whoever computes here.
+        # In this thread, without torch's threads: other work in this process may need those.
         np.copyto(to.numpy(), self._buffer.tensor.numpy())
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A part in memory that this process maps, page-locked where there is a device."""
+    """A part in memory that this process maps; page-locked if there is a device."""
 
     holder: str
     way: Literal["own", "direct"]
@@ -103,22 +103,22 @@ class Held:
 
     @property
     def header(self) -> SnapshotHeader | None:
-        """What it is now: `bytes` were that if it is the same after they were read."""
+        """The header now. `bytes` are valid if it is the same before and after reading them."""
         return _header(self.buffer.tensor[:HEADER_NBYTES])
 
     @property
     def bytes(self) -> torch.Tensor:
-        """uint8[nbytes]."""
+        """The part, without the header: uint8[nbytes]."""
         return _body(self.buffer)
 
 
 class SnapshotStore:
-    """At most one version of each part; the next takes the place of the last."""
+    """A holder's snapshots: the latest version of each part."""
 
     def __init__(self, name: str, host: str, protocol: str, rdma_device: str) -> None:
-        """`host` is this host's address as others reach it; the rest see `choose_protocol`.
+        """`host` is this host's address as others reach it; for the rest see `choose_protocol`.
 
-        Raises ConfigError when the protocol cannot be had here.
+        Raises ConfigError when the protocol is not available on this host.
         """
         self.name, self._host = name, host
         self._protocol, self._rdma_device = choose_protocol(protocol, rdma_device), rdma_device
@@ -128,9 +128,9 @@ class SnapshotStore:
         self._changing: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 
     def reserve(self, part: int, nbytes: int) -> Offer:
-        """Take the memory of a part, so that no update waits for that; what is kept there stays.
+        """Allocate the memory of a part, so that no update waits for it.
 
-        Raises TransportError when there is not that much.
+        A snapshot of that size stays. Raises TransportError when memory is short.
         """
         with self._changing[part]:
             if part not in self._shares or self._shares[part][0].handle.nbytes != HEADER_NBYTES + nbytes:
@@ -138,7 +138,7 @@ class SnapshotStore:
             return self._shares[part][1].offer
 
     def map(self, part: int, offer: Offer) -> None:
-        """Map and page-lock what a holder of this host keeps, so that no refill waits for that.
+        """Map and page-lock another holder's part on this host, so that no refill waits for it.
 
         Raises PeerLostError when that holder is gone.
         """
@@ -151,9 +151,9 @@ class SnapshotStore:
                 before.buffer.close()
 
     def snapshot(self, header: SnapshotHeader, expected: Digests, part: SnapshotContent) -> Offer:
-        """Save `part` for others to read; `expected` is of the whole version that `header` names.
+        """Save `part` for others to read. `expected`: digests of the whole version in `header`.
 
-        Raises TransportError when memory does not suffice.
+        Raises TransportError when memory is short.
         """
         with self._changing[header.part]:
             buffer, server = self._place(header.part, part.nbytes)
@@ -163,13 +163,13 @@ class SnapshotStore:
         return server.offer
 
     def held(self, header: SnapshotHeader) -> Held | None:
-        """What `header` names, if it is kept here or mapped."""
+        """Return the part that `header` describes, if it is saved or mapped here."""
         here = self._shares.get(header.part)
         either = Held(self.name, "own", here[0]) if here else None, self._mapped.get(header.part)
         return next((held for held in either if held and held.header == header), None)
 
     def replicate(self, snapshot_part: SnapshotPart, timeout_s: float) -> Offer:
-        """Keep what another holder keeps. Raises ReadError or DeadlineError, naming it."""
+        """Copy another holder's snapshot. Raises ReadError or DeadlineError, naming that holder."""
         part, nbytes = snapshot_part.header.part, snapshot_part.offer.memory.nbytes - HEADER_NBYTES
         with self._changing[part]:
             buffer, server = self._place(part, nbytes)
@@ -178,7 +178,7 @@ class SnapshotStore:
         return server.offer
 
     def snapshots(self) -> list[SnapshotPart]:
-        """Everything that is whole, once what changes just now has changed."""
+        """Return all complete parts, after pending writes finish."""
         for changing in [*self._changing.values()]:
             with changing:
                 pass
@@ -189,7 +189,7 @@ class SnapshotStore:
         reader = open_reader([buffer], {offer.holder: offer})
         try:
             reader.read([Read(offer.holder, HEADER_NBYTES, 0, HEADER_NBYTES, nbytes)], timeout_s)
-            # Its label lands in front of the bytes that it was read after: they are what it says.
+            # The header is read after the bytes, so an unchanged one proves what they are.
             found = read_headers(reader, [offer.holder], buffer, 0, timeout_s)[offer.holder]
         finally:
             reader.close()
@@ -204,7 +204,7 @@ class SnapshotStore:
             self._mapped.popitem()[1].buffer.close()
 
     def _place(self, part: int, nbytes: int) -> tuple[SharedBuffer, Server]:
-        """Where the part is to be, without a label."""
+        """Return the buffer and server for a part, with an empty header."""
         self._kept.pop(part, None)
         if part in self._shares and self._shares[part][0].handle.nbytes != HEADER_NBYTES + nbytes:
             self._drop(part)
@@ -228,7 +228,7 @@ class SnapshotStore:
 def read_headers(
     reader: Reader, peers: Sequence[str], scratch: SharedBuffer, target: int, timeout_s: float
 ) -> Mapping[str, SnapshotHeader | None]:
-    """What each peer has now; `scratch` is the reader's target number `target`."""
+    """Return each peer's header now, or None. `scratch` is the reader's target number `target`."""
     reads = [Read(peer, 0, target, i * HEADER_NBYTES, HEADER_NBYTES) for i, peer in enumerate(peers)]
     reader.read(reads, timeout_s)
     return {

@@ -1,4 +1,4 @@
-"""Where a holder's buckets lie, and how its own share of a bucket gets there."""
+"""A holder's bucket slots, and the copies into and out of them."""
 
 from __future__ import annotations
 
@@ -23,74 +23,74 @@ __all__ = ["HostStaging", "Staging"]
 
 
 class Staging(Protocol):
-    """The bucket slots of one holder. Its methods are called from one thread."""
+    """The bucket slots of one holder. `Holder` calls the methods, from one thread at a time."""
 
     @property
     def device(self) -> str:
-        """Where torch has the slots: ``cpu`` or ``cuda``."""
+        """The torch device of the slots: ``cpu`` or ``cuda``."""
 
     @property
     def slots(self) -> tuple[Handle, ...]:
-        """The slots that an engine rank maps."""
+        """Handles of the slots, for an engine rank to map."""
 
     @property
     def writes(self) -> bool:
-        """Whether the engine rank's memory is written from here, so that it need not read the slots."""
+        """Whether the holder writes the engine rank's memory, so that the rank reads no slots."""
 
     def connect(self, trainer: Export) -> None:
-        """Read the trainer's memory in place. Raises TransportError when it cannot be mapped."""
+        """Map the trainer's memory, from which `fill` then reads. Raises TransportError if that fails."""
 
     def link(self, engine: Export | None) -> None:
-        """Write the engine rank's memory, in place of that of the last one. Raises TransportError."""
+        """Map the engine rank's memory, and unmap the previous one's. Raises TransportError."""
 
     @property
     def flat(self) -> FlatSnapshot | None:
-        """The engine rank's memory, where it is written from here."""
+        """The engine rank's memory as a flat snapshot; None if the holder does not write it."""
 
     @property
     def source(self) -> Mapping[str, torch.Tensor]:
-        """The buffers of the trainer's memory that is read in place: uint8, one dimension."""
+        """The trainer's buffers, if they are read in place: uint8, one dimension."""
 
     @property
     def target(self) -> Mapping[str, torch.Tensor]:
-        """Those of the engine rank's memory that is written from here."""
+        """The engine rank's buffers, if the holder writes them: uint8, one dimension."""
 
     def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
-        """Prepare `start_direct_copy`. `memory`: the trainers', by rank and buffer. Raises TransportError."""
+        """Map `memory`, trainers' buffers by rank and name, for direct copies. Raises TransportError."""
 
     def start_direct_copy(self) -> None:
-        """Begin to copy the engine rank's part out of the trainers' memory into its own."""
+        """Start the direct copies into the engine rank's memory."""
 
     def queue(self) -> AbstractContextManager[None]:
-        """What `fill` and the broadcasts after it have to run in: on a device, a stream."""
+        """Return a context in which `fill` and its broadcasts must run: on a device, a stream."""
 
     def mark(self, what: str, timeout_s: float) -> Pending:
-        """The end of what was queued so far, called `what` when that takes longer than `timeout_s`."""
+        """Return the end of all work queued so far; `what` names it in a DeadlineError after `timeout_s`."""
 
     def fill(self, bucket: int, timeout_s: float) -> Sequence[Pending]:
-        """Begin to put this holder's share of `bucket` where `at` says it is sent from."""
+        """Start copying this holder's share of `bucket` to where `at` sends it from."""
 
     def targets(self) -> Sequence[SharedBuffer]:
-        """Host memory that a refill reads buckets into, in turn."""
+        """Return the host buffers that a refill reads buckets into, in turn."""
 
     def put(self, bucket: int, timeout_s: float) -> None:
-        """Bring a bucket from its target to its slot. Raises DeadlineError."""
+        """Copy a bucket from its target to its slot. Raises DeadlineError."""
 
     def write(self, bucket: int) -> None:
-        """Begin to write a bucket, which is there, to the engine rank. Later filling waits for it."""
+        """Start writing a bucket from its slot to the engine rank. A later `fill` waits for it."""
 
     def settle(self, timeout_s: float) -> None:
-        """Return once all that was begun is written. Raises DeadlineError."""
+        """Wait until everything that was started is written. Raises DeadlineError."""
 
     def at(self, step: Step) -> torch.Tensor:
-        """Where the bytes of `step` are sent from, or received to: uint8, one dimension."""
+        """Return the memory that `step` is sent from or received in: uint8, one dimension."""
 
     def close(self) -> None:
-        """Let go of what belongs to this epoch."""
+        """Release all that belongs to this epoch."""
 
 
 class HostStaging:
-    """Slots in shared memory. What this holder sends goes out of its send buffer, if that is its own."""
+    """Slots in shared memory. A `SharedBuffer` as send buffer is sent from directly."""
 
     device = "cpu"
 
@@ -141,7 +141,7 @@ class HostStaging:
         raise AssertionError("nothing is exported to a holder on the host")
 
     def settle(self, timeout_s: float) -> None:
-        """Nothing is under way."""
+        """Copies on the host have ended when their call returns."""
 
     def at(self, step: Step) -> torch.Tensor:
         if step.root == self._index and isinstance(self._send_buffer, SharedBuffer):
@@ -154,6 +154,6 @@ class HostStaging:
 
 
 class _Done:
-    """The host waits for what it does itself."""
+    """A pending operation that has ended: the host copies synchronously."""
 
     def wait(self) -> None: ...

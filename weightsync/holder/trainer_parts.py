@@ -1,4 +1,4 @@
-"""What a holder has of its trainer rank's weights, as tensors, wherever they are."""
+"""A trainer rank's weights as its holder sees them: tensors in either memory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from weightsync.protocol.messages import Digests
 __all__ = ["Part", "copied_parts", "digest_parts", "parts_in_place"]
 
 Part: TypeAlias = tuple[int, Box, torch.Tensor]
-"""The number of a tensor of the plan, a box of it, and the box's elements in any dtype."""
+"""A tensor's number in the plan, a box of it, and the box's elements in any dtype."""
 
 _BATCH = 64
-"""Parts that are asked for at once: some are copies, made only then."""
+"""Parts digested at a time. Some are copies that exist only while they are in a batch."""
 
 
 def copied_parts(plan: Plan, trainer: int, send_buffer: SharedBuffer) -> Iterator[Part]:
-    """What `trainer` sends, in the send buffer that it published to."""
+    """Yield the parts that `trainer` sends, as views of its send buffer."""
     for piece in plan.trainer_pieces(trainer):
         held = send_buffer.tensor[piece.send_buffer_offset : piece.send_buffer_offset + piece.nbytes]
         yield piece.tensor, piece.box, held.view(_dtype(plan, piece.tensor)).view(piece.box.extent)
@@ -36,7 +36,10 @@ def copied_parts(plan: Plan, trainer: int, send_buffer: SharedBuffer) -> Iterato
 def parts_in_place(
     plan: Plan, trainer: int, layout: RankLayout, memory: Mapping[str, torch.Tensor]
 ) -> Iterator[Part]:
-    """What `trainer` sends, in its own memory. `memory` has the buffers of `layout`: uint8, one dimension."""
+    """Yield the parts that `trainer` sends, as views of its own memory.
+
+    `memory` has the buffers of `layout`: uint8, one dimension.
+    """
     segments = by_tensor(plan, layout)
     dtypes = {meta.name: getattr(torch, meta.dtype) for meta in layout.tensors}
     for piece in plan.trainer_pieces(trainer):
@@ -47,7 +50,10 @@ def parts_in_place(
 
 
 def digest_parts(plan: Plan, parts: Iterable[Part]) -> Digests:
-    """Digests of `parts`, cast as they travel: uint64[num_tensors], to compare with `Source.publish`."""
+    """Digest `parts`, cast to the plan's dtypes: uint64[num_tensors].
+
+    Comparable with the digests that `Source.publish` returned.
+    """
     shares = np.zeros(len(plan.tensors), dtype=np.uint64)
 
     def digest(part: Part) -> tuple[int, int]:
@@ -58,7 +64,7 @@ def digest_parts(plan: Plan, parts: Iterable[Part]) -> Digests:
     with ThreadPoolExecutor(num_threads(16)) as threads:
         while batch := list(islice(some, _BATCH)):
             for tensor, share in threads.map(digest, batch):
-                # On a slice: arrays wrap, scalars warn.
+                # A slice wraps around on overflow; a scalar would warn.
                 shares[tensor : tensor + 1] += np.uint64(share)
     return shares
 

@@ -1,4 +1,4 @@
-"""What one update does on a holder, from the first byte to the last."""
+"""One update on a holder, from the first byte to the last."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ logger = logging.getLogger("weightsync.holder.update")
 
 
 class BucketConsumer(Protocol):
-    """Where the buckets of one attempt go. An engine rank that fails or falls silent is left behind."""
+    """The end of a holder's pipeline in one attempt. Goes on without an engine rank that fails."""
 
     @property
     def taking(self) -> bool:
-        """Whether the engine rank takes part, and was not given up."""
+        """Whether the engine rank takes part and has not been given up."""
 
     @property
     def waited_s(self) -> float:
-        """The time spent on waiting for the engine rank."""
+        """Seconds spent waiting for the engine rank."""
 
     @property
     def slow(self) -> SlowError | None:
@@ -41,13 +41,13 @@ class BucketConsumer(Protocol):
         """Wait until the slot that `bucket` goes to may be filled."""
 
     def offer(self, bucket: int) -> None:
-        """A bucket is complete in its slot."""
+        """Deliver a bucket that is complete in its slot."""
 
     def finish(self, num_buckets: int) -> None:
-        """Wait until all `num_buckets` were taken."""
+        """Wait until the engine rank has all `num_buckets`."""
 
     def cancel(self, cause: str) -> None:
-        """No more will come."""
+        """Tell the engine rank that no more buckets come."""
 
 
 def open_consumer(
@@ -61,7 +61,10 @@ def open_consumer(
     whole: bool = False,
     only: frozenset[int] | None = None,
 ) -> BucketConsumer:
-    """Return the consumer for the engine rank behind `feed`. See `FeedConsumer` and `WriteConsumer`."""
+    """Return the consumer for the engine rank behind `feed`.
+
+    A `WriteConsumer` if `staging` writes the rank's memory, else a `FeedConsumer`.
+    """
     taker = feed if feeding else None
     if staging.writes and feed:
         return WriteConsumer(staging, taker, attempt, limit_s, only)
@@ -69,10 +72,10 @@ def open_consumer(
 
 
 class FeedConsumer:
-    """The engine rank reads the slots; without a feed, or after its first failure, nobody does.
+    """Lets the engine rank read the slots. Does nothing without a feed, or after the rank's first failure.
 
-    `timeout_s` is what a wait for it may take, `limit_s` all waits together: what its holder waits for
-    others does not count. `whole`: see `Ready`.
+    `timeout_s` limits one wait for the engine rank, `limit_s` all of them together; waits for other holders
+    do not count. `whole` is sent with each `Ready`.
     """
 
     def __init__(
@@ -132,7 +135,7 @@ class FeedConsumer:
 
 
 class WriteConsumer:
-    """The engine rank's memory is written from here, if it takes part; `only` these buckets, if given."""
+    """Writes the engine rank's memory, if the rank takes part: all buckets, or `only` those."""
 
     def __init__(
         self,
@@ -142,7 +145,7 @@ class WriteConsumer:
         timeout_s: float,
         only: frozenset[int] | None = None,
     ) -> None:
-        self.waited_s: float = 0.0  # nothing waits for it
+        self.waited_s: float = 0.0  # this consumer never waits for the engine rank
         self.slow: SlowError | None = None
         self._staging, self._feed, self._only = staging, feed, only
         self._attempt, self._timeout_s = attempt, timeout_s
@@ -152,7 +155,7 @@ class WriteConsumer:
         return self._feed is not None and not self._feed.dropped
 
     def wait_free(self, bucket: int) -> None:
-        """The filling waits on the device."""
+        """`Staging.fill` waits on the device instead."""
 
     def offer(self, bucket: int) -> None:
         if self.taking and (self._only is None or bucket in self._only):
@@ -161,7 +164,7 @@ class WriteConsumer:
             self._feed.go_on(self._attempt)
 
     def finish(self, num_buckets: int) -> None:
-        """Wait until everything is written, and say so."""
+        """Wait until everything is written, then tell the engine rank."""
         self._staging.settle(self._timeout_s)
         if self._feed and self.taking:
             self._feed.written(self._attempt)
@@ -184,9 +187,9 @@ def run_update(
     start: Callable[[int], Sequence[Pending]],
     consumer: BucketConsumer,
 ) -> None:
-    """Read what is near, exchange what is not, then `start` and hand on the buckets that are broadcast.
+    """Run holder `index`'s part of an update: direct copies, cross-host exchange, broadcasts.
 
-    By holder `index`. What fails is raised as it is.
+    `start` queues a bucket's broadcasts; `consumer` gets each bucket that arrived. Errors pass unchanged.
     """
     writes = task.copies_directly and consumer.taking
     if writes or task.exchanges:
@@ -198,7 +201,7 @@ def run_update(
         exchange.move(lambda: task.copies_directly and consumer.taking)
     _pump(
         range(plan.num_buckets) if task.broadcasts_all else sorted(task.cast),
-        # A slot is filled again once it was written out, and not all of them have their turn here.
+        # Selected buckets may share a slot, so the next one starts after the last was offered.
         plan.slots if task.broadcasts_all else 1,
         start,
         lambda bucket: inject_in_move(plan, bucket, index, staging.at if staging.slots else None),
@@ -214,7 +217,7 @@ def _pump(
     arrived: Callable[[int], None],
     consumer: BucketConsumer,
 ) -> None:
-    """Start each bucket, `num_ahead` at once, and offer each to `consumer` once it has `arrived`."""
+    """Start buckets, up to `num_ahead` at once. Call `arrived` for each, then offer it to `consumer`."""
     ahead: deque[tuple[int, Sequence[Pending]]] = deque()
 
     def hand_over() -> None:
