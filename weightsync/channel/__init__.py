@@ -1,1 +1,1 @@
-"""Between a holder and its engine rank: bytes in shared memory, words on a socket."""
+"""The channel between a holder and its engine rank: shared memory and a socket."""

@@ -1,4 +1,4 @@
-"""File descriptors: whether this process has one left."""
+"""A check for file descriptors that this process has left."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["shortage"]
 
 
 def shortage(num: int = 1) -> str:
-    """Why `num` files or connections cannot be opened now, and the remedy; empty if they can.
+    """Return why `num` files or connections cannot be opened, and the remedy; empty if they can.
 
-    ZeroMQ has to be asked to take a connection only while one can be opened: it ends the process else.
+    ZeroMQ ends the process if it accepts a connection without a descriptor left, so ask this first.
     """
     opened: list[int] = []
     try:

@@ -1,9 +1,9 @@
-"""How a holder hands buckets to the engine rank beside it: shared memory for bytes, a socket for words.
+"""The channel between a holder and its engine rank: bytes in shared memory, messages on a socket.
 
 The holder offers a ticket; the engine rank maps the ticket's buffers and says hello on its socket.
-Then, inside one long call per update, the holder says which bucket is ready in which slot, and the
-engine rank says when it has read it. The socket's file lives in a private directory and is removed
-as soon as the engine rank is connected, so that nothing is left whatever happens later.
+Then, inside one long call per update, the holder says which bucket is ready, and the engine rank says
+when it has read it. The socket's file is in a private directory, which is removed as soon as the engine
+rank is connected, so that nothing is left behind.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ logger = logging.getLogger("weightsync.channel.engine_end")
 _POLL_MS = 50
 _LATE_MS = 1000
 _END_S = 5.0
-_NUM_SPARE = 4  # file descriptors: for the engine rank, and strangers who come first
+_NUM_SPARE = 4  # file descriptors: for the engine rank, and for unknown processes that connect first
 
 
 class HolderFeed:
-    """The holder's end. Used by one thread at a time, but for `drop`, which any thread may call.
+    """The holder's end. Used by one thread at a time, except for `drop`, which any thread may call.
 
-    Raises PeerError of this holder when it has no file descriptors left for its engine rank to connect.
+    Raises PeerError, naming this holder, when no file descriptors are left for its engine rank's connection.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class HolderFeed:
         self._check_descriptors()
 
     def accept(self, plan_digest: str, timeout_s: float) -> None:
-        """Wait for the engine rank's hello, then take the socket's file away.
+        """Wait for the engine rank's hello, then remove the socket's file.
 
-        Raises DeadlineError when it does not come, WireError when it holds another plan, PeerError when
-        this process has no file descriptor left to take the connection: the engine rank is told to give up.
+        Raises DeadlineError when it does not come, WireError when the rank has another plan, PeerError when
+        this process has no file descriptor left for the connection: the engine rank then gives up too.
         """
         deadline = time.monotonic() + timeout_s
         while self._peer is None:
@@ -117,15 +117,15 @@ class HolderFeed:
         self._directory.remove()
 
     def offer(self, attempt: int, bucket: int, whole: bool = False) -> None:
-        """Tell the engine rank that a bucket may be read; all of it from its slot, if that is `whole`."""
+        """Tell the engine rank that a bucket may be read; if `whole`, all of it from the slot."""
         self._send(Ready(attempt, bucket, whole))
 
     def go_on(self, attempt: int) -> None:
-        """Tell the engine rank, which waits for `written`, that buckets still come."""
+        """Tell the engine rank, which waits for `written`, that more buckets follow."""
         self._send(GoingOn(attempt))
 
     def written(self, attempt: int) -> None:
-        """Tell the engine rank that all buckets lie in its memory."""
+        """Tell the engine rank that all buckets are in its memory."""
         self._send(Written(attempt))
 
     @property
@@ -147,16 +147,16 @@ class HolderFeed:
                 return
 
     def cancel(self, attempt: int, cause: str) -> None:
-        """Tell a waiting engine rank that no more buckets come."""
+        """Tell a waiting engine rank that no more buckets follow."""
         self._send(Cancel(attempt, cause))
 
     def drop(self) -> None:
-        """Give the engine rank up: waits for it end at once, now and later."""
+        """Give up the engine rank: current and later waits for it end at once."""
         self._dropped.set()
         self._directory.remove()
 
     def close(self) -> None:
-        """Close the socket and remove what is left of it."""
+        """Close the socket and remove its directory."""
         self.drop()
         self._context.destroy(linger=0)
 
@@ -176,7 +176,7 @@ class HolderFeed:
             if self._dropped.is_set():
                 raise EngineError(self.ticket.engine, phase, "it was given up")
             left = deadline - time.monotonic()
-            # Once more at the end: this process may have stood still, and not the engine.
+            # Poll once more after the deadline: perhaps this process was stopped, not the engine.
             if not self._socket.poll(max(0, int(min(left * 1000 + 1, _POLL_MS)))):
                 if left <= 0:
                     raise DeadlineError(phase, (f"engine {self.ticket.engine}",), timeout_s)
@@ -195,10 +195,10 @@ class HolderFeed:
 
 
 class EngineFeed:
-    """The engine rank's end: the buffers mapped, the socket connected. Used by one thread at a time.
+    """The engine rank's end: mapped buffers and a connected socket. Used by one thread at a time.
 
     Attributes:
-        spans: of the last `receive`: ``load``, the waiting for buckets with it, and ``verify``.
+        spans: of the last `receive`: ``load``, which includes waits for buckets, and ``verify``.
     """
 
     def __init__(self, ticket: FeedTicket, plan: Plan) -> None:
@@ -209,7 +209,7 @@ class EngineFeed:
         self._busy, self._closing = threading.Lock(), threading.Event()
         self._num_buckets, buckets = plan.num_buckets, range(plan.num_buckets if self._slots else 0)
         self._buckets = [self._views(plan, index, self._send_buffer) for index in buckets]
-        # What a refill reads: the send buffer may hold the trainer's next version by then.
+        # A refill reads only slots: the send buffer may already hold the trainer's next version.
         self._whole = self._buckets
         if self._send_buffer:
             self._whole = [self._views(plan, index, None) for index in buckets]
@@ -221,17 +221,17 @@ class EngineFeed:
 
     @classmethod
     def open(cls, ticket: FeedTicket, plan: Plan, timeout_s: float) -> EngineFeed:
-        """Map, connect and exchange the first message, within `timeout_s` in all.
+        """Map the buffers, connect and exchange the first messages, within `timeout_s` in all.
 
         Raises PeerLostError, DeadlineError, EngineError when this process has no file descriptor left, or
-        TransportError when the holder gave this rank up.
+        TransportError when the holder gave up this rank.
         """
-        deadline = time.monotonic() + timeout_s  # the controller's is hardly later
+        deadline = time.monotonic() + timeout_s  # the driver's is hardly later
         if any(isinstance(handle, BufferHandle) for handle in ticket.slots):
-            warm_up()  # of what lies on devices, they make the digests
+            warm_up()  # weights on a device are digested there
         try:
             feed = cls(ticket, plan)
-        except PeerLostError as error:  # of memory, which does not know whose it is
+        except PeerLostError as error:  # names a process; the caller knows holders
             raise PeerLostError(ticket.holder, error.cause) from error
         feed._send(Hello(ticket.secret, ticket.engine, plan.digest()))
         try:
@@ -244,7 +244,7 @@ class EngineFeed:
     def _await_welcome(self, deadline: float, timeout_s: float) -> None:
         path = Path(self._ticket.endpoint.removeprefix("ipc://"))
         while not self._socket.poll(_POLL_MS):
-            # The file goes when the holder gives up, and when it has sent its welcome.
+            # The holder removes the file when it gives up, and after its welcome.
             if not path.exists() and not self._socket.poll(_LATE_MS):
                 raise TransportError(f"{self._ticket.holder} gave up {self._ticket.engine}")
             if short := shortage():
@@ -255,30 +255,30 @@ class EngineFeed:
 
     @property
     def slots(self) -> tuple[torch.Tensor, ...]:
-        """The bucket slots: uint8, one dimension, on the device that the holder has them on."""
+        """The bucket slots: uint8, one dimension, on the holder's device."""
         return tuple(slot.tensor for slot in self._slots)
 
     @property
     def views(self) -> Sequence[Sequence[PieceView]]:
-        """The buckets that `receive` gives to `Sink.take`: the same sequences in each update."""
+        """The buckets that `receive` passes to `Sink.take`: the same objects in each update."""
         return [*self._buckets, *(self._whole if self._send_buffer else ())]
 
     def refuse(self, attempt: int, error: WeightSyncError) -> None:
-        """Tell the holder, in place of `receive`, why no bucket of an attempt is read: it waits for none."""
-        if self._busy.acquire(blocking=False):  # else an earlier load has the socket
+        """Tell the holder, instead of `receive`, why this rank reads no bucket of an attempt."""
+        if self._busy.acquire(blocking=False):  # otherwise an earlier load uses the socket
             try:
                 self._send(Failed(attempt, f"{type(error).__name__}: {error}"))
             finally:
                 self._busy.release()
 
     def receive(self, attempt: int, sink: Sink, timeout_s: float) -> Digests:
-        """Write every bucket of one attempt into `sink`; the one long call of an update.
+        """Pass every bucket of one attempt to `sink`; the one long call of an update.
 
-        Returns ``sink.finish()``: a digest per tensor of the plan. Raises DeadlineError when the
-        holder falls silent for `timeout_s`, TransportError when it gave up, EngineError for what `sink`
-        raised; the holder is told, and does not wait for this rank any longer.
+        Returns ``sink.finish()``: a digest per tensor of the plan. Raises DeadlineError when the holder sends
+        nothing for `timeout_s`, TransportError when it gave up, EngineError for other errors of `sink`. The
+        holder is told of any error and no longer waits for this rank.
         """
-        # One that was given up may still be writing a bucket.
+        # An earlier load that was given up may still be writing a bucket.
         if not self._busy.acquire(timeout=timeout_s):
             raise EngineError(self._ticket.engine, "move", "an earlier load has not ended yet")
         clock = PhaseClock()
@@ -311,10 +311,10 @@ class EngineFeed:
                 self._send(Done(attempt, expected))
 
     def close(self) -> None:
-        """End a load that is still waiting, close the socket and drop the mappings. Safe to call twice."""
+        """End a load that is still waiting, close the socket and unmap. Safe to call twice."""
         self._closing.set()
         if not self._busy.acquire(timeout=_END_S):
-            # Its memory is in use: better kept mapped than taken away under a copy.
+            # A copy still uses the memory, so it stays mapped.
             logger.warning("[%s] a load does not end: its connection stays open", self._ticket.engine)
             return
         try:
@@ -327,7 +327,7 @@ class EngineFeed:
             self._busy.release()
 
     def _views(self, plan: Plan, index: int, send_buffer: SharedBuffer | None) -> list[PieceView]:
-        """Where the pieces of a bucket will lie each time that it comes: worked out once."""
+        """Return views of a bucket's pieces, made once: each update has them at the same addresses."""
         views = []
         slot = self._slots[index % len(self._slots)].tensor
         for piece in plan.bucket(index).pieces:
@@ -341,7 +341,7 @@ class EngineFeed:
         return views
 
     def _inject(self, at: str, bucket: int, views: list[PieceView]) -> bool:
-        """Faults that are armed here; what corrupts finds a piece in the slot, not the send buffer's own."""
+        """Inject faults. A corrupting one gets a piece in the slot, never one in the send buffer."""
         data = None
         if has_faults():
             both = zip(views, self._whole[bucket], strict=True)
@@ -354,7 +354,7 @@ class EngineFeed:
             message = self._receive(deadline, f"bucket {bucket}", timeout_s)
             if isinstance(message, Cancel) and message.attempt == attempt:
                 raise TransportError(f"{self._ticket.holder} gave up: {message.cause}")
-            # What an earlier, abandoned attempt left in the queue is read past.
+            # Messages of an earlier, abandoned attempt are skipped.
             if isinstance(message, GoingOn) and message.attempt == attempt:
                 deadline = time.monotonic() + timeout_s
             if isinstance(message, Written) and message.attempt == attempt:
@@ -369,7 +369,7 @@ class EngineFeed:
         while True:
             left = deadline - time.monotonic()
             came = self._socket.poll(max(0, int(min(left * 1000 + 1, _POLL_MS))))
-            if self._closing.is_set():  # the memory may be another load's by now
+            if self._closing.is_set():  # another load may own the memory by now
                 raise TransportError(f"{self._ticket.engine} is being connected anew")
             if came:
                 return decode(self._socket.recv())

@@ -1,4 +1,4 @@
-"""A folder for sockets that nobody else on the host may open."""
+"""A folder for sockets that no other user of the host may open."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["PrivateDirectory"]
 
 
 class PrivateDirectory:
-    """A directory of mode 0700 that goes with this process, also when that is killed."""
+    """A directory of mode 0700 that is removed when this process ends, even by SIGKILL."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="weightsync-"))
-        # The shell outlives us by a moment: its standard input ends when we do. It is nobody's child,
-        # since children of a Ray worker may be ended with it.
+        # The shell removes the directory once its standard input ends, which happens when this process does.
+        # It is detached, since Ray may kill the children of a worker with it.
         script = 'exec 3<&0; (read -r _ <&3; rm -rf "$1") >/dev/null 2>&1 &'
         self._janitor = subprocess.Popen(
             ["/bin/sh", "-c", script, "sh", str(self.path)], stdin=subprocess.PIPE, start_new_session=True

@@ -1,4 +1,4 @@
-"""What writes the pieces of a bucket into an engine rank's parameters."""
+"""The protocol for writing buckets into an engine rank's parameters."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ __all__ = ["PieceView", "Sink"]
 
 
 class Sink(Protocol):
-    """One rank's writer for one update; lives in the process that owns the parameters."""
+    """One rank's writer for one update, called by `EngineFeed.receive` in the engine rank."""
 
     def take(self, bucket: int, pieces: Sequence[PieceView]) -> None:
-        """Store one bucket's pieces.
+        """Store the pieces of one bucket.
 
-        Their data are views of a shared bucket that is overwritten once this returns: what is kept
-        must be copied, and copies on a device must have ended.
+        Their data are views of a shared slot that may be overwritten once this returns. Copies of them must
+        have ended by then, also on a device.
         """
 
     def written(self) -> None:
-        """In place of every `take`: the holder has written all pieces into the memory that was exported."""
+        """Called instead of `take`: the holder has written all pieces into the exported memory."""
 
     def finish(self) -> Digests:
-        """All pieces came: make the weights live; returns a digest per tensor of the plan."""
+        """Make the weights live after the last piece. Returns a digest per tensor of the plan."""
 
 
 PieceView: TypeAlias = "tuple[int, Box, torch.Tensor]"
-"""The tensor's number in the plan, which box of it, and its data: shape ``box.extent``, the plan's dtype."""
+"""A tensor's number in the plan, a box of it, and its data: shape ``box.extent``, the plan's dtype."""

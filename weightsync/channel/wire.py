@@ -1,7 +1,7 @@
-"""The messages between a holder and its engine's worker, and how their bytes are read.
+"""The messages between a holder and its engine rank, and their encoding.
 
-Nothing that arrives on a socket is unpickled. A message that is too long, of no known type, or
-from a peer that has not shown the run's secret raises WireError, and the receiver goes on.
+Nothing that arrives on a socket is unpickled. `decode` raises WireError for a message that is too long or of
+an unknown type. A holder ignores peers that have not shown the run's secret.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MAX_MESSAGE_NBYTES = 64 << 10
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Engine rank → holder, first: who is there, and the proof that it belongs to this run."""
+    """Engine rank → holder, first: the engine's name, its plan, and the run's secret."""
 
     secret: bytes
     engine: str
@@ -40,15 +40,15 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """Holder → engine rank: the hello was good."""
+    """Holder → engine rank: the hello was accepted."""
 
     holder: str
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Holder → engine rank: bucket `bucket` of this attempt may be read; the plan says where it lies.
+    """Holder → engine rank: bucket `bucket` of this attempt may be read, where the plan says.
 
-    In a refill it is `whole`: also what the holder's own trainer sent lies in the slot.
+    A refill sets `whole`: the slot then has all pieces, also those of the holder's own trainer.
     """
 
     attempt: int
@@ -57,40 +57,40 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class GoingOn(msgspec.Struct, frozen=True, tag="going-on"):
-    """Holder → engine rank whose memory it writes: a bucket came, and others are still to come."""
+    """Holder → engine rank whose memory it writes: a bucket came, `Written` is still to come."""
 
     attempt: int
 
 
 class Written(msgspec.Struct, frozen=True, tag="written"):
-    """Holder → engine rank: every bucket of this attempt lies in the memory that the rank exported."""
+    """Holder → engine rank: every bucket of this attempt is in the memory that the rank exported."""
 
     attempt: int
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """Engine rank → holder: the bucket was read, its slot may be filled again."""
+    """Engine rank → holder: the bucket was read; its slot may be filled again."""
 
     attempt: int
     bucket: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """Engine rank → holder: this attempt ended early, expect no more answers."""
+    """Engine rank → holder: this attempt failed; no more answers follow."""
 
     attempt: int
     cause: str
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Holder → engine rank: no more buckets will come for this attempt."""
+    """Holder → engine rank: no more buckets of this attempt follow."""
 
     attempt: int
     cause: str
 
 
 class SentError(msgspec.Struct, frozen=True):
-    """An error of ours in a message: its class by name, what it was made from, and where it happened."""
+    """One of our errors in a message: its class's name, its arguments, and where it happened."""
 
     kind: str
     args: list[Any]
@@ -98,15 +98,15 @@ class SentError(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: WeightSyncError) -> SentError:
-        """A class that `KINDS` lacks travels as the nearest of its bases that is there."""
+        """Convert an error. A class that `KINDS` lacks is sent as its nearest base in `KINDS`."""
         kind = next(each.__name__ for each in type(error).__mro__ if KINDS.get(each.__name__) is each)
         return cls(kind, [_sendable(each) for each in error.args], error.where)
 
     def rebuild(self) -> WeightSyncError:
-        """The error. Raises WireError when it is none of ours."""
+        """Return the error. Raises WireError when it is not one of ours."""
         try:
             error = KINDS[self.kind](*self.args)
-            str(error)  # fields of another type do not make a text
+            str(error)  # raises if fields have another type
         except (KeyError, TypeError, ValueError) as cause:
             raise WireError(f"not an error of ours: {self.kind!r} of {len(self.args)} values") from cause
         if self.where is not None:
@@ -121,7 +121,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: Message) -> bytes:
-    """Message to bytes; texts are cut so that the limit holds."""
+    """Encode a message; causes are cut to 4096 characters to keep the size limit."""
     if isinstance(message, Failed | Cancel):
         message = msgspec.structs.replace(message, cause=message.cause[:4096])
     data = _encoder.encode(message)
@@ -130,7 +130,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Bytes to message. Raises WireError for anything that is not one of ours."""
+    """Decode a message. Raises WireError for anything else."""
     if len(data) > MAX_MESSAGE_NBYTES:
         raise WireError(f"a message of {len(data)} bytes, more than {MAX_MESSAGE_NBYTES}")
     try:
@@ -141,7 +141,7 @@ def decode(data: bytes) -> Message:
 
 
 def _sendable(value: object) -> object:
-    """`value` where MessagePack keeps it as it is, a list for a tuple, else its text."""
+    """Return `value` if MessagePack can carry it, tuples as lists; otherwise its `repr`."""
     if isinstance(value, list | tuple):
         return [_sendable(each) for each in value]
     fits = -(1 << 63) <= value < 1 << 64 if isinstance(value, int) else isinstance(value, float | str | bytes)
