@@ -1,4 +1,4 @@
-"""Reading peers' memory: serve it on one side, open a reader on the other; see README.md."""
+"""Reading memory of other holders: one serves it, the other opens a reader. See README.md."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ WAYS = {
     "tcp": "weightsync.readers.mooncake:MooncakeReader",
     "rdma": "weightsync.readers.mooncake:MooncakeReader",
 }
-"""How a peer can be read; each is imported on use."""
+"""The reader of each way to read a peer, imported on use."""
 
 
 def serve(buffer: SharedBuffer, holder: str, host: str, protocol: str, rdma_device: str = "") -> Server:
-    """Let peers read `buffer`, over `protocol` (as `choose_protocol` says) and on the same host directly.
+    """Let peers read `buffer`: over `protocol`, or directly on the same host.
 
-    `host` is this host's address as peers reach it. Whoever can reach Mooncake's port can read; with
-    ZeroMQ it takes the offer's secret. Raises ConfigError, and TransportError when it does not start.
+    `protocol` comes from `choose_protocol`. `host` is this host's address as peers reach it. Any process that
+    reaches Mooncake's port can read; ZeroMQ asks for the offer's secret. Raises ConfigError for an unknown
+    protocol, TransportError when the server does not start.
     """
     if protocol == "zeromq":
         from weightsync.readers.zeromq_server import ZeroMqServer
@@ -55,10 +56,10 @@ def serve(buffer: SharedBuffer, holder: str, host: str, protocol: str, rdma_devi
 def open_reader(
     targets: Sequence[SharedBuffer], offers: Mapping[str, Offer], *, direct: bool = True
 ) -> Reader:
-    """A reader that fills `targets` from those who made `offers`.
+    """Open a reader that fills `targets` from the peers in `offers`.
 
-    A peer on the same host is read directly if `direct`, any other by its offer's protocol. Raises
-    ReadError for a peer that is found to be gone, and TransportError when Mooncake does not start.
+    With `direct`, peers whose memory can be mapped are read directly, all others by their offer's protocol.
+    Raises ReadError for a peer that is gone, TransportError when Mooncake does not start.
     """
     by_way: dict[str, dict[str, Offer]] = {}
     for peer, offer in offers.items():

@@ -1,4 +1,4 @@
-"""How bytes get out of a peer's memory without a word from its holder."""
+"""The protocols for reading a peer's memory without asking its holder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Read", "Reader", "Server", "by_peer", "check_reads", "host_id", "pie
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """`nbytes` bytes of `peer`'s buffer from `source` on, to target number `target` from `offset` on."""
+    """`nbytes` bytes from byte `source` of `peer`'s buffer, to byte `offset` of target number `target`."""
 
     peer: str
     source: int
@@ -30,43 +30,43 @@ class Read:
 
 
 class Server(Protocol):
-    """Lets one buffer be read until it is closed. Its bytes must not change while a peer may read them."""
+    """Lets peers read one buffer until `close`, with no protection against changes during a read."""
 
     @property
     def offer(self) -> Offer:
-        """What a peer needs to read the buffer."""
+        """All that a peer needs to read the buffer."""
 
     def close(self) -> None:
-        """Stop; who is reading gets a ReadError. Safe to call twice."""
+        """Stop serving; a peer that reads over the network gets a ReadError. Safe to call twice."""
 
 
 class Reader(Protocol):
-    """Fills target buffers from peers."""
+    """Fills target buffers from peers, for a holder that refills or replicates."""
 
     @property
     def ways(self) -> Mapping[str, str]:
         """How each peer is read: "direct" or its offer's protocol."""
 
     def read(self, reads: Sequence[Read], timeout_s: float) -> Mapping[str, int]:
-        """Do `reads`, all peers at once; returns the bytes of each. Called from one thread at a time.
+        """Run `reads`, all peers in parallel. Returns bytes by peer.
 
-        Raises ReadError, which names the peer; DeadlineError, which names those that were waited for;
-        TransportError when the reader is closed meanwhile. Whatever it raises, no byte lands in a target
-        afterwards, so that they can be used again at once; the reader cannot: open a new one.
+        Called from one thread at a time. Raises ReadError, naming the peer; DeadlineError, naming the peers
+        that are late; TransportError when the reader is closed during the call. After an error no byte lands
+        in a target any more, so targets can be reused at once. The reader cannot: open a new one.
         """
 
     def close(self) -> None:
-        """End, also a read in another thread; no byte lands once this has returned. Safe to call twice."""
+        """Close, also during a read in another thread. No byte lands after this. Safe to call twice."""
 
 
 def host_id() -> str:
-    """The same text in two processes that can map each other's memory through /proc."""
+    """Return a text that is equal in processes that can map each other's memory through /proc."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
 
 
 def check_reads(reads: Iterable[Read], offers: Mapping[str, Offer], targets: Sequence[SharedBuffer]) -> None:
-    """Raises ReadError for the first that names an unknown peer, or leaves its buffer or its target."""
+    """Raise ReadError for a read of an unknown peer or target, or out of bounds of either buffer."""
     for read in reads:
         if read.peer not in offers:
             raise ReadError(read.peer, f"it made no offer; those that did: {', '.join(sorted(offers))}")
@@ -83,7 +83,7 @@ def check_reads(reads: Iterable[Read], offers: Mapping[str, Offer], targets: Seq
 
 
 def by_peer(reads: Iterable[Read]) -> dict[str, list[Read]]:
-    """`reads` of each peer, in their order."""
+    """Group `reads` by peer, keeping their order."""
     found: dict[str, list[Read]] = {}
     for read in reads:
         found.setdefault(read.peer, []).append(read)
@@ -91,7 +91,7 @@ def by_peer(reads: Iterable[Read]) -> dict[str, list[Read]]:
 
 
 def pieces(reads: Sequence[Read], max_nbytes: int) -> Iterator[Read]:
-    """`reads` of one peer with neighbours joined, then cut to `max_nbytes` at most."""
+    """Join neighbouring `reads` of one peer, then cut them to at most `max_nbytes`."""
     for _, run in groupby(_numbered(reads), key=lambda item: item[0]):
         joined = [read for _, read in run]
         first, total = joined[0], sum(read.nbytes for read in joined)
@@ -101,7 +101,7 @@ def pieces(reads: Sequence[Read], max_nbytes: int) -> Iterator[Read]:
 
 
 def _numbered(reads: Sequence[Read]) -> Iterator[tuple[int, Read]]:
-    """Each with the number of the run of neighbours that it belongs to."""
+    """Yield each read with the number of its run of neighbours."""
     run, before = 0, None
     for read in reads:
         if before and not _follows(before, read):

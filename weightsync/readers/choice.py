@@ -1,4 +1,4 @@
-"""Which protocol serves a holder's memory to other hosts."""
+"""The choice of the protocol that serves a holder's memory to other hosts."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _WANTED: dict[str, tuple[ProtocolName, ...]] = {
 
 
 def choose_protocol(wanted: str, rdma_device: str = "") -> ProtocolName:
-    """The first protocol of `wanted` (auto, rdma, tcp, zeromq) that works on this host.
+    """Return the first protocol of `wanted` (auto, rdma, tcp, zeromq) that works on this host.
 
-    `rdma_device` names one of the host's devices, or several, with commas; empty is any. Mooncake is
-    tried in a process of its own, which takes a fraction of a second where it is installed.
+    `rdma_device` names one of the host's devices, or several with commas; empty means any. If Mooncake is
+    installed, it is tried in its own process, which takes a fraction of a second.
 
-    Raises ConfigError when none does, or for a device that is not there.
+    Raises ConfigError when no protocol works, or for an unknown device.
     """
     if wanted not in _WANTED:
         raise ConfigError("sync.refill", wanted, nearest(wanted, _WANTED))
@@ -52,7 +52,7 @@ def choose_protocol(wanted: str, rdma_device: str = "") -> ProtocolName:
 
 
 def rdma_devices() -> list[str]:
-    """This host's, as the kernel names them."""
+    """Return the kernel's names of this host's RDMA devices."""
     return sorted(device.name for device in DEVICES.iterdir()) if DEVICES.is_dir() else []
 
 
@@ -63,7 +63,7 @@ def _check_devices(rdma_device: str) -> None:
 
 
 def _absence(protocol: ProtocolName) -> str:
-    """What `protocol` needs and this host does not have."""
+    """Return what `protocol` needs and this host lacks; empty if nothing."""
     if protocol == "rdma" and not rdma_devices():
         return "this host has no RDMA device; take tcp or zeromq"
     if protocol != "zeromq" and importlib.util.find_spec("mooncake") is None:
@@ -72,7 +72,7 @@ def _absence(protocol: ProtocolName) -> str:
 
 
 def probe(protocol: ProtocolName, rdma_device: str) -> str:
-    """What goes wrong when Mooncake starts; empty if nothing does."""
+    """Return why Mooncake does not start; empty if it does."""
     problem: str = importlib.import_module("weightsync.readers.mooncake_process").probe(protocol, rdma_device)
     return problem
 

@@ -1,4 +1,4 @@
-"""One read at a time, and a close from any thread that ends it and waits until it has ended."""
+"""Lets any thread close a reader: ends its read, waits, then releases."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["Ending"]
 
 
 class Ending:
-    """The state that a reader and its close share.
+    """The state shared by a reader's read and its close.
 
-    `fd` (an eventfd) becomes readable when the end comes, and stays so: for whoever polls.
+    `fd` (an eventfd) becomes readable at the end and stays so, for reads that poll.
     """
 
     def __init__(self, release: Callable[[], None]) -> None:
-        """`release` is called once, when no read is under way and none will be."""
+        """`release` is called once, when no read is running and none can start."""
         self._release = release
         self._reading, self._lock = threading.Lock(), threading.Lock()
         self._over = False
@@ -27,18 +27,18 @@ class Ending:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """The body is the one read that is under way. Raises TransportError after the end."""
+        """Run the body as the only read. Raises TransportError after the end."""
         with self._reading:
             self.check()
             yield
 
     def check(self) -> None:
-        """Raises TransportError after the end."""
+        """Raise TransportError after the end."""
         if self._over:
             raise TransportError("the reader is closed")
 
     def end(self) -> None:
-        """Returns when everything is released. Not to be called by the thread that reads."""
+        """End the read and release everything. Must not be called by the reading thread."""
         with self._lock:
             first, self._over = not self._over, True
             if first:

@@ -1,4 +1,4 @@
-"""Reads a neighbour's memory by mapping it: nothing is sent, and its process is not asked."""
+"""Reads memory of a process on this host by mapping it, without asking that process."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 __all__ = ["MappedReader", "can_map"]
 
 PIECE_NBYTES = 16 << 20
-"""A deadline is late by as long as a copy of this takes."""
+"""The most bytes of one copy. A DeadlineError is late by at most the time of one copy."""
 MAX_THREADS = 4
 
 Bytes = npt.NDArray[np.uint8]
 
 
 def can_map(offer: Offer) -> bool:
-    """Whether this process may map what is offered: same host, same user, and not kept out of /proc.
+    """Whether this process may map the offered memory: same host, same user, access to /proc.
 
     Raises PeerLostError when the process that offered it is gone.
     """
@@ -47,9 +47,9 @@ def can_map(offer: Offer) -> bool:
 
 
 class MappedReader:
-    """The way "direct": copies between two mappings, by a few threads.
+    """The reader of way "direct": copies between two mappings, with a few threads.
 
-    A peer that dies or stops meanwhile changes nothing: the memory lives as long as a mapping of it.
+    A peer that dies or stops does not matter: the memory lives as long as a mapping of it.
     """
 
     def __init__(self, targets: Sequence[SharedBuffer], offers: Mapping[str, Offer]) -> None:
@@ -61,7 +61,7 @@ class MappedReader:
         self._num_threads = num_threads(MAX_THREADS)
 
     def read(self, reads: Sequence[Read], timeout_s: float) -> dict[str, int]:
-        """As `Reader.read`."""
+        """Run `reads`, as `Reader.read` says."""
         with self._ending.reading(), ThreadPoolExecutor(self._num_threads) as threads:
             deadline = time.monotonic() + timeout_s
             copies = {threads.submit(self._copy, piece, deadline): piece.peer for piece in _cut(reads)}
@@ -72,11 +72,11 @@ class MappedReader:
         return {peer: sum(read.nbytes for read in its) for peer, its in by_peer(reads).items()}
 
     def close(self) -> None:
-        """As `Reader.close`."""
+        """Unmap the peers' memory, as `Reader.close` says."""
         self._ending.end()
 
     def _copy(self, piece: Read, deadline: float) -> bool:
-        """Whether it began in time; if not, nothing is copied."""
+        """Copy one piece. Returns False, without copying, after the deadline."""
         self._ending.check()
         if time.monotonic() > deadline:
             return False
@@ -104,7 +104,7 @@ def _map(peer: str, offer: Offer) -> Bytes:
     try:
         fd = open_memory(offer.memory, os.O_RDONLY)
         try:
-            # Not populated: a rank reads its share of it, and threads touch pages side by side.
+            # Not populated: a rank reads only its share, and threads touch pages in parallel.
             view = mmap.mmap(fd, max(offer.memory.nbytes, 1), mmap.MAP_SHARED, mmap.PROT_READ)
         finally:
             os.close(fd)

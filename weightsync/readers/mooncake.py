@@ -1,6 +1,6 @@
-"""Reads a peer's memory through Mooncake, over RDMA or TCP, each peer from a process of its own.
+"""Reads a peer's memory through Mooncake, over RDMA or TCP, with one process per peer.
 
-So a deadline is kept by SIGKILL, after which nothing lands, and a peer that hangs holds up no other.
+SIGKILL of that process enforces a deadline: nothing lands after it. A peer that hangs delays no other.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ PIECE_NBYTES = 16 << 20
 
 
 class MooncakeServer:
-    """A process that holds the memory registered; peers read it without asking anybody."""
+    """A process that keeps the memory registered. Peers read it without asking a process."""
 
     def __init__(
         self, buffer: SharedBuffer, holder: str, host: str, protocol: ProtocolName, device: str
     ) -> None:
-        """Raises TransportError when Mooncake does not work here."""
-        # Whoever reaches the port may write too: over TCP, into a mapping that does not let them.
+        """Raises TransportError when Mooncake does not work on this host."""
+        # A process that reaches the port may write too. Over TCP a read-only mapping prevents that.
         self._child = MooncakeProcess(protocol, host, device, [buffer], writable=protocol == "rdma")
         self.offer = Offer(
             holder=holder,
@@ -44,15 +44,15 @@ class MooncakeServer:
         )
 
     def close(self) -> None:
-        """As `Server.close`."""
+        """End the process, as `Server.close` says."""
         self._child.close()
 
 
 class MooncakeReader:
-    """The ways "tcp" and "rdma"."""
+    """The reader of ways "tcp" and "rdma"."""
 
     def __init__(self, targets: Sequence[SharedBuffer], offers: Mapping[str, Offer]) -> None:
-        """Raises TransportError when Mooncake does not work here."""
+        """Raises TransportError when Mooncake does not work on this host."""
         self.ways = {peer: offer.protocol for peer, offer in offers.items()}
         self._offers = offers
         self._children: dict[str, MooncakeProcess] = {}
@@ -68,7 +68,7 @@ class MooncakeReader:
         self._ending = Ending(self._kill)
 
     def read(self, reads: Sequence[Read], timeout_s: float) -> dict[str, int]:
-        """As `Reader.read`."""
+        """Run `reads`, as `Reader.read` says."""
         deadline = time.monotonic() + timeout_s
         with self._ending.reading(), self._killed_on_error():
             found = by_peer(reads)
@@ -88,7 +88,7 @@ class MooncakeReader:
             return {peer: done[peer] for peer in found}
 
     def close(self) -> None:
-        """As `Reader.close`."""
+        """Kill the processes, as `Reader.close` says."""
         self._ending.end()
 
     def _order(self, peer: str, reads: Sequence[Read]) -> None:
@@ -125,7 +125,7 @@ def _nbytes(peer: str, answer: Mapping[str, Any]) -> int:
 
 
 def _address_towards(endpoint: str) -> str:
-    """This host's address as the peer sees it: a reader's name has to be its own among all hosts'."""
+    """Return this host's address as the peer sees it: readers' names must be unique among hosts."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probing:
         probing.connect((endpoint.rpartition(":")[0], 9))  # sends nothing
         address: str = probing.getsockname()[0]

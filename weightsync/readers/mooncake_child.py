@@ -1,11 +1,10 @@
 """The process that Mooncake runs in: ``python -m weightsync.readers.mooncake_child``.
 
-A process of its own, since SIGKILL is the one end after which no byte of a read that went wrong lands
-any more: Mooncake's first contact with a peer that hangs has no deadline, what timed out still lands
-later, and unregistering memory is no barrier.
+Only SIGKILL guarantees that no byte of a failed read lands later: Mooncake's first contact with a peer
+that hangs has no deadline, a read that timed out still lands, and unregistering memory is no barrier.
 
-Orders come as JSON, one a line, and each is answered by one line, ``{"error": cause}`` if it failed.
-The first says what memory to register, the others what to read. The process ends with its stdin.
+Orders are lines of JSON. Each is answered by one line, ``{"error": cause}`` if it failed. The first order
+says what memory to register, the others what to read. The process ends with its stdin.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any
 __all__ = ["main"]
 
 WINDOW = 4
-"""Pieces under way."""
+"""Pieces that are read at a time."""
 MIN_PAUSE_S, MAX_PAUSE_S = 50e-6, 1e-3
 
 _ENDS = {-1: "the read failed", -2: "the read made no progress"}
@@ -33,7 +32,7 @@ _ENDS = {-1: "the read failed", -2: "the read made no progress"}
 def main() -> None:
     """Follow orders until stdin ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever a library prints is no answer
+    os.dup2(2, 1)  # keeps output of libraries out of the answers
     orders: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(orders,), daemon=True).start()
     memory: _Memory | None = None
@@ -54,7 +53,7 @@ def main() -> None:
 def _listen(orders: queue.SimpleQueue[str]) -> None:
     for line in sys.stdin:
         orders.put(line)
-    os._exit(0)  # also out of a call that does not return
+    os._exit(0)  # even if the main thread hangs in a call
 
 
 class _Memory:
@@ -63,7 +62,7 @@ class _Memory:
     def __init__(self, host: str, device: str, memories: list[tuple[int, int]], writable: bool) -> None:
         """`memories`: descriptor and bytes of each, mapped read-only unless `writable`."""
         self._engine = _engine()
-        # Its third argument, the protocol, means nothing to it: the environment says what it uses.
+        # Mooncake ignores the third argument, the protocol: environment variables choose it.
         if status := self._engine.initialize(host, "P2PHANDSHAKE", "", device):
             raise RuntimeError(
                 f"Mooncake does not start on {host}, device {device or 'any'}: status {status}"
@@ -72,7 +71,7 @@ class _Memory:
         self.bases = [self._register(fd, nbytes, writable) for fd, nbytes in memories]
 
     def read(self, endpoint: str, pieces: list[tuple[int, int, int, int]]) -> int:
-        """`pieces`: memory, offset in it, address at the peer, bytes. Returns the bytes of all."""
+        """Read `pieces`: (memory, offset in it, address at the peer, nbytes). Returns the total bytes."""
         todo, flying = deque(pieces), set[int]()
         pause = MIN_PAUSE_S
         while todo or flying:
@@ -87,7 +86,7 @@ class _Memory:
         return sum(nbytes for *_, nbytes in pieces)
 
     def _start(self, endpoint: str, memory: int, offset: int, address: int, nbytes: int) -> int:
-        # One piece a batch: a batch's status is that of its first.
+        # One piece per batch: a batch has the status of its first piece.
         batch: int = self._engine.batch_transfer_async_read(
             endpoint, [self.bases[memory] + offset], [address], [nbytes]
         )
@@ -120,7 +119,7 @@ def _engine() -> Any:  # noqa: ANN401 - it has no types
 
 
 def _map(fd: int, nbytes: int, writable: bool) -> int:
-    """The address of a shared mapping that stays until the process ends."""
+    """Map `fd` until the process ends; return the address."""
     call = ctypes.CDLL(None, use_errno=True).mmap
     call.restype = ctypes.c_void_p
     call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * (ctypes.c_int,), ctypes.c_long)

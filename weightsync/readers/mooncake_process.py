@@ -1,4 +1,4 @@
-"""The parent's end of a process that Mooncake runs in."""
+"""The parent's end of a Mooncake process."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ START_S = 30.0
 _CHILD = "weightsync.readers.mooncake_child"
 _FORCE = {"tcp": "MC_FORCE_TCP", "rdma": "MC_FORCE_HCA"}
 _TIMES = {"MC_TCP_PROGRESS_TIMEOUT_SEC": "5", "MC_TRANSFER_TIMEOUT": "30"}
-"""Seconds after which Mooncake itself gives up: without progress, and a piece as a whole."""
+"""Mooncake's own time-outs in seconds: without progress, and for a whole piece."""
 
 
 class MooncakeProcess:
-    """One process that runs Mooncake."""
+    """A process that runs `mooncake_child`, with memory that it registers."""
 
     def __init__(
         self,
@@ -57,13 +57,13 @@ class MooncakeProcess:
         self.answers = self._process.stdout.fileno()
         self._heard = b""
         sizes = [(fd, memory.handle.nbytes) for fd, memory in zip(fds, memories, strict=True)]
-        with contextlib.suppress(OSError):  # it ended: wait_ready says so
+        with contextlib.suppress(OSError):  # the process ended: wait_ready says so
             self.order({"host": host, "device": device, "memories": sizes, "writable": writable})
         if wait:
             self.wait_ready()
 
     def wait_ready(self) -> None:
-        """Raises TransportError when it does not start."""
+        """Wait until the memory is registered. Raises TransportError when Mooncake does not start."""
         answer, deadline = None, time.monotonic() + START_S
         while not answer and readable([self.answers], deadline):
             answer = self.take()
@@ -73,13 +73,13 @@ class MooncakeProcess:
         self.endpoint, self.bases = answer["endpoint"], answer["bases"]
 
     def order(self, order: Mapping[str, object]) -> None:
-        """Raises OSError when it has ended."""
+        """Send an order. Raises OSError when the process has ended."""
         assert self._process.stdin
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
         self._process.stdin.flush()
 
     def take(self) -> dict[str, Any] | None:
-        """What it has answered, if that is all of a line; an error if it has ended."""
+        """Return the answer, None if its line is not complete, or an error if the process has ended."""
         data = os.read(self.answers, 1 << 16)
         if not data:
             return {"error": f"Mooncake's process ended, status {self._process.wait()}"}
@@ -91,21 +91,21 @@ class MooncakeProcess:
         return answer
 
     def kill(self) -> None:
-        """It is not asked: that may take seconds, and what it waits for may never come."""
+        """Send SIGKILL: an orderly end may take seconds, or wait for ever."""
         self._process.kill()
 
     def close(self) -> None:
-        """Returns when it is gone."""
+        """Kill the process and wait until it has ended."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe
-            with contextlib.suppress(OSError):  # what it was not told any more
+            with contextlib.suppress(OSError):  # an order may be left in the pipe
                 pipe.close()
 
 
 def probe(protocol: ProtocolName, device: str) -> str:
-    """Why Mooncake does not work here with this protocol; empty where it does. Takes a process's start."""
+    """Return why Mooncake does not work here with `protocol`; empty if it does. Starts a process."""
     try:
         child = MooncakeProcess(protocol, "127.0.0.1", device)
     except TransportError as error:
@@ -121,7 +121,7 @@ def _environment(protocol: ProtocolName) -> dict[str, str]:
 
 
 def readable(fds: Sequence[int], deadline: float) -> list[int]:
-    """Those of `fds` that can be read; none after the deadline."""
+    """Wait for `fds` until the deadline and return those that can be read."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)

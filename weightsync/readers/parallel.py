@@ -1,4 +1,4 @@
-"""Several ways at once, seen as one reader."""
+"""Several readers behind one."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["ParallelReader"]
 
 
 class ParallelReader:
-    """Reads each peer its own way, all at once; ends as a whole when one way fails."""
+    """Runs the readers of several ways in parallel. If one fails, all are closed."""
 
     def __init__(
         self, targets: Sequence[SharedBuffer], offers: Mapping[str, Offer], readers: Sequence[Reader]
     ) -> None:
-        """`readers` have every peer of `offers` once."""
+        """Every peer of `offers` belongs to one of `readers`."""
         self._targets, self._offers, self._readers = targets, offers, readers
         self.ways = {peer: way for reader in readers for peer, way in reader.ways.items()}
 
     def read(self, reads: Sequence[Read], timeout_s: float) -> dict[str, int]:
-        """As `Reader.read`."""
+        """Run `reads`, as `Reader.read` says."""
         check_reads(reads, self._offers, self._targets)
         try:
             return self._read([read for read in reads if read.nbytes], timeout_s)
@@ -36,7 +36,7 @@ class ParallelReader:
             raise
 
     def close(self) -> None:
-        """As `Reader.close`."""
+        """Close all readers, as `Reader.close` says."""
         for reader in self._readers:
             reader.close()
 
@@ -51,13 +51,13 @@ class ParallelReader:
             try:
                 return self._gather(futures)
             except BaseException:
-                self.close()  # so that the others end too
+                self.close()  # ends the other reads
                 raise
 
     def _gather(self, futures: Sequence[Future[Mapping[str, int]]]) -> dict[str, int]:
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         if any(isinstance(future.exception(), DeadlineError) for future in done):
-            wait(futures)  # they have one deadline, so all name theirs now
+            wait(futures)  # all have the same deadline, so each names its late peers now
         errors = [error for future in futures if future.done() and (error := future.exception())]
         for error in errors:
             if not isinstance(error, DeadlineError):

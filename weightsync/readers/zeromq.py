@@ -1,6 +1,6 @@
-"""Reads a peer's memory over ZeroMQ, in chunks that are asked for one by one.
+"""Reads a peer's memory over ZeroMQ, in chunks requested one by one.
 
-Bytes get into a target only through this reader's own copy, so none lands once a read has ended."""
+Only the reading thread copies bytes into a target, so none lands once a read has ended."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["ZeroMqReader"]
 
 CHUNK_NBYTES = 1 << 20
 WINDOW = 4
-"""Chunks that are asked of one peer at a time."""
+"""Chunks requested from one peer at a time."""
 MAX_IO_THREADS = 4
 
 _LOST = (
@@ -49,7 +49,7 @@ _CAUSES: dict[int, str] = {
 
 
 class ZeroMqReader:
-    """The way "zeromq": one connection to each peer, all of them read by the calling thread."""
+    """The reader of way "zeromq": one connection per peer, all read by the calling thread."""
 
     def __init__(self, targets: Sequence[SharedBuffer], offers: Mapping[str, Offer]) -> None:
         self.ways = dict.fromkeys(offers, "zeromq")
@@ -64,7 +64,7 @@ class ZeroMqReader:
             self._poller.register(peer.monitor, zmq.POLLIN)
 
     def read(self, reads: Sequence[Read], timeout_s: float) -> dict[str, int]:
-        """As `Reader.read`."""
+        """Run `reads`, as `Reader.read` says."""
         deadline = time.monotonic() + timeout_s
         with self._ending.reading():
             found = by_peer(reads)
@@ -85,7 +85,7 @@ class ZeroMqReader:
             return {name: sum(read.nbytes for read in its) for name, its in found.items()}
 
     def close(self) -> None:
-        """As `Reader.close`."""
+        """Close the connections, as `Reader.close` says."""
         self._ending.end()
 
     def _release(self) -> None:
@@ -96,7 +96,7 @@ class ZeroMqReader:
 
 
 class _Peer:
-    """One connection, and what is still to come over it."""
+    """One connection and the reads that are not done yet."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], name: str, offer: Offer) -> None:
         self.name = name
@@ -108,7 +108,7 @@ class _Peer:
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, CHUNK_NBYTES)
         show_secret(self.socket, offer.secret)
-        # Another process may have its port by then.
+        # Never reconnect: another process may have the port by then.
         self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self.monitor = self.socket.get_monitor_socket(_LOST)
         self.socket.connect(offer.endpoint)
@@ -124,7 +124,7 @@ class _Peer:
             self._ask()
 
     def take(self, targets: Sequence[npt.NDArray[np.uint8]]) -> None:
-        """One answer, into its target."""
+        """Copy one answer into its target, and request the next chunk."""
         head, *data = self.socket.recv_multipart(copy=False)
         try:
             answer = read(Answer, [head.buffer])
@@ -142,7 +142,7 @@ class _Peer:
         np.copyto(targets[wanted.target][wanted.offset : wanted.offset + wanted.nbytes], source)
 
     def heed(self) -> None:
-        """The connection broke, or there is none: an error if anything is still to come over it."""
+        """Note a lost connection. Raises ReadError if reads are not done yet."""
         event: int = recv_monitor_message(self.monitor)["event"]
         self._lost = self._lost or _CAUSES.get(event, "nobody answers there")
         self._check()
@@ -164,5 +164,5 @@ class _Peer:
             request = Request(self._ticket, wanted.source, wanted.nbytes)
             try:
                 self.socket.send(msgspec.msgpack.encode(request), zmq.NOBLOCK)
-            except zmq.Again as error:  # it would wait for a connection that does not come back
+            except zmq.Again as error:  # there is no connection, and none will come back
                 raise ReadError(self.name, "its connection broke") from error

@@ -1,6 +1,7 @@
-"""Serves one buffer over ZeroMQ to peers that show its secret, see `weightsync.protocol.handshake`.
+"""Serves one buffer over ZeroMQ to peers that show its secret.
 
-A request is one frame, a `Request`. An answer is an `Answer`, and a frame of data unless that refuses.
+A request is one frame, a `Request`. An answer is an `Answer`, then a frame of data unless it refuses.
+Secrets are checked as in `weightsync.protocol.handshake`.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ if TYPE_CHECKING:
 __all__ = ["Answer", "Request", "ZeroMqServer", "read"]
 
 MAX_FRAME_NBYTES = 256
-"""Of a request, and of each step of the handshake."""
+"""Limit for a request and for each step of the handshake."""
 
 T = TypeVar("T")
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """Reader → server: the buffer's `nbytes` bytes from `offset` on; `ticket` comes back with them."""
+    """Reader → server: send `nbytes` bytes of the buffer from `offset` on, with this `ticket`."""
 
     ticket: Natural
     offset: Natural
@@ -45,16 +46,16 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ZeroMqServer:
-    """Answers in a thread of its own; another one checks secrets."""
+    """A thread that answers requests, and another one that checks secrets."""
 
     def __init__(self, buffer: SharedBuffer, holder: str, host: str) -> None:
-        """Raises TransportError when `host` is no address of this host."""
+        """Raises TransportError when `host` is not an address of this host."""
         self._view = buffer.tensor.numpy().data
         self._context = zmq.Context()
         self._doorman = Doorman(self._context)
         self._socket = self._context.socket(zmq.ROUTER)
         self._doorman.guard(self._socket)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # readers bound it by their window
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # the readers' window limits the queue
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES)
         try:
             self._socket.bind(f"tcp://{host}:*")
@@ -74,7 +75,7 @@ class ZeroMqServer:
         self._thread.start()
 
     def close(self) -> None:
-        """As `Server.close`."""
+        """Stop both threads, as `Server.close` says."""
         self._doorman.close()
         self._context.term()  # ends the thread, which closes the socket
         self._thread.join()
@@ -102,7 +103,7 @@ class ZeroMqServer:
 
 
 def read(kind: type[T], frames: Sequence[bytes | memoryview]) -> T:
-    """A `Request` or an `Answer` out of its one frame. Raises WireError when it is none."""
+    """Decode a `Request` or an `Answer` from its one frame. Raises WireError for anything else."""
     if len(frames) != 1:
         raise WireError(f"{len(frames)} frames, where a message of ours is 1")
     try:
