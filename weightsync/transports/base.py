@@ -1,4 +1,4 @@
-"""What moves bytes between holders. A transport knows ranks and byte buffers, nothing of tensors."""
+"""The protocols for moving byte buffers between the ranks of a communicator."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["Broadcast", "Op", "Pending", "Recv", "Send", "Transport"]
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """`data` (uint8, one dimension, contiguous) goes from rank `root` into every rank's `data`.
+    """Copy `data` (uint8, one dimension, contiguous) of rank `root` into every rank's `data`.
 
-    It concerns every rank, and has the same size on each.
+    Every rank takes part, with the same size.
     """
 
     data: torch.Tensor
@@ -25,7 +25,7 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """`data` (uint8, one dimension, contiguous) goes to rank `peer`, which receives as many bytes."""
+    """Send `data` (uint8, one dimension, contiguous) to rank `peer`, which receives as many bytes."""
 
     data: torch.Tensor
     peer: int
@@ -33,7 +33,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """`data` (uint8, one dimension, contiguous) is filled by what rank `peer` sends."""
+    """Fill `data` (uint8, one dimension, contiguous) with the bytes that rank `peer` sends."""
 
     data: torch.Tensor
     peer: int
@@ -43,49 +43,49 @@ Op = Broadcast | Send | Recv
 
 
 class Pending(Protocol):
-    """Operations under way."""
+    """Operations that were started."""
 
     def wait(self) -> None:
-        """Return when this rank's bytes are there (or have left). Blocks the host; called once.
+        """Wait until this rank's bytes have arrived or left. Blocks the host. Called once per `start`.
 
-        Raises TransportError when a rank is lost or late, naming the ranks that did not come where that
-        can be known, or with the cause of an abort. The communicator is of no further use then, on any
-        rank: where one gives up first, NCCL's kernels of another can take a broadcast for done that is
-        not. So what came counts only if every rank's wait returned, which somebody above has to ask.
+        Raises TransportError when a rank is lost or late, naming the missing ranks where they are known, or
+        with the cause of an abort. The communicator is then unusable on every rank. If one rank gives up
+        first, NCCL's kernels on another may report an incomplete broadcast as done. So received bytes are
+        valid only if every rank's wait returned, which the caller must check.
         """
 
 
 class Transport(Protocol):
-    """One rank's end of one communicator. Called from one thread at a time, except for `abort`."""
+    """One rank's end of one communicator. A holder calls it from one thread at a time, except for `abort`."""
 
     def offer(self, host: str) -> str:
-        """Called on rank 0 only, before `open`: where the other ranks meet it, as one line of text.
+        """Start the rendezvous and return its address, one line. Called on rank 0 only, before `open`.
 
         `host` is this host's address as its peers reach it.
         """
 
     def open(self, rendezvous: str, rank: int, num_ranks: int, timeout_s: float) -> None:
-        """Join the communicator; returns when every rank has. Device memory: on the current device.
+        """Join the communicator, on the current device for device memory. Returns when every rank has joined.
 
-        Raises TransportError, which names the ranks that did not come within `timeout_s`. The same
-        `timeout_s` bounds each later `start` together with its wait, counted from `start`, or from the end
-        of the operation before it if that is later.
+        Raises TransportError, naming the ranks that did not join within `timeout_s`. Each later `start` and
+        its wait together also have `timeout_s`, from `start` or from the end of the operation before it,
+        whichever is later.
         """
 
     def start(self, ops: Sequence[Op]) -> Pending:
-        """Begin `ops` as one group and return without waiting for the peers, where the library can.
+        """Start `ops` as one group; do not wait for the peers if the library allows that.
 
-        Every rank gives the ops that concern it, grouped alike and in the same order. They run after
-        the work that is on the caller's current CUDA stream. Several starts may be pending at once,
-        and run in turn. Their data must live until they have been waited for, and what one start's
-        broadcasts have next to each other in memory must be so on every rank. Raises TransportError.
+        Every rank passes the ops that concern it, in the same groups and order. They run after the work on
+        the caller's current CUDA stream. Several starts may be pending; they run in turn. Their data must
+        live until they have been waited for. Broadcasts of one start that are neighbours in memory must be
+        neighbours on every rank. Raises TransportError.
         """
 
     def abort(self, cause: str) -> None:
-        """Give the communicator up: every pending wait and later start raises TransportError(`cause`).
+        """Give up the communicator: pending waits and later starts raise TransportError(`cause`).
 
-        May be called from any thread. Peers that wait for this rank are told where that is possible.
+        Called from any thread. Peers that wait for this rank are told if possible.
         """
 
     def close(self) -> None:
-        """Leave, also out of a broken communicator. Safe to call twice; a new one can then be opened."""
+        """Leave the communicator, even a broken one. A new one can then be opened. Safe to call twice."""

@@ -21,22 +21,22 @@ from weightsync.transports.watchdog import Watch
 __all__ = ["GlooTransport"]
 
 _SLICE = timedelta(milliseconds=50)
-"""How soon a waiting thread sees that the wait was ended."""
+"""The longest time after which a waiting thread sees an abort."""
 _LEAST_S = 0.1
-"""How long connecting may take at least, when signing in took until the deadline."""
+"""Time that is always left for connecting, even if signing in took until the deadline."""
 _MARGIN_S = 5.0
 _NUM_WAITS = 3
-"""gloo's own time-out, which does not know who is late, comes after ours: that many waits, and a margin.
+"""gloo's own time-out, in waits plus the margin. It must come after ours, which names the late ranks.
 
-Several operations may be pending, and ours counts for the oldest of them only.
+Ours counts only for the oldest of several pending operations.
 """
 
 
 class GlooTransport:
-    """A gloo process group of our own: torch's default group stays whoever's it is.
+    """A gloo process group that is independent of torch's default group.
 
-    gloo cannot end an operation under way. One that was ended here goes on in gloo's threads until its
-    peers' connections close or gloo's own time-out: until then it may still write its data.
+    gloo cannot stop a running operation. After an abort it continues in gloo's threads, and may write its
+    data, until its peers' connections close or gloo's own time-out.
     """
 
     def __init__(self) -> None:
@@ -49,12 +49,12 @@ class GlooTransport:
         self._rank, self._num_ranks = -1, 0
 
     def offer(self, host: str) -> str:
-        """Serve the rendezvous on a port that the system chooses: ``secret@host:port``."""
+        """Serve the rendezvous on a free port and return ``secret@host:port``."""
         self._server = StoreServer(host)
         return self._server.address
 
     def open(self, rendezvous: str, rank: int, num_ranks: int, timeout_s: float) -> None:
-        """Sign in, then connect to every rank on the interface that `rendezvous` is reached by."""
+        """Sign in, then connect to every rank on the interface that leads to `rendezvous`."""
         assert self._watch is None, "a transport opens once"
         self._rank, self._num_ranks = rank, num_ranks
         self._timeout = timedelta(seconds=_NUM_WAITS * timeout_s + _MARGIN_S)
@@ -66,7 +66,7 @@ class GlooTransport:
             options._timeout = timedelta(seconds=timeout_s)
             options._devices = [ProcessGroupGloo.create_device(hostname=own_address(rendezvous))]
             store = PrefixStore("gloo", self._store)
-            # It makes several calls of the store, each with a deadline of its own.
+            # It calls the store several times, each with a separate deadline.
             making = aside(partial(ProcessGroupGloo, store, rank, num_ranks, options))
             self._group = making.result(max(_LEAST_S, deadline - time.monotonic()))
         except (Late, RuntimeError, ValueError) as error:
@@ -93,12 +93,12 @@ class GlooTransport:
         return _GlooPending(works, number, watch)
 
     def abort(self, cause: str) -> None:
-        """End every wait; see the class about operations under way."""
+        """End every wait. Running operations continue, as the class says."""
         if self._watch:
             self._watch.end(cause)
 
     def close(self) -> None:
-        """Close the connections, and the store."""
+        """Close the connections and the store."""
         if self._watch:
             self._watch.close()
         if not all(work.is_done() for work in self._works):
@@ -120,7 +120,7 @@ class _GlooPending:
         self._works, self._number, self._watch = works, number, watch
 
     def wait(self) -> None:
-        """Wait for the works in turn, in slices so that an end is seen."""
+        """Wait for the works in turn, in slices, so that an abort is seen."""
         try:
             for work in self._works:
                 while not work.wait_slice():
@@ -135,14 +135,14 @@ class _Work(Protocol):
     def is_done(self) -> bool: ...
 
     def is_right(self) -> bool:
-        """Whether it is done and did not fail."""
+        """Whether the operation has ended without failing."""
 
     def wait_slice(self) -> bool:
-        """Whether it is done after at most one slice. Raises RuntimeError when it failed."""
+        """Wait for at most one slice; return whether it is done. Raises RuntimeError when it failed."""
 
 
 class _Spread:
-    """A broadcast under way."""
+    """A started broadcast."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -161,13 +161,13 @@ class _Spread:
             self._work.wait(_SLICE)
         except RuntimeError:
             if self.is_done():
-                # Failed, or done a moment after the slice ended: asked again, it says which.
+                # It failed, or ended just after the slice: a second wait says which.
                 self._work.wait(_SLICE)
         return self.is_done()
 
 
 class _Handed:
-    """A send or receive under way: only its wait tells its end; a late one breaks the connection."""
+    """A started send or receive. Only its wait tells its end, and a late one breaks the connection."""
 
     def __init__(self, work: Work, timeout: timedelta) -> None:
         self._end = aside(lambda: work.wait(timeout))
@@ -187,10 +187,10 @@ class _Handed:
 
 
 def _hold(group: ProcessGroupGloo, works: list[_Work]) -> None:
-    """Keep `group` until its works are over: its destruction waits for them, and stops all of Python."""
+    """Keep `group` until its works end: destroying it waits for them and blocks all of Python."""
     while not all(work.is_done() for work in works):
         time.sleep(_SLICE.total_seconds())
 
 
 def _nothing() -> None:
-    """gloo has nothing to stop or to ask."""
+    """Do nothing: gloo cannot be stopped or asked for errors."""

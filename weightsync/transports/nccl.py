@@ -25,21 +25,21 @@ logger = logging.getLogger("weightsync.transports")
 
 _POLL_S = 5e-5
 _SPIN_S = 0.02
-"""So long a wait only yields to other threads: a sleep costs as much as a small bucket takes."""
+"""A wait only yields at first: one sleep takes as long as a small bucket."""
 _LEAVE_S = 0.5
-"""A call that is still inside NCCL after this long waits for its peers, and only an abort frees it."""
+"""A call inside NCCL for longer than this waits for its peers. Only an abort frees it."""
 _ABORT_S = 10.0
 
 
 class NcclTransport:
-    """A communicator of our own on the device that was current at `open`.
+    """An NCCL communicator on the device that was current at `open`.
 
-    All communicators of a device share one stream, so what one of them starts waits for the others.
-    Broadcasts of one start that are neighbours in memory on one rank must be so on every rank.
+    All communicators of a device share one stream, so operations of one wait for those of the others.
+    Broadcasts of one start that are neighbours in memory on one rank must be neighbours on every rank.
     """
 
     use_all_gather = True
-    """Whether equal parts, one from each rank, into one stretch of memory travel as one all-gather."""
+    """Whether equal parts, one from each rank, that are contiguous in memory go as one all-gather."""
 
     def __init__(self) -> None:
         self._server: StoreServer | None = None
@@ -51,13 +51,13 @@ class NcclTransport:
         self._rank, self._num_ranks, self._device = -1, 0, -1
 
     def offer(self, host: str) -> str:
-        """Serve the rendezvous on a port that the system chooses: ``secret@host:port/unique id in hex``."""
+        """Serve the rendezvous on a free port and return ``secret@host:port/unique id in hex``."""
         unique_id: bytes = cuda.nccl().get_unique_id()
         self._server = StoreServer(host)
         return f"{self._server.address}/{unique_id.hex()}"
 
     def open(self, rendezvous: str, rank: int, num_ranks: int, timeout_s: float) -> None:
-        """Sign in, so that who is missing is known by name, then build the communicator."""
+        """Sign in, so that missing ranks are known, then build the communicator."""
         assert self._watch is None, "a transport opens once"
         _compare_versions()
         self._nccl = cuda.nccl()
@@ -94,12 +94,12 @@ class NcclTransport:
         return pending
 
     def abort(self, cause: str) -> None:
-        """Abort the communicator, whose kernels and host calls then return."""
+        """Abort the communicator: its kernels and host calls return."""
         if self._watch:
             self._watch.end(cause)
 
     def close(self) -> None:
-        """Abort: unlike an orderly end it needs no peer, so it cannot hang."""
+        """Abort the communicator, which needs no peer and so cannot hang, and close the store."""
         if self._watch:
             self._watch.close()
         self._comm = None
@@ -107,7 +107,7 @@ class NcclTransport:
 
     def _communicator(self, unique_id: bytes, timeout_s: float) -> Any:  # noqa: ANN401 - cupy has no types
         nccl = self._nccl
-        # An object that is there before its __init__ ran can be aborted while that hangs.
+        # Made without __init__, so that it can be aborted while __init__ hangs.
         comm = nccl.NcclCommunicator.__new__(nccl.NcclCommunicator)
 
         def build() -> None:
@@ -152,7 +152,7 @@ class NcclTransport:
         self._comm.abort()
 
     def _probe(self) -> None:
-        """Ask NCCL for an error of its own threads, such as a lost network connection."""
+        """Raise TransportError for an error of NCCL's threads, such as a lost connection."""
         if not self._gate.enter():
             return
         try:
@@ -168,7 +168,7 @@ class _NcclPending:
         self._event, self._number, self._watch = event, number, watch
 
     def wait(self) -> None:
-        """Poll the event, which an abort fires too."""
+        """Poll the event. An abort completes it too."""
         spin_until = time.monotonic() + _SPIN_S
         try:
             while not self._event.query():  # type: ignore[no-untyped-call]
@@ -179,7 +179,7 @@ class _NcclPending:
         self._watch.done(self._number)
 
     def is_over(self) -> bool:
-        """Whether the device has done it; of a device that failed, the wait tells."""
+        """Whether the device has finished. False after a device error, which `wait` reports."""
         try:
             return bool(self._event.query())  # type: ignore[no-untyped-call]
         except RuntimeError:
@@ -188,7 +188,7 @@ class _NcclPending:
 
 @functools.cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """The stream of all communicators on `device`, ahead of what computes there."""
+    """Return the stream of all communicators on `device`, of a higher priority than computation."""
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
@@ -200,7 +200,7 @@ def _compare_versions() -> None:
 
 
 def _is_all_gather(ops: Sequence[Op], num_ranks: int) -> bool:
-    """Whether every rank broadcasts one equal part, in order of ranks, of one stretch of memory."""
+    """Whether every rank broadcasts one equal part of contiguous memory, in the order of ranks."""
     if num_ranks == 1 or len(ops) != num_ranks:
         return False
     base, nbytes = ops[0].data.data_ptr(), ops[0].data.numel()
@@ -214,7 +214,7 @@ def _is_all_gather(ops: Sequence[Op], num_ranks: int) -> bool:
 
 
 def _abort_when_possible(comm: Any, is_over: Callable[[], bool]) -> None:  # noqa: ANN401 - cupy has no types
-    """Abort a communicator whose building hangs, as soon as NCCL has given it a handle."""
+    """Abort a communicator that hangs in its making, once NCCL has given it a handle."""
     deadline = time.monotonic() + _ABORT_S
     while not comm.comm and not is_over() and time.monotonic() < deadline:
         time.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""Where the ranks of a new communicator meet: a store that rank 0 serves."""
+"""The rendezvous of a new communicator's ranks: a store that rank 0 serves."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from weightsync.transports.store import NetworkStore, StoreServer
 __all__ = ["SLACK_S", "close_store", "join_store", "own_address", "peers_of"]
 
 SLACK_S = 1.0
-"""How long after its deadline a rank has said at the latest which ranks it misses."""
+"""Time after its deadline within which a rank has named the missing ranks."""
 
 
 def join_store(address: str, rank: int, num_ranks: int, timeout_s: float) -> NetworkStore:
-    """The store at `address`, once every rank has signed in.
+    """Return the store at `address` once every rank has signed in.
 
-    Raises TransportError, which names the ranks that did not come within `timeout_s`.
+    Raises TransportError, naming the ranks that did not sign in within `timeout_s`.
     """
     store = NetworkStore(address, timeout_s)
     place = address.rpartition("@")[2]
@@ -41,14 +41,14 @@ def join_store(address: str, rank: int, num_ranks: int, timeout_s: float) -> Net
 
 
 def close_store(store: NetworkStore | None, server: StoreServer | None) -> None:
-    """A rank's end of the store, and the store where it is this rank's."""
+    """Close a rank's connection to the store, and the server if this rank has it."""
     for each in (store, server):
         if each:
             each.close()
 
 
 def own_address(rendezvous: str) -> str:
-    """This host's address on the network that leads to the rendezvous."""
+    """Return this host's address on the network that leads to the rendezvous."""
     host = rendezvous.rpartition("@")[2].rpartition(":")[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
@@ -56,7 +56,7 @@ def own_address(rendezvous: str) -> str:
 
 
 def peers_of(ops: Sequence[Op], rank: int, num_ranks: int) -> list[int]:
-    """The other ranks that `ops` concern, ascending."""
+    """Return the other ranks that `ops` concern, ascending."""
     if any(isinstance(op, Broadcast) for op in ops):
         return [peer for peer in range(num_ranks) if peer != rank]
     return sorted({op.peer for op in ops if not isinstance(op, Broadcast)} - {rank})

@@ -1,7 +1,7 @@
-"""Who is there? Asked through a key-value store that every rank of a communicator reaches.
+"""The roll call: finds missing ranks through a key-value store that every rank reaches.
 
-Nothing here waits inside the store, whose calls exclude each other: waits are polls. A call can still
-hang when the store's host is stopped, so whoever must not hang calls from a thread of its own.
+Waits are polls, since calls of the store exclude each other. A call can still hang when the store's host is
+stopped, so callers that must not hang use a separate thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Absence", "RollCall", "aside", "ranks_text"]
 
 ANSWER_S = 1.0
-"""How long a roll call waits for answers. Every rank looks for one several times a second."""
+"""Time to wait for answers. Every rank looks for a roll call several times a second."""
 SEE_OFF_S = 0.4
 _POLL_S = 0.01
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def aside(work: Callable[[], T]) -> Future[T]:
-    """Run `work` in a daemon thread of its own, which a call that never returns may keep."""
+    """Run `work` in a new daemon thread, so that it may hang for ever."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -48,19 +48,19 @@ def aside(work: Callable[[], T]) -> Future[T]:
 
 
 def ranks_text(ranks: Iterable[int], num_ranks: int) -> str:
-    """``rank 2 of 4``, ``ranks 1, 2 of 4``."""
+    """Return ``rank 2 of 4`` or ``ranks 1, 2 of 4``."""
     names = sorted(ranks)
     return f"rank{'s' if len(names) > 1 else ''} {', '.join(map(str, names))} of {num_ranks}"
 
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """What a roll call found about `operation` of rank `caller`.
+    """The result of a roll call about `operation` of rank `caller`.
 
     Attributes:
-        fault: what made the caller call before its deadline; "" for the deadline.
-        silent: the ranks that gave no answer: dead, stopped or gone.
-        behind: the ranks that answered, are not so far as the caller, and do not wait for others.
+        fault: why the caller called before its deadline; "" if the deadline passed.
+        silent: the ranks that did not answer: dead, stopped or gone.
+        behind: the ranks that answered, have done less than the caller, and wait for no other rank.
     """
 
     caller: int
@@ -71,14 +71,14 @@ class Absence:
 
 
 class _Left(msgspec.Struct, frozen=True):
-    """A rank takes part in nothing more."""
+    """A rank has left the communicator."""
 
     meetings: dict[int, int]
     cause: str
 
 
 class _Call(msgspec.Struct, frozen=True):
-    """A rank calls the roll; it wants to know of the ranks that it has met as often as `meetings` says."""
+    """A rank's roll call, addressed to the ranks in `meetings`, with how often it has met each."""
 
     caller: int
     operation: int
@@ -94,17 +94,17 @@ class _Here(msgspec.Struct, frozen=True):
 
 
 class RollCall:
-    """One rank's place in the store. Store errors (RuntimeError) propagate where not said otherwise.
+    """One rank's view of the store. Store errors (RuntimeError) propagate where not said otherwise.
 
-    A rank says how far it is as its meetings with each other rank: how many of its operations so far
-    concerned that one. Two ranks count their common operations alike, whatever else each did.
+    Progress is counted in meetings: for each other rank, the number of operations so far that concerned it.
+    Two ranks count their common operations alike, whatever else each did.
     """
 
     def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
         self._store, self._rank, self._num_ranks = store, rank, num_ranks
 
     def sign_in(self, timeout_s: float) -> None:
-        """Wait until every rank has signed in. Raises TransportError, which names the missing."""
+        """Wait until every rank has signed in. Raises TransportError, naming the missing ranks."""
         self._store.set(f"in/{self._rank}", "")
         deadline = time.monotonic() + timeout_s
         keys = [f"in/{rank}" for rank in range(self._num_ranks)]
@@ -112,7 +112,7 @@ class RollCall:
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 if not missing:
-                    return  # the last one came while we looked
+                    return  # the last one signed in during the check
                 raise TransportError(
                     f"rank {self._rank} of {self._num_ranks} could not join: "
                     f"{ranks_text(missing, self._num_ranks)} did not come within {timeout_s:g} s"
@@ -120,16 +120,16 @@ class RollCall:
             time.sleep(_POLL_S)
 
     def leave(self, meetings: Mapping[int, int], cause: str) -> None:
-        """Tell the others that this rank takes part in nothing more."""
+        """Tell the other ranks that this one has left."""
         self._write(f"left/{self._rank}", _Left(dict(meetings), cause))
         self._store.add("leavers", 1)
 
     def num_left(self) -> int:
-        """How many ranks have left."""
+        """Return how many ranks have left."""
         return int(self._store.add("leavers", 0))
 
     def left(self) -> dict[int, tuple[int, str]]:
-        """The ranks that have left: how often each had met this rank, and why it went."""
+        """Return the ranks that have left: their meetings with this rank, and the cause."""
         found = {}
         for rank in self._others():
             if left := self._read(f"left/{rank}", _Left):
@@ -141,14 +141,14 @@ class RollCall:
         return self._read("call", _Call) is not None
 
     def call(self, operation: int, meetings: Mapping[int, int], fault: str = "") -> None:
-        """Call the roll: who has met this rank as often as `meetings` says? The first call counts."""
+        """Call the roll, unless another rank has: ask for ranks that have met this one less often."""
         if not self.called():
             before = self._store.get("call") if self._store.check(["call"]) else b""
             call = _Call(self._rank, operation, fault, dict(meetings))
             self._store.compare_set("call", before.decode(errors="replace"), _encode(call).decode())
 
     def answer(self, meetings: Mapping[int, int], waiting: bool) -> Absence:
-        """Answer the roll that was called and wait, at most ANSWER_S, for the others' answers."""
+        """Answer the roll call, then wait at most `ANSWER_S` for the other answers."""
         call = self._read("call", _Call)
         if call is None:
             return Absence(self._rank, 0, "the roll call in the store is not ours", ())
@@ -169,13 +169,13 @@ class RollCall:
                 time.sleep(_POLL_S)
             self._see_off(len(present))
         except RuntimeError:
-            # The store went with its host: a host that had answered has seen this roll call through.
+            # The store ended with rank 0. If rank 0 had answered, it has also finished this roll call.
             if 0 not in present:
                 return Absence(caller, operation, fault, (0,))
         return Absence(caller, operation, fault, tuple(sorted(silent)), tuple(sorted(behind)))
 
     def _see_off(self, num_present: int) -> None:
-        """Keep the store, if it is this rank's, until the others have read it."""
+        """Wait, on rank 0, until the other ranks have read the store that it serves."""
         seen = self._store.add("seen", 1)
         deadline = time.monotonic() + SEE_OFF_S
         while self._rank == 0 and seen < num_present and time.monotonic() < deadline:
@@ -186,7 +186,7 @@ class RollCall:
         self._store.set(key, _encode(value).decode())
 
     def _read(self, key: str, kind: type[T]) -> T | None:
-        """What is at `key`; None where there is nothing, or something that no rank of ours wrote."""
+        """Return the message at `key`; None if there is none, or if it is not one of ours."""
         if not self._store.check([key]):
             return None
         value = self._store.get(key)

@@ -1,7 +1,7 @@
-"""A key-value store that the ranks of a communicator meet in, as torch's process groups ask for one.
+"""A key-value store for the rendezvous of a communicator, with the interface of torch's stores.
 
-Torch's `TCPStore` asks nobody for a secret, listens on every address and can be made deaf by random bytes.
-This one lets in only those that show its secret, and listens on one address. Only the client waits.
+Torch's `TCPStore` needs no secret, listens on every address, and random bytes can make it stop answering.
+This one accepts only clients that show its secret, and listens on one address. Waits are in the client.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LOST = (
 
 
 class _Request(msgspec.Struct, frozen=True, array_like=True):
-    """What to do with `keys`; `ticket` comes back with the answer."""
+    """A client's call on `keys`. The answer has the same `ticket`."""
 
     ticket: Annotated[int, msgspec.Meta(ge=0)]
     do: Literal["set", "get", "check", "add", "compare_set"]
@@ -48,7 +48,7 @@ class _Request(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Answer(msgspec.Struct, frozen=True, array_like=True):
-    """A key's value, or None where there is none; `refusal` says why nothing was done."""
+    """A key's value, or None without one; `refusal` says why nothing was done."""
 
     ticket: int
     value: bytes | None = None
@@ -60,10 +60,10 @@ _answers = msgspec.msgpack.Decoder(_Answer)
 
 
 class StoreServer:
-    """Serves a store on a port that the system chooses; `address` is ``secret@host:port``."""
+    """Serves a store on a free port; `address` is ``secret@host:port``."""
 
     def __init__(self, host: str) -> None:
-        """Raises TransportError when `host` is no address of this host."""
+        """Raises TransportError when `host` is not an address of this host."""
         self._values: dict[str, bytes] = {}
         self._context = zmq.Context()
         self._doorman = Doorman(self._context)
@@ -123,9 +123,9 @@ class StoreServer:
 
 
 class NetworkStore(Store):
-    """The store at ``secret@host:port``. Calls exclude each other.
+    """A client of the store at ``secret@host:port``. Calls exclude each other.
 
-    They raise RuntimeError when the server is gone, or does not answer within `timeout_s`.
+    They raise RuntimeError when the server is gone or does not answer within `timeout_s`.
     """
 
     def __init__(self, address: str, timeout_s: float) -> None:
@@ -139,7 +139,7 @@ class NetworkStore(Store):
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_NBYTES)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)  # another process may have its port by then
+        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)  # another process may have the port by then
         self._socket.setsockopt(zmq.IPV6, ":" in host)
         show_secret(self._socket, secret)
         self._monitor = self._socket.get_monitor_socket(_LOST)
@@ -150,11 +150,11 @@ class NetworkStore(Store):
         self._socket.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{place}")
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Give `key` a value."""
+        """Set the value of `key`."""
         self._ask("set", key, value=_bytes(value))
 
     def get(self, key: str) -> bytes:
-        """The value of `key`, once it has one."""
+        """Wait until `key` has a value, and return it."""
         self.wait([key])
         return self._ask("get", key) or b""
 
@@ -163,16 +163,19 @@ class NetworkStore(Store):
         return self._ask("check", *keys) is not None
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number, 0 at first; returns the sum."""
+        """Add `amount` to a number, 0 at first, and return the sum."""
         return int(self._ask("add", key, amount=amount) or 0)
 
     def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
-        """Give `key` a value if it has `expected` (empty: or none); returns what it has then."""
+        """Set `key` if its value is `expected` (empty also means none). Returns its value then.
+
+        Returns `expected` if it has none.
+        """
         done = self._ask("compare_set", key, value=_bytes(value), expected=_bytes(expected))
         return done if done is not None else _bytes(expected)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Return once all of `keys` have values."""
+        """Wait until all of `keys` have values."""
         seconds = timeout.total_seconds() if timeout else self._timeout_s
         deadline = time.monotonic() + seconds
         while not self.check(keys):
@@ -181,7 +184,7 @@ class NetworkStore(Store):
             time.sleep(_WAIT_S)
 
     def close(self) -> None:
-        """Disconnect; a call that waits ends. Safe to call twice."""
+        """Disconnect and end a call that waits. Safe to call twice."""
         self._closing.set()
         with self._lock:
             if not self._socket.closed:
@@ -191,7 +194,7 @@ class NetworkStore(Store):
                 self._context.term()
 
     def __del__(self) -> None:
-        """Disconnect what nobody closed: a communicator that broke is only dropped."""
+        """Disconnect if `close` was not called: a broken communicator is only dropped."""
         if hasattr(self, "_monitor"):
             self.close()
 
@@ -203,7 +206,7 @@ class NetworkStore(Store):
             try:
                 self._socket.send(request, zmq.NOBLOCK)
                 return self._answer(time.monotonic() + self._timeout_s)
-            except zmq.Again:  # it would wait for a connection that does not come back
+            except zmq.Again:  # there is no connection, and none will come back
                 self._lost = True
                 self._check()
                 raise
@@ -217,7 +220,7 @@ class NetworkStore(Store):
                 answer: _Answer = _read(_answers, self._socket.recv_multipart())
                 if answer.refusal:
                     raise WireError(answer.refusal)
-                if answer.ticket == self._ticket:  # not of a call that was given up
+                if answer.ticket == self._ticket:  # otherwise of a call that was given up
                     return answer.value
             elif self._monitor in ready:
                 recv_monitor_message(self._monitor)
@@ -246,7 +249,7 @@ def _bytes(value: str | bytes) -> bytes:
 
 
 def _number(value: bytes | None) -> int:
-    """Raises WireError where `value` is none."""
+    """Return the number in `value`, 0 for None. Raises WireError for other bytes."""
     try:
         return int(value or 0)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Deadlines over operations that the calling thread may be stuck in, and one end for all of them."""
+"""Deadlines for operations in which the calling thread may hang."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ __all__ = ["Gate", "Watch"]
 
 
 class Gate:
-    """Calls enter and leave until it is shut; shutting waits for who is inside, but not for ever."""
+    """Counts calls inside a library, and can be shut against new ones."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._inside, self._is_shut = 0, False
 
     def enter(self) -> bool:
-        """Whether the caller is in, and must leave; never blocks."""
+        """Enter unless the gate is shut, without blocking. If True, the caller must `leave`."""
         with self._changed:
             self._inside += not self._is_shut
             return not self._is_shut
 
     def leave(self) -> None:
-        """The caller's call has returned."""
+        """Note that the caller's call has returned."""
         with self._changed:
             self._inside -= 1
             self._changed.notify_all()
 
     def shut(self, timeout_s: float) -> None:
-        """Let nobody in any more; returns when nobody is inside, or after `timeout_s` seconds."""
+        """Refuse new calls; wait until none is inside, at most `timeout_s` seconds."""
         with self._changed:
             self._is_shut = True
             self._changed.wait_for(lambda: self._inside == 0, timeout_s)
@@ -47,9 +47,9 @@ logger = logging.getLogger("weightsync.transports")
 TIMER_S = 0.05
 LISTENER_S = 0.2
 ROLL_CALL_S = 1.8
-"""After this long a roll call has hung: its store does not answer. Less than what callers allow on top."""
+"""A roll call that takes longer hangs: its store does not answer. Less than callers allow on top."""
 LOST_S = 2.0
-"""How long an operation may go on after the store, so its host, is gone: it may be nearly done."""
+"""How long an operation may continue after rank 0's store is gone: it may be nearly done."""
 END_S = 10.0
 
 
@@ -63,9 +63,8 @@ class _Operation:
 class Watch:
     """Ends a communicator once: at an operation's deadline, when a rank left, or by `end`.
 
-    Two daemon threads. The timer looks at deadlines and never touches the store. The listener asks
-    the store whether another rank left or called the roll, and may hang in it when rank 0, which
-    hosts the store, is stopped.
+    It has two daemon threads. The timer checks deadlines and never calls the store. The listener asks the
+    store whether another rank left or called the roll; it may hang when rank 0, the store's host, is stopped.
     """
 
     def __init__(
@@ -77,10 +76,10 @@ class Watch:
         stop: Callable[[], None],
         probe: Callable[[], None],
     ) -> None:
-        """`stop` frees whoever is stuck in the library and is called once, from any thread.
+        """`stop` frees threads that hang in the library. It is called once, from any thread.
 
-        `probe` raises TransportError when the library knows of a fault; called while something is
-        under way.
+        `probe` raises TransportError for a fault that the library reports. It is called while an operation
+        is running.
         """
         self._roll, self._rank, self._num_ranks, self._timeout_s = roll, rank, num_ranks, timeout_s
         self._stop, self._probe = stop, probe
@@ -96,7 +95,7 @@ class Watch:
         threading.Thread(target=self._keep, daemon=True, name="weightsync-timer").start()
 
     def begin(self, peers: Iterable[int]) -> int:
-        """Note an operation that needs `peers`; returns its number, from 1. Raises TransportError."""
+        """Register an operation that needs `peers`. Returns its number, from 1. Raises TransportError."""
         self.check()
         now = time.monotonic()
         with self._lock:
@@ -107,25 +106,25 @@ class Watch:
             return self._count
 
     def follow(self, number: int, is_over: Callable[[], bool]) -> None:
-        """How to tell that the operation is over before anybody waits for it: then it is not late."""
+        """Set `is_over`, which tells that an operation ended before `done`: then it is not late."""
         with self._lock:
             self._operations[number].is_over = is_over
 
     def done(self, number: int) -> None:
-        """The operation is over. Raises TransportError when it was ended, not done."""
+        """Note that the operation is done. Raises TransportError if the communicator has ended."""
         self.check()
         with self._lock:
             if self._operations.pop(number, None):
                 self._last_over = time.monotonic()
 
     def check(self) -> None:
-        """Raises TransportError with the cause, once the library has let go (or END_S later)."""
+        """Raise TransportError if it has ended, after `stop` has returned (at most `END_S` later)."""
         if self._cause:
             self._stopped.wait(END_S)
             raise TransportError(self._cause)
 
     def fail(self, fault: str) -> None:
-        """The library says `fault`: end, once a roll call has told who is gone. Raises TransportError."""
+        """End because of `fault` in the library, after a roll call. Raises TransportError."""
         self._fault = fault
         give_up = time.monotonic() + ROLL_CALL_S
         while not self._cause and time.monotonic() < give_up:  # the timer calls the roll
@@ -134,7 +133,7 @@ class Watch:
         self.check()
 
     def end(self, cause: str) -> None:
-        """Every wait raises TransportError(`cause`); the first cause counts. Returns when it is done."""
+        """Make every wait raise TransportError(`cause`); the first cause counts. Waits for `stop`."""
         with self._lock:
             first, self._cause = not self._cause, self._cause or cause
         if first:
@@ -143,7 +142,7 @@ class Watch:
             logger.warning("a communicator does not end within %g s: %s", END_S, self._cause)
 
     def close(self) -> None:
-        """End, tell the others, and let go of the store. Safe to call twice."""
+        """End, tell the other ranks, and stop using the store. Safe to call twice."""
         self._closed.set()
         self._late.set()
         self.end("the transport is closed")
@@ -161,7 +160,7 @@ class Watch:
                 continue
             number, operation = oldest
             now = time.monotonic()
-            # An operation waits from when it is the oldest: what an earlier one waited for is not its own.
+            # An operation's time starts when it is the oldest: waits of earlier ones do not count.
             if now > max(operation.started, self._last_over) + self._timeout_s or self._fault:
                 self._call_roll(number)
             elif now - max(self._lost_at, operation.started) > LOST_S:
@@ -206,7 +205,7 @@ class Watch:
             self._late.clear()
 
     def _heed_leavers(self, num_left: int, seen: int) -> int:
-        """End what waits for a rank that left before; look again later while nothing does."""
+        """End if the oldest operation needs a rank that left. Returns how many leavers were handled."""
         left = self._roll.left()
         oldest = self._oldest()
         if oldest is None:
@@ -236,7 +235,7 @@ class Watch:
             return dict(self._meetings)
 
     def _oldest(self) -> tuple[int, _Operation] | None:
-        """The operation that this rank has waited for longest; forgets those that are over."""
+        """Return the oldest operation that is not over; forget those that are."""
         with self._lock:
             for number, operation in sorted(self._operations.items()):
                 if not operation.is_over():
