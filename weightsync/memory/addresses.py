@@ -1,4 +1,4 @@
-"""Where a module's tensors lie: plain ones, and DTensors as FSDP2 and tensor parallelism leave them."""
+"""Addresses of a module's tensors: plain ones, and DTensors of FSDP2 and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ _Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 
 
 def is_sharded(tensor: object) -> TypeGuard[DTensor]:
-    """Whether it is a DTensor.
+    """Whether `tensor` is a DTensor.
 
-    Importing their module takes 0.7 s, which is much of a process's start; where nobody has, there are none.
+    Does not import DTensor's module, which takes 0.7 s: if it is not imported, there are none.
     """
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(tensor, kind)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of it. Detached: a copy would otherwise grow a graph with each version."""
+    """Return this rank's part, detached: otherwise each version's copy would extend the graph."""
     return (tensor.to_local() if is_sharded(tensor) else tensor).detach()
 
 
 def local_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """What this rank holds of each of `named_tensors`."""
+    """Return this rank's part of each of `named_tensors`."""
     return {name: local_tensor(tensor) for name, tensor in named_tensors(module)[0].items()}
 
 
 class AddressGuard:
-    """What a module's tensors are and where they lie, to be compared before each version.
+    """Addresses and layouts of a module's tensors, compared before each version.
 
-    It knows the way to every parameter and persistent buffer and keeps none of them alive. Comparing is
-    left to C, some hundred modules at a time, while a processor's cache still has them.
+    It reaches every parameter and persistent buffer through the modules, and keeps none alive. The comparison
+    runs in C, some hundred modules at a time, so that they stay in the processor's cache.
 
     Attributes:
         strays: names of tensors that no module holds: a hook puts them into the ``state_dict``.
@@ -66,27 +66,27 @@ class AddressGuard:
     def as_before(self, module: nn.Module) -> bool:
         """Whether `module` is the same one, and its tensors have the same names, layouts and memory.
 
-        False also while FSDP has gathered tensors, which taking a ``state_dict`` undoes, and always
-        where a hook puts tensors of its own into the ``state_dict`` or a module defines ``__eq__``.
+        Also False while FSDP has gathered tensors, which taking a ``state_dict`` undoes. Always False if a
+        hook adds its own tensors to the ``state_dict``, or a module defines ``__eq__``.
         """
         return (
             module is self._module and not self.strays and all(part.are_as_before() for part in self._parts)
         )
 
     def moved(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        """The names of tensors that are now in other memory, or laid out in other strides."""
+        """Return the names of tensors whose address, shape, strides or dtype changed."""
         return [name for name, tensor in tensors.items() if self._place.get(name) != _place(tensor)]
 
 
 class _Modules:
-    """Some modules: their children, parameters and buffers, by name."""
+    """Children, parameters and buffers of some modules, by name."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         homes = [home for each in modules for home in (each._parameters, each._buffers, each._modules)]
         self._empty = [home for home in homes if not home]
         self._parents = [each._modules for each in modules if each._modules]
         self._children = list(map(dict, self._parents))
-        # Dictionaries are compared in C, by identity as long as no module defines __eq__.
+        # Dictionaries are compared in C, by identity unless a module defines __eq__.
         children = chain.from_iterable(map(dict.values, self._parents))
         self._are_compared_by_identity = all(type(each).__eq__ is object.__eq__ for each in children)
         with_buffers = [each for each in modules if each._buffers]
@@ -107,7 +107,7 @@ class _Modules:
         self._tensors = (_Tensors(compress(sent, plain)), _Shards(compress(sent, sharded)))
 
     def saved(self) -> Iterator[torch.Tensor]:
-        """The tensors of theirs that a ``state_dict`` holds."""
+        """Yield their tensors that a ``state_dict`` holds."""
         return chain.from_iterable(kind.found() for kind in self._tensors)
 
     def are_as_before(self) -> bool:
@@ -115,7 +115,7 @@ class _Modules:
             self._are_compared_by_identity
             and not any(self._empty)
             and self._parents == self._children
-            # Entries that there were are looked up; if there are as many, none was added.
+            # Old entries are looked up below. If the number is the same, none was added.
             and list(map(len, self._homes)) == self._num_entries
             and all(key in home for home, key in self._unsent)
             and self._volatile == self._volatile_before
@@ -153,7 +153,7 @@ class _Tensors(_Slots):
             held = self._locals(self.found())
             addresses = list(map(torch.Tensor.data_ptr, held))
             return addresses == self._addresses and self._are_laid_out_as_before(held)
-        # It is another kind of tensor, none, or one without memory.
+        # Now another kind of tensor, no tensor, or one without memory.
         except (TypeError, AttributeError, RuntimeError):
             return False
 
@@ -163,7 +163,7 @@ class _Tensors(_Slots):
     def _are_laid_out_as_before(self, held: Sequence[torch.Tensor]) -> bool:
         if self._guards.check(*held):
             return True
-        # Guards also fail where gradients are no longer wanted, or in inference mode.
+        # Guards also fail after a change of requires_grad, or in inference mode.
         if list(map(_layout, held)) != self._layouts:
             return False
         self._guards = _guards(held)
@@ -189,7 +189,7 @@ _spec: Callable[[Any], Any] = attrgetter("_spec")
 
 
 def _guards(tensors: Sequence[torch.Tensor]) -> TensorGuards:
-    """Remember shapes, strides and dtypes, to check all in one call, as ``torch.compile`` does."""
+    """Return guards that check shapes, strides and dtypes in one call, as ``torch.compile`` does."""
     return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
 

@@ -1,4 +1,4 @@
-"""Pieces of a plan against the segments of one rank's memory, as two-dimensional copies."""
+"""2-D copies between bucket slots and the segments of one rank's memory."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def _meeting_rows(
     *,
     into: bool,
 ) -> list[Copy]:
-    """Copies between a contiguous `box` at address `start` and the `segments` that it meets.
+    """Return the copies between a contiguous `box` at address `start` and `segments` that overlap it.
 
-    `address` has each buffer's first byte. `into` the segments, or else out of them.
+    `address` has the first byte of each buffer. With `into` they write the segments, else they read them.
     """
     rows: list[Copy] = []
     strides = _contiguous(box.extent, itemsize)
@@ -44,7 +44,7 @@ def _contiguous(extent: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 def _distance(part: Box, origin: Box, strides: tuple[int, ...]) -> int:
-    """Bytes from the first element of `origin` to that of `part`."""
+    """Return the bytes from the first element of `origin` to that of `part`."""
     return sum((p - o) * s for p, o, s in zip(part.offset, origin.offset, strides, strict=True))
 
 
@@ -57,9 +57,17 @@ def bucket_rows(
     into: bool,
     only: Callable[[Piece], bool] = lambda _: True,
 ) -> tuple[Copies, list[int]]:
-    """All copies between the slots, whose addresses are given, and one rank's segments, bucket by bucket.
+    """Return all copies between `slots` and one rank's segments, bucket by bucket.
 
-    Returns them, and the first copy of each bucket, with the end as the last entry. Without slots, none.
+    Args:
+        segments: by the tensor's number in the plan.
+        address: the first byte of each of the rank's buffers.
+        slots: the address of each slot; without any there are no copies.
+        into: write the segments, otherwise read them.
+        only: the pieces to copy.
+
+    Returns:
+        The copies, and the index of each bucket's first copy, with the end as the last entry.
     """
     rows: list[Copy] = []
     bounds = [0]

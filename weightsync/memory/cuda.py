@@ -1,8 +1,8 @@
-"""Everything that goes through CuPy: NCCL, device memory that other processes map, our kernels.
+"""All uses of CuPy: NCCL, device memory that other processes map, our kernels.
 
-The one module that imports it, on use (half a second), so that hosts without a GPU do without.
-PyTorch and CuPy share each device's primary context; CuPy's idea of the current device is set to
-PyTorch's in every call, so each function works from any thread.
+Only this module imports CuPy, on use (half a second), so hosts without a GPU do not need it. PyTorch and
+CuPy share each device's primary context. Every call sets CuPy's current device to PyTorch's, so each
+function works from any thread.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _opened: dict[bytes, tuple[int, int]] = {}
 
 
 def nccl() -> Any:  # noqa: ANN401  # CuPy ships no types
-    """The module ``cupy.cuda.nccl``. Raises TransportError where CuPy or NCCL is missing."""
+    """Return the module ``cupy.cuda.nccl``. Raises TransportError if CuPy or NCCL is missing."""
     _cupy()
     module = importlib.import_module("cupy.cuda.nccl")
     if not module.available:
@@ -50,16 +50,16 @@ def nccl() -> Any:  # noqa: ANN401  # CuPy ships no types
 
 
 def nccl_versions() -> tuple[str, str]:
-    """The NCCL that CuPy drives and the one that PyTorch has, as ``2.28.9``."""
+    """Return the versions of CuPy's and PyTorch's NCCL, as ``2.28.9``."""
     number = int(nccl().get_version())
     theirs: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}", ".".join(map(str, theirs[:3]))
 
 
 def malloc(nbytes: int) -> int:
-    """Address of `nbytes` of new memory on the current device; from no pool, so it can be exported.
+    """Allocate `nbytes` bytes on the current device and return their address.
 
-    Raises TransportError when the device has not that much memory left.
+    They come from no pool, so they can be exported. Raises TransportError when the device is short of memory.
     """
     runtime = _runtime()
     try:
@@ -75,7 +75,7 @@ def malloc(nbytes: int) -> int:
 
 
 def free(address: int) -> None:
-    """Gives back what `malloc` gave."""
+    """Free memory of `malloc`."""
     with _lock:
         for handle in [handle for handle, base in _exported.items() if base == address]:
             del _exported[handle]
@@ -83,7 +83,7 @@ def free(address: int) -> None:
 
 
 def export(address: int) -> tuple[bytes, int]:
-    """CUDA IPC handle of the allocation that `address` lies in, and the offset of `address` in it.
+    """Return the CUDA IPC handle of the allocation at `address`, and the offset of `address` in it.
 
     Raises TransportError for memory that cannot be exported: virtual memory, as PyTorch's expandable
     segments and vLLM's sleep mode use it.
@@ -104,10 +104,10 @@ def export(address: int) -> tuple[bytes, int]:
 
 
 def open_handle(handle: bytes) -> int:
-    """Address at which this process sees an exported allocation, on the current device.
+    """Map an exported allocation on the current device and return its address.
 
-    Mapped once however often it is opened; each opening needs its `close_handle`. A handle that this
-    process exported gives the original address. Raises TransportError when it cannot be mapped.
+    It is mapped once however often it is opened; each `open_handle` needs a `close_handle`. A handle that
+    this process exported gives the original address. Raises TransportError when it cannot be mapped.
     """
     with _lock:
         if handle in _exported:
@@ -120,7 +120,7 @@ def open_handle(handle: bytes) -> int:
 
 
 def close_handle(handle: bytes) -> None:
-    """Undoes one `open_handle`; the last one unmaps."""
+    """Undo one `open_handle`; the last one unmaps."""
     with _lock:
         if handle not in _opened:
             return  # this process's own memory
@@ -132,7 +132,7 @@ def close_handle(handle: bytes) -> None:
 
 
 def view(address: int, nbytes: int) -> torch.Tensor:
-    """The bytes from `address` of the current device: uint8 ``[nbytes]``, not copied, not owned."""
+    """View memory of the current device at `address`: uint8 ``[nbytes]``, not copied, not owned."""
     device = torch.device("cuda", torch.cuda.current_device())
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8, device=device)
@@ -140,20 +140,20 @@ def view(address: int, nbytes: int) -> torch.Tensor:
 
 
 def load(name: str) -> None:
-    """Compiles kernel `name` of ``kernels.cu`` and loads it on the current device.
+    """Compile kernel `name` of ``kernels.cu`` and load it on the current device.
 
-    A launch would do so too, but loading may wait for all that runs on the device, and a collective
-    whose peers wait for us never ends.
+    A launch would load it too. But loading may wait for all work on the device, and never ends if that
+    includes a collective whose peers wait for this process.
     """
     _runtime()
-    # CUDA loads a kernel that is asked for its attributes; CuPy's `compile` alone leaves that open.
+    # Asking for attributes makes CUDA load the kernel; CuPy's `compile` does not promise that.
     _ = _kernel(name).attributes
 
 
 def launch(
     name: str, stream: torch.cuda.Stream, num_blocks: int, num_threads: int, args: Sequence[object]
 ) -> None:
-    """Starts kernel `name` of ``kernels.cu`` on `stream`; asynchronous.
+    """Launch kernel `name` of ``kernels.cu`` on `stream`, asynchronously.
 
     Args:
         args: in the kernel's order, as numpy scalars of the parameters' sizes.
@@ -166,7 +166,7 @@ def launch(
 
 
 class _Stream:
-    """CUDA's stream protocol, which not every PyTorch that we support speaks."""
+    """A stream with CUDA's stream protocol, which some supported versions of PyTorch lack."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
@@ -176,7 +176,7 @@ class _Stream:
 
 
 class _Memory:
-    """What PyTorch needs to see foreign device memory."""
+    """Device memory with the interface through which PyTorch views it."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -197,7 +197,7 @@ def _cupy() -> Any:  # noqa: ANN401
 
 
 def _runtime() -> Any:  # noqa: ANN401
-    """CuPy's runtime API, with the context of PyTorch's current device bound to this thread."""
+    """Return CuPy's runtime API, with PyTorch's current device set for this thread."""
     runtime = _cupy().cuda.runtime
     runtime.setDevice(torch.cuda.current_device())
     return runtime
@@ -205,9 +205,9 @@ def _runtime() -> Any:  # noqa: ANN401
 
 @functools.cache
 def _kernel(name: str) -> Any:  # noqa: ANN401
-    """CuPy compiles it on first use of each device and keeps the result on disk.
+    """Return a kernel, which CuPy compiles on first use per device and caches on disk.
 
-    It alone: all of them take 0.7 s, which engines that start would wait for, and each of them 0.2.
+    Only this one is compiled (0.2 s): all together take 0.7 s, for which a starting engine would wait.
     """
     source = Path(__file__).with_name("kernels.cu").read_text()
     options = ("--std=c++17", f"-DKERNEL_{name}")
@@ -226,7 +226,7 @@ def _map(handle: bytes) -> int:
 
 
 def _allocation(address: int) -> int:
-    """First byte of the allocation that `address` lies in; the handle stands for all of it."""
+    """Return the first byte of the allocation at `address`; an IPC handle names a whole allocation."""
     base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
     status = _driver().cuMemGetAddressRange_v2(
         ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address)

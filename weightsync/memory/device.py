@@ -1,4 +1,4 @@
-"""Device memory that one process owns and its neighbours on the same GPU map through CUDA IPC."""
+"""Device memory that one process owns and others map through CUDA IPC."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _GRANULE = 2 << 20
 
 
 class DeviceBuffer:
-    """Memory of the current device, seen as a uint8 tensor of shape ``[nbytes]``.
+    """Memory of the current device as a uint8 tensor of shape ``[nbytes]``.
 
-    Do not count on a mapping to keep it once the process that created it has ended.
+    A mapping may become invalid when the process that created the memory ends.
     """
 
     def __init__(self, handle: DeviceHandle, address: int, *, owned: bool) -> None:
@@ -33,15 +33,15 @@ class DeviceBuffer:
 
     @classmethod
     def create(cls, nbytes: int) -> DeviceBuffer:
-        """New memory, not cleared. Raises TransportError when the device has not that much left."""
-        # CUDA carves small allocations out of larger ones and would share the neighbours too.
+        """Allocate memory, not cleared. Raises TransportError when the device is short of it."""
+        # CUDA puts small allocations into one larger block and would export their neighbours too.
         address = cuda.malloc(max(1, -(-nbytes // _GRANULE)) * _GRANULE)
         ipc, offset = cuda.export(address)
         return cls(DeviceHandle(_current_device(), os.getpid(), ipc, offset, nbytes), address, owned=True)
 
     @classmethod
     def open(cls, handle: DeviceHandle) -> DeviceBuffer:
-        """Map a neighbour's memory. Raises TransportError where its GPU is not ours, or it is gone."""
+        """Map another process's memory. Raises TransportError if its GPU is another, or it is gone."""
         device = _current_device()
         if handle.device != device:
             raise TransportError(
@@ -51,7 +51,7 @@ class DeviceBuffer:
         return cls(handle, cuda.open_handle(handle.ipc) + handle.offset, owned=False)
 
     def close(self) -> None:
-        """Give the memory back, or the view of it; twice is safe. Nothing may still be using it."""
+        """Free or unmap the memory, which must not be in use. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
@@ -64,26 +64,26 @@ class DeviceBuffer:
 
 
 class PeerMemory:
-    """Another process's memory on any GPU of this host, to be read and written by our GPU's kernels."""
+    """Another process's memory on any GPU of this host, mapped for kernels of the current device."""
 
     def __init__(self, handle: DeviceHandle) -> None:
-        """Raises TransportError where our GPU does not reach its, or the process is gone."""
+        """Raises TransportError when the current device cannot reach it, or the process is gone."""
         self._handle, self._device = handle, torch.cuda.current_device()
         self.address = cuda.open_handle(handle.ipc) + handle.offset
 
     def close(self) -> None:
-        """Unmap it, once. Nothing may still be using it."""
+        """Unmap the memory, which must not be in use. Call it once."""
         with torch.cuda.device(self._device):
             cuda.close_handle(self._handle.ipc)
 
 
 def export_tensor(tensor: torch.Tensor) -> DeviceHandle:
-    """A CUDA tensor's memory, from its first element to its last; strided ones with what lies between.
+    """Export a CUDA tensor's memory from its first element to its last, gaps included.
 
-    It stays the tensor's: whoever exports keeps the tensor alive while others use the memory.
+    The caller keeps the tensor alive while other processes use the memory.
 
     Raises:
-        TransportError: PyTorch took the memory from where it cannot be exported; says what to set.
+        TransportError: PyTorch's allocator took memory that cannot be exported; says what to set.
     """
     with torch.cuda.device(tensor.device):
         ipc, offset = cuda.export(tensor.data_ptr())
@@ -105,5 +105,5 @@ Buffer: TypeAlias = SharedBuffer | DeviceBuffer
 
 
 def open_buffer(handle: Handle) -> Buffer:
-    """Map a neighbour's buffer. Raises PeerLostError or TransportError when that cannot be."""
+    """Map another process's buffer. Raises PeerLostError or TransportError when that fails."""
     return DeviceBuffer.open(handle) if isinstance(handle, DeviceHandle) else SharedBuffer.open(handle)

@@ -1,4 +1,4 @@
-"""The factors by which a digest multiplies rows and words; see `weightsync.memory.digests`."""
+"""The factors for rows and words in a digest; see `weightsync.memory.digests`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 def word_nbytes(itemsize: int) -> int:
-    """Bytes of the words as which elements of `itemsize` bytes are digested."""
+    """Return the bytes per word in which elements of `itemsize` bytes are digested."""
     return min(itemsize, 4)
 
 
@@ -32,14 +32,14 @@ def _splitmix64(state: Digests) -> Digests:
 
 @functools.cache
 def column_factors() -> Digests:
-    """The factor of each of a row's words: uint64[4096]."""
-    # Counted down from the top, where no row's number comes.
+    """Return the factor of each word of a row: uint64[4096]."""
+    # Counted down from the top, so that no row has the same state.
     states = np.uint64(2**64 - 1) - np.arange(COLUMNS, dtype=np.uint64)
     odd: Digests = _splitmix64(states) | np.uint64(1)
     return odd
 
 
 def row_factors(num_rows: int) -> Digests:
-    """The factors of a tensor's first rows: uint64[num_rows]."""
+    """Return the factors of the first `num_rows` rows: uint64[num_rows]."""
     odd: Digests = _splitmix64(np.arange(1, num_rows + 1, dtype=np.uint64)) | np.uint64(1)
     return odd

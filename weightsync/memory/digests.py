@@ -4,10 +4,10 @@ With the bits of element i as the unsigned word ``w[i]`` (8-byte elements count 
 
     digest = sum over i of  row[i // 4096] * column[i % 4096] * (w[i] + 1)   modulo 2**64
 
-`row` and `column` are odd pseudo-random 64-bit numbers, so digests of disjoint shards add up to the
-digest of the whole, one changed bit always changes the sum (an odd factor times a power of two
-below 2**64 is not zero), and exchanged elements or rows change it but for one chance in 2**32.
-It finds faults, not forgeries.
+`row` and `column` are odd pseudo-random 64-bit numbers. Digests of disjoint shards add up to the digest of
+the whole. One changed bit always changes the sum, since an odd factor times a power of two below 2**64 is
+not zero modulo 2**64. Exchanged elements or rows change it except for one chance in 2**32. It detects
+faults, not forgeries.
 
 Sources: multilinear hashing (Carter and Wegman 1979; Lemire and Kaser, "Strongly universal string
 hashing is fast", 2014) for the sum of products; SplitMix64 (Steele, Lea and Flood 2014) for the numbers.
@@ -36,12 +36,12 @@ _WORD_TYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
 def tensor_digest(data: torch.Tensor, shape: Sequence[int], box: Box | None = None) -> int:
-    """The share of `box` in the digest of a tensor of `shape`; the whole digest where `box` is None.
+    """Return the share of `box` in the digest of a tensor of `shape`.
 
     Args:
         data: the box's elements, any dtype and device; shape ``box.extent``.
-        shape: the whole tensor's shape, to number the elements.
-        box: where `data` lies in it.
+        shape: the whole tensor's shape, by which elements are numbered.
+        box: the position of `data` in the tensor; None for the whole tensor.
     """
     if data.numel() == 0:
         return 0
@@ -57,22 +57,22 @@ def tensor_digest(data: torch.Tensor, shape: Sequence[int], box: Box | None = No
 
 
 def host_bytes(data: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """The memory of a contiguous tensor on the host, for as long as that lives: uint8[data.nbytes].
+    """View the memory of a contiguous host tensor, while the tensor lives: uint8[data.nbytes].
 
-    ``Tensor.numpy`` would keep its memory from being given back (`Offload`) for ever.
+    After ``Tensor.numpy`` its memory could never be freed by `Offload`.
     """
     memory = (ctypes.c_uint8 * data.nbytes).from_address(data.data_ptr())
     return np.frombuffer(memoryview(memory), np.uint8)
 
 
 def warm_up() -> None:
-    """Compile the kernel for every word size, so that no update pays for it (about a second once)."""
+    """Compile the kernel for every word size (about a second), so that no update waits for it."""
     for dtype in (torch.uint8, torch.bfloat16, torch.float32):
         tensor_digest(torch.zeros(1, dtype=dtype), (1,))
 
 
 def _device_digest(data: torch.Tensor, shape: tuple[int, ...], box: Box) -> int:
-    # Imported on use, like CuPy behind it: hosts without a GPU do without.
+    # Imported on use: hosts without a GPU have no CuPy.
     from weightsync.memory.kernels import DigestPart, DigestTable
 
     itemsize = data.element_size()
@@ -91,7 +91,7 @@ def _device_digest(data: torch.Tensor, shape: tuple[int, ...], box: Box) -> int:
 
 
 def runs(shape: tuple[int, ...], box: Box) -> tuple[npt.NDArray[np.int64], int]:
-    """Global index at which each contiguous run of the box starts, and the length of every run."""
+    """Return the global index at which each contiguous run of `box` starts, and the length of all runs."""
     split = len(shape)
     run = 1
     while split > 0:
@@ -113,7 +113,7 @@ def runs(shape: tuple[int, ...], box: Box) -> tuple[npt.NDArray[np.int64], int]:
 
 @functools.cache
 def digest_kernel() -> _Kernel:
-    """Numba, imported on first use: torch's own integer passes took three to six times as long."""
+    """Return the kernel, made with Numba: torch's integer operations took three to six times as long."""
     from numba import njit
 
     width, mask, shift = np.int64(COLUMNS), np.int64(COLUMNS - 1), np.int64(12)

@@ -1,4 +1,4 @@
-"""How much of a GPU is in use while an update runs."""
+"""The memory sampler: GPU memory in use during an update."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EVERY_S = 0.005
 
 
 class MemorySampler:
-    """Looks at `read` on a thread of its own, until `stop`."""
+    """Calls `read` every 5 ms in a thread, until `stop`."""
 
     def __init__(self, read: Callable[[], int]) -> None:
         self._read = read
@@ -26,7 +26,7 @@ class MemorySampler:
         self._thread.start()
 
     def stop(self) -> Samples:
-        """What was seen, where it changed."""
+        """Stop, and return the samples at which the value changed."""
         self._ended.set()
         self._thread.join()
         self._look()
@@ -43,7 +43,7 @@ class MemorySampler:
 
 
 def used_nbytes() -> int:
-    """On the first device that this process sees, by whomever."""
+    """Return the bytes in use by all processes, on the first device that this process sees."""
     import torch
 
     free, total = torch.cuda.mem_get_info(0)

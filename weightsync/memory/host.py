@@ -1,4 +1,4 @@
-"""Host memory that one process fills and its neighbours on the same host map."""
+"""Host memory that one process creates and others on the same host map."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from weightsync.protocol.handles import BufferHandle
 
 __all__ = ["SharedBuffer", "map_pages", "num_threads", "open_memory"]
 
-_madvise = ctypes.CDLL(None).madvise  # unlike mmap's own it lets other threads run
+_madvise = ctypes.CDLL(None).madvise  # unlike mmap.madvise it releases the GIL
 POPULATE_READ, POPULATE_WRITE = 22, 23  # since Linux 5.14
 PART_NBYTES = 256 << 20
-"""What one thread touches at a time."""
+"""Bytes that one thread touches at a time."""
 
 
 class SharedBuffer:
-    """A memory file (memfd), or a file that lies in memory, mapped once and seen as a uint8 tensor.
+    """A memory file (memfd), or a file in memory, mapped once as a uint8 tensor.
 
-    A memfd has no name in any file system, so nothing is left when its last process ends, however it
-    ends. `tensor` has shape ``[nbytes]``. Where CUDA is present a memfd is page-locked for the process that
-    made it, and for others once they `pin` it, so that copies to and from a device run at link speed.
+    A memfd has no name in any file system, so nothing is left when its last process ends or is killed.
+    `tensor` has shape ``[nbytes]``. With CUDA, the process that makes a memfd page-locks it, others when they
+    call `pin`: copies to and from a device then run at link speed.
     """
 
     def __init__(self, fd: int, handle: BufferHandle, *, is_new: bool = False, touch: bool = True) -> None:
         self.handle = handle
         self._fd, self._pinned = fd, False
-        # Touching pages for the first time is many times slower than writing them: never in an update.
+        # The first touch of a page is many times slower than a write, so no update should do it.
         may = mmap.PROT_READ if handle.is_file else mmap.PROT_READ | mmap.PROT_WRITE
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if touch and not is_new else 0)
         view = mmap.mmap(fd, max(handle.nbytes, 1), flags=flags, prot=may)
@@ -47,8 +47,8 @@ class SharedBuffer:
 
     @classmethod
     def create(cls, nbytes: int) -> SharedBuffer:
-        """A new zeroed buffer. Raises TransportError when the host has not that much memory."""
-        # Asked beforehand: taking more than there is ends processes, and not always this one.
+        """Allocate a zeroed buffer. Raises TransportError when the host is short of memory."""
+        # Checked first: if memory runs out, the kernel kills processes, and not always this one.
         available = _available_nbytes()
         if nbytes > available:
             raise TransportError(
@@ -63,7 +63,7 @@ class SharedBuffer:
 
     @classmethod
     def open(cls, handle: BufferHandle, *, touch: bool = True) -> SharedBuffer:
-        """Map a neighbour's buffer. Raises PeerLostError when its process is gone.
+        """Map another process's buffer. Raises PeerLostError when that process is gone.
 
         Without `touch`, pages are mapped by `map_pages`, or when they are used.
         """
@@ -72,17 +72,17 @@ class SharedBuffer:
 
     @classmethod
     def of_file(cls, path: Path) -> SharedBuffer:
-        """A file that lies in memory, as it is. Whoever writes to `tensor` ends this process."""
+        """Map a file in memory, read-only: a write to `tensor` kills this process."""
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         name = os.readlink(f"/proc/self/fd/{fd}")
         return cls(fd, BufferHandle(os.getpid(), fd, name, os.fstat(fd).st_size, is_file=True), touch=False)
 
     def fileno(self) -> int:
-        """The descriptor of the memory, for a child that maps it too."""
+        """Return the descriptor of the memory, for a child process that maps it too."""
         return self._fd
 
     def close(self) -> None:
-        """Drop this process's view. The memory goes with the last view of any process."""
+        """Close this process's descriptor and tensor. The memory is freed with its last mapping."""
         if self._fd >= 0:
             self._unpin()
             os.close(self._fd)
@@ -90,7 +90,7 @@ class SharedBuffer:
             self.tensor = self.tensor[:0].clone()
 
     def pin(self) -> None:
-        """Lock its pages, for this process's copies to and from a device, where there is one."""
+        """Page-lock the memory for this process's copies to and from a device, if there is one."""
         if torch.cuda.is_available() and self.handle.nbytes and not self._pinned:
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             torch.cuda.check_error(
@@ -105,13 +105,13 @@ class SharedBuffer:
 
 
 def open_memory(handle: BufferHandle, flags: int) -> int:
-    """A descriptor of a neighbour's memory, with `flags` as of `os.open`.
+    """Return a descriptor of another process's memory, with `flags` as of `os.open`.
 
-    Raises PeerLostError when its process is gone, or may not be looked into (then from a PermissionError).
+    Raises PeerLostError when that process is gone, or denies access (then from a PermissionError).
     """
     path = f"/proc/{handle.pid}/fd/{handle.fd}"
     try:
-        # A pid is used again after its process ended; the random name is not.
+        # A pid may be reused after its process ended; the random name is not.
         if os.readlink(path).removesuffix(" (deleted)") != handle.link:
             raise PeerLostError(f"process {handle.pid}", "its shared memory belongs to another process now")
         return os.open(path, flags | os.O_CLOEXEC)
@@ -122,24 +122,24 @@ def open_memory(handle: BufferHandle, flags: int) -> int:
 
 
 def num_threads(most: int) -> int:
-    """`most`, and no more than this process may run at once."""
+    """Return `most`, limited to the number of CPUs that this process may use."""
     return min(most, len(os.sched_getaffinity(0)))
 
 
 def map_pages(part: torch.Tensor) -> None:
-    """Map the pages of `part`, uint8[n] of a neighbour's memory, before it is read.
+    """Map the pages of `part`, uint8[n] of another process's memory, before it is read.
 
-    Reading maps them too, a few at a time, and is slower for it; before Linux 5.14 that is left to it.
+    Reads would map them too, a few at a time and more slowly. Does nothing before Linux 5.14.
     """
     _advise(POPULATE_READ, part)
 
 
 def _touch(tensor: torch.Tensor) -> None:
-    """All pages of new memory that is zero, by several threads: the kernel clears 5 GB/s for one."""
+    """Touch all pages of zeroed memory, in several threads: the kernel clears 5 GB/s per thread."""
     parts = (tensor[at : at + PART_NBYTES] for at in range(0, len(tensor), PART_NBYTES))
     with ThreadPoolExecutor(num_threads(8)) as threads:
         if any(threads.map(partial(_advise, POPULATE_WRITE), parts)):
-            tensor.zero_()  # an older kernel
+            tensor.zero_()  # before Linux 5.14
 
 
 def _advise(advice: int, part: torch.Tensor) -> int:
@@ -149,10 +149,10 @@ def _advise(advice: int, part: torch.Tensor) -> int:
 
 
 def _writable(view: mmap.mmap) -> ctypes.Array[ctypes.c_uint8]:
-    """The same memory under a type of which torch does not warn that it is only read."""
+    """Return `view` as a type that torch does not warn about as read-only."""
     held = np.frombuffer(view, np.uint8)
     memory = (ctypes.c_uint8 * len(view)).from_address(held.ctypes.data)
-    memory.held = held  # type: ignore[attr-defined]  # it does not keep what it was made from
+    memory.held = held  # type: ignore[attr-defined]  # it does not keep its memory alive
     return memory
 
 

@@ -1,4 +1,4 @@
-"""Groups of 2-D copies in host memory: what `CopyTable` is on a device."""
+"""Groups of 2-D copies in host memory, the counterpart of `CopyTable` on a device."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["HostCopies"]
 
 
 class HostCopies:
-    """Copies between addresses of host memory that tensors hold. Those of one group must not overlap."""
+    """Copies between addresses in host tensors. Copies of one group must not overlap."""
 
     def __init__(self, copies: Copies, bounds: Sequence[int], memory: Iterable[torch.Tensor]) -> None:
         """
         Args:
             copies: host addresses; copies ``bounds[g]`` to ``bounds[g + 1]`` are group g.
-            memory: tensors, in whose storages all of them lie. Kept alive.
+            memory: tensors whose storages contain all addresses. They are kept alive.
         """
-        # By storage: tensors may be parts of each other, storages are not.
+        # By storage: tensors may overlap, storages do not.
         storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in memory if tensor.numel()}
         starts = sorted(storages)
         self._memory = [_all_bytes(storages[start]) for start in starts]
@@ -32,7 +32,7 @@ class HostCopies:
         self._rows = list(zip(*(column.tolist() for column in columns), strict=True))
 
     def run(self, group: int) -> None:
-        """Copies group `group`."""
+        """Run the copies of group `group`."""
         memory = self._memory
         for s, s_at, d, d_at, rows, row_nbytes, s_pitch, d_pitch in self._rows[
             self._bounds[group] : self._bounds[group + 1]
@@ -50,6 +50,6 @@ def _all_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
 def _place(
     address: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Which storage each address is in, and its offset there."""
+    """Return the number of each address's storage, and its offset there."""
     number = np.searchsorted(starts, address, side="right") - 1
     return number, address - starts[number]

@@ -1,4 +1,4 @@
-"""Many parts of tensors in host memory, copied and digested by one call."""
+"""Copies and digests of many parts of host tensors in one call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Int64 = npt.NDArray[np.int64]
 _Kernel = Callable[[int, int, _Int64, _Int64, Digests, Digests], None]
 
 _PART_COST = 64
-"""Bytes that take as long as a part of none."""
+"""The fixed cost of a part, in bytes that take as long."""
 _RANGE_COST = 8 << 20
 
 
@@ -34,10 +34,10 @@ class HostPart:
     """`box` of a tensor of `shape`: contiguous, and aligned to its elements.
 
     Attributes:
-        tensor: its number among the digests; -1 to copy it alone.
-        address: of its first element.
+        tensor: its number among the digests; -1 to copy without a digest.
+        address: the address of its first element.
         itemsize: bytes per element.
-        target: the address that it is copied to, before it is digested; 0 for none.
+        target: the address to copy it to, before it is digested; 0 for no copy.
     """
 
     tensor: int
@@ -49,12 +49,12 @@ class HostPart:
 
 
 class HostTable:
-    """Copies parts and digests where they came from, see `weightsync.memory.digests`.
+    """Copies parts and digests the originals, as `weightsync.memory.digests` says.
 
-    The memory is the caller's, who sees to it that it is there in each `run`.
+    The caller owns the memory and keeps it valid during each `run`.
 
     Attributes:
-        ranges: the parts in ranges of a few MiB, which several threads may `run` at once.
+        ranges: ranges of parts with a few MiB each, which several threads may `run` at once.
     """
 
     def __init__(self, parts: Sequence[HostPart], num_tensors: int) -> None:
@@ -85,11 +85,11 @@ class HostTable:
             self.run(0, 0)  # compiles the kernel, so that no update pays for it
 
     def run(self, first: int, end: int) -> None:
-        """Copies and digests parts `first` to `end`."""
+        """Copy and digest parts `first` to `end`."""
         _kernel()(first, end, self._rows, self._starts, column_factors(), self._shares)
 
     def run_all(self) -> None:
-        """Run all parts, in several threads where there are several ranges."""
+        """Copy and digest all parts, in several threads if there are several ranges."""
         if len(self.ranges) < 2:
             for first, end in self.ranges:
                 self.run(first, end)
@@ -98,7 +98,7 @@ class HostTable:
             list(threads.map(self.run, *zip(*self.ranges, strict=True)))
 
     def digests(self) -> Digests:
-        """Of each part's last `run`: uint64[num_tensors], each tensor's sum over its parts."""
+        """Return each tensor's sum over its parts' last `run`: uint64[num_tensors]."""
         digests = np.zeros(self._num_tensors, np.uint64)
         has_digest = self._tensor >= 0
         np.add.at(digests, self._tensor[has_digest], self._shares[has_digest])
@@ -110,7 +110,7 @@ _ZERO: _Int64 = np.zeros(1, np.int64)
 
 @functools.cache
 def _kernel() -> _Kernel:
-    """Compile with numba on first use; calls the digest of `weightsync.memory.digests` for each part."""
+    """Return the kernel, compiled on first use. It calls `digest_kernel` for each part."""
     from numba import carray, njit, types
     from numba.extending import intrinsic
 
@@ -140,7 +140,7 @@ def _kernel() -> _Kernel:
                 memcpy(target, address, nbytes)
             if word == 0:
                 continue
-            # Of what was copied, and not of the copy: it has to show a copy that went wrong.
+            # The digest is of the original, not of the copy, so that it reveals a wrong copy.
             if word == 1:
                 shares[i] = digest(carray(at8(address), nbytes), first, run, columns)
             elif word == 2:

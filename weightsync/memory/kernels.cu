@@ -1,23 +1,23 @@
 // Compiled by NVRTC, without headers. Both kernels work through a table of tiles: parts of 2-D
-// copies, small enough (weightsync/memory/kernels.py says how small) that 32-bit numbers count what is in
-// one. A block takes every gridDim-th tile and its threads never wait for each other, so the next
-// tile's loads start while the last one's stores are still on their way. KERNEL_name has that one compiled.
+// copies, small enough (see weightsync/memory/kernels.py) that 32-bit numbers count what is in one. A block
+// takes every gridDim-th tile and its threads never wait for each other, so the next tile's loads start
+// before the last one's stores have ended. KERNEL_name compiles only that kernel.
 
 using int64 = long long;
 using uint32 = unsigned int;
 using uint64 = unsigned long long;
 
 constexpr int kThreads = 512;
-constexpr int kUnroll = 4;  // loads in flight per thread; past the end they repeat the last one
+constexpr int kUnroll = 4;  // loads in flight per thread; past the end the last one is repeated
 
 struct __align__(16) CopyTile {
     int64 src, dst, rows, row_nbytes, src_pitch, dst_pitch;
 };
 
 struct __align__(16) DigestTile {
-    int64 address, index;  // index: which byte of the whole tensor lies at address
+    int64 address, index;  // index: the number of the byte at address in the whole tensor
     int64 rows, row_nbytes, pitch, index_pitch;
-    uint32 tensor, mask;  // mask: in each word, the bits that are all set in NaN and Inf alone; 0: look for none
+    uint32 tensor, mask;  // mask: in each word, the bits that are all set only in NaN and Inf; 0: no check
     int64 unused;
 };
 
@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) copy_tiles(const CopyT
 }
 #endif
 
-// The digest of weightsync/memory/digests.py, over words of kWordNbytes. The 4096 column factors stand in
+// The digest of weightsync/memory/digests.py, over words of kWordNbytes. The 4096 column factors are in
 // shared memory in pairs: first pair of each 16-byte unit, then second pair of each ...; so the
 // lanes of a warp, on neighbouring units, read neighbouring pairs and no bank twice.
 // With kFlags, tensors are flagged in which any word has all bits of its tile's mask.
@@ -159,7 +159,7 @@ struct Digest {
         return low + (static_cast<uint64>(high) << 32);
     }
 
-    // Sets each word's sign bit, unless the word has all bits of the mask: then nothing is carried into it.
+    // Sets each word's sign bit, unless the word has all bits of the mask: then nothing carries into it.
     static __device__ __forceinline__ uint32 finite_signs(uint32 part, uint32 mask) {
         return (~part & mask) + ~kSigns;
     }
@@ -169,7 +169,7 @@ struct Digest {
         const uint32 per_row = static_cast<uint32>(tile.row_nbytes) / 16;
         const uint32 count = tile.rows * per_row;
         const Divider row_of(per_row);
-        // In units 32 bits suffice for tensors of up to 64 GiB; weightsync/memory/kernels.py sees to it.
+        // In units, 32 bits suffice up to 64 GiB, the limit in weightsync/memory/kernels.py.
         const uint32 first = tile.index / 16, index_pitch = tile.index_pitch / 16;
         uint64 sum = 0;
 #pragma unroll 1
@@ -187,7 +187,7 @@ struct Digest {
             }
 #pragma unroll
             for (int k = 0; k < kUnroll; ++k) {
-                if constexpr (kFlags) {  // without a mask, too: a branch around it costs registers that there are not
+                if constexpr (kFlags) {  // also without a mask: a branch would need more registers than there are
                     finite &= finite_signs(units[k].x, tile.mask) & finite_signs(units[k].y, tile.mask);
                     finite &= finite_signs(units[k].z, tile.mask) & finite_signs(units[k].w, tile.mask);
                 }
@@ -225,7 +225,7 @@ struct Digest {
     }
 };
 
-// Adds up a warp's sums, and to `total` what they come to. All lanes take part.
+// Adds a warp's sums to `total`. All lanes take part.
 __device__ __forceinline__ void add_warp(uint64* total, uint64 sum) {
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);

@@ -1,6 +1,6 @@
-"""Tables of work on the device, and the kernels that do it: segment copies and digests.
+"""Tables of segment copies and digests on the device, and their kernels.
 
-A table is made and uploaded once, the kernel loaded; a launch then costs the host some ten microseconds.
+A table is uploaded, and its kernel loaded, once. A launch then costs the host some ten microseconds.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _MAX_TENSOR_NBYTES = 64 << 30
 
 
 class CopyTable:
-    """Groups of 2-D copies on the current device, each group one launch.
+    """Groups of 2-D copies on the current device, one launch per group.
 
-    The addresses may be other processes' memory, mapped here. Copies of one group must not overlap.
+    Addresses may be in mapped memory of other processes. Copies of one group must not overlap.
     """
 
     def __init__(self, copies: Copies, bounds: Sequence[int], num_blocks: int | None = None) -> None:
@@ -45,7 +45,7 @@ class CopyTable:
         Args:
             copies: device addresses; copies ``bounds[g]`` to ``bounds[g + 1]`` are group g.
             num_blocks: thread blocks of a launch; by default two per multiprocessor, which is all
-                that fit. Fewer leave room for what else runs on the device.
+                that fit. Fewer leave room for other work on the device.
         """
         cuda.load(_COPY)
         table, number = tiles(copies, TILE_NBYTES)
@@ -54,7 +54,7 @@ class CopyTable:
         self._num_blocks = num_blocks or _default_num_blocks()
 
     def launch(self, group: int, stream: torch.cuda.Stream) -> None:
-        """Copies group `group`; asynchronous, ordered on `stream`."""
+        """Start the copies of group `group` on `stream`, without waiting for them."""
         first, end = self._bounds[group], self._bounds[group + 1]
         if first == end:
             return
@@ -68,7 +68,7 @@ class DigestPart:
 
     Attributes:
         tensor: its number among the digests.
-        address: of the box's first element.
+        address: the address of the box's first element.
         strides: bytes per dimension of the box.
         itemsize: bytes per element.
         mask: bits of a word that are all set in NaN and Inf alone, see
@@ -85,12 +85,12 @@ class DigestPart:
 
 
 class DigestTable:
-    """Digests of tensors on the current device, computed in parts. See `weightsync.memory.digests`."""
+    """Digests of tensors on the current device, computed in parts as `weightsync.memory.digests` says."""
 
     def __init__(self, parts: Sequence[DigestPart], num_tensors: int, num_blocks: int | None = None) -> None:
         """
         Args:
-            parts: what to read, in any order; those of one tensor must not overlap.
+            parts: the parts to read, in any order; those of one tensor must not overlap.
             num_blocks: thread blocks of a launch; by default two per multiprocessor.
         """
         self._tables = {word: _upload(table) for word, table in digest_tiles(parts).items()}
@@ -98,12 +98,12 @@ class DigestTable:
         load_digests(self._tables, self._kernel)
         self._columns = _upload(column_factors().view(np.int64))
         self._rows = _upload(row_factors(_num_rows(parts)).view(np.int64))
-        self._totals = _upload(np.zeros((2, num_tensors), np.int64))  # digests, and what is flagged
+        self._totals = _upload(np.zeros((2, num_tensors), np.int64))  # digests and flags
         self._num_blocks = num_blocks or _default_num_blocks()
         self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def launch(self, stream: torch.cuda.Stream) -> None:
-        """Reads all parts anew; asynchronous, ordered on `stream`."""
+        """Start digesting all parts on `stream`, without waiting for the result."""
         with torch.cuda.stream(stream):
             self._totals.zero_()
         factors = (self._columns, self._rows, *self._totals)
@@ -115,33 +115,33 @@ class DigestTable:
         self._done.record(stream)
 
     def result(self) -> Digests:
-        """Waits for the last launch; uint64[num_tensors], each tensor's sum over its parts."""
+        """Wait for the last launch; return each tensor's sum over its parts: uint64[num_tensors]."""
         self._done.synchronize()
         totals: Digests = self._totals[0].cpu().numpy().view(np.uint64)
         return totals
 
     def flagged(self) -> list[int]:
-        """Tensors in which the last launch found a word with all bits of its part's mask. Waits for it."""
+        """Wait for the last launch; return the tensors with a word that has all bits of its part's mask."""
         self._done.synchronize()
         flagged: list[int] = self._totals[1].cpu().nonzero().flatten().tolist()
         return flagged
 
 
 def load_digests(itemsizes: Iterable[int], kernel: str = _DIGEST) -> None:
-    """Loads what digests elements of these many bytes on the current device."""
+    """Load the kernels that digest elements of these sizes in bytes, on the current device."""
     for word in sorted({word_nbytes(itemsize) for itemsize in itemsizes}):
         cuda.load(f"{kernel}{word}")
 
 
 def digest_tiles(parts: Sequence[DigestPart]) -> Mapping[int, Int64]:
-    """The kernels' work by bytes per word, int64[m, 8].
+    """Return the kernels' tiles by bytes per word: int64[m, 8].
 
-    Columns: address, index, rows, row_nbytes, pitch, index_pitch, tensor, unused. `index` is the
-    number of the whole tensor's byte that lies at `address`, `index_pitch` its growth per row.
-    `tensor` has the part's mask, in each word of 32 bits, in its upper half.
+    Columns: address, index, rows, row_nbytes, pitch, index_pitch, tensor, unused. `index` is the number of
+    the byte at `address` in the whole tensor, `index_pitch` its growth per row. The upper half of `tensor`
+    has the part's mask, repeated to 32 bits.
 
     Raises:
-        PlanError: a tensor of more than 64 GiB, whose 16-byte units 32 bits cannot count.
+        PlanError: a tensor has more than 64 GiB: 32 bits cannot count its 16-byte units.
     """
     copies: dict[int, list[Copy]] = defaultdict(list)
     owners: dict[int, list[int]] = defaultdict(list)
@@ -156,7 +156,7 @@ def digest_tiles(parts: Sequence[DigestPart]) -> Mapping[int, Int64]:
 
 
 def _runs(part: DigestPart) -> list[Copy]:
-    """The part as copies from the device to addresses that are the bytes' numbers in the tensor."""
+    """Return the part as copies whose targets are the bytes' numbers in the tensor."""
     strides = [part.itemsize * math.prod(part.shape[axis + 1 :]) for axis in range(len(part.shape))]
     first = sum(o * stride for o, stride in zip(part.box.offset, strides, strict=True))
     return box_copies(part.box.extent, part.itemsize, part.address, part.strides, first, strides)
@@ -169,13 +169,13 @@ def _digest_table(copies: Sequence[Copy], owners: Sequence[int]) -> Int64:
 
 
 def _num_rows(parts: Sequence[DigestPart]) -> int:
-    """Rows of 4096 words in the longest tensor."""
+    """Return the number of rows of 4096 words in the longest tensor."""
     words = (math.prod(part.shape) * part.itemsize // word_nbytes(part.itemsize) for part in parts)
     return -(-max(words, default=0) // COLUMNS)
 
 
 def _upload(table: Int64) -> torch.Tensor:
-    """Is there when this returns, so that any stream may use it."""
+    """Copy `table` to the device and wait, so that any stream may use it."""
     return torch.from_numpy(np.ascontiguousarray(table)).cuda()
 
 

@@ -1,7 +1,7 @@
-"""NaN and Inf in weights: how they are told from other bits, and how many are in host memory.
+"""Finds NaN and Inf in weights, and counts them in host memory.
 
-Elements are looked at eight bytes at a time. `MASKS` has the bits that are all set in NaN and Inf alone, so
-``~element & mask`` is zero in those; in all others, adding ``0x7fff…`` to it carries into the sign bit.
+Elements are checked eight bytes at a time. `MASKS` has the bits that are all set only in NaN and Inf, so
+``~element & mask`` is zero for those. For all others, adding ``0x7fff…`` to it carries into the sign bit.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _Kernel = Callable[[Uint64, Uint64, Int64, Int64], None]
 
 
 class NonfiniteTable:
-    """Parts of a buffer on the host, each of one dtype. Made once; a count of one part is one kernel."""
+    """Parts of a host buffer, each of one dtype, in which to count NaN and Inf."""
 
     def __init__(self, parts: Iterable[tuple[str, int, int]]) -> None:
-        """`parts`: dtype, first byte, which is a multiple of the dtype's size, and number of bytes."""
+        """`parts`: dtype, first byte (a multiple of the dtype's size), number of bytes."""
         rows = [(start, nbytes if dtype in MASKS else 0, _kind(dtype)) for dtype, start, nbytes in parts]
         self._table = np.array(rows, np.int64).reshape(-1, 3)
         _kernel()(np.zeros(0, np.uint64), _bits(), self._table[:0], np.zeros(0, np.int64))  # compiles it
@@ -50,7 +50,7 @@ class NonfiniteTable:
         return len(self._table)
 
     def count(self, memory: torch.Tensor, counts: Int64, first: int, end: int) -> None:
-        """Elements that are NaN or Inf in parts `first` to `end` of `memory`, into ``counts[first:end]``.
+        """Count NaN and Inf in parts `first` to `end` of `memory`, into ``counts[first:end]``.
 
         `memory` is uint8[n] on the host, n a multiple of 8; `counts` is int64[len(self)].
         """
@@ -59,7 +59,7 @@ class NonfiniteTable:
 
 
 def count_nonfinite(data: torch.Tensor) -> int:
-    """How many elements of a tensor are NaN or Inf."""
+    """Return how many elements of a tensor are NaN or Inf."""
     dtype = str(data.dtype).removeprefix("torch.")
     if dtype not in MASKS or not data.numel():
         return 0
@@ -76,9 +76,9 @@ def count_nonfinite(data: torch.Tensor) -> int:
 
 
 def word_mask(dtype: str) -> int:
-    """The mask of a digest's word, for `DigestPart`: 0 for a dtype without NaN and Inf.
+    """Return the mask for `DigestPart`: 0 for a dtype without NaN and Inf.
 
-    A float64 is two words, of which only the upper one has its exponent: some numbers look like NaN there.
+    A float64 has two words, and only the upper one has the exponent: some finite numbers look like NaN.
     """
     mask = MASKS.get(dtype, 0)
     return mask >> 32 if mask > 0xFFFF_FFFF else mask
@@ -89,13 +89,13 @@ def _kind(dtype: str) -> int:
 
 
 def _in_each(dtype: str, value: int) -> int:
-    """Eight bytes with `value` in each element."""
+    """Return eight bytes with `value` in each element."""
     return sum(value << shift for shift in range(0, 64, 8 * ITEMSIZE[dtype]))
 
 
 @functools.cache
 def _bits() -> Uint64:
-    """Of each of `_KINDS` its mask, what to add, and the sign bits: uint64[num_kinds, 3]."""
+    """Return the mask, the addend and the sign bits of each of `_KINDS`: uint64[num_kinds, 3]."""
     signs = [(dtype, 1 << (8 * ITEMSIZE[dtype] - 1)) for dtype in _KINDS]
     rows = [
         (_in_each(dtype, MASKS[dtype]), _in_each(dtype, sign - 1), _in_each(dtype, sign))
@@ -106,7 +106,7 @@ def _bits() -> Uint64:
 
 @functools.cache
 def _kernel() -> _Kernel:
-    """Numba, imported on first use."""
+    """Return the counting kernel, compiled with Numba on first use."""
     from numba import njit
 
     zero, one, eight = np.uint64(0), np.uint64(1), np.uint64(8)
@@ -130,7 +130,7 @@ def _kernel() -> _Kernel:
             low = (one << (eight * rest)) - one
             if head != zero and start < stop:
                 high = ~((one << (eight * head)) - one)
-                if at == end:  # it ends in the word in which it begins
+                if at == end:  # the part ends in its first word
                     high &= low
                     rest = zero
                 total += in_word(words[at] & high, mask, add, signs)

@@ -1,4 +1,4 @@
-"""Giving the memory of tensors back for a while. They stay the objects that they are, at new addresses."""
+"""Offload: frees the memory of tensors for a while, then restores it at new addresses."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ __all__ = ["Offload"]
 
 
 class Offload:
-    """From its making to `undo`, tensors have no memory, nor has any view of what they view.
+    """Tensors without memory, from construction until `undo`. The tensor objects stay the same.
 
-    After FSDP's way with the shards that it gathers (``untyped_storage().resize_``).
+    Views of the same storages have no memory either. Uses ``untyped_storage().resize_``, as FSDP does for
+    gathered shards.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], keep: Iterable[torch.Tensor]) -> None:
-        """What is in those of `keep` stays on the host, page-locked if it was on a GPU; others are zeros.
+        """Free `tensors`. Contents of `keep` are copied to the host, page-locked if they were on a GPU.
 
-        Raises StateError, and has done nothing, where memory is not torch's own.
+        All others are zeros after `undo`. Raises StateError, without any effect, if torch does not own the
+        memory.
         """
         held = _storages(tensors)
         if not all(storage.resizable() for storage in held.values()):
             raise StateError("memory of another library, or of a mapped file, cannot be given back: copy it")
         devices = {storage.device for storage in held.values() if storage.device.type == "cuda"}
         for device in devices:
-            torch.cuda.synchronize(device)  # who still writes or reads them
+            torch.cuda.synchronize(device)  # kernels may still use them
         self._copies = {key: _copy(storage) for key, storage in _storages(keep).items()}
         self._storages = [(storage, storage.nbytes()) for storage in held.values()]
         for storage in held.values():
@@ -36,12 +38,12 @@ class Offload:
             torch.cuda.empty_cache()
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What was kept of one of `keep`, as it looks."""
+        """Return the host copy of a tensor of `keep`, with its shape and strides."""
         copy = self._copies[tensor.untyped_storage()._cdata].view(tensor.dtype)
         return torch.as_strided(copy, tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def undo(self) -> None:
-        """Take the memory again, with what was kept. After an out-of-memory error it may be called again."""
+        """Allocate the memory again and restore contents. Can be repeated after running out of memory."""
         for storage, nbytes in self._storages:
             storage.resize_(nbytes)
             copy = self._copies.get(storage._cdata)

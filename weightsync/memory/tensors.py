@@ -1,4 +1,4 @@
-"""The tensors of a module that make up its checkpoint; both sides name them by this."""
+"""The tensors of a module's checkpoint, as trainers and engines name them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["device_id", "named_tensors", "segment_view"]
 
 
 def named_tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], tuple[tuple[str, str], ...]]:
-    """Parameters and persistent buffers in the order of ``state_dict``, tied ones once.
+    """Return parameters and persistent buffers in the order of ``state_dict``, tied ones once.
 
     Returns:
-        The live tensors by name, DTensors as they are, and (alias, canonical) pairs: of several
-        names for one tensor, the first is canonical.
+        The live tensors by name, DTensors unchanged, and (alias, canonical) pairs. The first of several
+        names for one tensor is canonical.
     """
     tensors: dict[str, torch.Tensor] = {}
     tied: list[tuple[str, str]] = []
@@ -32,14 +32,14 @@ def named_tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], tuple[tup
 
 
 def device_id(device: torch.device) -> str:
-    """``cuda:<UUID>``, or empty for the host: an index means another GPU in each process."""
+    """Return ``cuda:<UUID>``, or empty for the host. An index may differ between processes."""
     if device.type == "cpu":
         return ""
     return f"{device.type}:{torch.cuda.get_device_properties(device).uuid}"
 
 
 def segment_view(buffer: torch.Tensor, segment: Segment) -> torch.Tensor:
-    """The elements of `segment` in `buffer`, which has their dtype: shape ``segment.box.extent``."""
+    """View `segment` in `buffer`, which has the segment's dtype: shape ``segment.box.extent``."""
     itemsize = buffer.element_size()
     strides = tuple(stride // itemsize for stride in segment.strides)
     offset = buffer.storage_offset() + segment.byte_offset // itemsize
