@@ -1,1 +1,1 @@
-"""Shuffles and tensor streams, of use without the rest."""
+"""Shuffles and tensor streams, which can be used without the rest of the library."""

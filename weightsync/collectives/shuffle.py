@@ -4,10 +4,10 @@
     gather_send(plan, rank, memory, transport)      # on each rank of the source
     scatter_recv(plan, rank, memory, transport)     # on each rank of the target
 
-Both sides derive, from the same plan, the same sequence of segments: the sender gathers them out of
-where they lie into a few large messages, the receiver scatters each message to where it belongs. The
-pair of primitives over segment descriptors is FUSCO's (https://arxiv.org/abs/2512.22036), there for
-tokens and experts; here segments are 2-D, since sharded weights are, and a plan is made once.
+Both sides derive the same sequence of segments from the same plan. The sender gathers segments into a few
+large messages; the receiver scatters each message to its segments. The two primitives over segment
+descriptors are FUSCO's (https://arxiv.org/abs/2512.22036), which moves tokens to experts. Here segments are
+2-D, as sharded weights are, and a plan is made once.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ Memory = Mapping[str, torch.Tensor]
 
 _SLOTS = 2
 _NUM_BLOCKS = 64
-"""Thread blocks of a copy: near full speed, and NCCL's own find multiprocessors that are free."""
+"""Thread blocks of a copy: close to full speed, and NCCL still finds free multiprocessors."""
 
 
 def gather_send(plan: ShufflePlan, rank: int, memory: Memory, transport: Transport) -> None:
-    """Send this rank's part of a plan, once. Returns when it has left.
+    """Send this rank's part of a plan, once. Returns when it is sent.
 
-    The target's ranks call `scatter_recv` at the same time. Use `Shuffle` if this rank also receives, or to
-    send more than once. Staging memory on the device is at most twice ``plan.max_message_bytes``.
+    The target's ranks call `scatter_recv` at the same time. Use `Shuffle` if this rank also receives, or
+    sends more than once. Staging memory on the device is at most twice ``plan.max_message_bytes``.
 
     Args:
         plan: the same plan on every rank.
         rank: this process's rank in `transport`.
-        memory: by name, the buffers of this rank's layout, of any shape and dtype, all on the device of
-            `transport`. Their bytes are read, not cast.
+        memory: the buffers of this rank's layout by name, of any shape and dtype, all on the device of
+            `transport`. Their bytes are read without a cast.
         transport: an open transport; see `weightsync/transports/README.md`.
 
     Raises:
         ConfigError: `rank` does not send in this plan, or `memory` is on several devices.
-        PlanError: `memory` lacks a buffer, or one is too small; names it.
+        PlanError: names a buffer that `memory` lacks, or that is too small.
         StateError: this rank also receives.
-        TransportError: a rank is lost or late. What arrived anywhere must not be used.
+        TransportError: a rank is lost or late. Bytes received on any rank must not be used.
     """
     _check_role("sends", rank, range(plan.num_senders))
     if rank in plan.receivers:
@@ -72,17 +72,17 @@ def gather_send(plan: ShufflePlan, rank: int, memory: Memory, transport: Transpo
 def scatter_recv(plan: ShufflePlan, rank: int, memory: Memory, transport: Transport) -> None:
     """Receive this rank's part of a plan, once. Returns when all of it is in `memory`.
 
-    The source's ranks call `gather_send` at the same time. Staging memory is the same as there.
+    The source's ranks call `gather_send` at the same time. It needs as much staging memory.
 
     Args:
         plan: the same plan on every rank.
         rank: this process's rank in `transport`.
-        memory: by name, the buffers of this rank's layout, which are written.
+        memory: the buffers of this rank's layout by name, which are written.
         transport: an open transport.
 
     Raises:
         ConfigError: `rank` does not receive in this plan, or `memory` is on several devices.
-        PlanError: `memory` lacks a buffer, or one is too small; names it.
+        PlanError: names a buffer that `memory` lacks, or that is too small.
         StateError: this rank also sends.
         TransportError: a rank is lost or late. `memory` may hold old and new bytes.
     """
@@ -96,18 +96,18 @@ class Shuffle:
     """One rank's part of a plan, prepared once and run any number of times.
 
     It keeps staging memory, at most twice ``plan.max_message_bytes`` for sending and as much for receiving.
-    On a GPU one kernel launch packs a round, one unpacks it, and one copies what the rank has itself.
+    On a GPU one kernel launch packs a round, one unpacks it, and one makes the copies within the rank.
 
     Args:
         plan: the same plan on every rank.
         rank: this process's rank in `transport`.
         transport: an open transport.
-        source: by name, the buffers of this rank's layout in the source; only if the rank sends.
+        source: the buffers of this rank's layout in the source by name; only if the rank sends.
         target: the same for the target; only if it receives. No byte may be both read and written.
 
     Raises:
-        ConfigError: a memory is missing, not needed, or on several devices.
-        PlanError: a memory lacks a buffer, or one is too small; names it.
+        ConfigError: `source` or `target` is missing, not needed, or on several devices.
+        PlanError: names a buffer that is missing or too small.
     """
 
     def __init__(
@@ -147,9 +147,9 @@ class Shuffle:
         return self._out.staging.numel() + self._in.staging.numel()
 
     def run(self) -> None:
-        """Send and receive all rounds. Every rank of the plan has to call it.
+        """Send and receive all rounds. Every rank of the plan must call it.
 
-        On a GPU it runs on the current stream, and waits for the stream at the end.
+        On a GPU it runs on the current stream, and waits for it at the end.
 
         Raises:
             TransportError: a rank is lost or late. `target` may hold old and new bytes.
@@ -158,19 +158,19 @@ class Shuffle:
         self._settle()
 
     def move(self, wanted: Callable[[], bool]) -> None:
-        """As `run`, but on a GPU do not wait for the current stream.
+        """Send and receive all rounds as `run`, but do not wait for a GPU's current stream.
 
         Args:
-            wanted: called before each write to this rank's target, which is left out if it returns False. The
-                other ranks receive their part all the same.
+            wanted: called before each write to this rank's target, which is skipped if it returns False.
+                The other ranks still receive their part.
 
         Raises:
-            TransportError: as `run`.
+            TransportError: a rank is lost or late. `target` may hold old and new bytes.
         """
         self._go(self.num_rounds, wanted)
 
     def rehearse(self) -> None:
-        """Uses every path once, as `run` does, and writes to no target."""
+        """Use every path once, as `run` does, without writing to the target."""
         self._go(min(self.num_rounds, _SLOTS), lambda: False)
         self._settle()
 
@@ -178,7 +178,7 @@ class Shuffle:
         before: Pending | None = None
         for round in range(num_rounds):
             self._pack(round)
-            if self._relays:  # what is passed on has to be there
+            if self._relays:  # the round to pass on must have arrived
                 self._finish(round - 1, before, wanted)
                 before = None
             ops = [*self._out.ops(Send, round), *self._passed_on(round), *self._in.ops(Recv, round)]
@@ -186,7 +186,7 @@ class Shuffle:
             self._finish(round - 1, before, wanted)
             before = pending
         if wanted():
-            self._local(0)  # while the last round travels
+            self._local(0)  # during the last round's transfer
         self._finish(num_rounds - 1, before, wanted)
 
     def _passed_on(self, round: int) -> list[Op]:
@@ -204,7 +204,7 @@ class Shuffle:
                 self._unpack(round)
 
     def _copier(self, groups: Sequence[Sequence[Copies]]) -> Callable[[int], None]:
-        """What carries out group number k."""
+        """Return a function that runs the copies of a group by its number."""
         parts = [copies.table() for group in groups for copies in group]
         bounds = [0, *itertools.accumulate(sum(map(len, group)) for group in groups)]
         if not bounds[-1]:
@@ -218,10 +218,10 @@ class Shuffle:
 
 
 class _Window:
-    """Staging memory of one role: two slots that rounds take in turn, a round's messages side by side."""
+    """Staging memory for sending or receiving: two slots in turn, one round of messages each."""
 
     def __init__(self, lanes: Sequence[tuple[int, Lane]], num_rounds: int, device: torch.device) -> None:
-        """`lanes`, each with the other rank."""
+        """`lanes`: (other rank, lane) pairs."""
         self._rounds: list[list[_Placed]] = []
         slot_nbytes = 0
         for round in range(num_rounds):
@@ -239,7 +239,7 @@ class _Window:
         self.staging = torch.empty(num_slots * slot_nbytes, dtype=torch.uint8, device=device)
 
     def copies(self, make: Callable[[Messages, int, int], Copies]) -> list[list[Copies]]:
-        """Per round, ``make(messages, number, address)`` of each message."""
+        """Return ``make(messages, number, address)`` for each message of each round."""
         base = self.staging.data_ptr()
         return [
             [make(each.lane.messages, each.number, base + self._slot(round) + each.at) for each in placed]
@@ -250,7 +250,7 @@ class _Window:
         return [kind(self._data(round, each), each.peer) for each in self._rounds[round]]
 
     def messages(self, round: int) -> list[tuple[Lane, torch.Tensor]]:
-        """Of a round, none before the first: where each lane's message is."""
+        """Return each lane's message in a round, with its bytes; none for a negative round."""
         return [(each.lane, self._data(round, each)) for each in (self._rounds[round] if round >= 0 else ())]
 
     def _data(self, round: int, placed: _Placed) -> torch.Tensor:
@@ -298,7 +298,7 @@ def _device(tensors: Sequence[torch.Tensor]) -> torch.device:
 
 
 def _reach(reads: Reads, side: Literal["src", "dst"]) -> tuple[Int64, Int64]:
-    """The first byte that each of the reads touches in its buffer, and the one after the last."""
+    """Return the first byte that each read touches in its buffer, and the one after the last."""
     first, pitch = (reads.src, reads.src_pitch) if side == "src" else (reads.dst, reads.dst_pitch)
     return first, first + (reads.rows - 1) * pitch + reads.row_nbytes
 
@@ -320,7 +320,7 @@ def _check_fits(
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """Bytes from the first element to behind the last."""
+    """Return the bytes from the first element to the end of the last."""
     if not tensor.numel():
         return 0
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))

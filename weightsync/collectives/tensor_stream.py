@@ -1,15 +1,15 @@
-"""Whole tensors by name, from rank 0 of a communicator to all others, which know no name or size before.
+"""Streams named tensors from rank 0 of a communicator to all others, without a plan.
 
     with stream.sending(version=7) as put:      # rank 0
         for name, tensor in weights:
             put(name, tensor)
 
-    for batch in stream.receiving():            # each of the others
+    for batch in stream.receiving():            # every other rank
         load(batch)                             # [(name, tensor), …], verified
 
-For frameworks that give and take an iterator of named tensors, where there is no plan. A bucket travels
-while the next is packed, and while the one before is taken. No tensor is handed over whose digest,
-computed where it arrived, is not what the sender computed before it left.
+For frameworks that give and take iterators of named tensors. Receivers need no names or sizes in advance. A
+bucket travels while the next one is packed and the one before is unpacked. A receiver yields only tensors
+whose digest equals the one that the sender computed before sending.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ALIGN = 16
 _SIZES_NBYTES = 16
 _SLOTS = 2
 _MOST_TABLES = 1024
-"""Of buckets' digests that are kept on a device; each takes 0.2 % of its bucket."""
+"""The most digest tables kept on a device, one per bucket; each takes 0.2 % of its bucket."""
 
 
 class _Chunk(msgspec.Struct, frozen=True, array_like=True):
@@ -53,7 +53,7 @@ class _Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Head(msgspec.Struct, frozen=True, array_like=True):
-    """What a bucket holds. `number` counts from 0 within a version."""
+    """A bucket's contents. `number` counts from 0 within a version."""
 
     version: int
     number: int
@@ -63,9 +63,9 @@ class _Head(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TensorStream:
-    """One rank's end of it, on an open `Transport`, used for any number of versions in turn.
+    """One rank's end of a stream, on an open `Transport`, for any number of versions in turn.
 
-    Whoever fails aborts the communicator, so that nobody waits for it: make a new one then.
+    A rank that fails aborts the communicator, so that no other rank waits: make a new one then.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class TensorStream:
     ) -> None:
         """
         Args:
-            device: where the transport moves memory; takes `bucket_nbytes` there twice while a version moves,
-                and on a GPU 0.2 % of a version for good.
+            device: the device of the transport. A version takes twice `bucket_nbytes` there while it
+                moves, and on a GPU 0.2 % of its size permanently.
 
-        Raises ConfigError for a bucket in which no element has room.
+        Raises ConfigError for a bucket that is too small for one element.
         """
         if bucket_nbytes < _ALIGN:
             raise ConfigError("bucket_nbytes", bucket_nbytes, f"give {_ALIGN} or more")
@@ -91,10 +91,10 @@ class TensorStream:
 
     @contextmanager
     def sending(self, version: int) -> Iterator[Callable[[str, torch.Tensor], None]]:
-        """Gives ``put(name, tensor)`` for tensors of any shape, dtype and device; rank 0 only.
+        """Return a context with ``put(name, tensor)``, for any shape, dtype and device; rank 0 only.
 
-        A tensor is copied in that call, on the current stream. The block ends when every rank has
-        verified all of them. Raises TransportError: a rank is lost or late, or gave up, with its cause.
+        `put` copies the tensor on the current stream. The block ends when every rank has verified all
+        tensors. Raises TransportError when a rank is lost or late, or gave up, with its cause.
         """
         assert self._rank == 0, "rank 0 sends"
         outgoing = _Outgoing(self._transport, self._device, version, self._bucket_nbytes, self._digester)
@@ -107,12 +107,13 @@ class TensorStream:
             raise
 
     def receiving(self) -> Generator[list[tuple[str, torch.Tensor]], None, None]:
-        """Whole tensors in the order of their sending; they may be views that last until the next batch.
+        """Yield batches of whole tensors in the order in which they were sent.
 
-        Copies on a device must have ended by then. Who stops before the end gives up on all ranks.
+        They may be views that are valid until the next batch; copies of them on a device must have ended by
+        then. A receiver that stops before the end aborts all ranks.
 
         Raises:
-            VerifyError: names tensors that arrived with wrong bytes; they are not handed over.
+            VerifyError: names tensors that arrived with wrong bytes. Their batch is not yielded.
             TransportError: a rank is lost or late, or gave up, with its cause.
         """
         assert self._rank > 0, "rank 0 sends"
@@ -120,14 +121,14 @@ class TensorStream:
         self._settle()
 
     def _settle(self) -> None:
-        """Every receiver says that it has verified all."""
+        """Wait until every receiver has said that it verified all tensors."""
         word = torch.zeros(self._num_ranks, 1, dtype=torch.uint8, device=self._device)
         for rank in range(1, self._num_ranks):
             self._transport.start([Broadcast(word[rank], rank)]).wait()
 
 
 class _Outgoing:
-    """Two buckets in turn: one is packed while the other travels."""
+    """The sending end: of two buckets, one is packed while the other travels."""
 
     def __init__(
         self,
@@ -156,7 +157,7 @@ class _Outgoing:
             num = min(room, flat.numel() - start)
             chunk = _Chunk(name, dtype, shape, start, num, self._used)
             self._chunks.append(chunk)
-            # At once: whoever gives one tensor after the other may use the memory again.
+            # Copied at once: the caller may reuse the memory for the next tensor.
             _cut(self._slots[self._at], chunk).copy_(flat[start : start + num])
             self._used += -(-num * flat.element_size() // _ALIGN) * _ALIGN
             start += num
@@ -177,7 +178,7 @@ class _Outgoing:
         ops = [Broadcast(message, 0) for message in messages if len(message)]
         self._travelling[self._at] = [self._transport.start([op]) for op in ops]
         self._number, self._used, self._chunks = self._number + 1, 0, []
-        _wait(self._travelling[self._at])  # of the bucket before this one
+        _wait(self._travelling[self._at])  # the bucket before this one, whose slot is packed next
 
     @property
     def _at(self) -> int:
@@ -188,20 +189,20 @@ class _Outgoing:
 
 
 class _Incoming:
-    """Two buckets in turn: one is taken while the other arrives."""
+    """The receiving end: of two buckets, one is unpacked while the other arrives."""
 
     def __init__(self, transport: Transport, device: torch.device, who: str, digester: _Digester) -> None:
         self._transport, self._device, self._who = transport, device, who
         self._digests = digester
         self._slots = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(_SLOTS)]
-        self._part: torch.Tensor | None = None  # of a tensor that is larger than what is left of a bucket
+        self._part: torch.Tensor | None = None  # a tensor that is split between buckets
 
     def batches(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
         with ThreadPoolExecutor(1, thread_name_prefix="tensor-stream") as reader:
             try:
                 yield from self._batches(reader)
             except BaseException as error:
-                # Also lest the reader wait for the next bucket.
+                # Also ends the reader thread's wait for the next bucket.
                 cause = "it took no more" if isinstance(error, GeneratorExit) else str(error)
                 self._transport.abort(f"{self._who} gave up: {cause}")
                 raise
@@ -268,10 +269,10 @@ def _wait(pending: list[Pending]) -> None:
 
 
 class _Digester:
-    """Of each cut of a bucket, its share in the digest of its flattened tensor."""
+    """Computes each chunk's share in the digest of its flattened tensor."""
 
     def __init__(self) -> None:
-        self._tables: dict[tuple[_Chunk, ...], tuple[int, DigestTable]] = {}  # and where its bucket lay
+        self._tables: dict[tuple[_Chunk, ...], tuple[int, DigestTable]] = {}  # with the address of the bucket
 
     def __call__(self, data: torch.Tensor, cuts: Sequence[tuple[_Chunk, torch.Tensor]]) -> list[int]:
         if data.is_cuda:
@@ -279,7 +280,7 @@ class _Digester:
         return [tensor_digest(cut, (math.prod(chunk.shape),), _box(chunk)) for chunk, cut in cuts]
 
     def _on_device(self, data: torch.Tensor, cuts: Sequence[tuple[_Chunk, torch.Tensor]]) -> list[int]:
-        """One launch for all. The next version's buckets are alike, and mostly lie where this one's did."""
+        """Digest all chunks in one launch. Tables are kept: buckets mostly repeat in later versions."""
         with torch.cuda.device(data.device):
             chunks, address = tuple(chunk for chunk, _ in cuts), data.data_ptr()
             if self._tables.get(chunks, (None,))[0] != address:
@@ -292,7 +293,7 @@ class _Digester:
 
 
 def _table(cuts: Sequence[tuple[_Chunk, torch.Tensor]]) -> DigestTable:
-    # Imported on use, as a host without a GPU does without.
+    # Imported on use: hosts without a GPU have no CuPy.
     from weightsync.memory.kernels import DigestPart, DigestTable
 
     parts = [
