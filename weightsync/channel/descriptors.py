@@ -10,7 +10,7 @@ __all__ = ["shortage"]
 
 
 def shortage(num: int = 1) -> str:
-    """Return why `num` files or connections cannot be opened, and the remedy; empty if they can.
+    """Return why `num` descriptors cannot be opened, and the remedy; empty if they can.
 
     ZeroMQ ends the process if it accepts a connection without a descriptor left, so ask this first.
     """

@@ -1,4 +1,4 @@
-"""The channel between a holder and its engine rank: bytes in shared memory, messages on a socket.
+"""The channel between a holder and its engine rank: shared memory and a socket.
 
 The holder offers a ticket; the engine rank maps the ticket's buffers and says hello on its socket.
 Then, inside one long call per update, the holder says which bucket is ready, and the engine rank says
@@ -117,7 +117,7 @@ class HolderFeed:
         self._directory.remove()
 
     def offer(self, attempt: int, bucket: int, whole: bool = False) -> None:
-        """Tell the engine rank that a bucket may be read; if `whole`, all of it from the slot."""
+        """Tell the engine rank that a bucket may be read. If `whole`, all of it is in the slot."""
         self._send(Ready(attempt, bucket, whole))
 
     def go_on(self, attempt: int) -> None:
@@ -264,7 +264,7 @@ class EngineFeed:
         return [*self._buckets, *(self._whole if self._send_buffer else ())]
 
     def refuse(self, attempt: int, error: WeightSyncError) -> None:
-        """Tell the holder, instead of `receive`, why this rank reads no bucket of an attempt."""
+        """Tell the holder why this rank reads no bucket of an attempt. Called instead of `receive`."""
         if self._busy.acquire(blocking=False):  # otherwise an earlier load uses the socket
             try:
                 self._send(Failed(attempt, f"{type(error).__name__}: {error}"))
@@ -272,7 +272,7 @@ class EngineFeed:
                 self._busy.release()
 
     def receive(self, attempt: int, sink: Sink, timeout_s: float) -> Digests:
-        """Pass every bucket of one attempt to `sink`; the one long call of an update.
+        """Pass every bucket of one attempt to `sink`, in one long call.
 
         Returns ``sink.finish()``: a digest per tensor of the plan. Raises DeadlineError when the holder sends
         nothing for `timeout_s`, TransportError when it gave up, EngineError for other errors of `sink`. The
@@ -327,7 +327,7 @@ class EngineFeed:
             self._busy.release()
 
     def _views(self, plan: Plan, index: int, send_buffer: SharedBuffer | None) -> list[PieceView]:
-        """Return views of a bucket's pieces, made once: each update has them at the same addresses."""
+        """Return views of a bucket's pieces. Their addresses are the same in every update."""
         views = []
         slot = self._slots[index % len(self._slots)].tensor
         for piece in plan.bucket(index).pieces:

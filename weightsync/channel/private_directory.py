@@ -11,7 +11,7 @@ __all__ = ["PrivateDirectory"]
 
 
 class PrivateDirectory:
-    """A directory of mode 0700 that is removed when this process ends, even by SIGKILL."""
+    """A directory of mode 0700, removed when this process ends, even by SIGKILL."""
 
     def __init__(self) -> None:
         self.path = Path(tempfile.mkdtemp(prefix="weightsync-"))

@@ -46,7 +46,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """Holder → engine rank: bucket `bucket` of this attempt may be read, where the plan says.
+    """Holder → engine rank: `bucket` may be read, where the plan says.
 
     A refill sets `whole`: the slot then has all pieces, also those of the holder's own trainer.
     """
@@ -57,13 +57,13 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class GoingOn(msgspec.Struct, frozen=True, tag="going-on"):
-    """Holder → engine rank whose memory it writes: a bucket came, `Written` is still to come."""
+    """Holder → engine rank, before `Written`: a bucket came, and more follow."""
 
     attempt: int
 
 
 class Written(msgspec.Struct, frozen=True, tag="written"):
-    """Holder → engine rank: every bucket of this attempt is in the memory that the rank exported."""
+    """Holder → engine rank: every bucket is in the memory that the rank exported."""
 
     attempt: int
 
@@ -90,7 +90,7 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
 
 class SentError(msgspec.Struct, frozen=True):
-    """One of our errors in a message: its class's name, its arguments, and where it happened."""
+    """One of our errors in a message: class name, arguments and origin."""
 
     kind: str
     args: list[Any]

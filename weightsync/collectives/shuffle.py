@@ -1,4 +1,4 @@
-"""Moves tensors between ranks that lay them out differently: the layout changes inside the transfer.
+"""Moves tensors between ranks with different layouts, and changes the layout on the way.
 
     plan = ShufflePlan.from_layouts(source, target, max_message_bytes=256 << 20)
     gather_send(plan, rank, memory, transport)      # on each rank of the source
@@ -158,7 +158,7 @@ class Shuffle:
         self._settle()
 
     def move(self, wanted: Callable[[], bool]) -> None:
-        """Send and receive all rounds as `run`, but do not wait for a GPU's current stream.
+        """Send and receive all rounds without waiting for a GPU's current stream.
 
         Args:
             wanted: called before each write to this rank's target, which is skipped if it returns False.
@@ -218,7 +218,7 @@ class Shuffle:
 
 
 class _Window:
-    """Staging memory for sending or receiving: two slots in turn, one round of messages each."""
+    """Staging memory for sending or receiving: two slots, one round of messages each."""
 
     def __init__(self, lanes: Sequence[tuple[int, Lane]], num_rounds: int, device: torch.device) -> None:
         """`lanes`: (other rank, lane) pairs."""
@@ -250,7 +250,7 @@ class _Window:
         return [kind(self._data(round, each), each.peer) for each in self._rounds[round]]
 
     def messages(self, round: int) -> list[tuple[Lane, torch.Tensor]]:
-        """Return each lane's message in a round, with its bytes; none for a negative round."""
+        """Return each lane and its message's bytes in a round; none for negative rounds."""
         return [(each.lane, self._data(round, each)) for each in (self._rounds[round] if round >= 0 else ())]
 
     def _data(self, round: int, placed: _Placed) -> torch.Tensor:
@@ -298,7 +298,7 @@ def _device(tensors: Sequence[torch.Tensor]) -> torch.device:
 
 
 def _reach(reads: Reads, side: Literal["src", "dst"]) -> tuple[Int64, Int64]:
-    """Return the first byte that each read touches in its buffer, and the one after the last."""
+    """Return the first byte of each read in its buffer, and the end."""
     first, pitch = (reads.src, reads.src_pitch) if side == "src" else (reads.dst, reads.dst_pitch)
     return first, first + (reads.rows - 1) * pitch + reads.row_nbytes
 

@@ -1,4 +1,4 @@
-"""Streams named tensors from rank 0 of a communicator to all others, without a plan.
+"""Streams named tensors from rank 0 to all other ranks, without a plan.
 
     with stream.sending(version=7) as put:      # rank 0
         for name, tensor in weights:
@@ -8,8 +8,8 @@
         load(batch)                             # [(name, tensor), …], verified
 
 For frameworks that give and take iterators of named tensors. Receivers need no names or sizes in advance. A
-bucket travels while the next one is packed and the one before is unpacked. A receiver yields only tensors
-whose digest equals the one that the sender computed before sending.
+bucket travels while the next one is packed and the one before is unpacked. A receiver compares each tensor's
+digest with the sender's before it yields the tensor.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MOST_TABLES = 1024
 
 
 class _Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """Elements ``start`` to ``start + num`` of a flattened tensor, at byte `offset` of the bucket."""
+    """Elements ``start`` to ``start + num`` of a flattened tensor, at byte `offset`."""
 
     name: str
     dtype: str
@@ -63,7 +63,7 @@ class _Head(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TensorStream:
-    """One rank's end of a stream, on an open `Transport`, for any number of versions in turn.
+    """One rank's end of a stream, for any number of versions. The `Transport` must be open.
 
     A rank that fails aborts the communicator, so that no other rank waits: make a new one then.
     """
@@ -91,10 +91,11 @@ class TensorStream:
 
     @contextmanager
     def sending(self, version: int) -> Iterator[Callable[[str, torch.Tensor], None]]:
-        """Return a context with ``put(name, tensor)``, for any shape, dtype and device; rank 0 only.
+        """Return a context with ``put(name, tensor)``; rank 0 only.
 
-        `put` copies the tensor on the current stream. The block ends when every rank has verified all
-        tensors. Raises TransportError when a rank is lost or late, or gave up, with its cause.
+        `put` copies a tensor of any shape, dtype and device on the current stream. The block ends when every
+        rank has verified all tensors. Raises TransportError when a rank is lost or late, or gave up, with its
+        cause.
         """
         assert self._rank == 0, "rank 0 sends"
         outgoing = _Outgoing(self._transport, self._device, version, self._bucket_nbytes, self._digester)

@@ -15,7 +15,7 @@ __all__ = ["Communicators"]
 
 
 class Communicators:
-    """The communicators of holder `index`, as `broadcast_groups` says; none if the plan has no buckets.
+    """The communicators of one holder, by `broadcast_groups`. None if the plan has no buckets.
 
     Attributes:
         transports: this holder's end of each communicator, by its members.

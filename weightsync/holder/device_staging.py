@@ -1,4 +1,4 @@
-"""Bucket slots on a device, and the kernels that fill them and write them out."""
+"""Bucket slots on a device, and the kernels that fill and empty them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def take_slots(
 
 
 class DeviceStaging:
-    """Bucket slots on this process's GPU, filled from the pinned send buffer or from the trainer's memory."""
+    """Bucket slots on this process's GPU. They are filled from the send buffer or the trainer's memory."""
 
     device = "cuda"
 
@@ -225,7 +225,7 @@ class DeviceStaging:
     def _cast(
         self, piece: Piece, segments: Sequence[Segment], memory: Mapping[str, torch.Tensor], dtype: str
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return (target, source) views of a piece that changes its dtype, for copies by torch."""
+        """Return (target, source) views of a piece that torch has to cast."""
         meta = self._plan.tensors[piece.tensor]
         slot = self._slot(piece.bucket)[piece.offset : piece.offset + piece.nbytes]
         target = slot.view(getattr(torch, meta.dtype)).view(piece.box.extent)

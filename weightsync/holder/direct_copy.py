@@ -22,7 +22,7 @@ Copy engines are 6 % faster for blocks of 64 MiB and more, and slower for all ot
 
 
 class DirectCopy:
-    """All direct copies of one engine rank, made once per connect on the current device."""
+    """The direct copies of one engine rank, made once per connect. Uses the current device."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class DirectCopy:
 
 
 def _touch(starts: list[int]) -> None:
-    """Read one byte of each mapping, so that no update pays for its first use."""
+    """Read one byte of each mapping: its first use takes time."""
     scratch = torch.empty(len(starts), dtype=torch.uint8, device="cuda")
     copies = [(start, scratch.data_ptr() + i, 1, 1, 1, 1) for i, start in enumerate(starts)]
     stream = torch.cuda.current_stream()

@@ -1,4 +1,4 @@
-"""A holder: the send buffer, bucket slots and communicators of one GPU, or of one slot on a CPU."""
+"""A holder: send buffer, bucket slots and communicators of one GPU or CPU slot."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ Other holders wait a move's time for each bucket. The rest is left for sending t
 
 
 class Holder:
-    """A process that moves bytes for at most one trainer rank and one engine rank."""
+    """Moves bytes for at most one trainer rank and one engine rank."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class Holder:
         return self.name, self._transport_name
 
     def watch(self) -> None:
-        """Block until this process ends, or until another driver calls `watch` after this one has died."""
+        """Block until this process ends, or until a new driver calls `watch`."""
         self.sample_memory(on=False)  # a driver that died may have left it on
         self._watched.set()
         self._watched = watched = threading.Event()
@@ -174,10 +174,10 @@ class Holder:
             self._send_buffer.source(name, exports, bool(self._device))
 
     def adopt(self, plan: Plan, engine: str) -> FeedTicket:
-        """Return a ticket for an engine rank that replaces another or joins after the connect.
+        """Return a ticket for an engine rank that joins after the connect.
 
-        The rest of this holder's part in `plan` is unchanged. A holder that has another plan, or none, then
-        serves only this rank.
+        It may replace another rank. The rest of this holder's part in `plan` is unchanged. A holder that has
+        another plan, or none, then serves only this rank.
         """
         self.drop_engine()
         digest = plan.digest()
@@ -195,9 +195,9 @@ class Holder:
             return self._feed.ticket
 
     def link(self, engine: Export | None, trainer: Export | None = None) -> None:
-        """Map the memory of the engine rank, instead of the last one's, and of the trainer.
+        """Map the engine rank's and the trainer's memory.
 
-        Raises TransportError.
+        Unmaps the previous engine rank's memory. Raises TransportError.
         """
         if self._staging:
             with self._moving, self._staging.queue():
@@ -259,7 +259,7 @@ class Holder:
             self._exchange.open(rendezvous, timeout_s)
 
     def move(self, attempt: int, feeding: bool, task: UpdateTask, timeout_s: float) -> Moved:
-        """Run this holder's part of one update; if `feeding`, deliver the bytes to the engine rank.
+        """Run this holder's part of one update. If `feeding`, deliver the bytes to the engine rank.
 
         Raises TransportError when a transfer fails. On any error the communicators are aborted with it as
         the cause, so that no other holder waits. An engine rank that fails or stops answering is left out and
@@ -389,7 +389,7 @@ class Holder:
             self._feed.drop()
 
     def sample_memory(self, on: bool) -> tuple[str, Samples]:
-        """Start or stop the memory sampler; return the device and the samples since the last start.
+        """Start or stop the memory sampler. Returns the device and the samples since the last start.
 
         Without a device both are empty.
         """

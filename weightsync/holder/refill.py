@@ -33,7 +33,7 @@ class Refill:
     """The refill of one engine rank. A peer that fails is replaced by one with the same part."""
 
     def __init__(self, snapshot: Snapshot, intake: RefillSink, direct: bool, timeout_s: float) -> None:
-        """`timeout_s`: how long the engine rank waits for a bucket; `direct`: map snapshots on this host."""
+        """`timeout_s`: the engine rank's wait for a bucket; `direct`: map snapshots on this host."""
         self._kept, self._sink, self._direct = snapshot, intake, direct
         self._timeout_s = timeout_s
         self._peers = {
@@ -155,7 +155,7 @@ _NUM_PORTIONS = 4
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """`nbytes` bytes of a snapshot's part, from byte `source` on, that go to `offset` of the target."""
+    """`nbytes` bytes at `source` of a snapshot's part, for `offset` of the target."""
 
     part: int
     source: int
@@ -186,7 +186,7 @@ class RefillSink(Protocol):
 
 
 class BucketSink:
-    """Puts buckets of the plan into the slots, for the engine rank to take as in an update."""
+    """Puts buckets into the slots. The engine rank takes them as in an update."""
 
     def __init__(self, plan: Plan, staging: Staging, consumer: BucketConsumer, timeout_s: float) -> None:
         self._plan, self._staging, self._consumer, self._timeout_s = plan, staging, consumer, timeout_s

@@ -50,7 +50,7 @@ class Bounce:
     """
 
     def __init__(self, num_slots: int, nbytes: int) -> None:
-        """`nbytes`: the longest span, from first to last byte, of this rank's bytes in a bucket."""
+        """`nbytes`: the longest span of this rank's bytes in a bucket."""
         self._buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(num_slots)]
         self._threads = ThreadPoolExecutor(num_threads(8), "bounce")
 
@@ -74,14 +74,9 @@ PART_NBYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Part of a piece of the plan, with its offsets and its mapped bytes.
+    """Part of a piece: its offsets in the bucket and a send buffer, and `held`, the mapped bytes.
 
-    Attributes:
-        offset: its first byte in the bucket.
-        send_buffer_offset: its first byte in a send buffer.
-        nbytes: its size in both.
-        held: the mapped bytes.
-        dtypes: if given, `held` is cast from the first to the second.
+    With `dtypes`, `held` is cast from the first to the second.
     """
 
     offset: int
@@ -152,7 +147,7 @@ class MappedSendBuffer:
             part.copy(slot[part.offset : part.offset + part.nbytes])
 
     def save(self, to: torch.Tensor) -> None:
-        """Copy the published share to `to`, uint8[nbytes] on the host, laid out as a send buffer."""
+        """Copy the published share to `to`, uint8[nbytes] on the host. The layout is a send buffer's."""
         for part in chain(*self._parts().values()):
             part.copy(to[part.send_buffer_offset : part.send_buffer_offset + part.nbytes])
 
@@ -205,7 +200,7 @@ class MappedSendBuffer:
 def _held(
     plan: Plan, pieces: Sequence[Piece], export: HostExport, buffers: Mapping[str, SharedBuffer]
 ) -> Iterator[tuple[Piece, torch.Tensor, tuple[torch.dtype, torch.dtype]]]:
-    """Yield each piece with its mapped bytes, its dtype there and the dtype that it is sent in."""
+    """Yield each piece, its mapped bytes, and their dtype before and after the cast."""
     segments = [sorted(held, key=lambda each: each.box.offset) for held in by_tensor(plan, export.layout)]
     offsets = [[segment.box.offset for segment in held] for held in segments]
     dtypes = {meta.name: meta.dtype for meta in export.layout.tensors}
@@ -235,7 +230,7 @@ def _cut(piece: Piece, held: torch.Tensor, dtypes: tuple[torch.dtype, torch.dtyp
 
 
 def _first(segment: Segment, box: Box) -> int:
-    """Return the byte offset in the segment at which `box`, a run of its rows, starts."""
+    """Return the byte offset of `box`, a run of rows, in its segment."""
     return sum(
         (at - origin) * stride
         for at, origin, stride in zip(box.offset, segment.box.offset, segment.strides, strict=True)
@@ -253,7 +248,7 @@ SendBuffer: TypeAlias = SharedBuffer | MappedSendBuffer
 def send_buffer_for(
     plan: Plan, trainer: int, source: str, before: Plan | None, send_buffer: SendBuffer | None
 ) -> SendBuffer | None:
-    """Return the send buffer of `trainer` (-1: none), reusing `send_buffer` if its layout is unchanged.
+    """Return the send buffer of `trainer` (-1: none). Reuses `send_buffer` if its layout is unchanged.
 
     `source` is the device in the rank's layout. `before` is the plan that `send_buffer` was made for.
     Closes `send_buffer` if it is not reused. Raises TransportError when the host is short of memory.
@@ -275,10 +270,10 @@ def send_buffer_for(
 
 
 def snapshot_content(send_buffer: SendBuffer | None) -> SnapshotContent | None:
-    """Return what a snapshot of the send buffer copies; None without a send buffer."""
+    """Return the content for a snapshot of the send buffer, if there is one."""
     return Copy(send_buffer) if isinstance(send_buffer, SharedBuffer) else send_buffer
 
 
 def written(send_buffer: SendBuffer | None) -> BufferHandle | None:
-    """Return the handle of the buffer that a trainer rank publishes into, if there is one."""
+    """Return the handle of the memory that a trainer rank publishes into, if any."""
     return send_buffer.handle if isinstance(send_buffer, SharedBuffer) else None

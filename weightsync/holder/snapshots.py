@@ -31,7 +31,7 @@ __all__ = [
 
 
 class FlatSnapshot:
-    """An engine rank's live buffers as one run of bytes, in the order of their names."""
+    """An engine rank's live buffers as one run of bytes, ordered by name."""
 
     def __init__(self, live: Mapping[str, torch.Tensor]) -> None:
         """`live`: uint8, one dimension, on one device."""
@@ -49,7 +49,7 @@ class FlatSnapshot:
             torch.cuda.current_stream().synchronize()
 
     def load(self, held: torch.Tensor, first: int) -> None:
-        """Start writing `held`, uint8 on the host, from byte `first` on, on the current stream."""
+        """Start writing `held` from byte `first` on. It is uint8 on the host; uses the current stream."""
         for live, part in self._pairs(held, first):
             live.copy_(part, non_blocking=True)
 
@@ -138,7 +138,7 @@ class SnapshotStore:
             return self._shares[part][1].offer
 
     def map(self, part: int, offer: Offer) -> None:
-        """Map and page-lock another holder's part on this host, so that no refill waits for it.
+        """Map and page-lock another holder's part, so that no refill waits for it.
 
         Raises PeerLostError when that holder is gone.
         """
@@ -189,7 +189,7 @@ class SnapshotStore:
         reader = open_reader([buffer], {offer.holder: offer})
         try:
             reader.read([Read(offer.holder, HEADER_NBYTES, 0, HEADER_NBYTES, nbytes)], timeout_s)
-            # The header is read after the bytes, so an unchanged one proves what they are.
+            # The header is read after the bytes, so it proves their version if it is unchanged.
             found = read_headers(reader, [offer.holder], buffer, 0, timeout_s)[offer.holder]
         finally:
             reader.close()

@@ -35,7 +35,7 @@ class Staging(Protocol):
 
     @property
     def writes(self) -> bool:
-        """Whether the holder writes the engine rank's memory, so that the rank reads no slots."""
+        """Whether the holder writes the engine rank's memory. The rank then reads no slots."""
 
     def connect(self, trainer: Export) -> None:
         """Map the trainer's memory, from which `fill` then reads. Raises TransportError if that fails."""
@@ -45,7 +45,7 @@ class Staging(Protocol):
 
     @property
     def flat(self) -> FlatSnapshot | None:
-        """The engine rank's memory as a flat snapshot; None if the holder does not write it."""
+        """The engine rank's memory as a flat snapshot. None if the holder does not write it."""
 
     @property
     def source(self) -> Mapping[str, torch.Tensor]:
@@ -62,10 +62,10 @@ class Staging(Protocol):
         """Start the direct copies into the engine rank's memory."""
 
     def queue(self) -> AbstractContextManager[None]:
-        """Return a context in which `fill` and its broadcasts must run: on a device, a stream."""
+        """Return a context for `fill` and its broadcasts: on a device, a stream."""
 
     def mark(self, what: str, timeout_s: float) -> Pending:
-        """Return the end of all work queued so far; `what` names it in a DeadlineError after `timeout_s`."""
+        """Return the end of all work queued so far. A DeadlineError after `timeout_s` calls it `what`."""
 
     def fill(self, bucket: int, timeout_s: float) -> Sequence[Pending]:
         """Start copying this holder's share of `bucket` to where `at` sends it from."""
@@ -86,7 +86,7 @@ class Staging(Protocol):
         """Return the memory that `step` is sent from or received in: uint8, one dimension."""
 
     def close(self) -> None:
-        """Release all that belongs to this epoch."""
+        """Free or unmap the memory of this epoch."""
 
 
 class HostStaging:

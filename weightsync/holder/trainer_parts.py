@@ -36,7 +36,7 @@ def copied_parts(plan: Plan, trainer: int, send_buffer: SharedBuffer) -> Iterato
 def parts_in_place(
     plan: Plan, trainer: int, layout: RankLayout, memory: Mapping[str, torch.Tensor]
 ) -> Iterator[Part]:
-    """Yield the parts that `trainer` sends, as views of its own memory.
+    """Yield the parts that `trainer` sends, as views of the trainer's memory.
 
     `memory` has the buffers of `layout`: uint8, one dimension.
     """

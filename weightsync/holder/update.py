@@ -135,7 +135,7 @@ class FeedConsumer:
 
 
 class WriteConsumer:
-    """Writes the engine rank's memory, if the rank takes part: all buckets, or `only` those."""
+    """Writes buckets, or `only` those, into the engine rank's memory if it takes part."""
 
     def __init__(
         self,

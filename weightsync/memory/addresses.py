@@ -64,7 +64,7 @@ class AddressGuard:
         self.strays = frozenset(name for name, tensor in tensors.items() if id(tensor) not in known)
 
     def as_before(self, module: nn.Module) -> bool:
-        """Whether `module` is the same one, and its tensors have the same names, layouts and memory.
+        """Whether `module` is the same, with the same tensor names, layouts and addresses.
 
         Also False while FSDP has gathered tensors, which taking a ``state_dict`` undoes. Always False if a
         hook adds its own tensors to the ``state_dict``, or a module defines ``__eq__``.

@@ -19,7 +19,7 @@ def _meeting_rows(
     *,
     into: bool,
 ) -> list[Copy]:
-    """Return the copies between a contiguous `box` at address `start` and `segments` that overlap it.
+    """Return the copies between a contiguous `box` at address `start` and its `segments`.
 
     `address` has the first byte of each buffer. With `into` they write the segments, else they read them.
     """
@@ -59,15 +59,8 @@ def bucket_rows(
 ) -> tuple[Copies, list[int]]:
     """Return all copies between `slots` and one rank's segments, bucket by bucket.
 
-    Args:
-        segments: by the tensor's number in the plan.
-        address: the first byte of each of the rank's buffers.
-        slots: the address of each slot; without any there are no copies.
-        into: write the segments, otherwise read them.
-        only: the pieces to copy.
-
-    Returns:
-        The copies, and the index of each bucket's first copy, with the end as the last entry.
+    Args as in `_meeting_rows`; `slots` are addresses, `only` chooses pieces. Also returns the index of each
+    bucket's first copy, with the end as the last entry. Without slots there are no copies.
     """
     rows: list[Copy] = []
     bounds = [0]

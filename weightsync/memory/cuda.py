@@ -83,7 +83,7 @@ def free(address: int) -> None:
 
 
 def export(address: int) -> tuple[bytes, int]:
-    """Return the CUDA IPC handle of the allocation at `address`, and the offset of `address` in it.
+    """Return an allocation's CUDA IPC handle, and the offset of `address` in it.
 
     Raises TransportError for memory that cannot be exported: virtual memory, as PyTorch's expandable
     segments and vLLM's sleep mode use it.
@@ -205,7 +205,7 @@ def _runtime() -> Any:  # noqa: ANN401
 
 @functools.cache
 def _kernel(name: str) -> Any:  # noqa: ANN401
-    """Return a kernel, which CuPy compiles on first use per device and caches on disk.
+    """Return a kernel. CuPy compiles it on first use per device and caches it on disk.
 
     Only this one is compiled (0.2 s): all together take 0.7 s, for which a starting engine would wait.
     """
@@ -226,7 +226,7 @@ def _map(handle: bytes) -> int:
 
 
 def _allocation(address: int) -> int:
-    """Return the first byte of the allocation at `address`; an IPC handle names a whole allocation."""
+    """Return the first byte of the allocation at `address`. An IPC handle names a whole allocation."""
     base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
     status = _driver().cuMemGetAddressRange_v2(
         ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address)

@@ -64,7 +64,7 @@ class DeviceBuffer:
 
 
 class PeerMemory:
-    """Another process's memory on any GPU of this host, mapped for kernels of the current device."""
+    """Another process's memory on any GPU of this host. Kernels of the current device use it."""
 
     def __init__(self, handle: DeviceHandle) -> None:
         """Raises TransportError when the current device cannot reach it, or the process is gone."""

@@ -1,4 +1,4 @@
-"""A 64-bit digest of a tensor that does not depend on how the tensor is sharded.
+"""A 64-bit digest of a tensor, independent of how the tensor is sharded.
 
 With the bits of element i as the unsigned word ``w[i]`` (8-byte elements count as two words)::
 
@@ -66,7 +66,7 @@ def host_bytes(data: torch.Tensor) -> npt.NDArray[np.uint8]:
 
 
 def warm_up() -> None:
-    """Compile the kernel for every word size (about a second), so that no update waits for it."""
+    """Compile the kernel for every word size. Takes about a second, which no update then waits for."""
     for dtype in (torch.uint8, torch.bfloat16, torch.float32):
         tensor_digest(torch.zeros(1, dtype=dtype), (1,))
 
@@ -91,7 +91,7 @@ def _device_digest(data: torch.Tensor, shape: tuple[int, ...], box: Box) -> int:
 
 
 def runs(shape: tuple[int, ...], box: Box) -> tuple[npt.NDArray[np.int64], int]:
-    """Return the global index at which each contiguous run of `box` starts, and the length of all runs."""
+    """Return the global start index of each contiguous run of `box`, and their length."""
     split = len(shape)
     run = 1
     while split > 0:
@@ -113,7 +113,7 @@ def runs(shape: tuple[int, ...], box: Box) -> tuple[npt.NDArray[np.int64], int]:
 
 @functools.cache
 def digest_kernel() -> _Kernel:
-    """Return the kernel, made with Numba: torch's integer operations took three to six times as long."""
+    """Return the kernel, made with Numba. Torch's integer operations took three to six times as long."""
     from numba import njit
 
     width, mask, shift = np.int64(COLUMNS), np.int64(COLUMNS - 1), np.int64(12)

@@ -43,7 +43,7 @@ class MemorySampler:
 
 
 def used_nbytes() -> int:
-    """Return the bytes in use by all processes, on the first device that this process sees."""
+    """Return the bytes in use, by all processes, on this process's first device."""
     import torch
 
     free, total = torch.cuda.mem_get_info(0)

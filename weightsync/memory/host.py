@@ -26,7 +26,7 @@ PART_NBYTES = 256 << 20
 
 
 class SharedBuffer:
-    """A memory file (memfd), or a file in memory, mapped once as a uint8 tensor.
+    """A memfd, or a file in memory, mapped once as a uint8 tensor.
 
     A memfd has no name in any file system, so nothing is left when its last process ends or is killed.
     `tensor` has shape ``[nbytes]``. With CUDA, the process that makes a memfd page-locks it, others when they
@@ -90,7 +90,7 @@ class SharedBuffer:
             self.tensor = self.tensor[:0].clone()
 
     def pin(self) -> None:
-        """Page-lock the memory for this process's copies to and from a device, if there is one."""
+        """Page-lock the memory for this process's device copies, if there is a device."""
         if torch.cuda.is_available() and self.handle.nbytes and not self._pinned:
             runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             torch.cuda.check_error(
@@ -135,7 +135,7 @@ def map_pages(part: torch.Tensor) -> None:
 
 
 def _touch(tensor: torch.Tensor) -> None:
-    """Touch all pages of zeroed memory, in several threads: the kernel clears 5 GB/s per thread."""
+    """Touch all pages of zeroed memory in several threads. The kernel clears 5 GB/s per thread."""
     parts = (tensor[at : at + PART_NBYTES] for at in range(0, len(tensor), PART_NBYTES))
     with ThreadPoolExecutor(num_threads(8)) as threads:
         if any(threads.map(partial(_advise, POPULATE_WRITE), parts)):

@@ -71,7 +71,7 @@ class DigestPart:
         address: the address of the box's first element.
         strides: bytes per dimension of the box.
         itemsize: bytes per element.
-        mask: bits of a word that are all set in NaN and Inf alone, see
+        mask: bits of a word that are all set only in NaN and Inf, as in
             `weightsync.memory.nonfinite.word_mask`; 0 looks for none.
     """
 
@@ -121,14 +121,17 @@ class DigestTable:
         return totals
 
     def flagged(self) -> list[int]:
-        """Wait for the last launch; return the tensors with a word that has all bits of its part's mask."""
+        """Wait for the last launch; return the tensors with flagged words.
+
+        A flagged word has all bits of its part's mask.
+        """
         self._done.synchronize()
         flagged: list[int] = self._totals[1].cpu().nonzero().flatten().tolist()
         return flagged
 
 
 def load_digests(itemsizes: Iterable[int], kernel: str = _DIGEST) -> None:
-    """Load the kernels that digest elements of these sizes in bytes, on the current device."""
+    """Load the digest kernels for these `itemsizes` on the current device."""
     for word in sorted({word_nbytes(itemsize) for itemsize in itemsizes}):
         cuda.load(f"{kernel}{word}")
 
@@ -156,7 +159,7 @@ def digest_tiles(parts: Sequence[DigestPart]) -> Mapping[int, Int64]:
 
 
 def _runs(part: DigestPart) -> list[Copy]:
-    """Return the part as copies whose targets are the bytes' numbers in the tensor."""
+    """Return the part as copies to addresses that number the tensor's bytes."""
     strides = [part.itemsize * math.prod(part.shape[axis + 1 :]) for axis in range(len(part.shape))]
     first = sum(o * stride for o, stride in zip(part.box.offset, strides, strict=True))
     return box_copies(part.box.extent, part.itemsize, part.address, part.strides, first, strides)

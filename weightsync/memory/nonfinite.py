@@ -38,7 +38,7 @@ _Kernel = Callable[[Uint64, Uint64, Int64, Int64], None]
 
 
 class NonfiniteTable:
-    """Parts of a host buffer, each of one dtype, in which to count NaN and Inf."""
+    """Counts NaN and Inf in parts of a host buffer, each of one dtype."""
 
     def __init__(self, parts: Iterable[tuple[str, int, int]]) -> None:
         """`parts`: dtype, first byte (a multiple of the dtype's size), number of bytes."""
@@ -95,7 +95,7 @@ def _in_each(dtype: str, value: int) -> int:
 
 @functools.cache
 def _bits() -> Uint64:
-    """Return the mask, the addend and the sign bits of each of `_KINDS`: uint64[num_kinds, 3]."""
+    """Return mask, addend and sign bits of each of `_KINDS`: uint64[num_kinds, 3]."""
     signs = [(dtype, 1 << (8 * ITEMSIZE[dtype] - 1)) for dtype in _KINDS]
     rows = [
         (_in_each(dtype, MASKS[dtype]), _in_each(dtype, sign - 1), _in_each(dtype, sign))

@@ -1,4 +1,4 @@
-"""Offload: frees the memory of tensors for a while, then restores it at new addresses."""
+"""Frees the memory of tensors for a while, then restores it at new addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading memory of other holders: one serves it, the other opens a reader. See README.md."""
+"""Servers and readers for memory of other holders, described in README.md."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def open_reader(
 ) -> Reader:
     """Open a reader that fills `targets` from the peers in `offers`.
 
-    With `direct`, peers whose memory can be mapped are read directly, all others by their offer's protocol.
+    With `direct`, peers are read directly if their memory can be mapped, else by their offer's protocol.
     Raises ReadError for a peer that is gone, TransportError when Mooncake does not start.
     """
     by_way: dict[str, dict[str, Offer]] = {}

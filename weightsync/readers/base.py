@@ -20,7 +20,7 @@ __all__ = ["Read", "Reader", "Server", "by_peer", "check_reads", "host_id", "pie
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """`nbytes` bytes from byte `source` of `peer`'s buffer, to byte `offset` of target number `target`."""
+    """`nbytes` bytes at `source` of `peer`'s buffer, for `offset` of target number `target`."""
 
     peer: str
     source: int
@@ -30,7 +30,7 @@ class Read:
 
 
 class Server(Protocol):
-    """Lets peers read one buffer until `close`, with no protection against changes during a read."""
+    """Lets peers read one buffer until `close`. Reads are not protected against changes."""
 
     @property
     def offer(self) -> Offer:
@@ -60,13 +60,13 @@ class Reader(Protocol):
 
 
 def host_id() -> str:
-    """Return a text that is equal in processes that can map each other's memory through /proc."""
+    """Return a text equal in processes that can map each other through /proc."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
 
 
 def check_reads(reads: Iterable[Read], offers: Mapping[str, Offer], targets: Sequence[SharedBuffer]) -> None:
-    """Raise ReadError for a read of an unknown peer or target, or out of bounds of either buffer."""
+    """Raise ReadError for an unknown peer or target, or a range out of bounds."""
     for read in reads:
         if read.peer not in offers:
             raise ReadError(read.peer, f"it made no offer; those that did: {', '.join(sorted(offers))}")

@@ -27,10 +27,11 @@ _WANTED: dict[str, tuple[ProtocolName, ...]] = {
 
 
 def choose_protocol(wanted: str, rdma_device: str = "") -> ProtocolName:
-    """Return the first protocol of `wanted` (auto, rdma, tcp, zeromq) that works on this host.
+    """Return the first protocol of `wanted` that works on this host.
 
-    `rdma_device` names one of the host's devices, or several with commas; empty means any. If Mooncake is
-    installed, it is tried in its own process, which takes a fraction of a second.
+    `wanted` is auto, rdma, tcp or zeromq. `rdma_device` names one of the host's devices, or several with
+    commas; empty means any. If Mooncake is installed, it is tried in its own process, which takes a fraction
+    of a second.
 
     Raises ConfigError when no protocol works, or for an unknown device.
     """

@@ -1,4 +1,4 @@
-"""Reads memory of a process on this host by mapping it, without asking that process."""
+"""Reads memory of a process on this host by mapping it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def can_map(offer: Offer) -> bool:
-    """Whether this process may map the offered memory: same host, same user, access to /proc.
+    """Whether this process may map the offered memory. Needs the same host and user, and /proc.
 
     Raises PeerLostError when the process that offered it is gone.
     """

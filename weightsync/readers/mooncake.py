@@ -1,4 +1,4 @@
-"""Reads a peer's memory through Mooncake, over RDMA or TCP, with one process per peer.
+"""Reads peers' memory through Mooncake (RDMA or TCP), one process per peer.
 
 SIGKILL of that process enforces a deadline: nothing lands after it. A peer that hangs delays no other.
 """
@@ -125,7 +125,7 @@ def _nbytes(peer: str, answer: Mapping[str, Any]) -> int:
 
 
 def _address_towards(endpoint: str) -> str:
-    """Return this host's address as the peer sees it: readers' names must be unique among hosts."""
+    """Return this host's address as the peer sees it. Readers' names must be unique among hosts."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probing:
         probing.connect((endpoint.rpartition(":")[0], 9))  # sends nothing
         address: str = probing.getsockname()[0]

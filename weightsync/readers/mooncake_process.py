@@ -79,7 +79,7 @@ class MooncakeProcess:
         self._process.stdin.flush()
 
     def take(self) -> dict[str, Any] | None:
-        """Return the answer, None if its line is not complete, or an error if the process has ended."""
+        """Return the answer; None until its line is complete. An ended process gives an error."""
         data = os.read(self.answers, 1 << 16)
         if not data:
             return {"error": f"Mooncake's process ended, status {self._process.wait()}"}

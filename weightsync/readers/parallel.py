@@ -22,7 +22,7 @@ class ParallelReader:
     def __init__(
         self, targets: Sequence[SharedBuffer], offers: Mapping[str, Offer], readers: Sequence[Reader]
     ) -> None:
-        """Every peer of `offers` belongs to one of `readers`."""
+        """Exactly one of `readers` reads each peer of `offers`."""
         self._targets, self._offers, self._readers = targets, offers, readers
         self.ways = {peer: way for reader in readers for peer, way in reader.ways.items()}
 

@@ -49,7 +49,7 @@ _CAUSES: dict[int, str] = {
 
 
 class ZeroMqReader:
-    """The reader of way "zeromq": one connection per peer, all read by the calling thread."""
+    """The reader of way "zeromq": one connection per peer, read in one thread."""
 
     def __init__(self, targets: Sequence[SharedBuffer], offers: Mapping[str, Offer]) -> None:
         self.ways = dict.fromkeys(offers, "zeromq")

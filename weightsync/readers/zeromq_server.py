@@ -31,7 +31,7 @@ Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
-    """Reader → server: send `nbytes` bytes of the buffer from `offset` on, with this `ticket`."""
+    """Reader → server: send `nbytes` bytes from `offset` on, with this `ticket`."""
 
     ticket: Natural
     offset: Natural
@@ -39,7 +39,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """Server → reader: the data of `ticket` follows, or `refusal` says why it does not."""
+    """Server → reader: the data of `ticket` follows, or a `refusal` without data."""
 
     ticket: Natural
     refusal: str = ""

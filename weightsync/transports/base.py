@@ -73,7 +73,7 @@ class Transport(Protocol):
         """
 
     def start(self, ops: Sequence[Op]) -> Pending:
-        """Start `ops` as one group; do not wait for the peers if the library allows that.
+        """Start `ops` as one group. Does not wait for the peers if the library allows that.
 
         Every rank passes the ops that concern it, in the same groups and order. They run after the work on
         the caller's current CUDA stream. Several starts may be pending; they run in turn. Their data must

@@ -167,7 +167,7 @@ class _Spread:
 
 
 class _Handed:
-    """A started send or receive. Only its wait tells its end, and a late one breaks the connection."""
+    """A started send or receive. Only its wait shows its end, and a late one breaks the connection."""
 
     def __init__(self, work: Work, timeout: timedelta) -> None:
         self._end = aside(lambda: work.wait(timeout))
@@ -187,7 +187,7 @@ class _Handed:
 
 
 def _hold(group: ProcessGroupGloo, works: list[_Work]) -> None:
-    """Keep `group` until its works end: destroying it waits for them and blocks all of Python."""
+    """Keep `group` until its works end. Destroying it would wait for them and block all of Python."""
     while not all(work.is_done() for work in works):
         time.sleep(_SLICE.total_seconds())
 

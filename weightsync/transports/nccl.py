@@ -99,7 +99,7 @@ class NcclTransport:
             self._watch.end(cause)
 
     def close(self) -> None:
-        """Abort the communicator, which needs no peer and so cannot hang, and close the store."""
+        """Abort the communicator and close the store. An abort needs no peer, so it cannot hang."""
         if self._watch:
             self._watch.close()
         self._comm = None
@@ -200,7 +200,7 @@ def _compare_versions() -> None:
 
 
 def _is_all_gather(ops: Sequence[Op], num_ranks: int) -> bool:
-    """Whether every rank broadcasts one equal part of contiguous memory, in the order of ranks."""
+    """Whether the ranks broadcast equal parts of contiguous memory, in their order."""
     if num_ranks == 1 or len(ops) != num_ranks:
         return False
     base, nbytes = ops[0].data.data_ptr(), ops[0].data.numel()
@@ -214,7 +214,7 @@ def _is_all_gather(ops: Sequence[Op], num_ranks: int) -> bool:
 
 
 def _abort_when_possible(comm: Any, is_over: Callable[[], bool]) -> None:  # noqa: ANN401 - cupy has no types
-    """Abort a communicator that hangs in its making, once NCCL has given it a handle."""
+    """Abort a communicator that hangs in `__init__`, once it has a handle."""
     deadline = time.monotonic() + _ABORT_S
     while not comm.comm and not is_over() and time.monotonic() < deadline:
         time.sleep(_POLL_S)

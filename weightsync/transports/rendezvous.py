@@ -41,7 +41,7 @@ def join_store(address: str, rank: int, num_ranks: int, timeout_s: float) -> Net
 
 
 def close_store(store: NetworkStore | None, server: StoreServer | None) -> None:
-    """Close a rank's connection to the store, and the server if this rank has it."""
+    """Close this rank's connection to the store, and the server on rank 0."""
     for each in (store, server):
         if each:
             each.close()

@@ -78,7 +78,7 @@ class _Left(msgspec.Struct, frozen=True):
 
 
 class _Call(msgspec.Struct, frozen=True):
-    """A rank's roll call, addressed to the ranks in `meetings`, with how often it has met each."""
+    """A roll call to the ranks in `meetings`, with the caller's count for each."""
 
     caller: int
     operation: int
@@ -141,7 +141,7 @@ class RollCall:
         return self._read("call", _Call) is not None
 
     def call(self, operation: int, meetings: Mapping[int, int], fault: str = "") -> None:
-        """Call the roll, unless another rank has: ask for ranks that have met this one less often."""
+        """Call the roll unless another rank has. Looks for ranks that have met this one less often."""
         if not self.called():
             before = self._store.get("call") if self._store.check(["call"]) else b""
             call = _Call(self._rank, operation, fault, dict(meetings))
@@ -175,7 +175,7 @@ class RollCall:
         return Absence(caller, operation, fault, tuple(sorted(silent)), tuple(sorted(behind)))
 
     def _see_off(self, num_present: int) -> None:
-        """Wait, on rank 0, until the other ranks have read the store that it serves."""
+        """Wait, on rank 0, until the other ranks have read its store."""
         seen = self._store.add("seen", 1)
         deadline = time.monotonic() + SEE_OFF_S
         while self._rank == 0 and seen < num_present and time.monotonic() < deadline:
@@ -186,7 +186,7 @@ class RollCall:
         self._store.set(key, _encode(value).decode())
 
     def _read(self, key: str, kind: type[T]) -> T | None:
-        """Return the message at `key`; None if there is none, or if it is not one of ours."""
+        """Return the message at `key`, or None without one of ours."""
         if not self._store.check([key]):
             return None
         value = self._store.get(key)

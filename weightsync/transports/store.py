@@ -1,4 +1,4 @@
-"""A key-value store for the rendezvous of a communicator, with the interface of torch's stores.
+"""A key-value store for rendezvous, with the interface of torch's stores.
 
 Torch's `TCPStore` needs no secret, listens on every address, and random bytes can make it stop answering.
 This one accepts only clients that show its secret, and listens on one address. Waits are in the client.

@@ -61,7 +61,7 @@ class _Operation:
 
 
 class Watch:
-    """Ends a communicator once: at an operation's deadline, when a rank left, or by `end`.
+    """Ends a communicator: at an operation's deadline, when a rank left, or by `end`.
 
     It has two daemon threads. The timer checks deadlines and never calls the store. The listener asks the
     store whether another rank left or called the roll; it may hang when rank 0, the store's host, is stopped.
@@ -106,7 +106,7 @@ class Watch:
             return self._count
 
     def follow(self, number: int, is_over: Callable[[], bool]) -> None:
-        """Set `is_over`, which tells that an operation ended before `done`: then it is not late."""
+        """Set `is_over`, which is asked before `done`: an ended operation is not late."""
         with self._lock:
             self._operations[number].is_over = is_over
 
