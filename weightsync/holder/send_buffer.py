@@ -55,7 +55,7 @@ class Bounce:
         self._threads = ThreadPoolExecutor(num_threads(8), "bounce")
 
     def send(self, bucket: int, parts: Sequence[Sent], slot: torch.Tensor) -> None:
-        """Start copying `parts` to `slot` on the current stream. Its previous copy must have ended."""
+        """Start copying `parts` to `slot` on the current stream. The slot's previous copy must have ended."""
         buffer, first = self._buffers[bucket % len(self._buffers)], min(part.offset for part in parts)
         places = [buffer[part.offset - first :][: part.nbytes] for part in parts]
         copied = self._threads.map(lambda part, place: part.copy(place), parts, places)
