@@ -24,7 +24,7 @@ class PrivateDirectory:
         self._janitor.wait()
 
     def remove(self) -> None:
-        """Remove it now. Safe to call twice."""
+        """Remove the directory now. Safe to call twice."""
         shutil.rmtree(self.path, ignore_errors=True)
         assert self._janitor.stdin is not None
         self._janitor.stdin.close()

@@ -212,7 +212,7 @@ class Holder:
         self._groups.join(offers, timeout_s)
 
     def accept(self, timeout_s: float) -> None:
-        """Wait for the engine rank's hello. Raises DeadlineError or WireError."""
+        """Wait for the engine rank's hello. Raises DeadlineError, WireError, PeerError or EngineError."""
         with self._moving:  # `adopt` and `close` wait before they close the feed
             if self._feed:
                 self._feed.accept(self._plan_digest, timeout_s)

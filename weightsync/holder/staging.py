@@ -135,7 +135,7 @@ class HostStaging:
         return self._slots
 
     def put(self, bucket: int, timeout_s: float) -> None:
-        """The targets are the slots."""
+        """Do nothing: the targets are the slots."""
 
     def write(self, bucket: int) -> None:
         raise AssertionError("nothing is exported to a holder on the host")

@@ -1,4 +1,4 @@
-"""Broadcasts between CPU holders over TCP, through torch's gloo."""
+"""The gloo transport: moves bytes between CPU holders over TCP, through torch's gloo."""
 
 from __future__ import annotations
 

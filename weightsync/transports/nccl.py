@@ -1,4 +1,4 @@
-"""Broadcasts between GPU holders through NCCL, driven by cupy on torch's memory."""
+"""The NCCL transport: moves bytes between GPU holders. CuPy drives NCCL on torch's memory."""
 
 from __future__ import annotations
 
