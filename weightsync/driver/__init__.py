@@ -1,1 +1,1 @@
-"""The driver's part: it plans, schedules updates, and heals engines."""
+"""The driver: plans, runs updates, and heals engines."""

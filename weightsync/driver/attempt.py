@@ -1,4 +1,4 @@
-"""One attempt to move a version: holders move, engines load, and each is waited for on its own account."""
+"""One attempt to move a version: holders move, engines load, and each has its own deadline."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from weightsync.protocol.messages import Moved
 __all__ = ["Attempt"]
 
 _FINAL = (PeerLostError, RankLostError, DeadlineError)
-"""Of an engine: it is gone, or its holder is silent. Other errors may be what its holder told it."""
+"""Errors of an engine that need no word from its holder; others may repeat the holder's own error."""
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class Attempt(Generic[T]):
-    """The calls of one attempt, all at once.
+    """The calls of one attempt, run in parallel.
 
-    An engine's time runs while its holders wait for it, and after their moves: not while they wait for
-    others. A holder ends its move by a deadline of its own at each wait; who does not is silent.
+    An engine's time runs while its holders wait for it and after their moves end, not while they wait for
+    others. A holder has its own deadline for each wait; one that misses it is silent.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Attempt(Generic[T]):
         feeds: Mapping[str, Sequence[str]],
         timeout_s: float,
     ) -> None:
-        """`loads` by engine; `feeds`: the names in `moves` of each engine's holders."""
+        """Start all calls. `loads` is by engine; `feeds` names each engine's holders in `moves`."""
         self._timeout_s, self._begun = timeout_s, time.monotonic()
         self._moves = {name: asyncio.ensure_future(call) for name, call in moves.items()}
         self._loads = {
@@ -43,7 +43,7 @@ class Attempt(Generic[T]):
         }
 
     async def run(self) -> tuple[Outcome[Moved], Outcome[T]]:
-        """What became of every move and every load. Raises only what is a bug."""
+        """Wait for every move and every load. Errors other than WeightSyncError are bugs and propagate."""
         try:
             await self._wait()
         finally:
@@ -58,14 +58,14 @@ class Attempt(Generic[T]):
             asyncio.ensure_future(asyncio.wait(loads)),
         ]
         try:
-            # One engine after another may use up its time: all of them together, and then the others.
+            # Engines may use up their time one after another; the holders come on top.
             limit_s = (len(loads) + 1) * self._timeout_s + GRACE_S
             await asyncio.wait(ending, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for each in ending:
                 each.cancel()
-        # Holders that still move wait for the one that failed, and say so by their own deadline. Where none
-        # failed, all engines have what they get: a holder that still moves has been left by the others.
+        # Holders that still move wait for the one that failed, and end by their own deadline. If none failed,
+        # every load has ended, so a holder that still moves has been left by the others.
         broke = any(task.done() and not task.cancelled() and task.exception() for task in moves)
         await asyncio.wait(moves, timeout=GRACE_S + (self._timeout_s if broke else 0))
         for task in moves:
@@ -80,7 +80,7 @@ class Attempt(Generic[T]):
             await asyncio.wait([load, moving], return_when=asyncio.FIRST_COMPLETED)
             if load.done() and (not load.exception() or isinstance(load.exception(), _FINAL)):
                 return load.result()
-            await moving  # its holders say whether they have given it up
+            await moving  # the holders' answers say whether they gave the engine up
             moved = [task.result() for task in moves if not (task.cancelled() or task.exception())]
             if slow := next((each.slow for each in moved if each.slow), None):
                 raise slow

@@ -1,4 +1,4 @@
-"""From a fleet to a plan that every member holds, with every path used once."""
+"""Connects a fleet: one plan for all members, and every path between them tried once."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ logger = logging.getLogger("weightsync.driver.connect")
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """What the ranks of an engine serve, to be kept: its `flat_layout`, and the number of rank 0's part.
+    """Layout of an engine's flat snapshots: its `flat_layout` digest, and the number of rank 0's part.
 
-    Engines of which one can be filled with what another serves have the same.
+    Engines with the same `FlatLayout` can be filled from each other's snapshots.
     """
 
     layout: str
@@ -43,19 +43,19 @@ class FlatLayout:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """What connecting brought.
+    """Everything that updates use of a connected fleet.
 
     Attributes:
         plan: held by every member.
-        content: its `Plan.content`.
-        folds: per engine, how its ranks' digests add up.
-        in_place: trainers' memory is read in place, so that it may change once it was moved.
-        checkpoint: what is sent is a checkpoint's, and no trainer's.
-        images: of engines whose memory their holders write, if nothing else is kept: see `FlatLayout`.
+        content: the plan's `Plan.content`.
+        reductions: how the digests of each engine's ranks add up.
+        in_place: trainers' memory is read in place, so it may change after an update.
+        checkpoint: the weights come from a checkpoint, not from a trainer.
+        flat_layouts: if `in_place`, the flat snapshots of each engine whose memory its holders write.
         router: which engines read the trainers' memory.
-        layouts: what each engine said; one that is to take part later has to say the same as one of them.
-        joined: the same, the ranks of each together.
-        seconds: of each phase.
+        layouts: each engine's layouts by rank; an engine that is adopted later must match one of them.
+        joined: the same, with the ranks of each engine joined.
+        seconds: duration of each phase.
     """
 
     plan: Plan
@@ -72,7 +72,7 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class _Layouts:
-    """What the ranks of both sides declare, and the same of each side joined; alike engines share it."""
+    """The layouts of all ranks, and the joined layout of each side; equal engines share one."""
 
     trainers: Sequence[RankLayout]
     engines: Mapping[str, Sequence[RankLayout]]
@@ -83,14 +83,14 @@ class _Layouts:
 async def connect(
     fleet: Fleet, config: SyncConfig, epoch: int, demoted: Mapping[str, str] | None = None
 ) -> Connection:
-    """Layouts → plan → memory → communicators → digests compared → warm-up.
+    """Connect a fleet: layouts, plan, memory, communicators, comparison of plan digests, warm-up.
 
-    Where every engine can read directly, there are neither buckets nor communicators; engines in
-    `demoted` cannot, see `Router`.
+    If every engine can read directly, the plan has no buckets and no communicators for broadcasts. Engines
+    in `demoted` cannot read directly, see `Router`.
 
     Raises:
         PlanError, ConfigError: the two sides do not fit, or a member computed another plan.
-        DeadlineError: naming who did not come within ``config.connect_timeout_s``.
+        DeadlineError: names the members that did not answer within ``config.connect_timeout_s``.
         StateError: no engine is alive.
     """
     clock = PhaseClock()
@@ -105,12 +105,12 @@ async def connect(
 
 
 def _may_read(layouts: _Layouts) -> bool:
-    """Whether nothing in the layouts keeps any engine from reading all of its tensors directly."""
+    """Whether the layouts allow every engine to read all of its tensors directly."""
     served = [rank for ranks in layouts.engines.values() for rank in ranks]
     return (
         all(rank.device not in ("", MAPPED) for rank in (*layouts.trainers, *served))
         and all(rank.buffers for rank in served)
-        # One engine says it for all: a plan is of one dtype for each tensor.
+        # One engine is enough: a tensor has the same dtype in all engines of a plan.
         and not same_dtype_tensors(layouts.source, *next(iter(layouts.joined.items())))[1]
     )
 
@@ -140,7 +140,7 @@ async def _open(
             for i, holder in enumerate(fleet.holders)
         }
         prepared = list((await gather_named(calls, "prepare", timeout_s)).require().values())
-    with clock.phase("attach"):  # and communicators open beside it: all wait for others, mostly
+    with clock.phase("attach"):  # communicators open at the same time: all of these mostly wait
         lending = asyncio.ensure_future(_serve_snapshots(fleet.named_holders(), config))
         joining = asyncio.ensure_future(_join(fleet, prepared, config, clock))
         attaching = asyncio.ensure_future(_attach(fleet, plan, prepared, timeout_s))
@@ -149,7 +149,7 @@ async def _open(
             "join": joining,
             "attach": attaching,
         }
-        # Each has its own deadlines. Who is lost is missed in the others, too.
+        # Each has its own deadlines. A lost process ends the wait for all three.
         (await gather_named(parts, "attach", math.inf, together=True)).require()
         attached, served = attaching.result()
     with clock.phase("warm_up"):
@@ -228,7 +228,7 @@ def _plan(fleet: Fleet, layouts: _Layouts, config: SyncConfig, epoch: int, num_s
 
 
 async def _serve_snapshots(holders: Mapping[str, HolderPeer], config: SyncConfig) -> None:
-    """What is wrong with how peers are to be read is said before anything is sent."""
+    """Have holders serve snapshots now, so that a wrong setting fails at connect."""
     if config.keep_versions > 1:
         calls = {
             who: holder.serve_snapshots(config.refill, config.rdma_device) for who, holder in holders.items()
@@ -238,7 +238,7 @@ async def _serve_snapshots(holders: Mapping[str, HolderPeer], config: SyncConfig
 
 async def _join(fleet: Fleet, prepared: Sequence[Prepared], config: SyncConfig, clock: PhaseClock) -> None:
     offers = {group: offer for answer in prepared for group, offer in answer.offers.items()}
-    # The communicators keep this deadline for every broadcast.
+    # The communicators use this deadline for every broadcast.
     joins = {name: holder.join(offers, config.timeout_s) for name, holder in fleet.named_holders().items()}
     with clock.phase("join"):
         (await gather_named(joins, "join", config.connect_timeout_s + GRACE_S, together=True)).require()
@@ -247,7 +247,7 @@ async def _join(fleet: Fleet, prepared: Sequence[Prepared], config: SyncConfig, 
 async def _attach(
     fleet: Fleet, plan: Plan, prepared: Sequence[Prepared], timeout_s: float
 ) -> tuple[Sequence[Attached], Mapping[str, Sequence[Attached]]]:
-    """Everybody maps and connects; what trainers say in order, and the ranks of each engine."""
+    """Attach trainers and engine ranks. Returns the trainers' answers in rank order, and each engine's."""
     calls = {
         f"trainer {rank}": trainer.attach(plan, rank, prepared[holder].send_buffer)
         for rank, (trainer, holder) in enumerate(fleet.trainers)
@@ -273,7 +273,7 @@ async def _attach(
 async def _link(
     fleet: Fleet, attached: Sequence[Attached], served: Mapping[str, Sequence[Attached]], timeout_s: float
 ) -> None:
-    """Holders map what both sides export."""
+    """Have holders map the memory that trainers and engine ranks export."""
     read = {holder: each.export for (_, holder), each in zip(fleet.trainers, attached, strict=True)}
     written = {
         holder: each.export
@@ -294,15 +294,15 @@ async def _meet(
     holders: Mapping[str, HolderPeer],
     timeout_s: float,
 ) -> Mapping[str, Sequence[Attached]]:
-    """Engines and their holders connect. What a holder says of itself comes before what engines miss."""
+    """Connect engines with their holders. A holder's own error is raised before an engine's deadline."""
     drops: list[asyncio.Future[object]] = []
 
     async def attach(name: str, call: Coroutine[object, object, Sequence[Attached]]) -> Sequence[Attached]:
         try:
             return await call
         except WeightSyncError:
-            # Its holders would wait for its hello until their deadline. One that is silent does not answer
-            # this either: the engine has answered.
+            # Its holders would wait for its hello until their deadline. A silent holder does not delay the
+            # error: the engine has already answered.
             own = fleet.engines[name.removeprefix("engine ")].holders
             calls = {f"holder {i}": fleet.holders[i].drop_engine() for i in own}
             drops.append(asyncio.ensure_future(gather_named(calls, "drop", GRACE_S)))
@@ -322,10 +322,10 @@ async def _accept(holder: HolderPeer, timeout_s: float) -> Sequence[Attached]:
 
 
 async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncConfig) -> None:
-    """Connect an engine with its holders alone: trainers and all others are not asked.
+    """Connect one engine with its holders, without trainers and other engines.
 
-    Raises PlanError when its layout is not that of an engine that the plan was made for, or it needs
-    buckets and there are none, so that everybody has to connect anew; else as `connect`.
+    Raises PlanError if the plan has no engine of this layout, or if the engine needs buckets and the plan has
+    none. The whole fleet has to connect again, then. Also raises the other errors of `connect`.
     """
     member, plan, timeout_s = fleet.engines[name], connection.plan, config.timeout_s
     named = f"engine {name}"
@@ -361,7 +361,7 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
 
 
 def _alike(layouts: Sequence[RankLayout], known: Sequence[RankLayout]) -> bool:
-    """The same but for the devices that they lie on."""
+    """Whether two engines' layouts are equal, devices aside."""
     return [replace(each, device="") for each in layouts] == [replace(each, device="") for each in known]
 
 
@@ -374,7 +374,7 @@ def _compare(plan: Plan, digests: Mapping[str, list[str]]) -> None:
 
 
 def flat_layout(content: str, ranks: Sequence[RankLayout]) -> str:
-    """SHA-256, in hex, of what lies where in the images of an engine's ranks; `content` is the plan's."""
+    """Return the SHA-256 (hex) of the layout of an engine's flat snapshots; `content` is the plan's."""
     state = hashlib.sha256(content.encode())
     for rank in ranks:
         state.update(repr((rank.segments, rank.buffers, rank.padding)).encode())

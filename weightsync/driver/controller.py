@@ -1,4 +1,4 @@
-"""The lifecycle of an update, the same for every placement: publish, pause, move, verify, commit."""
+"""Lifecycle of an update, the same for every placement: publish, pause, move, verify, commit."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ T = TypeVar("T")
 
 
 class Controller:
-    """Takes a fleet through one version after another. One update or `connect` at a time.
+    """Takes a fleet through one version after another.
 
-    Refills and newcomers go on beside them, one for each engine, and give way to an update.
+    One update or `connect` runs at a time. Between updates, engines are refilled and added in parallel, one
+    task for each engine. These tasks stop when an update starts.
 
     Attributes:
         version: the newest committed version, 0 before the first.
-        connected: False before ``connect``, and again once a holder is lost or came new.
-        events: what happens to engines and holders; subscribe here.
-        engine_group: the engines, and which have failed.
-        snapshot_index: what the holders keep of the committed version.
+        connected: whether an update may run; False before ``connect`` and after a holder is lost or new.
+        engine_group: the engines, and which of them failed.
+        snapshot_index: the holders' snapshots of the committed version.
     """
 
     def __init__(self, config: SyncConfig, fleet: Fleet) -> None:
@@ -82,15 +82,15 @@ class Controller:
 
     @property
     def plan(self) -> Plan | None:
-        """Of the present membership epoch, None before ``connect``."""
+        """The plan of the current membership epoch, None before ``connect``."""
         return self._connection.plan if self._connection else None
 
     def links(self) -> list[Link]:
-        """See `links`. Raises StateError before ``connect``."""
+        """List which bytes each engine rank gets from where. Raises StateError before ``connect``."""
         return links(self._connected(), self._fleet)
 
     async def connect(self) -> None:
-        """Plan and connect the fleet as it is now. Raises as `connect` does."""
+        """Plan and connect the current fleet. Raises the errors of `driver.connect.connect`."""
         self.connected = False
         self._epoch += 1
         demoted = self._connection.router.demoted if self._connection else {}
@@ -101,11 +101,11 @@ class Controller:
         logger.info("epoch %d: %d buckets, %s", self._epoch, made.plan.num_buckets, made.seconds)
 
     async def restore(self) -> list[str]:
-        """Go on where an earlier controller of these holders and engines ended; call it ``exclusive``.
+        """Take over from a previous driver. Must hold the exclusive lock.
 
-        The version is the newest that an engine serves, which therefore has committed, or that the
-        holders keep whole. Engines that serve it go on; the others, whose names are returned, are
-        STALE, whatever the earlier controller left in them.
+        The version becomes the newest that an engine serves (it has committed, then) or that the holders
+        have complete snapshots of. Engines that serve it stay SERVING. All others become STALE; their names
+        are returned.
         """
         kept = await self.snapshot_index.restore(self._connected())
         serving = await self.engine_group.ask(self._fleet.live(), "serving", lambda peer: peer.serving())
@@ -124,34 +124,38 @@ class Controller:
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:
-        """For ``connect`` and ``update``: refills and newcomers stop, and wait until it is over."""
+        """Hold the exclusive lock for ``connect`` or ``update``. Work on single engines stops and waits."""
         async with self._update_lock.exclusive() as late:
-            for name in late:  # its ranks are busy with what they do not let go of
+            for name in late:  # its ranks are still busy with the work that did not stop
                 self._fleet.engines[name].attached = False
                 await self.engine_group.drop(self._fleet.engines[name])
                 self.engine_group.left_behind(name)
             yield
 
     async def idle(self) -> None:
-        """Until nobody is ``exclusive``."""
+        """Wait until the exclusive lock is free."""
         await self._update_lock.idle()
 
     def shared(self, name: str) -> AbstractAsyncContextManager[None]:
-        """Hold the shared lock while one engine changes: no update runs, and nothing else works on it."""
-        return self._update_lock.shared(name)
+        """Hold the shared lock for engine `name`: no update runs, and no other task works on it."""
+
+        async def stop() -> None:
+            """Do nothing: the work under this lock is short."""
+
+        return self._update_lock.shared(name, stop)
 
     async def update(self, version: int, when_held: Callable[[], None] = lambda: None) -> SyncReport:
         """Take `version` from the trainers to every live engine that is attached.
 
-        `when_held` is called as soon as the holders have every byte, so that the trainers may go on.
+        `when_held` is called once trainers may change their weights: the holders have every byte or, where
+        trainers are read in place, the engines do. If trainers' weights moved to other addresses, the
+        controller connects again and repeats the update.
 
         Raises:
             StateError: not connected, or fewer than ``min_engines`` engines are alive.
             ConfigError: `version` is not greater than the last that committed.
-            WeightSyncError: what went wrong first, when fewer than ``min_engines`` took it. A failed
-                publish leaves every engine as it was, or awake; later failures leave the engines STALE.
-
-        Where trainers hold weights of the same layout in other memory, it connects again by itself.
+            WeightSyncError: the first failure, if fewer than ``min_engines`` took the version. After a failed
+                publish every engine is as it was, or awake. Later failures leave engines STALE.
         """
         if not self.connected or self._connection is None:
             raise StateError("connect() has to come before update_weights()")
@@ -198,19 +202,19 @@ class Controller:
         return await self._deliver(version, takers, paused, clock)
 
     async def sleep(self, names: Collection[str], level: int) -> None:
-        """Have engines pause and give their memory back until the next update; call it ``exclusive``.
+        """Pause engines and release their memory until the next update. Must hold the exclusive lock.
 
-        Raises ConfigError for one that cannot sleep, DeadlineError for one that does not pause in time:
-        such a one is as it was, and the others sleep.
+        Raises ConfigError if an engine cannot sleep, and DeadlineError if one does not pause in time. That
+        engine is unchanged, and the others sleep.
         """
-        await self.snapshot_index.copied()  # it may be read out of their memory
+        await self.snapshot_index.copied()  # holders may still copy from the engines' memory
         await self.engine_group.sleep(names, level)
 
     async def wake(self, names: Collection[str]) -> None:
-        """Have engines that sleep with their weights serve the same version again; call it ``exclusive``.
+        """Let engines that sleep with their weights serve them again. Must hold the exclusive lock.
 
-        Raises StateError for one whose weights were dropped, else what went wrong: it sleeps on, or is STALE
-        or DEAD.
+        Raises StateError if an engine's weights were dropped, else the first engine's error: that engine
+        still sleeps, or is STALE or DEAD.
         """
         for name in names:
             if not self._fleet.engines[name].record.version:
@@ -220,21 +224,23 @@ class Controller:
         await self.engine_group.wake(names)
 
     def can_refill(self, engine: str) -> bool:
-        """Whether the holders keep the committed version as `engine` takes it."""
+        """Whether the holders have a snapshot of the committed version in the layout of `engine`."""
         now = self._connection
         return now is not None and self.snapshot_index.snapshot(self.version, now, engine) is not None
 
     async def adopt(self, name: str) -> None:
-        """Connect an engine that came, or came back, after ``connect``.
+        """Connect an engine that was added or restarted after ``connect``.
 
-        Raises PlanError when its layout is new, so that all have to ``connect`` anew; else as that.
+        Raises PlanError if its layout is new to the plan: then the whole fleet has to ``connect`` again. Also
+        raises the other errors of ``connect``.
         """
         await self._refiller.adopt(self._connected, name)
 
     async def refill(self, name: str) -> SyncReport:
-        """Bring one engine to the committed version; trainers and other engines are not asked.
+        """Bring one engine to the committed version from snapshots, without trainers or other engines.
 
-        Raises StateError when no holder keeps it, else what went wrong: the engine is STALE or DEAD.
+        Raises StateError if no holder has a snapshot, else the cause of the failure: the engine is STALE or
+        DEAD.
         """
         clock = PhaseClock()
         await self.snapshot_index.settled()
@@ -260,7 +266,7 @@ class Controller:
         self._expected = combine(list(self._published.values()))
 
     def _counted(self, version: int, published: Iterable[Published]) -> Mapping[str, int]:
-        """NaN and Inf by tensor, all ranks together. Raises NonfiniteError where they are refused."""
+        """Add up NaN and Inf elements per tensor. Raises NonfiniteError where ``nonfinite`` is refuse."""
         counts: Counter[str] = Counter()
         for each in published:
             counts.update(each.nonfinite)
@@ -272,7 +278,7 @@ class Controller:
         return dict(counts)
 
     async def _publish_and_pause(self, takers: Mapping[str, EngineMember], version: int) -> Sequence[str]:
-        """Both at once: what is read in place is published in the time that it takes to pause."""
+        """Publish and pause in parallel: publishing in place takes no longer than pausing."""
         published, paused = await asyncio.gather(
             self._publish(version), self.engine_group.pause(takers), return_exceptions=True
         )
@@ -301,7 +307,7 @@ class Controller:
             digests = await self._move([name for name in takers if name in paused])
         with clock.phase("verify"):
             wrong = self.engine_group.compare(self._connection, digests, self._expected)
-            # Before trainers may go on: what they write from then on is no fault.
+            # Before trainers may go on: writes after that are no fault.
             changed = await self._changed(wrong)
             verified = self.engine_group.judge(version, wrong, changed)
             self.engine_group.kept_up(verified)
@@ -323,7 +329,7 @@ class Controller:
         return self._report(clock)
 
     async def _move(self, takers: Sequence[str]) -> dict[str, Sequence[Digests]]:
-        """One attempt: holders broadcast and feed, engines load; returns each engine's digests by rank."""
+        """Run one attempt: holders move bytes, engines load. Returns each engine's digests by rank."""
         attempt, timeout_s = self.engine_group.next_attempt(), self._config.timeout_s
         self.engine_group.enter(takers, EngineState.WRITING)
         members = {name: self._fleet.engines[name] for name in takers}
@@ -347,7 +353,7 @@ class Controller:
         loaded = outcome.answers
         self.engine_group.blame("move", outcome.failures)
         if moved.failures:
-            # A move that broke leaves no engine with a whole version.
+            # After a failed move no engine holds a whole version.
             self.connected = False
             self.engine_group.enter(loaded, EngineState.STALE)
             for name in loaded:
@@ -356,17 +362,17 @@ class Controller:
         return loaded
 
     async def _changed(self, wrong: Mapping[str, Sequence[str]]) -> Rewritten:
-        """What trainers wrote while it was read, if that may be why engines hold `wrong` tensors."""
+        """Find tensors that trainers rewrote during the update, if that may explain `wrong`."""
         assert self._connection is not None
         faulty = [name for name, tensors in wrong.items() if tensors]
-        # Of several engines that were sent the same bytes, one that has others has a fault of its own.
+        # If several engines were sent the same bytes and only one differs, the fault is the engine's.
         reads = any(self._connection.router.routes.get(name) == DIRECT for name in faulty)
         if not faulty or (len(faulty) == 1 < len(wrong) and not reads):
             return {}
         return await rewritten(self._fleet, self._connection, self._published, self._config.timeout_s)
 
     async def _abort(self, cause: str) -> None:
-        """Free the holders that wait for a lost one in a broadcast."""
+        """Stop all holders' broadcasts: some may wait for a holder that is lost."""
         calls = {name: holder.abort(cause) for name, holder in self._fleet.named_holders().items()}
         await gather_named(calls, "abort", self._config.timeout_s)
 

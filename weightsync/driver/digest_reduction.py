@@ -1,4 +1,4 @@
-"""How the digests of an engine's ranks make those of whole tensors, whatever each rank holds."""
+"""Adds up the digests of an engine's ranks to digests of whole tensors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ __all__ = ["DigestReduction"]
 
 
 class DigestReduction:
-    """Ranks with the same boxes of a tensor are replicas: each has to add up with the others' parts."""
+    """Adds up digests so that each replica is checked.
+
+    Ranks with the same boxes of a tensor are replicas. Each row of the result uses one replica of every part.
+    """
 
     def __init__(self, plan: Plan, layouts: Sequence[RankLayout]) -> None:
-        """`layouts` are the engine's, by rank."""
+        """Find the replicas of every tensor. `layouts` are the engine's, by rank."""
         num_ranks = len(layouts)
         self._chosen: npt.NDArray[np.bool_] = np.zeros((num_ranks, num_ranks, len(plan.tensors)), np.bool_)
         held = [by_tensor(plan, layout) for layout in layouts]
@@ -33,8 +36,8 @@ class DigestReduction:
                     self._chosen[turn, ranks[turn % len(ranks)], tensor] = True
 
     def __call__(self, shares: Sequence[Digests]) -> npt.NDArray[np.uint64]:
-        """Digests of whole tensors, uint64[num_ranks, num_tensors]; every share is in one of the rows."""
+        """Return digests of whole tensors, uint64[num_ranks, num_tensors]; every share is in some row."""
         held = np.stack(shares)
-        # Row by row: all rows at once take num_ranks times the memory.
+        # Row by row: all rows at once would take num_ranks times the memory.
         rows = [np.where(chosen, held, np.uint64(0)).sum(axis=0, dtype=np.uint64) for chosen in self._chosen]
         return np.stack(rows)

@@ -1,4 +1,4 @@
-"""The fleet's engines as the controller asks them: all at once, and who fails is blamed."""
+"""Fans calls out to all engines in parallel and records which ones fail."""
 
 from __future__ import annotations
 
@@ -40,14 +40,16 @@ logger = logging.getLogger("weightsync.driver.controller")
 T = TypeVar("T")
 
 _GONE = (PeerLostError, RankLostError)
-"""The engine's process, or one of its ranks': it is DEAD."""
+"""Errors that make an engine DEAD: its process, or a rank's, is gone."""
 
 
 class EngineGroup:
-    """What happens to engines, whoever writes them.
+    """Calls engines, and keeps their states and failures, in updates and refills.
 
     Attributes:
-        failures: of the update or refill that an engine took part in last.
+        failures: each engine's error in the last update or refill that it took part in.
+        on_failure: called with every engine that fails, and its error.
+        between_updates: a lock for work on one engine while no update runs.
     """
 
     def __init__(self, config: SyncConfig, fleet: Fleet, events: Events, update_lock: UpdateLock) -> None:
@@ -59,18 +61,18 @@ class EngineGroup:
         self._halts, self._undoing = Halts(), set[asyncio.Future[None]]()
 
     def next_attempt(self) -> int:
-        """A number that no message of an earlier attempt has."""
+        """Return a new attempt number, greater than all before."""
         self._attempt += 1
         return self._attempt
 
     def begin(self, names: Iterable[str], version: int) -> None:
-        """These engines are to take `version`."""
+        """Note that engines are about to take `version`, and forget their last failures."""
         for name in names:
             self.failures.pop(name, None)
             self._version[name] = version
 
     async def pause(self, takers: Mapping[str, EngineMember]) -> Sequence[str]:
-        """Pause all at once; returns the names of those that did. What others do late is undone."""
+        """Pause engines in parallel; return the names of those that did. Late pauses are undone."""
         mode, timeout_s = self._config.pause, self._config.timeout_s
 
         async def pause(name: str, member: EngineMember) -> None:
@@ -87,7 +89,7 @@ class EngineGroup:
         return paused
 
     async def resume(self, names: Iterable[str], version: int) -> int:
-        """Let engines serve `version`, which they hold; how many do. Who was lost meanwhile does not."""
+        """Resume serving `version`. Returns how many engines resumed; lost engines are skipped."""
         live = self._fleet.live()
         members = {name: live[name] for name in names if name in live}
         serving = await self.ask(members, "commit", lambda peer: peer.resume(version))
@@ -95,9 +97,9 @@ class EngineGroup:
         return len(serving)
 
     async def sleep(self, names: Iterable[str], level: int) -> None:
-        """Have engines pause, and give their memory back, which may take as long again.
+        """Pause engines and release their memory, in up to twice ``timeout_s``.
 
-        Raises what the first said that did not.
+        Raises the error of the first engine that failed.
         """
         members = {name: self._fleet.engines[name] for name in names}
         self.begin(members, 0)
@@ -118,7 +120,7 @@ class EngineGroup:
         self._require(members)
 
     async def wake(self, names: Iterable[str]) -> None:
-        """Have engines serve again what they fell asleep with. Raises what the first said that does not."""
+        """Let engines serve the version that they sleep with. Raises the first failed engine's error."""
         members = {name: self._fleet.engines[name] for name in names}
         self.begin(members, 0)
         await self.go_on(await self.pause(members))
@@ -128,7 +130,7 @@ class EngineGroup:
         self.enter([name], EngineState.ASLEEP, record.version if level == 1 else 0)
 
     def _doubt(self, members: Mapping[str, EngineMember]) -> None:
-        """Mark those that may yet stop serving, or have stopped though their call failed."""
+        """Mark engines PAUSING that may yet stop serving, or stopped although their call failed."""
         for name, member in members.items():
             record, error = member.record, self.failures.get(name)
             if record.state not in (EngineState.SERVING, EngineState.PAUSING):
@@ -139,7 +141,7 @@ class EngineGroup:
                 self.enter([name], EngineState.PAUSING)  # it may have failed after it stopped
                 self._undo(self._after_late_pause(name, record, error))
             elif record.state is EngineState.PAUSING:
-                self.enter([name], EngineState.SERVING, record.version)  # it says that it went on by itself
+                self.enter([name], EngineState.SERVING, record.version)  # its answer: it resumed by itself
 
     def _undo(self, work: Coroutine[object, object, None]) -> None:
         undoing = asyncio.ensure_future(work)
@@ -147,8 +149,8 @@ class EngineGroup:
         undoing.add_done_callback(self._undoing.discard)
 
     async def _after_late_pause(self, name: str, record: EngineRecord, error: WeightSyncError | None) -> None:
-        """Let an engine go on that has paused, or may have; wait for a running update to end first."""
-        async with self._update_lock.shared(name):
+        """Resume an engine that may have paused late, once no update runs."""
+        async with self.between_updates(name):
             if not self._is_in_doubt(name, record) or self._settles(name, record, error):
                 return
             logger.warning("engine %s paused late: it goes on with version %d", name, record.version)
@@ -166,13 +168,13 @@ class EngineGroup:
                 self._fall_asleep(name, record, level)
 
     def _is_in_doubt(self, name: str, record: EngineRecord) -> bool:
-        """Whether it still is: no update took it since, it was not replaced, nothing more is unanswered."""
+        """Whether the engine is still PAUSING, not replaced, and has answered every call."""
         member = self._fleet.engines.get(name)
         same = member is not None and member.record is record and record.state is EngineState.PAUSING
         return same and not self._halts.unanswered(name, record)
 
     def _settles(self, name: str, record: EngineRecord, error: WeightSyncError | None) -> bool:
-        """Whether a late `error` says what the engine does now: it is gone, or goes on by itself."""
+        """Whether a late `error` settles the state: the engine is gone, or resumed by itself."""
         if isinstance(error, _GONE):
             self.lost(name, error)
         elif isinstance(error, DeadlineError):
@@ -187,7 +189,7 @@ class EngineGroup:
                 raise error
 
     async def go_on(self, names: Iterable[str]) -> None:
-        """Let engines that were paused in vain serve what they have."""
+        """Resume paused engines with the version that they hold, since no update follows."""
         for name in names:
             if version := self._fleet.engines[name].record.version:
                 await self.resume([name], version)
@@ -195,7 +197,7 @@ class EngineGroup:
     def compare(
         self, connection: Connection, digests: Mapping[str, Sequence[Digests]], expected: Digests
     ) -> dict[str, list[str]]:
-        """Compare every rank's digests with the trainers'; returns by engine the tensors that differ."""
+        """Compare every rank's digests with the trainers'. Returns the tensors that differ, by engine."""
         plan, wrong = connection.plan, {}
         for name, ranks in digests.items():
             differs = (connection.reductions[name](ranks) != expected).any(axis=0)
@@ -203,9 +205,9 @@ class EngineGroup:
         return wrong
 
     def judge(self, version: int, wrong: Mapping[str, Sequence[str]], changed: Rewritten) -> list[str]:
-        """Blame engines that hold `wrong` tensors; returns those that hold `version`.
+        """Record engines with `wrong` tensors as failed; return those that hold `version`.
 
-        Where tensors were `changed` while they were read, no engine is at fault for those.
+        An engine is not at fault for tensors that were `changed` while they were read.
         """
         for name, tensors in wrong.items():
             own = [tensor for tensor in tensors if not any(tensor in those for those in changed.values())]
@@ -225,31 +227,31 @@ class EngineGroup:
         when_lost: Callable[[EngineMember], Coroutine[object, object, None]] | None = None,
         timeout_s: float | None = None,
     ) -> dict[str, T]:
-        """The answers of the engines that answered; the others are blamed."""
+        """Call engines in parallel; return the answers, and record the others as failed."""
 
         calls = {name: _describe(member, call(member.peer), when_lost) for name, member in members.items()}
         return await self._gather(calls, phase, timeout_s)
 
     async def load(self, member: EngineMember, attempt: int) -> Sequence[Digests]:
-        """What an engine loads in an update, without a deadline; one that is lost keeps no holder waiting."""
+        """Have an engine load, without a deadline. If it is lost, its holders stop waiting for it."""
         return await _describe(member, member.peer.load(attempt, self._config.timeout_s), self.drop)
 
     def blame(self, phase: str, failures: Mapping[str, WeightSyncError]) -> None:
-        """Each engine that failed, by its name."""
+        """Record failures by engine name, and set the engines' states."""
         for name, error in failures.items():
             self._blame(name, phase, error)
 
     def kept_up(self, names: Iterable[str]) -> None:
-        """These took an update in time, or are others than before: what was slow is forgotten."""
+        """Forget that engines were slow: they took an update in time, or were replaced."""
         for name in names:
             self._num_slow.pop(name, None)
 
     def num_slow(self, name: str) -> int:
-        """In how many updates running an engine was too slow."""
+        """Return in how many updates in a row an engine was too slow."""
         return self._num_slow[name]
 
     def left_behind(self, name: str) -> None:
-        """An update could not wait for a refill to stop. Is the engine slow again, it counts as hung."""
+        """Handle a refill that did not stop for an update; an engine that was slow before is DEAD."""
         stuck = (EngineState.STALE, EngineState.REFILLING)
         if self._num_slow[name] and self._fleet.engines[name].record.state in stuck:
             self._num_slow[name] += 1
@@ -268,12 +270,12 @@ class EngineGroup:
         }
 
     async def drop(self, member: EngineMember) -> None:
-        """The holders of a dead engine stop waiting for it, as far as they are there."""
+        """Have the engine's holders stop waiting for it. Holders that do not answer are skipped."""
         calls = {f"holder {i}": self._fleet.holders[i].drop_engine() for i in member.holders}
         await gather_named(calls, "drop", GRACE_S)
 
     def lost(self, name: str, error: WeightSyncError) -> None:
-        """An engine was found dead or deaf while nobody asked it anything."""
+        """Record an engine as DEAD that was found dead, or not answering, outside of a call."""
         error.where = Where(name, _rank(error), self._fleet.engines[name].record.version, "idle")
         self.failures[name] = error
         self.enter([name], EngineState.DEAD)
@@ -314,9 +316,9 @@ async def _describe(
 
 
 def _is_unharmed(phase: str, state: EngineState, error: WeightSyncError) -> bool:
-    """Whether an engine is after a failure as it was before: who did not pause serves on what it had.
+    """Whether a failed engine is as it was before: one that did not pause serves what it had.
 
-    Not so where the engine says that it failed with its memory half given back, or half taken again.
+    An engine whose sleep or wake failed is not: its memory may be half released or half restored.
     """
     if isinstance(error, EngineError) and (phase == "sleep" or state is EngineState.ASLEEP):
         return False
@@ -331,9 +333,9 @@ _Late = Callable[[WeightSyncError | None], None]
 
 
 class Halts:
-    """At most one unanswered pause or sleep of each engine.
+    """At most one unanswered pause or sleep per engine.
 
-    A call that was given up may still arrive: an engine's process that was stopped takes it once it goes on.
+    A call that was given up may still arrive: a stopped engine process handles it when it continues.
     Therefore the next call waits for the answer to the last one, so that they never overlap in the engine.
     """
 
@@ -341,7 +343,7 @@ class Halts:
         self._unanswered: dict[str, tuple[EngineRecord, asyncio.Task[None]]] = {}
 
     def unanswered(self, name: str, record: EngineRecord) -> bool:
-        """Whether a call to this engine was made, and not answered yet."""
+        """Whether a call to this engine has not been answered yet."""
         return self._task(name, record) is not None
 
     async def ask(
@@ -351,9 +353,9 @@ class Halts:
         call: Callable[[], Coroutine[object, object, None]],
         late: _Late,
     ) -> None:
-        """Await `call`, and what was asked of this engine before. Raises as `call`.
+        """Await this engine's previous call, then `call`. Raises the errors of `call`.
 
-        When the wait is cancelled, `call` goes on, and `late` is told how it ended.
+        If the wait is cancelled, `call` continues, and `late` is called with its error or None.
         """
         if before := self._task(name, record):
             await asyncio.wait([before])
@@ -368,7 +370,7 @@ class Halts:
 
     def _task(self, name: str, record: EngineRecord) -> asyncio.Task[None] | None:
         known, task = self._unanswered.get(name, (None, None))
-        return task if known is record else None  # else another actor has that name now
+        return task if known is record else None  # else the name now means another actor
 
     def _forget(self, name: str, task: asyncio.Task[None]) -> None:
         if self._unanswered[name][1] is task:

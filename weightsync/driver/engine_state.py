@@ -1,4 +1,4 @@
-"""What an engine may be, and how it gets from one state to the next.
+"""The states of an engine, and the steps between them.
 
 EMPTY → PAUSED → WRITING → SERVING(v) → PAUSED(v) → WRITING → SERVING(w)
                     └→ STALE → PAUSED → WRITING → …         (load failed, digest wrong, too late)
@@ -17,8 +17,8 @@ __all__ = ["EngineRecord", "EngineState"]
 class EngineState(enum.Enum):
     """One engine's state. EMPTY and STALE engines hold no version and serve nothing.
 
-    PAUSING ones were asked to pause and have not answered: they may, or may not, serve what they hold.
-    ASLEEP ones serve nothing either, and hold a version only if their weights were kept on the host.
+    PAUSING engines were asked to pause and have not answered: they may still serve what they hold.
+    ASLEEP engines serve nothing, and hold a version only if their weights were kept on the host.
     """
 
     EMPTY = "EMPTY"
@@ -58,10 +58,10 @@ class EngineRecord:
     version: int = 0
 
     def enter(self, state: EngineState, version: int = 0) -> None:
-        """Go to `state`. STALE, ASLEEP and DEAD are open to all; any other wrong turn is a bug of ours.
+        """Go to `state`. STALE, ASLEEP and DEAD can be entered from any state; other wrong steps are bugs.
 
-        Who is DEAD stays so, whatever it answered before: its death may be found beside an update.
-        `version` is that of who serves, or sleeps with its weights.
+        A DEAD engine stays DEAD: its death may be found during an update that it already answered.
+        `version` counts for engines that serve or sleep.
         """
         if self.state is EngineState.DEAD:
             return

@@ -1,4 +1,4 @@
-"""Who takes part in updates, and what is known of each engine."""
+"""The members of a fleet, and the state of each engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["EngineMember", "Fleet"]
 
 @dataclass(slots=True)
 class EngineMember:
-    """An engine, the holders of its ranks in order, and what is known of it.
+    """An engine, the holders of its ranks in order, and its state.
 
     `attached`: whether its ranks are connected with their holders.
     """
@@ -25,13 +25,13 @@ class EngineMember:
 
 @dataclass(slots=True)
 class Fleet:
-    """Everybody who takes part. In errors they are ``trainer 0``, ``holder 0`` and ``engine <name>``.
+    """All members. Errors name them ``trainer 0``, ``holder 0`` and ``engine <name>``.
 
     Attributes:
         trainers: trainer ranks in order, each with the index of its holder.
         engines: by name.
-        holders: in order; those behind the plan's `num_holders` came after it was made.
-        nodes: the host of each holder, by any name; where it is short, all are on one.
+        holders: in order; those from the plan's `num_holders` on were added after it was made.
+        nodes: the host of each holder, under any name; holders beyond its end share one host.
     """
 
     trainers: list[tuple[TrainerPeer, int]]
@@ -40,15 +40,15 @@ class Fleet:
     nodes: list[str] = field(default_factory=list)
 
     def live(self) -> dict[str, EngineMember]:
-        """Every engine that is not DEAD."""
+        """Return every engine that is not DEAD."""
         return {
             n: member for n, member in self.engines.items() if member.record.state is not EngineState.DEAD
         }
 
     def named_holders(self) -> dict[str, HolderPeer]:
-        """Holders by the names that errors give them."""
+        """Return holders by the names that errors give them."""
         return {f"holder {i}": holder for i, holder in enumerate(self.holders)}
 
     def node(self, holder: int) -> str:
-        """The host that a holder is on."""
+        """Return the host of a holder, "" if it is not known."""
         return self.nodes[holder] if holder < len(self.nodes) else ""

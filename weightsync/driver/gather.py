@@ -1,4 +1,4 @@
-"""Waiting for several named peers at once, with one deadline."""
+"""Waits for several named peers at once, with one deadline."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from weightsync.errors import DeadlineError, PeerLostError, TransportError, Weig
 __all__ = ["GRACE_S", "Outcome", "gather_named", "remoteness"]
 
 GRACE_S = 2.0
-"""Peers keep a deadline themselves and say what was late; ours, later by this, is for the silent."""
+"""How much later the driver's deadline is than a peer's own, which says what was late."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """Who answered what: every name is in exactly one of the two."""
+    """The answers and failures of named calls. Every name is in exactly one of them."""
 
     answers: dict[str, T]
     failures: dict[str, WeightSyncError]
 
     def require(self) -> dict[str, T]:
-        """All answers. Raises the failure that is nearest to the cause, see `remoteness`.
+        """Return all answers, or raise the failure nearest to the cause, see `remoteness`.
 
-        Late peers are named in one DeadlineError, but for those that answered and only missed others.
+        One DeadlineError names all late peers, without those that answered and only missed others.
         """
         late = {who: error for who, error in self.failures.items() if isinstance(error, DeadlineError)}
         silent = {who for who, error in late.items() if who in error.missing}
@@ -40,13 +40,13 @@ class Outcome(Generic[T]):
             raise nearest
         if late:
             first = next(iter(late.values()))
-            # Where they only miss each other, the first says whom it missed.
+            # If peers only missed each other, the first error says which one it missed.
             raise DeadlineError(first.phase, names, first.timeout_s) if names else first
         return self.answers
 
 
 def remoteness(error: WeightSyncError) -> int:
-    """Sort key, from the cause: a lost peer, then what a peer says of itself, then what follows from it."""
+    """Sort key: root causes first (lost peer), then local errors, then transport errors caused by them."""
     return 0 if isinstance(error, PeerLostError) else 2 if isinstance(error, TransportError) else 1
 
 
@@ -55,9 +55,9 @@ async def gather_named(
 ) -> Outcome[T]:
     """Await all of `calls` for at most `timeout_s` seconds.
 
-    A WeightSyncError is an outcome; a name without an answer becomes a DeadlineError of its own.
-    Anything else that is raised is a bug and propagates. Calls that need each other are awaited `together`:
-    a lost peer ends the wait, and each that had no answer yet has a TransportError.
+    A WeightSyncError is recorded as a failure, as is a DeadlineError for each call without an answer. Any
+    other exception is a bug and propagates. With `together`, for calls that need each other, a lost peer ends
+    the wait: each call without an answer fails with a TransportError.
     """
     if not calls:
         return Outcome({}, {})
@@ -67,7 +67,7 @@ async def gather_named(
     except asyncio.CancelledError:
         for task in tasks.values():
             task.cancel()
-        # What they raised, nobody is going to ask.
+        # Collect their exceptions, so that asyncio does not log them as never retrieved.
         await asyncio.gather(*tasks.values(), return_exceptions=True)
         raise
     for task in pending:
@@ -89,7 +89,7 @@ async def gather_named(
 async def _wait(
     tasks: Iterable[asyncio.Task[T]], timeout_s: float, together: bool
 ) -> tuple[set[asyncio.Task[T]], PeerLostError | None]:
-    """Who has not ended after `timeout_s`, or, if they are `together`, when a peer is lost: that one, too."""
+    """Wait up to `timeout_s` or, if `together`, until a peer is lost; return pending tasks and that error."""
     when = asyncio.FIRST_EXCEPTION if together else asyncio.ALL_COMPLETED
     pending: set[asyncio.Task[T]] = set(tasks)
     deadline = time.monotonic() + timeout_s

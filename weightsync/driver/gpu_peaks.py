@@ -1,4 +1,4 @@
-"""In which phase of an update most of a GPU was in use."""
+"""Peak use of GPU memory in each phase of an update."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["peaks", "sampled"]
 async def sampled(
     fleet: Fleet, holders: Collection[int], now: Callable[[], float]
 ) -> AsyncIterator[dict[str, Samples]]:
-    """Have `holders` look at their devices during the body; afterwards has what they saw, by device.
+    """Have `holders` sample their devices' memory during the body; yields a dict that is filled at its end.
 
-    Its times are `now`'s: a holder counts from its first look, which it has taken when it answers.
-    A holder that does not answer is left out: it will be noticed elsewhere.
+    The dict has samples by device, with times by the clock `now`. A holder counts from its first sample,
+    which it takes before it answers. Holders that do not answer are left out; other calls report them.
     """
     seen: dict[str, Samples] = {}
     began: dict[int, float] = {}
@@ -54,9 +54,9 @@ async def sampled(
 
 
 def peaks(seen: Mapping[str, Samples], spans: Sequence[Span]) -> dict[str, dict[str, int]]:
-    """By phase and device, the most that was in use; a sample counts until the next one.
+    """Return the peak bytes in use, by phase and device. A sample counts until the next one.
 
-    The last phase has all that was seen after it began: what it took is there when it ends.
+    The last phase includes every sample after its start, also those after its end.
     """
     ends = [span.began + span.seconds for span in spans[:-1]] + [math.inf]
     return {

@@ -1,4 +1,4 @@
-"""Brings failed engines back in the background, as the policy says, while the others serve."""
+"""Heals failed engines in the background, as the policy decides, while the others serve."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ logger = logging.getLogger("weightsync.driver.healing")
 
 
 class Healer:
-    """One task for each engine that failed, until it serves again or is given up.
+    """Runs one task per failed engine, until the engine serves again or is given up.
 
     Attributes:
-        heals: what was brought back, and by what.
-        given_up: engine → its last failure.
+        heals: a report of every engine that was healed.
+        given_up: each engine that was given up, with its last failure.
+        on_heal: called with the report of each healed engine.
     """
 
     def __init__(
@@ -38,7 +39,10 @@ class Healer:
         respawn: Callable[[str], Awaitable[None]],
         can_respawn: Callable[[str], bool],
     ) -> None:
-        """`respawn` ends an engine's process and starts another, which is placed when it returns."""
+        """Take over `engine_group.on_failure` of `controller`.
+
+        `respawn` ends an engine's process and starts another, which has its placement when it returns.
+        """
         self._config, self._fleet, self._controller = config, fleet, controller
         self._respawn, self._can_respawn = respawn, can_respawn
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -48,7 +52,7 @@ class Healer:
         controller.events.subscribe(EngineFailed, lambda event: self.engine_failed(event.name, event.error))
 
     def engine_failed(self, name: str, failure: WeightSyncError) -> None:
-        """Begin, unless it has begun."""
+        """Start to heal engine `name`, or note `failure` if its task already runs."""
         if name in self._tasks:
             self._missed[name] = failure
         elif self._config.heal_attempts:
@@ -57,14 +61,14 @@ class Healer:
             task.add_done_callback(lambda done: self._ended(name, done))
 
     def forget(self, name: str) -> None:
-        """Somebody else sees to it, or it leaves."""
+        """Stop healing `name`: it was replaced or removed."""
         self.given_up.pop(name, None)
         self._controller.engine_group.kept_up([name])
         if task := self._tasks.get(name):
             task.cancel()
 
     def busy(self) -> list[str]:
-        """The engines that are being healed."""
+        """Return the engines that are being healed."""
         return [*self._tasks]
 
     def _ended(self, name: str, task: asyncio.Task[None]) -> None:
@@ -83,7 +87,7 @@ class Healer:
 
     async def _heal(self, name: str, failure: WeightSyncError) -> None:
         clock, respawned_at, cause = PhaseClock(), None, str(failure)
-        # One that is slow again after it was started anew has used up an attempt each time.
+        # Every respawn after a slow update has used up an attempt.
         first = max(1, self._controller.engine_group.num_slow(name) - 1)
         for attempt in range(first, self._config.heal_attempts + 2):
             decision = await self._decide(name, failure, attempt)
@@ -107,7 +111,7 @@ class Healer:
                     failure = error
                     continue
                 report = None  # an update was quicker
-            if self._is_dead(name):  # it ended, or went deaf, while it was filled
+            if self._is_dead(name):  # it ended, or stopped answering, during the refill
                 failure = self._missed.pop(name, failure)
                 continue
             self.heals.append(self._describe(name, cause, clock, respawned_at, report))
@@ -126,11 +130,11 @@ class Healer:
         except WeightSyncError:
             raise
         except Exception as error:
-            # The caller's own code starts engines: what it raises is one attempt that failed.
+            # The user's own code starts engines: any exception is a failed attempt.
             raise EngineError(name, "respawn", f"{type(error).__name__}: {error}") from error
 
     async def _decide(self, name: str, failure: WeightSyncError, attempt: int) -> Decision:
-        # A running update may yet commit, and then be what to refill from.
+        # A running update may yet commit, and its version can be refilled from then.
         await self._controller.idle()
         await self._controller.snapshot_index.settled()
         states = [member.record.state for member in self._fleet.engines.values()]
@@ -146,7 +150,7 @@ class Healer:
         )
 
     async def _fill(self, name: str) -> SyncReport | None:
-        """Until it serves; None if an update brought it along, or the next one has to."""
+        """Adopt and refill the engine. Returns None if an update did it, or the next one has to."""
         while True:
             await self._controller.idle()
             member = self._fleet.engines[name]
@@ -156,14 +160,14 @@ class Healer:
                 raise self._missed.pop(name, EngineError(name, "refill", "it is dead"))
             try:
                 await self._controller.adopt(name)
-                # To wake it would take the memory that a trainer uses.
+                # Waking it would take memory that a trainer uses.
                 if member.record.state is EngineState.ASLEEP or not self._controller.can_refill(name):
                     return None
                 return await self._controller.refill(name)
             except GaveWayError:
                 continue
             except PlanError:
-                self._controller.connected = False  # the next update has everybody connect anew
+                self._controller.connected = False  # the next update connects the whole fleet again
                 return None
 
     def _describe(

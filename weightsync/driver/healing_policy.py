@@ -1,7 +1,7 @@
-"""What follows from the failure of one engine. A table, and nothing but a table:
+"""Decides what to do about the failure of one engine, by this table:
 
 ======================================  ================  ==================  ====================
-failure                                 first attempt     later attempts      if that cannot be had
+failure                                 first attempt     later attempts      if not possible
 ======================================  ================  ==================  ====================
 the engine's process is gone, or one    RESPAWN           RESPAWN             give up
 of its ranks' (PeerLostError,
@@ -10,19 +10,18 @@ the engine hung (DeadlineError)         RESPAWN           RESPAWN             RE
 the engine broke, or holds wrong bytes  REFILL            RESPAWN             first: give up
 (EngineError, VerifyError, any other),                                        later: REFILL, else give up
 or it was too slow once (SlowError)
-a peer failed it (TransportError, of    REFILL            REFILL              give up
+a peer failed (TransportError, of       REFILL            REFILL              give up
 which ReadError is one; PeerLostError
 and DeadlineError that name only
 holders and trainers;
 SourceChangedError)
-it would fail again just so             give up           give up
+it would fail in the same way again     give up           give up
 (ConfigError, PlanError), or it may
 yet return (DeadlineError of respawn)
 ======================================  ================  ==================  ====================
 
-To give up is DROP where the other engines are enough, else RAISE; after the last attempt nothing
-else is left. A respawned engine needs no refill to be worth it: without one it serves from the next
-update on.
+"Give up" is DROP if enough other engines serve, else RAISE. It also follows after the last attempt. An
+engine is respawned even if it cannot be refilled: it serves from the next update on.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class _Kind(enum.Enum):
     HOPELESS = enum.auto()
 
 
-# Of each kind: what is wished for on the first attempt, and on the later ones, best first.
+# By kind: the actions for the first attempt, and for later ones, best first.
 _WISHES: dict[_Kind, tuple[tuple[Action, ...], tuple[Action, ...]]] = {
     _Kind.GONE: ((Action.RESPAWN,), (Action.RESPAWN,)),
     _Kind.HUNG: ((Action.RESPAWN, Action.REFILL), (Action.RESPAWN, Action.REFILL)),
@@ -99,18 +98,18 @@ def decide(
     num_live: int,
     min_engines: int,
 ) -> Decision:
-    """What to do about an engine that failed with `failure`.
+    """Decide what to do about an engine that failed with `failure`.
 
     Args:
-        failure: why it holds no version now.
-        attempt: which healing of this engine would come next, counted from 1.
-        max_attempts: how many there may be; 0 heals nothing.
-        backoff_s: attempt n waits for ``backoff_s * 2 ** (n - 1)`` seconds, 60 at most; the first
-            does not wait.
-        can_refill: somebody keeps the committed version.
-        can_respawn: there is a way to start the engine's process again.
-        num_live: engines that serve, this one not counted.
-        min_engines: as many have to.
+        failure: why the engine holds no version.
+        attempt: number of the next attempt for this engine, from 1.
+        max_attempts: how many attempts are allowed; 0 heals nothing.
+        backoff_s: attempt n waits for ``backoff_s * 2 ** (n - 1)`` seconds, at most 60; the first does not
+            wait.
+        can_refill: holders have a snapshot of the committed version.
+        can_respawn: the engine's process can be started again.
+        num_live: number of engines that are neither DEAD nor STALE.
+        min_engines: how many of these are enough.
     """
     assert attempt >= 1
     kind = _kind(failure)
@@ -128,7 +127,7 @@ def _kind(failure: WeightSyncError) -> _Kind:
     if isinstance(failure, RankLostError):
         return _Kind.GONE
     if isinstance(failure, DeadlineError) and failure.phase == "respawn":
-        return _Kind.HOPELESS  # a second engine would claim what the first start still holds
+        return _Kind.HOPELESS  # a second engine would need resources that the first start still holds
     if isinstance(failure, SlowError):
         return _Kind.BROKEN
     if isinstance(failure, DeadlineError):
@@ -147,5 +146,5 @@ def _is_peer(name: str) -> bool:
 
 
 def _delay(attempt: int, backoff_s: float) -> float:
-    # 2 ** 63 times any pause worth the name is past the limit; more would not fit a float.
+    # 2 ** 63 times any useful pause exceeds the limit; higher powers would overflow a float.
     return 0.0 if attempt == 1 else min(_LONGEST_S, backoff_s * 2 ** min(attempt - 1, 63))

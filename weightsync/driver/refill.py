@@ -1,4 +1,4 @@
-"""Bringing one engine back, beside all others: connected with its holders, filled from those that keep."""
+"""Brings one engine back while others serve: adopts it, then refills it from snapshots."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = ["GaveWayError", "Refiller"]
 
 
 class GaveWayError(StateError):
-    """An update came in between; the engine takes part in it if it is attached."""
+    """An update interrupted the work; the engine takes part in the update if it is attached."""
 
 
 class Refiller:
-    """The part of the controller that works while no update does."""
+    """Adopts and refills single engines, under the shared update lock."""
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class Refiller:
         )
 
     async def adopt(self, connected: Callable[[], Connection], name: str) -> None:
-        """Connect an engine that came, or came back, after the others. Raises as `connect.adopt` does.
+        """Connect an engine that was added or restarted. Raises the errors of `driver.connect.adopt`.
 
-        `connected` is asked once no update runs any more, since one may connect anew.
+        `connected` is called once no update runs, since an update may connect again.
         """
         async with self._beside(name, lambda: self._engine_group.drop(self._fleet.engines[name])):
             if not self._fleet.engines[name].attached:
@@ -63,14 +63,14 @@ class Refiller:
         name: str,
         clock: PhaseClock,
     ) -> Refilled:
-        """Bring one engine to the version that is `committed`; what its ranks read, together.
+        """Bring one engine to the version `committed()`. Returns what its ranks read, added up.
 
         Raises:
-            StateError: nobody keeps that version, or the engine is not attached.
-            WeightSyncError: what went wrong; the engine is STALE or DEAD.
+            StateError: no holder has a snapshot of that version, or the engine is not attached.
+            WeightSyncError: the cause of a failure; the engine is STALE or DEAD.
         """
         async with self._beside(name, lambda: self._stop(self._fleet.engines[name])):
-            await self._snapshot_index.copied()  # an update may have come in between
+            await self._snapshot_index.copied()  # an update may have run since
             member, connection, version = self._fleet.engines[name], connected(), committed()
             snapshot = self._snapshot_index.snapshot(version, connection, name)
             if snapshot is None or not member.attached:
@@ -116,7 +116,7 @@ class Refiller:
     async def _read(
         self, name: str, member: EngineMember, snapshot: Snapshot
     ) -> tuple[dict[str, Sequence[Digests]], Refilled]:
-        """Every rank loads what its holder reads, all at once."""
+        """Have all holders read and all ranks load, in parallel."""
         attempt, direct = self._engine_group.next_attempt(), self._config.refill == "auto"
         timeout_s, limit_s = self._config.timeout_s, self._config.connect_timeout_s
         self._engine_group.enter([name], EngineState.REFILLING)
@@ -134,7 +134,7 @@ class Refiller:
             loaded = await self._engine_group.ask(
                 {name: member}, "refill", load, self._engine_group.drop, limit_s
             )
-            # Whatever became of the engine, its holders are told or have told it: a silent one hangs.
+            # The load has ended, so each holder has ended or been told to: a silent one hangs.
             read = await gather_named({who: _answer(task) for who, task in reads.items()}, "refill", GRACE_S)
         finally:
             for task in reads.values():
@@ -142,7 +142,7 @@ class Refiller:
         if any(isinstance(error, DeadlineError) for error in read.failures.values()):
             self._events.publish(HolderSilent())
         if read.failures and member.record.state is not EngineState.DEAD:
-            # The cause; what the engine says is that its holder gave up.
+            # The holder has the cause; the engine only reports that its holder gave up.
             self._engine_group.enter([name], EngineState.STALE)
             raise min(read.failures.values(), key=remoteness)
         return loaded, _together(list(read.answers.values()))
@@ -158,7 +158,7 @@ async def _while_read(
     reads: Iterable[asyncio.Task[Refilled]],
     timeout_s: float,
 ) -> Sequence[Digests]:
-    """What `load` brings. Raises DeadlineError when it goes on for `timeout_s` after the last of `reads`."""
+    """Await `load`. Raises DeadlineError if it takes over `timeout_s` longer than the last of `reads`."""
     loading = asyncio.ensure_future(load)
     reading = asyncio.ensure_future(asyncio.wait(reads))
     try:

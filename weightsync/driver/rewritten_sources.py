@@ -1,4 +1,4 @@
-"""Whose weights changed while they were read: digests are taken again when engines hold other bytes."""
+"""Finds trainers that wrote their weights during an update, by digesting them again."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["Rewritten", "rewritten"]
 logger = logging.getLogger("weightsync.driver.controller")
 
 Rewritten = Mapping[str, frozenset[str]]
-"""By who wrote, the tensors that are no longer what was published."""
+"""Tensors that are no longer as published, by the name of the trainer that wrote them."""
 
 
 async def rewritten(
     fleet: Fleet, connection: Connection, published: Mapping[str, Digests], timeout_s: float
 ) -> Rewritten:
-    """Compare what holders have of their trainer ranks with what those published.
+    """Compare the digests of trainers' memory, taken by holders now, with the published ones.
 
-    Holders are asked, since a trainer that writes may be busy for long. One that does not answer within
-    `timeout_s` seconds accuses nobody.
+    Holders are asked, since a trainer that writes may be busy for long. A holder that does not answer within
+    `timeout_s` seconds is skipped.
 
     Args:
         published: each trainer's digests by its name, in the order of ``fleet.trainers``.
@@ -40,7 +40,7 @@ async def rewritten(
     for name, error in outcome.failures.items():
         logger.warning("whether %s changed what was read is not known: %s", name, error)
     found = outcome.answers
-    if connection.checkpoint:  # one process of a host publishes for all of its ranks
+    if connection.checkpoint:  # one process per host publishes for all ranks of the host
         published = {"another process": combine([*published.values()])}
         found = {"another process": combine([*found.values()])} if not outcome.failures else {}
     changed = {name: _names(connection.plan, digests != published[name]) for name, digests in found.items()}

@@ -1,4 +1,4 @@
-"""Which engines get their parts out of the trainers' memory, and what each rank of them reads."""
+"""Decides which engines read the trainers' memory directly, and what each of their ranks reads."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _SAME_DEVICE, _SAME_HOST, _OTHER_HOST = range(3)
 
 
 class Router:
-    """Made once a connection.
+    """Routes of all engines of one connection.
 
     Attributes:
         routes: per engine `DIRECT`, or why it takes broadcasts.
-        demoted: engines that do not read any longer, and why.
-        read: of engines that were routed, the bytes that each rank reads of each trainer on its host.
-        exchange: what they get from other hosts; None before `join_exchange`.
+        demoted: engines that may no longer read directly, and why.
+        read: per direct engine, the bytes that each rank reads from each trainer on its host.
+        exchange: what direct engines get from other hosts; None before `meet`.
     """
 
     def __init__(
@@ -50,9 +50,10 @@ class Router:
         exports: Sequence[Export | None],
         demoted: Mapping[str, str],
     ) -> None:
-        """`source` is the trainers' layout, `exports` are of those ranks whose memory their holders map.
+        """Make a router without engines.
 
-        `demoted` is an earlier router's.
+        `source` is the trainers' layout. `exports` has one entry per trainer rank, None if its holder does
+        not map its memory. `demoted` comes from the previous connection's router.
         """
         self._fleet, self._config, self._plan = fleet, config, plan
         self._source, self._exports = source, exports
@@ -65,16 +66,16 @@ class Router:
         self._paired: dict[Layout, tuple[dict[str, str], Reshard | None]] = {}
 
     async def add(self, name: str, engine: Layout, exports: Sequence[Export | None]) -> None:
-        """Route an engine, if it can be; its holders have mapped what its ranks' `exports` say.
+        """Route an engine whose holders have mapped its ranks' `exports`.
 
-        Engines that are alike share `engine`, which is paired with the trainers' once.
-        Raises ConfigError when ``sync.mode`` is direct, and it cannot.
+        Engines of equal layout share `engine`, which is paired with the trainers' layout once. Raises
+        ConfigError if ``sync.mode`` is direct and the engine cannot read directly.
         """
         self._far.pop(name, None)
         self._decide(name, self._obstacle(name, exports) or await self._route(name, engine, exports))
 
     async def meet(self) -> None:
-        """Connect the hosts, once all engines were added. Raises as `connect` does."""
+        """Connect the hosts, after all engines were added. Raises the errors of `connect`."""
         far = {name: needs for name, needs in self._far.items() if self.routes[name] == DIRECT}
         needs = {holder: reads for its in far.values() for holder, reads in its.items()}
         try:
@@ -95,26 +96,26 @@ class Router:
             logger.info("engine %s takes broadcasts: %s", name, reason)
 
     def demote(self, name: str, error: VerifyError) -> None:
-        """What engine `name` read was wrong: unless it has to, it does not read from now on."""
+        """Have engine `name`, whose tensors were wrong, take broadcasts from now on if ``mode`` is auto."""
         if self.routes.get(name) == DIRECT and self._config.mode == "auto":
             logger.warning("engine %s takes broadcasts from now on: %s", name, error)
             self.routes[name] = self.demoted[name] = f"what it read was wrong: {error}"
 
     @property
     def suffices(self) -> bool:
-        """Whether every engine reads, or will, or the plan has buckets for those that do not."""
+        """Whether each engine has a way to its bytes: directly, now or later, or by buckets of the plan."""
         return self._plan.slots > 0 or all(route in (DIRECT, _LATER) for route in self.routes.values())
 
     def tasks(self, takers: Mapping[str, Sequence[int]]) -> dict[int, UpdateTask]:
-        """What each holder does in an update of the engines `takers`, whose holders are given.
+        """Return the update task of each holder, for an update of the engines `takers`.
 
-        Who is not in it has nothing to do.
+        `takers` gives each engine's holders. Holders that are not in the result have nothing to do.
         """
         direct = {name for name in takers if self.routes.get(name) == DIRECT}
         broadcasts_all = direct != set(takers)
         cast = frozenset[int]().union(*(self._cast[name] for name in direct))
         pulling = {holder for name in direct for holder in takers[name]}
-        # Every member of a communicator has to come to what goes through it.
+        # Every member of a communicator has to take part in its exchange.
         crosses = self.exchange is not None and any(self._far.get(name) for name in direct)
         exchanging = set(self.exchange.members) if self.exchange and crosses else set[int]()
         members = range(self._plan.members.num_holders) if broadcasts_all or cast else pulling | exchanging
@@ -135,8 +136,8 @@ class Router:
         return ""
 
     async def _route(self, name: str, engine: Layout, exports: Sequence[Export | None]) -> str:
-        """Has each rank's holder map what it is to read; why it cannot, if so."""
-        if engine not in self._paired:  # engines that are alike have the same
+        """Have each rank's holder map the memory it reads. Returns why it cannot, or ""."""
+        if engine not in self._paired:  # engines of equal layout share the pairing
             names, reasons = same_dtype_tensors(self._source, name, engine)
             made = Reshard(self._source, name, engine, only=names) if names else None
             self._paired[engine] = reasons, made
@@ -170,7 +171,7 @@ class Router:
         return ""
 
     def _distances(self, holder: int, device: str) -> list[int]:
-        """How far each trainer is from an engine rank: see `Reshard.reads`."""
+        """Return the distance of each trainer from an engine rank, as `Reshard.reads` takes it."""
         near = []
         for (_, other), export in zip(self._fleet.trainers, self._exports, strict=True):
             same_host = self._fleet.node(other) == self._fleet.node(holder)
@@ -179,7 +180,10 @@ class Router:
         return near
 
     def _start(self, holder: int, near: Sequence[int]) -> int:
-        """Receivers that need the same begin with different trainers, but not where they are to share it."""
+        """Return the first trainer to read from: it differs by holder, to spread the load.
+
+        If trainers are on other hosts, all holders start with the same one, so that messages can be shared.
+        """
         return 0 if _OTHER_HOST in near else holder * len(self._exports) // len(self._fleet.holders)
 
     def _memory(self, reads: Reads) -> dict[tuple[int, str], DeviceHandle]:
@@ -192,7 +196,7 @@ class Router:
         return memory
 
     def _buckets(self, tensors: Collection[str]) -> frozenset[int]:
-        """Those that bring any of `tensors`."""
+        """Return the buckets that contain any of `tensors`."""
         numbers = {number for number, meta in enumerate(self._plan.tensors) if meta.name in tensors}
         if not numbers:
             return frozenset()
@@ -206,20 +210,21 @@ def _device(export: Export | None) -> str:
 
 
 _NUM_SLOTS = 4
-"""Two of what a holder sends, two of what it receives."""
+"""Message buffers per holder: two to send from, two to receive into."""
 
 
 class CrossHostExchange:
-    """Messages between holders, in one communicator.
+    """Messages between holders of different hosts, in one communicator.
 
     Attributes:
-        members: the holder of each of its ranks: first those that serve trainers.
+        members: the holder of each rank of the communicator; those that serve trainers come first.
     """
 
     def __init__(self, fleet: Fleet, config: SyncConfig, plan: Plan, needs: Mapping[int, Reads]) -> None:
-        """`needs`, by holder, are the reads of trainers on other hosts. `plan` has its staging memory too.
+        """Plan the messages. `needs` are the reads from trainers on other hosts, by holder.
 
-        Raises ConfigError when ``sync.max_staging_bytes`` leaves no room for messages.
+        `plan` has staging memory, too. Raises ConfigError if ``sync.max_staging_bytes`` leaves no room for
+        messages.
         """
         self._fleet, self._config, self._needs = fleet, config, dict(needs)
         read = sorted({t for reads in needs.values() for t in np.unique(reads.trainer).tolist()})
@@ -249,15 +254,15 @@ class CrossHostExchange:
             ) from error
 
     def agrees(self, holders: Collection[int], needs: Mapping[int, Reads]) -> bool:
-        """Whether it brings `holders` just what they need now, and nothing to those without `needs`."""
+        """Whether the messages bring each of `holders` exactly its `needs`, and nothing if it has none."""
         return all(_same(self._needs.get(holder), needs.get(holder)) for holder in holders)
 
     def arrivals(self, holder: int) -> Mapping[tuple[str, int], int]:
-        """What comes to a holder in one update: bytes by trainer or holder, and the holder it is on."""
+        """Return the bytes that arrive at a holder in one update, by sender and the sender's holder."""
         return self._arrivals.get(holder, {})
 
     async def open(self) -> None:
-        """Every member takes its memory and meets the others, once all have. Raises as `connect` does."""
+        """Allocate memory on every member, then open the communicator. Raises the errors of `connect`."""
         if not self.members:
             return
         named = {f"holder {each}": self._fleet.holders[each] for each in self.members}
@@ -268,7 +273,7 @@ class CrossHostExchange:
         timeout_s = self._config.connect_timeout_s
         offers = (await gather_named(takes, "exchange", timeout_s)).require()
         (offer,) = filter(None, offers.values())
-        # The communicator keeps this deadline for every message.
+        # The communicator uses this deadline for every message.
         meets = {who: holder.meet(offer, self._config.timeout_s) for who, holder in named.items()}
         (await gather_named(meets, "meet", timeout_s)).require()
 

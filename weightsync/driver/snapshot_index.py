@@ -1,4 +1,4 @@
-"""What the holders keep of the committed version, and how it gets there while engines already serve."""
+"""The holders' snapshots of the committed version, copied while engines already serve it."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ class _Version:
 
 
 class SnapshotIndex:
-    """One committed version, in parts, each copied by a holder, then by mirrors on other hosts.
+    """Snapshots of one committed version, in parts.
 
-    A part is what a trainer rank published or, where trainers' memory is read in place, what an
-    engine rank serves.
+    A holder copies each part, then holders on other hosts replicate it. A part is what a trainer rank
+    published or, where trainers' memory is read in place, what an engine rank serves.
 
     Attributes:
-        expected: its digests.
+        expected: the version's digests.
+        on_silence: called if a holder did not answer or is lost.
     """
 
     def __init__(self, config: SyncConfig, fleet: Fleet, events: Events) -> None:
@@ -49,7 +50,7 @@ class SnapshotIndex:
         self.expected: Digests | None = None
 
     async def reserve(self, connection: Connection) -> None:
-        """Have the holders that are to copy take the memory for it: page-locking takes a second for 2 GB."""
+        """Have holders allocate their snapshots' memory now: page-locking takes a second per 2 GB."""
         if self._config.keep_versions < 2:
             return
         parts = {
@@ -68,7 +69,7 @@ class SnapshotIndex:
             await self._map(connection, {(parts[home], home): o for home, o in offers.items() if o})
 
     async def _map(self, connection: Connection, offers: Mapping[tuple[int, int], Offer]) -> None:
-        """Engines of one host that serve the same are filled from one copy: see `SnapshotStore.map`."""
+        """Have holders map copies of their host, from which all engines of equal layout are filled."""
         calls = {}
         for name, flat in connection.flat_layouts.items():
             for part, holder in enumerate(self._fleet.engines[name].holders, start=flat.first):
@@ -82,32 +83,32 @@ class SnapshotIndex:
             self._tell(error)
 
     def begin(self, version: int, connection: Connection, expected: Digests) -> None:
-        """`version` has committed, and what is copied still holds it: `copied` says until when it has to."""
+        """Start snapshotting the committed `version`. Its memory must not change until `copied` returns."""
         self._now = _Version()
         if self._config.keep_versions > 1 and (connection.flat_layouts or not connection.in_place):
             self._copying = asyncio.create_task(self._copy(version, connection, expected))
 
     async def copied(self) -> None:
-        """Until send buffers and engines may be written again."""
+        """Wait until send buffers and engines may be written again."""
         if self._copying:
             await asyncio.wait([self._copying], timeout=self._config.timeout_s)
             self._copying.cancel()
 
     async def settled(self) -> None:
-        """Until mirrors have it too."""
+        """Wait until the snapshots are copied and replicated."""
         await self.copied()
         if self._replicating:
             await asyncio.wait([self._replicating])
 
     async def stop(self) -> None:
-        """What is being copied will be of no use."""
+        """Cancel copying and replicating."""
         tasks = [task for task in (self._copying, self._replicating) if task]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def snapshot(self, version: int, connection: Connection, engine: str) -> Snapshot | None:
-        """What there is of `version` that `engine` can be filled with: all of it, or None."""
+        """Return a complete snapshot of `version` that `engine` can be filled from, or None."""
         flat = connection.flat_layouts.get(engine)
         if version != self._now.number or (connection.in_place and not flat):
             return None
@@ -120,9 +121,9 @@ class SnapshotIndex:
         )
 
     async def restore(self, connection: Connection) -> int:
-        """Find what an earlier controller had kept: the newest version that is whole, or 0."""
+        """Find a previous driver's snapshots. Returns the newest version that is complete, or 0."""
         calls = {name: holder.snapshots() for name, holder in self._fleet.named_holders().items()}
-        # Who is copying answers when it is done.
+        # A holder that is copying answers when the copy is done.
         outcome = await gather_named(calls, "kept", self._config.connect_timeout_s)
         found = {
             who: {snapshot_part.header: snapshot_part for snapshot_part in outcome.answers.get(name, ())}
@@ -143,7 +144,7 @@ class SnapshotIndex:
         return 0
 
     def lost(self, holder: str) -> None:
-        """A holder is gone, with what it kept."""
+        """Forget the snapshots of a lost holder."""
         for parts in self._now.offers.values():
             for number, offers in parts.items():
                 parts[number] = [offer for offer in offers if offer.holder != holder]
@@ -151,9 +152,9 @@ class SnapshotIndex:
     def _parts(
         self, version: int, connection: Connection, everyone: bool = False
     ) -> Iterator[tuple[SnapshotHeader, list[int]]]:
-        """Each part, and the holders that are to copy it: more than one if engines on several hosts serve it.
+        """Yield each part and the holders that copy it, one per host whose engines serve it.
 
-        `everyone`: not only of engines that serve `version`.
+        `everyone`: include engines that do not serve `version`.
         """
         if not connection.in_place:
             for trainer, (_, home) in enumerate(self._fleet.trainers):
@@ -170,7 +171,7 @@ class SnapshotIndex:
                 yield SnapshotHeader(version, flat.layout, flat.first + rank), list(homes)
 
     async def _copy(self, version: int, connection: Connection, expected: Digests) -> None:
-        if self._replicating:  # what it reads is about to be replaced
+        if self._replicating:  # the snapshots that it reads are about to be replaced
             self._replicating.cancel()
         parts = [(header, home) for header, homes in self._parts(version, connection) for home in homes]
         calls = {
@@ -189,7 +190,7 @@ class SnapshotIndex:
                 offers.append(offer)
                 homes.setdefault(header, []).append(home)
         self._now, self.expected = now, expected
-        num_planned = connection.plan.members.num_holders  # who came since then lends nothing
+        num_planned = connection.plan.members.num_holders  # holders added later have no snapshots
         self._replicating = asyncio.create_task(self._replicate(now, homes, num_planned, expected))
 
     async def _replicate(
@@ -201,7 +202,7 @@ class SnapshotIndex:
             others = [i for i in range(num_holders) if nodes[i] not in held]
             offers = now.offers[header.layout][header.part]
             if not offers:
-                continue  # its holder was lost meanwhile
+                continue  # its holder was lost since
             snapshot_part = SnapshotPart(header, offers[0], expected)
             for step in range(min(self._config.mirrors + 1 - len(held), len(others))):
                 place = others[(header.part + step) % len(others)]

@@ -1,4 +1,4 @@
-"""Which bytes of an update go from where to where."""
+"""Traffic of an update: how many bytes each engine rank gets over which link."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["RankEfficiency", "efficiency", "links"]
 
 
 def links(connection: Connection, fleet: Fleet) -> list[Link]:
-    """Of an update that all engines take; what direct readers take by broadcast beside it is left out."""
+    """List the links of an update of all engines, without what direct engines also take by broadcast."""
     sent = connection.plan.explain().sent
     found: list[Link] = []
     for name, member in fleet.engines.items():
@@ -52,11 +52,11 @@ def _distance(fleet: Fleet, source: int, target: int) -> Distance:
 
 @dataclass(frozen=True, slots=True)
 class RankEfficiency:
-    """One engine rank; `str()` is a line.
+    """Efficiency of one engine rank in one update; `str()` gives a line.
 
     Attributes:
-        floor_s: of the bytes that it takes, over the slowest of the links that they come by.
-        took_s: its ``load``, from the call until all bytes lay where they are served; 0 if it took no part.
+        floor_s: the least seconds that its slowest link allows for its bytes.
+        took_s: the seconds of its ``load``, until all bytes are in place; 0 if it took no part.
     """
 
     rank: str
@@ -66,7 +66,7 @@ class RankEfficiency:
 
     @property
     def efficiency(self) -> float:
-        """`floor_s` over `took_s`: 1.0 is as fast as the links."""
+        """`floor_s` divided by `took_s`: 1.0 is as fast as the links."""
         return self.floor_s / self.took_s if self.took_s else 0.0
 
     def __str__(self) -> str:
@@ -83,17 +83,17 @@ def efficiency(
 ) -> list[RankEfficiency]:
     """Compare the time of an update with what the links allow, for each engine rank.
 
-    A rank's floor assumes that it has its links for itself, and all NICs of its host. Ranks that share a link
+    A rank's floor assumes that it has its links and all NICs of its host for itself. Ranks that share a link
     may be slower.
 
     Args:
         links: as `WeightSync.links` returns them.
-        report: of the update.
-        rates: what the links can do.
-        gpus_per_host: number of GPUs, and NICs, of each host.
+        report: the update's report.
+        rates: bandwidth of the links.
+        gpus_per_host: number of GPUs, and of NICs, per host.
 
     Returns:
-        One entry per engine rank: bytes, floor and time in seconds, and their ratio. ``print`` shows a line.
+        One entry per engine rank: bytes, floor and time in seconds, and their ratio.
     """
     taken: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
     for link in links:

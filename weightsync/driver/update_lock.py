@@ -1,4 +1,4 @@
-"""Who may work on the fleet when: updates alone, refills and newcomers beside each other, between updates."""
+"""The update lock: an update runs alone; work on single engines runs in parallel, between updates."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ async def _nothing() -> None:
 
 
 class UpdateLock:
-    """An update waits for nobody: who works beside is told to stop, and left behind if it does not."""
+    """Readers-writer lock in which updates pre-empt work on single engines.
+
+    Work that does not stop in time is left behind.
+    """
 
     def __init__(self, patience_s: float) -> None:
-        """`patience_s`: how long an update waits for those that it stops."""
+        """`patience_s`: how long an update waits for the work that it stops, in seconds."""
         self._patience_s = patience_s
         self._idle = asyncio.Event()
         self._idle.set()
         self._shared: dict[str, tuple[Stop, asyncio.Event]] = {}
 
     @asynccontextmanager
-    async def shared(self, name: str, stop: Stop = _nothing) -> AsyncIterator[None]:
-        """Work on engine `name` while no update runs; `stop` has to end it soon."""
+    async def shared(self, name: str, stop: Stop) -> AsyncIterator[None]:
+        """Hold engine `name` while no update runs. `stop` must end the body soon."""
         while not self._idle.is_set() or name in self._shared:
             if not self._idle.is_set():
                 await self._idle.wait()
@@ -42,12 +45,12 @@ class UpdateLock:
             ended.set()
 
     async def idle(self) -> None:
-        """Until no update runs."""
+        """Wait until no update runs."""
         await self._idle.wait()
 
     @asynccontextmanager
     async def exclusive(self) -> AsyncIterator[list[str]]:
-        """Stop the others, and keep them out; yields the names of those that have not stopped."""
+        """Stop work on single engines and keep it out. Yields the engines whose work has not stopped."""
         self._idle.clear()
         try:
             others = dict(self._shared)

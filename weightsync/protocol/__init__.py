@@ -1,1 +1,1 @@
-"""What travels between processes: peers, messages, handles, times."""
+"""Values and calls that pass between processes: peers, messages, handles, times."""

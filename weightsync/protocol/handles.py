@@ -1,4 +1,4 @@
-"""Where memory of another process is found: plain values, which travel."""
+"""Handles: plain values by which another process finds and maps memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 class BufferHandle(msgspec.Struct, frozen=True, tag="host"):
     """Where another process of the same user and host finds a buffer of `nbytes`.
 
-    `is_file`: it is a file called `name`, and is only read.
+    `is_file`: the buffer is a file called `name`, which is only read.
     """
 
     pid: int
@@ -36,7 +36,7 @@ class BufferHandle(msgspec.Struct, frozen=True, tag="host"):
 
     @property
     def link(self) -> str:
-        """What the descriptor links to."""
+        """The path that the descriptor in ``/proc`` links to."""
         return self.name if self.is_file else f"/memfd:{self.name}"
 
 
@@ -44,7 +44,7 @@ class DeviceHandle(msgspec.Struct, frozen=True, tag="device"):
     """Where another process on the same GPU finds `nbytes` of device memory.
 
     `ipc` stands for a whole allocation of process `pid`; the memory starts `offset` bytes into it.
-    `device` is ``cuda:<UUID>``, since an index means another GPU in each process.
+    `device` is ``cuda:<UUID>``, since the same index can mean different GPUs in different processes.
     """
 
     device: str
@@ -63,10 +63,10 @@ class Offer:
     """Where one buffer's bytes can be read. Can be pickled; any process that has it can read them.
 
     Attributes:
-        holder: who offers them, for people.
-        protocol: what serves them to other hosts.
+        holder: name of the holder that offers them.
+        protocol: how they are served to other hosts.
         memory: how a process of the same host maps them.
-        host_id: the host that they are on, see `host_id`.
+        host_id: the host that they are on, see `memory.host.host_id`.
         endpoint: what `protocol` connects to.
         base: the address of byte 0 in the process that serves it (Mooncake).
         secret: shown when a reader connects (ZeroMQ).
@@ -83,7 +83,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """A rank's device memory that its holder may read or write: the layout, and each buffer's handle."""
+    """Device memory of a rank that its holder may read or write: layout, and a handle per buffer."""
 
     layout: RankLayout
     buffers: Mapping[str, DeviceHandle]
@@ -91,7 +91,7 @@ class Export:
 
 @dataclass(frozen=True, slots=True)
 class HostExport:
-    """A rank's host memory that its holder maps and only reads: as `Export`."""
+    """Host memory of a rank that its holder maps and only reads: layout, and a handle per buffer."""
 
     layout: RankLayout
     buffers: Mapping[str, BufferHandle]
@@ -99,7 +99,7 @@ class HostExport:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A rank's own digest of the plan, and its memory where its holder reads or writes it in place."""
+    """A rank's own digest of the plan, and its memory if its holder reads or writes it in place."""
 
     plan_digest: str
     export: Export | None

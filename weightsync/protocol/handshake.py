@@ -1,6 +1,6 @@
-"""Lets only those into a ZeroMQ socket that know its secret, the password of ZeroMQ's PLAIN handshake.
+"""Admits peers to a ZeroMQ socket by a secret, the password of ZeroMQ's PLAIN handshake.
 
-A stranger gets nothing in but a handshake. Neither the secret nor what follows is encrypted.
+Without the secret a peer can send nothing but a handshake. Neither the secret nor the traffic is encrypted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Doorman", "show_secret"]
 
 HANDSHAKE_MS = 5000
-"""A peer that has not shown the secret by then is disconnected, and its descriptor is free again."""
+"""A peer that has not shown the secret after this time is disconnected, which frees its descriptor."""
 BACKLOG = 4096
 _USER = "peer"
 
@@ -28,7 +28,7 @@ _log.setLevel(logging.WARNING)  # at DEBUG, pyzmq's authenticator logs passwords
 
 
 class Doorman:
-    """Checks the handshakes of a context's sockets, in a thread of its own."""
+    """Checks the handshakes of a context's sockets, in its own thread."""
 
     def __init__(self, context: Context) -> None:
         self.secret = secrets.token_hex(32)
@@ -37,17 +37,17 @@ class Doorman:
         self._authenticator.start()
 
     def guard(self, socket: Socket) -> None:
-        """Ask for the secret at `socket`; call it before `socket` is bound."""
+        """Require the secret at `socket`. Must be called before `socket` is bound."""
         socket.setsockopt(zmq.PLAIN_SERVER, 1)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         socket.setsockopt(zmq.BACKLOG, BACKLOG)
 
     def close(self) -> None:
-        """Let nobody in any more. Call it before the context ends; safe to call twice."""
+        """Admit no more peers. Must be called before the context ends; safe to call twice."""
         self._authenticator.stop()
 
 
 def show_secret(socket: Socket, secret: str) -> None:
-    """Show `secret` when `socket` connects; call it before."""
+    """Have `socket` show `secret` when it connects. Must be called before it connects."""
     socket.setsockopt_string(zmq.PLAIN_USERNAME, _USER)
     socket.setsockopt_string(zmq.PLAIN_PASSWORD, secret)

@@ -1,4 +1,4 @@
-"""What the driver, holders, trainers and engines tell one another."""
+"""Messages between the driver, holders, trainers and engines."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ __all__ = [
 ]
 
 Group = tuple[int, ...]
-"""The holders of one communicator, ascending; a holder's rank is its place."""
+"""The holders of one communicator, ascending. A holder's rank is its index."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a holder has ready for one membership epoch.
+    """Resources of a holder that are ready for one membership epoch.
 
     Attributes:
-        plan_digest: as this holder computed it.
-        send buffer: where its trainer rank publishes; None if it serves none, or reads its memory in place.
+        plan_digest: the plan's digest, as this holder computed it.
+        send_buffer: where its trainer rank publishes; None if it has none or reads its memory in place.
         ticket: how its engine rank reaches it, if it serves one.
         offers: the rendezvous of each communicator in which this holder is the first rank, by members.
     """
@@ -54,13 +54,13 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class UpdateTask:
-    """What one update does on a holder.
+    """The part of one holder in an update.
 
     Attributes:
-        copies_directly: its engine rank reads its part out of the trainers' memory.
-        broadcasts_all: every bucket is broadcast, since not all engines can do that.
-        cast: buckets that such engines take all the same: they have tensors of another dtype there.
-        exchanges: it sends or receives what engine ranks need of other hosts.
+        copies_directly: the holder copies its engine rank's part from the trainers' memory.
+        broadcasts_all: every bucket is broadcast, since not all engines read directly.
+        cast: buckets that engines which read directly also take, for tensors of another dtype.
+        exchanges: the holder takes part in the cross-host exchange.
     """
 
     copies_directly: bool = False
@@ -71,11 +71,11 @@ class UpdateTask:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """What one update was on a holder.
+    """Outcome of one update on a holder.
 
     Attributes:
-        span: when it began and what it took.
-        waited_s: the time spent on waiting for its engine rank alone.
+        span: when the move began, and its duration.
+        waited_s: seconds spent waiting for its engine rank alone.
         slow: why the engine rank was given up, if it did not keep up.
     """
 
@@ -87,8 +87,8 @@ class Moved:
 class FeedTicket(msgspec.Struct, frozen=True):
     """What an engine rank needs to reach its holder. Carries the run's secret: do not log it.
 
-    `slots` are the bucket buffers. `send_buffer` is the holder's own share, when it keeps one for trainer
-    rank `trainer`: pieces of that trainer are read from it and not from a slot.
+    `slots` are the bucket buffers. `send_buffer` is set if the holder keeps one for trainer rank `trainer`:
+    pieces of that trainer are read from it, not from a slot.
     """
 
     holder: str
@@ -105,12 +105,12 @@ class FeedTicket(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one holder has to do with messages.
+    """The part of one holder in the cross-host exchange.
 
     Attributes:
         members: the holder of each rank of the communicator.
-        rank: this holder's.
-        plan: what concerns it.
+        rank: this holder's rank.
+        plan: the messages of this rank.
     """
 
     members: tuple[int, ...]
@@ -119,7 +119,7 @@ class Part:
 
 
 class SnapshotHeader(msgspec.Struct, frozen=True):
-    """Which part of what, and by which `layout` its bytes lie: see `Snapshot`."""
+    """Version, layout and part number of a snapshot, see `Snapshot`."""
 
     version: int
     layout: str
@@ -128,7 +128,7 @@ class SnapshotHeader(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPart:
-    """A part that is kept, where it can be read, and the digests of the whole version that it is of."""
+    """A snapshot of one part, where it can be read, and the digests of its whole version."""
 
     header: SnapshotHeader
     offer: Offer
@@ -137,13 +137,13 @@ class SnapshotPart:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A committed version, and who keeps each part of it.
+    """A committed version, and where each of its parts can be read.
 
     Attributes:
-        layout: by which the parts lie: `Plan.content` where each is what one trainer rank published,
-            `flat_layout` where each is the `FlatSnapshot` of one engine rank.
-        parts: offers by the part's number; the first is of the holder that copied it, mirrors follow.
-        is_flat: which of the two.
+        layout: `Plan.content` if a part is what one trainer rank published, `flat_layout` if it is the
+            `FlatSnapshot` of one engine rank.
+        parts: offers by part number; first those of holders that copied it, then those that replicated it.
+        is_flat: whether parts are flat snapshots.
     """
 
     version: int
@@ -152,7 +152,7 @@ class Snapshot:
     is_flat: bool = False
 
     def of_rank(self, rank: int) -> Snapshot:
-        """What rank `rank` of an engine needs of it."""
+        """Return the snapshot with only the parts that rank `rank` of an engine needs."""
         if not self.is_flat:
             return self
         part = min(self.parts) + rank
@@ -161,7 +161,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Refilled:
-    """What one rank read: bytes by holder, the way that each was read, and the seconds it took."""
+    """A refill: bytes read from each holder, the way each was read, and the duration in seconds."""
 
     bytes_from: Mapping[str, int]
     ways: Mapping[str, str]
@@ -173,22 +173,22 @@ Digests = npt.NDArray[np.uint64]
 
 
 def combine(shares: Sequence[Digests]) -> Digests:
-    """Add up what several ranks computed for the same tensors: uint64, wrapping."""
+    """Add up several ranks' digests of the same tensors, uint64 with wrap-around."""
     total: Digests = np.add.reduce(list(shares), axis=0, dtype=np.uint64)
     return total
 
 
 Samples = Sequence[tuple[float, int]]
-"""Seconds since the first look, and the bytes that were in use from then on."""
+"""Pairs of seconds since the first sample, and the bytes in use from that time on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Of this rank's share of each tensor of the plan.
+    """A trainer rank's answer to `publish`, about its share of each tensor of the plan.
 
     Attributes:
         digests: uint64[num_tensors]; the shares of all ranks add up to the tensor's digest.
-        nonfinite: elements that are NaN or Inf, by the tensor's name, of tensors that have any.
+        nonfinite: number of elements that are NaN or Inf, by tensor name, for tensors that have any.
     """
 
     digests: Digests

@@ -1,4 +1,4 @@
-"""What the controller needs of the processes that it drives: awaitable, and free of Ray."""
+"""Awaitable calls from the driver to other processes, without Ray."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["EnginePeer", "HolderPeer", "TrainerPeer"]
 
 
 class TrainerPeer(Protocol):
-    """A trainer rank, from afar; see `weightsync.sources.Source`."""
+    """A trainer rank, as the driver calls it. `weightsync.sources.Source` documents the methods."""
 
     async def layout(self) -> RankLayout: ...
     async def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached: ...
@@ -36,7 +36,7 @@ class TrainerPeer(Protocol):
 
 
 class HolderPeer(Protocol):
-    """A holder, from afar; see `weightsync.holder.holder.Holder`."""
+    """A holder, as the driver calls it. `weightsync.holder.holder.Holder` documents the methods."""
 
     async def prepare(self, plan: Plan, index: int, source: str) -> Prepared: ...
     async def source(self, name: str, exports: Mapping[str, HostExport | None]) -> None: ...
@@ -66,7 +66,7 @@ class HolderPeer(Protocol):
 
 
 class EnginePeer(Protocol):
-    """An engine, from afar; see `weightsync.engines.Engine`."""
+    """An engine, as the driver calls it. `weightsync.engines.Engine` documents the methods."""
 
     async def layout(self) -> Sequence[RankLayout]: ...
     async def attach(

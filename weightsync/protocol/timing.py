@@ -1,4 +1,4 @@
-"""Seconds by phase."""
+"""Times the phases of a piece of work."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ logger = logging.getLogger("weightsync.protocol.timing")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What one process did, and when.
+    """One phase of work in one process: its name, start and duration.
 
     Attributes:
-        began: seconds since 1970, as `PhaseClock.now` says: spans of one host compare to the microsecond
-            if nobody set its clock between them, those of several as well as their clocks agree.
-        seconds: by a clock that is never set.
+        began: seconds since 1970, by `PhaseClock.now`. Spans of one host compare to the microsecond unless
+            its clock was set between them; spans of several hosts, as well as their clocks agree.
+        seconds: duration by a monotonic clock.
     """
 
     name: str
@@ -29,10 +29,10 @@ class Span:
 
 
 class PhaseClock:
-    """Times the phases of one piece of work; `spans` keeps them in order, the log tells each.
+    """Times the phases of one piece of work. `spans` has them in order, and each is logged.
 
-    The wall clock is read once, when this is made. All else is counted from there by a clock that is
-    never set, so that stamps of one piece of work are as far apart as what they stand for.
+    The wall clock is read once, at construction. All later times add a monotonic clock to it, so that
+    differences between them are exact.
 
     Attributes:
         began: seconds since 1970.
@@ -44,7 +44,7 @@ class PhaseClock:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of each phase that is over, together where it ran more than once."""
+        """Duration of each finished phase, added up where it ran more than once."""
         seconds: dict[str, float] = {}
         for span in self.spans:
             seconds[span.name] = seconds.get(span.name, 0.0) + span.seconds
@@ -52,7 +52,7 @@ class PhaseClock:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the body's time as `name`, also when it raises."""
+        """Record the body's duration as phase `name`, also if it raises."""
         started = self.total()
         try:
             yield
@@ -61,9 +61,9 @@ class PhaseClock:
             logger.debug("%s: %.3f s", name, self.spans[-1].seconds)
 
     def total(self) -> float:
-        """Seconds since the clock was made."""
+        """Return the seconds since the clock was made."""
         return time.perf_counter() - self._started
 
     def now(self) -> float:
-        """Seconds since 1970, by the wall clock as it was when this was made."""
+        """Return seconds since 1970, by the wall clock as it was at construction."""
         return self.began + self.total()
