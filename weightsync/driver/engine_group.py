@@ -251,7 +251,7 @@ class EngineGroup:
         return self._num_slow[name]
 
     def left_behind(self, name: str) -> None:
-        """Handle a refill that did not stop for an update; an engine that was slow before is DEAD."""
+        """Handle a refill that did not stop for an update. If the engine was slow before, it is DEAD."""
         stuck = (EngineState.STALE, EngineState.REFILLING)
         if self._num_slow[name] and self._fleet.engines[name].record.state in stuck:
             self._num_slow[name] += 1
@@ -316,9 +316,9 @@ async def _describe(
 
 
 def _is_unharmed(phase: str, state: EngineState, error: WeightSyncError) -> bool:
-    """Whether a failed engine is as it was before: one that did not pause serves what it had.
+    """Whether a failed engine is unchanged, since it did not pause.
 
-    An engine whose sleep or wake failed is not: its memory may be half released or half restored.
+    An engine whose own sleep or wake failed is not: its memory may be half released or half restored.
     """
     if isinstance(error, EngineError) and (phase == "sleep" or state is EngineState.ASLEEP):
         return False

@@ -89,7 +89,10 @@ async def gather_named(
 async def _wait(
     tasks: Iterable[asyncio.Task[T]], timeout_s: float, together: bool
 ) -> tuple[set[asyncio.Task[T]], PeerLostError | None]:
-    """Wait up to `timeout_s` or, if `together`, until a peer is lost; return pending tasks and that error."""
+    """Wait up to `timeout_s` or, if `together`, until a peer is lost.
+
+    Returns the tasks that are pending, and the error of the lost peer.
+    """
     when = asyncio.FIRST_EXCEPTION if together else asyncio.ALL_COMPLETED
     pending: set[asyncio.Task[T]] = set(tasks)
     deadline = time.monotonic() + timeout_s

@@ -22,10 +22,11 @@ __all__ = ["peaks", "sampled"]
 async def sampled(
     fleet: Fleet, holders: Collection[int], now: Callable[[], float]
 ) -> AsyncIterator[dict[str, Samples]]:
-    """Have `holders` sample their devices' memory during the body; yields a dict that is filled at its end.
+    """Have `holders` sample their devices' memory during the body.
 
-    The dict has samples by device, with times by the clock `now`. A holder counts from its first sample,
-    which it takes before it answers. Holders that do not answer are left out; other calls report them.
+    Yields a dict that has samples by device after the body, with times by the clock `now`. A holder counts
+    from its first sample, which it takes before it answers. Holders that do not answer are left out; other
+    calls report them.
     """
     seen: dict[str, Samples] = {}
     began: dict[int, float] = {}

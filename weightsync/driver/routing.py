@@ -103,7 +103,7 @@ class Router:
 
     @property
     def suffices(self) -> bool:
-        """Whether each engine has a way to its bytes: directly, now or later, or by buckets of the plan."""
+        """Whether every engine reads directly, now or later, or the plan has buckets."""
         return self._plan.slots > 0 or all(route in (DIRECT, _LATER) for route in self.routes.values())
 
     def tasks(self, takers: Mapping[str, Sequence[int]]) -> dict[int, UpdateTask]:
@@ -258,7 +258,7 @@ class CrossHostExchange:
         return all(_same(self._needs.get(holder), needs.get(holder)) for holder in holders)
 
     def arrivals(self, holder: int) -> Mapping[tuple[str, int], int]:
-        """Return the bytes that arrive at a holder in one update, by sender and the sender's holder."""
+        """Return a holder's bytes from other hosts in one update, by (sender, its holder)."""
         return self._arrivals.get(holder, {})
 
     async def open(self) -> None:

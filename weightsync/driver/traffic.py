@@ -17,7 +17,10 @@ __all__ = ["RankEfficiency", "efficiency", "links"]
 
 
 def links(connection: Connection, fleet: Fleet) -> list[Link]:
-    """List the links of an update of all engines, without what direct engines also take by broadcast."""
+    """List the links of an update of all engines.
+
+    Tensors that direct engines take by broadcast are left out.
+    """
     sent = connection.plan.explain().sent
     found: list[Link] = []
     for name, member in fleet.engines.items():

@@ -1,4 +1,4 @@
-"""Pure planning: two layouts and the members -> one frozen plan. Needs numpy, nothing else."""
+"""Pure planning: two layouts and the members give one frozen plan. Needs only numpy."""
 
 from weightsync.plan.broadcast import make_plan
 from weightsync.plan.direct import Reads, Reshard, same_dtype_tensors

@@ -1,4 +1,4 @@
-"""Boxes that lie one behind the other in files, dealt out in shares of about the same bytes."""
+"""Balances bytes: partitions the boxes of files, and chooses which replica is sent."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from weightsync.plan.segment import Box
 __all__ = ["Stretch", "choose", "partition"]
 
 _WHOLE_NBYTES = 1 << 20
-"""A share of a box that would be smaller is not worth a piece of its own: the box goes to one."""
+"""A box is not split if the parts would be smaller than this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """`box` of `tensor`, elements in row-major order, from byte `start` of buffer number `buffer` on."""
+    """`box` of `tensor`, in row-major order, starting at byte `start` of buffer number `buffer`."""
 
     tensor: str
     box: Box
@@ -32,7 +32,7 @@ class Stretch:
         return self.box.numel * self.itemsize
 
     def split(self, num_parts: int) -> Iterator[Stretch]:
-        """At most `num_parts` runs of rows; the tails are shorter."""
+        """Split into at most `num_parts` runs of rows; tails may be shorter."""
         axis = next((a for a, extent in enumerate(self.box.extent) if extent > 1), None)
         if axis is None or num_parts == 1:
             yield self
@@ -45,10 +45,11 @@ class Stretch:
 
 
 def partition(stretches: Sequence[Stretch], num_shares: int) -> list[list[Stretch]]:
-    """As many shares, each with rows of every large box, so that each bucket comes from all of them.
+    """Partition `stretches` into `num_shares` shares of about equal bytes.
 
-    What a share is depends on tensors and boxes alone, not on where they lie: checkpoints of one
-    model are dealt alike. Boxes without elements are left out.
+    Each share has rows of every large box, so that each bucket comes from all shares. Shares depend on
+    tensors and boxes alone, not on files: checkpoints of one model get the same shares. Boxes without
+    elements are left out.
     """
     shares: list[list[Stretch]] = [[] for _ in range(num_shares)]
     loads = [0] * num_shares
@@ -64,11 +65,11 @@ def partition(stretches: Sequence[Stretch], num_shares: int) -> list[list[Stretc
 
 
 def choose(start: Int64, size: Int64, rank: Int64, nbytes: Int64, num_ranks: int) -> Int64:
-    """One row per group of replicas, so that the ranks send about the same number of bytes.
+    """Choose one row per group of replicas, so that the ranks send about the same number of bytes.
 
-    Group g is rows `start[g]` to `start[g] + size[g]`, each row on another `rank`, ascending;
-    `nbytes` is per group, positive. Returns int64[num_groups]. Groups that the same ranks hold
-    are dealt together: by falling size, each to the least loaded rank. Deterministic.
+    Group g is rows `start[g]` to `start[g] + size[g]`, each row on another `rank`, ascending. `nbytes` is per
+    group and positive. Returns int64[num_groups]. Groups held by the same ranks are assigned together: by
+    falling size, each to the least loaded rank. Deterministic.
     """
     chosen: Int64 = start.copy()
     alone = size == 1
@@ -85,7 +86,7 @@ def choose(start: Int64, size: Int64, rank: Int64, nbytes: Int64, num_ranks: int
 
 
 def _same_rows(rows: Int64, limit: int) -> Int64:
-    """A number per row, the same for equal rows, from 0; values are below `limit`."""
+    """Number the distinct rows from 0; equal rows get the same number. Values are below `limit`."""
     code: Int64 = rows[:, 0].copy()
     for column in rows.T[1:]:
         code = np.unique(code * limit + column, return_inverse=True)[1]
@@ -94,7 +95,7 @@ def _same_rows(rows: Int64, limit: int) -> Int64:
 
 
 def _partition(nbytes: Int64, loads: Int64) -> tuple[Int64, Int64]:
-    """Gives each of the items to one of the loads; the picks and the new loads."""
+    """Assign each item to one of the loads. Returns the picks and the new loads."""
     order = np.argsort(-nbytes, kind="stable")
     picks = np.empty(len(nbytes), np.int64)
     bounds = np.flatnonzero(np.diff(nbytes[order], prepend=-1, append=-1))
@@ -107,7 +108,7 @@ def _partition(nbytes: Int64, loads: Int64) -> tuple[Int64, Int64]:
 
 
 def _fill(loads: Int64, unit: int, num_units: int) -> Int64:
-    """How many units go to each load, when each goes to the least loaded one."""
+    """Count the units that each load gets if every unit goes to the least loaded one."""
     rising = np.sort(loads)
     filled = np.arange(1, len(loads) + 1)
     level = int(((np.cumsum(rising) + num_units * unit) // filled).min())
@@ -118,7 +119,7 @@ def _fill(loads: Int64, unit: int, num_units: int) -> Int64:
 
 
 def _interleave(counts: Int64) -> Int64:
-    """`counts[i]` times i, spread evenly: neighbours in travel order come from different ranks."""
+    """Repeat each i `counts[i]` times, spread evenly: neighbours in travel order differ in rank."""
     owner = np.repeat(np.arange(len(counts)), counts)
     nth = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
     return owner[np.argsort((nth + 0.5) / counts[owner], kind="stable")]

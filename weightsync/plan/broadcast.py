@@ -1,4 +1,4 @@
-"""Layouts of both sides and the members -> the plan."""
+"""Makes the plan from the layouts of both sides and the members."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_plan(
         members: which holder serves which rank.
         bucket_bytes: the most bytes that travel together; at least 256.
         max_staging_bytes: the most bytes of buckets on a receiving holder.
-        slots: buckets per holder: while one is read, the next is filled. 0 if every engine reads directly.
+        slots: buckets per holder; one is filled while another is read. 0 if every engine reads directly.
         epoch: number of the membership.
 
     Returns:
@@ -53,7 +53,7 @@ def make_plan(
     ordered = sorted(engines.items())
     matched = match(source, ordered)
     _check_size(matched.tensors)
-    # Engines that are alike share their layout: it is proven once, by the name of the first.
+    # Engines of equal layout share it: it is proven once, under the name of the first.
     for engine, name in {engine: name for name, engine in reversed(ordered)}.items():
         check_live(name, engine)
     itemsize = np.array([meta.itemsize for meta in matched.tensors], np.int64)
@@ -92,7 +92,7 @@ def make_plan(
 
 
 def _choose_pieces(source: Layout, matched: Match, itemsize: Int64) -> Pieces:
-    """One of the replicas of each box, in travel order, proven to tile every tensor."""
+    """Choose one replica of each box, in travel order; the boxes are proven to tile every tensor."""
     shards = Shards.of(source, matched)
     offset, extent = source.offset[shards.first], source.extent[shards.first]
     nbytes = extent.prod(axis=1) * itemsize[shards.tensor]
@@ -140,5 +140,5 @@ def _check_limits(bucket_bytes: int, slots: int, itemsize: Int64) -> None:
 
 
 def _narrow(values: Int64) -> Int32 | Int64:
-    """int32 where that holds all values: the plan travels to every member."""
+    """Convert to int32 if it holds all values, since the plan is sent to every member."""
     return values.astype(np.int32) if values.max(initial=0) < 2**31 else values

@@ -1,4 +1,4 @@
-"""Cuts the pieces into buckets and lays them out, in the buckets and in the trainers' send buffers."""
+"""Cuts pieces into buckets, and places them in buckets and in the trainers' send buffers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["PIECE_ALIGN", "RUN_ALIGN", "Arrangement", "Pieces", "align", "arrang
 PIECE_ALIGN = 16
 """Bytes: the widest load of a GPU thread."""
 RUN_ALIGN = 256
-"""Bytes: what one root sends starts as a fresh allocation would."""
+"""Bytes: each run starts as aligned as a fresh allocation."""
 
 
 def align(nbytes: Int64, to: int) -> Int64:
@@ -23,7 +23,7 @@ def align(nbytes: Int64, to: int) -> Int64:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """n boxes that are sent, in travel order.
+    """n boxes to send, in travel order.
 
     tensor, trainer: int64[n]; offset, extent: int64[n, D]; nbytes: int64[n];
     unit: int64[n], ascending; pieces of one unit share a bucket.
@@ -48,10 +48,10 @@ class Pieces:
 
 
 def split_large(pieces: Pieces, itemsize: Int64, capacity: int) -> Pieces:
-    """Pieces of tensors beyond `capacity` bytes in parts, each part a unit; itemsize: per tensor.
+    """Split the pieces of tensors larger than `capacity` bytes; each part is a unit.
 
-    The parts of a tensor's trainers take turns, so that in each bucket all of them have a share
-    and each can stage its own at the same time.
+    `itemsize` is per tensor. The parts of a tensor's trainers alternate, so that every bucket has a share of
+    each trainer and all can stage at the same time.
     """
     sizes = np.bincount(pieces.tensor, align(pieces.nbytes, RUN_ALIGN), len(itemsize))
     large = (sizes > capacity)[pieces.tensor]
@@ -75,7 +75,7 @@ def split_large(pieces: Pieces, itemsize: Int64, capacity: int) -> Pieces:
 
 
 def _split_tensor(pieces: Pieces, rows: Int64, itemsize: int, capacity: int) -> tuple[Int64, Int64, Int64]:
-    """One tensor's parts, first parts first: their rows, offsets and extents."""
+    """Split one tensor. Returns rows, offsets and extents of the parts, first parts of all pieces first."""
     share = max(RUN_ALIGN, capacity // len(rows) // RUN_ALIGN * RUN_ALIGN)
     parts = [
         (nth, row, part)
@@ -93,10 +93,10 @@ def _split_tensor(pieces: Pieces, rows: Int64, itemsize: int, capacity: int) -> 
 
 
 def cut(unit: Int64, nbytes: Int64, capacity: int) -> Int64:
-    """The bucket of each piece, int64[n]: units in order, as many as fit; arguments as in `Pieces`.
+    """Return the bucket of each piece, int64[n]. Arguments are as in `Pieces`.
 
-    A unit is charged each of its pieces aligned as a run of its own. That is never less than what
-    it takes in the bucket, and more by at most 240 bytes a piece.
+    Units fill buckets in order, as many as fit. Each piece is counted as if it were a run. That is never less
+    than its space in the bucket, and more by at most 240 bytes.
     """
     unit = np.cumsum(np.diff(unit, prepend=unit[:1]) != 0)
     filled = np.cumsum(np.bincount(unit, align(nbytes, RUN_ALIGN)).astype(np.int64))
@@ -109,7 +109,7 @@ def cut(unit: Int64, nbytes: Int64, capacity: int) -> Int64:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrangement:
-    """Runs: what one trainer gives to one bucket. Ordered by bucket, then root, then trainer.
+    """Runs: the pieces of one trainer in one bucket. Ordered by bucket, then root, then trainer.
 
     order: int64[n], pieces by run, inside a run in travel order; bounds: int64[num_runs + 1], a
     run's first piece; bucket, trainer, offset (in the bucket), nbytes, send_buffer_offset: int64[num_runs].
@@ -125,7 +125,7 @@ class Arrangement:
 
 
 def arrange(bucket: Int64, trainer: Int64, nbytes: Int64, roots: Int64) -> Arrangement:
-    """Lays out pieces of `nbytes`, given in travel order; roots: int64[num_trainers], holders."""
+    """Place pieces of `nbytes`, given in travel order; `roots` are holders, int64[num_trainers]."""
     turn = np.argsort(np.argsort(roots, kind="stable"))
     key = bucket * len(roots) + turn[trainer]
     order = np.argsort(key, kind="stable")
@@ -143,7 +143,7 @@ def arrange(bucket: Int64, trainer: Int64, nbytes: Int64, roots: Int64) -> Arran
 
 
 def _restart(sizes: Int64, group: Int64) -> Int64:
-    """Running offsets that start again at 0 with each group."""
+    """Return running offsets that restart at 0 with each group."""
     ends = np.cumsum(sizes)
     starts = ends - sizes
     first = np.flatnonzero(np.diff(group, prepend=-1))

@@ -1,4 +1,4 @@
-"""2-D copies between byte addresses: what a copy of N-dimensional boxes comes down to."""
+"""Turns copies of N-dimensional boxes into 2-D copies between byte addresses."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class Copies:
 
     @classmethod
     def of(cls, copies: Sequence[Copy]) -> Copies:
-        """The columns of `copies`, in their order."""
+        """Make columns from `copies`, in their order."""
         return cls(*np.array(copies, dtype=np.int64).reshape(-1, 6).T)
 
     def __len__(self) -> int:
         return len(self.src)
 
     def table(self) -> Int64:
-        """int64[n, 6], the columns side by side."""
+        """Return int64[n, 6], the columns side by side."""
         return np.stack([getattr(self, field.name) for field in fields(self)], axis=1)
 
 
@@ -55,10 +55,10 @@ def box_copies(
     dst: int,
     dst_strides: Sequence[int],
 ) -> list[Copy]:
-    """One N-dimensional box as few 2-D copies: what is contiguous on both sides becomes one row.
+    """Turn one N-dimensional box into few 2-D copies: a row is contiguous on both sides.
 
     Args:
-        extent: elements per dimension; a 0-d box is one element, an empty one needs no copies.
+        extent: elements per dimension; a 0-d box is one element, an empty box needs no copies.
         itemsize: bytes per element.
         src, dst: byte addresses of the box's first element on both sides.
         src_strides, dst_strides: bytes per dimension.
@@ -84,10 +84,11 @@ def box_copies(
 
 
 def tiles(copies: Copies, max_nbytes: int) -> tuple[Int64, Int64]:
-    """`copies` cut into parts of at most `max_nbytes`, in order, and which of the copies each is part of.
+    """Cut `copies` into parts of at most `max_nbytes`, in order.
 
-    Returns int64[m, 6] with `Copies`' columns, and int64[m], ascending. Long rows are cut at multiples
-    of 128 bytes, so that the parts of an aligned row are aligned. `max_nbytes` is such a multiple.
+    Returns the parts, int64[m, 6] with the columns of `Copies`, and the copy that each comes from, int64[m],
+    ascending. Long rows are cut at multiples of 128 bytes, so that parts of an aligned row are aligned.
+    `max_nbytes` must be such a multiple.
     """
     assert max_nbytes > 0
     assert max_nbytes % _ALIGNMENT == 0
@@ -99,8 +100,11 @@ def tiles(copies: Copies, max_nbytes: int) -> tuple[Int64, Int64]:
 def _collapsed(
     extent: Sequence[int], itemsize: int, src_strides: Sequence[int], dst_strides: Sequence[int]
 ) -> tuple[int, list[tuple[int, int, int]]]:
-    """Bytes of a contiguous row, and what repeats it: (extent, src stride, dst stride), outermost first."""
-    # A copy may take its dimensions in any order: the one in which the destination lies joins most.
+    """Return bytes per contiguous row, and the loops over rows, outermost first.
+
+    A loop is (extent, src stride, dst stride).
+    """
+    # Dimensions may be copied in any order; the destination's order joins the most of them.
     axes = sorted(
         ((s, d, n) for n, s, d in zip(extent, src_strides, dst_strides, strict=True) if n > 1),
         key=lambda axis: (axis[1], axis[0]),
@@ -118,7 +122,7 @@ def _collapsed(
 
 
 def flattened(table: Int64) -> Int64:
-    """Copies whose rows follow each other on both sides as one row each."""
+    """Turn each copy whose rows are contiguous on both sides into one row."""
     _, _, rows, row_nbytes, src_pitch, dst_pitch = table.T
     straight = (src_pitch == row_nbytes) & (dst_pitch == row_nbytes)
     changed = np.flatnonzero((rows == 1) != straight)
@@ -131,7 +135,7 @@ def flattened(table: Int64) -> Int64:
 
 
 def _cut_columns(table: Int64, max_nbytes: int) -> tuple[Int64, Int64]:
-    """Rows longer than a tile in equal parts, and which row of `table` each is from."""
+    """Cut rows longer than a tile into equal parts. Returns them, and each part's row of `table`."""
     row_nbytes = table[:, 3]
     parts = np.maximum(1, -(-row_nbytes // max_nbytes))
     width = -(-row_nbytes // parts)
@@ -149,7 +153,7 @@ def _cut_columns(table: Int64, max_nbytes: int) -> tuple[Int64, Int64]:
 
 
 def _cut_rows(table: Int64, max_nbytes: int) -> tuple[Int64, Int64]:
-    """Copies of more rows than a tile has room for in parts, and which row of `table` each is from."""
+    """Cut copies with more rows than fit a tile. Returns them, and each part's row of `table`."""
     rows, row_nbytes = table[:, 2], table[:, 3]
     height = np.maximum(1, max_nbytes // np.maximum(row_nbytes, 1))
     parts = -(-rows // height)
@@ -165,7 +169,7 @@ def _cut_rows(table: Int64, max_nbytes: int) -> tuple[Int64, Int64]:
 
 
 def repeated(parts: Int64) -> tuple[Int64, Int64]:
-    """For each part of each row: the row, and the part's number in it."""
+    """Return, for each part of each row, the row and the part's number in it."""
     index = np.repeat(np.arange(len(parts)), parts)
     return index, np.arange(len(index)) - np.repeat(np.cumsum(parts) - parts, parts)
 
@@ -176,7 +180,7 @@ _NO_STRIDE = np.iinfo(np.int64).max
 def strided_copies(
     extent: Int64, itemsize: Int64, src: Int64, src_strides: Int64, dst: Int64, dst_strides: Int64
 ) -> tuple[Int64, Int64]:
-    """What `box_copies` makes of each of n boxes, none of them empty.
+    """Vectorised `box_copies` for n boxes, none of them empty.
 
     Args:
         extent: int64[n, D], elements; src_strides, dst_strides: int64[n, D], bytes.
@@ -204,7 +208,10 @@ def strided_copies(
 def _collapsed_boxes(
     extent: Int64, itemsize: Int64, src_strides: Int64, dst_strides: Int64
 ) -> tuple[Int64, tuple[Int64, Int64, Int64]]:
-    """Bytes of each contiguous row, and what repeats it: extents, strides; unused ones are 1 and 0."""
+    """Return bytes per contiguous row, and the loops over rows.
+
+    Loops are columns of extents, src strides and dst strides; unused ones are 1, 0 and 0.
+    """
     long = extent > 1
     inward = np.argsort(np.where(long, dst_strides, _NO_STRIDE), axis=1, kind="stable")
     every = np.arange(len(extent))
@@ -227,14 +234,14 @@ def _collapsed_boxes(
 
 
 def join(lane: Int64, table: Int64) -> tuple[Int64, Int64]:
-    """The same bytes in fewer copies: those of one lane that continue each other become one.
+    """Join copies of one lane that continue each other.
 
     Args:
-        lane: int64[n], which memories a copy is between; addresses of different lanes never meet.
+        lane: int64[n], a number for each pair of source and target memory; lanes are never joined.
         table: int64[n, 6].
 
     Returns:
-        Both, ordered by lane, then by where a copy writes.
+        Both, ordered by lane, then by target address.
     """
     order = np.lexsort((table[:, 1], lane))
     lane, table = lane[order], table[order]
@@ -252,7 +259,7 @@ def join(lane: Int64, table: Int64) -> tuple[Int64, Int64]:
 
 
 def _beside(lane: Int64, table: Int64) -> Bool:
-    """Whether each copy's rows continue those of the one before it."""
+    """Whether each copy's rows continue the rows of the copy before it."""
     before, after = table[:-1], table[1:]
     on = np.zeros(len(table), np.bool_)
     on[1:] = (
@@ -266,7 +273,7 @@ def _beside(lane: Int64, table: Int64) -> Bool:
 
 
 def _widened(table: Int64, first: Int64) -> Int64:
-    """Copies beside each other as one with longer rows; `first` starts each of the new ones."""
+    """Join adjacent copies into longer rows. `first` has the first row of each joined copy."""
     joined: Int64 = table[first]
     if len(first):
         joined[:, 3] = np.add.reduceat(table[:, 3], first)
@@ -274,9 +281,9 @@ def _widened(table: Int64, first: Int64) -> Int64:
 
 
 def _below(lane: Int64, table: Int64) -> tuple[Int64, Int64]:
-    """Where copies start when those that go on with the pitch of the one before are joined to it.
+    """Find copies whose rows continue the copy before at its pitch.
 
-    Returns the rows of `table`, int64[m], and the pitches between the parts of each, int64[m, 2].
+    Returns the first row of `table` of each joined copy, int64[m], and its pitches, int64[m, 2].
     """
     before, after = table[:-1], table[1:]
     last_row = before[:, :2] + (before[:, 2:3] - 1) * before[:, 4:]
@@ -293,10 +300,10 @@ def _below(lane: Int64, table: Int64) -> tuple[Int64, Int64]:
 
 
 def _apart(on: Bool, gap: Int64) -> Bool:
-    """Drops links, so that no two kept ones of different gaps share a copy.
+    """Drop links, so that no two remaining links of different gaps share a copy.
 
-    Links of one gap in a row are a run. Of runs that follow each other, every second one gives up
-    the links at which it meets another.
+    Consecutive links of one gap are a run. Of consecutive runs, every second one loses the links at which it
+    meets another run.
     """
     same = np.zeros(len(on) + 1, np.bool_)  # link i has the gap of link i - 1
     meets = np.zeros(len(on) + 1, np.bool_)  # link i and link i - 1 share a copy
@@ -312,7 +319,7 @@ def _apart(on: Bool, gap: Int64) -> Bool:
 
 
 def _deepened(table: Int64, first: Int64, pitch: Int64) -> Int64:
-    """Copies below each other as one with more rows; `first` starts each of the new ones."""
+    """Join stacked copies into copies with more rows. `first` has the first row of each joined copy."""
     joined: Int64 = table[first]
     if len(first):
         joined[:, 2] = np.add.reduceat(table[:, 2], first)

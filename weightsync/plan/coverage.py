@@ -1,4 +1,4 @@
-"""Proof that boxes tile their tensors: no gap, no overlap."""
+"""Proves that boxes tile their tensors, and segments their buffers: no gap, no overlap."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["check_live", "check_tiling", "first_element"]
 
 
 def first_element(offset: Int64, shape: Int64) -> Int64:
-    """Row-major index of each box's first element. offset, shape: int64[n, D] -> int64[n]."""
+    """Return the row-major index of each box's first element. offset, shape: int64[n, D] -> int64[n]."""
     flat: Int64 = offset[:, 0].copy()
     for dim in range(1, offset.shape[1]):
         flat *= shape[:, dim]
@@ -28,7 +28,7 @@ def first_element(offset: Int64, shape: Int64) -> Int64:
 def check_tiling(
     tensors: Sequence[TensorMeta], shape: Int64, tensor: Int64, offset: Int64, extent: Int64
 ) -> None:
-    """Proves that the boxes of each tensor hold each of its elements exactly once.
+    """Prove that the boxes of each tensor hold each of its elements exactly once.
 
     Args:
         tensors: T tensors, with `shape` int64[T, D] (padded with 1).
@@ -62,7 +62,7 @@ def check_tiling(
 def _broken_chains(
     axis: Int64, starts: Int64, counts: Int64, shape: Int64, offset: Int64, extent: Int64
 ) -> npt.NDArray[np.bool_]:
-    """Which tensors, cut along `axis` only, have boxes that do not follow one another."""
+    """Find tensors, cut along `axis` only, whose boxes do not follow one another."""
     rows = np.arange(len(offset))
     along = np.repeat(axis, counts)
     low = offset[rows, along]
@@ -76,11 +76,11 @@ def _broken_chains(
 
 
 def _unequal_corners(shape: Int64, tensor: Int64, offset: Int64, extent: Int64) -> Int64:
-    """Tensors whose boxes do not add up to the whole; repeats possible.
+    """Find tensors whose boxes do not add up to the whole; may repeat a tensor.
 
-    Exact for any arrangement: a function on the grid is determined by its mixed differences, and
-    those of a box's indicator are +1 or -1 at its 2^D corners. So boxes add up to "once everywhere"
-    if and only if their signed corners cancel against those of the whole tensor.
+    Exact for any arrangement: a function on the grid is determined by its mixed differences, and those of a
+    box's indicator are +1 or -1 at its 2^D corners. So boxes add up to "once everywhere" if and only if their
+    signed corners cancel against those of the whole tensor.
     """
     whole = np.unique(tensor)
     owner = np.concatenate([tensor, whole])
@@ -103,7 +103,7 @@ def _unequal_corners(shape: Int64, tensor: Int64, offset: Int64, extent: Int64) 
 
 
 def _explain(meta: TensorMeta, offset: Int64, extent: Int64) -> None:
-    """Raises with the first cell, in row-major order, that is held never or more than once."""
+    """Raise PlanError for the first cell, in row-major order, that is not held exactly once."""
     ndim = len(meta.shape)
     low, high = offset[:, :ndim], offset[:, :ndim] + extent[:, :ndim]
     cuts = [
@@ -146,7 +146,7 @@ class _Runs:
 
 
 def check_live(engine: str, layout: Layout) -> None:
-    """Segments and padding must write each byte of each declared buffer exactly once.
+    """Prove that segments and padding cover each byte of each declared buffer exactly once.
 
     Ranks that declare no buffers are not checked.
 
@@ -195,7 +195,7 @@ def _segment_runs(engine: str, layout: Layout) -> _Runs:
 
 
 def _check_dtypes(engine: str, layout: Layout, rows: Int64, buffer: Int64) -> None:
-    """Bytes are copied, not cast: a parameter has its tensors' dtype, or is raw bytes."""
+    """Check that each parameter has its tensors' dtype or is raw bytes, since bytes are not cast."""
     ours, live = layout.dtype[layout.tensor[rows]], layout.live.dtype[buffer]
     bad = (ours != live) & (live != DTYPES["uint8"])
     if bad.any():
@@ -217,9 +217,9 @@ def _padding_runs(layout: Layout) -> _Runs:
 
 
 def _collapse(runs: _Runs) -> _Runs:
-    """The same bytes in fewer, longer runs: neighbours join, full strides become one run.
+    """Merge runs into fewer, longer ones: neighbours join, and full strides become one run.
 
-    Each rewriting keeps the multiset of bytes, so what is found out later is exact.
+    Each step keeps the multiset of bytes, so later checks are exact.
     """
     while True:
         joined = _join(_absorb(runs))
@@ -229,7 +229,7 @@ def _collapse(runs: _Runs) -> _Runs:
 
 
 def _absorb(runs: _Runs) -> _Runs:
-    """Dimensions whose stride equals the run's length become part of the run."""
+    """Merge dimensions whose stride equals the run's length into the run."""
     nbytes, strides, counts = runs.nbytes.copy(), runs.strides.copy(), runs.counts.copy()
     for _ in range(strides.shape[1]):
         full = strides[:, 0] == nbytes
@@ -242,7 +242,7 @@ def _absorb(runs: _Runs) -> _Runs:
 
 
 def _join(runs: _Runs) -> _Runs:
-    """Runs of equal dimensions that lie end to end become one."""
+    """Join runs of equal dimensions that lie end to end."""
     dims = [*runs.strides.T, *runs.counts.T]
     order = np.lexsort((runs.offset, *(dim for dim in dims if dim.any() and (dim != 1).any()), runs.buffer))
     runs = _Runs(*(column[order] for column in _columns(runs)))
@@ -259,7 +259,7 @@ def _join(runs: _Runs) -> _Runs:
 
 
 def _expand(runs: _Runs) -> _Runs:
-    """Every repetition as a run of its own."""
+    """Turn every repetition into its own run."""
     buffer, offset, nbytes, counts = runs.buffer, runs.offset, runs.nbytes, runs.counts
     strides = runs.strides
     for dim in range(counts.shape[1]):
@@ -273,7 +273,7 @@ def _expand(runs: _Runs) -> _Runs:
 
 
 def _check_chain(engine: str, layout: Layout, runs: _Runs) -> None:
-    """Sorted by address, the runs of all buffers must follow each other without a gap."""
+    """Check that the runs of all buffers, sorted by address, follow each other without a gap."""
     sizes = layout.live.nbytes
     base = np.cumsum(sizes) - sizes
     start = base[runs.buffer] + runs.offset

@@ -1,4 +1,4 @@
-"""What ranks need of other hosts, such that what several of one host need crosses to it once."""
+"""Plans reads from other hosts, so that shared bytes cross to a host once."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from weightsync.plan.shuffle import Bundle
 __all__ = ["LEAST_SHARE_NBYTES", "arrivals", "bundles"]
 
 _SAME = ("trainer", "src_buffer", "src", "rows", "row_nbytes", "src_pitch", "dst_pitch")
-"""What reads have in common that are shared. Messages cut rows by `dst_pitch` too: all have to cut alike."""
+"""Columns that shared reads have in common; `dst_pitch` too, since messages cut rows by it."""
 LEAST_SHARE_NBYTES = 1 << 20
-"""What is less is not dealt out: messages are to be few."""
+"""Reads are not split into smaller shares than this, to keep messages few."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def bundles(needs: Mapping[int, Reads], hosts: Mapping[int, str], senders: Mapping[int, int]) -> list[Bundle]:
-    """Assign `needs` to the ranks that receive them; each passes on what others of its host need, too.
+    """Assign `needs` to ranks that receive them and pass them on in their host.
 
-    Reads are shared where they are of the same bytes in the same rows: replicas, and engines that are
-    cut alike. Each of those who share gets an equal part of them, or one gets what is little.
+    Reads of the same bytes in the same rows are shared: those of replicas, and of engines with the same cut.
+    The ranks that share them get equal parts; a small read goes to one of them.
 
     Args:
-        needs: per receiving rank, what it reads of trainers on other hosts.
-        hosts: of these ranks.
+        needs: per receiving rank, its reads from trainers on other hosts.
+        hosts: the host of each of these ranks.
         senders: the rank of each trainer that is read.
     """
     found: list[Bundle] = []
@@ -41,7 +41,7 @@ def bundles(needs: Mapping[int, Reads], hosts: Mapping[int, str], senders: Mappi
 
 
 def arrivals(dealt: Sequence[Bundle]) -> dict[int, tuple[Counter[int], Counter[int]]]:
-    """Per rank that receives: bytes by who packs them, and by who passes them on."""
+    """Return each receiving rank's bytes, by the rank that packs them or passes them on."""
     found: dict[int, tuple[Counter[int], Counter[int]]] = {}
     for sender, parts in dealt:
         first = next(iter(parts))
@@ -60,11 +60,11 @@ def _of_host(needs: Sequence[tuple[int, Reads]], senders: Mapping[int, int]) -> 
     place = np.full((len(needs), num_keys), -1)  # of each key in each rank's reads
     for number, key in enumerate(keys):
         place[number, key] = np.arange(len(key))
-    wanted = np.packbits(place >= 0, axis=0)  # by whom, a bit each
+    wanted = np.packbits(place >= 0, axis=0)  # a bit for each rank
     found: list[Bundle] = []
     for first, (_, reads) in enumerate(needs):
         key = keys[first]
-        key = key[(place[:first, key] < 0).all(axis=0)]  # what no earlier rank shares
+        key = key[(place[:first, key] < 0).all(axis=0)]  # reads that no earlier rank has
         rows = place[first, key]
         trainer = reads.trainer[rows].astype(np.int64)
         for group in _groups([trainer, *wanted[:, key]]):
@@ -75,7 +75,7 @@ def _of_host(needs: Sequence[tuple[int, Reads]], senders: Mapping[int, int]) -> 
             dealt = (np.cumsum(nbytes) - nbytes) * num_shares // total
             for turn in np.unique(dealt).tolist():
                 mine = key[group[dealt == turn]]
-                at = (giver + turn) % len(sharing)  # small shares of many trainers go to all in turn
+                at = (giver + turn) % len(sharing)  # rotate by trainer, so that small shares are spread
                 order = [*sharing[at:], *sharing[:at]]
                 parts = {needs[each][0]: needs[each][1].take(place[each, mine]) for each in order}
                 found.append((senders[giver], parts))
@@ -83,7 +83,7 @@ def _of_host(needs: Sequence[tuple[int, Reads]], senders: Mapping[int, int]) -> 
 
 
 def _groups(columns: Sequence[npt.NDArray[np.integer]]) -> list[Int64]:
-    """The numbers of rows that are equal in all columns, in order, those of each kind together."""
+    """Group the rows that are equal in all columns. Returns row numbers, ascending, for each group."""
     code = np.zeros(len(columns[0]), np.int64)
     for column in columns:
         code = np.unique(code * (int(column.max(initial=0)) + 1) + column, return_inverse=True)[1]
@@ -92,7 +92,7 @@ def _groups(columns: Sequence[npt.NDArray[np.integer]]) -> list[Int64]:
 
 
 def _keys(parts: Sequence[Reads]) -> list[Int64]:
-    """A number for each read: the same for the same bytes in the same rows, however often one has them."""
+    """Number the reads. Equal reads of different ranks get one number; repeats in a rank stay apart."""
     assert len({reads.src_names for reads in parts}) == 1
     columns = [np.concatenate([getattr(reads, name) for reads in parts]) for name in _SAME]
     owner, _ = repeated(np.array([len(reads) for reads in parts], np.int64))
@@ -111,7 +111,7 @@ def _keys(parts: Sequence[Reads]) -> list[Int64]:
 
 
 def _nth(starts: Bool) -> Int64:
-    """Each row's place in its run."""
+    """Return each row's index in its run."""
     at = np.arange(len(starts))
     place: Int64 = at - np.maximum.accumulate(np.where(starts, at, 0))
     return place

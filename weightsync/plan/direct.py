@@ -1,4 +1,4 @@
-"""Direct: each byte of an engine's live parameters, from the trainer that holds it to where it ends up."""
+"""Plans direct copies from trainers' memory into an engine's live parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["CHUNK_NBYTES", "Reads", "Reshard", "addresses", "same_dtype_tensors"
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Reads:
-    """N 2-D copies out of the trainers' memories, in the order in which they run.
+    """N 2-D copies from the trainers' memory, in the order in which they run.
 
     Attributes:
         trainer: int32[N], the rank that is read.
@@ -50,7 +50,7 @@ class Reads:
         dst_buffer: Int64 | Int32,
         table: Int64,
     ) -> Reads:
-        """Reads from a table as `table()` gives it."""
+        """Make reads from a table like that of `table()`."""
         src, dst, rows, row_nbytes, src_pitch, dst_pitch = table.T
         return cls(
             trainer=trainer.astype(np.int32),
@@ -74,18 +74,18 @@ class Reads:
         return int((self.rows * self.row_nbytes).sum())
 
     def by_trainer(self) -> dict[int, int]:
-        """Bytes read from each trainer rank that is read from."""
+        """Return the bytes read from each trainer rank."""
         ranks, index = np.unique(self.trainer, return_inverse=True)
         sums = np.zeros(len(ranks), np.int64)
         np.add.at(sums, index, self.rows * self.row_nbytes)
         return dict(zip(ranks.tolist(), sums.tolist(), strict=True))
 
     def table(self) -> Int64:
-        """int64[N, 6], `Copies`' columns; `src` and `dst` are offsets in the buffers."""
+        """Return int64[N, 6], the columns of `Copies`; `src` and `dst` are offsets in the buffers."""
         return np.stack(self._columns(), axis=1)
 
     def take(self, rows: Int64) -> Reads:
-        """Those of numbers `rows`, in that order."""
+        """Return reads number `rows`, in that order."""
         return Reads.of(
             self.trainer[rows],
             self.src_names,
@@ -96,7 +96,7 @@ class Reads:
         )
 
     def cut(self, part: Int64, table: Int64) -> Reads:
-        """`table` with parts of these reads: row i is part of number `part[i]`."""
+        """Return reads with the copies of `table`. Its row i is a part of read `part[i]`."""
         return Reads.of(
             self.trainer[part],
             self.src_names,
@@ -107,11 +107,11 @@ class Reads:
         )
 
     def copies(self, src_address: Mapping[tuple[int, str], int], dst_address: Mapping[str, int]) -> Copies:
-        """The copies between addresses.
+        """Return the copies between addresses.
 
         Args:
-            src_address: where each (trainer rank, buffer) starts, as seen by who copies.
-            dst_address: where each of the engine rank's own buffers starts.
+            src_address: start of each (trainer rank, buffer), as mapped in the process that copies.
+            dst_address: start of each of the engine rank's buffers.
         """
         key = self.trainer.astype(np.int64) * len(self.src_names) + self.src_buffer
         numbers, index = np.unique(key, return_inverse=True)
@@ -133,7 +133,7 @@ class Reads:
 
 
 def addresses(names: tuple[str, ...], buffer: Int32, address: Mapping[str, int]) -> Int64:
-    """The address of each `buffer`, a number in `names`."""
+    """Return the address of each entry of `buffer`, an index into `names`."""
     numbers, index = np.unique(buffer, return_inverse=True)
     starts = np.array([address[names[number]] for number in numbers.tolist()], np.int64)
     found: Int64 = starts[index]
@@ -141,11 +141,11 @@ def addresses(names: tuple[str, ...], buffer: Int32, address: Mapping[str, int])
 
 
 CHUNK_NBYTES = 4 << 20
-"""Most bytes of one copy: large enough for a copy engine, small enough to take turns."""
+"""Maximum bytes of one copy: large enough for a copy engine, small enough to alternate trainers."""
 
 
 def same_dtype_tensors(source: Layout, name: str, engine: Layout) -> tuple[frozenset[str], dict[str, str]]:
-    """Names of the tensors of engine `name` that can go as they are, and why the others cannot.
+    """Return engine `name`'s same-dtype tensors, and why others are left out.
 
     Raises:
         PlanError: the tensors of the two sides do not pair up.
@@ -156,7 +156,7 @@ def same_dtype_tensors(source: Layout, name: str, engine: Layout) -> tuple[froze
 
 
 def _reasons(source: Layout, matched: Match) -> dict[str, str]:
-    """Why tensors, by the engine's name for them, cannot be copied byte by byte."""
+    """Return why tensors, by the engine's names, cannot be copied byte by byte."""
     pairs = zip(matched.tensors, matched.source.tolist(), strict=True)
     return {
         meta.name: f"{source.tensors[number].dtype} at the trainers, {meta.dtype} at the engine"
@@ -166,23 +166,22 @@ def _reasons(source: Layout, matched: Match) -> dict[str, str]:
 
 
 class Reshard:
-    """What the ranks of one engine read from the trainers; made once, asked for each rank.
+    """Pairs the trainers' layout with one engine's, and plans the reads of each engine rank.
 
-    Sources are proven to tile every tensor, and each rank's reads to cover each of its segments.
-    That the segments write each byte of the live parameters once is for the caller to prove: see
-    `check_live`.
+    It proves that sources tile every tensor, and that each rank's reads cover each of its segments. The
+    caller has to prove that segments write each byte of the live parameters once, with `check_live`.
     """
 
     def __init__(
         self, source: Layout, name: str, engine: Layout, *, only: Collection[str] | None = None
     ) -> None:
-        """Pairs the two sides.
+        """Pair the two sides.
 
         Args:
-            source: what the trainer ranks hold.
-            name: the engine's, for messages.
-            engine: what its ranks take.
-            only: the engine's names of the tensors that go directly; by default all.
+            source: layout of the trainers.
+            name: the engine's name, for messages.
+            engine: layout of the engine.
+            only: tensors to read directly, by the engine's names; by default all.
 
         Raises:
             PlanError: names a tensor that is missing or left over, of another shape or dtype, or
@@ -202,22 +201,21 @@ class Reshard:
         held = self._shards.first
         self._low = _wide(source.offset[held], num_dims, 0)
         self._high = self._low + _wide(source.extent[held], num_dims, 1)
-        # Each tensor has a stretch of one line, as long as its first dimension. Boxes are ordered by
-        # where they begin on it; where any box up to here ends only grows as well.
+        # Tensors follow each other on one line, each as long as its first dimension. Boxes are ordered by
+        # their start on it. The running maximum of their ends ascends, too, so both can be searched.
         lengths = source.shape[matched.source, 0]
         self._base = np.cumsum(lengths) - lengths
         self._begins = self._base[self._shards.tensor] + self._low[:, 0]
         self._ends = np.maximum.accumulate(self._base[self._shards.tensor] + self._high[:, 0])
 
     def reads(self, rank: int, near: Sequence[int], *, start: int | None = None) -> Reads:
-        """What engine rank `rank` reads, and from whom: each byte of its segments once.
+        """Return the reads of engine rank `rank`: each byte of its segments once.
 
         Args:
-            near: how far each trainer rank is, in growing numbers: 0 the same device, 1 the same
-                host, 2 another host. The nearest of several replicas is read; among equally near
-                ones the bytes are balanced.
-            start: the trainer rank that is asked first. By default the engine's ranks are spread
-                over the trainers; where there are several engines, spread the ranks of all.
+            near: distance of each trainer rank: 0 the same device, 1 the same host, 2 another host. The
+                nearest of several replicas is read; bytes are balanced among equally near ones.
+            start: the trainer rank that is read first. By default the engine's ranks are spread over the
+                trainers; with several engines, spread the ranks of all.
         """
         source, engine = self._source, self._engine
         start = rank * source.num_ranks // engine.num_ranks if start is None else start
@@ -248,7 +246,7 @@ class Reshard:
         )
 
     def _segments(self, rank: int) -> Int64:
-        """Rows of the engine's layout that `rank` fills directly."""
+        """Return the rows of the engine's layout that `rank` fills directly."""
         engine = self._engine
         rows = np.arange(*np.searchsorted(engine.rank, [rank, rank + 1]).tolist())
         wanted = (engine.extent[rows] > 0).all(axis=1) & (self._travel[engine.tensor[rows]] >= 0)
@@ -256,7 +254,7 @@ class Reshard:
         return found
 
     def _overlaps(self, rows: Int64) -> tuple[Int64, Int64, Int64, Int64]:
-        """Each overlap of a box and a segment: both numbers, and its offset and extent [P, D]."""
+        """Find the P overlaps of boxes and segments: both numbers, and offset and extent, [P, D]."""
         engine, num_dims = self._engine, self._low.shape[1]
         low = _wide(engine.offset[rows], num_dims, 0)
         extent = _wide(engine.extent[rows], num_dims, 1)
@@ -275,7 +273,7 @@ class Reshard:
         return box, segment, begin, common
 
     def _pick(self, box: Int64, nbytes: Int64, start: int, near: Int64) -> Int64:
-        """The row of the source's layout that each overlap is read from."""
+        """Choose the row of the source's layout from which each overlap is read."""
         shards, num_ranks = self._shards, self._source.num_ranks
         size = shards.size[box]
         if (size == 1).all():
@@ -285,7 +283,7 @@ class Reshard:
         trainer = self._source.rank[rows].astype(np.int64)
         nearest = near[trainer] == np.minimum.reduceat(near[trainer], np.cumsum(size) - size)[overlap]
         overlap, rows, trainer = overlap[nearest], rows[nearest], trainer[nearest]
-        # Receivers of equal needs differ in whom they ask first, so together they load all alike.
+        # Receivers with equal needs start at different trainers, so together they load all of them equally.
         turned = (trainer - start) % num_ranks
         order = np.argsort(overlap * num_ranks + turned)
         rows, turned = rows[order], turned[order]
@@ -295,17 +293,17 @@ class Reshard:
 
 
 def _origin(layout: Layout) -> Int64:
-    """Byte offset in the segment's buffer at which the tensor's element 0 would lie, int64[n]."""
+    """Return the byte offset in each segment's buffer of the whole tensor's element 0, int64[n]."""
     origin: Int64 = layout.byte_offset - np.einsum("nd,nd->n", layout.offset, layout.strides)
     return origin
 
 
 def _read_order(trainer: Int64, nbytes: Int64, start: int, near: Sequence[int]) -> Int64:
-    """In which order to copy; `trainer` ascends.
+    """Return the order of the copies; `trainer` ascends.
 
-    In rounds, in each of which every trainer gives the same part of all that it gives: all are busy
-    until the end. A receiver starts each round with the trainer after its own, where it has one, or
-    with `start`, so that at any time the receivers read from different ones.
+    Copies run in rounds. In each round every trainer gives the same fraction of its bytes, so all are busy
+    until the end. A receiver starts each round with the trainer after the one on its own device, or with
+    `start`, so that receivers read from different trainers at any time.
     """
     total = np.bincount(trainer, nbytes, len(near)).astype(np.int64)
     before = np.cumsum(nbytes) - nbytes - (np.cumsum(total) - total)[trainer]
@@ -317,13 +315,13 @@ def _read_order(trainer: Int64, nbytes: Int64, start: int, near: Sequence[int]) 
 
 
 def _numel(extent: Int64) -> Int64:
-    """int64[n, D] -> int64[n]; for few columns many times faster than `prod(axis=1)`."""
+    """Return the elements per box, int64[n]; for few columns much faster than `prod(axis=1)`."""
     numel: Int64 = reduce(np.multiply, extent.T)
     return numel
 
 
 def _wide(columns: Int64, num_dims: int, fill: int) -> Int64:
-    """`columns` int64[n, d] with missing trailing dimensions."""
+    """Pad `columns`, int64[n, d], to `num_dims` dimensions with `fill`."""
     missing = num_dims - columns.shape[1]
     if not missing:
         return columns

@@ -1,4 +1,4 @@
-"""How fast direct reads can be at best: the bytes of each link over its rate."""
+"""Estimates the least time of direct reads: the bytes of each link over its rate."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class LinkRates:
 
     Attributes:
         name: the cluster's name, for printing.
-        hbm: of one GPU's memory, read and written bytes together.
-        nvlink: into one GPU from the others of its host, and as much out of it.
-        nic: into a host per GPU of it, and as much out of it. All GPUs of a host may use all its NICs.
+        hbm: of one GPU's memory, for read and written bytes together.
+        nvlink: into one GPU from the others of its host; the same out of it.
+        nic: into a host, per GPU; the same out of it. Every GPU of a host may use all its NICs.
     """
 
     name: str
@@ -39,9 +39,9 @@ class Receiver:
     """One engine rank on GPU number `gpu`, and the bytes that it reads from each trainer rank.
 
     Attributes:
-        passed_on: bytes of other hosts that it gets from other GPUs of its own, by GPU.
-        times: how many ranks are like it, on hosts of their own where it reads from others: what they
-            load of their own is loaded alike, what they load at the trainers adds up.
+        passed_on: bytes from other hosts that other GPUs of its host pass on to it, by GPU.
+        times: how many equal ranks it stands for, each on its own host if it reads from other hosts. Their
+            load on their own links does not add up, their load on the trainers' links does.
     """
 
     name: str
@@ -55,7 +55,10 @@ class Receiver:
     def of_host(
         cls, planned: Sequence[tuple[str, int, Reads]], trainers: Sequence[int], gpus_per_host: int
     ) -> list[Receiver]:
-        """Ranks of one host, by name and GPU: what several need of others crosses once, see `bundles`."""
+        """Make receivers for ranks of one host, given by name, GPU and reads.
+
+        Bytes of other hosts that several of them need cross once, see `bundles`.
+        """
         far = {}
         for _, gpu, reads in planned:
             near = np.array(distances(gpu, trainers, gpus_per_host))[reads.trainer]
@@ -80,7 +83,7 @@ class Receiver:
         return found
 
     def links(self, trainers: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """The GPUs that give it bytes, and how many; `trainers` are those of the trainer ranks."""
+        """Yield the GPUs that send it bytes, and how many. `trainers` has each trainer rank's GPU."""
         for trainer, nbytes in self.by_trainer.items():
             yield trainers[trainer], nbytes
         yield from self.passed_on.items()
@@ -88,11 +91,11 @@ class Receiver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFloor:
-    """What one engine rank reads.
+    """Reads of one engine rank.
 
     Attributes:
-        nbytes: from trainers on the same GPU, elsewhere on the same host, on other hosts.
-        seconds: of the links that these bytes take, as the only ones, the slowest; None without rates.
+        nbytes: bytes from the same GPU, from the rest of the host, and from other hosts.
+        seconds: time of its slowest link if no other rank reads; None without rates.
         times: how many ranks read the same.
     """
 
@@ -112,11 +115,11 @@ class DirectFloor:
     """Figures of the reads of several engine ranks; `str()` prints them.
 
     Attributes:
-        ranks: those that were planned, in the order given; each stands for `times` ranks.
-        num_ranks: how many ranks there are; where more than planned, the figures are of the planned only.
-        nbytes, num_copies: of all planned; nbytes as in `RankFloor`.
-        seconds: no schedule of these reads is faster; None without rates.
-        bottleneck: the link that takes that long, such as ``NVLink into GPU 3``.
+        ranks: the planned ranks, in the order given; each stands for `times` ranks.
+        num_ranks: how many ranks there are. Other figures are of the planned ranks only.
+        nbytes, num_copies: sums over all planned ranks; nbytes as in `RankFloor`.
+        seconds: lower bound of any schedule of these reads; None without rates.
+        bottleneck: the link that takes this long, such as ``NVLink into GPU 3``.
     """
 
     ranks: tuple[RankFloor, ...]
@@ -137,7 +140,7 @@ class DirectFloor:
 
     @property
     def slowest(self) -> RankFloor:
-        """The rank of the largest floor; without rates, the one that reads most."""
+        """The rank with the largest floor; without rates, the one that reads most."""
         return max(self.ranks, key=lambda rank: (rank.seconds or 0.0, sum(rank.nbytes)))
 
     def __str__(self) -> str:
@@ -166,7 +169,7 @@ class DirectFloor:
 
 
 def distances(gpu: int, trainers: Sequence[int], gpus_per_host: int) -> list[int]:
-    """How far from `gpu` each of `trainers`, the trainer ranks' GPUs, is: `near` of `Reshard.reads`."""
+    """Return the distance from `gpu` of each trainer rank's GPU, as `near` of `Reshard.reads`."""
     return [_distance(gpu, trainer, gpus_per_host) for trainer in trainers]
 
 
@@ -178,13 +181,13 @@ def direct_floor(
     *,
     num_ranks: int | None = None,
 ) -> DirectFloor:
-    """Adds up what `receivers`, at least one, read at the same time.
+    """Add up the reads of `receivers`, at least one, which run at the same time.
 
     Args:
         trainers: the GPU of each trainer rank.
-        gpus_per_host: hosts are filled with GPUs one after another.
+        gpus_per_host: GPUs are numbered host by host.
         rates: without them there are no times.
-        num_ranks: how many engine ranks there are, if `receivers` are a part of them.
+        num_ranks: number of engine ranks, if `receivers` are only some of them.
     """
     parts = [_by_distance(receiver, trainers, gpus_per_host) for receiver in receivers]
     loads: dict[str, float] = {}
@@ -230,7 +233,7 @@ def _by_distance(receiver: Receiver, trainers: Sequence[int], gpus_per_host: int
 def _seconds(
     receiver: Receiver, trainers: Sequence[int], gpus_per_host: int, rates: LinkRates | None, times: int = 1
 ) -> dict[str, float]:
-    """How long each link is busy with what `receiver` reads. Every byte is read and written once.
+    """Return how long each link is busy with the reads of `receiver`. Bytes are read and written once.
 
     `times`: how many such receivers load the links of other hosts.
     """

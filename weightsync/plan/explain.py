@@ -1,4 +1,4 @@
-"""What a plan costs, in figures."""
+"""Figures of what a plan costs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ __all__ = ["Cluster", "Explanation", "count_text", "size_text", "time_text"]
 
 
 def count_text(count: int, noun: str) -> str:
-    """``1 engine``, ``2 engines``, ``0 copies``: regular nouns."""
+    """Format a count with a regular noun: ``1 engine``, ``2 engines``, ``0 copies``."""
     if count == 1:
         return f"{count} {noun}"
     return f"{count} {noun[:-1]}ies" if noun.endswith("y") else f"{count} {noun}s"
 
 
 def size_text(nbytes: int) -> str:
-    """``17 B``, ``1.5 GiB``."""
+    """Format bytes: ``17 B``, ``1.5 GiB``."""
     value, unit = float(nbytes), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
@@ -26,7 +26,7 @@ def size_text(nbytes: int) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """``41 µs``, ``8.3 ms``, ``1.20 s``."""
+    """Format seconds: ``41 µs``, ``8.3 ms``, ``1.20 s``."""
     if seconds < 1e-4:
         return f"{seconds * 1e6:.0f} µs"
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
@@ -34,10 +34,10 @@ def time_text(seconds: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The bandwidths that a plan is judged by, in 1e9 bytes per second and per holder.
+    """Bandwidths of a cluster, in 1e9 bytes per second and per holder.
 
-    `link_gb_per_s` is what one holder receives from its peers, `host_gb_per_s` what it copies from
-    its host send buffer to its device; None if the send buffers are where the links read.
+    `link_gb_per_s` is for receiving from peers. `host_gb_per_s` is for copies from the host send buffer to
+    the device; None if links read the send buffers themselves.
     """
 
     name: str
@@ -52,12 +52,12 @@ class Explanation:
     Bytes are wire bytes, alignment included, except `payload_nbytes`. Mappings are by holder.
 
     Attributes:
-        sent: bytes per root, each once: a pipelined broadcast sends a byte once.
-        received: bytes per receiver, its own left out.
+        sent: bytes per root; a pipelined broadcast sends each byte once.
+        received: bytes per receiver, without those of its own trainers.
         imbalance: max / mean of the bytes that the trainers send; 1.0 is even.
-        stage_seconds: expected time per stage when stages do not overlap; broadcasts go one
-            after another, host copies run on all holders at once.
-        floor_seconds: no schedule is faster: the busiest holder's bytes over its link.
+        stage_seconds: expected time per stage if stages do not overlap; broadcasts run one after another,
+            host copies run on all holders in parallel.
+        floor_seconds: lower bound of any schedule: the busiest holder's bytes over its link.
     """
 
     num_tensors: int
@@ -76,7 +76,7 @@ class Explanation:
 
     @property
     def edges(self) -> dict[tuple[int, int], int]:
-        """(root, receiver) -> bytes. A broadcast's bytes count on each of its edges."""
+        """Bytes by (root, receiver). A broadcast's bytes count on each of its edges."""
         return {(s, r): n for s, n in self.sent.items() if n for r in self.received if r != s}
 
     def __str__(self) -> str:

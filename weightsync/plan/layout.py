@@ -1,4 +1,4 @@
-"""One side's segments, all ranks together, in columns."""
+"""The segments of all ranks of one side, in columns."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 
 DTYPES = {name: code for code, name in enumerate(ITEMSIZE)}
-"""A number per dtype, for columns."""
+"""A number for each dtype, for columns."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Buffers:
-    """m live parameters, and k regions of them that stay as they are.
+    """m live parameters, and k padding regions in them, which are not written.
 
     Attributes:
-        metas: (rank, name, dtype and local shape).
+        metas: rank, and name, dtype and local shape.
         key: int64[m], ascending: rank * num_names + the name's number; order: int64[m], its
             position in `metas`.
         nbytes: int64[m]; dtype: int32[m], by `DTYPES`.
@@ -50,10 +50,10 @@ class Buffers:
         padding: Sequence[tuple[int, str, int, int]],
         names: dict[str, int],
     ) -> Buffers:
-        """`padding` is (rank, buffer, byte offset, nbytes); `names` numbers the buffers' names.
+        """Build columns. `padding` is (rank, buffer, byte offset, nbytes); `names` numbers buffer names.
 
         Raises:
-            PlanError: a rank declares a buffer twice, or padding outside of those that it declares.
+            PlanError: a rank declares a buffer twice, or padding outside its declared buffers.
         """
         key = np.array([rank * len(names) + names[meta.name] for rank, meta in metas], np.int64)
         order: Int64 = np.argsort(key, kind="stable")
@@ -88,7 +88,7 @@ class Buffers:
         )
 
     def find(self, rank: Int32, name: Int32) -> Int64:
-        """Position in `metas` of each (rank, number of a name); -1 where that is not declared."""
+        """Return the position in `metas` of each (rank, name number); -1 if it is not declared."""
         key = rank.astype(np.int64) * self.num_names + name
         at = np.minimum(np.searchsorted(self.key, key), len(self.key) - 1)
         found: Int64 = np.where(self.key[at] == key, self.order[at], -1)
@@ -300,7 +300,7 @@ def _join_tied(ranks: Sequence[RankLayout]) -> tuple[tuple[str, str], ...]:
 
 
 def _join_tensors(ranks: Sequence[RankLayout], tied: dict[str, str]) -> dict[str, TensorMeta]:
-    """The tensors of all ranks by name, in order of first appearance, without aliases."""
+    """Return the tensors of all ranks by name, in order of first appearance, without aliases."""
     metas: dict[str, TensorMeta] = {}
     owner: dict[str, int] = {}
     for rank, layout in enumerate(ranks):
@@ -345,7 +345,7 @@ def _check_segment(segment: Segment, metas: dict[str, TensorMeta], tied: dict[st
 def _check_bounds(
     tensors: tuple[TensorMeta, ...], shape: Int64, tensor: Int32, offset: Int64, extent: Int64
 ) -> None:
-    # Not offset + extent, which may be more than int64 holds.
+    # Not offset + extent, which may overflow int64.
     bad = ((offset < 0) | (extent < 0) | (extent > shape[tensor] - offset)).any(axis=1)
     if bad.any():
         row = int(bad.argmax())
@@ -361,7 +361,7 @@ def _check_bounds(
 def _check_reach(
     tensors: tuple[TensorMeta, ...], tensor: Int32, extent: Int64, byte_offset: Int64, strides: Int64
 ) -> None:
-    """Segments lie in memory that there can be, so that sums of their bytes stay exact."""
+    """Check that segments end below 4 PiB, so that sums of their bytes stay exact."""
     steps = _largest(extent) * _largest(strides) * extent.shape[1]
     if steps + _largest(byte_offset) <= MOST_NBYTES:
         return

@@ -18,7 +18,7 @@ __all__ = ["Match", "Shards", "match"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Match:
-    """`tensors` in travel order; `source[t]` is the source's tensor that is sent as tensor t."""
+    """Paired tensors: `tensors` in travel order; tensor t is sent from the source's `source[t]`."""
 
     tensors: tuple[TensorMeta, ...]
     source: Int64
@@ -26,7 +26,7 @@ class Match:
 
 
 def match(source: Layout, engines: Sequence[tuple[str, Layout]]) -> Match:
-    """Pairs each tensor that the engines want with the source's.
+    """Pair each tensor of the engines with the source's.
 
     Raises:
         PlanError: names, shapes, dtypes or ties of the two sides do not fit.
@@ -47,7 +47,7 @@ def match(source: Layout, engines: Sequence[tuple[str, Layout]]) -> Match:
 
 
 def _travel_order(engine: Layout) -> list[int]:
-    """Tensors by first appearance in the segments, then those without any."""
+    """Order tensors by first appearance in the segments; tensors without segments follow."""
     seen, first = np.unique(engine.tensor, return_index=True)
     rest = np.setdiff1d(np.arange(len(engine.tensors)), seen)
     order: list[int] = np.concatenate([seen[np.argsort(first)], rest]).tolist()
@@ -95,7 +95,7 @@ def _remedy(ours: TensorMeta, theirs: TensorMeta) -> str:
 
 
 def _check_ties(source: Layout, index: dict[str, int], engines: Sequence[tuple[str, Layout]]) -> None:
-    """A tensor that an engine ties must not be a tensor of its own at the trainers."""
+    """Check that tensors which an engine ties are not two tensors at the trainers."""
     aliases = dict(source.tied)
     for engine, layout in engines:
         for alias, canonical in layout.tied:
@@ -109,7 +109,7 @@ def _check_ties(source: Layout, index: dict[str, int], engines: Sequence[tuple[s
 
 
 def _check_same(first_name: str, first: Layout, name: str, engine: Layout) -> None:
-    """Engines take the same tensors: each is sent once, to all of them."""
+    """Check that all engines take the same tensors, since each is sent once, to all of them."""
     if engine.names == first.names and engine.tensors == first.tensors:
         return
     metas = {meta.name: meta for meta in first.tensors}
@@ -131,10 +131,10 @@ def _check_same(first_name: str, first: Layout, name: str, engine: Layout) -> No
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shards:
-    """g boxes, proven to tile every tensor; ordered by travelling tensor, then by first element.
+    """g boxes, proven to tile every tensor; ordered by tensor that travels, then by first element.
 
     Attributes:
-        tensor: int64[g], the travelling tensor of each box.
+        tensor: int64[g], the tensor that travels, for each box.
         rows: int64[m], rows of the source's layout: the replicas of box 0 by rank, those of box 1, ...
         start, size: int64[g], where in `rows` the replicas of a box start, and how many there are.
     """
@@ -146,7 +146,7 @@ class Shards:
 
     @classmethod
     def of(cls, source: Layout, matched: Match) -> Shards:
-        """Groups the source's segments, empty ones left out.
+        """Group the source's segments, without empty ones.
 
         Raises:
             PlanError: names a tensor whose boxes leave a hole, overlap, or are declared twice by a rank.
@@ -167,14 +167,14 @@ class Shards:
 
     @property
     def first(self) -> Int64:
-        """int64[g], a row of the source's layout for each box."""
+        """One row of the source's layout for each box, int64[g]."""
         return self.rows[self.start]
 
 
 def _source_rows(source: Layout, matched: Match) -> tuple[Int64, Int64]:
-    """Rows of the source's segments and the tensor they are sent as, empty boxes left out.
+    """Return the rows of the source's nonempty segments, and the tensor that each is sent as.
 
-    Ordered by travelling tensor, then by first element, then by rank.
+    Ordered by tensor that travels, then by first element, then by rank.
     """
     held: Int64 = np.flatnonzero((source.extent > 0).all(axis=1))
     numel = source.shape.prod(axis=1)

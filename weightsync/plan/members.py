@@ -1,4 +1,4 @@
-"""Who takes part: which holder serves which rank."""
+"""The members of a plan: which holder serves which rank."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["Members", "broadcast_groups"]
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The holders of one communicator, and whom each of them serves.
+    """The holders of a plan, and the ranks that each of them serves.
 
     Attributes:
-        num_holders: size of the communicator.
+        num_holders: number of holders.
         trainers: holder of each trainer rank.
-        engines: per engine its name and the holder of each of its ranks.
+        engines: each engine's name, and the holder of each of its ranks.
 
     Raises:
-        ConfigError: nobody to send or to receive, a holder out of range, or a name given twice.
+        ConfigError: no trainer or engine rank, a holder out of range, or a name given twice.
     """
 
     num_holders: int
@@ -56,11 +56,11 @@ class Members:
 
 
 def broadcast_groups(members: Members, *, together: bool = False) -> dict[int, tuple[int, ...]]:
-    """Per sending holder, ascending: itself and all that receive.
+    """Return the broadcast group of each sending holder: itself and all receivers, ascending.
 
-    A holder that only sends stays out of the others' broadcasts. Senders that also receive, as all
-    do when trainers and engines share devices, have one group between them. So do all `together`:
-    they receive what they have no use for, and there is one communicator however many they are.
+    A holder that only sends is in no other group. Senders that also receive, as all do if trainers and
+    engines share devices, have the same group. With `together`, all senders share one group, and so one
+    communicator, but they receive bytes that they do not need.
     """
     if together:
         everybody = tuple(sorted({*members.senders, *members.receivers}))

@@ -1,4 +1,4 @@
-"""The plan: what travels, in which bucket, from whom. Frozen, the same for everybody."""
+"""The plan: which bytes travel, in which bucket, from which trainer. Frozen; equal in every member."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["Bucket", "Piece", "Plan", "Step", "by_tensor"]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One box of `Plan.tensors[tensor]`, row-major and contiguous on the wire.
+    """One box of `Plan.tensors[tensor]`, row-major and contiguous in its bucket.
 
-    `offset` is its first byte in the bucket, `send_buffer_offset` the one in `trainer`'s send buffer.
+    `offset` is its first byte in the bucket, `send_buffer_offset` its first byte in `trainer`'s send buffer.
     """
 
     tensor: int
@@ -49,7 +49,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What is in the buffer together: `nbytes` of it are used."""
+    """One bucket, with `nbytes` in use."""
 
     index: int
     nbytes: int
@@ -271,7 +271,10 @@ def _times(
 
 
 def by_tensor(plan: Plan, layout: RankLayout) -> list[list[Segment]]:
-    """The layout's segments per tensor of the plan; a tied tensor's under the name that travels."""
+    """Return the layout's segments for each tensor of the plan.
+
+    Segments of tied tensors are under the name that travels.
+    """
     canonical = dict(layout.tied)
     held: dict[str, list[Segment]] = {}
     for segment in layout.segments:

@@ -1,4 +1,4 @@
-"""What one rank declares: which boxes of which tensors lie where in its memory."""
+"""The layout of one rank: which boxes of which tensors it holds, and where in its memory."""
 
 from __future__ import annotations
 
@@ -115,10 +115,10 @@ ITEMSIZE = MappingProxyType(
 """Bytes per element, by torch's name without its prefix."""
 
 CASTABLE = frozenset({"bfloat16", "float16", "float32", "float64"})
-"""Dtypes that are cast to one another. A float8 is not: its values need a scale, which no cast makes."""
+"""Dtypes that are cast to one another. float8 is not: its values need a scale, which a cast cannot make."""
 
 MOST_NBYTES = 1 << 52
-"""The largest tensor, and the largest model: sums stay exact in int64, and in float64 where NumPy uses it."""
+"""Limit for a tensor and for a model: sums stay exact in int64, and in float64 where NumPy uses it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class TensorMeta:
             raise PlanError(
                 self.name, f"shape {self.shape} has a negative dimension; give sizes of 0 or more"
             )
-        # As Python's integers: NumPy's would wrap around. A dimension beside one of 0 counts too.
+        # As Python integers, since NumPy's wrap around. Dimensions of 0 count as 1, to limit the others, too.
         nbytes = math.prod(int(dim) or 1 for dim in self.shape) * self.itemsize
         if nbytes > MOST_NBYTES:
             problem = f"{self.dtype} of shape {self.shape} spans {nbytes} bytes"
@@ -163,7 +163,7 @@ class TensorMeta:
 
 
 def suggest(word: str, known: Iterable[str], num_shown: int = 5) -> str:
-    """`nearest`, but fit for the names of a whole model: compares few and shows fewer."""
+    """Like `nearest`, but for the names of a whole model: compares few names and shows fewer."""
     names = sorted(known)
     if len(names) > num_shown:
         alike = nlargest(10 * num_shown, names, key=lambda name: _num_shared(word, name))
@@ -172,7 +172,7 @@ def suggest(word: str, known: Iterable[str], num_shown: int = 5) -> str:
 
 
 def _num_shared(one: str, other: str) -> int:
-    """Characters that the two have in common at their starts and at their ends."""
+    """Count the characters that both share at their starts and at their ends."""
     ends = (zip(one, other, strict=False), zip(reversed(one), reversed(other), strict=False))
     return sum(len(list(takewhile(lambda pair: pair[0] == pair[1], pairs))) for pairs in ends)
 
@@ -198,14 +198,14 @@ class Segment:
     byte_offset: int
     strides: tuple[int, ...]
 
-    # A dataclass with slots comes back field by field, which takes twice as long; there are 20,000 of them.
+    # By default a slotted dataclass is unpickled field by field: twice as slow, and there are 20,000 of them.
     def __reduce__(self) -> tuple[type[Segment], tuple[str, Box, str, int, tuple[int, ...]]]:
         return Segment, (self.tensor, self.box, self.buffer, self.byte_offset, self.strides)
 
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """All that one rank declares.
+    """Everything that one rank declares.
 
     Attributes:
         tensors: the tensors it knows, by the checkpoint's names; ranks may know different ones.
@@ -213,8 +213,8 @@ class RankLayout:
         tied: (alias, canonical) pairs. An alias is the same memory, so it has no segments.
         buffers: the live parameters that the segments write, with their local shapes. If there
             are none, this rank's live coverage is not checked (an engine that repacks).
-        padding: (buffer, byte_offset, nbytes) that no tensor reaches and that stays as it is.
-        device: where the buffers lie: ``cuda:<UUID>``, or empty for host memory; `MAPPED` for host
+        padding: (buffer, byte_offset, nbytes) that no tensor covers and that is not written.
+        device: where the buffers are: ``cuda:<UUID>``, or empty for host memory; `MAPPED` for host
             memory that the holder maps, and that is not published.
     """
 

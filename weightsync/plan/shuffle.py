@@ -1,4 +1,4 @@
-"""Two layouts to messages between ranks, such that the layout changes on the way."""
+"""Plans messages between ranks that change one layout into another."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from weightsync.plan.segment import RankLayout
 __all__ = ["Bundle", "Lane", "Messages", "ShufflePlan", "messages"]
 
 _SMALL = 64 << 10
-"""What is no larger goes as one message, where there is room for that."""
+"""Bundles of at most this many bytes travel in one message, if there is room."""
 _PARTS = 8
-"""Pieces are at most this part of a message, so that few bytes of each message stay empty."""
+"""A piece is at most a message's size divided by this, so that messages are filled well."""
 
 
 Bundle = tuple[int, Mapping[int, Reads]]
-"""A sender, and what each receiver makes of the same bytes of it: the first passes them on to the others."""
+"""A sender, and each receiver's reads of the same bytes. The first receiver passes them on to the others."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lane:
-    """The messages from one rank to one other, number k of them in round ``hop + k``.
+    """The messages from one rank to another; message k is sent in round ``hop + k``.
 
     Attributes:
         bundle: lanes of the same number carry the same bytes.
-        hop: 0 where the sender packs them, 1 where it passes on what it received a round before.
+        hop: 0 if the sender packs them, 1 if it passes on bytes received in the round before.
     """
 
     sender: int
@@ -48,7 +48,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ShufflePlan:
-    """Which rank sends what to which rank, in rounds. Every rank of a transport makes the same plan.
+    """Messages between the ranks of a transport, in rounds. Every rank makes the same plan.
 
     Ranks are those of the transport. Rank s of the source is rank s; rank t of the target is
     ``receivers[t]``.
@@ -58,7 +58,7 @@ class ShufflePlan:
         receivers: the transport's rank of each rank of the target.
         max_message_bytes: the most bytes that one rank packs, or receives, in a round.
         lanes: messages between two different ranks, one lane per pair and payload.
-        local: pairs of a rank that sends and receives, and what it copies to itself.
+        local: pairs of a rank that sends and receives, and its copies to itself.
     """
 
     num_senders: int
@@ -82,8 +82,8 @@ class ShufflePlan:
         are balanced.
 
         Args:
-            source: what the sending ranks hold.
-            target: what the receiving ranks take. If it declares live buffers, this proves that each of their
+            source: layout of the sending ranks.
+            target: layout of the receiving ranks. If it declares live buffers, this proves that each of their
                 bytes is written once.
             max_message_bytes: the most bytes of one round on each side; staging memory is twice this.
             receivers: the transport's rank of each target rank. By default they follow the senders; give
@@ -117,12 +117,12 @@ class ShufflePlan:
         """Plan messages whose senders and receivers are known already.
 
         Args:
-            bundles: pairs of a sender and, by receiver, what it makes of the same bytes.
+            bundles: pairs of a sender and, by receiver, the reads of the same bytes.
             num_senders: number of ranks of the source.
             max_message_bytes: as in `from_layouts`.
 
         Raises:
-            ConfigError: as `from_layouts`.
+            ConfigError: `max_message_bytes` has no room for 256 bytes from each peer.
         """
         return cls(
             num_senders=num_senders,
@@ -191,7 +191,7 @@ def _check_receivers(ranks: tuple[int, ...], num_ranks: int) -> None:
 def _parts(
     source: Layout, target: Layout, ranks: tuple[int, ...]
 ) -> tuple[list[Bundle], tuple[tuple[int, Reads], ...]]:
-    """What each rank reads from each other one, and from itself."""
+    """Return the reads of each pair of ranks as bundles, and each rank's reads from itself."""
     reshard = Reshard(source, "target", target)
     parts, local = {}, []
     for number, receiver in enumerate(ranks):
@@ -212,9 +212,9 @@ def _pair(entry: tuple[tuple[int, int], Reads]) -> tuple[int, int]:
 
 
 def _lanes(bundles: Sequence[Bundle], max_message_bytes: int) -> tuple[Lane, ...]:
-    """Each bundle gets that share of a round that it has of the bytes of its busiest end.
+    """Cut bundles into lanes. A bundle's share of a round is its share of its busiest end's bytes.
 
-    So lanes of one bottleneck end together, and a round's bytes fit on either side.
+    So lanes of one bottleneck end together, and a round's bytes fit on both sides.
     """
     parts = [next(iter(reads.values())) for _, reads in bundles]
     sizes = [int(align(part.rows * part.row_nbytes, PIECE_ALIGN).sum()) for part in parts]
@@ -239,7 +239,7 @@ def _lanes(bundles: Sequence[Bundle], max_message_bytes: int) -> tuple[Lane, ...
             moved = messages(part.cut(index, table), capacity)
             hop = int(rank != first)
             lanes.append(Lane(first if hop else sender, rank, moved, number, hop))
-    # Between two ranks messages come in the order in which they are sent.
+    # Between two ranks, messages arrive in the order in which they are sent.
     return tuple(sorted(lanes, key=lambda lane: lane.hop))
 
 
@@ -255,12 +255,12 @@ def _hash_reads(state: hashlib._Hash, reads: Reads) -> None:
 class Messages:
     """M messages to one receiver, each from one trainer, ordered by round, then by trainer.
 
-    A round's messages lie side by side in the receive buffer; the next round may overwrite them.
+    A round's messages are consecutive in the receive buffer; the next round may overwrite them.
 
     Attributes:
         round, trainer, offset, nbytes: int64[M]; offset is in the receive buffer, a multiple of 256.
         bounds: int64[M + 1], the first of each message's `reads`.
-        reads: what is packed and unpacked, in the messages' order.
+        reads: the copies that are packed and unpacked, in the messages' order.
         wire: int64[N], where each of the reads starts in its message, without gaps between its rows.
     """
 
@@ -282,13 +282,13 @@ class Messages:
         return int((self.offset + self.nbytes).max(initial=0))
 
     def of(self, round: int) -> range:
-        """The numbers of the messages of one round."""
+        """Return the numbers of the messages of one round."""
         return range(*np.searchsorted(self.round, [round, round + 1]).tolist())
 
     def pack(self, message: int, src_address: Mapping[str, int], wire: int) -> Copies:
-        """What the trainer copies to fill `message`, which starts at address `wire` of its memory.
+        """Return the copies by which the trainer fills `message`, at address `wire` of its memory.
 
-        `src_address` says where each of its buffers starts.
+        `src_address` has the start of each of its buffers.
         """
         reads, these = self.reads, slice(*self.bounds[message : message + 2].tolist())
         return Copies(
@@ -301,9 +301,9 @@ class Messages:
         )
 
     def unpack(self, round: int, wire: int, dst_address: Mapping[str, int]) -> Copies:
-        """What the receiver copies when a round has arrived in its buffer at address `wire`.
+        """Return the receiver's copies out of a round that arrived in its buffer at address `wire`.
 
-        `dst_address` says where each of its live parameters starts.
+        `dst_address` has the start of each of its live parameters.
         """
         numbers = self.of(round)
         reads, these = self.reads, slice(*self.bounds[[numbers.start, numbers.stop]].tolist())

@@ -66,7 +66,7 @@ class Offer:
         holder: name of the holder that offers them.
         protocol: how they are served to other hosts.
         memory: how a process of the same host maps them.
-        host_id: the host that they are on, see `memory.host.host_id`.
+        host_id: the host that they are on, as `weightsync.readers.base.host_id` returns it.
         endpoint: what `protocol` connects to.
         base: the address of byte 0 in the process that serves it (Mooncake).
         secret: shown when a reader connects (ZeroMQ).
@@ -83,7 +83,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Device memory of a rank that its holder may read or write: layout, and a handle per buffer."""
+    """Device memory of a rank that its holder may read or write: layout and handles."""
 
     layout: RankLayout
     buffers: Mapping[str, DeviceHandle]
@@ -91,7 +91,7 @@ class Export:
 
 @dataclass(frozen=True, slots=True)
 class HostExport:
-    """Host memory of a rank that its holder maps and only reads: layout, and a handle per buffer."""
+    """Host memory of a rank that its holder maps and only reads: layout and handles."""
 
     layout: RankLayout
     buffers: Mapping[str, BufferHandle]
@@ -99,7 +99,7 @@ class HostExport:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A rank's own digest of the plan, and its memory if its holder reads or writes it in place."""
+    """A rank's own digest of the plan, and its memory if its holder accesses it."""
 
     plan_digest: str
     export: Export | None

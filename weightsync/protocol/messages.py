@@ -128,7 +128,7 @@ class SnapshotHeader(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPart:
-    """A snapshot of one part, where it can be read, and the digests of its whole version."""
+    """A snapshot of one part, its offer, and the digests of the whole version."""
 
     header: SnapshotHeader
     offer: Offer
@@ -161,7 +161,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Refilled:
-    """A refill: bytes read from each holder, the way each was read, and the duration in seconds."""
+    """Bytes read from each holder in a refill, the way each was read, and seconds."""
 
     bytes_from: Mapping[str, int]
     ways: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""Trainer adapters; see README.md for how to add one."""
+"""Trainer adapters. README.md explains how to add one."""
 
 from __future__ import annotations
 

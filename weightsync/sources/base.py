@@ -1,4 +1,4 @@
-"""What a trainer rank has to offer."""
+"""The seam between the driver and a trainer rank's weights."""
 
 from __future__ import annotations
 
@@ -13,27 +13,31 @@ __all__ = ["Source"]
 
 
 class Source(Protocol):
-    """One trainer rank's weights, in the process that owns them. Methods block."""
+    """One trainer rank's weights, in the process that owns them.
+
+    The driver calls all methods through the trainer's actor. Methods block.
+    """
 
     def layout(self) -> RankLayout:
-        """Which boxes of which tensors lie here, in the checkpoint's names.
+        """Return the boxes of tensors that this rank holds, in the checkpoint's names.
 
-        Its `device` is set where the memory can be read in place from that device's holder.
+        Called on each connect, before `attach`. `device` is set if that device's holder can read the memory
+        in place.
         """
 
     def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
-        """Map the holder's send buffer for trainer rank `trainer`, or export the memory if there is none.
+        """Map the holder's send buffer for trainer rank `trainer`, or export the weights if there is none.
 
-        Once per membership epoch.
+        Called once per membership epoch.
         """
 
     def publish(self, count: bool) -> Published:
-        """Copy this rank's share of the plan into the send buffer, or finish writing what is read in place.
+        """Publish this rank's share of the plan: copy it to the send buffer, or finish writing it in place.
 
-        A consistent cut. With a send buffer, the weights may change once this returns; what is read in
-        place must stay until the holders have it. Elements that are NaN or Inf are counted, as they
-        travel, if that is free or if `count` asks for it.
+        Called in each update. The result is a consistent cut. With a send buffer, weights may change once
+        this returns; weights read in place must not change until the update has moved them. Elements that are
+        NaN or Inf are counted, in the dtype that travels, if `count` is set or if it is free.
         """
 
     def close(self) -> None:
-        """Let go of the holder. Safe to call twice."""
+        """Disconnect from the holder. Safe to call twice."""

@@ -1,4 +1,4 @@
-"""One host's share of a checkpoint's files, in memory: what lies in memory already is mapped as it is."""
+"""One host's share of a checkpoint's files, in memory. Files in ``/dev/shm`` are mapped, not copied."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ __all__ = ["CheckpointSource", "Reading"]
 
 _MEMORY = "/dev/shm"
 _CHUNK_NBYTES = 4 << 20
-"""What is read and then digested while a processor's cache still has it."""
+"""Bytes that are read, and then digested while they are still in the processor's cache."""
 _ALIGN = 64
 _MOST_THREADS = 16
 _NICE = 19
-"""The least there is: Ray gives its workers 15, those that engines start in, too."""
+"""The lowest priority: Ray's workers, in which engines start, have 15."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What `CheckpointSource.read` did: bytes that it read from files and that it mapped, and the seconds."""
+    """Bytes that `CheckpointSource.read` read from files, bytes that it mapped, and seconds."""
 
     nbytes: int
     mapped_nbytes: int
@@ -45,19 +45,19 @@ class Reading:
 
 
 class CheckpointSource:
-    """Share number `share` of `num_shares` of safetensors files. Files are only read, and stay.
+    """Share number `share` of `num_shares` of safetensors files. Files are only read.
 
-    It serves as many trainer ranks as its host has holders: see `layout`.
+    It serves as many trainer ranks as its host has holders, see `layout`.
 
     Attributes:
-        tensors: all of the checkpoint, as engines call them.
-        origin: the file that each is in, one of them if there are several.
+        tensors: all tensors of the checkpoint, under the engines' names.
+        origin: the file that each tensor is in, or one of them if there are several.
     """
 
     def __init__(
         self, paths: Sequence[str], share: int = 0, num_shares: int = 1, exclude: Collection[str] = ()
     ) -> None:
-        """Check the headers; raises as `contents`."""
+        """Read and check the headers. Raises the errors of `contents`."""
         found = contents(paths, exclude)
         self.tensors, self.origin = found.tensors, found.origin
         self._files = found.files
@@ -69,10 +69,10 @@ class CheckpointSource:
         self._nonfinite: Counter[tuple[str, str]] = Counter()
 
     def read(self) -> Reading:
-        """Bring the share to memory and digest it, several files and parts of them at once.
+        """Read the share into memory and digest it, several files and parts of files in parallel.
 
-        Raises TransportError when the host has not that much memory, ConfigError when a file was cut short
-        since it was checked.
+        Raises TransportError if the host has too little memory, and ConfigError if a file was cut short since
+        it was checked.
         """
         begun, mapped = time.perf_counter(), {i for i, path in enumerate(self._files) if _in_memory(path)}
         numbers = sorted({stretch.buffer for stretch in self._mine})
@@ -94,12 +94,12 @@ class CheckpointSource:
         return Reading(nbytes[False], nbytes[True], time.perf_counter() - begun)
 
     def layout(self, rank: int, num_ranks: int) -> RankLayout:
-        """What rank `rank` of `num_ranks` on this host sends. It may be asked for before `read`."""
+        """Return the layout of rank `rank` of `num_ranks` on this host. May be called before `read`."""
         stretches = partition(self._held or self._mine, num_ranks)[rank]
         return RankLayout(self.tensors, tuple(_segment(each) for each in stretches), device=MAPPED)
 
     def export(self, rank: int, num_ranks: int) -> HostExport:
-        """Where a rank's holder finds it. Raises StateError before `read` has ended."""
+        """Return a rank's layout and memory for its holder. Raises StateError before `read` has ended."""
         if not self._held:
             raise StateError("the checkpoint has not been read yet")
         layout = self.layout(rank, num_ranks)
@@ -108,7 +108,7 @@ class CheckpointSource:
         return HostExport(layout, {file: handle for file, handle in memory.items() if file in used})
 
     def published(self, tensors: Sequence[TensorMeta]) -> Published:
-        """The share of all ranks here, cast to the dtypes of `tensors`."""
+        """Return digests of the share of all ranks on this host, cast to the dtypes of `tensors`."""
         dtypes = {meta.name: meta.dtype for meta in tensors}
         chunks = [
             chunk
@@ -124,7 +124,7 @@ class CheckpointSource:
         return Published(np.array(found, np.uint64), {name: count for name, count in counts.items() if count})
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Close the memory."""
         for buffer in self._memory.values():
             buffer.close()
         self._memory, self._held = {}, []
@@ -135,16 +135,16 @@ class CheckpointSource:
         return SharedBuffer.create(sum(_aligned(each.nbytes) for each in self._mine if each.buffer == file))
 
     def _read(self, stored: Stretch, chunk: Stretch, offset: int, *, from_disk: bool) -> tuple[int, int]:
-        """Part `chunk` of what is `stored` in a file, from byte `offset` of it on: see `_digest`."""
+        """Read `chunk`, which starts at byte `offset` of `stored`, if `from_disk`; return its `_digest`."""
         if from_disk:
             _read_into(self._bytes(chunk), self._files[stored.buffer], stored.start + offset)
         return self._digest(chunk, self._shapes[chunk.tensor].dtype)
 
     def _digest(self, chunk: Stretch, dtype: str) -> tuple[int, int]:
-        """The digest of a chunk in `dtype`, and its elements that are NaN or Inf."""
+        """Return the digest of a chunk in `dtype`, and the number of its NaN and Inf elements."""
         meta = self._shapes[chunk.tensor]
         data = self._bytes(chunk)
-        if data.data_ptr() % meta.itemsize:  # files need not align what they hold
+        if data.data_ptr() % meta.itemsize:  # tensors in files need not be aligned
             data = data.clone()
         elements = data.view(getattr(torch, meta.dtype)).view(chunk.box.extent)
         sent = elements.to(getattr(torch, dtype))
@@ -166,12 +166,12 @@ class CheckpointSource:
 
 
 def _in_memory(path: Path) -> bool:
-    """Whether a file lies in the file system that is memory."""
+    """Whether a file is on the file system of ``/dev/shm``."""
     return os.path.isdir(_MEMORY) and path.stat().st_dev == os.stat(_MEMORY).st_dev
 
 
 def _packed(stretches: Sequence[Stretch], mapped: Collection[int]) -> list[Stretch]:
-    """Where each lies in memory: as in its file if that is mapped, else one behind the other."""
+    """Place stretches in memory: as in the file if it is mapped, else one after another."""
     ends: dict[int, int] = {}
     held = []
     for stretch in stretches:
@@ -211,5 +211,5 @@ def _segment(stretch: Stretch) -> Segment:
 
 
 def _give_way() -> None:
-    """Of this thread alone, for as long as it is: engines start meanwhile."""
+    """Lower the priority of this thread, since engines start at the same time."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

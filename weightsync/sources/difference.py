@@ -1,4 +1,4 @@
-"""What a rank's layout says now that it did not say when it was connected."""
+"""Compares a rank's layout with its layout at connect."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["difference"]
 
 
 def difference(before: RankLayout, now: RankLayout) -> str | None:
-    """The first difference as a sentence that begins with the tensor's name; None if there is none.
+    """Return the first difference, as a sentence that begins with the tensor's name, or None.
 
     Names, shapes, dtypes, boxes and ties count. Strides and devices do not.
     """

@@ -1,4 +1,4 @@
-"""Experts that a checkpoint holds one by one, under the names by which transformers' models stack them."""
+"""Names a checkpoint's single experts as parts of the stacks of transformers' models."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _EXPERT = re.compile(r"(?P<base>.+\.experts)\.(?P<number>\d+)\.(?P<leaf>gate|up|
 def stacked(
     metas: Sequence[TensorMeta], whole: Sequence[Stretch]
 ) -> tuple[tuple[TensorMeta, ...], tuple[Stretch, ...]]:
-    """The same tensors, where all experts of a layer are there as parts of one.
+    """Stack the experts of each layer that has all of them; other tensors are unchanged.
 
-    ``experts.3.gate_proj.weight`` [I, H] and ``experts.3.up_proj.weight`` are rows of
-    ``experts.gate_up_proj`` [E, 2I, H], ``experts.3.down_proj.weight`` is of ``experts.down_proj``
-    [E, H, I]: the names and shapes of transformers from version 5 on, by which engines ask.
+    ``experts.3.gate_proj.weight`` [I, H] and ``experts.3.up_proj.weight`` become rows of
+    ``experts.gate_up_proj`` [E, 2I, H], ``experts.3.down_proj.weight`` a part of ``experts.down_proj``
+    [E, H, I]. These names and shapes are those of transformers from version 5 on, which engines use.
     `whole[i]` is all of `metas[i]`.
     """
     layers: defaultdict[str, dict[tuple[int, str], int]] = defaultdict(dict)
@@ -47,7 +47,7 @@ def stacked(
 def _stack(
     base: str, held: dict[tuple[int, str], int], metas: Sequence[TensorMeta], whole: Sequence[Stretch]
 ) -> tuple[list[TensorMeta], list[Stretch]] | None:
-    """None where experts are missing, or not all alike."""
+    """Stack one layer's experts. Returns None if some are missing or differ in dtype or shape."""
     num_experts = 1 + max(number for number, _ in held)
     kinds = {
         leaf: {(metas[i].dtype, metas[i].shape) for (_, each), i in held.items() if each == leaf}

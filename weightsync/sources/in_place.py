@@ -1,4 +1,4 @@
-"""Weights that a holder reads where they are: only their digests are taken."""
+"""Publishes weights that a holder reads in place: only digests are taken."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ALIGN = 16
 
 @dataclass(frozen=True, slots=True)
 class _Cast:
-    """A piece that travels in another dtype than it has here, and where its cast goes in the scratch."""
+    """A piece that travels in another dtype, and its place in the scratch buffer."""
 
     source: str
     index: tuple[slice, ...]
@@ -32,7 +32,7 @@ class _Cast:
 
 
 class InPlace:
-    """One epoch's pieces in device memory that a holder has mapped, so it may not move."""
+    """One epoch's pieces in device memory. A holder has mapped it, so it must not move."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class InPlace:
         model: nn.Module,
         layout: RankLayout,
     ) -> None:
-        """`sources` are the pieces that this rank sends, each with its tensor's name in `model`."""
+        """Prepare the digests. `sources` are this rank's pieces, each with its tensor's name in `model`."""
         self._plan, self._model = plan, model
         boxes = {segment.tensor: segment.box for segment in layout.segments}
         tensors = named_tensors(model)[0]
@@ -54,14 +54,14 @@ class InPlace:
                 parts.append(self._part(piece, cut))
             else:
                 casts.append((piece, name, piece.box.slices(boxes[name])))
-        # Calls come on threads of their own, for which another GPU is the current one.
+        # Calls arrive on other threads, on which another GPU may be current.
         self._device = next(iter(tensors.values())).device
         with torch.cuda.device(self._device):
             self._table = DigestTable(parts, len(plan.tensors))
             self._batches = self._batch(casts)
 
     def publish(self, count: bool) -> Published:
-        """Wait until the weights are written, and digest them. None may have moved."""
+        """Wait until the weights are written, and digest them. They must not have moved."""
         live = local_tensors(self._model) if self._batches else {}
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
@@ -77,7 +77,7 @@ class InPlace:
             return Published(digests, self._count(flagged) if flagged else {})
 
     def _count(self, flagged: set[int]) -> dict[str, int]:
-        """NaN and Inf of those tensors, as they travel: few have any, so this may walk the module."""
+        """Count NaN and Inf in the dtype that travels. Few tensors have any, so this may walk the module."""
         live, counts = local_tensors(self._model), Counter[str]()
         for piece, name, index in self._pieces:
             if piece.tensor in flagged:
@@ -88,7 +88,7 @@ class InPlace:
     def _batch(
         self, casts: Sequence[tuple[Piece, str, tuple[slice, ...]]]
     ) -> list[tuple[list[_Cast], DigestTable]]:
-        """Casts that go through one scratch buffer at a time; digests are of what they leave there."""
+        """Group casts into batches that share one scratch buffer, and digest what they write there."""
         largest = max((piece.nbytes for piece, _, _ in casts), default=0)
         scratch = torch.empty(max(largest, _SCRATCH_NBYTES) if casts else 0, dtype=torch.uint8, device="cuda")
         batches: list[tuple[list[_Cast], list[DigestPart]]] = []

@@ -1,4 +1,4 @@
-"""Weights of any `nn.Module`: plain tensors, or DTensors as FSDP2 and tensor parallelism leave them."""
+"""Weights of any `nn.Module`: plain tensors, or DTensors of FSDP2 and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ logger = logging.getLogger("weightsync.sources")
 
 
 _CHUNK_NBYTES = 4 << 20
-"""What is copied and then digested while a processor's cache still has it."""
+"""Bytes that are copied, and then digested while they are still in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A part of a piece of the plan: where it starts in this rank's memory and in the send buffer."""
+    """A part of a piece of the plan, in this rank's memory and in the send buffer."""
 
     tensor: int
     box: Box
@@ -50,15 +50,16 @@ class _Copy:
 
 
 class ModuleSource:
-    """Reads the placements of a module's parameters and persistent buffers.
+    """Reads a module's parameters and persistent buffers.
 
-    A module that is not sharded but runs on several ranks is declared whole by each of them; the
-    plan chooses who sends what. `exclude` names tensors that no engine wants, as a value head.
-    Weights that all lie on one GPU are read in place where they can be shared, see `Source`; not those of
-    one that `offloads`, for what its holder has mapped could not be given back.
+    If a module runs unsharded on several ranks, each of them declares it whole, and the plan chooses which
+    rank sends which tensor. `exclude` names tensors that no engine takes, such as a value head.
+
+    Weights that are all on one GPU are read in place if they can be shared, see `Source`. With `offloads`
+    they are not, since memory that a holder has mapped could not be released.
 
     Attributes:
-        model: whose parameters and buffers they are. Another one of the same layout may take its place.
+        model: the module. `replace` changes it for another of the same layout.
     """
 
     def __init__(self, model: nn.Module, exclude: Collection[str] = (), *, offloads: bool = False) -> None:
@@ -80,9 +81,9 @@ class ModuleSource:
         self._nonfinite = NonfiniteTable(())
 
     def layout(self) -> RankLayout:
-        """Global shapes, this rank's boxes, and which names are tied.
+        """Return global shapes, this rank's boxes, and tied names.
 
-        Raises StateError when the model changed while it is offloaded.
+        Raises StateError if the model changed while it was offloaded.
         """
         tensors, tied = named_tensors(self.model)
         if self._offloaded:
@@ -98,7 +99,7 @@ class ModuleSource:
         return self._layout
 
     def replace(self, model: nn.Module) -> None:
-        """Take the weights of `model` from now on. Raises StateError while those it has are offloaded."""
+        """Take the weights of `model` from now on. Raises StateError while weights are offloaded."""
         if self._offloaded:
             raise StateError(
                 f"trainer {self._rank}: another model took the place of one that is offloaded: onload() first"
@@ -112,7 +113,7 @@ class ModuleSource:
         return RankLayout(metas, segments, tuple(pair for pair in tied if pair[1] in kept))
 
     def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
-        """Work out every copy once."""
+        """Map the send buffer and prepare all copies, or prepare publishing in place."""
         self.close()
         layout = self._layout or self.layout()
         self._rank = trainer
@@ -135,7 +136,7 @@ class ModuleSource:
         return Attached(plan.digest(), None)
 
     def _make_copies(self) -> None:
-        """What lies on the host as it is to travel goes by a table, the rest one by one."""
+        """Prepare the copies: a table of those that need no cast or transfer, the others one by one."""
         assert self._plan is not None
         assert self._send_buffer is not None
         assert self._guard is not None
@@ -167,13 +168,14 @@ class ModuleSource:
         )
 
     def publish(self, count: bool) -> Published:
-        """Copy and digest, part by part, casting where the engine's dtype is another float.
+        """Copy the current weights to the send buffer and digest them, or only digest them in place.
 
-        Without effect where `offload` has just done it. What is published is what `model` holds now.
+        Copies cast where the engine has another float dtype. While offloaded, the result of `offload` is
+        returned.
 
         Raises:
-            MovedError: weights that are read in place are in other memory, of the same layout.
-            StateError: the model has another layout than when it was connected, or changed while it is
+            MovedError: weights that are read in place are at other addresses, with the same layout.
+            StateError: the model's layout has changed since connect, or the model changed while it was
                 offloaded; names this rank and the tensor.
         """
         assert self._plan is not None
@@ -183,10 +185,10 @@ class ModuleSource:
         return self._in_send_buffer if self._in_send_buffer is not None else self._to_send_buffer(count)
 
     def offload(self) -> None:
-        """Copy all parameters and persistent buffers to the send buffer, and give their memory back.
+        """Copy all parameters and persistent buffers to the send buffer, and release their memory.
 
-        What that has in another dtype, or not at all, is kept on the host besides. Raises StateError where
-        the holder may have mapped the memory.
+        Tensors that the send buffer has in another dtype, or not completely, are also kept on the host.
+        Raises StateError without `offloads`, since the holder may have mapped the memory.
         """
         if not self._offloads:
             raise StateError("the holder may read this memory in place: give TrainerShard offloads=True")
@@ -211,13 +213,13 @@ class ModuleSource:
             self._offloaded = self._in_send_buffer = self._guard = None
 
     def _follow(self) -> None:
-        """Be attached to what the model holds now."""
+        """Prepare again if the model's tensors were replaced or moved since the last call."""
         assert self._layout is not None
         if self._guard and self._guard.as_before(self.model):
             return
         tensors, tied = named_tensors(self.model)
         if self._guard and self._guard.as_before(self.model):
-            return  # it had only been gathered, and its state_dict undid that
+            return  # FSDP had only gathered it, and state_dict undid that
         if self._offloaded:
             self._require_as_offloaded(tensors)
         now = self._describe(tensors, tied)
@@ -241,7 +243,7 @@ class ModuleSource:
             )
 
     def _in(self, send_buffer: SharedBuffer, copy: _Copy) -> torch.Tensor:
-        """Where the send buffer has it: one dimension, in the dtype in which it travels."""
+        """Return the part of the send buffer for `copy`, 1-D, in the dtype that travels."""
         assert self._plan is not None
         meta = self._plan.tensors[copy.tensor]
         data = send_buffer.tensor[copy.start : copy.start + copy.box.numel * meta.itemsize]
@@ -256,7 +258,7 @@ class ModuleSource:
         others = range(first, len(self._copies))
         live = self._live() if others else {}
         for device in {tensor.device for tensor in live.values() if tensor.is_cuda}:
-            torch.cuda.synchronize(device)  # weights may be on their way on a stream of the trainer's own
+            torch.cuda.synchronize(device)  # the trainer may still write weights on another stream
         counts = np.zeros(len(self._copies), np.int64)
 
         def run(first: int, end: int) -> None:
@@ -272,16 +274,16 @@ class ModuleSource:
                 _copy(cut, target)
             if count:
                 self._nonfinite.count(send_buffer.tensor, counts, number, number + 1)
-            # Of the weights, not of the copy: it has to show a copy that went wrong.
+            # Digest the weights, not the copy, so that a wrong copy is found.
             return tensor_digest(cut, metas[copy.tensor].shape, copy.box)
 
         with ThreadPoolExecutor(num_threads(16)) as threads:
             ran = threads.map(run, *zip(*table.ranges, strict=True)) if table.ranges else ()
             shares = list(threads.map(publish, others))
-            list(ran)  # raises what one of them raised
+            list(ran)  # raises the first error of a thread
         digests = table.digests()
         for number, share in zip(others, shares, strict=True):
-            # On a slice: arrays wrap, scalars warn.
+            # Add to a slice: arrays wrap around, scalars would warn.
             tensor = self._copies[number].tensor
             digests[tensor : tensor + 1] += np.uint64(share)
         nonfinite: Counter[str] = Counter()
@@ -290,7 +292,7 @@ class ModuleSource:
         return Published(digests, dict(nonfinite))
 
     def close(self) -> None:
-        """Let go of the holder."""
+        """Disconnect from the holder. Offloaded tensors leave the send buffer first."""
         self._in_place = None
         if self._offloaded and self._in_send_buffer is not None:
             self._offloaded.leave_send_buffer()
@@ -306,7 +308,7 @@ class ModuleSource:
 
 
 def _chunks(plan: Plan, piece: Piece, source: str, held: Box, *, whole: bool) -> Iterator[_Copy]:
-    """The copies of one piece, in the order of its bytes in the send buffer; one if it is taken `whole`."""
+    """Yield the copies of one piece, in the order of the send buffer; one copy if `whole`."""
     itemsize = plan.tensors[piece.tensor].itemsize
     start = piece.send_buffer_offset
     for box in piece.box.split(piece.box.numel if whole else _CHUNK_NBYTES // itemsize):
@@ -315,23 +317,23 @@ def _chunks(plan: Plan, piece: Piece, source: str, held: Box, *, whole: bool) ->
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Into contiguous `target` of one dimension and the same dtype."""
+    """Copy `source` to contiguous, 1-D `target` of the same dtype."""
     if source.is_contiguous() and source.device.type == "cpu":
-        # By this thread alone: torch would split it between its own.
+        # NumPy copies on this thread alone; torch would split the copy over its own threads.
         np.copyto(target.view(torch.uint8).numpy(), host_bytes(source))
     else:
         target.view(source.shape).copy_(source)
 
 
 def _is_ready(cut: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether it lies on the host as it is to travel."""
+    """Whether a tensor can be copied as it is: on the host, contiguous, aligned, in `dtype`."""
     if cut.device.type != "cpu" or cut.dtype != dtype or not cut.is_contiguous():
         return False
     return cut.data_ptr() % cut.element_size() == 0
 
 
 def _share(tensors: Mapping[str, torch.Tensor]) -> tuple[str, dict[str, DeviceHandle]]:
-    """The one device of all `tensors` and their handles; nothing where a send buffer is needed."""
+    """Return the single device of all `tensors` and their handles, or nothing if they need a send buffer."""
     devices = {tensor.device for tensor in tensors.values()}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return "", {}

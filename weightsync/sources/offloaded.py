@@ -1,4 +1,4 @@
-"""A trainer rank's tensors while their memory is given back, so that an engine may use it."""
+"""A trainer rank's tensors while their device memory is released for an engine."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["Offloaded", "Stored"]
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A part of a tensor, and its bytes elsewhere: of the part's dtype, or of one that it travels in."""
+    """A part of a tensor, and its data elsewhere, in its own dtype or in the one that travels."""
 
     index: tuple[slice, ...]
     data: torch.Tensor
 
 
 class Offloaded:
-    """Out of the send buffer come those that it has bit for bit, the others out of copies on the host."""
+    """Offloaded tensors, restored from the send buffer if it has all their bits, else from host copies."""
 
     def __init__(self, live: Mapping[str, torch.Tensor], stored: Mapping[str, Sequence[Stored]]) -> None:
-        """`stored` is what the send buffer has of each of `live`."""
+        """Release the memory of `live`. `stored` has the parts of each tensor in the send buffer."""
         self._live = live
         num_users = Counter(each.untyped_storage()._cdata for each in live.values())
         self._stored = {
@@ -37,7 +37,7 @@ class Offloaded:
         self._memory = Offload(live.values(), keep=others)
 
     def leave_send_buffer(self) -> None:
-        """It is about to be another's: have copies of what it has."""
+        """Copy tensors out of the send buffer, which is about to be closed."""
         for name, parts in self._stored.items():
             copy = torch.empty(self._live[name].shape, dtype=self._live[name].dtype)
             whole = tuple(slice(0, size) for size in copy.shape)
@@ -45,12 +45,12 @@ class Offloaded:
             self._stored[name] = [Stored(whole, copy.view(-1))]
 
     def on_host(self) -> dict[str, torch.Tensor]:
-        """All tensors, after `leave_send_buffer`."""
+        """Return all tensors on the host, after `leave_send_buffer`."""
         kept = {n: self._memory.on_host(t) for n, t in self._live.items() if n not in self._stored}
         return kept | {n: part.data.view(self._live[n].shape) for n, (part,) in self._stored.items()}
 
     def undo(self) -> None:
-        """Take the memory again, with all that was in it."""
+        """Allocate the memory again and restore its contents."""
         self._memory.undo()
         for name, parts in self._stored.items():
             _fill(self._live[name], parts)

@@ -1,4 +1,4 @@
-"""What a checkpoint's safetensors files say that they hold, checked before a byte of it is read."""
+"""Headers of a checkpoint's safetensors files, checked before any tensor is read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """Stretch i lies in ``files[stretch.buffer]``; `origin` says which of them a tensor comes from."""
+    """Tensors of the files. A stretch is in ``files[stretch.buffer]``; `origin` is each tensor's file."""
 
     files: tuple[Path, ...]
     tensors: tuple[TensorMeta, ...]
@@ -47,16 +47,16 @@ class Contents:
 def contents(paths: Sequence[str], exclude: Collection[str] = ()) -> Contents:
     """Read the headers of `paths`: files, index files, or folders that hold either.
 
-    Experts that lie one by one are declared as transformers' models stack them, see `stacked`.
+    Single experts are declared as transformers' models stack them, see `stacked`.
 
     Args:
-        exclude: names, as in the files, of tensors that no engine wants.
+        exclude: names, as in the files, of tensors that no engine takes.
 
     Raises:
-        ConfigError: a file is missing, is no safetensors file, or is cut short; an index names a
-            file that is not there; `exclude` names a tensor that is in no file.
-        PlanError: a tensor is in two files, not in the file that the index names, or of a dtype
-            that is not known here.
+        ConfigError: a file is missing, is not a safetensors file, or is cut short; an index names a
+            file that does not exist; `exclude` names a tensor that is in no file.
+        PlanError: a tensor is in two files, is not in the file that the index names, or has an
+            unknown dtype.
     """
     found: dict[str, tuple[TensorMeta, int, int]] = {}
     files: list[Path] = []
@@ -84,7 +84,7 @@ def contents(paths: Sequence[str], exclude: Collection[str] = ()) -> Contents:
 
 
 def _resolve(paths: Sequence[str]) -> Iterator[tuple[Path, Sequence[str]]]:
-    """Each file, with the tensors that an index says are in it."""
+    """Yield each file, with its tensors according to an index, if there is one."""
     for given in dict.fromkeys(paths):
         path = Path(given)
         if path.is_dir():
@@ -123,7 +123,7 @@ def _remedy(path: Path) -> str:
 
 
 def _header(path: Path) -> dict[str, tuple[TensorMeta, int]]:
-    """Each tensor, and the byte of the file that it starts at."""
+    """Return each tensor, and its first byte in the file."""
     from safetensors import SafetensorError, safe_open
 
     try:
