@@ -1,4 +1,4 @@
-"""Engine adapters by name, each imported on use; see README.md for how to add one."""
+"""Engine adapters by name, each imported on use. README.md explains how to add one."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ ENGINES = {
 }
 
 _ON_GPUS = ("sglang",)
-"""What starts on GPUs only: where there is none, ``auto`` passes over it."""
+"""Kinds that start on GPUs only. Without a GPU, ``auto`` skips them."""
 
 
 def choose_engine(kind: str, *, field: str = "kind") -> tuple[str, str]:
-    """Resolve ``auto`` and check that a named kind is installed: returns (kind, why).
+    """Resolve ``auto``, or check that a named kind is installed. Returns (kind, why).
 
-    Raises ConfigError naming `field`.
+    Raises ConfigError that names `field`.
     """
     if kind == "auto":
         for name, (package, _) in ENGINES.items():
@@ -53,7 +53,7 @@ def _has_gpu() -> bool:
 def make_engine(kind: str, model_path: str, name: str, options: Mapping[str, Any]) -> Engine:
     """Import the adapter of a resolved kind and start an engine.
 
-    Raises ConfigError for a folder that is not there; what may be the name of a model on a hub passes.
+    Raises ConfigError for a folder that does not exist. A path that may name a model on a hub is not checked.
     """
     if (model_path.count("/") > 1 or os.path.isabs(model_path)) and not os.path.isdir(model_path):
         raise ConfigError("model_path", model_path, "there is no such folder on this host")

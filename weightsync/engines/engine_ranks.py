@@ -1,4 +1,4 @@
-"""What an adapter asks of its engine's ranks, each a `Rank` in the process that owns its parameters."""
+"""The part that all adapters share: they call a `Rank` in each process that owns parameters."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["CACHES", "WEIGHTS", "EngineRanks"]
 logger = logging.getLogger("weightsync.engines")
 
 WEIGHTS, CACHES = "weights", "kv_cache"
-"""What sleeps, as both vLLM and SGLang call it, in the order in which it wakes."""
+"""Parts of memory that sleep, by the names of vLLM and SGLang, in the order in which they wake."""
 
 
 class EngineRanks(ABC):
-    """The part of an adapter that is the same for all; `on_ranks` is how its ranks are reached.
+    """Base class of adapters. Subclasses call their ranks with `on_ranks`.
 
-    Live parameters keep their addresses while they sleep: what was found out about them stays true.
+    Live parameters keep their addresses while they sleep, so layouts stay valid.
     """
 
     def __init__(self, name: str) -> None:
@@ -38,10 +38,10 @@ class EngineRanks(ABC):
 
     @abstractmethod
     def on_ranks(self, method: str, *args: object) -> list[Any]:
-        """What `method` of `Rank` answers on each rank. Raises the first error of ours, or EngineError."""
+        """Call `method` of `Rank` on each rank. Raises a rank's first WeightSyncError, or EngineError."""
 
     def layout(self) -> Sequence[RankLayout]:
-        """See `Engine.layout`. A rank without buffers takes whole tensors: its loader cuts its shard."""
+        """Return the layout of each rank. Ranks without buffers take whole tensors through their loader."""
         layouts: list[RankLayout] = self.on_ranks("layout")
         if len({bool(layout.buffers) for layout in layouts}) > 1:
             # Digests of shards and of whole tensors do not add up to one another.
@@ -50,11 +50,11 @@ class EngineRanks(ABC):
         return layouts
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
-        """See `Engine.attach`."""
+        """Connect each rank to its holder."""
         return self.on_ranks("attach", plan, tuple(tickets), timeout_s, WEIGHTS in self._asleep)
 
     def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
-        """See `Engine.load`; of whole tensors, the digests are of what the engine's loader was handed."""
+        """Take one attempt's buckets. Digests of whole tensors are those of the loader's input."""
         self.require_awake("pause it first")
         self._whole = False
         loaded = self.on_ranks("load", attempt, timeout_s)
@@ -63,15 +63,15 @@ class EngineRanks(ABC):
         return [digests for digests, _ in loaded]
 
     def spans(self) -> Sequence[Sequence[Span]]:
-        """See `Engine.spans`."""
+        """Return each rank's spans of the last `load` that succeeded."""
         return self._spans
 
     @abstractmethod
     def pause(self, mode: str, timeout_s: float) -> None:
-        """See `Engine.pause`."""
+        """Stop making tokens, see `Engine.pause`."""
 
     def sleep(self, level: int, mode: str, timeout_s: float) -> None:
-        """See `Engine.sleep`."""
+        """Pause, then release the memory of weights and caches, see `Engine.sleep`."""
         field, needed = self._sleep_option(level)
         if not needed:
             raise ConfigError(
@@ -80,19 +80,19 @@ class EngineRanks(ABC):
         if WEIGHTS in self._asleep:
             return
         self.pause(mode, timeout_s)
-        self._wake(CACHES)  # of a half awake one, vLLM takes no more notice
+        self._wake(CACHES)  # vLLM ignores a sleep call while it is half awake
         with self._naming("sleep"):
             self._release(level)
         self._asleep = [WEIGHTS, CACHES]
         self._whole = self._whole and level == 1
 
     def require_awake(self, remedy: str) -> None:
-        """Raises StateError while weights are asleep."""
+        """Raise StateError while weights are asleep."""
         if WEIGHTS in self._asleep:
             raise StateError(f"engine {self._name} is asleep: {remedy}")
 
     def _wake(self, *parts: str) -> None:
-        """Take the memory of `parts` back, of those that are asleep."""
+        """Allocate the memory of those `parts` that are asleep."""
         for part in [each for each in self._asleep if each in parts]:
             with self._naming("wake"):
                 self._take(part)
@@ -102,27 +102,27 @@ class EngineRanks(ABC):
 
     @contextlib.contextmanager
     def _naming(self, phase: str) -> Iterator[None]:
-        """What the engine itself raises becomes an EngineError: its memory may be half there."""
+        """Turn errors of vLLM or SGLang into an EngineError: memory may be half allocated."""
         try:
             yield
         except WeightSyncError:
             raise
-        except Exception as error:  # whatever vLLM or SGLang raises where there is no memory
+        except Exception as error:  # any error of vLLM or SGLang, such as a lack of memory
             raise EngineError(self._name, phase, f"{type(error).__name__}: {error}") from error
 
     @abstractmethod
     def _sleep_option(self, level: int) -> tuple[str, bool]:
-        """The option that an engine needs to be started with to sleep, and whether it was."""
+        """Return the option that an engine needs to sleep, and whether it was set at the start."""
 
     @abstractmethod
     def _release(self, level: int) -> None:
-        """Give all memory back, while paused."""
+        """Release all memory. Called while paused."""
 
     @abstractmethod
     def _take(self, part: str) -> None:
-        """Take one part back."""
+        """Allocate one part again."""
 
     def require_whole(self) -> None:
-        """Raises StateError while the weights are dummies or a mix."""
+        """Raise StateError while the weights are dummies or a mix."""
         if not self._whole:
             raise StateError(f"engine {self._name} has no whole weights: load them first")

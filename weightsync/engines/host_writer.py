@@ -1,4 +1,4 @@
-"""Where the bytes of each bucket go in live host memory, and what is digested, worked out once."""
+"""Copies of buckets into live host memory, and their digests, prepared once."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from weightsync.protocol.messages import Digests
 __all__ = ["HostTables"]
 
 CHUNK_NBYTES = 4 << 20
-"""What one thread takes of a large tensor."""
+"""Bytes of a large tensor that one thread copies at a time."""
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
-"""Of live memory, and of a bucket: the same shape."""
+"""A view of live memory and one of a bucket, of the same shape."""
 
 
 class HostTables:
-    """Copies buckets and digests what they wrote: by table what is contiguous, the rest one by one.
+    """Copies buckets and digests live memory: contiguous parts by a table, others one by one.
 
     Args:
-        segments: of each tensor of the plan, see `by_tensor`.
+        segments: the segments of each tensor of the plan, see `by_tensor`.
         live: the buffers by name.
-        views: the buckets that `copy` will be given most often: see `EngineFeed.views`. They stay mapped.
+        views: the buckets that `copy` usually gets, see `EngineFeed.views`. They must stay mapped.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class HostTables:
     ) -> None:
         self._plan, self._segments, self._live = plan, segments, live
         self._are_on_device = any(tensor.is_cuda for tensor in live.values())
-        # By identity: a list's own comparison would look at each of its tensors.
+        # By identity, since comparing lists would compare their tensors.
         self._known = {id(pieces): (pieces, self._copies(pieces)) for pieces in views}
         self._digests, self._others = self._shares()
 
     def copy(self, pieces: Sequence[PieceView]) -> None:
-        """Write one bucket. One that is in none of `views` is worked out now."""
+        """Write one bucket. Copies of a bucket that is not in `views` are prepared now."""
         known = self._known.get(id(pieces))
         table, pairs = known[1] if known else (None, self._pairs(pieces))
         if table:
@@ -57,12 +57,12 @@ class HostTables:
             torch.cuda.synchronize()
 
     def digests(self) -> Digests:
-        """Of the live memory: uint64[num_tensors]."""
+        """Return the digests of the live memory, uint64[num_tensors]."""
         self._digests.run_all()
         digests = self._digests.digests()
         for tensor, box, view in self._others:
             share = tensor_digest(view, self._plan.tensors[tensor].shape, box)
-            # On a slice: arrays wrap, scalars warn.
+            # Add to a slice: arrays wrap around, scalars would warn.
             digests[tensor : tensor + 1] += np.uint64(share)
         return digests
 
@@ -114,12 +114,12 @@ class HostTables:
 
 
 def _is_packed(view: torch.Tensor) -> bool:
-    """Whether a table may have it: on the host, contiguous, and aligned to its elements."""
+    """Whether a view fits a table: on the host, contiguous, and aligned to its elements."""
     return view.device.type == "cpu" and view.is_contiguous() and view.data_ptr() % view.element_size() == 0
 
 
 def _chunks(box: Box, itemsize: int) -> Iterator[tuple[Box, int]]:
-    """Parts of a box, and at which of its bytes each starts."""
+    """Yield the parts of a box, and the byte of the box at which each starts."""
     at = 0
     for part in box.split(CHUNK_NBYTES // itemsize):
         yield part, at

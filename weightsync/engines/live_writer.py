@@ -1,4 +1,4 @@
-"""Writes buckets straight into live parameters: one kernel a bucket, on a device and on the host."""
+"""Writes buckets straight into live parameters, on a device by one kernel per bucket, or on the host."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ logger = logging.getLogger("weightsync.engines.live_writer")
 
 
 class LiveWriter:
-    """A Sink for parameters whose bytes are the checkpoint's, sliced: what `layout` says lies where.
+    """A Sink for parameters that hold slices of the checkpoint's bytes, as `layout` says.
 
     Args:
-        layout: its segments say which box of which tensor lies where in which buffer.
+        layout: its segments say which box of which tensor is where in which buffer.
         live: the buffers by name.
-        slots: the bucket slots, uint8, as `EngineFeed.slots` has them.
+        slots: the bucket slots, uint8, as in `EngineFeed.slots`.
         readable: whether there is memory behind the buffers' addresses now; `begin` needs it.
-        views: as `EngineFeed.views` has them, for memory on the host: what is not among them takes longer.
+        views: as in `EngineFeed.views`, for memory on the host; other buckets take longer.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class LiveWriter:
             self._device.copies()
 
     def begin(self, live: Mapping[str, torch.Tensor] | None) -> None:
-        """Before each load, with the buffers as the engine has them now; None if it knows that none moved.
+        """Start a load. `live` are the engine's current buffers; None if it knows that none moved.
 
-        Raises StateError when one has moved: what is written and digested would not be what serves.
+        Raises StateError if a buffer has moved: then the engine would not serve the memory written here.
         """
         self._next = 0
         if live is None:
@@ -77,7 +77,7 @@ class LiveWriter:
                 raise StateError(f"{name} is in other memory than when it was connected: connect() again")
 
     def export(self) -> Export | None:
-        """The live memory for the holder to write, where it can be shared: then `take` is not needed."""
+        """Export the live memory for the holder to write, instead of `take`; None if it cannot be shared."""
         if self._device is None:
             return None
         try:
@@ -89,11 +89,11 @@ class LiveWriter:
             return None
 
     def written(self) -> None:
-        """See `Sink.written`."""
+        """Note that the holder has written all buckets."""
         self._next = self._plan.num_buckets
 
     def take(self, bucket: int, pieces: Sequence[PieceView]) -> None:
-        """See `Sink.take`."""
+        """Copy one bucket into the live parameters."""
         assert bucket == self._next
         if self._device:
             self._device.copy(bucket)
@@ -102,7 +102,7 @@ class LiveWriter:
         self._next += 1
 
     def finish(self) -> Digests:
-        """See `Sink.finish`; the digests are of the live memory."""
+        """Check that every byte came, and return the digests of the live memory."""
         if self._next != self._plan.num_buckets:
             raise TransportError(f"{self._next} of {self._plan.num_buckets} buckets came")
         self._missing.require_none()
@@ -112,7 +112,7 @@ class LiveWriter:
 
 
 class _DeviceTables:
-    """Where every byte goes, worked out once and kept on the device."""
+    """Tables of all copies and digests, prepared once and kept on the device."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class _DeviceTables:
         self._table = DigestTable(parts, len(plan.tensors))
 
     def copies(self) -> CopyTable:
-        """Made on first use: where the holder writes there is none."""
+        """Return the copy table, made on first use, since it is not needed if the holder writes."""
         from weightsync.memory.kernels import CopyTable
 
         self._copies = self._copies or CopyTable(*self._rows())
@@ -158,19 +158,19 @@ class _DeviceTables:
 
 
 class Missing:
-    """Counts elements down; the plan has proven that its pieces do not overlap."""
+    """Counts the elements still missing. The plan has proven that its pieces do not overlap."""
 
     def __init__(self, plan: Plan) -> None:
         self._tensors = plan.tensors
         self._left = [meta.numel for meta in plan.tensors]
 
     def take(self, tensor: int, box: Box) -> bool:
-        """Count one piece; whether its tensor is complete with it."""
+        """Count one piece. Returns whether its tensor is now complete."""
         self._left[tensor] -= box.numel
         return self._left[tensor] == 0
 
     def require_none(self) -> None:
-        """Raises TransportError, with names, when a tensor is incomplete."""
+        """Raise TransportError, with names, if a tensor is incomplete."""
         names = [meta.name for meta, left in zip(self._tensors, self._left, strict=True) if left]
         if names:
             count = count_text(len(names), "tensor")

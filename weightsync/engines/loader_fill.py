@@ -1,4 +1,4 @@
-"""How much of a model its loader has filled, tensor by tensor."""
+"""Counts how much of a model its loader has filled, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class ToFill:
     """A tensor that a loader fills.
 
     Attributes:
-        tensor: as it is when the loader runs, also on the meta device.
+        tensor: the tensor when the loader runs; may be on the meta device.
         numel: how many of its elements a checkpoint has; the others are padding.
-        needed: whether an update without it is incomplete, also where no tensor of this name came.
+        needed: whether an update without it is incomplete even if no tensor of this name came.
     """
 
     tensor: torch.Tensor
@@ -28,21 +28,21 @@ class ToFill:
 
 
 class FillCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Notes, while entered, which elements of the tensors are written. A view counts once."""
+    """Counts, while entered, which elements of the tensors are written. A view counts once."""
 
     def __init__(self, tensors: Mapping[str, ToFill]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tensors = dict(tensors)
-        # The tensors are kept, so that no other storage takes the place of one of theirs.
+        # Keep the tensors alive, so that no other storage gets the number of one of theirs.
         self._names = {_storage(each.tensor): name for name, each in tensors.items()}
         self._filled = dict.fromkeys(tensors, 0)
         self._seen: set[tuple[object, ...]] = set()
 
     def missing(self, handed: Iterable[str] = ()) -> list[str]:
-        """Names of the tensors that are not full, in order; of some elements, with how many were written.
+        """Return the names of tensors that are not full, in order, with counts if partly written.
 
         Args:
-            handed: names of the checkpoint's tensors that came; one of these is needed in any case.
+            handed: names of the checkpoint's tensors that came; these are always needed.
         """
         came = set(handed)
         return [
@@ -59,7 +59,7 @@ class FillCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
         outcome = func(*args, **(kwargs or {}))
-        # What writes in place takes its target first: copy_, fill_, zero_, index_put_.
+        # Operators that write in place take their target first: copy_, fill_, zero_, index_put_.
         declared = func._schema.arguments
         if args and declared[0].alias_info is not None and declared[0].alias_info.is_write:
             self._note(args[0])
@@ -76,6 +76,6 @@ class FillCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """What all views of a tensor have in common; their address is 0 on the meta device."""
+    """Return a number that all views of a tensor share; the address is 0 on the meta device."""
     number: int = tensor.untyped_storage()._cdata
     return number

@@ -1,9 +1,9 @@
-"""Where a loader puts each element of a checkpoint: found by running it, without changing a weight.
+"""Finds where a loader puts each element of a checkpoint, by running it without changing weights.
 
-The loader is given placeholders. A dispatch mode sees every ``copy_`` from a placeholder into a live
-parameter, notes both views and leaves the copy out. What the views' offsets and strides say is the
-layout; `check_live` then proves that it writes each live byte exactly once. A loader that computes
-something in between (a cast, a transposed copy) is noticed, and refused.
+The loader gets placeholders. A dispatch mode sees every ``copy_`` from a placeholder into a live parameter,
+records both views and skips the copy. The views' offsets and strides give the layout. `check_live` then
+proves that it writes each live byte exactly once. A loader that computes something in between (a cast, a
+transposed copy) is detected and refused.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from weightsync.plan.coverage import check_live
 __all__ = ["Traced", "UnprovableError", "joined", "padding_runs", "segment_of", "trace"]
 
 _Dim = tuple[int, int, int]
-"""Of a copy's dimension: how many steps, and the step of the source and of the target, in elements."""
+"""A dimension of a copy: number of steps, and the steps of source and target, in elements."""
 
 
 class UnprovableError(Exception):
-    """A loader does something else than to copy boxes; the message names the parameter."""
+    """A loader does more than copy boxes. The message names the parameter."""
 
 
 def segment_of(
     meta: TensorMeta, source: torch.Tensor, buffer: str, target: torch.Tensor, byte_offset: int
 ) -> Segment:
-    """The box of `meta` that `source` views, and where `target` holds it.
+    """Return the box of `meta` that `source` views, and where `target` holds it.
 
     Args:
         source: a view of a row-major tensor of `meta`'s shape; broadcast to `target`, as ``copy_`` does.
         byte_offset: from the first byte of `buffer` to `target`'s first element.
 
     Raises:
-        UnprovableError: the elements are no box.
+        UnprovableError: the elements are not a box.
     """
     shape = meta.shape
     wide = source.expand(target.shape)
@@ -59,7 +59,7 @@ def segment_of(
                 break
             if offset[axis] or count % shape[axis]:
                 raise UnprovableError(f"{buffer}: what it takes of {meta.name} is no box")
-            # It runs on into the next row: full rows of this axis, as many steps of the one outside.
+            # The run continues in the next row: full rows of this axis, and steps of the outer axis.
             extent[axis] = shape[axis]
             count //= shape[axis]
             target_step *= shape[axis]
@@ -68,7 +68,7 @@ def segment_of(
 
 
 def padding_runs(view: torch.Tensor, byte_offset: int) -> Iterator[tuple[int, int]]:
-    """(offset, nbytes) of each contiguous run of bytes of a view that starts at `byte_offset`."""
+    """Return (offset, nbytes) of each contiguous run of a view that starts at `byte_offset`."""
     dims = _coalesced(zip(view.shape, view.stride(), view.stride(), strict=True))
     itemsize = view.element_size()
     nbytes = itemsize
@@ -81,7 +81,7 @@ def padding_runs(view: torch.Tensor, byte_offset: int) -> Iterator[tuple[int, in
 
 
 def joined(segments: Iterable[Segment]) -> list[Segment]:
-    """The same bytes in fewer segments: a stack's experts, loaded one by one, are one box again."""
+    """Join segments where possible: a stack's experts, loaded one by one, become one box."""
     done: list[Segment] = []
     for segment in segments:
         done.append(segment)
@@ -113,7 +113,7 @@ def _with(values: tuple[int, ...], at: int, value: int) -> tuple[int, ...]:
 
 
 def _coalesced(dims: Iterable[_Dim]) -> list[_Dim]:
-    """Outermost first by the source's steps; dimensions that run on into each other become one."""
+    """Sort dimensions by the source's steps, outermost first, and merge contiguous ones."""
     done: list[_Dim] = []
     for count, step, target_step in sorted((d for d in dims if d[0] > 1), key=lambda d: -d[1]):
         if done and done[-1][1:] == (count * step, count * target_step):
@@ -155,14 +155,14 @@ def trace(
 ) -> Traced:
     """Run ``model.load_weights``, or `load`, on placeholders of `metas`.
 
-    No parameter changes but for its padding: what the loader fills of it (of a vocabulary) is filled, once
-    the proof stands.
+    Parameters do not change, except for padding that the loader fills (of a vocabulary): it is filled after
+    the proof.
 
     Args:
         device: see `RankLayout.device`.
 
     Raises:
-        UnprovableError: the loader does more than to copy parts, leaves a tensor out, or writes a
+        UnprovableError: the loader does more than copy parts, leaves a tensor out, or writes a
             parameter's byte twice or never; says which.
     """
     recorder = _Recorder(model)
@@ -171,7 +171,7 @@ def trace(
         with torch.no_grad(), recorder:
             run(recorder.placeholders(metas))
     except Exception as error:
-        # Whatever a foreign loader says of placeholders: whole tensors serve it instead.
+        # A loader may raise anything on placeholders; it gets whole tensors instead.
         raise recorder.refusal or UnprovableError(f"{type(error).__name__}: {error}") from error
     if recorder.refusal:
         raise recorder.refusal
@@ -187,7 +187,7 @@ def trace(
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Notes what is written to a model's memory, and leaves the writing out."""
+    """Records writes to a model's memory, and skips them."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -200,7 +200,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self._current: tuple[TensorMeta, torch.Tensor] | None = None
 
     def placeholders(self, metas: Sequence[TensorMeta]) -> Iterator[tuple[str, torch.Tensor]]:
-        """One tensor at a time, of memory that nobody touches."""
+        """Yield one tensor at a time, of uninitialised memory that is not touched."""
         shapes = {meta.name: meta.shape for meta in metas}
         for meta in metas:
             tensor = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device="cpu")
@@ -214,7 +214,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         for meta in metas:
             if meta.name not in held and meta.nbytes:
                 raise UnprovableError(f"its loader leaves out {meta.name}")
-        # Registered buffers count only where the checkpoint has them: caches are nobody's to write.
+        # Registered buffers count only if the checkpoint has them: caches are not written.
         written = {segment.buffer for segment in segments} | {entry[0] for entry in self._padding}
         live = {name: t for name, t in self._live.values() if name in self._params or name in written}
         layout = RankLayout(
@@ -248,7 +248,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return func(*args, **kwargs)
 
     def _find(self, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
-        """The live tensor that a view belongs to."""
+        """Return the live tensor that `tensor` is a view of."""
         return self._live.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
 
     def _is_placeholder(self, tensor: torch.Tensor) -> bool:
@@ -282,7 +282,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 
 def _by_storage(model: torch.nn.Module) -> dict[int, tuple[str, torch.Tensor]]:
-    """Parameters and registered buffers by the address of their memory, each once."""
+    """Return parameters and registered buffers by the address of their memory, each once."""
     live: dict[int, tuple[str, torch.Tensor]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.numel():
@@ -304,7 +304,7 @@ def _same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _offset(live: torch.Tensor, view: torch.Tensor) -> int:
-    """Bytes from a live tensor's first element to a view's."""
+    """Return the bytes from a live tensor's first element to a view's."""
     return int(view.storage_offset() - live.storage_offset()) * live.element_size()
 
 
@@ -313,7 +313,7 @@ def _meta(name: str, tensor: torch.Tensor) -> TensorMeta:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:  # noqa: ANN401
-    """The tensors that an operator writes to, by its schema."""
+    """Yield the tensors that an operator writes to, by its schema."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue

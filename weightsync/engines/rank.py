@@ -1,4 +1,4 @@
-"""One rank's side of an update, in the process that owns its parameters; the same for vLLM and SGLang."""
+"""One rank's side of an update, in the process that owns its parameters. vLLM and SGLang share it."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ Checkpoint = tuple[tuple[TensorMeta, ...], tuple[tuple[str, str], ...]]
 
 
 class Host(Protocol):
-    """What a rank asks of the engine that it lives in."""
+    """Calls from a rank to the engine that it is part of."""
 
     def model(self) -> torch.nn.Module:
-        """The model as it serves."""
+        """Return the model that serves."""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Run the model's own loader on tensors of `checkpoint`, as they are asked for."""
+        """Run the model's own loader on tensors of `checkpoint`, which it iterates over lazily."""
 
     def checkpoint(self) -> Checkpoint:
-        """What the engine's model is loaded from."""
+        """Return the tensors and ties of the checkpoint that the engine's model is loaded from."""
 
     def stored_otherwise(self) -> str:
-        """Why live parameters may hold other bytes than the loader writes; empty if they hold the same."""
+        """Return why live parameters may hold other bytes than the loader writes; "" if they do not."""
 
     def loader(self) -> Loader:
-        """The engine's own way to take whole tensors, for one update. Raises EngineError if it has none."""
+        """Return the engine's loader of whole tensors, for one update. Raises EngineError if it has none."""
 
 
 class Rank:
-    """One rank. Methods are called one after another; `answer` calls them by name."""
+    """One rank. `answer` calls its methods by name, one at a time."""
 
     def __init__(self, kind: str, rank: int, device: torch.device, host: Host) -> None:
         self._rank, self._device, self._host = rank, device, host
@@ -65,7 +65,7 @@ class Rank:
         self._engine = ""
 
     def answer(self, method: str, args: Sequence[Any]) -> object:
-        """The result of a method, or its error: never raises, since that may end the engine."""
+        """Call a method. Returns its result or its error; never raises, since that may end the engine."""
         try:
             return getattr(self, method)(*args)
         except WeightSyncError as error:
@@ -75,18 +75,19 @@ class Rank:
             return EngineError(self._engine, method, f"{type(error).__name__}: {error}", self._rank)
 
     def join(self, engine_pid: int) -> RankProcess | None:
-        """See `RankProcess.join`."""
+        """Return this process as a rank of the engine, see `RankProcess.join`."""
         return RankProcess.join(self._rank, engine_pid)
 
     def set_faults(self, who: str, faults: Sequence[Sequence[Fault]], seed: int) -> None:
-        """Take this rank's part of the faults for the ranks' processes."""
+        """Set this rank's part of `faults`, which has a list per rank."""
         if faults[self._rank] or not any(faults):
             set_faults(who, faults[self._rank], seed)
 
     def layout(self) -> RankLayout:
-        """Where the loader puts what, if that can be proven; otherwise whole tensors, without live buffers.
+        """Return where the loader puts each tensor if that can be proven, else a layout of whole tensors.
 
-        Found out once: live parameters keep their addresses.
+        Whole tensors have no live buffers. The layout is found once, since live parameters keep their
+        addresses.
         """
         if self._layout is None:
             self._layout = self._find_layout()
@@ -95,17 +96,17 @@ class Rank:
         return self._layout
 
     def reload(self) -> RankLayout:
-        """Take whole tensors from now on, whatever could be proven."""
+        """Take whole tensors from now on, even if the layout was proven."""
         metas, tied = self._host.checkpoint()
         self._layout = _whole_layout(metas, tied, device_id(self._device))
         return self._layout
 
     def addresses(self) -> dict[str, int]:
-        """Where each live parameter lies: these stay, since CUDA graphs hold them."""
+        """Return the address of each live parameter. They do not change, since CUDA graphs use them."""
         return {name: each.data_ptr() for name, each in self._host.model().named_parameters()}
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float, asleep: bool) -> Attached:
-        """See `Engine.attach`; `tickets` are all ranks'. While `asleep`, the weights have no memory."""
+        """Connect to the holder. `tickets` has all ranks'. While `asleep`, the weights have no memory."""
         self.close()
         layout, ticket = self.layout(), tickets[self._rank]
         self._feed, self._plan, self._engine = EngineFeed.open(ticket, plan, timeout_s), plan, ticket.engine
@@ -121,14 +122,14 @@ class Rank:
         synchronize(self._device)
 
     def blank(self) -> None:
-        """Zeros for what was dropped: also where no checkpoint writes, as in the padding of a vocabulary."""
+        """Zero parameters that sleep dropped, since padding, as of a vocabulary, is not loaded."""
         with torch.no_grad():
             for parameter in self._host.model().parameters():
                 parameter.zero_()
         synchronize(self._device)
 
     def load(self, attempt: int, timeout_s: float) -> tuple[Digests, Sequence[Span]]:
-        """See `Engine.load`, and `EngineFeed.spans`."""
+        """Take one attempt's buckets. Returns this rank's digests and spans."""
         if self._feed is None or self._plan is None:
             raise StateError("a rank is not attached: connect first")
         try:
@@ -158,15 +159,15 @@ class Rank:
             raise
 
     def _current(self) -> dict[str, torch.Tensor]:
-        """What the model has now under the names of the live buffers."""
+        """Return the model's current parameters and buffers by name."""
         model = self._host.model()
         return {**dict(model.named_buffers()), **dict(model.named_parameters())}
 
     def _load_kernels(self, layout: RankLayout) -> None:
-        """While the plan is made: `attach` would wait for CuPy's import and its compiler."""
+        """Load kernels while the plan is made, so that `attach` does not wait for CuPy and its compiler."""
         from weightsync.memory.kernels import load_digests
 
-        with suppress(TransportError), torch.cuda.device(self._device):  # `attach` says what is missing
+        with suppress(TransportError), torch.cuda.device(self._device):  # `attach` reports the error
             load_digests(meta.itemsize for meta in layout.tensors)
 
     def _find_layout(self) -> RankLayout:
@@ -195,7 +196,7 @@ class Rank:
 
 
 def checkpoint_of(hf_config: object, dtype: torch.dtype) -> Checkpoint:
-    """Of transformers' model of a config: its names are those that trainers have."""
+    """Return the checkpoint of transformers' model of a config, whose names trainers use."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""The processes of an engine's ranks, where they are the engine's children: whether each of them runs."""
+"""Watches the processes of an engine's ranks that are children of the engine's process."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["ProcessStat", "RankProcess", "RankWatch", "process_stat"]
 
 
 class ProcessStat(NamedTuple):
-    """Empty if there is no such process.
+    """State of a process; empty if there is no such process.
 
     Attributes:
-        state: as ps has it, ``T`` for stopped, ``X`` and ``Z`` for ended.
-        num_threads: more than 1 where it has ended, but threads of it hold its memory still.
-        started: in clock ticks since the host's start; it tells processes of one number apart.
+        state: as in ps: ``T`` is stopped, ``X`` and ``Z`` are ended.
+        num_threads: if the process has ended, more than 1 means that threads still hold its memory.
+        started: clock ticks since the host's start; it distinguishes processes that had the same pid.
     """
 
     state: str = ""
@@ -31,7 +31,7 @@ class ProcessStat(NamedTuple):
 
 
 def process_stat(pid: int) -> ProcessStat:
-    """Of process `pid`, now."""
+    """Read the current state of process `pid`."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -41,13 +41,13 @@ def process_stat(pid: int) -> ProcessStat:
 
 _LOOK_S = 0.05
 _STOPPED_S = 0.5
-"""Who is stopped for less goes on as if nothing had been."""
+"""A process that is stopped for less than this does not count as lost."""
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """The process `pid` of `rank`; `started` tells it from a later process of the same number."""
+    """The process `pid` of `rank`; `started` distinguishes it from a later process with that pid."""
 
     rank: int
     pid: int
@@ -55,10 +55,10 @@ class RankProcess:
 
     @classmethod
     def join(cls, rank: int, engine_pid: int) -> RankProcess | None:
-        """This process, as a rank of the engine whose process started it; None if that did not start it.
+        """Return this process as a rank of its parent; None if the parent is not `engine_pid`.
 
-        From now on it ends when the engine's does, even while it is stopped, and so its memory is given
-        back (`man 2 PR_SET_PDEATHSIG`).
+        From now on it ends when the engine's process does, even while it is stopped, which frees its memory
+        (`man 2 PR_SET_PDEATHSIG`).
         """
         if os.getppid() != engine_pid:
             return None
@@ -67,25 +67,25 @@ class RankProcess:
 
     @classmethod
     def of(cls, rank: int, pid: int) -> RankProcess:
-        """The process that has this `pid` now."""
+        """Return the process that has this `pid` now."""
         return cls(rank, pid, process_stat(pid).started)
 
     def state(self) -> str:
-        """As ps has it, ``T`` for stopped; nothing if it has ended."""
+        """Return the state as in ps, ``T`` for stopped; "" if the process has ended."""
         stat = process_stat(self.pid)
         return stat.state if stat.started == self.started and stat.state not in "XZ" else ""
 
     def end(self) -> None:
-        """Kill it, if it is still there."""
+        """Kill the process if it still exists."""
         if self.state():
             os.kill(self.pid, signal.SIGKILL)
 
 
 class RankWatch:
-    """Looks at the processes of an engine's ranks twenty times a second, on a thread of its own.
+    """Polls the processes of an engine's ranks every 0.05 s, on its own thread.
 
-    The first that ended, or is stopped, is told once. A vLLM that loses one rank ends the others, so whoever
-    looks later cannot tell which it was.
+    It calls `lost` once, for the first process that ended or is stopped. vLLM ends all ranks after it loses
+    one, so a later look could not tell which one was first.
 
     Attributes:
         ranks: the processes.
@@ -101,11 +101,11 @@ class RankWatch:
             threading.Thread(target=self._run, name=f"ranks-{engine}", daemon=True).start()
 
     def close(self) -> None:
-        """Look no more: they are about to end."""
+        """Stop watching, since the processes are about to end."""
         self._closed.set()
 
     def end(self) -> None:
-        """Kill them all: one that is stopped would keep the engine from ending."""
+        """Kill all processes, since a stopped one would keep the engine from ending."""
         for rank in self.ranks:
             rank.end()
 

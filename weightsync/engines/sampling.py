@@ -1,4 +1,4 @@
-"""How completions are drawn, the same for every engine."""
+"""Sampling settings, the same for every engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_SHOWN = 40
 
 
 def check_prompts(prompts: object) -> None:
-    """Raise ConfigError for prompts that are no lists of token ids; only the first of each is looked at."""
+    """Raise ConfigError unless prompts are lists of token ids. Only each first token is checked."""
     if not isinstance(prompts, Sequence) or isinstance(prompts, (str, bytes)):
         raise ConfigError("prompts", _shown(prompts), _REMEDY)
     for index, prompt in enumerate(prompts):
@@ -27,7 +27,7 @@ def check_prompts(prompts: object) -> None:
 
 
 def _shown(given: object) -> object:
-    """Itself, if that is short."""
+    """Shorten a value for an error message."""
     if isinstance(given, (str, bytes)):
         return given[:_MOST_SHOWN]
     return given if isinstance(given, (int, float)) else type(given).__name__
@@ -60,5 +60,5 @@ class Sampling:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Sampling:
-        """From `generate`'s argument."""
+        """Make settings from the argument of `generate`."""
         return load_dataclass(cls, settings, field="sampling")

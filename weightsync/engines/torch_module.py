@@ -1,4 +1,4 @@
-"""Transformers' own model in this process: slow, exact, and at home wherever torch is."""
+"""Runs transformers' own model in this process: slow and exact, wherever torch runs."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ __all__ = ["TorchEngine", "TorchOptions"]
 class TorchOptions:
     """Options of this engine. One process holds the whole model, so `tensor_parallel_size` is 1.
 
-    With `device` ``cuda``, the model lies on the process's current GPU. With `enable_sleep_mode`, its holder
-    does not write into its memory, which then could not be given back: buckets are copied.
+    With `device` ``cuda``, the model is on the process's current GPU. With `enable_sleep_mode`, the engine
+    copies buckets itself: memory that a holder has mapped could not be released.
 
     Raises:
         ConfigError: naming the field, as ``options.<field>``.
@@ -67,7 +67,7 @@ class TorchOptions:
 
 
 class TorchEngine:
-    """An engine of one rank. A running `generate` cannot be frozen: ``keep`` and ``wait`` let it end."""
+    """An engine of one rank. Modes ``keep`` and ``wait`` let a running `generate` end."""
 
     def __init__(self, model_path: str, name: str, options: Mapping[str, Any]) -> None:
         """Build the model of `model_path`'s config; its weights are not read."""
@@ -79,7 +79,7 @@ class TorchEngine:
         self._device, self._sleeps = torch.device(settings.device), settings.enable_sleep_mode
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, settings.dtype))
         self._model = model.to(self._device).eval()
-        # The checkpoint's own sampling defaults would otherwise fill what a call leaves out.
+        # Otherwise the checkpoint's sampling defaults would apply where a call sets nothing.
         self._model.generation_config = GenerationConfig()
         self._gate = _Gate()
         self._whole = False
@@ -98,7 +98,7 @@ class TorchEngine:
         return self._model
 
     def layout(self) -> Sequence[RankLayout]:
-        """The live tensors themselves, whole, each its own buffer."""
+        """Return a layout in which each live tensor is whole and is its own buffer."""
         if not (self._places and self._places.as_before(self._model)):
             self._tensors, tied = named_tensors(self._model)
             self._places = AddressGuard(self._model, self._tensors)
@@ -114,7 +114,7 @@ class TorchEngine:
         return RankLayout(metas, segments, tied, buffers=metas, device=device_id(self._device))
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
-        """See `Engine.attach`."""
+        """Connect to the holder; export the live memory unless the engine sleeps."""
         (ticket,) = tickets
         self._detach()
         self._feed, self._plan = EngineFeed.open(ticket, plan, timeout_s), plan
@@ -131,13 +131,13 @@ class TorchEngine:
         return LiveWriter(self._plan, layout, self._tensors, self._feed.slots, views=self._feed.views)
 
     def pause(self, mode: str, timeout_s: float) -> None:
-        """Wait for the running `generate`, with ``abort`` for a token; later ones wait for `resume`."""
+        """Wait for the running `generate`, with ``abort`` for one token. Later calls wait for `resume`."""
         if not self._gate.shut(timeout_s, cut=mode == "abort"):
             raise DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s)
         self._wake()
 
     def sleep(self, level: int, mode: str, timeout_s: float) -> None:
-        """See `Engine.sleep`."""
+        """Pause, then release the memory of the weights."""
         if not self._sleeps:
             remedy = f"engine {self._name} can sleep (level {level}) if started with true"
             raise ConfigError("options.enable_sleep_mode", False, remedy)
@@ -146,7 +146,7 @@ class TorchEngine:
             self._writer, tensors = None, named_tensors(self._model)[0].values()
             try:
                 self._asleep = Offload(tensors, keep=tensors if level == 1 else ())
-            except (RuntimeError, StateError) as error:  # no page-locked memory, or not torch's own
+            except (RuntimeError, StateError) as error:  # no page-locked memory, or tensors of foreign memory
                 raise EngineError(self._name, "sleep", str(error)) from error
             self._whole = self._whole and level == 1
 
@@ -156,7 +156,7 @@ class TorchEngine:
             self._asleep = None
 
     def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
-        """See `Engine.load`: pieces go straight into the live parameters."""
+        """Write one attempt's buckets straight into the live parameters."""
         if self._feed is None:
             raise StateError(f"engine {self._name} is not attached: connect first")
         try:
@@ -186,18 +186,18 @@ class TorchEngine:
         return writer
 
     def spans(self) -> Sequence[Sequence[Span]]:
-        """See `Engine.spans`."""
+        """Return the spans of the last `load` that succeeded."""
         return [self._feed.spans] if self._feed else []
 
     def resume(self, version: int) -> None:
-        """See `Engine.resume`. Raises StateError while the weights are dummies or a mix."""
+        """Serve `version`. Raises StateError while the weights are dummies or a mix."""
         if not self._whole:
             raise StateError(f"engine {self._name} has no whole weights: load them first")
         self._wake()
         self._gate.open(version)
 
     def serving(self) -> int:
-        """See `Engine.serving`."""
+        """Return the version being served, 0 while paused."""
         return self._gate.serving
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
@@ -216,14 +216,14 @@ class TorchEngine:
         return Rollout(tokens, [(version, version)] * len(tokens), [cut and not each for each in whole])
 
     def check(self) -> None:
-        """See `Engine.check`: its one rank lives in this process."""
+        """Do nothing: the only rank is this process."""
 
     def set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
-        """See `Engine.set_faults`."""
+        """Set `faults` in this process."""
         set_faults(who, split_by_rank(faults, 1)[0], seed)
 
     def close(self) -> None:
-        """Wake who waits for a resume, then drop the connection."""
+        """End the calls that wait for a resume, then disconnect from the holder."""
         self._gate.close()
         self._detach()
 
@@ -262,7 +262,7 @@ class TorchEngine:
 
 
 class _Gate:
-    """Lets one `generate` in at a time, and none while shut. Starts shut, without a version."""
+    """Admits one `generate` at a time, and none while shut. Starts shut, without a version."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -272,12 +272,12 @@ class _Gate:
 
     @property
     def quiet(self) -> bool:
-        """Nobody is in and nobody gets in."""
+        """Whether no call runs and none is admitted."""
         return self._shut and not self._busy
 
     @property
     def serving(self) -> int:
-        """The version that who enters gets at once; 0 while nobody does."""
+        """The version for calls that are admitted now; 0 while none are."""
         return 0 if self._shut or self._version is None else self._version
 
     def enter(self, name: str) -> int:
@@ -300,9 +300,9 @@ class _Gate:
             self._changed.notify_all()
 
     def shut(self, timeout_s: float, *, cut: bool) -> bool:
-        """Whether it became quiet in time; if not, it is as open as it was before.
+        """Shut, and return whether the running call ended in time; if not, undo it.
 
-        `cut`: who is in is asked to leave.
+        `cut`: ask the running call to end early.
         """
         with self._changed:
             before, self._shut, self.cut = self._shut, True, cut
@@ -313,7 +313,7 @@ class _Gate:
             return not self._busy
 
     def invalidate(self) -> None:
-        """Turn everybody away until `open`: who waits, and who comes."""
+        """Refuse all calls, waiting and new ones, until `open`."""
         with self._changed:
             self._version = None
             self._changed.notify_all()
@@ -335,5 +335,5 @@ def _segment(name: str, tensor: torch.Tensor) -> Segment:
 
 
 def _until_stop(row: list[int], stops: Sequence[int]) -> list[int]:
-    """A row of a batch, without the padding behind its first stop token."""
+    """Cut a row of a batch after its first stop token."""
     return next((row[: i + 1] for i, token in enumerate(row) if token in stops), row)

@@ -1,4 +1,4 @@
-"""Whole tensors for an engine's own loader, where its live parameters cannot be written."""
+"""Gives whole tensors to an engine's own loader, if its live parameters cannot be written."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Loader(Protocol):
     """One update through an engine's own loader."""
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Take whole tensors under a checkpoint's names; they may be kept until `finish`."""
+        """Take whole tensors under a checkpoint's names. May keep them until `finish`."""
 
     def finish(self) -> None:
-        """All came: make them live. Raises RuntimeError when the loader left parameters out."""
+        """Make the tensors live, after all came. Raises RuntimeError if the loader left parameters out."""
 
     def abandon(self) -> None:
-        """No more come; the weights are a mix, and the next update starts afresh."""
+        """End the update early. The weights are a mix, and the next update starts over."""
 
 
 class WholeSink:
-    """A Sink that puts pieces together; its digests are of what the loader was handed."""
+    """A Sink that assembles whole tensors. Digests are of the loader's input."""
 
     def __init__(self, plan: Plan, loader: Loader, device: torch.device) -> None:
         self._plan, self._loader, self._device = plan, loader, device
@@ -47,13 +47,13 @@ class WholeSink:
         self._digests = np.zeros(len(plan.tensors), dtype=np.uint64)
 
     def take(self, bucket: int, pieces: Sequence[PieceView]) -> None:
-        """See `Sink.take`."""
+        """Copy a bucket's pieces into whole tensors, and pass on complete ones."""
         for tensor, box, data in pieces:
             self._put(tensor, box, data)
         synchronize(self._device)
 
     def finish(self) -> Digests:
-        """See `Sink.finish`."""
+        """Finish the loader. Returns the digests of the tensors that it got."""
         self._missing.require_none()
         self._hand_over()
         self._loader.finish()
@@ -61,17 +61,17 @@ class WholeSink:
         return self._digests
 
     def written(self) -> None:
-        """See `Sink.written`."""
+        """Must not be called: this rank exports no memory."""
         raise AssertionError("a holder wrote into a rank that exported nothing")
 
     def abandon(self) -> None:
-        """See `Loader.abandon`."""
+        """End the update early, as `Loader.abandon` does."""
         self._loader.abandon()
 
     def _put(self, tensor: int, box: Box, data: torch.Tensor) -> None:
         shape = self._plan.tensors[tensor].shape
         if tensor not in self._parts:
-            # Memory of its own: the loader keeps tensors until a module is complete.
+            # New memory, since the loader keeps tensors until a module is complete.
             self._parts[tensor] = torch.empty(shape, dtype=data.dtype, device=self._device)
         self._parts[tensor][box.slices()].copy_(data)
         if self._missing.take(tensor, box):
@@ -91,7 +91,7 @@ class WholeSink:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all that was launched on a device."""
+    """Wait for all work on a device."""
     if device.type != "cpu":
         torch.cuda.synchronize(device)
 
@@ -102,11 +102,11 @@ _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 def as_loaded(
     name: str, tensor: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensor itself, or views of its experts, each under the name that it has in a checkpoint.
+    """Yield the tensor, or views of its experts, under the names that they have in checkpoints.
 
     Transformers stacks ``experts.gate_up_proj`` [E, 2I, H] and ``experts.down_proj`` [E, H, I]. Loaders
-    of SGLang, and of vLLM before 0.32, pass over these names without a word; all take
-    ``experts.0.gate_proj.weight`` [I, H] and its like. Stacks of other shapes stay as they are.
+    of SGLang, and of vLLM before 0.32, silently skip these names; all take ``experts.0.gate_proj.weight``
+    [I, H] and its like. Stacks of other shapes are not split.
 
     Args:
         shapes: the shapes of all tensors of the checkpoint, by name.
@@ -126,5 +126,5 @@ def as_loaded(
 
 
 def _is_stack(gate_up: tuple[int, ...], down: tuple[int, ...]) -> bool:
-    """Some models stack the transposes, which their own loaders know."""
+    """Whether shapes are those of a stack. Transposed stacks are left to the models' own loaders."""
     return len(down) == 3 and gate_up == (down[0], 2 * down[2], down[1])

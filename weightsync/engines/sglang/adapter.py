@@ -1,4 +1,4 @@
-"""SGLang behind its public hooks: a custom weight loader, pauses, its own calls for weights and memory."""
+"""Adapter of SGLang by its public hooks: a custom weight loader, pauses, calls for weights and memory."""
 
 from __future__ import annotations
 
@@ -35,20 +35,19 @@ logger = logging.getLogger("weightsync.engines.sglang")
 
 _END_S = 20.0
 _ANSWER_S = 10.0
-"""For answers to arrive once SGLang says that all ranks have sent them."""
+"""Time for answers to arrive after SGLang says that all ranks have sent them."""
 _SIG_IGN = ctypes.c_void_p(1)
 _SLEEP_OPTIONS = ("enable_memory_saver", "enable_weights_cpu_backup")
 
 
 class SglangEngine(EngineRanks):
-    """One SGLang engine. Each rank is a process that SGLang starts, on the GPUs that this process sees.
+    """One SGLang engine. SGLang starts a process per rank, on the GPUs that this process sees.
 
-    `options` are arguments of SGLang's ``ServerArgs``, but for those that `sglang.api` fixes;
-    ``tensor_parallel_size`` is its ``tp_size``. ``dtype`` is by default the one that the model's config
-    names.
+    `options` are arguments of SGLang's ``ServerArgs``, except those that `sglang.api` fixes;
+    ``tensor_parallel_size`` is its ``tp_size``. ``dtype`` defaults to the one in the model's config.
 
     Raises:
-        ConfigError: an option that SGLang has not or cannot be updated with, or more ranks than GPUs;
+        ConfigError: an option that SGLang does not have or cannot be updated with, or more ranks than GPUs;
             named as ``options.<field>``.
     """
 
@@ -79,22 +78,22 @@ class SglangEngine(EngineRanks):
 
     @property
     def loop(self) -> RequestLoop:
-        """The thread that owns SGLang's engine: its `call` awaits work while no request is stepped."""
+        """The thread that owns SGLang's engine. Its `call` awaits work while no request is stepped."""
         return self._loop
 
     def check(self) -> None:
-        """See `Engine.check`."""
+        """Raise RankLostError once a rank is lost."""
         self._loop.require_ranks()
 
     def set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
-        """See `Engine.set_faults`."""
+        """Set each process's part of `faults`."""
         here, ranks = split_by_rank(faults, self._num_ranks, apart=True)
         self.on_ranks("set_faults", who, ranks, seed)
         if here or not faults:
             set_faults(who, here, seed)
 
     def pause(self, mode: str, timeout_s: float) -> None:
-        """See `Engine.pause`. ``abort`` ends running requests early, with the tokens that they have."""
+        """Stop making tokens. ``abort`` ends running requests early, with the tokens that they have."""
         deadline = time.monotonic() + timeout_s
         frozen = self._loop.frozen
         self._loop.freeze(mode, timeout_s)
@@ -107,10 +106,10 @@ class SglangEngine(EngineRanks):
             raise DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s) from error
 
     def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
-        """See `EngineRanks.load`."""
+        """Take one attempt's buckets. After a failure, requests are refused until `resume`."""
         if not self._loop.frozen:
             raise StateError(f"engine {self._name} is serving: pause it first")
-        self.require_awake("pause it first")  # before the `try`: requests are not void for that
+        self.require_awake("pause it first")  # before the `try`: this does not invalidate requests
         try:
             return super().load(attempt, timeout_s)
         except WeightSyncError:
@@ -118,18 +117,18 @@ class SglangEngine(EngineRanks):
             raise
 
     def resume(self, version: int) -> None:
-        """See `Engine.resume`. Raises StateError while the weights are dummies or a mix."""
+        """Serve `version`. Raises StateError while the weights are dummies or a mix."""
         self.require_whole()
         self._wake(WEIGHTS, CACHES)
         self.on_ranks("settle", version=str(version))
         self._loop.resume(version)
 
     def serving(self) -> int:
-        """See `Engine.serving`."""
+        """Return the version being served, 0 while paused."""
         return self._loop.serving
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
-        """See `Engine.generate`; requests of concurrent calls share SGLang's batches."""
+        """Complete token-id prompts. Requests of concurrent calls share SGLang's batches."""
         self.require_awake("update or wake it first")
         settings = Sampling.of(sampling)
         if settings.seed is not None and not self._seeds:
@@ -143,35 +142,35 @@ class SglangEngine(EngineRanks):
         return Rollout.of(self._loop.complete(prompts, params))
 
     def init_weights_update_group(self, **fields: object) -> None:
-        """SGLang's own call, for loops that send weights themselves. Raises EngineError."""
+        """Make SGLang's own call, for loops that send weights themselves. Raises EngineError."""
         self._own("init_weights_update_group", "InitWeightsUpdateGroupReqInput", fields)
 
     def update_weights_from_distributed(self, **fields: object) -> None:
-        """SGLang's own call, with its arguments: the weights are then no longer those of a version of ours.
+        """Make SGLang's own call, with its arguments. Weights then no longer match the served version.
 
-        Its caches are the caller's to drop. Raises EngineError.
+        The caller has to drop SGLang's caches. Raises EngineError.
         """
         self._asked("update_weights_from_distributed", lambda server: server.update_from_group(**fields))
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Any:  # noqa: ANN401 - SGLang's
-        """SGLang's own call: the first rows of a tensor under its checkpoint's name, as floats.
+        """Make SGLang's own call: the first rows of a tensor, by its checkpoint's name, as floats.
 
-        Only few of its models know it, Llama does; None of others.
+        Only few of its models support it, such as Llama; others return None.
         """
         fields = {"name": name, "truncate_size": truncate_size}
         return self._own("get_weights_by_name", "GetWeightsByNameReqInput", fields)
 
     def checksums(self) -> list[Mapping[str, Any]]:
-        """Of each rank, SGLang's own ``checksums`` by the name of the live tensor. Raises EngineError."""
+        """Return SGLang's own ``checksums`` of each rank, by live tensor. Raises EngineError."""
         _, _, ranks, *_ = self._own("check_weights", "CheckWeightsReqInput", {"action": "checksum"})
         return list(ranks)
 
     def sleep(self, level: int, mode: str, timeout_s: float) -> None:
-        """See `Engine.sleep`. SGLang gives nothing back while it holds requests: ``keep`` lets them end."""
+        """Pause, then release memory. SGLang must hold no requests, so ``keep`` lets them end."""
         super().sleep(level, "wait" if mode == "keep" else mode, timeout_s)
 
     def close(self) -> None:
-        """See `Engine.close`."""
+        """End SGLang's processes and the connections. Safe to call twice."""
         if self._watch:
             self._watch.close()
         if not self._loop.close(_END_S):
@@ -179,13 +178,13 @@ class SglangEngine(EngineRanks):
         self._replies.close()
 
     def _sleep_option(self, level: int) -> tuple[str, bool]:
-        """Of both options, the first that it lacks."""
+        """Return the first option that `level` needs and that is not set, and whether all are set."""
         saver, backup = self._sleeps
         lacking = int(saver and level == 1)
         return f"options.{_SLEEP_OPTIONS[lacking]}", backup if lacking else saver
 
     def _release(self, level: int) -> None:
-        if self._loop.num_running:  # it would end
+        if self._loop.num_running:  # SGLang's process would end
             raise StateError(f"engine {self._name} holds frozen requests: resume it first")
         tags = {"tags": [WEIGHTS, CACHES]}
         self._own("release_memory_occupation", "ReleaseMemoryOccupationReqInput", tags)
@@ -202,9 +201,9 @@ class SglangEngine(EngineRanks):
     def on_ranks(
         self, method: str, *args: object, version: str | None = None, wait_s: float | None = None
     ) -> list[Any]:
-        """See `EngineRanks.on_ranks`; sets SGLang's label to `version`.
+        """Call `method` of `Rank` on each rank, and set SGLang's label to `version` if given.
 
-        Raises FutureTimeoutError after `wait_s`.
+        Raises FutureTimeoutError after `wait_s` seconds.
         """
         with self._asking:
             calls = self._replies.calls(self._settings, method, pack(args))
@@ -220,14 +219,14 @@ class SglangEngine(EngineRanks):
             return self._loop.call(work, wait_s)
         except (WeightSyncError, FutureTimeoutError):
             raise
-        except Exception as error:  # whatever SGLang raises
+        except Exception as error:  # any error of SGLang
             raise EngineError(self._name, method, f"{type(error).__name__}: {error}") from error
 
 
 def _ignore_sigquit() -> None:
-    """SGLang's processes send it to this one when they fail, to end it: we have who is told instead.
+    """Ignore SIGQUIT, which SGLang's processes send to end this one when they fail; `RankWatch` reports it.
 
-    By the C library: Python lets only the main thread do so, and an actor's constructor may run on another.
+    Uses the C library: Python allows this only on the main thread, where an actor's constructor may not run.
     """
     ctypes.CDLL(None).signal(int(signal.SIGQUIT), _SIG_IGN)
 

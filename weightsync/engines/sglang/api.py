@@ -1,7 +1,7 @@
-"""All that we import from SGLang: its engine, its requests, and what says how parameters are stored.
+"""All imports from SGLang: its engine, its requests, and how its layers store parameters.
 
-Facts about these: SGLang's documentation of weight updates for reinforcement learning, and its
-sources of 0.5.17 and 0.5.23.
+Sources: SGLang's documentation of weight updates for reinforcement learning, and its code of 0.5.17 and
+0.5.23.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 _LOADER = "weightsync.engines.sglang.worker.receive"
-# Each would put weights where we do not see them, or ranks where we do not reach them.
+# These would put weights or ranks out of our reach.
 _FIXED = (
     "model_path",
     "load_format",
@@ -59,9 +59,9 @@ _EXPERTS_METHOD = "UnquantizedFusedMoEMethod"
 
 
 def has_sessions() -> bool:
-    """Whether weights are updated between ``begin_weight_update`` and ``end_weight_update`` (from 0.5.21).
+    """Whether SGLang has ``begin_weight_update`` and ``end_weight_update`` (from 0.5.21).
 
-    Such an SGLang also forgets cached prefixes while paused requests wait.
+    Such an SGLang can also drop cached prefixes while paused requests wait.
     """
     from sglang.srt.entrypoints.engine import Engine
 
@@ -69,10 +69,10 @@ def has_sessions() -> bool:
 
 
 def server_args(model_path: str, options: Mapping[str, Any], sessions: bool) -> dict[str, Any]:
-    """Arguments of an engine that starts with dummy weights and takes our calls.
+    """Return arguments of an engine that starts with dummy weights and takes our calls.
 
     Raises:
-        ConfigError: an option that SGLang has not, or that it cannot be updated with.
+        ConfigError: an option that SGLang does not have, or that it cannot be updated with.
     """
     from sglang.srt.server_args import ServerArgs
     from transformers import AutoConfig
@@ -103,11 +103,11 @@ def server_args(model_path: str, options: Mapping[str, Any], sessions: bool) -> 
 
 
 def unasked_port() -> int:
-    """A free port that no kernel hands out by itself, nor Ray to its workers.
+    """Return a free port outside the ranges from which the kernel and Ray choose ports.
 
-    SGLang's ranks bind the port where they meet only after their imports, tens of seconds after it was
-    chosen; by then, on a busy host, one that the kernel chose belongs to somebody else. Engines that start
-    at once have different process ids, so they choose different ports.
+    SGLang's ranks bind their rendezvous port only after their imports, tens of seconds after it was chosen.
+    By then another process on a busy host may have a port that the kernel chose. Engines that start at the
+    same time have different process ids, so they choose different ports.
     """
     for number in range(os.getpid(), os.getpid() + len(_PORTS)):
         port = _PORTS[number % len(_PORTS)]
@@ -123,7 +123,7 @@ def unasked_port() -> int:
 
 
 def sampling_params(settings: Sampling, index: int) -> dict[str, Any]:
-    """Of the prompt number `index` of a call. Stop tokens are ours to see: SGLang's end at others too."""
+    """Return parameters for prompt number `index`. Stop tokens are left out: SGLang stops at others, too."""
     params: dict[str, Any] = {
         "max_new_tokens": settings.max_tokens,
         "temperature": settings.temperature,
@@ -135,20 +135,20 @@ def sampling_params(settings: Sampling, index: int) -> dict[str, Any]:
 
 
 class Server:
-    """SGLang's engine behind coroutines, which are all awaited on `loop`.
+    """SGLang's engine behind coroutines, all of which must be awaited on `loop`.
 
     Attributes:
         manager: SGLang's own ``TokenizerManager``.
     """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
-        """Start SGLang; takes up to minutes. `loop` is new, and runs on no thread yet."""
+        """Start SGLang, which may take minutes. `loop` is not running yet."""
         from sglang.srt.entrypoints.engine import Engine
 
         if arguments.get("enable_memory_saver"):
             _lead_to_cudart()
         engine = Engine(**arguments)
-        # It would end all children of this process, whoever started them. `pids` are what is its own.
+        # It would end all children of this process. `pids` has only those of SGLang.
         atexit.unregister(engine.shutdown)
         self.loop: asyncio.AbstractEventLoop = engine.loop
         self.num_ranks: int = arguments["tp_size"]
@@ -156,14 +156,14 @@ class Server:
         self.forgets = has_sessions()
         self.manager = engine.tokenizer_manager
         if watchdog := getattr(self.manager, "_subprocess_watchdog", None):
-            watchdog.stop()  # it signals this process when one of those ends: we look ourselves
+            watchdog.stop()  # it signals this process when one of them ends; `RankWatch` does this
 
     async def stream(
         self, name: str, prompt: Sequence[int], params: Mapping[str, Any]
     ) -> AsyncIterator[list[int]]:
-        """All new tokens so far, whenever there are more; ends with the request, also when it is aborted.
+        """Yield all tokens so far whenever there are more, until the request ends or is aborted.
 
-        Raises ValueError or RuntimeError for what SGLang says of the request.
+        Raises ValueError or RuntimeError if SGLang refuses the request.
         """
         from sglang.srt.managers.io_struct import GenerateReqInput
 
@@ -172,7 +172,7 @@ class Server:
         )
         async for out in self.manager.generate_request(request, None):
             reason = out["meta_info"].get("finish_reason") or {}
-            if reason.get("status_code"):  # not of those that we abort
+            if reason.get("status_code"):  # not set if we aborted it
                 raise RuntimeError(reason.get("message", "SGLang refused it"))
             yield out["output_ids"]
 
@@ -181,7 +181,7 @@ class Server:
         self.manager.abort_request(name)
 
     async def pause(self, mode: str) -> None:
-        """``retract`` gives running requests' cache up, ``in_place`` leaves all as it is."""
+        """Pause. ``retract`` drops running requests' cache, ``in_place`` keeps it."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         await self.manager.pause_generation(PauseGenerationReqInput(mode=mode))
@@ -193,14 +193,14 @@ class Server:
         await self.manager.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
     async def forget(self) -> bool:
-        """Drop cached prefixes; False when SGLang does not, since requests hold them."""
+        """Drop cached prefixes. Returns False if SGLang does not, since requests hold them."""
         flushed = await self.manager.flush_cache()
         return bool(flushed.success)
 
     async def on_ranks(self, calls: Sequence[Call], version: str | None = None) -> None:
-        """Deliver a call to each rank, and return when all ran; `version` is SGLang's label from then on.
+        """Deliver a call to each rank, and return when all ran. Sets SGLang's label to `version`.
 
-        Raises RuntimeError when SGLang refuses.
+        Raises RuntimeError if SGLang refuses.
         """
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
         from sglang.srt.utils import MultiprocessingSerializer
@@ -218,14 +218,14 @@ class Server:
             _require(await self.manager.update_weights_from_tensor(request, None))
 
     async def ask(self, method: str, request: str, **fields: object) -> Any:  # noqa: ANN401 - SGLang's
-        """One of SGLang's own calls, with a request of that class: what it returns."""
+        """Make one of SGLang's own calls with a request of class `request`. Returns its result."""
         from sglang.srt.managers import io_struct
 
         return await getattr(self.manager, method)(getattr(io_struct, request)(**fields))
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[None]:
-        """A session for changing weights, where SGLang has such: it processes them when the session ends."""
+        """Open a session for changing weights, if SGLang has them; it processes weights at its end."""
         if not self.forgets:
             yield
             return
@@ -236,25 +236,25 @@ class Server:
             _require(await self.ask("end_weight_update", "EndWeightUpdateReqInput"))
 
     async def update_from_group(self, **fields: object) -> None:
-        """``update_weights_from_distributed``, in a session where there are such. Raises RuntimeError."""
+        """Call ``update_weights_from_distributed``, in a session if there are any. Raises RuntimeError."""
         async with self.session():
             _require(
                 await self.ask(
                     "update_weights_from_distributed",
                     "UpdateWeightsFromDistributedReqInput",
-                    # Before 0.5.21, SGLang ends when it cannot flush, since requests are there.
+                    # Before 0.5.21, SGLang ends if it cannot flush because it holds requests.
                     **{"flush_cache": False, **fields},
                 )
             )
 
 
 def pack(value: object) -> bytes:
-    """Pickle what goes to a rank by SGLang's own channel."""
+    """Pickle a value that goes to a rank by SGLang's own channel."""
     return pickle.dumps(value)
 
 
 def _lead_to_cudart() -> None:
-    """What SGLang preloads into its processes links to it, before Python could say where it is."""
+    """Put libcudart's folder on LD_LIBRARY_PATH, for libraries that SGLang preloads before Python runs."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     folders = [os.path.dirname(line.split()[-1]) for line in maps if "/libcudart.so" in line]
     known = [path for path in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if path]
@@ -262,7 +262,7 @@ def _lead_to_cudart() -> None:
 
 
 def join_update_group(address: str, port: int, *, world_size: int, name: str) -> Any:  # noqa: ANN401 - torch's
-    """The trainer's side of ``init_weights_update_group``: NCCL's rank 0 in it, as a torch process group."""
+    """Join ``init_weights_update_group`` as the trainer, NCCL's rank 0. Returns a torch process group."""
     from sglang.srt.utils import init_custom_process_group
 
     meeting = f"tcp://{address}:{port}"
@@ -270,17 +270,17 @@ def join_update_group(address: str, port: int, *, world_size: int, name: str) ->
 
 
 def _require(outcome: tuple[bool, str]) -> None:
-    """SGLang's (ok, message). Raises RuntimeError where it is not."""
+    """Raise RuntimeError unless SGLang's (ok, message) is ok."""
     ok, message = outcome
     if not ok:
         raise RuntimeError(message)
 
 
 def stored_otherwise(model: torch.nn.Module, device: torch.device) -> str:
-    """Why the live parameters may hold other bytes than the loader writes; empty if they hold the same.
+    """Return why live parameters may hold other bytes than the loader writes; "" if they do not.
 
-    Only what is known to keep them is let through: without quantization, adapters and offloading, layers
-    that use their weights as they were loaded.
+    Accepts only models that are known to keep the bytes: without quantization, adapters and offloading, of
+    layers that use their weights as they were loaded.
     """
     away = next((name for name, each in model.named_parameters() if each.device != device), None)
     if away:
@@ -304,17 +304,17 @@ def _why_not_plain(module: torch.nn.Module) -> str:
 
 
 class Loads:
-    """Whole tensors to the model's own ``load_weights``, which copies them at once."""
+    """Gives whole tensors to the model's own ``load_weights``, which copies them at once."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """See `Loader.load`. SGLang does not say which names its loader took."""
+        """Load whole tensors. SGLang does not report which names its loader took."""
         self._model.load_weights(weights)  # type: ignore[operator]
 
     def finish(self) -> None:
-        """See `Loader.finish`: SGLang processes them when its session ends."""
+        """Do nothing: SGLang processes the weights at the end of its session."""
 
     def abandon(self) -> None:
-        """See `Loader.abandon`."""
+        """Do nothing: the next update writes all weights again."""

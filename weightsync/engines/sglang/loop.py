@@ -1,4 +1,4 @@
-"""One thread owns SGLang's engine and its event loop: requests stream in it, and calls are awaited in it."""
+"""Runs SGLang's engine and event loop on one thread, which streams requests and awaits calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ S = TypeVar("S", bound="Streaming")
 
 
 class Streaming(Protocol):
-    """What is used of `sglang.api.Server`."""
+    """The methods of `sglang.api.Server` that are used here."""
 
     loop: asyncio.AbstractEventLoop
     forgets: bool
@@ -53,8 +53,8 @@ class _Request:
     done: Future[Completion] = field(default_factory=Future)
 
     def take(self, tokens: Sequence[int], version: int) -> bool:
-        """All tokens so far, of which the new ones are of `version`; whether a stop token is among these."""
-        new = tokens[len(self.tokens) :]  # what is told of a request that was aborted while it waited is less
+        """Store all tokens so far; new ones are of `version`. Returns whether a stop token is among those."""
+        new = tokens[len(self.tokens) :]  # `tokens` may be shorter if the request was aborted as it waited
         stop = next((i for i, token in enumerate(new, 1) if token in self.params.stops), None)
         self.tokens.extend(new[:stop])
         if new:
@@ -62,21 +62,21 @@ class _Request:
         return stop is not None
 
     def end(self, tokens: list[int], versions: tuple[int, int]) -> None:
-        """It is complete, unless it ended before."""
+        """Complete the request, unless it has ended."""
         if not self.done.done():
             self.done.set_result(Completion(tokens, versions, self.cut))
 
     def fail(self, error: Exception) -> None:
-        """It is given up, unless it ended before."""
+        """Fail the request, unless it has ended."""
         if not self.done.done():
             self.done.set_exception(error)
 
 
 class RequestLoop:
-    """Starts frozen and without a version. All methods may be called from any thread."""
+    """Runs requests. Starts frozen and without a version. Methods may be called from any thread."""
 
     def __init__(self, name: str, start: Callable[[], S], stop: Callable[[S], None]) -> None:
-        """Start the engine on a thread of its own; `stop` ends it there. Raises what `start` raises."""
+        """Start the engine on its own thread, where `stop` ends it. Raises the errors of `start`."""
         self._name = name
         self._version: int | None = None
         # Shut: requests are held. Frozen: none runs.
@@ -91,7 +91,7 @@ class RequestLoop:
         self._quiet, self._turn = asyncio.Event(), asyncio.Lock()
         self._quiet.set()
         started: Future[Streaming] = Future()
-        # It lives until the engine's processes have ended: they would end with the thread that started them.
+        # The thread runs until the engine's processes have ended, since they would end with it.
         self._thread = threading.Thread(
             target=self._run, args=(start, stop, started), name=f"engine-{name}", daemon=True
         )
@@ -101,22 +101,22 @@ class RequestLoop:
 
     @property
     def frozen(self) -> bool:
-        """No request runs."""
+        """Whether no request runs."""
         return self._frozen
 
     @property
     def num_running(self) -> int:
-        """Requests that SGLang has, frozen or not."""
+        """Number of requests that SGLang has, frozen or not."""
         return len(self._running)
 
     @property
     def num_held(self) -> int:
-        """Requests that wait for `resume`."""
+        """Number of requests that wait for `resume`."""
         return len(self._held)
 
     @property
     def server(self) -> Streaming:
-        """What `start` returned. Use it on the loop's own thread: see `call`."""
+        """The server that `start` returned. Use it only on the loop's thread, see `call`."""
         return self._server
 
     @property
@@ -126,55 +126,55 @@ class RequestLoop:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it has lost a rank."""
+        """Whether the engine has lost a rank."""
         return self._lost.done()
 
     def fail(self, lost: RankLostError) -> None:
-        """The engine has lost a rank: all that wait are told now, and all that come. Call it once."""
+        """Fail all calls, waiting and new ones, since a rank is lost. May be called once."""
         self._lost.set_result(lost)
 
     def require_ranks(self) -> None:
-        """Raises RankLostError once the engine has failed."""
+        """Raise RankLostError once the engine has failed."""
         if self.is_lost:
             raise RankLostError(*self._lost.result().args)
 
     def call(self, work: Callable[[Any], Coroutine[Any, Any, T]], timeout_s: float | None = None) -> T:
-        """Await `work` of the server on the loop while no request is stepped.
+        """Await `work` on the loop, with the server, while no request is stepped.
 
-        Raises FutureTimeoutError; the work goes on then.
+        Raises FutureTimeoutError; the work then continues.
         """
         return self._result(self._submit(self._alone(work)), timeout_s)
 
     def complete(self, prompts: Sequence[Sequence[int]], params: Sequence[Params]) -> list[Completion]:
-        """Run requests beside those of other callers; while frozen, they wait.
+        """Run requests, together with those of other callers. While frozen, they wait.
 
-        Raises StateError before the first `resume` and after `close`, EngineError when SGLang fails.
+        Raises StateError before the first `resume` and after `close`, EngineError if SGLang fails.
         """
         requests = [_Request(list(prompt), each) for prompt, each in zip(prompts, params, strict=True)]
         self._result(self._submit(self._admit(requests)))
         return [self._result(request.done) for request in requests]
 
     def freeze(self, mode: str, timeout_s: float) -> None:
-        """Let no request run: ``keep`` takes them back, ``wait`` lets them end, ``abort`` cuts them short.
+        """Stop running requests: ``keep`` freezes them, ``wait`` lets them end, ``abort`` ends them early.
 
-        Raises DeadlineError; requests then go on as before.
+        Raises DeadlineError; requests then continue as before.
         """
         self._result(self._submit(self._freeze(mode, timeout_s)))
 
     def undo_freeze(self) -> None:
-        """Undo a `freeze`: go on with the version that there was."""
+        """Undo a `freeze`: continue with the same version."""
         self._result(self._submit(self._go_on()))
 
     def resume(self, version: int) -> None:
-        """Serve `version`: forget what earlier weights cached, recompute the frozen requests."""
+        """Serve `version`: drop caches of earlier weights, recompute frozen requests."""
         self._result(self._submit(self._resume(version)))
 
     def invalidate(self) -> None:
-        """Turn everybody away until `resume`: the frozen requests, those that wait, and those that come."""
+        """Refuse requests until `resume`: frozen ones, waiting ones and new ones."""
         self._result(self._submit(self._invalidate()))
 
     def close(self, patience_s: float | None = None) -> bool:
-        """End the engine and its thread; whether they ended in time. Waiting callers get a StateError."""
+        """End the engine and its thread; waiting calls get a StateError. Returns whether both ended."""
         with self._lock:
             if not self._ended:
                 self._ended = StateError(f"engine {self._name} is closed")
@@ -192,7 +192,7 @@ class RequestLoop:
         raise self._ended
 
     def _result(self, future: Future[T], timeout_s: float | None = None) -> T:
-        """What comes of `future`, or RankLostError if a rank is lost first: SGLang would wait for ever."""
+        """Wait for `future`. Raises RankLostError if a rank is lost first, since SGLang may never answer."""
         either: tuple[Future[Any], ...] = (future, self._lost)
         wait(either, timeout_s, return_when=FIRST_COMPLETED)
         if not future.done():
@@ -223,7 +223,7 @@ class RequestLoop:
         async with self._turn:
             if self._frozen:
                 return await work(self._server)
-            # Unpaused, SGLang would wait for the running requests, and keep others out.
+            # Without a pause, SGLang would wait for running requests and admit no others.
             await self._server.pause("in_place")
             try:
                 return await work(self._server)
@@ -237,7 +237,7 @@ class RequestLoop:
             self._held.extend(requests)
             return
         for request in requests:
-            # None is the beginning of another: SGLang aborts by beginnings.
+            # No name is a prefix of another, since SGLang aborts by prefix.
             name = f"{self._name}-{next(self._numbers)}-"
             self._running[name] = request
             self._quiet.clear()
@@ -263,7 +263,7 @@ class RequestLoop:
         request.end(request.tokens, request.versions or (self._of_now(), self._of_now()))
 
     def _of_now(self) -> int:
-        return self._version or 0  # nobody is told who has no version
+        return self._version or 0  # without a version, requests get an error instead
 
     async def _freeze(self, mode: str, timeout_s: float) -> None:
         if self._frozen:

@@ -1,7 +1,7 @@
-"""Calls to SGLang's processes and their answers: a call rides on a weight update, its answer on a socket.
+"""Calls to SGLang's processes: a call travels in a weight update, its answer on a socket.
 
-SGLang calls a custom weight loader in each rank's process, with what came in the request, and gives
-back no more than that it ran. What arrives on the socket is read by a schema and never unpickled.
+SGLang calls a custom weight loader in each rank's process with the data of the request, and returns only
+whether it ran. Answers on the socket are decoded by a schema and never unpickled.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger("weightsync.engines.sglang")
 
 _SEND_MS = 5000
 _MAX_REPLY_NBYTES = 256 << 20
-"""A layout has some 200 bytes for each segment."""
+"""A layout takes about 200 bytes per segment."""
 _RESULTS: dict[str, Any] = {
     "join": RankProcess | None,
     "layout": RankLayout,
@@ -42,7 +42,7 @@ _RESULTS: dict[str, Any] = {
     "attach": Attached,
     "load": tuple[np.ndarray, tuple[Span, ...]],
 }
-"""What a method of `Rank` returns; the others return nothing."""
+"""Return types of the methods of `Rank`; others return None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ class Call:
     """One method of one rank. Carries a secret: do not log it.
 
     Attributes:
-        secret: shown with the answer.
-        settings: of the engine, the same in each call: the rank is made from them at the first.
-        blob: the method's arguments, pickled: they go by SGLang's own channel.
+        secret: sent with the answer.
+        settings: the engine's, equal in all calls; the first call makes the rank from them.
+        blob: the method's arguments, pickled, since they travel by SGLang's own channel.
     """
 
     endpoint: str
@@ -65,7 +65,7 @@ class Call:
 
 
 class _Reply(msgspec.Struct, frozen=True):
-    """A rank's answer to call `number`: an error, or what the method returned."""
+    """A rank's answer to call `number`: an error, or the method's result."""
 
     secret: bytes
     number: int
@@ -75,7 +75,7 @@ class _Reply(msgspec.Struct, frozen=True):
 
 
 class Replies:
-    """The engine's end of the socket. Used by one thread at a time."""
+    """The engine's end of the socket, for one thread at a time."""
 
     def __init__(self, engine: str, num_ranks: int) -> None:
         self._engine, self._num_ranks = engine, num_ranks
@@ -90,15 +90,16 @@ class Replies:
         self._socket.bind(self.endpoint)
 
     def calls(self, settings: object, method: str, blob: bytes) -> list[Call]:
-        """A call of `method` for each rank; `blob` has its arguments."""
+        """Make a call of `method` for each rank. `blob` has the arguments."""
         number = next(self._numbers)
         ranks = range(self._num_ranks)
         return [Call(self.endpoint, self._secret, number, rank, settings, method, blob) for rank in ranks]
 
     def collect(self, calls: Sequence[Call], timeout_s: float) -> list[Any]:
-        """What the ranks answered, in their order: results, and errors of ours.
+        """Return the ranks' answers in order: results, or a WeightSyncError.
 
-        Raises EngineError when one did not answer, WireError when its answer is not what `Rank` returns.
+        Raises EngineError if a rank did not answer, and WireError if a result has another type than `Rank`
+        returns.
         """
         deadline = time.monotonic() + timeout_s
         answers: dict[int, Any] = {}
@@ -112,12 +113,12 @@ class Replies:
             except WireError as error:
                 logger.warning("engine %s: refused an answer: %s", self._engine, error)
                 continue
-            if reply.number == calls[0].number:  # not an earlier call's, that nobody waited for
+            if reply.number == calls[0].number:  # not a late answer to an earlier call
                 answers[reply.rank] = _outcome(reply, calls[0].method)
         return [answers[call.rank] for call in calls]
 
     def connected(self) -> None:
-        """All ranks have answered once: the socket's file is not needed any longer."""
+        """Remove the socket's file, which is not needed once all ranks have answered."""
         self._directory.remove()
 
     def close(self) -> None:
@@ -126,7 +127,7 @@ class Replies:
         self._context.destroy(linger=0)
 
     def _read(self, frames: Sequence[bytes]) -> _Reply:
-        """Raises WireError unless `frames` are the answer of a rank of ours."""
+        """Decode a rank's answer. Raises WireError if `frames` are anything else."""
         if len(frames) != 1:
             raise WireError(f"{len(frames)} frames, where an answer is 1")
         try:
@@ -150,7 +151,7 @@ def _outcome(reply: _Reply, method: str) -> Any:  # noqa: ANN401 - as `_RESULTS`
 
 
 def _plain(value: object) -> object:
-    """Digests as bytes, and NumPy's numbers as Python's."""
+    """Convert digests to bytes, and NumPy's numbers to Python's."""
     if isinstance(value, np.ndarray):
         return value.astype(np.uint64).tobytes()
     if isinstance(value, np.generic):
@@ -167,13 +168,13 @@ def _digests(_: type, value: object) -> object:
 _decoder = msgspec.msgpack.Decoder(_Reply)
 _encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 sockets: dict[str, zmq.Socket[bytes]] = {}
-"""One, to the engine that started this process."""
+"""The socket to the engine that started this process, by endpoint."""
 
 
 def reply(call: Call, outcome: object) -> None:
-    """Send what a rank's method returned, or its error, from its process.
+    """Send the result of a rank's method, or its error, from the rank's process.
 
-    Raises zmq.Again when the engine does not take it.
+    Raises zmq.Again if the engine does not take it.
     """
     error = SentError.of(outcome) if isinstance(outcome, WeightSyncError) else None
     result = msgspec.Raw(_encoder.encode(None if error else outcome))

@@ -1,4 +1,4 @@
-"""SGLang's side of an update: what runs in each process that holds a rank's parameters."""
+"""The part of an update that runs in SGLang's processes, which hold the ranks' parameters."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["RankSettings", "receive"]
 logger = logging.getLogger("weightsync.engines.sglang")
 
 _ranks: dict[int, Rank] = {}
-"""The one of this process."""
+"""The rank of this process, by number."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """What every rank knows of its engine.
+    """Settings of an engine, for each of its ranks.
 
     Attributes:
-        dtype: torch's name of what the weights are held in.
+        dtype: torch's name of the weights' dtype.
         repacks: whether SGLang processes weights again after each update, as quantized ones need.
     """
 
@@ -38,15 +38,15 @@ class RankSettings:
 
 
 def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[bytes, torch.Tensor]]) -> None:
-    """A custom weight loader of SGLang's: the only "tensor" is empty, and its name is a pickled `Call`.
+    """Custom weight loader of SGLang: the only "tensor" is empty, and its name is a pickled `Call`.
 
-    SGLang's process ends when its loader raises, so this does not.
+    SGLang's process ends if its loader raises, so this does not.
     """
     try:
         ((blob, _),) = named_tensors
         call: Call = pickle.loads(blob)
         args = pickle.loads(call.blob)
-        # Serving may run in inference mode, where operators reach a tracer in other pieces.
+        # In inference mode, which serving may use, a tracer would see other operators.
         with torch.inference_mode(False), torch.no_grad():
             reply(call, _rank(model, call).answer(call.method, args))
     except Exception:
@@ -61,7 +61,7 @@ def _rank(model: torch.nn.Module, call: Call) -> Rank:
 
 
 class SglangHost:
-    """The `Host` of a rank of SGLang's."""
+    """The `Host` of an SGLang rank."""
 
     def __init__(self, model: torch.nn.Module, device: torch.device, settings: RankSettings) -> None:
         self._model, self._device, self._settings = model, device, settings

@@ -1,4 +1,4 @@
-"""vLLM behind its public hooks: a worker extension and ``collective_rpc``."""
+"""Adapter of vLLM by its public hooks: a worker extension and ``collective_rpc``."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ __all__ = ["VllmEngine", "VllmRanks"]
 
 
 class VllmRanks(EngineRanks):
-    """`_ask` is how its workers are reached."""
+    """Base class of vLLM adapters. Subclasses reach the workers with `_ask`."""
 
     def on_ranks(self, method: str, *args: object) -> list[Any]:
-        """See `EngineRanks.on_ranks`; EngineError where vLLM could not ask them all."""
-        # Bytes of our own pickling pass between vLLM's processes without its insecure mode.
+        """Call `method` of `Rank` on each rank. Raises EngineError if vLLM could not call all of them."""
+        # vLLM passes bytes between its processes without its insecure mode, so pickle here.
         blob = pickle.dumps((method, args))
         try:
             replies = self._ask(blob)
         except WeightSyncError:
             raise
-        except Exception as error:  # whatever vLLM raises where a worker's process is gone
+        except Exception as error:  # any error of vLLM, as when a worker's process is gone
             raise EngineError(self._name, method, f"{type(error).__name__}: {error}") from error
         outcomes = [pickle.loads(reply) for reply in replies]
         for outcome in outcomes:
@@ -52,18 +52,18 @@ class VllmRanks(EngineRanks):
 logger = logging.getLogger("weightsync.engines.vllm")
 
 _END_S = 20.0
-"""For vLLM to end by itself; it gives its workers about ten seconds."""
+"""Time for vLLM to end by itself; it gives its workers about ten seconds."""
 
 
 class VllmEngine(VllmRanks):
-    """One vLLM engine. With one rank, engine and worker live in this process; further ranks have their own.
+    """One vLLM engine. A single rank runs in this process; several ranks have their own processes.
 
-    `options` are arguments of vLLM's ``EngineArgs``, but for those that `vllm.api` fixes. ``dtype`` is
-    by default the one that the model's config names, float32 too.
+    `options` are arguments of vLLM's ``EngineArgs``, except those that `vllm.api` fixes. ``dtype`` defaults
+    to the one in the model's config, also float32.
 
     Raises:
-        ConfigError: an option that vLLM has not, a dtype that its platform cannot hold, or more ranks than
-            GPUs; named as ``options.<field>``.
+        ConfigError: an option that vLLM does not have, a dtype that its platform cannot hold, or more ranks
+            than GPUs; named as ``options.<field>``.
     """
 
     def __init__(self, model_path: str, name: str, options: Mapping[str, Any]) -> None:
@@ -81,20 +81,20 @@ class VllmEngine(VllmRanks):
 
     @property
     def loop(self) -> EngineLoop:
-        """The thread that owns vLLM's LLMEngine: its `call` runs work between two steps."""
+        """The thread that owns vLLM's LLMEngine. Its `call` runs work between two steps."""
         return self._loop
 
     @property
     def rank_processes(self) -> Sequence[RankProcess]:
-        """The ranks that have processes of their own."""
+        """The ranks that have their own processes."""
         return self._watch.ranks
 
     def check(self) -> None:
-        """See `Engine.check`."""
+        """Raise RankLostError once a rank is lost."""
         self._loop.require_ranks()
 
     def set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
-        """See `Engine.set_faults`."""
+        """Set each process's part of `faults`."""
         here, ranks = split_by_rank(faults, self._num_ranks)
         if self._num_ranks > 1:
             self.on_ranks("set_faults", who, ranks, seed)
@@ -102,16 +102,16 @@ class VllmEngine(VllmRanks):
             set_faults(who, here, seed)
 
     def pause(self, mode: str, timeout_s: float) -> None:
-        """See `Engine.pause`."""
+        """Stop making tokens, see `Engine.pause`."""
         self._loop.freeze(mode, timeout_s)
         self._wake(WEIGHTS)
         self.on_ranks("settle")
 
     def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
-        """See `EngineRanks.load`."""
+        """Take one attempt's buckets. After a failure, requests are refused until `resume`."""
         if not self._loop.frozen:
             raise StateError(f"engine {self._name} is serving: pause it first")
-        self.require_awake("pause it first")  # before the `try`: requests are not void for that
+        self.require_awake("pause it first")  # before the `try`: this does not invalidate requests
         try:
             return super().load(attempt, timeout_s)
         except WeightSyncError:
@@ -119,27 +119,27 @@ class VllmEngine(VllmRanks):
             raise
 
     def resume(self, version: int) -> None:
-        """See `Engine.resume`. Raises StateError while the weights are dummies or a mix."""
+        """Serve `version`. Raises StateError while the weights are dummies or a mix."""
         self.require_whole()
         self._wake(WEIGHTS, CACHES)
         self._loop.resume(version)
 
     def serving(self) -> int:
-        """See `Engine.serving`."""
+        """Return the version being served, 0 while paused."""
         return self._loop.serving
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
-        """See `Engine.generate`; requests of concurrent calls share vLLM's batches."""
+        """Complete token-id prompts. Requests of concurrent calls share vLLM's batches."""
         self.require_awake("update or wake it first")
         settings = Sampling.of(sampling)
         params = [sampling_params(settings, index) for index in range(len(prompts))]
         return Rollout.of(self._loop.complete(prompts, params))
 
     def close(self) -> None:
-        """See `Engine.close`."""
+        """End vLLM and its processes. Safe to call twice."""
         self._watch.close()
         if self._loop.is_lost or not self._loop.close(_END_S):
-            self._watch.end()  # or vLLM would wait for what a rank that is stopped should answer
+            self._watch.end()  # else vLLM would wait for the answer of a stopped rank
             if not self._loop.close(_END_S):
                 logger.warning("engine %s does not end", self._name)
 

@@ -1,4 +1,4 @@
-"""A vLLM engine that somebody else made and drives: we only pause it, load it and let it go on."""
+"""Adapter of a vLLM engine that the user made and drives; it only pauses, loads and resumes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _GO_ON_S = 5.0
 
 
 class AsyncVllm(Protocol):
-    """What is used of vLLM's ``AsyncLLM``, the same in 0.24 to 0.33."""
+    """The methods of vLLM's ``AsyncLLM`` that are used here, equal in 0.24 to 0.33."""
 
     @property
     def errored(self) -> bool: ...
@@ -46,8 +46,8 @@ class AsyncVllm(Protocol):
 class AdoptedVllm(VllmRanks):
     """An ``AsyncLLM`` with `WeightSyncWorker` mixed into its workers, on its caller's event loop.
 
-    Who made it asks it for tokens as before: requests wait while it is paused, and after a load that
-    failed until one has succeeded. Methods block, so they are called from other threads than the loop's.
+    The caller asks it for tokens as before. Requests wait while it is paused, and after a failed load until
+    one succeeds. Methods block, so they must be called from another thread than the loop's.
     """
 
     def __init__(self, llm: AsyncVllm, loop: asyncio.AbstractEventLoop) -> None:
@@ -56,17 +56,17 @@ class AdoptedVllm(VllmRanks):
         self._serving = 0
 
     def check(self) -> None:
-        """See `Engine.check`. vLLM says that it is dead, not which rank it lost: raises PeerLostError."""
+        """Raise PeerLostError if vLLM is dead. vLLM does not say which rank it lost."""
         if self._llm.errored:
             raise PeerLostError(f"engine {self._name}", "vLLM's engine core is dead")
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
-        """See `Engine.attach`; its tickets say what it is called."""
+        """Connect each rank to its holder, and take the engine's name from the tickets."""
         self._name = tickets[0].engine
         return super().attach(plan, tickets, timeout_s)
 
     def set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
-        """See `Engine.set_faults`."""
+        """Set each process's part of `faults`."""
         num_ranks = len(self.on_ranks("settle"))
         here, ranks = split_by_rank(faults, num_ranks, apart=True)
         self.on_ranks("set_faults", who, ranks, seed)
@@ -74,7 +74,7 @@ class AdoptedVllm(VllmRanks):
             set_faults(who, here, seed)
 
     def pause(self, mode: str, timeout_s: float) -> None:
-        """See `Engine.pause`; caches are dropped here, and frozen requests are computed again."""
+        """Stop making tokens, and drop caches, so that frozen requests are recomputed."""
         serving, self._serving = self._serving, 0
         try:
             self._wait(self._llm.pause_generation(mode=mode, clear_cache=True), timeout_s)
@@ -86,22 +86,22 @@ class AdoptedVllm(VllmRanks):
         self.on_ranks("settle")
 
     def resume(self, version: int) -> None:
-        """See `Engine.resume`. Raises StateError while the weights are dummies or a mix."""
+        """Serve `version`. Raises StateError while the weights are dummies or a mix."""
         self.require_whole()
         self._wake(WEIGHTS, CACHES)
         self._wait(self._llm.resume_generation())
         self._serving = version
 
     def serving(self) -> int:
-        """See `Engine.serving`."""
+        """Return the version being served, 0 while paused."""
         return self._serving
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
-        """Raises StateError: who made the engine asks it himself."""
+        """Raise StateError: the caller uses the AsyncLLM itself."""
         raise StateError("ask the AsyncLLM itself for tokens")
 
     def close(self) -> None:
-        """Leave the holders; the engine goes on."""
+        """Disconnect from the holders. The engine itself continues."""
         self.on_ranks("close")
 
     def _sleep_option(self, level: int) -> tuple[str, bool]:

@@ -1,7 +1,7 @@
-"""All that we import from vLLM: its engine, its layerwise reload, and what says how parameters are stored.
+"""All imports from vLLM: its engine, its layerwise reload, and how its layers store parameters.
 
-Facts about these: vLLM's documentation of ``worker_extension_cls`` and of the layerwise reload, and
-its sources of 0.24 to 0.33.
+Sources: vLLM's documentation of ``worker_extension_cls`` and of the layerwise reload, and its code of 0.24
+to 0.33.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _SPECULATIVE = ("speculative", "spec_", "draft")
 _NO_DRAFT = (
     "leave speculative decoding out: updates reach the target model alone, a draft would keep other weights"
 )
-# They keep parameters as their loaders write them. Mixture-of-experts layers: by their backend.
+# These keep parameters as their loaders write them. For mixture-of-experts layers it depends on the backend.
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _FROM_CONFIG = ("input_scale_ub",)
 _EXPERTS_METHOD, _PLAIN_BACKENDS = "UnquantizedFusedMoEMethod", ("TRITON", "BATCHED_TRITON")
 
 
 class ModelRunner(Protocol):
-    """What is used of vLLM's ``GPUModelRunner``, both versions of it."""
+    """The attributes of vLLM's ``GPUModelRunner`` that are used here, in both its versions."""
 
     vllm_config: VllmConfig
     model_config: ModelConfig
@@ -64,25 +64,25 @@ class ModelRunner(Protocol):
 
 
 def set_environment() -> None:
-    """Before vLLM is imported; what the user has set stays."""
-    # vLLM's scheduler in this process: a dead worker then fails the call that waits for it at once.
+    """Set vLLM's environment variables, before its import. Variables that the user has set stay."""
+    # Run vLLM's scheduler in this process, so that calls fail at once if a worker is dead.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    # Workers of several ranks: this process has threads, which a fork would leave behind.
+    # Spawn the workers of several ranks, since a fork would lose this process's threads.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     if not importlib.util.find_spec("flashinfer"):
-        # By default vLLM takes it for granted on NVIDIA GPUs, and fails to start without it.
+        # By default vLLM expects it on NVIDIA GPUs, and does not start without it.
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 
 def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> EngineArgs:
-    """Arguments of an engine that starts with dummy weights and `worker` mixed into its workers.
+    """Return arguments of an engine with dummy weights, and `worker` mixed into its workers.
 
     Raises:
-        ConfigError: an option that vLLM has not, or that it cannot be updated with, a dtype that its platform
+        ConfigError: an option that vLLM does not have or cannot be updated with, a dtype that its platform
             cannot hold, or more ranks than this process sees GPUs.
     """
     from transformers import AutoConfig
@@ -91,7 +91,7 @@ def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> Eng
 
     known = {spec.name for spec in dataclasses.fields(EngineArgs)} - set(_FIXED)
     for key, value in options.items():
-        # Also by names that other versions of vLLM have for it.
+        # Match the names of other vLLM versions, too.
         if value is not None and (key.startswith(_SPECULATIVE) or key == "num_speculative_tokens"):
             raise ConfigError(f"options.{key}", value, _NO_DRAFT)
         if key not in known:
@@ -100,7 +100,7 @@ def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> Eng
     if current_platform.is_cpu():
         settings.setdefault("enforce_eager", True)
     if max(settings.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline")) > 1:
-        # In one of Ray's placement groups, vLLM would have its ranks be actors elsewhere in the group.
+        # Inside a Ray placement group, vLLM would start its ranks as actors elsewhere in the group.
         settings.setdefault("distributed_executor_backend", "mp")
     check_sleep(settings, current_platform.is_sleep_mode_available())
     if current_platform.is_cuda() and settings.get("distributed_executor_backend") != "ray":
@@ -118,9 +118,9 @@ def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> Eng
 
 
 def require_updatable(config: VllmConfig, model: torch.nn.Module) -> None:
-    """Raises ConfigError for an engine in which an update would leave weights as they were, or break them.
+    """Raise ConfigError if an update would leave some weights unchanged, or break them.
 
-    Speculative decoding may be a checkpoint's own wish: vLLM then loads the draft without being asked.
+    A checkpoint may ask for speculative decoding: vLLM then loads the draft without an option.
     """
     if speculative := config.speculative_config:
         value = {"method": speculative.method, "model": speculative.model}
@@ -145,13 +145,13 @@ def require_updatable(config: VllmConfig, model: torch.nn.Module) -> None:
 def _has_drawn_scales(module: torch.nn.Module) -> bool:
     """Whether a quantized cache has scales other than vLLM's default.
 
-    vLLM takes a dummy scale for a checkpoint's where it is positive.
+    vLLM takes a positive dummy scale for one of a checkpoint.
     """
     return any(getattr(module, name, 1.0) != 1.0 for name in ("_k_scale_float", "_v_scale_float"))
 
 
 def check_sleep(settings: dict[str, Any], available: bool) -> None:
-    """Raises ConfigError where vLLM could not sleep, or not wake."""
+    """Raise ConfigError if vLLM could not sleep, or not wake."""
     if not settings.get("enable_sleep_mode"):
         return
     if not available:
@@ -162,11 +162,11 @@ def check_sleep(settings: dict[str, Any], available: bool) -> None:
 
 
 def start(arguments: EngineArgs) -> LLMEngine:
-    """Start vLLM; takes from seconds to minutes."""
+    """Start vLLM, which takes from seconds to minutes."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    # Where Triton is missing, vLLM looks through all loaded modules and trips over this one's `lib`.
-    # Numba, that computes our digests, has loaded it; who uses it has his own reference.
+    # Without Triton, vLLM looks through all loaded modules and fails on this one's `lib`. Numba, which
+    # computes our digests, has loaded it; its users keep their own references.
     hidden = sys.modules.pop("llvmlite.binding.ffi", None)
     try:
         return LLMEngine.from_engine_args(arguments)
@@ -181,7 +181,7 @@ def stop(engine: LLMEngine) -> None:
 
 
 def sampling_params(settings: Sampling, index: int) -> SamplingParams:
-    """Of the prompt number `index` of a call."""
+    """Return vLLM's parameters for prompt number `index` of a call."""
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -195,10 +195,10 @@ def sampling_params(settings: Sampling, index: int) -> SamplingParams:
 
 
 def stored_otherwise(runner: ModelRunner, device: torch.device) -> str:
-    """Why the live parameters may hold other bytes than the loader writes; empty if they hold the same.
+    """Return why live parameters may hold other bytes than the loader writes; "" if they do not.
 
-    Only what is known to keep them is let through: on GPUs, without quantization, offloading and
-    moving experts, layers that use their weights as they were loaded.
+    Accepts only models that are known to keep the bytes: on GPUs, without quantization, offloading and
+    moving experts, of layers that use their weights as they were loaded.
     """
     config = runner.vllm_config
     if device.type != "cuda":
@@ -223,7 +223,7 @@ def _why_not_plain(module: torch.nn.Module) -> str:
         return "" if backend in _PLAIN_BACKENDS else f"backend {backend} rearranges experts"
     if method is not None and kind not in _PLAIN_METHODS:
         return f"{kind} may repack weights"
-    # Attention has a hook for quantized caches, a method is its layer's; others derive tensors.
+    # Attention has the hook for quantized caches, experts' methods were checked above; others derive tensors.
     known = ("Attention", _EXPERTS_METHOD)
     hooked = hasattr(module, "process_weights_after_loading")
     if hooked and not any(cls.__name__ in known for cls in type(module).__mro__):
@@ -232,10 +232,10 @@ def _why_not_plain(module: torch.nn.Module) -> str:
 
 
 def loader_names(model: torch.nn.Module) -> Callable[[str], str]:
-    """What a model's loader calls a checkpoint's tensors, where adapters (LoRA) wrap layers.
+    """Return a function from a checkpoint's names to those of a loader whose layers LoRA wraps.
 
-    A wrapped layer's parameters are called ``….base_layer.weight``. Wrappers of newer versions pass on what
-    has the checkpoint's name; for others the name has to say it.
+    A wrapped layer's parameters are called ``….base_layer.weight``. Wrappers of newer versions accept the
+    checkpoint's names; for others the name must contain it.
     """
     wrapped = {
         path
@@ -259,7 +259,7 @@ def _is_lora(module: torch.nn.Module) -> bool:
 
 
 class Reload:
-    """One layerwise reload: vLLM loads each module aside and copies it into the live parameters."""
+    """One layerwise reload: vLLM loads each module separately and copies it into live parameters."""
 
     def __init__(self, model: torch.nn.Module, config: ModelConfig, device: torch.device) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -270,16 +270,16 @@ class Reload:
         self._account = LoadAccount(model)
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Hand whole tensors to the loader, which keeps them until their module is complete."""
+        """Give whole tensors to the loader, which keeps them until their module is complete."""
         with torch.no_grad(), torch.device(self._device):
             self._account.load(weights)
 
     def require_all(self) -> None:
-        """See `LoadAccount.require_all`."""
+        """Raise RuntimeError, with names, if the loader left a tensor out."""
         self._account.require_all()
 
     def finish(self) -> None:
-        """Raises as `require_all`."""
+        """Make the tensors live. Raises RuntimeError if the loader left a tensor out."""
         self.require_all()
         self._finalize()
         if self._device.type == "cpu":
@@ -287,10 +287,10 @@ class Reload:
                 _pack_again(self._model)
 
     def abandon(self) -> None:
-        """Leave the reload, so that the next one starts afresh; the weights are a mix then."""
+        """Leave the reload, so that the next one starts over. The weights are then a mix."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-        # A module that vLLM holds half-loaded is skipped by the next start and would count on.
+        # Without this, the next reload would skip half-loaded modules and continue their counts.
         for module in self._model.modules():
             info = get_layerwise_info(module)
             info.load_numel = 0
@@ -305,21 +305,21 @@ class Reload:
 
 
 _Came = tuple[str, torch.Size, torch.dtype]
-"""A checkpoint's tensor that was handed to a loader."""
+"""Name, shape and dtype of a checkpoint's tensor that a loader got."""
 
 _WHOLE: WeakKeyDictionary[torch.nn.Module, frozenset[_Came]] = WeakKeyDictionary()
-"""What filled a model to the last element: the same tensors do so again, and need not be counted."""
+"""Tensors that filled a model completely. The same tensors need not be counted again."""
 
 
 class LoadAccount:
-    """A model's ``load_weights``, and what it has filled since the reload began."""
+    """Calls a model's ``load_weights``, and counts what it has filled since the reload began."""
 
     def __init__(
         self,
         model: torch.nn.Module,
         load: Callable[[Iterable[tuple[str, torch.Tensor]]], object] | None = None,
     ) -> None:
-        """Begin to count, in a reload that has begun. `load` is by default the model's ``load_weights``."""
+        """Start counting in a running reload. `load` defaults to the model's ``load_weights``."""
         self._model = model
         self._load: Callable[..., object] = load or model.load_weights  # type: ignore[assignment]
         self._known_as = loader_names(model)
@@ -328,16 +328,16 @@ class LoadAccount:
         self._came: set[_Came] = set()
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Hand tensors to the loader, by a checkpoint's names."""
+        """Give tensors to the loader, by a checkpoint's names."""
         named = list(weights)
         self._came.update((name, tensor.shape, tensor.dtype) for name, tensor in named)
         with self._count or contextlib.nullcontext():
             self._load((self._known_as(name), tensor) for name, tensor in named)
 
     def require_all(self) -> None:
-        """Raises RuntimeError, with names, when a tensor that the loader fills is not full.
+        """Raise RuntimeError, with names, if a tensor that the loader fills is not full.
 
-        Where other tensors came than those that filled the model before, the next update counts again.
+        If other tensors came than those that filled the model before, the next update counts again.
         """
         if self._count:
             missing = self._count.missing(name for name, _, _ in self._came)
@@ -356,11 +356,11 @@ class LoadAccount:
 
 
 def _to_fill(model: torch.nn.Module) -> dict[str, ToFill]:
-    """By name, what a checkpoint has to fill in a reload that has begun.
+    """Return the tensors that a checkpoint has to fill in a running reload, by name.
 
-    Then a module has the parameters that its loader knows, also where it serves others: quantized, packed.
-    Left out are those that no checkpoint need have: a second name of a tied parameter, the scales of a cache,
-    which have defaults, and what is computed as a module is quantized online.
+    During a reload, a module has the parameters that its loader knows, even if it serves others (quantized,
+    packed). Parameters that a checkpoint need not have are left out: second names of tied parameters, scales
+    of caches, which have defaults, and those computed by online quantization.
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -377,7 +377,7 @@ def _to_fill(model: torch.nn.Module) -> dict[str, ToFill]:
                 wanted[_join(path, name)] = ToFill(parameter, _load_numel(parameter))
             known.add(first)
         for name, buffer in module._buffers.items():
-            # Of a module with parameters, vLLM replaces those that it loads anew; others keep their values.
+            # In modules with parameters, vLLM replaces buffers that it reloads; others keep their values.
             if buffer is not None and buffer.is_meta and name not in module._non_persistent_buffers_set:
                 wanted[_join(path, name)] = ToFill(buffer, _load_numel(buffer), needed=bool(parameters))
     return wanted
@@ -388,7 +388,7 @@ def _join(path: str, name: str) -> str:
 
 
 def _load_numel(tensor: torch.Tensor) -> int:
-    """Without padding that vLLM declares."""
+    """Return the number of elements without padding that vLLM declares."""
     numel: int = getattr(tensor, "weight_loader_numel", tensor.numel())
     return numel
 
@@ -396,7 +396,7 @@ def _load_numel(tensor: torch.Tensor) -> int:
 def _is_computed(module: torch.nn.Module, name: str) -> bool:
     if name in _FROM_CONFIG:
         return True
-    # Methods that quantize what a checkpoint has in full precision, by their names in 0.24 to 0.33.
+    # Methods that quantize full-precision checkpoints online, by their names in 0.24 to 0.33.
     method = type(getattr(module, "quant_method", None)).__name__
     return name.endswith("_scale") and ("Online" in method or method == "ExpertsInt8MoEMethod")
 
@@ -405,7 +405,7 @@ def _is_computed(module: torch.nn.Module, name: str) -> bool:
 def _without_failed_to_load() -> Iterator[None]:
     """Keep vLLM from warning of modules without weights, such as rotary embeddings, at each update.
 
-    What was to be loaded has been accounted for by then.
+    `LoadAccount` has already checked that everything was loaded.
     """
     from vllm.model_executor.model_loader.reload import layerwise
 
@@ -420,10 +420,10 @@ def _without_failed_to_load() -> Iterator[None]:
 
 
 def _pack_again(model: torch.nn.Module) -> None:
-    """Repeat what a reload leaves as first packed for the CPU: experts, and a head tied to the embedding."""
+    """Pack weights for the CPU again that a reload does not: experts, and a head tied to the embedding."""
     for module in model.modules():
         if _is_lora(module):
-            continue  # it has its layer's attributes
+            continue  # it has the attributes of the layer that it wraps
         method: Any = getattr(module, "quant_method", None)
         if hasattr(module, "w13_weight"):
             method.moe_kernel.fused_experts.process_weights_after_loading(module)

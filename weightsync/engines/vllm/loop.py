@@ -1,4 +1,4 @@
-"""One thread owns vLLM's LLMEngine: it steps requests and, between two steps, runs commands."""
+"""Runs vLLM's LLMEngine on one thread, which steps requests and runs commands between steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Steppable(Protocol):
-    """What is used of vLLM's ``LLMEngine``."""
+    """The methods of vLLM's ``LLMEngine`` that are used here."""
 
     def add_request(self, request_id: str, prompt: object, params: object) -> object: ...
     def abort_request(self, request_ids: list[str]) -> None: ...
@@ -42,10 +42,10 @@ class _Request:
 
 
 class EngineLoop:
-    """Starts frozen and without a version. All methods may be called from any thread."""
+    """Runs requests. Starts frozen and without a version. Methods may be called from any thread."""
 
     def __init__(self, name: str, start: Callable[[], Steppable], stop: Callable[[Steppable], None]) -> None:
-        """Start the engine on the loop's own thread; `stop` ends it there. Raises what `start` raises."""
+        """Start the engine on its own thread, where `stop` ends it. Raises the errors of `start`."""
         self._name, self._stop = name, stop
         self._version: int | None = None
         self._frozen = True
@@ -67,7 +67,7 @@ class EngineLoop:
 
     @property
     def frozen(self) -> bool:
-        """No request is stepped."""
+        """Whether no request is stepped."""
         return self._frozen
 
     @property
@@ -77,12 +77,12 @@ class EngineLoop:
 
     @property
     def num_held(self) -> int:
-        """Requests that wait for `resume`."""
+        """Number of requests that wait for `resume`."""
         return len(self._held)
 
     @property
     def num_waiting(self) -> int:
-        """Calls that wait for the end of a step."""
+        """Number of calls that wait for the end of a step."""
         return self._commands.qsize()
 
     def call(self, work: Callable[[Steppable], T]) -> T:
@@ -90,33 +90,33 @@ class EngineLoop:
         return self._result(self._submit(lambda: work(self._engine)))
 
     def fail(self, lost: RankLostError) -> None:
-        """The engine has lost a rank: all that wait are told now, and all that come. Call it once."""
+        """Fail all calls, waiting and new ones, since a rank is lost. May be called once."""
         self._lost.set_result(lost)
 
     @property
     def is_lost(self) -> bool:
-        """Whether it has lost a rank."""
+        """Whether the engine has lost a rank."""
         return self._lost.done()
 
     def require_ranks(self) -> None:
-        """Raises RankLostError once the engine has failed."""
+        """Raise RankLostError once the engine has failed."""
         if self.is_lost:
             raise RankLostError(*self._lost.result().args)
 
     def complete(self, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> list[Completion]:
-        """Run requests, batched with those of other callers; while frozen, they wait.
+        """Run requests, batched with those of other callers. While frozen, they wait.
 
-        Raises StateError before the first `resume` and after `close`, EngineError when vLLM fails.
+        Raises StateError before the first `resume` and after `close`, EngineError if vLLM fails.
         """
         requests = [_Request(list(prompt), each) for prompt, each in zip(prompts, params, strict=True)]
         self._result(self._submit(lambda: self._admit(requests)))
         return [self._result(request.done) for request in requests]
 
     def freeze(self, mode: str, timeout_s: float) -> None:
-        """Stop stepping: at once with mode ``keep``, with ``wait`` after the running requests; with ``abort``
-        these end at once.
+        """Stop stepping requests.
 
-        Raises DeadlineError; the loop then goes on as before.
+        Mode ``keep`` freezes running requests, ``wait`` lets them end, ``abort`` ends them at once. Raises
+        DeadlineError; the loop then continues as before.
         """
         drained: Future[None] = Future()
         asked = self._submit(lambda: self._freeze(mode, drained))
@@ -125,26 +125,26 @@ class EngineLoop:
             self._result(drained, timeout_s)
         except FutureTimeoutError as error:
             if not asked.cancel() and not self._result(self._submit(self._undo_drain)):
-                return  # drained meanwhile
+                return  # drained since
             raise DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s) from error
 
     def resume(self, version: int) -> None:
-        """Serve `version`: forget what earlier weights cached, recompute the frozen requests."""
+        """Serve `version`: drop caches of earlier weights, recompute frozen requests."""
         self._result(self._submit(lambda: self._resume(version)))
 
     def invalidate(self) -> None:
-        """Turn everybody away until `resume`: the frozen requests, those that wait, and those that come."""
+        """Refuse requests until `resume`: frozen ones, waiting ones and new ones."""
         self._result(self._submit(self._invalidate))
 
     def close(self, patience_s: float | None = None) -> bool:
-        """End the engine and its thread; whether they ended in time. Waiting callers get a StateError."""
+        """End the engine and its thread; waiting calls get a StateError. Returns whether both ended."""
         self._closing = True
         self._commands.put(lambda: None)
         self._thread.join(patience_s)
         return not self._thread.is_alive()
 
     def _result(self, future: Future[T], timeout_s: float | None = None) -> T:
-        """What comes of `future`, or RankLostError if a rank is lost first: vLLM may wait for it for ever."""
+        """Wait for `future`. Raises RankLostError if a rank is lost first, since vLLM may never answer."""
         either: tuple[Future[Any], ...] = (future, self._lost)
         wait(either, timeout_s, return_when=FIRST_COMPLETED)
         if not future.done():
@@ -199,7 +199,7 @@ class EngineLoop:
         for output in engine.step():
             request = self._running.get(output.request_id)
             if request is None:
-                continue  # turned away meanwhile
+                continue  # refused since
             request.tokens = list(output.outputs[0].token_ids)
             if request.tokens and request.first is None:
                 request.first = self._version
@@ -243,7 +243,7 @@ class EngineLoop:
 
     def _stop_stepping(self) -> None:
         if not self._frozen:
-            # Where vLLM's core runs in a process of its own, it steps without being asked.
+            # If vLLM's core runs in its own process, it steps without being asked.
             self._engine.sleep(0, "keep")
             self._frozen = True
         if self._drained:

@@ -1,4 +1,4 @@
-"""vLLM's side of an update: what runs in each process that holds a rank's parameters."""
+"""The part of an update that runs in vLLM's workers, which hold the ranks' parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["WeightSyncWorker"]
 
 
 class WeightSyncWorker:
-    """Mixed into vLLM's worker class, so it may hold no name that the worker has."""
+    """Mixed into vLLM's worker class, so it must not define names that the worker has."""
 
     if TYPE_CHECKING:
         rank: int
@@ -30,10 +30,10 @@ class WeightSyncWorker:
         _ws_rank: Rank
 
     def ws_call(self, blob: bytes) -> bytes:
-        """Call a method of this worker's `Rank`; answers with its result or its error.
+        """Call a method of this worker's `Rank`. Returns its result or its error, pickled.
 
-        An answer in any case: vLLM reads the ranks' answers in turn, and would give what is left of
-        these to the next call.
+        It must not raise: vLLM reads the ranks' answers in order, and would leave the remaining ones to the
+        next call.
         """
         if not hasattr(self, "_ws_rank"):
             self._ws_rank = Rank("vllm", self.rank, self.device, _Host(self.model_runner, self.device))
@@ -42,7 +42,7 @@ class WeightSyncWorker:
 
 
 class _Host:
-    """See `Host`."""
+    """The `Host` of a vLLM rank."""
 
     def __init__(self, runner: ModelRunner, device: torch.device) -> None:
         self._runner, self._device = runner, device
