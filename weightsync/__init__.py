@@ -8,8 +8,8 @@
     sync.connect()
     report = sync.update_weights(version=7)
 
-The names below are the public door; anything else may move. Each is loaded on first use, so that
-importing this package loads neither Ray nor torch.
+The names below are public; all others may change. Each is loaded on first use, so that importing this
+package loads neither Ray nor torch.
 """
 
 from __future__ import annotations

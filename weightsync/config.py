@@ -1,10 +1,10 @@
-"""Settings: frozen dataclasses that check themselves, and a strict loader that only fills them.
+"""Settings: frozen dataclasses that check themselves, and a strict loader for them.
 
     SyncConfig(bucket_bytes=parse_size("64MiB"), timeout_s=30)          # from Python
     SyncConfig.from_dict({"bucket_bytes": "64MiB", "timeout_s": 30})    # from YAML
 
-A mistake in either is a :class:`~weightsync.errors.ConfigError` that names the field, the value and
-a remedy; an unknown key is a mistake.
+A mistake in either raises a :class:`~weightsync.errors.ConfigError` that names the field, the value and a
+remedy. An unknown key is a mistake.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["Size", "SyncConfig", "check_fields", "load_dataclass", "parse_size"]
 T = TypeVar("T", bound="DataclassInstance")
 
 _Remedies = Mapping[object, str]
-"""What to give for a value of each type."""
+"""The remedy for a value of the wrong type, by the right type."""
 
 Size = Annotated[int, "bytes"]
 """A number of bytes. In YAML also a text such as ``256MiB``, see :func:`parse_size`."""
@@ -79,17 +79,17 @@ def parse_size(value: object, *, field: str = "size") -> int:
 
 
 def load_dataclass(cls: type[T], data: object, *, field: str) -> T:
-    """`cls` filled from the mapping `data`, strictly.
+    """Make a `cls` from the mapping `data`, strictly.
 
     Args:
         cls: a dataclass whose annotations are ``int``, ``float``, ``bool``, ``str``, :data:`Size`,
             ``Literal``, ``X | Y | None``, ``dict[str, X]``, ``tuple[X, ...]`` or another such dataclass.
-        data: what ``yaml.safe_load`` gives.
-        field: where `data` stands in the file, for the errors; ``""`` at the top.
+        data: the result of ``yaml.safe_load``.
+        field: path of `data` in the file, for errors; ``""`` at the top.
 
     Raises:
-        ConfigError: an unknown key, a missing one or a value of another type. Nothing is coerced
-            but an ``int`` to a ``float`` and a text to a :data:`Size`.
+        ConfigError: an unknown or missing key, or a value of another type. Only an ``int`` is converted to a
+            ``float``, and a text to a :data:`Size`.
     """
     given = _mapping(data, field)
     known = {f.name: f for f in fields(cls) if f.init}
@@ -105,10 +105,10 @@ def load_dataclass(cls: type[T], data: object, *, field: str) -> T:
 
 
 def check_fields(instance: DataclassInstance, *, field: str) -> None:
-    """Holds a dataclass built in Python to the types that :func:`load_dataclass` asks for.
+    """Check that a dataclass built in Python has the types that :func:`load_dataclass` requires.
 
     Raises:
-        ConfigError: naming the first field whose value has another type.
+        ConfigError: names the first field whose value has another type.
     """
     hints = get_type_hints(type(instance), include_extras=True)
     for spec in fields(instance):
@@ -207,7 +207,7 @@ def _is_required(spec: Field[object]) -> bool:
 
 
 def _names_checked(cls: type[T]) -> type[T]:
-    """Have the constructor of `cls` name the nearest setting where it gets one that there is not."""
+    """Have the constructor of `cls` suggest the nearest setting for an unknown one."""
     init = cls.__init__
 
     @wraps(init)
@@ -229,7 +229,7 @@ class SyncConfig:
 
     Attributes:
         mode: ``broadcast`` sends whole tensors to every engine. ``direct`` has each engine's GPU read only
-            its part out of the trainers' GPU memory, or receive it from other hosts, and fails if one cannot.
+            its part from the trainers' GPU memory, or receive it from other hosts, and fails if one cannot.
             ``auto`` decides per engine.
         transport: between holders, ``nccl`` (GPU memory) or ``gloo`` (host memory). ``auto`` takes nccl if
             every trainer and engine has a GPU.
@@ -239,8 +239,8 @@ class SyncConfig:
         timeout_s: seconds that one phase of an update may take.
         connect_timeout_s: seconds that one step of connecting may take.
         min_engines: a version commits if at least this many engines took it.
-        pause: requests that are running: ``keep`` freezes them and continues with the new weights, ``wait``
-            lets them finish first, ``abort`` ends them with the tokens that they have.
+        pause: running requests: ``keep`` freezes them and continues with the new weights, ``wait`` lets them
+            finish first, ``abort`` ends them with the tokens that they have.
         keep_versions: 2 keeps a copy of the committed version in the holders' host memory, from which engines
             are refilled. 1 keeps none.
         mirrors: further copies of the committed version on other hosts, if there are any.
@@ -249,7 +249,7 @@ class SyncConfig:
             further one twice as long as the one before, at most 60.
         respawn_timeout_s: seconds in which ``respawn=`` has to return an engine's new actor. If it is late,
             the engine stays DEAD. The actor then has ``connect_timeout_s`` to answer.
-        heartbeat_s: an idle engine that does not answer for this many seconds has hung.
+        heartbeat_s: an idle engine that does not answer for this many seconds counts as hung.
         refill: how holders read each other's copies: ``rdma`` or ``tcp`` (Mooncake), or ``zeromq``. ``auto``
             maps memory of the same host, and takes the first of the others that works.
         nonfinite: NaN and Inf in published weights: ``warn`` logs their tensors, ``refuse`` fails the update

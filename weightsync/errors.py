@@ -27,8 +27,8 @@ Catch broadly, recover narrowly::
     except WeightSyncError:
         ...
 
-All of them rebuild from ``args``, positionally: Ray pickles errors, and one that needs keyword
-arguments reaches the driver as another type, its fields lost.
+All errors can be rebuilt from ``args``, positionally. Ray pickles errors, and one that needs keyword
+arguments would reach the driver as another type, without its fields.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Which engine failed, which of its ranks if one said so, on the way to which version, and when."""
+    """The engine that failed, its rank if known, the version it was to take, and the phase."""
 
     engine: str
     rank: int | None
@@ -129,8 +129,7 @@ class StateError(WeightSyncError, RuntimeError):
 
 
 class MovedError(StateError):
-    """A trainer's weights moved to other memory, which holders have not mapped yet. Their layout is the
-    same."""
+    """A trainer's weights moved to memory that holders have not mapped. Their layout is the same."""
 
 
 class DeadlineError(WeightSyncError, TimeoutError):
@@ -154,7 +153,7 @@ class DeadlineError(WeightSyncError, TimeoutError):
 class SlowError(DeadlineError):
     """An engine kept its holder waiting for too long. It may still finish.
 
-    `missing` has its name, `timeout_s` the seconds.
+    `missing` has the engine's name, `timeout_s` the seconds.
     """
 
 
@@ -324,13 +323,13 @@ KINDS = MappingProxyType(
         )
     }
 )
-"""The errors that travel in a message, by name."""
+"""The errors that messages can carry, by name."""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """A remedy: the known word nearest to `word`, or all of them.
+    """Return a remedy for an unknown word: the nearest known word, if any is near, and all known words.
 
-    Shape of the answer: ``"did you mean 'x'? valid: a, b, x"``.
+    Form: ``"did you mean 'x'? valid: a, b, x"``.
     """
     words = sorted(known)
     begun = [each for each in words if word and each.startswith(word)]

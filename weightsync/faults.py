@@ -1,10 +1,10 @@
-"""Faults on purpose: a plan says who suffers what and where, and the victim's own process does it.
+"""Injects faults on purpose: a plan names processes, actions and places, and each process acts itself.
 
     plan = FaultPlan.from_yaml(Path("recipes/chaos.yaml"))
-    sync.inject(plan)                       # each victim: arm(who, plan.for_(who), plan.seed)
+    sync.inject(plan)                       # each process: set_faults(who, plan.for_(who), plan.seed)
 
-An update calls :func:`inject` at each place where a fault may be armed. Where none is, that costs
-one look at a module's variable.
+An update calls :func:`inject` at each place where a fault may happen. Without faults, that costs one look at
+a module's variable.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Fault", "FaultPlan", "has_faults", "inject", "inject_in_move", "set_faults", "split_by_rank"]
 
 _ANSWER_S = 0.05
-"""Time for the call that armed a fault at ``idle`` to be answered before the fault happens."""
+"""Delay of a fault at ``idle``, so that the call that set it is answered first."""
 
 _WHO = re.compile(r"(engine) .+|(holder|trainer) \d+")
 _PLACES = {
@@ -40,7 +40,7 @@ _PLACES = {
     "trainer": ("idle", "publish"),
 }
 _RANK_PLACES = ("idle", "move", "verify", "refill")
-"""Where the process of an engine's rank comes by; to all but the first it comes instead of the engine's."""
+"""Places in a rank's process. All but ``idle`` are there instead of in the engine's process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,15 +51,15 @@ class Fault:
         who: ``engine main-0``, ``holder 1`` or ``trainer 0``.
         action: ``kill`` ends the process as ``kill -9`` does, ``hang`` stops it with all its threads
             until it gets SIGCONT, ``error`` raises a RuntimeError, ``corrupt`` flips one bit of the
-            data at hand, ``drop`` keeps a message from being sent, ``slow`` waits for `seconds`.
+            current data, ``drop`` keeps a message from being sent, ``slow`` waits for `seconds`.
         at: where it happens; ``idle`` is at once, outside an update. ``refill`` is on either side.
-        bucket: at ``move`` and ``refill`` only in this bucket, else in the first that comes.
+        bucket: at ``move`` and ``refill``, only in this bucket; by default in the first that comes.
         version: only while this version is made.
-        rank: of an engine of several ranks that have processes of their own, the rank whose process
-            it happens in, at ``move``, ``verify`` and ``refill``; by default 0. Of itself, ``idle`` is
-            of the process that drives the ranks, with a rank it is of that rank's.
+        rank: for an engine whose ranks have their own processes, the rank in whose process it happens. By
+            default ``move``, ``verify`` and ``refill`` happen in rank 0, ``idle`` in the process that drives
+            the ranks.
         seconds: how long ``slow`` waits.
-        times: how often it happens. A process that takes the victim's place has no faults.
+        times: how often it happens. A process that replaces this one has no faults.
     """
 
     who: str
@@ -72,7 +72,7 @@ class Fault:
     times: int = 1
 
     def hits(self, bucket: int, num_buckets: int) -> bool:
-        """Whether `bucket` of `num_buckets` is one that it waits for."""
+        """Whether the fault happens in `bucket` of `num_buckets`."""
         if self.bucket is None:
             return True
         named = {"first": 0, "middle": num_buckets // 2, "last": num_buckets - 1}
@@ -82,10 +82,10 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
-    """Faults, and the seed of what is random about them.
+    """Faults, and the seed of their random choices.
 
     Raises:
-        ConfigError: naming the field, as ``chaos.faults[0].action``.
+        ConfigError: names the field, such as ``chaos.faults[0].action``.
     """
 
     faults: tuple[Fault, ...]
@@ -98,7 +98,7 @@ class FaultPlan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> FaultPlan:
-        """From a mapping, such as a YAML file's.
+        """Make a plan from a mapping, such as a YAML file's.
 
         Raises:
             ConfigError: see :func:`weightsync.config.load_dataclass`.
@@ -107,7 +107,7 @@ class FaultPlan:
 
     @classmethod
     def from_yaml(cls, path: Path) -> FaultPlan:
-        """From a file. Raises ConfigError also when it cannot be read."""
+        """Read a plan from a YAML file. Raises ConfigError, also if it cannot be read."""
         import yaml
 
         try:
@@ -118,18 +118,18 @@ class FaultPlan:
         return cls.from_dict(data)
 
     def for_(self, who: str) -> tuple[Fault, ...]:
-        """The faults of one process."""
+        """Return the faults of one process."""
         return tuple(fault for fault in self.faults if fault.who == who)
 
     def check_who(self, known: Collection[str]) -> None:
-        """Raises ConfigError for a fault of somebody who is not among `known`."""
+        """Raise ConfigError for a fault of a process that is not in `known`."""
         for index, fault in enumerate(self.faults):
             if fault.who not in known:
                 raise ConfigError(f"chaos.faults[{index}].who", fault.who, nearest(fault.who, known))
 
 
 def set_faults(who: str, faults: Sequence[Fault], seed: int) -> None:
-    """Arm this process, which is `who`, with `faults` beside those that it has; with none, disarm it."""
+    """Add `faults` to this process, which is `who`; with an empty list, remove all."""
     global _faults
     if not faults:
         if _faults is not None:
@@ -144,10 +144,10 @@ def set_faults(who: str, faults: Sequence[Fault], seed: int) -> None:
 def split_by_rank(
     faults: Sequence[Fault], num_ranks: int, apart: bool = False
 ) -> tuple[tuple[Fault, ...], tuple[tuple[Fault, ...], ...]]:
-    """Split `faults` into those of the engine's own process and those of each of its ranks.
+    """Split `faults` into those of the engine's process and those of each of its ranks.
 
-    One rank lives in the engine's process unless it is `apart`, several have processes of their own.
-    Raises ConfigError for a fault of a rank that is not there.
+    A single rank runs in the engine's process unless it is `apart`; several ranks have their own processes.
+    Raises ConfigError for a fault of a rank that does not exist.
     """
     for fault in faults:
         if fault.rank is not None and fault.rank >= num_ranks:
@@ -162,7 +162,7 @@ def split_by_rank(
 
 
 def has_faults() -> bool:
-    """Whether this process has faults, so that arguments of :func:`inject` are worth preparing."""
+    """Whether this process has faults, so that callers can skip preparing arguments of :func:`inject`."""
     return _faults is not None
 
 
@@ -174,15 +174,15 @@ def inject(
     version: int = 0,
     data: torch.Tensor | None = None,
 ) -> bool:
-    """Suffer what is armed for this place.
+    """Inject the faults that are set for this place.
 
     Args:
         at: as in :class:`Fault`.
-        bucket: which one is under way, at ``move`` and ``refill``.
-        num_buckets: of how many.
-        version: the one that is being made; 0 where that is not known.
-        data: contiguous bytes to corrupt, any dtype, on any device. They are changed themselves:
-            give memory that nobody else reads.
+        bucket: the current bucket, at ``move`` and ``refill``.
+        num_buckets: number of buckets.
+        version: the version that is being made; 0 if it is not known.
+        data: contiguous memory to corrupt, of any dtype, on any device. It is changed in place, so nothing
+            else may read it.
 
     Returns:
         Whether to drop the message that is about to be sent.
@@ -195,9 +195,10 @@ def inject(
 
 
 def inject_in_move(plan: Plan, bucket: int, index: int, view: Callable[[Step], torch.Tensor] | None) -> None:
-    """What is armed in holder `index` for ``move``; what corrupts finds the `view` of a step of another root.
+    """Inject the faults of holder `index` at ``move``.
 
-    Its own share is not to be changed at its source. Without a `view`, it receives nothing.
+    ``corrupt`` changes the `view` of a step that came from another root, since the holder's own share must
+    not change at its source. Without `view`, the holder receives nothing.
     """
     data = None
     if view and has_faults():
@@ -207,7 +208,7 @@ def inject_in_move(plan: Plan, bucket: int, index: int, view: Callable[[Step], t
 
 
 class _Faults:
-    """The faults of this process, and how often each is still to happen."""
+    """The faults of this process, and how often each will still happen."""
 
     def __init__(self, who: str, seed: int) -> None:
         self._who = who
@@ -241,7 +242,7 @@ class _Faults:
                 and (left[0].action != "corrupt" or (data is not None and data.numel() > 0))
             ]
             spots = [self._random.random() for _ in due]
-        # Outside of the lock: whoever is slow here must not hold up the other threads.
+        # Outside the lock, so that a slow fault does not block other threads.
         for fault, spot in zip(due, spots, strict=True):
             self._suffer(fault, spot, data)
         return any(fault.action == "drop" for fault in due)
@@ -250,7 +251,7 @@ class _Faults:
         if fault.action == "kill":
             signal.raise_signal(signal.SIGKILL)
         elif fault.action == "hang":
-            # To this thread: the process stops before it returns.
+            # Raised in this thread, so that the process stops before the call returns.
             signal.raise_signal(signal.SIGSTOP)
         elif fault.action == "error":
             raise RuntimeError(f"injected into {self._who} at {fault.at}")
@@ -265,7 +266,7 @@ _faults: _Faults | None = None
 
 
 def _flip(data: torch.Tensor, spot: float) -> None:
-    """Flip the bit at `spot`, from 0 to 1, of all bits of `data`."""
+    """Flip one bit of `data`, at the fraction `spot` (0 to 1) of all its bits."""
     import torch
 
     flat = data.view(-1).view(torch.uint8)

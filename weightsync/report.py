@@ -1,4 +1,4 @@
-"""What one update did."""
+"""Reports of updates and of healing."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncReport:
-    """One update or refill: the committed version, and what it took.
+    """Report of one update or refill.
 
-    ``print(report)`` prints one line. ``report.to_dict()`` is what a run's ``report.json`` holds.
+    ``print(report)`` prints one line. ``report.to_dict()`` is the content of a run's ``report.json``.
 
     Attributes:
         version: the version that was committed.
@@ -53,10 +53,10 @@ class SyncReport:
         routes: by engine, ``direct``, or the reason why it takes broadcasts.
         bytes_from: in a refill, the bytes that were read from each holder.
         ways: in a refill, how each holder was read: ``own``, ``direct``, ``rdma``, ``tcp`` or ``zeromq``.
-        spans: by process, what it did and how long it took: the phases of ``driver``, ``publish`` of
-            ``trainer 0``, ``move`` of ``holder 0``, ``load`` and ``verify`` of ``engine e0 rank 0``. A
-            process that failed has none.
-        checkpoint: name of the checkpoint, if one was published in place of trainers' weights; else empty.
+        spans: by process, its work and durations: the phases of ``driver``, ``publish`` of ``trainer 0``,
+            ``move`` of ``holder 0``, ``load`` and ``verify`` of ``engine e0 rank 0``. A process that failed
+            has none.
+        checkpoint: name of the checkpoint, if one was published instead of trainers' weights; else empty.
         nonfinite: by tensor, the number of elements that are NaN or Inf; see ``SyncConfig.nonfinite``.
         peak_memory: by phase and GPU, the most bytes in use on the whole GPU, sampled every 5 ms. Empty if no
             engine slept before the update, and without GPUs.
@@ -89,7 +89,7 @@ class SyncReport:
         return self.nbytes / seconds / 1e9 if seconds > 0 else 0.0
 
     def to_dict(self) -> dict[str, object]:
-        """All fields and `gb_per_s`, as values that ``json.dumps`` takes."""
+        """Return all fields and `gb_per_s`, as values that ``json.dumps`` takes."""
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
         spans = {who: [asdict(span) for span in spans] for who, spans in self.spans.items()}
@@ -109,9 +109,9 @@ class SyncReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HealReport:
-    """How one engine that failed came back.
+    """Report of one engine that failed and was healed.
 
-    Times are seconds since 1970. `died_at` is wall clock time; the others add what a monotonic clock counted.
+    Times are seconds since 1970. `died_at` is wall clock time; the others add a monotonic clock to it.
 
     Attributes:
         engine: its name.
@@ -123,7 +123,7 @@ class HealReport:
         bytes_from: bytes that were read from each holder; empty if an update came first.
         ways: how each holder was read: ``own``, ``direct``, ``rdma``, ``tcp`` or ``zeromq``.
         gb_per_s: the model's bytes over the seconds of reading and loading, in 1e9 bytes per second.
-        verified: whether its digests were compared and are those of the committed version.
+        verified: whether its digests were compared and equal those of the committed version.
     """
 
     engine: str
@@ -138,7 +138,7 @@ class HealReport:
     verified: bool
 
     def to_dict(self) -> dict[str, object]:
-        """All fields, as values that ``json.dumps`` takes."""
+        """Return all fields, as values that ``json.dumps`` takes."""
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
 
@@ -158,7 +158,7 @@ class HealReport:
 
 
 def bytes_text(nbytes: int) -> str:
-    """``1.25 MB``: three digits, in units of 1000."""
+    """Format bytes with three digits, in units of 1000: ``1.25 MB``."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= scale:
             return f"{nbytes / scale:.3g} {unit}"

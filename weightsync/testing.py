@@ -1,4 +1,4 @@
-"""Parts for tests, yours and ours: an engine without a model, peers without Ray, and faults on purpose."""
+"""Parts for tests: an engine without a model, peers without Ray, and faults on purpose."""
 
 from __future__ import annotations
 
@@ -25,12 +25,10 @@ __all__ = ["DictEngine", "Fault", "FaultPlan", "LocalPeer"]
 
 
 class DictEngine:
-    """An Engine whose weights are a dict of CPU tensors; `generate` answers with its version.
+    """An Engine whose weights are a dict of CPU tensors; `generate` returns its version.
 
-    Asleep, they have no memory.
-
-    `on_write`, if set, is called before each piece is written, with the tensor's name: the place
-    to fail, to stall, or to write something else.
+    While asleep, the tensors have no memory. `on_write`, if set, is called with the tensor's name before each
+    piece is written. It may fail, wait, or write something else.
     """
 
     def __init__(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -44,7 +42,7 @@ class DictEngine:
         self._asleep: Offload | None = None
 
     def layout(self) -> Sequence[RankLayout]:
-        """Whole tensors, each its own buffer."""
+        """Return a layout in which each tensor is whole and is its own buffer."""
         metas = tuple(
             TensorMeta(name, str(t.dtype).removeprefix("torch."), tuple(t.shape))
             for name, t in self.tensors.items()
@@ -62,32 +60,32 @@ class DictEngine:
         return [RankLayout(metas, segments, buffers=metas)]
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
-        """Open the one feed."""
+        """Connect the only rank to its holder."""
         self.close()
         self._plan, self._feed = plan, EngineFeed.open(tickets[0], plan, timeout_s)
         return [Attached(plan.digest(), None)]
 
     def pause(self, mode: str, timeout_s: float) -> None:
-        """Nothing runs, so nothing is waited for."""
+        """Pause at once, since nothing runs, and wake up if asleep."""
         self.paused = True
         if self._asleep:
             self._asleep.undo()
             self._asleep = None
 
     def sleep(self, level: int, mode: str, timeout_s: float) -> None:
-        """See `Engine.sleep`."""
+        """Pause, then release the tensors' memory."""
         self.paused = True
         tensors = self.tensors.values()
         self._asleep = self._asleep or Offload(tensors, keep=tensors if level == 1 else ())
 
     def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
-        """Copy every piece to where it belongs."""
+        """Take one attempt's buckets. Returns the digests of the tensors."""
         assert self._feed is not None
         assert self._asleep is None
         return [self._feed.receive(attempt, self, timeout_s)]
 
     def take(self, bucket: int, pieces: Sequence[PieceView]) -> None:
-        """See `Sink.take`."""
+        """Copy one bucket's pieces into the tensors."""
         assert self._plan is not None
         for tensor, box, data in pieces:
             name = self._plan.tensors[tensor].name
@@ -95,17 +93,17 @@ class DictEngine:
             self.tensors[name][box.slices()].copy_(data)
 
     def written(self) -> None:
-        """Nothing is exported, so nobody writes here."""
+        """Must not be called: this engine exports no memory."""
         raise AssertionError("a holder wrote into an engine that exported nothing")
 
     def finish(self) -> Digests:
-        """Digests of the live tensors."""
+        """Return the digests of the live tensors."""
         assert self._plan is not None
         metas = self._plan.tensors
         return np.array([tensor_digest(self.tensors[m.name], m.shape) for m in metas], dtype=np.uint64)
 
     def spans(self) -> Sequence[Sequence[Span]]:
-        """See `Engine.spans`."""
+        """Return the spans of the last `load` that succeeded."""
         return [self._feed.spans] if self._feed else []
 
     def resume(self, version: int) -> None:
@@ -113,11 +111,11 @@ class DictEngine:
         self.version, self.paused = version, False
 
     def serving(self) -> int:
-        """See `Engine.serving`."""
+        """Return the version being served, 0 while paused."""
         return 0 if self.paused else self.version
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
-        """One token per prompt: the version."""
+        """Return one token per prompt: the version."""
         if self.paused:
             raise StateError(f"engine {self.name} serves no version")
         return Rollout(
@@ -127,21 +125,21 @@ class DictEngine:
         )
 
     def check(self) -> None:
-        """Its one rank lives in this process."""
+        """Do nothing: the only rank is this process."""
 
     def set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
-        """See `Engine.set_faults`."""
+        """Set `faults` in this process."""
         set_faults(who, split_by_rank(faults, 1)[0], seed)
 
     def close(self) -> None:
-        """Drop the feed."""
+        """Disconnect from the holder."""
         if self._feed is not None:
             self._feed.close()
             self._feed = None
 
 
 class LocalPeer:
-    """Any of our objects as a peer of the controller: each method awaited on a thread of its own.
+    """Makes an object a peer of the controller: its methods run on other threads and are awaited.
 
     Attributes:
         target: the object.

@@ -1,4 +1,4 @@
-"""What other frameworks import, each module its own; nothing of ours imports them, and they are all edge."""
+"""Modules that other frameworks import. The rest of the library does not import them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["register_vllm"]
 
 
 def register_vllm() -> None:
-    """Let vLLM know the weight transfer backend ``weightsync``, by name: nothing else is imported for it.
+    """Register the weight transfer backend ``weightsync`` with vLLM, by name, so nothing else is imported.
 
     vLLM calls this in each of its processes, through the entry point ``vllm.general_plugins``. A trainer
-    calls it before vLLM's ``WeightTransferTrainerFactory``. A vLLM without weight transfer is left alone.
+    calls it before vLLM's ``WeightTransferTrainerFactory``. No effect in a vLLM without weight transfer.
     """
     try:
         from vllm.distributed.weight_transfer import factory

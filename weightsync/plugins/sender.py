@@ -1,4 +1,4 @@
-"""The trainer's end of a communicator whose other ranks are workers of somebody else's engines."""
+"""The trainer's end of a communicator whose other ranks are workers of engines that users drive."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["Sender", "device_of"]
 
 
 class Sender:
-    """Rank 0, which sends: give the workers its `init_info`, and while they join, `open`; then `send`.
+    """Rank 0, which sends. Give its `init_info` to the workers, call `open` while they join, then `send`.
 
     Args:
-        host: this host's address as the workers reach it.
-        world_size: how many workers there are, and one.
+        host: address of this host at which the workers reach it.
+        world_size: number of workers plus one.
         transport: ``nccl`` from GPU to GPU, ``gloo`` from host to host.
         bucket_nbytes: see `TensorStream`.
         timeout_s: for all to join, and for each bucket.
@@ -45,15 +45,15 @@ class Sender:
             "transport": transport,
             "timeout_s": timeout_s,
         }
-        """What vLLM's ``init_weight_transfer_engine`` gives to each worker."""
+        """Argument of vLLM's ``init_weight_transfer_engine``, for each worker."""
 
     def open(self) -> None:
-        """Returns when all workers have joined."""
+        """Open the communicator. Returns when all workers have joined."""
         self._transport.open(self._rendezvous, 0, self._world_size, self._timeout_s)
         self._stream = TensorStream(self._transport, 0, self._world_size, self._device, self._bucket_nbytes)
 
     def send(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int = 0) -> None:
-        """Whole tensors, by the checkpoint's names; returns when every worker has verified all of them."""
+        """Send whole tensors, by the checkpoint's names. Returns when all workers have verified them."""
         with self._stream.sending(version) as put:
             for name, tensor in tensors:
                 put(name, tensor)
@@ -63,10 +63,10 @@ class Sender:
         self._transport.abort(cause)
 
     def close(self) -> None:
-        """Leave the workers. Safe to call twice."""
+        """Close the communicator. Safe to call twice."""
         self._transport.close()
 
 
 def device_of(transport: str) -> torch.device:
-    """Where a transport moves memory in this process."""
+    """Return the device whose memory a transport moves in this process."""
     return torch.device("cuda", torch.cuda.current_device()) if transport == "nccl" else torch.device("cpu")

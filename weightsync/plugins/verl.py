@@ -1,11 +1,11 @@
-"""A checkpoint engine for verl, which imports this module where its configuration says so::
+"""A checkpoint engine for verl, which imports this module if configured::
 
     actor_rollout_ref.rollout.checkpoint_engine:
       backend: weightsync
       custom_backend_module: weightsync.plugins.verl
       engine_kwargs: {weightsync: {transport: nccl, timeout_s: 600}}
 
-verl's class says what each method is for. Actor rank 0 sends, every rollout rank receives and verifies.
+verl's class documents the methods. Actor rank 0 sends, every rollout rank receives and verifies.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["WeightSyncCheckpointEngine"]
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A rank of a communicator. Who has the same `epoch` is in the same one."""
+    """A rank of a communicator. Ranks with the same `epoch` are in the same communicator."""
 
     epoch: str
     rank: int
@@ -45,7 +45,7 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """What a rank brings: where it is already, and, from actor rank 0, where all can meet."""
+    """A rank's current communicator, and from actor rank 0 the address for the rendezvous."""
 
     place: _Place | None
     meeting: str
@@ -53,13 +53,13 @@ class _Ready:
 
 @CheckpointEngineRegistry.register("weightsync")
 class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl has no types
-    """Its communicator is kept from update to update, for as long as the same ranks take part.
+    """Sends and receives weights for verl. Updates of the same ranks reuse the communicator.
 
     Args:
-        bucket_size: bytes of a bucket, of which there are two while an update runs.
-        is_master: this is actor rank 0.
-        transport: ``nccl``, ``gloo``, or ``auto`` for nccl where there is a GPU.
-        timeout_s: for one bucket, and for all ranks to come.
+        bucket_size: bytes of a bucket; an update uses two.
+        is_master: whether this is actor rank 0.
+        transport: ``nccl``, ``gloo``, or ``auto``, which takes nccl if there is a GPU.
+        timeout_s: seconds for one bucket, and for all ranks to join.
 
     Raises:
         ConfigError: no such transport.
@@ -81,7 +81,7 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
 
     @property
     def epoch(self) -> str:
-        """The name of the communicator in use, empty before the first. Each communicator has its own."""
+        """Unique name of the current communicator, empty before the first."""
         return self._place.epoch if self._place else ""
 
     def prepare(self) -> _Ready:
@@ -130,14 +130,14 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
         self._place = place
 
     def finalize(self) -> None:
-        """Buckets were given back when the update ended, and the communicator stays."""
+        """Do nothing: buckets are freed when an update ends, and the communicator stays open."""
 
     async def send_weights(
         self,
         weights: Iterable[tuple[str, torch.Tensor]] | AsyncIterable[tuple[str, torch.Tensor]],
         global_steps: int | None = None,
     ) -> None:
-        if self._place and self._place.rank < 0:  # rank 0 sends, but all take part in making each tensor
+        if self._place and self._place.rank < 0:  # rank 0 sends; making a tensor may be collective
             async for _ in ensure_async_iterator(weights):
                 pass
             return

@@ -1,8 +1,7 @@
-"""vLLM's weight transfer backend ``weightsync``: what runs in each of its workers.
+"""The workers' side of vLLM's weight transfer backend ``weightsync``.
 
-vLLM's own documentation of ``WeightTransferEngine`` says what each method is for. Two shapes of it are met:
-that of 0.24, where the worker reloads and hands `receive_weights` its loader, and that of 0.32 and later,
-where the backend reloads.
+vLLM's ``WeightTransferEngine`` documents the methods. Two versions of it are supported: in 0.24 the worker
+reloads and passes its loader to `receive_weights`; from 0.32 on the backend reloads.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ __all__ = ["WeightSyncInitInfo", "WeightSyncTransferEngine", "WeightSyncUpdateIn
 
 @dataclass
 class WeightSyncInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not followed
-    """How a worker joins: see `Sender.init_info`. Its rank is its number among all plus `rank_offset`."""
+    """How a worker joins, see `Sender.init_info`. Its rank is its number plus `rank_offset`."""
 
     rendezvous: str
     world_size: int
@@ -45,16 +44,16 @@ class WeightSyncInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM 
 
 @dataclass
 class WeightSyncUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """Nothing has to be said before the tensors come.
+    """Optional information about an update.
 
-    `shapes` of the checkpoint's tensors by name: experts that are stacked are told by them.
+    `shapes` are those of the checkpoint's tensors, by name, by which stacked experts are recognised.
     """
 
     shapes: dict[str, list[int]] = field(default_factory=dict)
 
 
 class WeightSyncTransferEngine(WeightTransferEngine):  # type: ignore[misc]
-    """Takes whole tensors through vLLM's loader, none before its digest was compared."""
+    """Loads whole tensors with vLLM's loader, each after its digest was compared."""
 
     init_info_cls = WeightSyncInitInfo
     update_info_cls = WeightSyncUpdateInfo
@@ -65,11 +64,11 @@ class WeightSyncTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def init_transfer_engine(self, init_info: WeightSyncInitInfo) -> None:
         """Join the trainer and the other workers. Raises ConfigError, see `require_updatable`."""
-        # 0.24 gives no configuration of its own.
+        # 0.24 passes no configuration.
         if config := getattr(self, "vllm_config", None) or get_current_vllm_config_or_none():
             require_updatable(config, self.model)
         self.shutdown()
-        # 0.24 does not say it, and in a reload the parameters are on none.
+        # 0.24 does not pass the device, and during a reload parameters have none.
         self._model_device = next(self.model.parameters()).device
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank + init_info.rank_offset
@@ -79,17 +78,17 @@ class WeightSyncTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         self._stream = TensorStream(self._transport, rank, init_info.world_size, device)
 
     def start_weight_update(self) -> None:
-        """From 0.32 on; 0.24 starts the reload itself."""
+        """Start a reload. Called from vLLM 0.32 on; 0.24 starts it itself."""
         self._reload = Reload(self.model, self.model_config, self.device)
 
     def finish_weight_update(self) -> None:
-        """From 0.32 on."""
+        """Finish the reload. Called from vLLM 0.32 on."""
         reload, self._reload = self._reload, None
         assert reload, "vLLM starts before it finishes"
         reload.finish()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """From 0.32 on. Unlike the base class's, it does not wait for an accelerator where there is none."""
+        """Receive an update, and wait for the accelerator if there is one. Called from vLLM 0.32 on."""
         self.receive_weights(self.parse_update_info(update_info))
         if self._model_device.type != "cpu":
             torch.accelerator.synchronize()
@@ -97,10 +96,10 @@ class WeightSyncTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     def receive_weights(
         self, update_info: WeightSyncUpdateInfo, load_weights: Callable[[Named], object] | None = None
     ) -> None:
-        """All of the checkpoint in one call.
+        """Receive and load the whole checkpoint.
 
-        Raises VerifyError, TransportError, or, where the loader left parameters out, RuntimeError. The
-        weights are a mix then, until an update by a trainer that has initialised the transfer anew.
+        Raises VerifyError or TransportError, or RuntimeError if the loader left parameters out. The weights
+        are then a mix, until the trainer initialises the transfer again and sends an update.
         """
         if self._stream is None:
             raise StateError("init_weight_transfer_engine has to come first")
@@ -120,7 +119,7 @@ class WeightSyncTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             raise
 
     def shutdown(self) -> None:
-        """Leave the communicator."""
+        """Close the communicator."""
         self._stream = None
         if self._transport:
             self._transport.close()
@@ -128,12 +127,12 @@ class WeightSyncTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[tuple[str, torch.Tensor]], trainer_args: Any) -> None:  # noqa: ANN401
-        """Of 0.24. `trainer_args`: ``{"sender": Sender, "version": int}``."""
+        """Send an update, in vLLM 0.24. `trainer_args`: ``{"sender": Sender, "version": int}``."""
         sender: Sender = trainer_args["sender"]
         sender.send(iterator, trainer_args.get("version", 0))
 
     def _own(self, batch: Named) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copies, since the loader keeps them until a module is complete; made when this ends."""
+        """Yield copies, since the loader keeps tensors until a module is complete. At the end all are made."""
         yield from ((name, data.to(self._model_device, copy=True)) for name, data in batch)
         if self._model_device.type == "cuda":
             torch.cuda.current_stream().synchronize()

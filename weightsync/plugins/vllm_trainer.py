@@ -28,7 +28,7 @@ __all__ = ["WeightSyncTrainerEngine", "WeightSyncTrainerInitInfo"]
 
 @dataclass
 class WeightSyncTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM is not followed
-    """See `Sender`; ``rank`` is this trainer's, of which 0 sends."""
+    """Arguments of `Sender`, and this trainer's ``rank``; rank 0 sends."""
 
     backend: ClassVar[str] = "weightsync"
 
@@ -40,7 +40,7 @@ class WeightSyncTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM 
 
 
 class WeightSyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
-    """Every trainer rank has one; rank 0 drives vLLM through its client and sends."""
+    """The engine of one trainer rank. Rank 0 drives vLLM through its client and sends."""
 
     init_info_cls = WeightSyncTrainerInitInfo
 
@@ -55,7 +55,10 @@ class WeightSyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
         client: VLLMWeightSyncClient,
         source: WeightSource | None = None,
     ) -> WeightSyncTrainerEngine:
-        """Returns when all workers have joined. Raises ValueError without a source, TransportError."""
+        """Make the engine. Returns when all workers have joined.
+
+        Raises ValueError without a source, and TransportError.
+        """
         if source is None:
             raise ValueError("weightsync sends what a WeightSource gives: pass source=")
         engine = cls(client=client, source=source, is_sender=init_info.is_sender)
@@ -74,8 +77,8 @@ class WeightSyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
         return engine
 
     def send_weights(self) -> None:
-        """One update. Raises TransportError with the cause, also where it is a worker that failed."""
-        shapes = shapes_of(self.source)  # on every rank, as are the tensors: making them may be collective
+        """Send one update. Raises TransportError with the cause, also if a worker failed."""
+        shapes = shapes_of(self.source)  # on every rank, like the tensors: making them may be collective
         if self._sender is None:
             for _ in tensors_of(self.source):
                 pass
@@ -95,19 +98,19 @@ class WeightSyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
         self.client.finish_weight_update()
 
     def shutdown(self) -> None:
-        """Leave the workers."""
+        """Close the communicator."""
         if self._sender:
             self._sender.close()
 
 
 def shapes_of(source: WeightSource) -> dict[str, list[int]]:
-    """Of all tensors; what says them is a method in 0.32, a property in 0.33."""
+    """Return the shapes of all tensors. ``metadata`` is a method in vLLM 0.32, a property in 0.33."""
     metadata = source.metadata() if callable(source.metadata) else source.metadata
     return {each.name: list(each.shape) for each in metadata}
 
 
 def tensors_of(source: WeightSource) -> Iterable[tuple[str, torch.Tensor]]:
-    """A fresh pass over whole tensors; in 0.32, a source is iterated itself."""
+    """Start a pass over whole tensors. In vLLM 0.32, the source itself is the iterable."""
     tensors: Iterable[tuple[str, torch.Tensor]]
     tensors = source.iter_full() if hasattr(source, "iter_full") else source
     return tensors
