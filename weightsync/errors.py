@@ -64,7 +64,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """The engine that failed, its rank if known, the version it was to take, and the phase."""
+    """Where an engine failed: engine, rank if known, version to take, and phase."""
 
     engine: str
     rank: int | None
@@ -327,7 +327,7 @@ KINDS = MappingProxyType(
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return a remedy for an unknown word: the nearest known word, if any is near, and all known words.
+    """Return a remedy for an unknown word: the nearest known word and all others.
 
     Form: ``"did you mean 'x'? valid: a, b, x"``.
     """

@@ -1,4 +1,4 @@
-"""Injects faults on purpose: a plan names processes, actions and places, and each process acts itself.
+"""Injects faults: a plan names processes, actions and places; each process acts itself.
 
     plan = FaultPlan.from_yaml(Path("recipes/chaos.yaml"))
     sync.inject(plan)                       # each process: set_faults(who, plan.for_(who), plan.seed)
@@ -144,7 +144,7 @@ def set_faults(who: str, faults: Sequence[Fault], seed: int) -> None:
 def split_by_rank(
     faults: Sequence[Fault], num_ranks: int, apart: bool = False
 ) -> tuple[tuple[Fault, ...], tuple[tuple[Fault, ...], ...]]:
-    """Split `faults` into those of the engine's process and those of each of its ranks.
+    """Split `faults` between the engine's process and each of its ranks.
 
     A single rank runs in the engine's process unless it is `apart`; several ranks have their own processes.
     Raises ConfigError for a fault of a rank that does not exist.
@@ -266,7 +266,7 @@ _faults: _Faults | None = None
 
 
 def _flip(data: torch.Tensor, spot: float) -> None:
-    """Flip one bit of `data`, at the fraction `spot` (0 to 1) of all its bits."""
+    """Flip the bit of `data` at the fraction `spot` (0 to 1)."""
     import torch
 
     flat = data.view(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Parts for tests: an engine without a model, peers without Ray, and faults on purpose."""
+"""Parts for tests: an engine without a model, peers without Ray, and faults."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class DictEngine:
 
 
 class LocalPeer:
-    """Makes an object a peer of the controller: its methods run on other threads and are awaited.
+    """Makes an object a peer of the controller. Its methods run on other threads and are awaited.
 
     Attributes:
         target: the object.

@@ -1,4 +1,4 @@
-"""One attempt to move a version: holders move, engines load, and each has its own deadline."""
+"""One attempt to move a version: holders move and engines load, each with a deadline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connects a fleet: one plan for all members, and every path between them tried once."""
+"""Connects a fleet: one plan for all members, every path between them tried."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger("weightsync.driver.connect")
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """Layout of an engine's flat snapshots: its `flat_layout` digest, and the number of rank 0's part.
+    """Layout of an engine's flat snapshots: `flat_layout` digest and number of rank 0's part.
 
     Engines with the same `FlatLayout` can be filled from each other's snapshots.
     """
@@ -72,7 +72,7 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class _Layouts:
-    """The layouts of all ranks, and the joined layout of each side; equal engines share one."""
+    """The layouts of all ranks, also joined per side and engine. Equal engines share one."""
 
     trainers: Sequence[RankLayout]
     engines: Mapping[str, Sequence[RankLayout]]
@@ -374,7 +374,7 @@ def _compare(plan: Plan, digests: Mapping[str, list[str]]) -> None:
 
 
 def flat_layout(content: str, ranks: Sequence[RankLayout]) -> str:
-    """Return the SHA-256 (hex) of the layout of an engine's flat snapshots; `content` is the plan's."""
+    """Return the SHA-256 (hex) of an engine's flat snapshot layout. `content` is the plan's."""
     state = hashlib.sha256(content.encode())
     for rank in ranks:
         state.update(repr((rank.segments, rank.buffers, rank.padding)).encode())

@@ -137,7 +137,7 @@ class Controller:
         await self._update_lock.idle()
 
     def shared(self, name: str) -> AbstractAsyncContextManager[None]:
-        """Hold the shared lock for engine `name`: no update runs, and no other task works on it."""
+        """Hold the shared lock for engine `name`. No update and no other task works on it."""
 
         async def stop() -> None:
             """Do nothing: the work under this lock is short."""
@@ -224,7 +224,7 @@ class Controller:
         await self.engine_group.wake(names)
 
     def can_refill(self, engine: str) -> bool:
-        """Whether the holders have a snapshot of the committed version in the layout of `engine`."""
+        """Whether holders have a snapshot of the committed version that fits `engine`."""
         now = self._connection
         return now is not None and self.snapshot_index.snapshot(self.version, now, engine) is not None
 

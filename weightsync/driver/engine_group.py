@@ -174,7 +174,7 @@ class EngineGroup:
         return same and not self._halts.unanswered(name, record)
 
     def _settles(self, name: str, record: EngineRecord, error: WeightSyncError | None) -> bool:
-        """Whether a late `error` settles the state: the engine is gone, or resumed by itself."""
+        """Whether a late `error` settles the state: engine gone, or resumed by itself."""
         if isinstance(error, _GONE):
             self.lost(name, error)
         elif isinstance(error, DeadlineError):
@@ -275,7 +275,7 @@ class EngineGroup:
         await gather_named(calls, "drop", GRACE_S)
 
     def lost(self, name: str, error: WeightSyncError) -> None:
-        """Record an engine as DEAD that was found dead, or not answering, outside of a call."""
+        """Record an engine as DEAD, found dead or not answering outside a call."""
         error.where = Where(name, _rank(error), self._fleet.engines[name].record.version, "idle")
         self.failures[name] = error
         self.enter([name], EngineState.DEAD)

@@ -46,7 +46,7 @@ class Outcome(Generic[T]):
 
 
 def remoteness(error: WeightSyncError) -> int:
-    """Sort key: root causes first (lost peer), then local errors, then transport errors caused by them."""
+    """Sort key, root causes first: lost peers, then a peer's own errors, then transport errors."""
     return 0 if isinstance(error, PeerLostError) else 2 if isinstance(error, TransportError) else 1
 
 

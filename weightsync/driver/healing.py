@@ -23,7 +23,7 @@ logger = logging.getLogger("weightsync.driver.healing")
 
 
 class Healer:
-    """Runs one task per failed engine, until the engine serves again or is given up.
+    """Runs a task per failed engine until it serves again or is given up.
 
     Attributes:
         heals: a report of every engine that was healed.

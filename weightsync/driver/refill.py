@@ -25,7 +25,7 @@ __all__ = ["GaveWayError", "Refiller"]
 
 
 class GaveWayError(StateError):
-    """An update interrupted the work; the engine takes part in the update if it is attached."""
+    """An update interrupted the work. The engine takes part in it if it is attached."""
 
 
 class Refiller:

@@ -1,4 +1,4 @@
-"""Decides which engines read the trainers' memory directly, and what each of their ranks reads."""
+"""Decides which engines read the trainers' memory directly, and plans their reads."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Router:
             logger.info("engine %s takes broadcasts: %s", name, reason)
 
     def demote(self, name: str, error: VerifyError) -> None:
-        """Have engine `name`, whose tensors were wrong, take broadcasts from now on if ``mode`` is auto."""
+        """If ``mode`` is auto, have engine `name`, whose tensors were wrong, take broadcasts."""
         if self.routes.get(name) == DIRECT and self._config.mode == "auto":
             logger.warning("engine %s takes broadcasts from now on: %s", name, error)
             self.routes[name] = self.demoted[name] = f"what it read was wrong: {error}"
@@ -180,7 +180,7 @@ class Router:
         return near
 
     def _start(self, holder: int, near: Sequence[int]) -> int:
-        """Return the first trainer to read from: it differs by holder, to spread the load.
+        """Return the first trainer to read from. It differs by holder, to spread the load.
 
         If trainers are on other hosts, all holders start with the same one, so that messages can be shared.
         """
@@ -254,7 +254,7 @@ class CrossHostExchange:
             ) from error
 
     def agrees(self, holders: Collection[int], needs: Mapping[int, Reads]) -> bool:
-        """Whether the messages bring each of `holders` exactly its `needs`, and nothing if it has none."""
+        """Whether the messages bring each of `holders` exactly its `needs`, if any."""
         return all(_same(self._needs.get(holder), needs.get(holder)) for holder in holders)
 
     def arrivals(self, holder: int) -> Mapping[tuple[str, int], int]:

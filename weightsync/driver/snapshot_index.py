@@ -69,7 +69,7 @@ class SnapshotIndex:
             await self._map(connection, {(parts[home], home): o for home, o in offers.items() if o})
 
     async def _map(self, connection: Connection, offers: Mapping[tuple[int, int], Offer]) -> None:
-        """Have holders map copies of their host, from which all engines of equal layout are filled."""
+        """Have holders map copies of their host. Engines of equal layout are filled from one copy."""
         calls = {}
         for name, flat in connection.flat_layouts.items():
             for part, holder in enumerate(self._fleet.engines[name].holders, start=flat.first):
@@ -152,7 +152,7 @@ class SnapshotIndex:
     def _parts(
         self, version: int, connection: Connection, everyone: bool = False
     ) -> Iterator[tuple[SnapshotHeader, list[int]]]:
-        """Yield each part and the holders that copy it, one per host whose engines serve it.
+        """Yield each part and its holders, one per host whose engines serve it.
 
         `everyone`: include engines that do not serve `version`.
         """

@@ -1,4 +1,4 @@
-"""The update lock: an update runs alone; work on single engines runs in parallel, between updates."""
+"""The update lock: an update runs alone. Work on single engines runs in parallel, between updates."""
 
 from __future__ import annotations
 

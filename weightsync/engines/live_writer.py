@@ -1,4 +1,4 @@
-"""Writes buckets straight into live parameters, on a device by one kernel per bucket, or on the host."""
+"""Writes buckets straight into live parameters, on a device (one kernel each) or the host."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class LiveWriter:
                 raise StateError(f"{name} is in other memory than when it was connected: connect() again")
 
     def export(self) -> Export | None:
-        """Export the live memory for the holder to write, instead of `take`; None if it cannot be shared."""
+        """Export the live memory for the holder to write; None if it cannot be shared."""
         if self._device is None:
             return None
         try:
@@ -142,7 +142,7 @@ class _DeviceTables:
         self._table = DigestTable(parts, len(plan.tensors))
 
     def copies(self) -> CopyTable:
-        """Return the copy table, made on first use, since it is not needed if the holder writes."""
+        """Return the copy table. Made on first use, since it is not needed if the holder writes."""
         from weightsync.memory.kernels import CopyTable
 
         self._copies = self._copies or CopyTable(*self._rows())

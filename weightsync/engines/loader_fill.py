@@ -39,7 +39,7 @@ class FillCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self._seen: set[tuple[object, ...]] = set()
 
     def missing(self, handed: Iterable[str] = ()) -> list[str]:
-        """Return the names of tensors that are not full, in order, with counts if partly written.
+        """Return the names of tensors that are not full, with counts if partly written.
 
         Args:
             handed: names of the checkpoint's tensors that came; these are always needed.
@@ -76,6 +76,6 @@ class FillCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Return a number that all views of a tensor share; the address is 0 on the meta device."""
+    """Return a number that all views of a tensor share. The address is 0 on the meta device."""
     number: int = tensor.untyped_storage()._cdata
     return number

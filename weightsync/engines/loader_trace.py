@@ -1,4 +1,4 @@
-"""Finds where a loader puts each element of a checkpoint, by running it without changing weights.
+"""Finds where a loader puts each element, by running it without changing weights.
 
 The loader gets placeholders. A dispatch mode sees every ``copy_`` from a placeholder into a live parameter,
 records both views and skips the copy. The views' offsets and strides give the layout. `check_live` then

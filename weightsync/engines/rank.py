@@ -45,7 +45,7 @@ class Host(Protocol):
         """Return the tensors and ties of the checkpoint that the engine's model is loaded from."""
 
     def stored_otherwise(self) -> str:
-        """Return why live parameters may hold other bytes than the loader writes; "" if they do not."""
+        """Return why live parameters may differ from the loader's bytes; "" if they do not."""
 
     def loader(self) -> Loader:
         """Return the engine's loader of whole tensors, for one update. Raises EngineError if it has none."""
@@ -84,7 +84,7 @@ class Rank:
             set_faults(who, faults[self._rank], seed)
 
     def layout(self) -> RankLayout:
-        """Return where the loader puts each tensor if that can be proven, else a layout of whole tensors.
+        """Return where the loader puts each tensor, if proven, else a layout of whole tensors.
 
         Whole tensors have no live buffers. The layout is found once, since live parameters keep their
         addresses.
@@ -164,7 +164,7 @@ class Rank:
         return {**dict(model.named_buffers()), **dict(model.named_parameters())}
 
     def _load_kernels(self, layout: RankLayout) -> None:
-        """Load kernels while the plan is made, so that `attach` does not wait for CuPy and its compiler."""
+        """Load kernels while the plan is made, so that `attach` need not wait for CuPy."""
         from weightsync.memory.kernels import load_digests
 
         with suppress(TransportError), torch.cuda.device(self._device):  # `attach` reports the error

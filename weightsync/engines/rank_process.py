@@ -55,7 +55,7 @@ class RankProcess:
 
     @classmethod
     def join(cls, rank: int, engine_pid: int) -> RankProcess | None:
-        """Return this process as a rank of its parent; None if the parent is not `engine_pid`.
+        """Return this process as a rank; None if its parent is not `engine_pid`.
 
         From now on it ends when the engine's process does, even while it is stopped, which frees its memory
         (`man 2 PR_SET_PDEATHSIG`).

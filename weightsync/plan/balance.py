@@ -65,7 +65,7 @@ def partition(stretches: Sequence[Stretch], num_shares: int) -> list[list[Stretc
 
 
 def choose(start: Int64, size: Int64, rank: Int64, nbytes: Int64, num_ranks: int) -> Int64:
-    """Choose one row per group of replicas, so that the ranks send about the same number of bytes.
+    """Choose one row per group of replicas, so that ranks send about equal bytes.
 
     Group g is rows `start[g]` to `start[g] + size[g]`, each row on another `rank`, ascending. `nbytes` is per
     group and positive. Returns int64[num_groups]. Groups held by the same ranks are assigned together: by
@@ -108,7 +108,7 @@ def _partition(nbytes: Int64, loads: Int64) -> tuple[Int64, Int64]:
 
 
 def _fill(loads: Int64, unit: int, num_units: int) -> Int64:
-    """Count the units that each load gets if every unit goes to the least loaded one."""
+    """Count the units per load if every unit goes to the least loaded one."""
     rising = np.sort(loads)
     filled = np.arange(1, len(loads) + 1)
     level = int(((np.cumsum(rising) + num_units * unit) // filled).min())

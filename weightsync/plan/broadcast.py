@@ -92,7 +92,7 @@ def make_plan(
 
 
 def _choose_pieces(source: Layout, matched: Match, itemsize: Int64) -> Pieces:
-    """Choose one replica of each box, in travel order; the boxes are proven to tile every tensor."""
+    """Choose one replica of each box, in travel order. Boxes are proven to tile every tensor."""
     shards = Shards.of(source, matched)
     offset, extent = source.offset[shards.first], source.extent[shards.first]
     nbytes = extent.prod(axis=1) * itemsize[shards.tensor]
@@ -140,5 +140,5 @@ def _check_limits(bucket_bytes: int, slots: int, itemsize: Int64) -> None:
 
 
 def _narrow(values: Int64) -> Int32 | Int64:
-    """Convert to int32 if it holds all values, since the plan is sent to every member."""
+    """Convert to int32 if possible, since the plan is sent to every member."""
     return values.astype(np.int32) if values.max(initial=0) < 2**31 else values

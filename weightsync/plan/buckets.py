@@ -1,4 +1,4 @@
-"""Cuts pieces into buckets, and places them in buckets and in the trainers' send buffers."""
+"""Cuts pieces into buckets, and places them there and in send buffers."""
 
 from __future__ import annotations
 

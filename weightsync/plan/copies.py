@@ -55,7 +55,7 @@ def box_copies(
     dst: int,
     dst_strides: Sequence[int],
 ) -> list[Copy]:
-    """Turn one N-dimensional box into few 2-D copies: a row is contiguous on both sides.
+    """Turn one N-dimensional box into few 2-D copies. Rows are contiguous on both sides.
 
     Args:
         extent: elements per dimension; a 0-d box is one element, an empty box needs no copies.
@@ -169,7 +169,7 @@ def _cut_rows(table: Int64, max_nbytes: int) -> tuple[Int64, Int64]:
 
 
 def repeated(parts: Int64) -> tuple[Int64, Int64]:
-    """Return, for each part of each row, the row and the part's number in it."""
+    """Return the row of each part, and the part's number in its row."""
     index = np.repeat(np.arange(len(parts)), parts)
     return index, np.arange(len(index)) - np.repeat(np.cumsum(parts) - parts, parts)
 

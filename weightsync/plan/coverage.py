@@ -76,7 +76,7 @@ def _broken_chains(
 
 
 def _unequal_corners(shape: Int64, tensor: Int64, offset: Int64, extent: Int64) -> Int64:
-    """Find tensors whose boxes do not add up to the whole; may repeat a tensor.
+    """Find tensors whose boxes do not add up to the whole. May repeat a tensor.
 
     Exact for any arrangement: a function on the grid is determined by its mixed differences, and those of a
     box's indicator are +1 or -1 at its 2^D corners. So boxes add up to "once everywhere" if and only if their
@@ -103,7 +103,7 @@ def _unequal_corners(shape: Int64, tensor: Int64, offset: Int64, extent: Int64) 
 
 
 def _explain(meta: TensorMeta, offset: Int64, extent: Int64) -> None:
-    """Raise PlanError for the first cell, in row-major order, that is not held exactly once."""
+    """Raise PlanError for the first row-major cell that is not held exactly once."""
     ndim = len(meta.shape)
     low, high = offset[:, :ndim], offset[:, :ndim] + extent[:, :ndim]
     cuts = [
@@ -195,7 +195,7 @@ def _segment_runs(engine: str, layout: Layout) -> _Runs:
 
 
 def _check_dtypes(engine: str, layout: Layout, rows: Int64, buffer: Int64) -> None:
-    """Check that each parameter has its tensors' dtype or is raw bytes, since bytes are not cast."""
+    """Check that each parameter has its tensors' dtype or is raw bytes. Bytes are not cast."""
     ours, live = layout.dtype[layout.tensor[rows]], layout.live.dtype[buffer]
     bad = (ours != live) & (live != DTYPES["uint8"])
     if bad.any():
@@ -273,7 +273,7 @@ def _expand(runs: _Runs) -> _Runs:
 
 
 def _check_chain(engine: str, layout: Layout, runs: _Runs) -> None:
-    """Check that the runs of all buffers, sorted by address, follow each other without a gap."""
+    """Check that the runs of all buffers follow each other without gap or overlap."""
     sizes = layout.live.nbytes
     base = np.cumsum(sizes) - sizes
     start = base[runs.buffer] + runs.offset

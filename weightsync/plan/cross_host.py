@@ -41,7 +41,7 @@ def bundles(needs: Mapping[int, Reads], hosts: Mapping[int, str], senders: Mappi
 
 
 def arrivals(dealt: Sequence[Bundle]) -> dict[int, tuple[Counter[int], Counter[int]]]:
-    """Return each receiving rank's bytes, by the rank that packs them or passes them on."""
+    """Return each receiving rank's bytes, by the rank that packs or forwards them."""
     found: dict[int, tuple[Counter[int], Counter[int]]] = {}
     for sender, parts in dealt:
         first = next(iter(parts))

@@ -81,7 +81,7 @@ class Reads:
         return dict(zip(ranks.tolist(), sums.tolist(), strict=True))
 
     def table(self) -> Int64:
-        """Return int64[N, 6], the columns of `Copies`; `src` and `dst` are offsets in the buffers."""
+        """Return int64[N, 6], the columns of `Copies`. `src` and `dst` are offsets in the buffers."""
         return np.stack(self._columns(), axis=1)
 
     def take(self, rows: Int64) -> Reads:
@@ -166,7 +166,7 @@ def _reasons(source: Layout, matched: Match) -> dict[str, str]:
 
 
 class Reshard:
-    """Pairs the trainers' layout with one engine's, and plans the reads of each engine rank.
+    """Pairs the trainers' layout with one engine's, and plans each rank's reads.
 
     It proves that sources tile every tensor, and that each rank's reads cover each of its segments. The
     caller has to prove that segments write each byte of the live parameters once, with `check_live`.
@@ -254,7 +254,7 @@ class Reshard:
         return found
 
     def _overlaps(self, rows: Int64) -> tuple[Int64, Int64, Int64, Int64]:
-        """Find the P overlaps of boxes and segments: both numbers, and offset and extent, [P, D]."""
+        """Find the P overlaps of boxes and segments. Returns both numbers, offset and extent, [P, D]."""
         engine, num_dims = self._engine, self._low.shape[1]
         low = _wide(engine.offset[rows], num_dims, 0)
         extent = _wide(engine.extent[rows], num_dims, 1)
@@ -293,7 +293,7 @@ class Reshard:
 
 
 def _origin(layout: Layout) -> Int64:
-    """Return the byte offset in each segment's buffer of the whole tensor's element 0, int64[n]."""
+    """Return the byte offset of the whole tensor's element 0 in each buffer, int64[n]."""
     origin: Int64 = layout.byte_offset - np.einsum("nd,nd->n", layout.offset, layout.strides)
     return origin
 

@@ -1,4 +1,4 @@
-"""Estimates the least time of direct reads: the bytes of each link over its rate."""
+"""Estimates the least time of direct reads: each link's bytes over its rate."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LinkRates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receiver:
-    """One engine rank on GPU number `gpu`, and the bytes that it reads from each trainer rank.
+    """One engine rank on GPU number `gpu`, and its bytes from each trainer rank.
 
     Attributes:
         passed_on: bytes from other hosts that other GPUs of its host pass on to it, by GPU.
@@ -181,7 +181,7 @@ def direct_floor(
     *,
     num_ranks: int | None = None,
 ) -> DirectFloor:
-    """Add up the reads of `receivers`, at least one, which run at the same time.
+    """Add up the simultaneous reads of `receivers`, of which there is at least one.
 
     Args:
         trainers: the GPU of each trainer rank.

@@ -88,7 +88,7 @@ class Buffers:
         )
 
     def find(self, rank: Int32, name: Int32) -> Int64:
-        """Return the position in `metas` of each (rank, name number); -1 if it is not declared."""
+        """Return the position in `metas` of each (rank, name number), -1 if undeclared."""
         key = rank.astype(np.int64) * self.num_names + name
         at = np.minimum(np.searchsorted(self.key, key), len(self.key) - 1)
         found: Int64 = np.where(self.key[at] == key, self.order[at], -1)
@@ -300,7 +300,7 @@ def _join_tied(ranks: Sequence[RankLayout]) -> tuple[tuple[str, str], ...]:
 
 
 def _join_tensors(ranks: Sequence[RankLayout], tied: dict[str, str]) -> dict[str, TensorMeta]:
-    """Return the tensors of all ranks by name, in order of first appearance, without aliases."""
+    """Return all ranks' tensors by name, in order of first appearance, without aliases."""
     metas: dict[str, TensorMeta] = {}
     owner: dict[str, int] = {}
     for rank, layout in enumerate(ranks):
@@ -361,7 +361,7 @@ def _check_bounds(
 def _check_reach(
     tensors: tuple[TensorMeta, ...], tensor: Int32, extent: Int64, byte_offset: Int64, strides: Int64
 ) -> None:
-    """Check that segments end below 4 PiB, so that sums of their bytes stay exact."""
+    """Check that segments stay within 4 PiB, so that sums are exact."""
     steps = _largest(extent) * _largest(strides) * extent.shape[1]
     if steps + _largest(byte_offset) <= MOST_NBYTES:
         return

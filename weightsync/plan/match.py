@@ -109,7 +109,7 @@ def _check_ties(source: Layout, index: dict[str, int], engines: Sequence[tuple[s
 
 
 def _check_same(first_name: str, first: Layout, name: str, engine: Layout) -> None:
-    """Check that all engines take the same tensors, since each is sent once, to all of them."""
+    """Check that all engines take the same tensors. Each is sent once, to all of them."""
     if engine.names == first.names and engine.tensors == first.tensors:
         return
     metas = {meta.name: meta for meta in first.tensors}
@@ -131,7 +131,9 @@ def _check_same(first_name: str, first: Layout, name: str, engine: Layout) -> No
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shards:
-    """g boxes, proven to tile every tensor; ordered by tensor that travels, then by first element.
+    """g boxes that are proven to tile every tensor.
+
+    They are ordered by tensor that travels, then by first element.
 
     Attributes:
         tensor: int64[g], the tensor that travels, for each box.
@@ -172,7 +174,7 @@ class Shards:
 
 
 def _source_rows(source: Layout, matched: Match) -> tuple[Int64, Int64]:
-    """Return the rows of the source's nonempty segments, and the tensor that each is sent as.
+    """Return rows of the source's nonempty segments, and the tensor each becomes.
 
     Ordered by tensor that travels, then by first element, then by rank.
     """

@@ -1,4 +1,4 @@
-"""The layout of one rank: which boxes of which tensors it holds, and where in its memory."""
+"""The layout of one rank: its boxes of tensors, and their places in memory."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class TensorMeta:
 
 
 def suggest(word: str, known: Iterable[str], num_shown: int = 5) -> str:
-    """Like `nearest`, but for the names of a whole model: compares few names and shows fewer."""
+    """Like `nearest`, for the names of a whole model. Compares few names and shows fewer."""
     names = sorted(known)
     if len(names) > num_shown:
         alike = nlargest(10 * num_shown, names, key=lambda name: _num_shared(word, name))

@@ -32,7 +32,7 @@ Bundle = tuple[int, Mapping[int, Reads]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lane:
-    """The messages from one rank to another; message k is sent in round ``hop + k``.
+    """The messages from one rank to another. Message k is sent in round ``hop + k``.
 
     Attributes:
         bundle: lanes of the same number carry the same bytes.
@@ -191,7 +191,7 @@ def _check_receivers(ranks: tuple[int, ...], num_ranks: int) -> None:
 def _parts(
     source: Layout, target: Layout, ranks: tuple[int, ...]
 ) -> tuple[list[Bundle], tuple[tuple[int, Reads], ...]]:
-    """Return the reads of each pair of ranks as bundles, and each rank's reads from itself."""
+    """Return reads between ranks as bundles, and each rank's reads from itself."""
     reshard = Reshard(source, "target", target)
     parts, local = {}, []
     for number, receiver in enumerate(ranks):
@@ -286,7 +286,7 @@ class Messages:
         return range(*np.searchsorted(self.round, [round, round + 1]).tolist())
 
     def pack(self, message: int, src_address: Mapping[str, int], wire: int) -> Copies:
-        """Return the copies by which the trainer fills `message`, at address `wire` of its memory.
+        """Return the trainer's copies that fill `message`, at address `wire` of its memory.
 
         `src_address` has the start of each of its buffers.
         """
@@ -301,7 +301,7 @@ class Messages:
         )
 
     def unpack(self, round: int, wire: int, dst_address: Mapping[str, int]) -> Copies:
-        """Return the receiver's copies out of a round that arrived in its buffer at address `wire`.
+        """Return the receiver's copies out of a round in its buffer at address `wire`.
 
         `dst_address` has the start of each of its live parameters.
         """

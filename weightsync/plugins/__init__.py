@@ -8,7 +8,7 @@ __all__ = ["register_vllm"]
 
 
 def register_vllm() -> None:
-    """Register the weight transfer backend ``weightsync`` with vLLM, by name, so nothing else is imported.
+    """Register the weight transfer backend ``weightsync`` with vLLM, without importing it.
 
     vLLM calls this in each of its processes, through the entry point ``vllm.general_plugins``. A trainer
     calls it before vLLM's ``WeightTransferTrainerFactory``. No effect in a vLLM without weight transfer.

@@ -1,4 +1,4 @@
-"""The trainer's end of a communicator whose other ranks are workers of engines that users drive."""
+"""The trainer's end of a communicator with workers of engines that users drive."""
 
 from __future__ import annotations
 

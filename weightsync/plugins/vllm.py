@@ -132,7 +132,10 @@ class WeightSyncTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         sender.send(iterator, trainer_args.get("version", 0))
 
     def _own(self, batch: Named) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield copies, since the loader keeps tensors until a module is complete; all exist at the end."""
+        """Yield copies, since the loader keeps tensors until modules are complete.
+
+        All copies have been made when the iterator ends.
+        """
         yield from ((name, data.to(self._model_device, copy=True)) for name, data in batch)
         if self._model_device.type == "cuda":
             torch.cuda.current_stream().synchronize()

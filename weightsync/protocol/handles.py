@@ -83,7 +83,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Device memory of a rank that its holder may read or write: layout and handles."""
+    """Device memory of a rank that its holder may access: layout and handles."""
 
     layout: RankLayout
     buffers: Mapping[str, DeviceHandle]
@@ -91,7 +91,7 @@ class Export:
 
 @dataclass(frozen=True, slots=True)
 class HostExport:
-    """Host memory of a rank that its holder maps and only reads: layout and handles."""
+    """Host memory of a rank that its holder only reads: layout and handles."""
 
     layout: RankLayout
     buffers: Mapping[str, BufferHandle]
@@ -99,7 +99,7 @@ class HostExport:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A rank's own digest of the plan, and its memory if its holder accesses it."""
+    """A rank's digest of the plan, and its memory if its holder accesses it."""
 
     plan_digest: str
     export: Export | None

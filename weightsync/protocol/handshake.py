@@ -1,4 +1,4 @@
-"""Admits peers to a ZeroMQ socket by a secret, the password of ZeroMQ's PLAIN handshake.
+"""Admits peers to a ZeroMQ socket by a secret, the password of PLAIN.
 
 Without the secret a peer can send nothing but a handshake. Neither the secret nor the traffic is encrypted.
 """

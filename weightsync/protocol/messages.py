@@ -161,7 +161,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Refilled:
-    """Bytes read from each holder in a refill, the way each was read, and seconds."""
+    """A refill's bytes by holder, the way each was read, and seconds."""
 
     bytes_from: Mapping[str, int]
     ways: Mapping[str, str]
@@ -184,7 +184,7 @@ Samples = Sequence[tuple[float, int]]
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A trainer rank's answer to `publish`, about its share of each tensor of the plan.
+    """A trainer rank's answer to `publish`, about its shares of the plan's tensors.
 
     Attributes:
         digests: uint64[num_tensors]; the shares of all ranks add up to the tensor's digest.

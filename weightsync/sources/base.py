@@ -26,13 +26,13 @@ class Source(Protocol):
         """
 
     def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
-        """Map the holder's send buffer for trainer rank `trainer`, or export the weights if there is none.
+        """Map the send buffer of trainer rank `trainer`, or export the weights without one.
 
         Called once per membership epoch.
         """
 
     def publish(self, count: bool) -> Published:
-        """Publish this rank's share of the plan: copy it to the send buffer, or finish writing it in place.
+        """Copy this rank's share of the plan to the send buffer, or finish writing it in place.
 
         Called in each update. The result is a consistent cut. With a send buffer, weights may change once
         this returns; weights read in place must not change until the update has moved them. Elements that are

@@ -108,7 +108,7 @@ class CheckpointSource:
         return HostExport(layout, {file: handle for file, handle in memory.items() if file in used})
 
     def published(self, tensors: Sequence[TensorMeta]) -> Published:
-        """Return digests of the share of all ranks on this host, cast to the dtypes of `tensors`."""
+        """Return digests of this host's share, cast to the dtypes of `tensors`."""
         dtypes = {meta.name: meta.dtype for meta in tensors}
         chunks = [
             chunk
@@ -141,7 +141,7 @@ class CheckpointSource:
         return self._digest(chunk, self._shapes[chunk.tensor].dtype)
 
     def _digest(self, chunk: Stretch, dtype: str) -> tuple[int, int]:
-        """Return the digest of a chunk in `dtype`, and the number of its NaN and Inf elements."""
+        """Return the digest of a chunk in `dtype`, and its number of NaN and Inf."""
         meta = self._shapes[chunk.tensor]
         data = self._bytes(chunk)
         if data.data_ptr() % meta.itemsize:  # tensors in files need not be aligned

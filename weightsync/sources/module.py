@@ -40,7 +40,7 @@ _CHUNK_NBYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A part of a piece of the plan, in this rank's memory and in the send buffer."""
+    """A part of a piece, in this rank's memory and in the send buffer."""
 
     tensor: int
     box: Box
@@ -136,7 +136,7 @@ class ModuleSource:
         return Attached(plan.digest(), None)
 
     def _make_copies(self) -> None:
-        """Prepare the copies: a table of those that need no cast or transfer, the others one by one."""
+        """Prepare the copies. Those without cast or transfer go into a table."""
         assert self._plan is not None
         assert self._send_buffer is not None
         assert self._guard is not None
@@ -168,7 +168,7 @@ class ModuleSource:
         )
 
     def publish(self, count: bool) -> Published:
-        """Copy the current weights to the send buffer and digest them, or only digest them in place.
+        """Copy the current weights to the send buffer, and digest them, or only digest in place.
 
         Copies cast where the engine has another float dtype. While offloaded, the result of `offload` is
         returned.
@@ -308,7 +308,7 @@ class ModuleSource:
 
 
 def _chunks(plan: Plan, piece: Piece, source: str, held: Box, *, whole: bool) -> Iterator[_Copy]:
-    """Yield the copies of one piece, in the order of the send buffer; one copy if `whole`."""
+    """Yield the copies of one piece in the send buffer's order; one if `whole`."""
     itemsize = plan.tensors[piece.tensor].itemsize
     start = piece.send_buffer_offset
     for box in piece.box.split(piece.box.numel if whole else _CHUNK_NBYTES // itemsize):
@@ -333,7 +333,7 @@ def _is_ready(cut: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _share(tensors: Mapping[str, torch.Tensor]) -> tuple[str, dict[str, DeviceHandle]]:
-    """Return the single device of all `tensors` and their handles, or nothing if they need a send buffer."""
+    """Return the device and handles of all `tensors`. Both are empty if they need a send buffer."""
     devices = {tensor.device for tensor in tensors.values()}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         return "", {}

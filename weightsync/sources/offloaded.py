@@ -15,14 +15,14 @@ __all__ = ["Offloaded", "Stored"]
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A part of a tensor, and its data elsewhere, in its own dtype or in the one that travels."""
+    """A part of a tensor, with its data, which may have the dtype that travels."""
 
     index: tuple[slice, ...]
     data: torch.Tensor
 
 
 class Offloaded:
-    """Offloaded tensors, restored from the send buffer if it has all their bits, else from host copies."""
+    """Offloaded tensors. The send buffer restores those that it has completely, host copies the others."""
 
     def __init__(self, live: Mapping[str, torch.Tensor], stored: Mapping[str, Sequence[Stored]]) -> None:
         """Release the memory of `live`. `stored` has the parts of each tensor in the send buffer."""

@@ -1,4 +1,4 @@
-"""Adapter of SGLang by its public hooks: a custom weight loader, pauses, calls for weights and memory."""
+"""Adapter of SGLang by its public hooks: weight loader, pauses, calls for weights and memory."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class SglangEngine(EngineRanks):
         self._asked("update_weights_from_distributed", lambda server: server.update_from_group(**fields))
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> Any:  # noqa: ANN401 - SGLang's
-        """Make SGLang's own call: the first rows of a tensor, by its checkpoint's name, as floats.
+        """Make SGLang's own call: a tensor's first rows as floats, by its checkpoint's name.
 
         Only few of its models support it, such as Llama; others return None.
         """
@@ -178,7 +178,7 @@ class SglangEngine(EngineRanks):
         self._replies.close()
 
     def _sleep_option(self, level: int) -> tuple[str, bool]:
-        """Return the first option that `level` needs and that is not set, and whether all are set."""
+        """Return an option that `level` needs, an unset one if any, and whether it is set."""
         saver, backup = self._sleeps
         lacking = int(saver and level == 1)
         return f"options.{_SLEEP_OPTIONS[lacking]}", backup if lacking else saver
@@ -224,7 +224,7 @@ class SglangEngine(EngineRanks):
 
 
 def _ignore_sigquit() -> None:
-    """Ignore SIGQUIT, which SGLang's processes send to end this one when they fail; `RankWatch` reports it.
+    """Ignore SIGQUIT, which SGLang's processes send when they fail. `RankWatch` reports failures.
 
     Uses the C library: Python allows this only on the main thread, where an actor's constructor may not run.
     """

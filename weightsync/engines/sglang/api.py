@@ -225,7 +225,7 @@ class Server:
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[None]:
-        """Open a session for changing weights, if SGLang has them; it processes weights at its end."""
+        """Open a session for changing weights, if SGLang has sessions. Weights are processed at its end."""
         if not self.forgets:
             yield
             return
@@ -277,7 +277,7 @@ def _require(outcome: tuple[bool, str]) -> None:
 
 
 def stored_otherwise(model: torch.nn.Module, device: torch.device) -> str:
-    """Return why live parameters may hold other bytes than the loader writes; "" if they do not.
+    """Return why live parameters may differ from the loader's bytes; "" if they do not.
 
     Accepts only models that are known to keep the bytes: without quantization, adapters and offloading, of
     layers that use their weights as they were loaded.

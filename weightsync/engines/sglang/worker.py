@@ -38,7 +38,7 @@ class RankSettings:
 
 
 def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[bytes, torch.Tensor]]) -> None:
-    """Custom weight loader of SGLang: the only "tensor" is empty, and its name is a pickled `Call`.
+    """Custom weight loader of SGLang. The only "tensor" is empty, and its name is a pickled `Call`.
 
     SGLang's process ends if its loader raises, so this does not.
     """

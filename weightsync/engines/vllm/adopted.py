@@ -1,4 +1,4 @@
-"""Adapter of a vLLM engine that the user made and drives; it only pauses, loads and resumes."""
+"""Adapter of a vLLM engine that the user drives. It only pauses, loads and resumes."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ def sampling_params(settings: Sampling, index: int) -> SamplingParams:
 
 
 def stored_otherwise(runner: ModelRunner, device: torch.device) -> str:
-    """Return why live parameters may hold other bytes than the loader writes; "" if they do not.
+    """Return why live parameters may differ from the loader's bytes; "" if they do not.
 
     Accepts only models that are known to keep the bytes: on GPUs, without quantization, offloading and
     moving experts, of layers that use their weights as they were loaded.
@@ -232,7 +232,7 @@ def _why_not_plain(module: torch.nn.Module) -> str:
 
 
 def loader_names(model: torch.nn.Module) -> Callable[[str], str]:
-    """Return a function from a checkpoint's names to those of a loader whose layers LoRA wraps.
+    """Return a function from a checkpoint's names to a loader's, if LoRA wraps layers.
 
     A wrapped layer's parameters are called ``….base_layer.weight``. Wrappers of newer versions accept the
     checkpoint's names; for others the name must contain it.
@@ -420,7 +420,7 @@ def _without_failed_to_load() -> Iterator[None]:
 
 
 def _pack_again(model: torch.nn.Module) -> None:
-    """Pack weights for the CPU again that a reload does not: experts, and a head tied to the embedding."""
+    """Pack weights for the CPU that a reload does not: experts, and a tied head."""
     for module in model.modules():
         if _is_lora(module):
             continue  # it has the attributes of the layer that it wraps
