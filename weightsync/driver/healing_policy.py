@@ -48,7 +48,7 @@ _LONGEST_S = 60.0
 
 
 class Action(enum.Enum):
-    """What to do about an engine.
+    """An action for a failed engine.
 
     REFILL fills the same process with the committed version. RESPAWN ends the process, if it still
     lives, and starts another. DROP goes on without the engine: a dead one leaves the fleet, a live

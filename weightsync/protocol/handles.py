@@ -23,7 +23,7 @@ __all__ = [
 
 
 class BufferHandle(msgspec.Struct, frozen=True, tag="host"):
-    """Where another process of the same user and host finds a buffer of `nbytes`.
+    """A name of a buffer of `nbytes`, for other processes of the same user and host.
 
     `is_file`: the buffer is a file called `name`, which is only read.
     """
@@ -41,7 +41,7 @@ class BufferHandle(msgspec.Struct, frozen=True, tag="host"):
 
 
 class DeviceHandle(msgspec.Struct, frozen=True, tag="device"):
-    """Where another process on the same GPU finds `nbytes` of device memory.
+    """A name of `nbytes` of device memory, for other processes on the same GPU.
 
     `ipc` stands for a whole allocation of process `pid`; the memory starts `offset` bytes into it.
     `device` is ``cuda:<UUID>``, since the same index can mean different GPUs in different processes.
@@ -60,7 +60,7 @@ ProtocolName = Literal["zeromq", "tcp", "rdma"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """Where one buffer's bytes can be read. Can be pickled; any process that has it can read them.
+    """Ways to read one buffer's bytes. Can be pickled; any process that has it can read them.
 
     Attributes:
         holder: name of the holder that offers them.

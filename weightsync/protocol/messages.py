@@ -85,7 +85,7 @@ class Moved:
 
 
 class FeedTicket(msgspec.Struct, frozen=True):
-    """What an engine rank needs to reach its holder. Carries the run's secret: do not log it.
+    """Everything that an engine rank needs to reach its holder. Carries a secret: do not log it.
 
     `slots` are the bucket buffers. `send_buffer` is set if the holder keeps one for trainer rank `trainer`:
     pieces of that trainer are read from it, not from a slot.
