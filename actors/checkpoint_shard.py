@@ -1,4 +1,4 @@
-"""A process that holds one host's share of one checkpoint."""
+"""The actor that reads one host's share of one checkpoint and keeps it in memory."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointShard", "spawn_shard"]
 
-_NUM_THREADS = 4  # `read` has one for as long as it takes
+_NUM_THREADS = 4  # `read` occupies one until it ends
 
 
 class CheckpointShard:
-    """See `CheckpointSource`."""
+    """Actor around a `CheckpointSource`: reads and serves one host's share of a checkpoint."""
 
     def __init__(self, files: Sequence[str], share: int, num_shares: int, exclude: Collection[str]) -> None:
         self._given = files, share, num_shares, exclude
@@ -34,27 +34,30 @@ class CheckpointShard:
         self._tensors: Sequence[TensorMeta] = ()
 
     def check(self) -> tuple[Sequence[TensorMeta], Mapping[str, str]]:
-        """The checkpoint's tensors, and the file that each is in. Raises as `CheckpointSource`."""
+        """Check the headers. Returns the checkpoint's tensors and the file of each.
+
+        Raises as `CheckpointSource`.
+        """
         self._source = CheckpointSource(*self._given)
         return self._source.tensors, self._source.origin
 
     def read(self, after: Sequence[ObjectRef[Any]]) -> Reading:
-        """See `CheckpointSource.read`; begins when `after` have ended, well or not."""
+        """Read and digest the share. Starts when all of `after` have ended or failed."""
         if after:
             ray.wait([*after], num_returns=len(after))
         return self._checked.read()
 
     def layout(self, rank: int, num_ranks: int) -> RankLayout:
-        """See `CheckpointSource.layout`."""
+        """Return what rank `rank` of `num_ranks` on this host sends."""
         return self._checked.layout(rank, num_ranks)
 
     def attach(self, plan: Plan, rank: int, num_ranks: int) -> tuple[str, HostExport]:
-        """The plan's digest as computed here, and where the rank's holder finds what it sends."""
+        """Return the plan's digest as computed here, and the memory that the rank's holder maps."""
         self._tensors = plan.tensors
         return plan.digest(), self._checked.export(rank, num_ranks)
 
     def publish(self) -> tuple[Published, Sequence[Span]]:
-        """What was read, of all ranks on this host."""
+        """Return digests and counts for all ranks on this host."""
         clock = PhaseClock()
         with clock.phase("publish"):
             inject("publish")
@@ -62,11 +65,11 @@ class CheckpointShard:
         return published, clock.spans
 
     def close(self) -> None:
-        """See `CheckpointSource.close`: the process takes a moment to end."""
+        """Free the memory now; the process takes a moment to end."""
         self._checked.close()
 
     def sync_set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
-        """See `weightsync.faults.set_faults`."""
+        """Set the faults of this process, see `weightsync.faults.set_faults`."""
         set_faults(who, faults, seed)
 
     @property
@@ -78,7 +81,10 @@ class CheckpointShard:
 def spawn_shard(
     node: str, files: Sequence[str], share: int, num_shares: int, exclude: Collection[str]
 ) -> ActorHandle[CheckpointShard]:
-    """A CheckpointShard actor on that host. It reserves nothing, sees no GPU and ends with its driver."""
+    """Start a CheckpointShard actor on host `node`.
+
+    It reserves no resources, sees no GPU and ends with its driver.
+    """
     options: dict[str, Any] = {
         "num_cpus": 0,
         "max_restarts": 0,

@@ -1,4 +1,4 @@
-"""The checkpoints that are registered: who read them, and how they take the place of trainers."""
+"""Registered checkpoints: the actors that read them, and the trainer ranks that they stand for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = ["CheckpointRank", "Checkpoints"]
 
 @dataclass(frozen=True, slots=True)
 class _Checkpoint:
-    """The process on each host that reads it, in the order of shares, and their reading."""
+    """One checkpoint: the reading actor and its `read` call per host, both in the order of shares."""
 
     shards: Mapping[str, ActorHandle[Any]]
     readings: Mapping[str, Any]
@@ -50,11 +50,11 @@ class _Checkpoint:
 
 
 class Checkpoints:
-    """By name. Those that are registered at the same time have the same tensors, and lie on the same hosts.
+    """The registered checkpoints by name. All have the same tensors and are on the same hosts.
 
     Attributes:
-        published: the one that the next update takes.
-        ranks: what takes part for them since the last connecting.
+        published: the checkpoint that the next update takes.
+        ranks: the trainer ranks that stand for them since the last connect.
     """
 
     def __init__(self, config: SyncConfig) -> None:
@@ -68,30 +68,30 @@ class Checkpoints:
         return bool(self._held)
 
     def __getitem__(self, name: str) -> _Checkpoint:
-        """Raises ConfigError for one that is not registered."""
+        """Return a checkpoint. Raises ConfigError if it is not registered."""
         if name not in self._held:
             raise ConfigError("checkpoint", name, nearest(name, self._held) if self else "register it first")
         return self._held[name]
 
     @property
     def names(self) -> list[str]:
-        """In the order in which they were registered, which is that in which they are read."""
+        """Names in the order of registration, which is also the order of reading."""
         return [*self._held]
 
     @property
     def wanted(self) -> str:
-        """The one that is published, else the first."""
+        """The published checkpoint, else the first."""
         return self.published if self.published in self._held else self.names[0]
 
     @property
     def names_in_memory(self) -> list[str]:
-        """Of those that are read."""
+        """Names of checkpoints that have been read, in the order of registration."""
         return [name for name in self._held if name in self._in_memory]
 
     async def register(
         self, name: str, files: Sequence[str], nodes: Sequence[str], exclude: Collection[str]
     ) -> None:
-        """Start reading, once those before are read: the first is wanted first.
+        """Register a checkpoint. It is read after earlier ones, as the first is needed first.
 
         Returns when all headers are checked; raises as `CheckpointSource`.
         """
@@ -123,9 +123,9 @@ class Checkpoints:
         self._held[name] = replace(made, readings=readings)
 
     async def read(self, name: str) -> Reading:
-        """When it is in memory, on all hosts; seconds are the slowest's.
+        """Wait until the checkpoint is in memory on all hosts. Seconds are those of the slowest host.
 
-        Raises DeadlineError, naming the hosts that still read, after ``connect_timeout_s``.
+        Raises DeadlineError, which names the hosts that still read, after ``connect_timeout_s``.
         """
         calls = {f"host {node}": answer(f"host {node}", it) for node, it in self[name].readings.items()}
         outcome = await gather_named(calls, "read", self._config.connect_timeout_s)
@@ -135,10 +135,10 @@ class Checkpoints:
         return Reading(sum(each.nbytes for each in done), mapped, seconds)
 
     async def unregister(self, name: str) -> None:
-        """Give its memory back: once this returns, no process has it mapped."""
+        """Free the checkpoint's memory. Afterwards no process has it mapped."""
         shards = self[name].shards
         calls = {f"holder {i}": rank.forget(name) for i, rank in enumerate(self.ranks)}
-        await gather_named(calls, "unmap", self._config.timeout_s)  # who is gone has nothing mapped
+        await gather_named(calls, "unmap", self._config.timeout_s)  # a holder that has ended maps nothing
         del self._held[name]
         self._in_memory.discard(name)
         closed = {node: answer(node, shard.close.remote()) for node, shard in shards.items()}
@@ -146,9 +146,9 @@ class Checkpoints:
         _kill(shards)
 
     def placement(self, engines: Iterable[Sequence[Placement]]) -> list[tuple[CheckpointRank, Placement]]:
-        """A rank for each GPU or slot that engines on the reading hosts have.
+        """Make a rank for each GPU or slot of the engines on the reading hosts.
 
-        Raises ConfigError for a host without any.
+        Raises ConfigError for a reading host without engines.
         """
         placements = {placement.key: placement for ranks in engines for placement in ranks}
         found: list[tuple[CheckpointRank, Placement]] = []
@@ -163,7 +163,7 @@ class Checkpoints:
         return found
 
     def with_file(self, error: WeightSyncError) -> WeightSyncError:
-        """`error`, with the file that its tensor is in."""
+        """Return `error` with the file of its tensor added."""
         if isinstance(error, SourceChangedError):
             files: defaultdict[str, list[str]] = defaultdict(list)
             for name in (name for _, tensors in error.writers for name in tensors):
@@ -179,7 +179,7 @@ class Checkpoints:
 
 
 class CheckpointRank:
-    """A TrainerPeer: what one holder sends of each checkpoint."""
+    """A TrainerPeer for one holder's share of each checkpoint."""
 
     def __init__(self, checkpoints: Checkpoints, node: str, rank: int, num_ranks: int) -> None:
         self._checkpoints, self._node = checkpoints, node
@@ -188,16 +188,16 @@ class CheckpointRank:
         self._mapped: dict[str, str] = {}
         self._spans: list[tuple[str, Sequence[Span]]] = []
         self.holder: RemoteHolder | None = None
-        """Set before it is used."""
+        """The holder that sends this share. `Membership` sets it before the first call."""
 
     async def layout(self) -> RankLayout:
         layout: RankLayout = await self._call(self._checkpoints.wanted, "layout", *self._place)
         return layout
 
     async def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
-        """The one that is wanted is mapped, once it is read, and with it those that are read by then.
+        """Let the holder map the wanted checkpoint once it is read, and all others read by then.
 
-        Of those, one whose process is gone is passed over: its next update says so.
+        Another checkpoint whose process is gone is skipped: an update that takes it raises the error.
         """
         self._plan, self._mapped = plan, {}
         wanted = self._checkpoints.wanted
@@ -210,11 +210,14 @@ class CheckpointRank:
         return Attached(self._mapped[wanted], None)
 
     async def publish(self, count: bool) -> Published:
-        """Digests and counts of all ranks of a host come from the first, taken while it was read."""
+        """Make the published checkpoint the holder's source.
+
+        The first rank of a host returns digests and counts for all of its ranks.
+        """
         name = self._checkpoints.published
         assert self._plan is not None
         assert self.holder is not None
-        if name not in self._mapped:  # it was read since
+        if name not in self._mapped:  # read after the last connect
             await self._map(name)
         await self.holder.source(name, {})
         published = Published(np.zeros(len(self._plan.tensors), np.uint64), {})
@@ -224,18 +227,18 @@ class CheckpointRank:
         return published
 
     async def set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
-        """See `weightsync.faults.set_faults`."""
+        """Set the faults of every checkpoint's actor on this host."""
         for name in self._checkpoints.names:
             await self._call(name, "sync_set_faults", who, faults, seed)
 
     async def forget(self, name: str) -> None:
-        """Let the holder unmap it."""
+        """Make the holder unmap this checkpoint."""
         self._mapped.pop(name, None)
         assert self.holder is not None
         await self.holder.source("", {name: None})
 
     def take_spans(self) -> dict[str, Sequence[Span]]:
-        """As `RemoteTrainer.take_spans`."""
+        """Return and clear the spans of the last publish."""
         spans, self._spans = self._spans, []
         return dict(spans)
 
@@ -255,7 +258,7 @@ def _kill(shards: Mapping[str, ActorHandle[Any]]) -> None:
 
 
 def _check_same(name: str, made: _Checkpoint, other: str, held: _Checkpoint) -> None:
-    """One plan is for all that are registered."""
+    """Raise PlanError unless both have the same tensors: one plan serves all checkpoints."""
     for tensor in held.tensors.keys() ^ made.tensors.keys():
         here, there = (name, other) if tensor in made.tensors else (other, name)
         file = made.origin.get(tensor) or held.origin[tensor]

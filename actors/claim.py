@@ -1,4 +1,4 @@
-"""Who may drive an actor: one WeightSync at a time, until it closes or its driver dies."""
+"""Claims on actors: one WeightSync drives an actor at a time, until it closes or its driver dies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from weightsync.errors import StateError, WeightSyncError
 __all__ = ["Claim", "Claimable", "Claims", "TakenError"]
 
 _LOST_S = 4.0
-"""Ray tells within a second that an object's owner has died, on a busy host within three."""
+"""Ray reports a dead object owner within one second, or three on a busy host."""
 _POLL_S = 0.1
 _HERE = uuid.uuid4().hex
 
@@ -56,9 +56,9 @@ class Claimable:
     _claim: Claim | None = None
 
     def sync_claim(self, claim: Claim, instead_of: str = "") -> Claim | None:
-        """Take part in `claim`, unless another has this actor already, which is returned then.
+        """Accept `claim` and return None, or return the claim that already holds this actor.
 
-        `instead_of`: the `Claim.run` of one whose driver is dead.
+        `instead_of`: the `Claim.run` of a claim to replace, because its driver is dead.
         """
         if self._claim is not None and self._claim.run not in (claim.run, instead_of):
             return self._claim
@@ -66,13 +66,13 @@ class Claimable:
         return None
 
     def sync_release(self, run: str) -> None:
-        """End the claim of that `Claim.run`; another's stays."""
+        """End the claim with this `Claim.run`. Any other claim stays."""
         if self._claim is not None and self._claim.run == run:
             self._claim = None
 
 
 class Peer(Protocol):
-    """What can be claimed: see `RemoteTrainer` and `RemoteEngine`."""
+    """A trainer or engine that can be claimed: `RemoteTrainer` or `RemoteEngine`."""
 
     name: str
     handle: ActorHandle[Any]
@@ -86,16 +86,16 @@ class Claims:
     """The claims of one WeightSync on the actors that it has connected."""
 
     def __init__(self, name: str | None) -> None:
-        """`name`: as the user gave it to the WeightSync."""
+        """`name`: the name that the user gave to the WeightSync."""
         self._name = name
         self._mine: Claim | None = None
         self._held: dict[ActorHandle[Any], Peer] = {}
         self._looks: dict[str, asyncio.Task[bool]] = {}
 
     async def take(self, peer: Peer) -> None:
-        """Claim an actor, if that has not been done. One whose driver is dead loses its claim.
+        """Claim an actor unless it is claimed already. Replaces the claim of a dead driver.
 
-        Raises TakenError, which names the other WeightSync, while that one's driver lives.
+        Raises TakenError, which names the other WeightSync, if its driver is alive.
         """
         if peer.handle in self._held:
             return
@@ -110,17 +110,17 @@ class Claims:
         self._held[peer.handle] = peer
 
     async def release(self, staying: Collection[ActorHandle[Any]] = ()) -> None:
-        """Release all actors but `staying`; those that do not answer in time do it when they can."""
+        """Release all actors except `staying`. Actors that do not answer in time release later."""
         leaving = {handle: peer for handle, peer in self._held.items() if handle not in staying}
         self._held = {handle: peer for handle, peer in self._held.items() if handle in staying}
         if leaving and self._mine and ray.is_initialized():
-            # An engine and the one that took its place have the same name.
+            # An engine and its replacement have the same name, so the calls need a number.
             each = enumerate(leaving.values())
             calls = {f"{peer.name} {i}": _released(peer, self._mine.run) for i, peer in each}
             await gather_named(calls, "release", GRACE_S)
 
     async def _lives(self, claim: Claim) -> bool:
-        """Whether the process of that claim runs, or is only stopped; asked once for all its actors."""
+        """Whether the claiming process is alive or stopped. Checked once for all its actors."""
         if claim.process == _HERE:
             return True
         if claim.run not in self._looks:
@@ -141,7 +141,7 @@ def _claim(name: str | None) -> Claim:
 
 
 def _is_owned(owned: ObjectRef[Any]) -> bool:
-    """Whether its owner lives. A copy of the object may outlive that by a moment."""
+    """Whether the object's owner is alive. A copy may outlive the owner by a moment, hence the polling."""
     deadline = time.monotonic() + _LOST_S
     while (left := deadline - time.monotonic()) > 0:
         try:
@@ -149,7 +149,7 @@ def _is_owned(owned: ObjectRef[Any]) -> bool:
         except OwnerDiedError:
             return False
         except GetTimeoutError:
-            return True  # it is stopped: it may go on
+            return True  # a stopped owner may continue
         except RayError:
             return False  # its host is gone
         time.sleep(_POLL_S)
@@ -160,4 +160,4 @@ async def _released(peer: Peer, run: str) -> None:
     try:
         await peer.release(run)
     except WeightSyncError:
-        """It is gone, and its claim with it."""
+        """The actor has ended, and its claim with it."""

@@ -1,4 +1,4 @@
-"""Calls that may never return, on threads that no interpreter waits for at its exit."""
+"""Runs calls that may never return on daemon threads, so that they do not block exit."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ async def on_daemon(
     timeout_s: float,
     when_late: Callable[[T], None] = lambda _: None,
 ) -> T:
-    """Run `call` on a thread of its own, for at most `timeout_s` seconds.
+    """Run `call` on its own daemon thread and wait at most `timeout_s` seconds for it.
 
-    `asyncio.to_thread` would not do: the interpreter joins the threads of its executor when it exits, and
-    calls that hang fill that executor. Where the wait ends first, by its deadline or by cancelling, the
-    thread goes on, and `when_late` takes what `call` returns in the end.
+    `asyncio.to_thread` does not fit: the interpreter joins its threads at exit, and calls that hang use them
+    up. If the deadline passes or the wait is cancelled, the thread continues, and `when_late` gets what
+    `call` returns in the end.
 
-    Raises what `call` raises; DeadlineError, which names `who` and `phase`.
+    Raises what `call` raises, or DeadlineError, which names `who` and `phase`.
     """
     result: Future[T] = Future()
 
     def run() -> None:
         try:
             value = call()
-        except BaseException as error:  # noqa: BLE001 (the one that waits raises it)
+        except BaseException as error:  # noqa: BLE001 (the waiting coroutine raises it)
             if result.set_running_or_notify_cancel():
                 result.set_exception(error)
         else:
@@ -49,7 +49,7 @@ async def on_daemon(
     try:
         in_time = bool((await asyncio.wait([waiting], timeout=timeout_s))[0])
     finally:
-        # It cannot be cancelled if it has just returned: nobody has taken what it returned then.
+        # The cancel fails if `call` has just returned. Its result is still unclaimed then.
         if not in_time and not result.cancel() and result.exception() is None:
             when_late(result.result())
     if not in_time:

@@ -1,4 +1,4 @@
-"""Actors that outlive their driver: under which name the next one finds them, and how they end."""
+"""Detached actors: their names, how a new driver finds them, and how they end."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ _PATIENCE_S = 10.0
 
 
 def run_prefix(run: object) -> str:
-    """What the names of a run's actors begin with. Raises ConfigError for what cannot be a part of one."""
+    """Return the prefix of the names of a run's actors. Raises ConfigError for an invalid run name."""
     if not isinstance(run, str) or not run or "/" in run:
         raise ConfigError("name", run, "give a text without a slash")
     return f"weightsync/{run}/"
 
 
 def actor_name(run: str, *who: str) -> str:
-    """The name of one of a run's actors."""
+    """Return the name of one of a run's actors."""
     return run_prefix(run) + "/".join(who)
 
 
 def detached(name: str) -> dict[str, str]:
-    """Ray's options for an actor of that name which outlives its driver."""
+    """Return Ray's options for an actor of that name that outlives its driver."""
     return {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
 
 
 def find(name: str) -> ActorHandle[Any] | None:
-    """The living actor of that name."""
+    """Return the living actor of that name, or None."""
     try:
         handle: ActorHandle[Any] = ray.get_actor(name, NAMESPACE)
     except ValueError:
@@ -44,16 +44,16 @@ def find(name: str) -> ActorHandle[Any] | None:
 
 
 def names(prefix: str) -> list[str]:
-    """Of all living actors whose names begin with `prefix`, sorted."""
+    """Return the names of all living actors that begin with `prefix`, sorted."""
     listed: list[Any] = list_named_actors(all_namespaces=True)
     found = (each["name"] for each in listed if each["namespace"] == NAMESPACE)
     return sorted(name for name in found if name.startswith(prefix))
 
 
 def end(name: str) -> None:
-    """Kill the actor of that name, if there is one; returns when another may have its name.
+    """Kill the actor of that name, if any, and wait until the name is free.
 
-    Raises StateError when that takes ten seconds.
+    Raises StateError after ten seconds.
     """
     deadline = time.monotonic() + _PATIENCE_S
     while handle := find(name):
@@ -64,6 +64,6 @@ def end(name: str) -> None:
 
 
 def end_all(run: str) -> None:
-    """Kill whatever lives under the run's name."""
+    """Kill all of a run's actors."""
     for name in names(run_prefix(run)):
         end(name)

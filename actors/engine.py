@@ -1,4 +1,4 @@
-"""The engine's process: an adapter behind awaitable methods."""
+"""The engine's actor: an engine adapter behind awaitable methods."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class EngineActor(EngineCalls):
         self._engine = make_engine(self._kind, model_path, name, options or {})
 
     def __repr__(self) -> str:
-        """What Ray writes before each line of its log."""
+        """Return the prefix that Ray writes before each log line."""
         return f"{type(self).__name__} {self._name}".rstrip()
 
     async def info(self) -> dict[str, str]:
-        """``kind`` of engine and ``why`` it was chosen."""
+        """Return the ``kind`` of engine and ``why`` it was chosen."""
         return {"kind": self._kind, "why": self._why}
 
     async def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:

@@ -1,4 +1,4 @@
-"""What WeightSync calls on an engine's actor."""
+"""The methods that WeightSync calls on an engine's actor."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ __all__ = ["EngineCalls"]
 
 
 class EngineCalls(Claimable):
-    """Awaitable calls to the adapter `_engine`, so that they can overlap with what else the actor does."""
+    """Base of engine actors. WeightSync awaits these calls to the adapter `_engine` while requests run."""
 
     _engine: Engine
     _slot: str | None = None
     _layouts: Sequence[RankLayout] | None = None
 
     async def sync_placements(self) -> list[Placement]:
-        """Where each rank sits: on the device that its layout names."""
+        """Return the placement of each rank: the device that its layout names."""
         layouts = await self.sync_layout()
         return [self._place(layout.device, rank) for rank, layout in enumerate(layouts)]
 
     async def sync_layout(self) -> Sequence[RankLayout]:
-        """See `Engine.layout`; asked for once, since what it says does not change."""
+        """Return what each rank needs. Asks the engine once, as its layout does not change."""
         async with self._asking:
             if self._layouts is None:
                 self._layouts = await asyncio.to_thread(self._engine.layout)
@@ -50,48 +50,48 @@ class EngineCalls(Claimable):
     async def sync_attach(
         self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float
     ) -> Sequence[Attached]:
-        """See `Engine.attach`."""
+        """Connect each rank to its holder, see `Engine.attach`."""
         return await asyncio.to_thread(self._engine.attach, plan, tickets, timeout_s)
 
     async def sync_pause(self, mode: str, timeout_s: float) -> None:
-        """See `Engine.pause`."""
+        """Stop making tokens. No rank reads its weights afterwards, see `Engine.pause`."""
         inject("pause")
         await asyncio.to_thread(self._engine.pause, mode, timeout_s)
 
     async def sync_sleep(self, level: int, mode: str, timeout_s: float) -> None:
-        """See `Engine.sleep`."""
+        """Pause, then release the GPU memory of weights and caches, see `Engine.sleep`."""
         await asyncio.to_thread(self._engine.sleep, level, mode, timeout_s)
 
     async def sync_load(
         self, attempt: int, timeout_s: float
     ) -> tuple[Sequence[Digests], Sequence[Sequence[Span]]]:
-        """See `Engine.load`, and `Engine.spans` for what it took."""
+        """Take one attempt's weights. Returns each rank's digests and spans, see `Engine.load`."""
         digests = await asyncio.to_thread(self._engine.load, attempt, timeout_s)
         return digests, self._engine.spans()
 
     async def sync_resume(self, version: int) -> None:
-        """See `Engine.resume`."""
+        """Serve `version`, see `Engine.resume`."""
         inject("commit", version=version)
         await asyncio.to_thread(self._engine.resume, version)
 
     async def sync_serving(self) -> int:
-        """See `Engine.serving`."""
+        """Return the version that the engine serves, 0 while paused or before the first."""
         return self._engine.serving()
 
     async def sync_watch(self) -> None:
-        """Ends with this process: Ray fails a call that waits in it as soon as it is gone."""
+        """Wait forever. Ray fails the call as soon as this process ends."""
         await asyncio.Event().wait()
 
     async def sync_set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
-        """See `Engine.set_faults`."""
+        """Set the faults of the engine's processes, see `Engine.set_faults`."""
         await asyncio.to_thread(self._engine.set_faults, who, faults, seed)
 
     async def sync_ping(self) -> None:
-        """An answer, while this process is able to give one; see `Engine.check`."""
+        """Answer the heartbeat. Raises RankLostError if a rank's process ended or is stopped."""
         self._engine.check()
 
     def _place(self, device: str, rank: int) -> Placement:
-        # Always by a slot, which leaves CUDA alone: further ranks have processes of their own.
+        # With a slot, `here` does not start CUDA in this process: other ranks run in their own processes.
         slot = f"pid-{os.getpid()}" if self._slot is None else self._slot
         placement = Placement.here(f"{slot}.{rank}" if rank else slot)
         return dataclasses.replace(placement, device=device) if device else placement

@@ -1,4 +1,4 @@
-"""What is registered as a trainer or an engine: the handle of an actor of the right kind, once."""
+"""Checks what is registered: handles of actors of the right kind, each given once."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _KINDS = {
     "sync_placement": "TrainerShard",
     "sync_placements": "EngineActor or VllmActor",
 }
-"""A method of each kind of actor, and what it derives from."""
+"""A method that only this kind of actor has, and its base class."""
 
 
 def check_trainers(handles: object) -> None:
-    """Raise ConfigError unless `handles` is a list of trainers' actors, each of them once."""
+    """Raise ConfigError unless `handles` is a list of trainer actors, each given once."""
     if not isinstance(handles, Sequence) or isinstance(handles, str) or not handles:
         raise ConfigError("trainers", handles, "give a list of at least one actor handle")
     _check([(f"trainers[{rank}]", handle) for rank, handle in enumerate(handles)], "sync_placement")
 
 
 def check_engines(handles: object) -> None:
-    """Raise ConfigError unless `handles` is a dict of names and engines' actors, each of them once."""
+    """Raise ConfigError unless `handles` is a dict from names to engine actors, each given once."""
     if not isinstance(handles, Mapping) or not handles:
         raise ConfigError("engines", handles, "give a dict of at least one name and actor handle")
     for name in handles:

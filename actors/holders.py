@@ -1,4 +1,4 @@
-"""The holders' processes, one for each GPU or slot; started where one is missing."""
+"""Starts, binds and ends the holders' processes, one for each GPU or slot."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _DEVICES = ("slot:", "cuda:")
 
 
 class Holders:
-    """At most one holder for each placement."""
+    """The holders that run, at most one for each placement."""
 
     def __init__(self, config: SyncConfig, run: str | None) -> None:
-        """`run`: under which name they outlive their driver; if there is none, they end with it."""
+        """`run`: the name under which holders outlive their driver. Without it they end with the driver."""
         self._config, self._run = config, run
         self._on: dict[tuple[str, str], RemoteHolder] = {}
         self._pids: dict[Any, Any] = {}
@@ -47,17 +47,17 @@ class Holders:
             self._standbys += [(node, spawn_standby(node, gpu)) for gpu in gpus[here:]]
 
     def expect(self, placement: Placement) -> None:
-        """Before `settle`: an engine rank sits there, and others are still to come."""
+        """Tell standbys, before `settle`, that an engine rank has started at `placement`."""
         for node, standby in self._standbys:
             if node == placement.node:
                 standby.expect.remote(placement.device)
 
     async def settle(self, placements: Sequence[Placement]) -> list[RemoteHolder]:
-        """One that answers for each of `placements`, in order, and none elsewhere."""
+        """Return a holder that answers for each placement, in order. Ends all other holders."""
         transport = self._choose_transport(placements)
         if transport != self._transport:
             await self._change(transport)
-        # Who has lost its engine may have its memory mapped, which the next one on that GPU needs.
+        # A holder that lost its engine may still map its memory, which the next engine on that GPU needs.
         for key in self._on.keys() - {placement.key for placement in placements}:
             self._end(key)
         running = {
@@ -120,15 +120,15 @@ class Holders:
             self._end(key)
 
     def close(self) -> None:
-        """End them all."""
+        """End all holders, also those that an earlier driver of this run left."""
         self._end_standbys()
         for key in [*self._on]:
             self._end(key)
-        for name in self._left():  # by a driver that died, where this one did not come to connecting
+        for name in self._left():  # a driver died, and this one never connected
             end(name)
 
     async def _change(self, transport: str) -> None:
-        """Those of another transport end; those of this one that an earlier driver left are taken over."""
+        """Switch to `transport`: end the holders of another, take over those that an earlier driver left."""
         for key in [*self._on]:
             self._end(key)
         self._transport = transport
@@ -144,7 +144,7 @@ class Holders:
                 end(name)
 
     def _left(self) -> list[str]:
-        """Names of the run's holders; its other actors are not called by a device."""
+        """Names of the run's holders. Only their names contain a device."""
         found = names(self._prefix) if self._run and ray.is_initialized() else []
         return [name for name in found if _key(name, self._prefix)[1].startswith(_DEVICES)]
 
@@ -164,7 +164,7 @@ class Holders:
         self._pids[handle] = handle.__ray_call__.remote(_pid)
 
     async def _end_hung(self, key: tuple[str, str]) -> None:
-        """Ray's own kill does not end a process that is stopped."""
+        """End a holder that does not answer. Ray's own kill does not end a stopped process."""
         asked = self._pids.get(self._on[key].handle)
         self._end(key)
         if asked and ray.wait([asked], timeout=0)[0]:
@@ -179,7 +179,7 @@ class Holders:
         self._pids.pop(handle, None)
         ray.kill(handle)
         if self._run:
-            end(actor_name(self._run, *key))  # the next may be called the same
+            end(actor_name(self._run, *key))  # the next holder there may need the name
 
     def _choose_transport(self, placements: Sequence[Placement]) -> str:
         slots = [placement.device for placement in placements if not placement.gpu]
@@ -191,7 +191,7 @@ class Holders:
 
 
 def _unused(index: int, names: Collection[str]) -> str:
-    """`index` may be the number under which one that moved up in the order was started."""
+    """A name that no holder has; one started as `index` may have moved to another place."""
     return next(name for number in count(index) if (name := f"holder {number}") not in names)
 
 
@@ -200,6 +200,6 @@ def _pid(_: object) -> int:
 
 
 def _key(name: str, prefix: str) -> tuple[str, str]:
-    """Node and device, as the name says them."""
+    """The node and device in a holder's actor name."""
     node, _, device = name.removeprefix(prefix).partition("/")
     return node, device

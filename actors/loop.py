@@ -1,4 +1,4 @@
-"""An event loop on a thread of its own, for callers that block."""
+"""An event loop on its own thread, for callers that block."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LoopThread:
         self._thread.start()
 
     def submit(self, work: Callable[[], Coroutine[object, object, T]]) -> Future[T]:
-        """Run `work`, alone among what is submitted; its future cannot be cancelled half-way.
+        """Run `work`, one submission at a time. Its future cannot be cancelled once it runs.
 
         Raises StateError while earlier work runs, and after `close`.
         """
@@ -44,23 +44,23 @@ class LoopThread:
         async def run() -> None:
             try:
                 future.set_result(await work())
-            except BaseException as error:  # noqa: BLE001 (the thread that waits raises it)
+            except BaseException as error:  # noqa: BLE001 (the waiting thread raises it)
                 future.set_exception(error)
 
         self.beside(run())
         return future
 
     def beside(self, work: Coroutine[object, object, T]) -> Future[T]:
-        """Run `work` beside what is submitted."""
+        """Run `work` concurrently with submitted work."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def shut(self) -> bool:
-        """Let nothing be submitted any more. Whether it was open."""
+        """Refuse further submissions. Returns whether it was open."""
         was_open, self._closed = not self._closed, True
         return was_open
 
     def close(self) -> None:
-        """Cancel what runs, and end the thread."""
+        """Cancel all running work and end the thread."""
         self.beside(_cancel_others()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -1,4 +1,4 @@
-"""The trainers, engines and holders that take part, as they come and go."""
+"""Adds and removes the trainers, engines and holders of a fleet."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ logger = logging.getLogger("weightsync.membership")
 
 
 class Membership:
-    """Keeps `fleet` in step with the actors that are registered.
+    """Keeps `fleet` in step with the registered actors.
 
     Attributes:
-        trainers, engines: the actors, in rank order and by name.
-        checkpoints: what takes the trainers' place while there are none.
-        respawner: starts another actor for an engine; None if nobody can.
+        trainers, engines: the registered actors, in rank order and by name.
+        checkpoints: registered checkpoints, which stand for trainers while there are none.
+        respawner: starts another actor for an engine; None if engines cannot be respawned.
     """
 
     def __init__(self, config: SyncConfig, fleet: Fleet, controller: Controller, run: str | None) -> None:
-        """`run`: under which name holders outlive this process, if they do."""
+        """`run`: the name under which holders outlive this process, if they do."""
         self._config, self._fleet, self._controller = config, fleet, controller
         self.trainers: list[ActorHandle[Any]] = []
         self.engines: dict[str, ActorHandle[Any]] = {}
@@ -59,14 +59,17 @@ class Membership:
         self._expecting: asyncio.Future[None] | None = None
 
     async def reconnect(self) -> None:
-        """Connect again when a holder was lost or came new since."""
+        """Connect again if a holder was lost or added since the last connect."""
         if not self._controller.connected and self._controller.plan is not None:
             await self.connect()
 
     async def register_checkpoint(
         self, name: str, files: Sequence[str], nodes: Sequence[str], exclude: Collection[str]
     ) -> None:
-        """As `Checkpoints.register`; holders' processes start beside the reading and the engines."""
+        """Start reading a checkpoint, and start standby holders at the same time.
+
+        Raises as `Checkpoints.register`, and ConfigError for unknown or repeated hosts.
+        """
         self._controller.connected = self._controller.connected and bool(self.checkpoints or self.trainers)
         gpus = {each["NodeID"]: int(each["Resources"].get("GPU", 0)) for each in ray.nodes()}
         for node in nodes:
@@ -79,7 +82,7 @@ class Membership:
         await self.checkpoints.register(name, files, nodes, exclude)
 
     async def _expect(self) -> None:
-        """Tell spare processes of each engine as it starts; `connect` waits for all, and says who failed."""
+        """Tell standbys about each engine that starts. `connect` waits for engines and reports failures."""
 
         async def started(engine: RemoteEngine) -> None:
             for placement in await engine.placements():
@@ -89,14 +92,14 @@ class Membership:
         await gather_named(calls, "start", self._config.connect_timeout_s)
 
     async def unregister_checkpoint(self, name: str) -> None:
-        """As `Checkpoints.unregister`, once holders have copied what they keep of it."""
+        """Unregister a checkpoint, after holders have copied their snapshots from it."""
         await self._controller.snapshot_index.copied()
         await self.checkpoints.unregister(name)
 
     async def choose(self, checkpoint: str) -> None:
-        """What the next update takes: the trainers', if there are any, else this one, once it is read.
+        """Choose the checkpoint of the next update, and wait until it is read.
 
-        Raises ConfigError where it is the other way round.
+        Raises ConfigError if trainers are registered and a checkpoint is named, or neither.
         """
         if self._controller.plan is None:
             return  # connect() has to come first
@@ -118,17 +121,17 @@ class Membership:
         return self.respawner is not None and name in self.engines
 
     async def respawn(self, name: str) -> None:
-        """End an engine's process, which may hang or be gone, and start another in its place.
+        """End an engine's process, which may hang or be gone, and start a replacement.
 
-        Raises what `respawner` raises; DeadlineError of phase ``respawn`` where it does not return within
-        ``respawn_timeout_s``: an actor that it returns later is killed.
+        Raises what `respawner` raises, or a DeadlineError of phase ``respawn`` if it does not return within
+        ``respawn_timeout_s``. An actor that it returns later is killed.
         """
         assert self.respawner is not None
         respawner, old, placements = self.respawner, self.engines[name], self._placements.get(name, ())
         end_s = PATIENCE_S * (1 + len(placements))
         await on_daemon(lambda: end_process(old, placements), f"engine {name}", "end", end_s)
         self._controller.engine_group.enter([name], EngineState.DEAD)
-        # The dead one's memory stays on its GPU for as long as a holder has it mapped.
+        # The dead engine's GPU memory is not freed while a holder maps it.
         at = self._fleet.engines[name].holders
         calls = {f"holder {i}": self._fleet.holders[i].link(None) for i in at}
         await gather_named(calls, "unlink", self._config.timeout_s)
@@ -147,7 +150,7 @@ class Membership:
             ray.kill(handle)
 
     async def place_engine(self, name: str, handle: ActorHandle[Any]) -> None:
-        """Wait for the engine, then give each of its ranks the holder on its GPU, or start one."""
+        """Wait for the engine to start, then give each of its ranks the holder on its GPU or a new one."""
         if self._controller.plan is None:
             raise StateError("connect() has to come first")
         engine, who = RemoteEngine(f"engine {name}", handle), f"engine {name}"
@@ -162,13 +165,13 @@ class Membership:
                 for rank, placement in enumerate(placements)
             )
             if not {*holders} <= {*self._controller.plan.members.receivers}:
-                self._controller.connected = False  # a holder that only sent is in no other's broadcasts
+                self._controller.connected = False  # a holder that only sent receives no broadcasts yet
             self.engines[name], self._placements[name] = handle, placements
             self._fleet.engines[name] = EngineMember(engine, holders)
             self._watch(name, engine)
 
     def _place_rank(self, placement: Placement, left: Placement | None) -> int:
-        """The place in the fleet of the holder of `placement`."""
+        """Return the index in the fleet of the holder for `placement`, starting one if needed."""
         known = self._fleet.holders
         holder = self._holders.take(placement, left, len(known))
         if holder not in known:
@@ -201,12 +204,12 @@ class Membership:
         except PlanError as error:
             raise self.with_file(error) from error
         finally:
-            if self._controller.plan is None:  # others may have what could not be connected
+            if self._controller.plan is None:  # another WeightSync may connect these actors
                 await self._claims.release()
         await self._claims.release(staying=[*self.trainers, *self.engines.values()])
 
     def with_file(self, error: WeightSyncError) -> WeightSyncError:
-        """`error`, with the file that is at fault where weights come from files."""
+        """Return `error`, with the file at fault added if weights come from checkpoints."""
         return error if self.trainers else self.checkpoints.with_file(error)
 
     async def _placement_of(self, trainer: RemoteTrainer) -> Placement:
@@ -263,14 +266,14 @@ class Membership:
         self._fleet.engines.clear()
         for name, engine in engines.items():
             at = placed.holder_of.get(f"engine {name}", ())
-            # Its own, by which its process is ended: a holder's may be of the trainer beside it.
+            # Keep the engine's own placements, whose pids `respawn` ends. A holder's may be its trainer's.
             self._placements[name] = of_engines.answers.get(f"engine {name}", self._placements.get(name, []))
             self._fleet.engines[name] = EngineMember(engine, at, records[name])
             if records[name].state is not EngineState.DEAD:
                 self._watch(name, engine)
 
     async def part(self, name: str) -> None:
-        """Let an engine go; the others are not asked, and its holder stays until the next connecting."""
+        """Remove an engine without calling the others. Its holder stays until the next connect."""
         async with self._controller.shared(name):
             del self.engines[name]
             self._placements.pop(name, None)
@@ -280,24 +283,24 @@ class Membership:
             await self._claims.release(staying=[*self.trainers, *self.engines.values()])
 
     def holders(self) -> dict[str, ActorHandle[Any]]:
-        """The holders' actors, by the names that errors give them."""
+        """Return the holders' actors, by the names that errors use."""
         named = self._fleet.named_holders()
         return {name: holder.handle for name, holder in named.items() if isinstance(holder, RemoteHolder)}
 
     def take_spans(self) -> dict[str, Sequence[Span]]:
-        """See `RemoteHolder.take_spans`; of everybody: trainers, then holders, then engines."""
+        """Return and clear the spans of all processes: trainers, then holders, then engines."""
         engines = [placement.peer for placement in self._fleet.engines.values()]
         peers: list[Any] = [*(peer for peer, _ in self._fleet.trainers), *self._fleet.holders, *engines]
         return {who: spans for peer in peers for who, spans in peer.take_spans().items()}
 
     def who(self) -> list[str]:
-        """Everybody, as errors and fault plans name them."""
+        """Return the names of all processes as errors and fault plans use them."""
         trainers = [f"trainer {i}" for i in range(len(self.trainers))]
         holders = [*self._fleet.named_holders()]
         return [*trainers, *holders, *(f"engine {name}" for name in self.engines)]
 
     async def set_faults(self, plan: FaultPlan, version: int) -> None:
-        """Arm the faults of `version`; with 0 those of any, in place of all that was armed before."""
+        """Set the faults of `version`. 0 replaces all faults by those that name no version."""
         named: dict[str, Any] = {f"trainer {i}": peer for i, (peer, _) in enumerate(self._fleet.trainers)}
         named |= self._fleet.named_holders()
         named |= {f"engine {name}": placement.peer for name, placement in self._fleet.engines.items()}
@@ -316,5 +319,5 @@ class Membership:
         self._holders.close()
 
     async def release(self) -> None:
-        """Let another WeightSync connect the actors."""
+        """Release the actors, so that another WeightSync can connect them."""
         await self._claims.release()

@@ -1,7 +1,7 @@
-"""What a dashboard shows of updates: gauges, counters and histograms of `ray.util.metrics`.
+"""Metrics of updates and heals: gauges, counters and histograms of `ray.util.metrics`.
 
-Ray exports each on its nodes' Prometheus endpoints, under the name here with ``ray_`` before it.
-`dashboards/grafana.json` is made for them.
+Ray exports each on its nodes' Prometheus endpoints, under its name here prefixed with ``ray_``.
+`dashboards/grafana.json` shows them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Metrics"]
 
-# Ray adds up a histogram from its buckets, so that close ones make its sum, and quantiles, good.
+# Ray computes a histogram's sum from its buckets, so narrow buckets make sums and quantiles accurate.
 _SECONDS = [step * 10.0**power for power in range(-4, 3) for step in (1, 1.5, 2, 3, 5, 7)]
 
 
 class Metrics:
-    """Told by `WeightSync` of what happens; a microsecond or two for each value."""
+    """Records what `WeightSync` reports. Each value takes a microsecond or two."""
 
     def __init__(self, cluster: Cluster | None) -> None:
-        """`cluster`: what broadcasts are judged by; None if that is not known."""
+        """`cluster`: bandwidths for the floor of broadcasts; None if unknown."""
         self._cluster, self._floor = cluster, (0, 0.0)
         engine, phase = ("engine",), ("phase",)
         self._versions = Gauge(
@@ -46,12 +46,12 @@ class Metrics:
         self._refilled = Counter("weightsync_refill_bytes_total", "Bytes that heals read", engine)
 
     def serve(self, versions: Mapping[str, int]) -> None:
-        """Which version each engine serves now; 0 for one that has left."""
+        """Record the version that each engine serves; 0 for an engine that left."""
         for engine, version in versions.items():
             self._versions.set(version, {"engine": engine})
 
     def update(self, report: SyncReport, plan: Plan) -> None:
-        """A version has committed."""
+        """Record an update that committed."""
         self._updates.inc()
         self._seconds.observe(report.seconds)
         for phase, seconds in report.phases.items():
@@ -65,21 +65,21 @@ class Metrics:
             if report.states.get(engine) in (
                 "SERVING",
                 "PAUSING",
-            ):  # it did not pause, and is not counted as failed
+            ):  # it did not pause, so `failure` was not called
                 self._failures.inc(tags={"engine": engine, "phase": "pause"})
         self.serve(report.engines)
 
     def update_failed(self) -> None:
-        """An update has raised an error."""
+        """Record an update that raised an error."""
         self._failed.inc()
 
     def failure(self, engine: str, error: WeightSyncError) -> None:
-        """An engine went out of service."""
+        """Record an engine that failed and no longer serves."""
         self._failures.inc(tags={"engine": engine, "phase": error.where.phase if error.where else "move"})
         self.serve({engine: 0})
 
     def heal(self, heal: HealReport) -> None:
-        """An engine that had failed is back."""
+        """Record a failed engine that came back."""
         tags = {"engine": heal.engine}
         self._heals.inc(tags=tags)
         self.serve({heal.engine: heal.version})
@@ -90,7 +90,7 @@ class Metrics:
             self._refilled.inc(nbytes, tags)
 
     def _floor_seconds(self, report: SyncReport, plan: Plan) -> float:
-        """Of the plan's broadcasts; 0 where it is not known, since not every engine takes those."""
+        """The floor of the plan's broadcasts; 0 if unknown, or if an engine updates directly."""
         if self._cluster is None or "direct" in report.routes.values():
             return 0.0
         if self._floor[0] != report.epoch:

@@ -16,13 +16,13 @@ __all__ = ["Placement", "Placements", "place_ranks"]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Actors on the same GPU or slot share one holder.
+    """The host and device of an actor. Actors on the same GPU or slot share one holder.
 
     Attributes:
         node: Ray's node id.
         address: the host's address as its peers reach it.
         device: ``cuda:<UUID>``, or ``slot:<name>`` on a CPU.
-        pid: the process.
+        pid: the id of the process.
     """
 
     node: str
@@ -32,20 +32,20 @@ class Placement:
 
     @classmethod
     def here(cls, slot: str | None = None) -> Placement:
-        """Return where this process runs. Without a GPU and a `slot`, it is a place that nobody shares."""
+        """Return where this process runs. Without a GPU and a `slot`, no other process shares the device."""
         context = ray.get_runtime_context()
         device = f"slot:{slot}" if slot is not None else _gpu() or f"slot:pid-{os.getpid()}"
         return cls(context.get_node_id(), ray.util.get_node_ip_address(), device, os.getpid())
 
     @property
     def gpu(self) -> str:
-        """The GPU as ``CUDA_VISIBLE_DEVICES`` names it, or nothing for a slot."""
+        """The GPU as ``CUDA_VISIBLE_DEVICES`` names it, empty for a slot."""
         kind, _, uuid = self.device.partition(":")
         return f"GPU-{uuid}" if kind == "cuda" else ""
 
     @property
     def key(self) -> tuple[str, str]:
-        """What two actors on the same device have in common."""
+        """Node and device, equal for actors that share a holder."""
         return self.node, self.device
 
 
@@ -60,7 +60,7 @@ class Placements:
 def place_ranks(trainers: Mapping[str, Placement], engines: Mapping[str, Sequence[Placement]]) -> Placements:
     """Assign one holder to each GPU or slot, for the trainer rank and the engine rank there.
 
-    Raises ConfigError when two trainer ranks, or two engine ranks, claim the same one.
+    Raises ConfigError if two trainer ranks, or two engine ranks, claim the same device.
     """
     placements: dict[tuple[str, str], Placement] = {}
     holder_of: dict[str, tuple[int, ...]] = {}
@@ -82,7 +82,7 @@ def place_ranks(trainers: Mapping[str, Placement], engines: Mapping[str, Sequenc
 
 
 def _gpu() -> str | None:
-    """UUIDs, because an index means another GPU in each process."""
+    """The current GPU by UUID, as an index means a different GPU in each process."""
     import torch
 
     if not torch.cuda.is_available():

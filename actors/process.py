@@ -1,4 +1,4 @@
-"""Ending an actor's process for certain."""
+"""Ends an actor's process, even if it is stopped."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ PATIENCE_S = 15.0
 
 
 def end_process(handle: ActorHandle[Any], placements: Iterable[Placement]) -> None:
-    """Kill the actor, and return once its process is gone from its host, with the memory it held.
+    """Kill the actor. Returns when its process has ended and its memory is free.
 
-    Ray's own kill does not end a process that is stopped. A host that is gone has no such process.
+    Ray's own kill does not end a stopped process. On a host that is gone there is nothing to end.
     """
     for node, pid in {(placement.node, placement.pid) for placement in placements}:
         end_pid(node, pid)
@@ -35,10 +35,10 @@ def end_process(handle: ActorHandle[Any], placements: Iterable[Placement]) -> No
 
 
 def end_pid(node: str, pid: int) -> None:
-    """End the worker `pid` of host `node` and what it started, and return once they are gone.
+    """End worker `pid` on host `node` and the processes that it started. Returns when all have ended.
 
-    But multiprocessing's resource tracker: once they are gone it unlinks the shared memory that they named,
-    and ends. Ray's own kill ends it at once, so that what vLLM's ranks share stays in /dev/shm.
+    Multiprocessing's resource tracker is spared: after the others it unlinks the shared memory that they
+    named, and ends. Ray's own kill ends it at once, which leaves the memory of vLLM's ranks in /dev/shm.
     """
     here = NodeAffinitySchedulingStrategy(node, soft=False)
     ended = ray.remote(num_cpus=0, max_retries=0)(_end).options(scheduling_strategy=here).remote(pid)
@@ -50,9 +50,9 @@ def end_pid(node: str, pid: int) -> None:
 
 def _end(pid: int) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    if _command(pid).startswith(b"ray::"):  # else it is gone, and an unrelated process may have its number
+    if _command(pid).startswith(b"ray::"):  # else it has ended, and an unrelated process may have its pid
         _kill([each for each in _started_by(pid) if b"resource_tracker" not in _command(each)], deadline)
-        # Last: 0.2 s after it Ray kills its whole group, and the tracker waits for whoever shares memory.
+        # The worker last: Ray kills its whole group 0.2 s later, and the tracker waits for the children.
         _kill([pid], deadline)
 
 
@@ -65,13 +65,13 @@ def _kill(pids: Collection[int], deadline: float) -> None:
 
 
 def _is_there(pid: int) -> bool:
-    """Whether any of its threads still runs, and so holds its files open."""
+    """Whether a thread of the process still runs, and so holds its files open."""
     stat = process_stat(pid)
     return stat.state not in "XZ" or stat.num_threads > 1
 
 
 def _command(pid: int) -> bytes:
-    """Its command line; nothing if it has ended."""
+    """The command line of `pid`, empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -79,7 +79,7 @@ def _command(pid: int) -> bytes:
 
 
 def _started_by(pid: int) -> Iterator[int]:
-    """By it, and by those in turn."""
+    """All descendants of `pid`."""
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # that thread has ended
             for child in map(int, children.read_text().split()):

@@ -1,4 +1,4 @@
-"""Ray handles as awaitable peers, and Ray's errors as ours: the only file that knows both."""
+"""Wraps Ray handles as awaitable peers and turns Ray's errors into ours. Only this file knows both."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ __all__ = ["RemoteEngine", "RemoteHolder", "RemoteTrainer", "answer"]
 async def answer(peer: str, reference: Awaitable[Any]) -> Any:  # noqa: ANN401 (whatever the actor returns)
     """Await an actor's answer.
 
-    Raises what the actor raised, if it is ours; PeerLostError when its process is gone; PeerError
-    for any other error.
+    Raises the actor's own WeightSyncError, PeerLostError if its process is gone, or PeerError for any
+    other error.
     """
     try:
         return await reference
@@ -55,7 +55,7 @@ async def answer(peer: str, reference: Awaitable[Any]) -> Any:  # noqa: ANN401 (
 
 
 def _cause(text: str) -> str:
-    """Ray's first line, and for an actor whose constructor raised, what it raised: the last one."""
+    """The first line of Ray's message; the last line if the actor's constructor raised."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return f"its constructor raised {lines[-1]}" if "creation task" in lines[0] else lines[0]
 
@@ -66,21 +66,21 @@ class _Remote:
         self._spans: list[tuple[str, Sequence[Span]]] = []
 
     def take_spans(self) -> dict[str, Sequence[Span]]:
-        """What each rank here took over its part of an update, since this was asked last."""
+        """Return and clear the spans of this peer's last call, by rank."""
         spans, self._spans = self._spans, []
         return dict(spans)
 
     async def claim(self, claim: Claim, instead_of: str) -> Claim | None:
-        """See `Claimable.sync_claim`."""
+        """Claim the actor. Returns the claim that already holds it, or None."""
         other: Claim | None = await self._call("sync_claim", claim, instead_of)
         return other
 
     async def release(self, run: str) -> None:
-        """See `Claimable.sync_release`."""
+        """End the claim with this `Claim.run`."""
         await self._call("sync_release", run)
 
     async def set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
-        """See `weightsync.faults.set_faults`."""
+        """Set the actor's faults, see `weightsync.faults.set_faults`."""
         await self._call("sync_set_faults", who, faults, seed)
 
     async def _call(self, method: str, *args: object) -> Any:  # noqa: ANN401 (whatever the actor returns)
@@ -93,7 +93,7 @@ class _Remote:
 
 
 class RemoteTrainer(_Remote):
-    """A TrainerPeer."""
+    """A TrainerPeer that calls a TrainerShard actor."""
 
     async def placement(self) -> Placement:
         placement: Placement = await self._call("sync_placement")
@@ -115,7 +115,7 @@ class RemoteTrainer(_Remote):
 
 
 class RemoteEngine(_Remote):
-    """An EnginePeer."""
+    """An EnginePeer that calls an EngineActor or VllmActor."""
 
     async def placements(self) -> list[Placement]:
         placements: list[Placement] = await self._call("sync_placements")
@@ -156,7 +156,7 @@ class RemoteEngine(_Remote):
 
 
 class RemoteHolder(_Remote):
-    """A HolderPeer."""
+    """A HolderPeer that calls a Holder actor."""
 
     async def ready(self) -> tuple[str, str]:
         identity: tuple[str, str] = await self._call("ready")

@@ -1,4 +1,4 @@
-"""The trainer's side: a base class for an actor that owns one rank of a model."""
+"""Base class for a trainer actor, which owns one rank of a model."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ class TrainerShard(Claimable):
             self._source.onload()
 
     def sync_placement(self) -> Placement:
-        """Where this rank sits."""
+        """Return where this rank runs."""
         return Placement.here(self._slot)
 
     def sync_layout(self) -> RankLayout:
-        """Which boxes of which tensors lie here."""
+        """Return the boxes of tensors that this rank holds."""
         source = self._current_source()
         source.close()
         return source.layout()
@@ -91,7 +91,7 @@ class TrainerShard(Claimable):
         return self._current_source().attach(plan, trainer, send_buffer)
 
     def sync_publish(self, count: bool) -> tuple[Published, Sequence[Span]]:
-        """Hand this rank's share to its holder: a copy, or, on a GPU, the memory as it is."""
+        """Publish this rank's share: copy it to its holder, or on a GPU let the holder read it in place."""
         clock = PhaseClock()
         with clock.phase("publish"):
             inject("publish")
@@ -108,5 +108,5 @@ class TrainerShard(Claimable):
         return self._source
 
     def sync_set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
-        """See `weightsync.faults.set_faults`."""
+        """Set the faults of this process, see `weightsync.faults.set_faults`."""
         set_faults(who, faults, seed)

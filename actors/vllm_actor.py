@@ -1,4 +1,4 @@
-"""An actor of one's own around a vLLM of one's own, whose weights WeightSync moves."""
+"""Base class for a user's own actor around vLLM, whose weights WeightSync updates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class VllmActor(EngineCalls):
             async def generate(self, ...): ...
 
     Write your methods as coroutines: while one blocks, the engine is not updated and does not answer
-    heartbeats. An engine that starts with weights of its own serves them until the first update.
+    heartbeats. An engine that starts with its own weights serves them until the first update.
     """
 
     llm: Any

@@ -1,4 +1,4 @@
-"""Noticing that a process died, or went deaf, while nobody asks it anything."""
+"""Notices processes that end or stop answering between updates."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Lost = Callable[[WeightSyncError], None]
 
 
 class Watches:
-    """One call that waits in each process, which Ray fails when it ends; engines are pinged, too."""
+    """Keeps a call waiting in each process, which Ray fails when it ends. Also pings engines."""
 
     def __init__(self, heartbeat_s: float) -> None:
         self._heartbeat_s = heartbeat_s
         self._tasks: dict[Any, asyncio.Task[None]] = {}
 
     def engine(self, engine: RemoteEngine, lost: Lost) -> None:
-        """Call `lost` once when `engine` ends, or does not answer for a heartbeat."""
+        """Call `lost` once when `engine` ends, or misses a heartbeat."""
         self._begin(engine.handle, lambda: self._engine(engine, lost))
 
     def holder(self, holder: RemoteHolder, lost: Lost) -> None:
@@ -44,7 +44,7 @@ class Watches:
         try:
             while not (await asyncio.wait([waiting], timeout=self._heartbeat_s))[0]:
                 if not ray.is_initialized():
-                    return  # a call would start another Ray
+                    return  # a call would start a new Ray
                 ping = {engine.name: engine.ping()}
                 heard = await gather_named(ping, "heartbeat", self._heartbeat_s)
                 if heard.failures and not waiting.done():
@@ -59,5 +59,5 @@ class Watches:
         try:
             await waiting
         except WeightSyncError as error:
-            if ray.is_initialized():  # else the driver has ended it all
+            if ray.is_initialized():  # else the driver itself is ending
                 lost(error)

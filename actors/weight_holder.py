@@ -1,4 +1,4 @@
-"""Starting the holders' processes."""
+"""Starts the holders' processes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from weightsync.memory.tensors import device_id
 
 __all__ = ["Standby", "spawn_holder", "spawn_standby"]
 
-# One each for watch(), a move or refill, keep() and mirror(); the others are for what may come meanwhile.
+# watch(), a move or refill, keep() and replicate() take one each. The rest are for other calls.
 _NUM_THREADS = 8
 
 
 def spawn_holder(
     name: str, placement: Placement, transport: str, outlives_as: str = ""
 ) -> ActorHandle[Holder]:
-    """Start a WeightHolder on the host of `placement`. It reserves no CPU or GPU, and sees that GPU alone.
+    """Start a Holder actor on the host of `placement`. It reserves no CPU or GPU, and sees that GPU alone.
 
-    It ends with its driver, or, if it `outlives_as` an actor of that name, when it is killed.
+    It ends with its driver. With `outlives_as`, a name, it is detached and runs until it is killed.
 
-    It is not restarted by Ray: a new process would hold nothing, so the controller has to know.
+    Ray does not restart it: a new process would hold nothing, so the controller has to know.
     """
     options = _options(placement.node, placement.gpu if transport == "nccl" else None)
     if outlives_as:
@@ -41,24 +41,27 @@ def spawn_holder(
 
 
 class Standby(Holder):
-    """A holder's process that is started before its GPU is known; its imports are done by then."""
+    """A holder's process that is started ahead of time, so that its imports are done when it is bound."""
 
     def __init__(self, gpu: int | None) -> None:
-        """It is no holder before `sit`. `gpu`: the one of Ray's on this host that it sees from now on."""
-        self.name = "spare holder"  # Ray asks for it now
+        """Import what holders need. It becomes a holder in `sit`.
+
+        `gpu`: the index, among Ray's GPUs on this host, of the only GPU that it sees; None for none yet.
+        """
+        self.name = "spare holder"  # Ray asks for its name now
         self._bound_to = ""
         if gpu is not None:
             importlib.import_module("weightsync.holder.device_staging")
-            with contextlib.suppress(TransportError):  # the holder says so, if it needs it
+            with contextlib.suppress(TransportError):  # the holder raises it if it needs NCCL
                 cuda.nccl()
             self._bound_to = _see(gpu)
 
     def bound_to(self) -> str:
-        """The only GPU that it can use, ``cuda:<UUID>``, or ``cpu`` for none; empty if it is still free."""
+        """Return its only GPU, ``cuda:<UUID>``, or ``cpu`` if CUDA did not start; empty if unbound."""
         return self._bound_to
 
     def expect(self, device: str) -> None:
-        """An engine rank has started there: what a holder of that GPU needs of it first is taken now."""
+        """Create the CUDA context if an engine rank has started on this standby's GPU."""
         if device == self._bound_to:
             torch.cuda.current_stream().query()
 
@@ -69,9 +72,9 @@ class Standby(Holder):
 
 
 def _see(gpu: int) -> str:
-    """Start CUDA with that one alone, and take nothing of its memory.
+    """Start CUDA on GPU `gpu` alone, without taking GPU memory.
 
-    CUDA starts in one process of a host after the other: engines would wait for it when they connect.
+    CUDA starts in one process of a host at a time. Started later, it would delay engines that connect.
     """
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
@@ -82,7 +85,7 @@ def _see(gpu: int) -> str:
 
 
 def spawn_standby(node: str, gpu: int | None) -> ActorHandle[Standby]:
-    """A Spare actor on that host, which ends with its driver. `gpu`: which of those that Ray has there."""
+    """Start a Standby actor on host `node`. It ends with its driver. `gpu`: an index of Ray's GPUs there."""
     return ray.remote(Standby).options(**_options(node, "" if gpu is None else None)).remote(gpu)
 
 
@@ -91,7 +94,7 @@ def _place(name: str, placement: Placement, transport: str) -> tuple[str, str, s
 
 
 def _options(node: str, gpu: str | None) -> dict[str, Any]:
-    """`gpu`: which one it sees; None is those that Ray shows it."""
+    """`gpu`: the value of ``CUDA_VISIBLE_DEVICES``; None leaves what Ray sets."""
     visible = {} if gpu is None else {"runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": gpu}}}
     return visible | {
         "num_cpus": 0,

@@ -1,4 +1,4 @@
-"""The public door: trainers and engines are registered, connected, and updated."""
+"""The public API: register trainers and engines, connect them, update weights."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class WeightSync:
             report = sync.update_weights(version)
         sync.close()
 
-    Use it from one thread at a time. Its work runs on a thread of its own. It raises WeightSyncErrors, and is
+    Use it from one thread at a time. Its work runs on its own thread. It raises WeightSyncErrors, and is
     a context manager that calls `close`.
 
     Args:
@@ -115,9 +115,10 @@ class WeightSync:
             handles: by the name that reports use, handles of `EngineActor` or of actors derived from
                 `VllmActor`.
             respawn: called with an engine's name when its process is gone. It starts another actor, with
-                dummy weights and on the same resources, and returns its handle. It runs on a thread of its
-                own. If it takes longer than ``config.respawn_timeout_s``, the engine stays DEAD, and an actor
-                that it returns later is killed. Without it, dead engines stay DEAD until `add_engine`.
+                dummy weights and on the same resources, and returns its handle. It runs on its
+                own thread. If it takes longer than ``config.respawn_timeout_s``, the engine stays DEAD, and
+                an actor that it returns later is killed. Without it, dead engines stay DEAD until
+                `add_engine`.
 
         Raises:
             ConfigError: the mapping is empty, an entry is something else or is given twice, or `respawn`
@@ -176,8 +177,8 @@ class WeightSync:
             PlanError: the trainers' tensors are not what the engines need; names the tensor.
             ConfigError: a setting does not fit, two actors claim one GPU or slot, or fewer engines are
                 registered than ``config.min_engines``.
-            StateError: trainers or engines are not registered, or another WeightSync, whose process lives,
-                has connected one of the actors; names it.
+            StateError: trainers or engines are not registered, or another WeightSync whose process is
+                alive has connected one of the actors; names it.
             DeadlineError: a process did not answer within ``config.connect_timeout_s``; names it.
         """
         self._loop.submit(self._connect).result()
@@ -240,7 +241,7 @@ class WeightSync:
     def holders(self) -> dict[str, ActorHandle[Any]]:
         """The actors that hold and move the bytes, by the names that errors give them: ``holder 0``, …
 
-        Empty before `connect`. ``plan.members`` says, by the same numbers, whom each of them serves.
+        Empty before `connect`. ``plan.members`` maps the same numbers to trainers and engine ranks.
         """
         return self._members.holders()
 
@@ -419,7 +420,7 @@ class WeightSync:
         if self._loop.shut():
             self._loop.beside(
                 self._controller.snapshot_index.stop()
-            ).result()  # it would warn of holders that end
+            ).result()  # it would warn about holders that end
             self._members.close()
             self._loop.beside(self._members.release()).result()
             self._loop.close()
@@ -443,12 +444,12 @@ class WeightSync:
             stale = await self._controller.restore() if found_any else []
         refills = (self._controller.refill(name) for name in stale if self._controller.can_refill(name))
         for error in await asyncio.gather(*refills, return_exceptions=True):
-            # Who failed is healed, or takes the next version.
+            # An engine that failed is healed, or takes the next version.
             if isinstance(error, BaseException) and not isinstance(error, WeightSyncError):
                 raise error
 
     def _whole(self, version: int | None) -> int:
-        """The number of a version; NumPy's integers are numbers, too, True is none."""
+        """Return `version` as an int. NumPy's integers are accepted, booleans are not."""
         if version is None:
             return self.version + 1
         if not isinstance(version, bool):
@@ -463,7 +464,7 @@ class WeightSync:
             if self._faults and version not in self._armed:
                 self._armed.add(version)
                 await self._members.set_faults(self._faults, version)
-            self._members.take_spans()  # what an update that failed left
+            self._members.take_spans()  # drop what a failed update left
             try:
                 report = await self._controller.update(version, lambda: held.set_result(None))
             except WeightSyncError as error:
@@ -488,7 +489,7 @@ class WeightSync:
             await self._members.place_engine(name, handle)
             try:
                 await self._controller.adopt(name)
-            except PlanError:  # unlike all others: the plan has to have a place for it
+            except PlanError:  # its layout is not in the plan: make a new one
                 async with self._controller.exclusive():
                     await self._members.connect()
             return await self._controller.refill(name) if self._controller.can_refill(name) else None
