@@ -1,4 +1,4 @@
-"""Updates of a recipe's fleet and nothing else, each of new weights: what `weightsync bench` measures.
+"""Runs `weightsync bench`: updates of a recipe's fleet with new weights each time, and nothing else.
 
 with local_cluster(RunFolder(folder), threads_per_actor=1):
     report = run(load_recipe(Path("recipes/quickstart.yaml")), folder, Screen(Console()), num_updates=10)
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 NUM_WARM = 2
-"""Updates before those that count: they touch memory for the first time."""
+"""Updates that are not measured: they touch memory for the first time."""
 
 
 def run(
@@ -44,13 +44,12 @@ def run(
     num_updates: int,
     cluster: tuple[str, HostSpec] | None = None,
 ) -> BenchReport:
-    """Start the fleet as a run does, without the engines that come later; needs a Ray cluster.
+    """Start a recipe's fleet and measure its updates. Needs a Ray cluster.
 
-    `cluster`, by name, says what the links can do.
+    Engines that events add later are left out. `cluster` is the name and the link rates of the hosts.
 
     Raises:
-        WeightSyncError: an update failed, of one engine or of all: then the others were not as fast as
-            they would be.
+        WeightSyncError: an engine or an update failed. The others' times would not be representative.
     """
     names = present_at_start(recipe.engine_specs, recipe.events)
     patience_s = recipe.sync.connect_timeout_s
@@ -83,7 +82,7 @@ def run(
 
 
 def _update(sync: WeightSync, trainers: Mapping[str, ActorHandle[Any]], recipe: Recipe) -> SyncReport:
-    """Of weights unlike those before, when no holder copies the last version any longer."""
+    """Update to new weights, once no holder copies the last version any more."""
     patience_s = recipe.sync.connect_timeout_s
     sync.settle(patience_s)
     if recipe.loop.sleep:

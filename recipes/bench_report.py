@@ -1,4 +1,4 @@
-"""What a bench found: medians of each rank's part of an update, and how near it came to its links."""
+"""Results of a bench: each rank's median times in an update, and the floors of its links."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _HEAD = ("who", "what", "median", "least", "most", "bytes", "GB/s", "floor", "re
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRow:
-    """What one rank, or the driver, did in each update.
+    """One phase or span of a process, over all measured updates.
 
     Attributes:
-        what: a phase of the driver's, its whole ``update``, or a span of a rank's.
+        what: a phase of the driver, its whole ``update``, or a span of a rank.
         median, least, most: seconds.
-        nbytes: that it moved; 0 where it moves none, or others say how many.
-        floor_s: that its links need at least, by the rates that were given; 0 without.
+        nbytes: bytes that it moved; 0 if it moves none, or another row has them.
+        floor_s: seconds that its links need at least, by the rates given; 0 without rates.
     """
 
     who: str
@@ -44,7 +44,7 @@ class BenchRow:
     def of(
         cls, who: str, what: str, seconds: Sequence[float], nbytes: int = 0, floor_s: float = 0.0
     ) -> BenchRow:
-        """`seconds` are those of each update."""
+        """Make a row from the seconds of each update."""
         return cls(
             who=who,
             what=what,
@@ -57,11 +57,11 @@ class BenchRow:
 
     @property
     def gb_per_s(self) -> float:
-        """1e9 bytes in each second of the median update."""
+        """1e9 bytes per second in the median update."""
         return self.nbytes / self.median / 1e9 if self.median else 0.0
 
     def cells(self) -> tuple[str, ...]:
-        """As text, empty where there is nothing to say."""
+        """The cells of the row as text, empty where unknown."""
         return (
             self.who,
             self.what,
@@ -75,15 +75,15 @@ class BenchRow:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchReport:
-    """`str()` is a table of the rows.
+    """Result of a bench. `str()` is a table of its rows.
 
     Attributes:
         devices: what its trainers and engines run on.
-        engines: what each said of itself as it was started.
+        engines: what each engine reported about itself at start.
         routes: as in `SyncReport`.
         nbytes: payload bytes of the model.
-        rates: the links that floors are of, if they were given.
-        links: the bytes of one update by where they go.
+        rates: the link rates behind the floors, if given.
+        links: the bytes of one update by sender and engine rank.
     """
 
     name: str
@@ -109,7 +109,7 @@ class BenchReport:
         links: Sequence[Link],
         cluster: tuple[str, HostSpec] | None,
     ) -> BenchReport:
-        """Of `updates`, at least one, that all of `engines` took."""
+        """Make a report of at least one of `updates`, which all of `engines` took."""
         last, rates, floors = updates[-1], None, {}
         if cluster:
             rates = cluster[1].link_rates(cluster[0])
@@ -128,7 +128,7 @@ class BenchReport:
         )
 
     def write(self, path: Path) -> None:
-        """As JSON."""
+        """Write the report to `path` as JSON."""
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     def __str__(self) -> str:
@@ -169,7 +169,7 @@ def _seconds(spans: Sequence[Span], what: str) -> float:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Names to the left, figures to the right."""
+    """Align names to the left and figures to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:

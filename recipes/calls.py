@@ -1,4 +1,4 @@
-"""Waiting for several actors at once, and naming the one that failed."""
+"""Waits for calls to several actors and names the actor that failed."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["collect", "gather"]
 
 
 def collect(calls: Mapping[str, Awaitable[Any]], phase: str, timeout_s: float) -> dict[str, Any]:
-    """The answers to `calls`, by the names of who was called.
+    """Wait for all `calls` and return their answers by actor name.
 
     Raises:
-        WeightSyncError: what an actor raised, if it is ours; PeerLostError, PeerError or, after
-            `timeout_s` seconds, DeadlineError otherwise; all name who failed.
+        WeightSyncError: the actor's own WeightSyncError, else PeerLostError, PeerError or, after
+            `timeout_s` seconds, DeadlineError; each names the actor.
     """
 
     return gather(calls, phase, timeout_s).require()
 
 
 def gather(calls: Mapping[str, Awaitable[Any]], phase: str, timeout_s: float) -> Outcome[Any]:
-    """As `collect`, but what each of `calls` failed with is kept beside the answers of the others."""
+    """Wait for all `calls` like `collect`, but return failures alongside answers instead of raising."""
 
     async def wait() -> Outcome[Any]:
         answers = {name: answer(name, reference) for name, reference in calls.items()}

@@ -1,4 +1,4 @@
-"""Models and clusters that are described by data: YAML files by path, or shipped ones by name."""
+"""Loads models and clusters described in YAML: files by path, shipped ones by name."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ T = TypeVar("T", bound="DataclassInstance")
 
 
 def shipped(kind: str) -> dict[str, Path]:
-    """The files of ``configs/<kind>`` by name, in a checkout or where an installation puts them."""
+    """Return the files of ``configs/<kind>`` by name, from a checkout or an installation."""
     homes = (Path(__file__).resolve().parents[1], Path(sysconfig.get_path("data")) / "share" / "weightsync")
     home = next((home for home in homes if (home / "configs" / kind).is_dir()), homes[0])
     return {file.stem: file for file in sorted((home / "configs" / kind).glob("*.yaml"))}
 
 
 def find(given: str, field: str, known: Mapping[str, Path]) -> Path:
-    """The file that `given` is the path of, or that is `known` by that name.
+    """Return the file at path `given`, or the `known` one of that name.
 
     Raises:
-        ConfigError: it is neither; names the nearest.
+        ConfigError: `given` is neither; names the nearest.
     """
     if given in known:
         return known[given]
@@ -41,14 +41,14 @@ def find(given: str, field: str, known: Mapping[str, Path]) -> Path:
 
 
 def load(cls: type[T], given: str, *, field: str, kind: str) -> T:
-    """`cls` from a YAML file, or from the file that is shipped as ``configs/<kind>/<given>.yaml``.
+    """Load a `cls` from a YAML file, or from the shipped ``configs/<kind>/<given>.yaml``.
 
     Raises:
-        ConfigError: there is no such file, or what it says is no `cls`.
+        ConfigError: there is no such file, or it does not describe a `cls`.
     """
     path = find(given, field, shipped(kind))
     data, lines = read_yaml(path, field)
-    # What checks a value calls it by what it is, as model.head_dim.
+    # Checks name fields by kind, such as model.head_dim, so register lines under both names.
     places = {f"{name}.{key}": at for name in (field, kind[:-1]) for key, at in lines.items()}
     with located(places, str(path)):
         return load_dataclass(cls, data, field=field)

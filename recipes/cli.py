@@ -1,4 +1,4 @@
-"""The command line: ``weightsync run RECIPE``, ``bench``, ``plan`` and what is beside them."""
+"""The command line: ``weightsync run RECIPE``, ``bench``, ``plan`` and the other commands."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ __all__ = ["app", "main"]
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 ASKED_FOR = ("report.json", "trace.json")
-"""Without them, a run that did its work has failed; a page can be made again, and logs are extra."""
+"""A run without these files has failed. A page can be made again, and logs are extra."""
 LOOPS = {"grpo": "weightsync.recipes.quickstart", "elastic": "weightsync.recipes.elastic"}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -89,7 +89,7 @@ def run(
         bool, typer.Option("--trace", help="Write trace.json: what each rank did in each update, and when.")
     ] = False,
 ) -> None:
-    """Run a recipe. Exits with 0 when it did its work, 1 when it or its report failed, 2 for bad input."""
+    """Run a recipe. Exits with 0 on success, 1 if the run or its report failed, 2 for bad input."""
     try:
         loaded = runnable_recipe(recipe, set_ or [])
         check_cluster(loaded)
@@ -116,7 +116,7 @@ def bench(
         Path | None, typer.Option(help="Folder of the model and of logs; runs/NAME-bench if not given.")
     ] = None,
 ) -> None:
-    """Measure the updates of a recipe's fleet, without training or rollouts. Exits as run does."""
+    """Measure the updates of a recipe's fleet, without training or rollouts. Exits like run."""
     try:
         loaded = replace(runnable_recipe(recipe, set_ or []), resume=False)
         num_updates, host = at_least_one("--updates", updates), _cluster(cluster)
@@ -169,7 +169,7 @@ def plan(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace one value of RECIPE.")
     ] = None,
 ) -> None:
-    """Say what an update moves and how fast it can be, for a recipe or a model. Needs no GPU."""
+    """Show what an update moves and how fast it can be, for a recipe or a model. Needs no GPU."""
     try:
         host = _cluster(cluster)
         if recipe is not None:
@@ -230,7 +230,7 @@ def serve_checkpoint(
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder, such as runs/quickstart.")],
 ) -> None:
-    """Make a run's report.html again from its report.json, and say in short what it shows."""
+    """Make a run's report.html again from its report.json, and print a summary."""
     try:
         made = read_report(report_in(folder))
         write_page(made, folder / "report.html")
@@ -245,7 +245,7 @@ def report(
 def schema(
     markdown: Annotated[bool, typer.Option("--markdown", help="docs/configuration.md instead.")] = False,
 ) -> None:
-    """Print the JSON Schema of a recipe, by which editors complete and check it."""
+    """Print the JSON Schema of recipes, which editors use to complete and check them."""
     document = recipe_schema()
     print(as_markdown(document) if markdown else json.dumps(document, indent=1) + "\n", end="")
 
@@ -254,8 +254,8 @@ def schema(
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="A list of rows instead of lines.")] = False,
 ) -> None:
-    """Say what this machine can do, and what to do about what is missing: then it exits with 1."""
-    from weightsync.recipes.probes import diagnose  # it looks for torch and for engines
+    """Show what this machine can do and how to fix what is missing. Exits with 1 if anything is."""
+    from weightsync.recipes.probes import diagnose  # imports torch and looks for engines
 
     rows = diagnose()
     print(json.dumps([asdict(row) for row in rows], indent=1) if as_json else table(rows))
@@ -263,12 +263,12 @@ def doctor(
 
 
 def main() -> None:
-    """The console script."""
+    """Entry point of the console script."""
     app()
 
 
 def _lines() -> Iterator[str]:
-    """Of standard input, as they come; when it ends, none until the process does."""
+    """Lines of standard input as they come. After its end, block until the process ends."""
     yield from sys.stdin
     threading.Event().wait()
 
@@ -292,10 +292,10 @@ def _on_cluster(recipe: Recipe, out: Path, inside: Callable[[RunFolder], int]) -
 
 
 def with_cluster(folder: RunFolder, num_at_once: int, inside: Callable[[], int]) -> int:
-    """The exit code of `inside`. Its outcome is said first, then what could not be written."""
+    """Return the exit code of `inside`. Prints its outcome first, then what could not be written."""
     try:
         code = _outcome(folder, num_at_once, inside)
-    except Exception:  # noqa: BLE001 (Python would say it after us)
+    except Exception:  # noqa: BLE001 (Python would print it after our message)
         traceback.print_exc()
         code = FAILED
     if complaint := folder.complaint():
@@ -307,7 +307,7 @@ def _outcome(folder: RunFolder, num_at_once: int, inside: Callable[[], int]) -> 
     threads, logs = max(1, (os.cpu_count() or 1) // num_at_once), folder.path / "logs"
     try:
         with local_cluster(folder, threads_per_actor=threads):
-            # Who ends a job by SIGTERM gets what Ctrl-C gets: actors closed, the report written.
+            # SIGTERM ends a job like Ctrl-C: actors are closed and the report is written.
             signal.signal(signal.SIGTERM, signal.default_int_handler)
             try:
                 return inside()
@@ -321,7 +321,7 @@ def _outcome(folder: RunFolder, num_at_once: int, inside: Callable[[], int]) -> 
 
 
 def _run_inside(recipe: Recipe, folder: RunFolder, chaos: FaultPlan | None, trace: bool) -> int:
-    # Only now: see local_cluster; and bad input need not wait for torch and transformers.
+    # Import only now: see local_cluster, and bad input need not wait for torch and transformers.
     loop = importlib.import_module(LOOPS[recipe.loop.kind])
     screen = Screen(Console())
     report = loop.run(recipe, folder, screen, chaos, trace=trace)

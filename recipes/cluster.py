@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: one that is there, or one of this process's own for as long as it takes."""
+"""The Ray cluster of a run: an existing one, or one that this process starts and ends."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ OBJECT_STORE_BYTES = 256 << 20  # rollouts and reports only; weights never pass 
 
 
 def existing_cluster() -> str:
-    """The cluster that ``RAY_ADDRESS`` names, as it does under ``ray job submit``; else nothing."""
+    """Return the address in ``RAY_ADDRESS``, which ``ray job submit`` sets; else an empty string."""
     address = os.environ.get("RAY_ADDRESS", "")
     return "" if address == "local" else address
 
 
 @contextmanager
 def local_cluster(folder: RunFolder, *, threads_per_actor: int) -> Iterator[None]:
-    """Start Ray on this host, and end it whatever happens inside; or take part in `existing_cluster`.
+    """Start Ray on this host and end it on exit, or join `existing_cluster`.
 
-    Nothing that actors print reaches the terminal; it lies in ``logs`` of `folder` afterwards.
-    Import Ray only inside: it reads its credentials as it is imported.
+    Actors' output does not reach the terminal; it is in ``logs`` of `folder` afterwards. Import Ray only
+    inside, as it reads its credentials on import.
 
     Raises ConfigError for a cluster that cannot be reached.
     """
@@ -42,7 +42,7 @@ def local_cluster(folder: RunFolder, *, threads_per_actor: int) -> Iterator[None
         import ray
 
         from weightsync.actors.detached import (
-            NAMESPACE,  # in which a later driver looks for what this one leaves
+            NAMESPACE,  # a later driver looks here for actors that this one leaves
         )
 
         session, job, address = None, "", existing_cluster()
@@ -74,10 +74,10 @@ def _quiet() -> dict[str, str]:
 
 
 def _credentials() -> dict[str, str]:
-    """A token for this cluster only.
+    """Return environment variables with a token for this cluster only.
 
-    Left to itself, ``ray.init`` writes one to the home folder, and every later ``ray job submit``
-    of a shell that does not know of it is refused.
+    Otherwise ``ray.init`` writes one to the home folder, and every later ``ray job submit`` from a
+    shell without it is refused.
     """
     if existing_cluster() or "RAY_AUTH_MODE" in os.environ or "ray" in sys.modules:
         return {}
@@ -108,7 +108,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _keep_logs(session: Path, job: str, logs: Path) -> None:
-    """What this job's actors on this host wrote, in files that are named by them."""
+    """Copy the logs of this job's actors on this host to `logs`, named after the actors."""
     logs.mkdir(parents=True, exist_ok=True)
     for source in sorted(session.glob(f"worker-*-{job}-*.[oe][ur][tr]")):
         if source.stat().st_size:
@@ -116,7 +116,7 @@ def _keep_logs(session: Path, job: str, logs: Path) -> None:
 
 
 def _named(log: Path) -> str:
-    """``EngineActor-main-0-4711.err``: Ray says in it whose it is, and in its name the process."""
+    """Return a log's new name, such as ``EngineActor-main-0-4711.err``: its actor and process id."""
     with log.open(errors="replace") as lines:
         found = [line.strip() for line in islice(lines, _HEAD_LINES) if line.startswith(_ACTOR)]
     if not found:

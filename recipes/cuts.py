@@ -1,4 +1,4 @@
-"""From which rank takes which part to a layout: a cut per kind of tensor, a position per rank."""
+"""Builds a layout from a cut per kind of tensor and a position per rank."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _NAME = re.compile(
     r"(?:experts\.(?P<expert>\d+)\.)?(?P<leaf>\w+)\.(?P<what>\w+)"
 )
 BEHIND = 1 << 30
-"""The layer of what comes after all layers, however many of them are given."""
+"""Layer number of tensors that come after all layers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Kind:
-    """Tensors that are alike but for their layer and expert.
+    """Tensors that differ only in layer and expert.
 
     Attributes:
-        leaf, what: the last two parts of their names, as ``q_proj`` and ``weight``.
-        is_expert: they belong to one expert each.
-        meta: the first of them, for shape and dtype.
+        leaf, what: the last two parts of their names, such as ``q_proj`` and ``weight``.
+        is_expert: each tensor belongs to one expert.
+        meta: shape and dtype, of the first tensor.
         rows: int64[k], their positions in the list of tensors, ascending.
-        layer, expert: int64[k]; layer 0 is also of what comes before the layers, see `BEHIND` for the rest.
-        homes: k prefixes of names, up to the module that they are in, ``experts.N.`` left out.
+        layer, expert: int64[k]. Tensors before the layers have layer 0, those after them `BEHIND`.
+        homes: k name prefixes, up to the module, without ``experts.N.``.
     """
 
     leaf: str
@@ -49,14 +49,14 @@ class Kind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """How the ranks share one kind of tensor, and where in which buffer of a rank its part lies.
+    """How ranks cut one kind of tensor, and where a rank's part is in its buffers.
 
     Attributes:
-        parts: into how many equal parts `axis` is cut; ranks take them in turn, or one after
-            another several ranks the same one.
-        size: of a part; the last ones may be shorter or empty. 0 is an exact division.
-        blocks: pieces that a part falls into, `pitch` rows apart in the buffer.
-        buffer: the parameter that it lies in, in its own module; empty if it is one of its own.
+        parts: number of equal parts along `axis`. With more ranks than parts, neighbouring ranks
+            take the same one.
+        size: length of a part; the last ones may be shorter or empty. 0 divides exactly.
+        blocks: number of pieces of a part, `pitch` rows apart in the buffer.
+        buffer: the parameter of its module that contains it; empty if it is its own parameter.
         start: rows of the buffer before it.
         depth: rows of the buffer per expert, if the experts of a rank are stacked in one parameter.
         live: the buffer's local shape, without the stack's dimension, on the one kind that declares it.
@@ -75,8 +75,11 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """What one rank takes: place `dense[0]` of `dense[1]` of everything, place `sparse[0]` of `sparse[1]`
-    of each of its experts, and only the layers and experts from the first to before the second number."""
+    """The part of each tensor that one rank takes.
+
+    It takes place `dense[0]` of `dense[1]`, and place `sparse[0]` of `sparse[1]` of its experts. `layers` and
+    `experts` limit it to a range, without the end.
+    """
 
     rank: int
     dense: tuple[int, int]
@@ -86,7 +89,7 @@ class Placement:
 
 
 def partition(count: int, parts: int) -> list[tuple[int, int]]:
-    """`count` things in `parts` runs, as (first, behind the last); the first ones may be longer by one."""
+    """Split `count` items into `parts` ranges (first, end). The first ranges may be longer by one."""
     each, rest = divmod(count, parts)
     bounds = [each * part + min(part, rest) for part in range(parts + 1)]
     return list(itertools.pairwise(bounds))
@@ -99,7 +102,7 @@ def lay_out(
     num_ranks: int,
     tied: tuple[tuple[str, str], ...] = (),
 ) -> Layout:
-    """The layout of `num_ranks` ranks of which those at `positions` hold something."""
+    """Return the layout of `num_ranks` ranks. Ranks without a position hold nothing."""
     columns = _Columns()
     for kind in _kinds(tensors):
         how = cut(kind)
@@ -134,7 +137,7 @@ def _kinds(tensors: Sequence[TensorMeta]) -> Iterator[Kind]:
 
 @dataclass(slots=True)
 class _Columns:
-    """What `Layout.from_columns` takes, while it grows."""
+    """Collects the arguments of `Layout.from_columns`."""
 
     tensor: list[Int64] = field(default_factory=list)
     rank: list[Int64] = field(default_factory=list)
@@ -156,7 +159,7 @@ class _Columns:
         offset, extent = (
             np.concatenate([np.zeros((0, 2), np.int64), *column]) for column in (self.offset, self.extent)
         )
-        # Parts of one fused parameter one after another: the order in which an engine is sent them.
+        # Sort the parts of a fused parameter together, as engines receive them in this order.
         order = np.lexsort((tensor, rank))
         return Layout.from_columns(
             tensors=tensors,
@@ -175,7 +178,7 @@ class _Columns:
 
 
 class _Place:
-    """One kind of tensor with its cut, put on rank after rank."""
+    """Adds one kind of tensor, with its cut, to the columns for each rank."""
 
     def __init__(self, kind: Kind, cut: Cut, columns: _Columns) -> None:
         self._kind, self._cut, self._columns = kind, cut, columns
@@ -223,7 +226,7 @@ class _Place:
         return taken
 
     def _box(self, part: int) -> tuple[list[int], list[int], int]:
-        """Offset and extent of one part, in two dimensions, and its rows if the tensor did not end before."""
+        """Return offset and extent of a part in two dimensions, and the rows of an uncut-off part."""
         cut, shape = self._cut, [*self._kind.meta.shape, 1][:2]
         size = cut.size or shape[cut.axis] // cut.parts
         offset, extent = [0, 0], list(shape)

@@ -1,4 +1,4 @@
-"""What this machine and its cluster can do, row by row, and what to do about what is missing."""
+"""The table of `weightsync doctor`: what a machine can do, and remedies for what is missing."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["Row", "is_fit", "table"]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
         found: what is there.
-        state: ``ok``; ``warn`` where things work, but not as fast or as safely as they could; ``missing``
-            where the default configuration does not work without.
-        remedy: what to do about it; empty if that is nothing.
+        state: ``ok``; ``warn`` if it works, but slower or less safely than it could; ``missing`` if the
+            default configuration needs it.
+        remedy: what to do about it, or empty.
     """
 
     name: str
@@ -27,12 +27,12 @@ class Row:
 
 
 def is_fit(rows: Iterable[Row]) -> bool:
-    """Whether the default configuration works."""
+    """Return whether the default configuration works."""
     return all(row.state != "missing" for row in rows)
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line for each, and one below it for each remedy."""
+    """Return one line per row, with its remedy on the line below."""
     width = max(len(row.name) for row in rows)
     lines = []
     for row in rows:

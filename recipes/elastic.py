@@ -1,4 +1,4 @@
-"""GRPO while engines come and go: one is added, one removed, one killed, and training does not wait.
+"""GRPO while engines are added, removed and killed. Training does not wait for them.
 
 folder = RunFolder(Path("runs/NAME"))
 with local_cluster(folder, threads_per_actor=1):
@@ -42,7 +42,7 @@ __all__ = ["run"]
 def run(
     recipe: Recipe, folder: RunFolder, screen: Screen, chaos: FaultPlan | None = None, *, trace: bool = False
 ) -> RunReport:
-    """The whole loop; needs a Ray cluster. What it leaves in `folder` is as the quickstart's."""
+    """Run the whole loop. Needs a Ray cluster. Leaves in `folder` what the quickstart leaves."""
     loop, patience_s = recipe.loop, recipe.sync.connect_timeout_s
     report = RunReport(name=recipe.name, seed=loop.seed, target_reward=loop.target_reward)
     updates: list[SyncReport] = []
@@ -125,7 +125,7 @@ def _join(
     timeout_s: float,
     awaited: Collection[str] = (),
 ) -> Mapping[str, Mapping[str, str]]:
-    """Let those of the `coming` engines that are up take part, and wait for the `awaited` ones."""
+    """Add those of the `coming` engines that are up, waiting for the `awaited` ones. Returns their infos."""
     up = {
         name: info for name, (_, info) in coming.items() if name in awaited or ray.wait([info], timeout=0)[0]
     }

@@ -1,4 +1,4 @@
-"""What happens to the engines while the elastic loop trains."""
+"""Events of the elastic loop: engines that are added, removed or killed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["EventSpec", "check_events", "present_at_start"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EventSpec:
-    """Something that happens to an engine. One that is added later is not there at the start.
+    """Something that happens to an engine. An engine that is added is absent at the start.
 
     Attributes:
-        step: before whose rollouts it happens.
-        action: ``add`` starts the engine, which joins as soon as it is up; ``remove`` lets it go and ends
-            it; ``kill`` ends its process, and it has to come back by itself.
+        step: the step before whose rollouts it happens.
+        action: ``add`` starts the engine, which joins as soon as it is up; ``remove`` removes the engine and
+            ends it; ``kill`` ends its process, and it has to heal.
         engine: ``main-0`` is the first one of the group ``main``.
     """
 
@@ -32,7 +32,7 @@ class EventSpec:
 
 
 def present_at_start(engines: Collection[str], events: Sequence[EventSpec]) -> tuple[str, ...]:
-    """Those of `engines` whose first event, if they have any, is another than ``add``."""
+    """Return the `engines` that are there at the start: those whose first event is not ``add``."""
     firsts: dict[str, str] = {}
     for event in sorted(events, key=lambda event: event.step):
         firsts.setdefault(event.engine, event.action)
@@ -40,7 +40,7 @@ def present_at_start(engines: Collection[str], events: Sequence[EventSpec]) -> t
 
 
 def check_events(engines: Collection[str], events: Sequence[EventSpec], num_steps: int) -> None:
-    """Raise ConfigError for an event that cannot happen: of nobody, after the end, to who is not there."""
+    """Raise ConfigError for an event of an unknown or absent engine, or after the last step."""
     for index, event in enumerate(events):
         if event.engine not in engines:
             raise ConfigError(f"events[{index}].engine", event.engine, nearest(event.engine, engines))

@@ -1,4 +1,4 @@
-"""What an update would move, and how fast it could be, on hosts that need not be there."""
+"""Forecasts an update: what it would move and how fast it could be, without the hosts."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from weightsync.recipes.shapes import MixtureShape, ModelShape, checkpoint_tenso
 __all__ = ["Scene", "forecast", "recipe_scene"]
 
 MOST_COPIES = 10_000_000
-"""Planning so many takes about six seconds, and as long again where they are of other hosts."""
+"""Planning this many takes about six seconds, and twice that if they read other hosts."""
 _LEAST_RANKS = 2
 _MOST_REASONS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """Who would take part.
+    """The trainers, engines and hosts of a forecast.
 
     Attributes:
-        engines: each of them.
-        apart: engines have GPUs of their own, behind the trainers'; else both share GPUs, from the first on.
+        engines: one entry per engine.
+        apart: engines have their own GPUs, after the trainers'; else both share GPUs, from the first on.
         offloaded: trainers publish into host memory.
-        cluster: its name and its hosts, which are filled one after another; None gives no times.
+        cluster: its name and its hosts, which are filled in order; None gives no times.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Scene:
     sync: SyncConfig = field(default_factory=SyncConfig)
 
     def members(self) -> Members:
-        """One holder for each GPU."""
+        """Return the members, with one holder for each GPU."""
         num_trainers = self.trainers.num_ranks
         start, engines = num_trainers if self.apart else 0, []
         for number, engine in enumerate(self.engines):
@@ -66,7 +66,7 @@ class Scene:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sides:
-    """The scene's layouts: what every way of moving is planned from."""
+    """The layouts of a scene, from which each way of moving is planned."""
 
     scene: Scene
     members: Members
@@ -75,7 +75,7 @@ class _Sides:
 
 
 def recipe_scene(recipe: Recipe, cluster: tuple[str, HostSpec] | None, *, offloaded: bool) -> Scene:
-    """What `recipe` would run."""
+    """Return the scene that `recipe` would run."""
     spec = recipe.model
     shape = ModelShape(
         hidden_size=spec.hidden_size,
@@ -109,10 +109,10 @@ def _mixture(spec: MoeSpec | None) -> MixtureShape | None:
 
 
 def forecast(scene: Scene) -> str:
-    """Who takes part, then a section for each way of moving the weights.
+    """Describe the scene, then each way of moving the weights.
 
     Raises:
-        ConfigError: the model cannot be cut as the scene wants, or the limits of `sync` are too small.
+        ConfigError: the model cannot be cut as the scene asks, or the limits of `sync` are too small.
     """
     tensors = checkpoint_tensors(scene.model)
     members = scene.members()
@@ -163,10 +163,10 @@ def _direct(sides: _Sides) -> list[str]:
 
 
 def _floor(sides: _Sides, tensors: Collection[str]) -> DirectFloor:
-    """Of all engine ranks, or of those of some hosts where all would be too many copies to plan."""
+    """Return the direct floor of all engine ranks, or of a sample if there are too many copies to plan."""
     scene, members = sides.scene, sides.members
     per_host = scene.cluster[1].gpus_per_host if scene.cluster else members.num_holders
-    # Engines of one kind share a layout, and what is asked of it.
+    # Engines of one kind share a layout, and so a Reshard.
     reshards: dict[int, Reshard] = {}
     for name, engine in sides.engines.items():
         if id(engine) not in reshards:
@@ -196,10 +196,10 @@ def _floor(sides: _Sides, tensors: Collection[str]) -> DirectFloor:
 
 
 def alike(sides: _Sides, every: Sequence[tuple[str, int, int]], per_host: int) -> dict[int, int]:
-    """Ranks of `every` that stand for all, with how many each stands for: they read the same bytes.
+    """Group ranks of `every` that read the same bytes: one per group, with the size of its group.
 
-    Where hosts are known, whole hosts are alike that have no trainer and the same ranks in the same
-    order. Else ranks are, on GPUs without a trainer, that begin with the same one.
+    If the hosts are known, two hosts are alike if they have no trainer and the same ranks in the same
+    order. Otherwise two ranks are alike if their GPUs have no trainer and they start with the same trainer.
     """
     members = sides.members
     trainers = {*members.trainers}
@@ -227,9 +227,9 @@ def alike(sides: _Sides, every: Sequence[tuple[str, int, int]], per_host: int) -
 
 
 def sample(num_ranks: int, num_planned: int, per_host: int) -> list[int]:
-    """At most `num_planned` of the ranks, the first one among them: whole hosts, evenly spread.
+    """Choose at most `num_planned` ranks, in whole hosts, evenly spread, with the first rank.
 
-    Of whole hosts, since what limits them is mostly what all of a host's ranks read together.
+    Whole hosts, because the limit is mostly what all ranks of a host read together.
     """
     if num_planned >= num_ranks:
         return list(range(num_ranks))
@@ -266,7 +266,7 @@ def _on_hosts(scene: Scene, members: Members) -> str:
 
 
 def _between_hosts(shown: Explanation, host: HostSpec) -> list[str]:
-    """A host takes each byte that it lacks once at least, and gives what others lack, over all its NICs."""
+    """Return the floor between hosts: each host receives every byte that it lacks at least once."""
     num_hosts = host.num_hosts(max(*shown.sent, *shown.received) + 1)
     if num_hosts == 1:
         return []

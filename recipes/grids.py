@@ -1,4 +1,4 @@
-"""Layouts of both sides, from a model's tensors and the numbers of its parallelism."""
+"""Makes the layouts of trainers and engines from a model's tensors and its parallelism."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weightsync.recipes.shapes import ModelShape
 __all__ = ["engine_layout", "trainer_layout"]
 
 _ENGINE_VOCAB, _MEGATRON_VOCAB = 64, 128
-"""vLLM pads a vocabulary to a multiple of this, Megatron to one of this times tp, by default."""
+"""By default vLLM pads a vocabulary to a multiple of this, Megatron to a multiple of this times tp."""
 
 
 def trainer_layout(
@@ -22,14 +22,14 @@ def trainer_layout(
     parallel: Fsdp | Megatron,
     ranks: Iterable[int] | None = None,
 ) -> Layout:
-    """What trainer ranks hold of `tensors`, some or all of the model's.
+    """Return what trainer ranks hold of `tensors`, which are some or all of the model's.
 
-    FSDP cuts by rows as ``torch.chunk`` does: ranks behind the last row hold nothing; a router's bias, a
-    buffer, is whole on each rank. Megatron's fused parameters are laid out as it has them: query, key and
-    value rows of each group together, the rows of gate before those of up.
+    FSDP cuts by rows like ``torch.chunk``: ranks after the last row hold nothing. A router's bias, a buffer,
+    is whole on each rank. Fused parameters are laid out as in Megatron: query, key and value rows of each
+    group together, gate rows before up rows.
 
     Args:
-        ranks: leave the others empty; a thousand ranks of a large model are tens of millions of segments.
+        ranks: fill only these ranks. A thousand ranks of a large model have tens of millions of segments.
 
     Raises:
         ConfigError: the model cannot be cut so.
@@ -62,15 +62,15 @@ def engine_layout(
     parallel: EngineParallel,
     ranks: Iterable[int] | None = None,
 ) -> Layout:
-    """What the ranks of one engine take of `tensors`, with the live parameters of a vLLM engine.
+    """Return what the ranks of one engine take of `tensors`, with vLLM's live parameters.
 
-    Fused ``qkv_proj`` and ``gate_up_proj`` (and MLA's ``fused_qkv_a_proj``), experts stacked in
-    ``w13_weight`` [E, 2F, H] and ``w2_weight`` [E, H, F], key-value heads repeated where there are
-    fewer than ranks, vocabularies padded to a multiple of 64 rows. Live dtypes are the checkpoint's.
+    These are fused ``qkv_proj`` and ``gate_up_proj`` (and MLA's ``fused_qkv_a_proj``), experts stacked in
+    ``w13_weight`` [E, 2F, H] and ``w2_weight`` [E, H, F], key-value heads repeated if there are
+    fewer than ranks, and vocabularies padded to a multiple of 64 rows. Live dtypes are the checkpoint's.
 
     Args:
-        tensors: the model's, or all that make up some of an engine's parameters.
-        ranks: leave the others empty.
+        tensors: the model's tensors, or all parts of some of the engine's parameters.
+        ranks: fill only these ranks.
 
     Raises:
         ConfigError: the model cannot be cut so.
@@ -111,7 +111,7 @@ def _rows(kind: Kind, shards: int) -> Cut:
 
 
 def _megatron_position(rank: int, model: ModelShape, parallel: Megatron, num_experts: int) -> Placement:
-    """Ranks of a stage: tp innermost, then dp. Without expert tensor parallelism ep is innermost."""
+    """Return a rank's position: tp innermost, then dp. Without expert tensor parallelism, ep is innermost."""
     stage, inside = divmod(rank, parallel.tp * parallel.dp)
     dense = (inside % parallel.tp, parallel.tp)
     first, last = partition(model.num_hidden_layers, parallel.pp)[stage]
@@ -141,7 +141,7 @@ def _megatron_cut(kind: Kind, model: ModelShape, parallel: Megatron) -> Cut:
 
 
 def _plain_cut(kind: Kind, tp: int) -> Cut:
-    """What Megatron and vLLM do alike: rows of what fans out to the heads, columns of what comes back."""
+    """The cut that Megatron and vLLM share: rows of projections to the heads, columns of those back."""
     if kind.leaf in ("q_b_proj", "kv_b_proj"):
         return Cut(parts=tp)
     if kind.leaf in ("o_proj", "down_proj"):
@@ -190,7 +190,7 @@ def _expert_cut(kind: Kind, parts: int) -> Cut:
 
 
 def _check(model: ModelShape, tp: int, experts_tp: int, field: str) -> None:
-    """Everything that is cut, cut evenly."""
+    """Raise ConfigError unless every cut is even."""
     moe = model.moe
     evenly = [(model.num_attention_heads, "attention heads", tp)]
     if model.num_dense_layers:

@@ -1,7 +1,7 @@
-"""Group relative policy optimisation (GRPO), as far as a verifiable reward needs it.
+"""Group relative policy optimisation (GRPO), for a verifiable reward.
 
-After Shao et al., "DeepSeekMath", 2024, https://arxiv.org/abs/2402.03300, section 4.1. Left out is
-the KL term to a reference model (beta = 0): there is no pretrained model to stay close to.
+Follows Shao et al., "DeepSeekMath", 2024, https://arxiv.org/abs/2402.03300, section 4.1, without the KL
+term to a reference model (beta = 0): there is no pretrained model to stay close to.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one rank trains on; S sequences of at most T tokens.
+    """The training batch of one rank: S sequences of at most T tokens.
 
     Attributes:
         tokens: prompts with their completions, padded at the end; int64 ``[S, T]``.
-        mask: 1 where the token was sampled by the policy; float32 ``[S, T - 1]``, shifted by one as
-            the log-probabilities are.
+        mask: 1 where the token was sampled by the policy; float32 ``[S, T - 1]``, shifted by one
+            like the log-probabilities.
         advantages: float32 ``[S]``.
     """
 
@@ -44,7 +44,7 @@ class Batch:
 
 
 def group_advantages(rewards: Tensor) -> Tensor:
-    """Each reward against its own group: minus the mean, over the standard deviation.
+    """Normalise each reward in its group: subtract the mean, divide by the standard deviation.
 
     Args:
         rewards: float ``[num_groups, group_size]``.
@@ -57,12 +57,12 @@ def group_advantages(rewards: Tensor) -> Tensor:
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """Log-probability of each token given those before it, under the tempered policy.
+    """Return each token's log-probability given those before it, under the tempered policy.
 
     Args:
         logits: float ``[S, T, vocab]``.
         tokens: int64 ``[S, T]``.
-        temperature: what the sampler used, above 0.
+        temperature: the sampler's temperature, above 0.
 
     Returns:
         float ``[S, T - 1]``: entry t belongs to token t + 1.
@@ -72,12 +72,12 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor
 
 
 def policy_loss(new: Tensor, old: Tensor, batch: Batch, clip: float) -> Tensor:
-    """The clipped objective, negated: mean over sequences of the mean over their sampled tokens.
+    """Return the negated clipped objective: mean over sequences of the mean over sampled tokens.
 
     Args:
         new: log-probabilities under the policy being trained, float ``[S, T - 1]``, with gradient.
         old: the same under the policy that sampled, without gradient.
-        batch: its mask and advantages count.
+        batch: its mask and advantages are used.
         clip: how far the probability ratio may leave 1 before it stops paying.
     """
     ratio = (new - old).exp()
@@ -88,9 +88,9 @@ def policy_loss(new: Tensor, old: Tensor, batch: Batch, clip: float) -> Tensor:
 
 
 def collate(groups: Sequence[Group], *, pad: int) -> Batch:
-    """Groups of equal size as one padded batch.
+    """Collate groups of equal size into one padded batch.
 
-    Padding at the end needs no attention mask: a causal model never looks to its right.
+    Padding at the end needs no attention mask, as a causal model never looks ahead.
     """
     advantages = group_advantages(torch.tensor([group.rewards for group in groups])).flatten()
     rows = [(group.prompt, completion) for group in groups for completion in group.completions]

@@ -1,4 +1,4 @@
-"""What the hosts of a cluster can move."""
+"""Bandwidths of the hosts of a cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["HostSpec", "Rate"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
-    """A bandwidth in 1e9 bytes per second, and whether it was measured or is the datasheet's."""
+    """A bandwidth in 1e9 bytes per second, measured or from a datasheet."""
 
     gb_per_s: float
     source: Literal["measured", "datasheet"]
@@ -27,10 +27,10 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostSpec:
-    """One of the equal hosts of a cluster; rates are per GPU, and per direction where there are two.
+    """One of the equal hosts of a cluster. Rates are per GPU, and per direction if there are two.
 
     Attributes:
-        hbm: of the GPU's memory, read and written bytes together.
+        hbm: GPU memory, read and written bytes together.
         nvlink: to the other GPUs of the host.
         host: between the host's memory and the GPU.
         nic: from the GPU to other hosts.
@@ -49,9 +49,9 @@ class HostSpec:
             raise ConfigError("cluster.gpus_per_host", self.gpus_per_host, "give at least 1")
 
     def num_hosts(self, num_gpus: int) -> int:
-        """Hosts that so many GPUs fill, the last perhaps in part."""
+        """Return the number of hosts that `num_gpus` GPUs fill, the last perhaps in part."""
         return -(-num_gpus // self.gpus_per_host)
 
     def link_rates(self, name: str) -> LinkRates:
-        """What floors are computed with, under the `name` that they are shown by."""
+        """Return the rates that floors are computed with, under a display `name`."""
         return LinkRates(name=name, hbm=self.hbm.gb_per_s, nvlink=self.nvlink.gb_per_s, nic=self.nic.gb_per_s)

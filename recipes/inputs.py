@@ -1,6 +1,6 @@
-"""What the command line was given, checked before anything is started.
+"""Checks command-line input before anything is started.
 
-All raise ConfigError, which names the option, or the file, line and field, with its value and a remedy.
+All functions raise ConfigError, which names the option, or the file, line and field, its value and a remedy.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ _MOST_ENGINE_RANKS = 1_000_000
 
 
 def runnable_recipe(given: str, overrides: Sequence[str]) -> Recipe:
-    """A recipe by its path or name, whose engines this machine can start."""
+    """Load a recipe by path or name, and check that this machine can start its engines."""
     recipe = load_recipe(recipe_file(given), overrides)
     _check_engines(recipe)
     return recipe
 
 
 def check_cluster(recipe: Recipe) -> None:
-    """What is to be resumed needs a cluster that is there already."""
+    """Raise ConfigError for a recipe with `resume` if there is no existing cluster."""
     if recipe.resume and not existing_cluster():
         remedy = "a cluster has to outlive the driver: call ray start --head, and set RAY_ADDRESS=auto"
         raise ConfigError("resume", recipe.resume, remedy)
 
 
 def recipe_file(given: str) -> Path:
-    """By its path or by a shipped one's name; ``recipes/NAME.yaml`` also where a job's folder is empty."""
+    """Find a recipe by path or shipped name. ``recipes/NAME.yaml`` works in a job's empty folder too."""
     known, path = shipped_recipes(plans=False), Path(given)
     if path.parts[:-1] == (SHIPPED.name,) and not path.exists() and path.stem in known:
         return known[path.stem]
@@ -63,13 +63,13 @@ def recipe_file(given: str) -> Path:
 
 
 def check_ranks(kind_field: str, kind: str, field: str, num_ranks: int) -> None:
-    """A torch engine, asked for or all there is, has one."""
+    """Raise ConfigError if a torch engine, chosen or by default, should have several ranks."""
     if choose_engine(kind, field=kind_field)[0] == "torch" and num_ranks > 1:
         raise ConfigError(field, num_ranks, "install vllm; a torch engine has one rank")
 
 
 def check_models(models: Sequence[Path]) -> None:
-    """They can be served, and told apart by their names; every file's header is looked at."""
+    """Raise ConfigError unless models can be served and differ in name. Reads every file's header."""
     for index, model in enumerate(models):
         if not (model / "config.json").is_file():
             raise ConfigError("PATH", str(model), "give a folder with a config.json and safetensors files")
@@ -81,7 +81,7 @@ def check_models(models: Sequence[Path]) -> None:
 
 
 def load_fault_plan(chaos: str, recipe: Recipe) -> FaultPlan:
-    """By its path or name; of processes that `recipe` has."""
+    """Load a fault plan by path or name, and check that `recipe` has its processes."""
     path = find(chaos, "chaos", shipped_recipes(plans=True))
     places = {f"chaos.{key}": at for key, at in read_yaml(path, "chaos")[1].items()}
     with located(places, str(path)):
@@ -91,7 +91,7 @@ def load_fault_plan(chaos: str, recipe: Recipe) -> FaultPlan:
 
 
 def report_in(folder: Path) -> Path:
-    """What a run wrote into `folder`; names the nearest folder that has one."""
+    """Return the report in `folder`. The error names the nearest folder that has one."""
     path = folder / "report.json"
     if not path.is_file():
         beside = [each.parent.name for each in folder.parent.glob("*/report.json")]
@@ -101,28 +101,28 @@ def report_in(folder: Path) -> Path:
 
 
 def refuse(options: Mapping[str, object], remedy: str) -> None:
-    """None of these may be given."""
+    """Raise ConfigError if any of these options is given."""
     for option, value in options.items():
         if value is not None:
             raise ConfigError(option, value, remedy)
 
 
 def required(option: str, value: str | None) -> str:
-    """What `plan` cannot do without."""
+    """Return an option that `plan` needs, or raise ConfigError."""
     if value is None:
         raise ConfigError(option, value, "give RECIPE, or --model, --trainers and --engine")
     return value
 
 
 def at_least_one(option: str, value: int | None) -> int:
-    """1 if it was not given."""
+    """Return an option of at least 1, which is also the default."""
     if value is not None and value < 1:
         raise ConfigError(option, value, "give at least 1")
     return value or 1
 
 
 def many_engines(engine: EngineParallel, count: int | None) -> tuple[EngineParallel, ...]:
-    """`count` of them, 1 if it was not given, as far as they can be planned within seconds."""
+    """Return `count` engines, 1 by default. Refuses more than can be planned within seconds."""
     given, most = at_least_one("--engines", count), _MOST_ENGINE_RANKS // engine.num_ranks
     if given > most:
         ranks = count_text(engine.num_ranks, "rank")
@@ -132,7 +132,7 @@ def many_engines(engine: EngineParallel, count: int | None) -> tuple[EngineParal
 
 
 def writable(option: str, path: Path) -> None:
-    """A file that can be written later; its folder is made."""
+    """Check that a file can be written later, and make its folder."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -142,7 +142,7 @@ def writable(option: str, path: Path) -> None:
 
 
 def shipped_recipes(*, plans: bool) -> dict[str, Path]:
-    """Fault plans are called chaos…, every other file is a recipe."""
+    """Return shipped fault plans, whose names start with chaos, or all other files, the recipes."""
     return {file.stem: file for file in SHIPPED.glob("*.yaml") if file.stem.startswith("chaos") is plans}
 
 

@@ -1,4 +1,4 @@
-"""Starts a recipe's actors: each on its GPU where the cluster has enough of them, else on its CPU slot."""
+"""Starts a recipe's actors, on GPUs if the cluster has enough of them, else on CPU slots."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Launcher"]
 
 _SHARE = 0.4
-"""Of a GPU, for the trainer and for the engine on it; the holder beside them reserves none."""
+"""Fraction of a GPU for its trainer and for its engine; their holder reserves none."""
 
 _ON_GPU: dict[str, dict[str, Any]] = {
     "torch": {"device": "cuda"},
@@ -45,17 +45,17 @@ _SLEEPS: dict[str, tuple[str, ...]] = {
 }
 
 _KIND = "accelerator_type:"
-"""How Ray calls what GPUs a cluster has, as one of its resources."""
+"""Prefix of the resource by which Ray names the type of a cluster's GPUs."""
 
 
 class Launcher:
-    """Trainers and engines of `recipe`, which read the checkpoint at `model` when they start.
+    """Starts trainers and engines of `recipe`, which load the checkpoint at `model`.
 
-    A placement group keeps one bundle for each of the recipe's devices, `close` gives it back.
+    A placement group reserves one bundle for each of the recipe's devices, until `close`.
 
     Raises:
-        DeadlineError: the GPUs that the cluster has are not free within ``sync.connect_timeout_s``.
-        ConfigError: engines start, or are to sleep, on GPUs only, and there are not enough.
+        DeadlineError: the cluster's GPUs are not free within ``sync.connect_timeout_s``.
+        ConfigError: engines need GPUs to start or to sleep, and there are not enough.
     """
 
     def __init__(self, recipe: Recipe, model: Path) -> None:
@@ -80,11 +80,11 @@ class Launcher:
 
     @property
     def has_gpus(self) -> bool:
-        """Whether each actor has its GPU, and not a slot of a CPU."""
+        """Whether actors run on GPUs rather than on CPU slots."""
         return self._bundles is not None
 
     def _refuse_engines_for_gpus(self) -> None:
-        """A vLLM or SGLang beside a CUDA build of torch does not start on a CPU."""
+        """Raise ConfigError for engines that need GPUs: vLLM or SGLang with a CUDA build of torch."""
         for group, spec in self._recipe.engines.items():
             kind, _ = choose_engine(spec.kind)
             if kind != "torch" and torch.version.cuda:
@@ -95,7 +95,7 @@ class Launcher:
                 raise ConfigError(f"engines.{group}.kind", kind, remedy)
 
     def engine(self, name: str) -> ActorHandle[Any]:
-        """Start the engine of that name, the first time or again, with dummy weights."""
+        """Start or restart the engine of that name, with dummy weights."""
         spec, who = self._recipe.engine_specs[name], f"engine {name}"
         options: dict[str, Any] = {"tensor_parallel_size": spec.tensor_parallel_size}
         kind = choose_engine(spec.kind)[0]
@@ -108,7 +108,7 @@ class Launcher:
         return engine
 
     def trainers(self) -> dict[str, ActorHandle[Any]]:
-        """Start all ranks; returns when they have met and hold their shards."""
+        """Start all trainer ranks. Returns when they have joined and hold their shards."""
         recipe, device = self._recipe, "cuda" if self._bundles else "cpu"
         timeout_s, trainers = recipe.sync.connect_timeout_s, {}
         for rank in range(recipe.trainers.count):
@@ -122,12 +122,12 @@ class Launcher:
         return trainers
 
     def close(self) -> None:
-        """Give the GPUs back, which ends whoever is on them."""
+        """Release the GPUs, which ends the actors on them."""
         if self._bundles:
             remove_placement_group(self._bundles)
 
     def options(self, who: str) -> dict[str, Any]:
-        """Ray's options for an actor on its device. With several GPUs, it sees those of all its ranks."""
+        """Return Ray's options for an actor on its device. It sees the GPUs of all its ranks."""
         options, devices = actor_options(self._recipe, who), self._recipe.devices[who]
         if self._bundles is None:
             # A cluster with GPUs shows all of them to an actor that reserves none.
@@ -144,13 +144,13 @@ class Launcher:
 
 
 def _reserve(recipe: Recipe) -> PlacementGroup:
-    """One GPU each; as detached as the actors, and found again, where a run is resumed."""
+    """Reserve one GPU per device. If the run resumes, the reservation outlives its driver."""
     name, timeout_s = actor_name(recipe.name, "gpus"), recipe.sync.connect_timeout_s
     if recipe.resume:
         try:
             return get_placement_group(name)
         except ValueError:
-            pass  # the first driver of this run
+            pass  # this is the first driver of the run
     lasting = {"name": name, "lifetime": "detached"} if recipe.resume else {}
     bundles = placement_group([{"GPU": 1}] * recipe.num_devices, strategy="PACK", **lasting)
     if not bundles.wait(timeout_s):
@@ -160,7 +160,7 @@ def _reserve(recipe: Recipe) -> PlacementGroup:
 
 
 def _visible_devices(bundles: PlacementGroup, devices: Sequence[int]) -> list[str]:
-    """What CUDA_VISIBLE_DEVICES says on each of these bundles."""
+    """Return the value of CUDA_VISIBLE_DEVICES on each of these bundles."""
     ask = ray.remote(num_cpus=0, num_gpus=0.01)(_visible)
     places = {f"GPU {device}": PlacementGroupSchedulingStrategy(bundles, device) for device in devices}
     asked = {gpu: ask.options(scheduling_strategy=place).remote() for gpu, place in places.items()}

@@ -21,11 +21,11 @@ __all__ = ["Learner"]
 
 
 class Learner:
-    """Trains one rank's share of each step's groups; every rank calls every method.
+    """Trains one rank's share of each step's groups. Every rank must call every method.
 
     FSDP averages the gradients, so equal shares on n ranks are one step on all the groups.
 
-    Needs ``torch.distributed`` initialised. `model` is what others may read.
+    Needs ``torch.distributed`` initialised. Others may read `model`.
     """
 
     def __init__(self, model_path: str | os.PathLike[str], loop: LoopSpec, device: str = "cpu") -> None:
@@ -40,9 +40,9 @@ class Learner:
         )
 
     def train_step(self, groups: Sequence[Group]) -> dict[str, float]:
-        """``loop.epochs`` optimiser steps on this rank's groups; returns ``loss`` and ``grad_norm``.
+        """Take ``loop.epochs`` optimiser steps on this rank's groups. Returns ``loss`` and ``grad_norm``.
 
-        The groups must have been sampled by the weights as they are at the call.
+        The groups must have been sampled with the current weights.
         """
         batch = collate(groups, pad=WORDS.index(PAD)).to(self._device)
         old: Tensor | None = None
@@ -56,14 +56,14 @@ class Learner:
 
     @torch.no_grad()
     def scramble(self) -> None:
-        """Random numbers in place of all weights: what was learned is lost."""
+        """Replace all weights by random numbers."""
         for parameter in self.model.parameters():
             assert isinstance(parameter, DTensor)
             parameter.to_local().normal_(std=0.02)
 
     @torch.no_grad()
     def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-        """The `num_tokens` likeliest tokens after each prompt, by the weights of all shards."""
+        """Return the `num_tokens` greedy tokens after each prompt, by the weights of all shards."""
         return [self._complete(list(prompt), num_tokens) for prompt in prompts]
 
     def _complete(self, prompt: list[int], num_tokens: int) -> list[int]:

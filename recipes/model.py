@@ -1,4 +1,4 @@
-"""Builds the quickstart's model: a small Qwen3 with random weights, saved as any other checkpoint."""
+"""Builds the quickstart's model: a small Qwen3 with random weights, saved as a checkpoint."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ MAX_POSITIONS = 128
 def build_checkpoint(path: str | os.PathLike[str], spec: ModelSpec, *, seed: int) -> Path:
     """Write config, float32 weights and tokenizer to the folder `path`, and return it.
 
-    The same `seed` gives the same weights; torch's global generator is left as it was.
+    The same `seed` gives the same weights; torch's global generator does not change.
 
-    Raises ConfigError when it cannot be written.
+    Raises ConfigError if it cannot be written.
     """
     config = _config(spec)
     with torch.random.fork_rng(devices=[]):
@@ -49,7 +49,7 @@ def build_checkpoint(path: str | os.PathLike[str], spec: ModelSpec, *, seed: int
 
 
 def build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """One token for each word of the task, and spare ones up to `vocab_size`."""
+    """Return a tokenizer with one token per word of the task, padded to `vocab_size`."""
     spare = (f"<spare{index}>" for index in range(vocab_size - len(WORDS)))
     vocab = {word: index for index, word in enumerate((*WORDS, *spare))}
     tokenizer = Tokenizer(WordLevel(vocab, unk_token=PAD))

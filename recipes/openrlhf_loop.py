@@ -1,9 +1,9 @@
-"""A loop as OpenRLHF writes it, with actors of its own, where weightsync takes the place of its broadcast.
+"""An OpenRLHF loop with its own actors, in which weightsync replaces its broadcast.
 
     python -m weightsync.recipes.openrlhf_loop MODEL_FOLDER
 
-Lines that end in "# +" came for weightsync, those that begin with "# -" stood there before; what only the
-broadcast needs may go too. On a CPU, FSDP2 shards learn by REINFORCE to say small numbers.
+Lines ending in "# +" were added for weightsync, lines beginning with "# -" were there before. Code that
+only the broadcast needs may go too. On a CPU, FSDP2 shards learn by REINFORCE to say small numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Group: Any = dist.ProcessGroupGloo  # its stub lacks the collectives
 
 
 class WorkerWrap:
-    """Mixed into vLLM's workers. As vLLM on a CPU packs what it loads, it has to reload layer by layer."""
+    """Mixed into vLLM's workers. Reloads layer by layer, as vLLM on a CPU packs what it loads."""
 
     def init_process_group(self: Any, address: str, port: int, rank_offset: int, world_size: int) -> None:
         self._group = Group(TCPStore(address, port), rank_offset + self.rank, world_size)
@@ -122,7 +122,7 @@ class PolicyModelActor(TrainerShard):  # +
 
 
 def run(path: str, size: int = 2, steps: int = 3) -> list[Tokens]:
-    """`size` trainers and engines, on Ray. Returns the greedy tokens of each."""
+    """Run `size` trainers and engines on Ray. Returns the greedy tokens of each."""
     engines = [ray.remote(RolloutActor).remote(path) for _ in range(size)]
     meeting, policy = f"{tempfile.mkdtemp()}/meeting", ray.remote(PolicyModelActor)
     policies = [policy.remote(path, rank, size, meeting) for rank in range(size)]

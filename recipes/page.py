@@ -1,4 +1,4 @@
-"""``report.html``: what a run did, on one page that needs nothing else."""
+"""Makes ``report.html``: a page of a run, without other files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DISTANCES = ("same GPU or slot", "same host", "other host")
 
 @dataclass(frozen=True, slots=True)
 class _Chart:
-    """For a phone and for a desk; the page shows one of them. `legend`: a colour's number and its meaning."""
+    """A chart in two widths; the page shows one. `legend`: pairs of colour number and meaning."""
 
     narrow: Markup
     wide: Markup
@@ -41,7 +41,7 @@ class _Chart:
 
 
 def write_page(report: RunReport, path: Path) -> None:
-    """Replace `path` by the page of `report`. Raises ConfigError when it cannot be written."""
+    """Write the page of `report` to `path`. Raises ConfigError if it cannot be written."""
     try:
         replace_text(path, page(report))
     except OSError as error:
@@ -49,7 +49,7 @@ def write_page(report: RunReport, path: Path) -> None:
 
 
 def page(report: RunReport) -> str:
-    """HTML without a request to anywhere."""
+    """Return the page as HTML that loads nothing."""
     environment = Environment(
         loader=PackageLoader("recipes", "."),
         autoescape=True,
@@ -77,7 +77,7 @@ def page(report: RunReport) -> str:
 
 
 def _facts(report: RunReport) -> list[tuple[str, str, str]]:
-    """What, how much, and what more there is to say of it."""
+    """The facts of a run: name, value and note."""
     rows = report.steps
     if not rows:
         return [("Steps", "0", "no update was committed after a step")]
@@ -122,7 +122,7 @@ def _versions(report: RunReport) -> _Chart:
 
 
 def _served(steps: Sequence[StepRow], name: str, first: int) -> Iterator[Bar]:
-    """A bar for each stretch of updates after which engine `name` served what they committed, or older."""
+    """Return bars for stretches of updates after which engine `name` served that version, or an older one."""
 
     def colour(row: StepRow) -> int | None:
         return int(row.engines[name] != row.version) if row.engines.get(name) else None
@@ -158,7 +158,7 @@ def _phases(report: RunReport) -> list[tuple[str, float, float]]:
 
 
 def _slowest(ranks: Mapping[str, Sequence[Span]]) -> dict[str, Sequence[Span]]:
-    """Those of the last updates' `ranks` that took the longest, in their order."""
+    """Return the slowest of `ranks`, in their order."""
     most = sorted(ranks, key=lambda who: -sum(span.seconds for span in ranks[who]))[:_MOST_ROWS]
     return {who: spans for who, spans in ranks.items() if who in most and spans}
 

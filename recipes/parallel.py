@@ -1,4 +1,4 @@
-"""How many ranks a side has and what they share out, as it is spelled on the command line."""
+"""Parses the parallelism of trainers and engines from the command line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["EngineParallel", "Fsdp", "Megatron", "parse_engine", "parse_trainers
 
 @dataclass(frozen=True, slots=True)
 class Fsdp:
-    """Each tensor cut by rows over `shards` ranks, and that `replicas` times (HSDP)."""
+    """FSDP: each tensor is cut by rows over `shards` ranks, with `replicas` copies (HSDP)."""
 
     shards: int
     replicas: int = 1
@@ -26,8 +26,8 @@ class Fsdp:
 class Megatron:
     """Ranks in Megatron's order: tensor parallel innermost, then data parallel, then pipeline stages.
 
-    Experts are dealt whole to `ep` of the tp x dp ranks of a stage and repeated over the others;
-    with an `ep` of 1, each is cut over `tp` ranks like a dense MLP.
+    Whole experts are assigned to `ep` of the tp x dp ranks of a stage and repeated over the others. With an
+    `ep` of 1, each is cut over `tp` ranks like a dense MLP.
     """
 
     tp: int = 1
@@ -48,8 +48,8 @@ class Megatron:
 class EngineParallel:
     """One engine of `dp` x `tp` ranks: `dp` copies of everything but experts, each cut over `tp`.
 
-    Experts are dealt to `ep` groups of ranks and cut over the ranks of each. That is vLLM's way with an
-    `ep` of 1 (experts cut over all ranks) or dp x tp (whole experts).
+    Experts are assigned to `ep` groups of ranks and cut over the ranks of each. vLLM does this with an `ep`
+    of 1 (experts cut over all ranks) or dp x tp (whole experts).
     """
 
     tp: int = 1
@@ -66,7 +66,9 @@ class EngineParallel:
 
 
 def parse_trainers(text: str) -> Fsdp | Megatron:
-    """``fsdp=8``, ``hsdp=4x8`` (4 replicas of 8 shards) or ``tp=8,ep=8,pp=2,dp=1``, any part left out.
+    """Parse ``fsdp=8``, ``hsdp=4x8`` (4 replicas of 8 shards) or ``tp=8,ep=8,pp=2,dp=1``.
+
+    Any part may be left out.
 
     Raises:
         ConfigError: an unknown key, one given twice, or a number that is none.
@@ -86,7 +88,7 @@ def parse_trainers(text: str) -> Fsdp | Megatron:
 
 
 def parse_engine(text: str) -> EngineParallel:
-    """``tp=8``, ``tp=8,ep=8`` or ``tp=8,dp=2,ep=16``, any part left out.
+    """Parse ``tp=8``, ``tp=8,ep=8`` or ``tp=8,dp=2,ep=16``. Parts may be left out.
 
     Raises:
         ConfigError: an unknown key, one given twice, or a number that is none.

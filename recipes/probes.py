@@ -1,4 +1,4 @@
-"""What `weightsync doctor` looks at, a function for each row. None needs a GPU, or Ray running."""
+"""The checks of `weightsync doctor`, one function per row. None needs a GPU or a running Ray."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PATIENCE_S = 30.0
 
 
 def diagnose() -> list[Row]:
-    """All rows, top to bottom: what is there, then which way each edge would go."""
+    """Return all rows: what is installed, then how each edge would move bytes."""
     probes: list[Callable[[], Row]] = [
         python, pytorch, gpus, peer_access, nccl, allocator, shared_memory, locked_memory,
         rdma, mooncake, ray_package, ray_cluster,
@@ -40,12 +40,12 @@ def diagnose() -> list[Row]:
 
 
 def python() -> Row:
-    """The interpreter."""
+    """Check the interpreter."""
     return Row("python", f"{platform.python_version()} on {platform.machine()} {platform.system()}")
 
 
 def pytorch() -> Row:
-    """PyTorch, and the CUDA that it was built for."""
+    """Check PyTorch and the CUDA that it was built for."""
     if not find_spec("torch"):
         return Row("torch", "not installed", "missing", "pip install torch")
     cuda = load_torch().version.cuda
@@ -53,7 +53,7 @@ def pytorch() -> Row:
 
 
 def gpus() -> Row:
-    """GPUs that PyTorch sees."""
+    """List the GPUs that PyTorch sees."""
     found = _gpus()
     if found:
         return Row("GPUs", f"{len(found)}: {', '.join(sorted(set(found)))}")
@@ -64,7 +64,7 @@ def gpus() -> Row:
 
 
 def peer_access() -> Row:
-    """Whether each GPU maps the others' memory, which direct reads need."""
+    """Check that each GPU can map the others' memory, which direct copies need."""
     num_gpus = len(_gpus())
     if num_gpus < 2:
         return Row("peer access", "not needed: fewer than two GPUs")
@@ -77,7 +77,7 @@ def peer_access() -> Row:
 
 
 def nccl() -> Row:
-    """The NCCL that moves weights, which CuPy drives, and PyTorch's."""
+    """Compare the NCCL that moves weights, through CuPy, with PyTorch's."""
     if not _gpus():
         return Row("cupy, NCCL", "not needed: no GPUs")
     major = (load_torch().version.cuda or "13").partition(".")[0]
@@ -96,7 +96,7 @@ def nccl() -> Row:
 
 
 def allocator() -> Row:
-    """Memory of expandable segments cannot be shared between processes."""
+    """Check for expandable segments, whose memory cannot be shared between processes."""
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     told = [name for name in names if "expandable_segments:true" in os.environ.get(name, "").lower()]
     if told:
@@ -106,7 +106,7 @@ def allocator() -> Row:
 
 
 def shared_memory() -> Row:
-    """Where CPU slots, and copies that are kept, lie."""
+    """Check shared memory, which CPU slots and snapshots use."""
     path, wanted = Path("/dev/shm"), SyncConfig().max_staging_bytes
     if not path.is_dir():
         return Row("shared memory", "no /dev/shm", "missing", "mount a tmpfs there")
@@ -119,7 +119,7 @@ def shared_memory() -> Row:
 
 
 def locked_memory() -> Row:
-    """What RDMA may register, which is page-locked."""
+    """Check the limit of page-locked memory, which RDMA registers."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return Row("locked memory", "unlimited")
@@ -130,12 +130,12 @@ def locked_memory() -> Row:
 
 
 def rdma() -> Row:
-    """Network devices that read memory of other hosts."""
+    """List RDMA devices, which read other hosts' memory."""
     return Row("RDMA", ", ".join(rdma_devices()) or "no device: other hosts are read over TCP")
 
 
 def mooncake() -> Row:
-    """What reads other hosts' memory, if it is there."""
+    """Check Mooncake, which reads other hosts' memory."""
     found = version_of("mooncake-transfer-engine")
     if found:
         return Row("mooncake", found)
@@ -146,7 +146,7 @@ def mooncake() -> Row:
 
 
 def ray_package() -> Row:
-    """Ray."""
+    """Check Ray."""
     found = version_of("ray")
     if not found:
         return Row("ray", "not installed", "missing", "pip install 'ray[default]>=2.50'")
@@ -156,7 +156,7 @@ def ray_package() -> Row:
 
 
 def ray_cluster() -> Row:
-    """The cluster that a run would take part in; asked in another process, since Ray ends one that fails."""
+    """Check the cluster that a run would join, in another process because a failing Ray ends its process."""
     address = existing_cluster()
     if not address:
         return Row("ray cluster", "RAY_ADDRESS is not set: a run starts one of its own")
@@ -179,7 +179,7 @@ def ray_cluster() -> Row:
 
 
 def engines() -> Iterator[Row]:
-    """One row for each kind, and one for what ``auto`` takes."""
+    """Check each kind of engine, and what ``auto`` takes."""
     for kind in ENGINES:
         found = " ".join(installed(kind)).strip() or "not installed"
         warning = untested(kind)
@@ -194,14 +194,14 @@ def engines() -> Iterator[Row]:
 
 
 def trainer_to_holder() -> Row:
-    """Publishing."""
+    """Show how trainers would publish."""
     if _moves_on_gpus():
         return Row("trainer → holder", "read in place through CUDA IPC; offloaded: pinned host memory")
     return Row("trainer → holder", "shared memory")
 
 
 def holder_to_holder() -> Row:
-    """Moving, where no engine reads directly."""
+    """Show how holders would broadcast."""
     if not _moves_on_gpus():
         return Row("holder → holder", "gloo")
     direct = "direct reads between GPUs of this host, else " if peer_access().state == "ok" else ""
@@ -209,13 +209,13 @@ def holder_to_holder() -> Row:
 
 
 def holder_to_engine() -> Row:
-    """Writing."""
+    """Show how holders would write engines."""
     gpu = "a kernel into live parameters through CUDA IPC"
     return Row("holder → engine", gpu if _moves_on_gpus() else "shared memory")
 
 
 def refill() -> Row:
-    """Healing."""
+    """Show how engines would be refilled."""
     return Row("refill", f"mapped on this host, {choose_protocol('auto')} from other hosts")
 
 
@@ -236,7 +236,7 @@ def load_torch() -> Any:  # noqa: ANN401 (a module)
 
 
 def version_of(package: str) -> str:
-    """The installed version of a package, empty if there is none."""
+    """Return the installed version of a package, or an empty string."""
     try:
         return version(package)
     except PackageNotFoundError:

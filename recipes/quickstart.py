@@ -37,15 +37,15 @@ __all__ = ["run"]
 def run(
     recipe: Recipe, folder: RunFolder, screen: Screen, chaos: FaultPlan | None = None, *, trace: bool = False
 ) -> RunReport:
-    """The whole loop; needs a Ray cluster. However it ends, `folder` has a ``report.json`` and a page of it,
-    if its disk takes them.
+    """Run the whole loop. Needs a Ray cluster.
 
-    `trace` leaves a ``trace.json`` there too, see `write_trace`.
+    However it ends, `folder` has a ``report.json`` and its page, if the disk has room. `trace` adds a
+    ``trace.json``, see `write_trace`.
 
-    `chaos` is injected as soon as everybody is connected; the run then ends when all are healed.
+    `chaos` is injected once all processes are connected. The run then ends when all are healed.
 
-    With ``resume: true``, the run goes on after the version that an earlier driver, which died, had
-    committed. A step in whose midst it died is done anew. Raises StateError when trainers are gone.
+    With ``resume: true``, the run continues after the version that an earlier, dead driver committed. A step
+    interrupted by the driver's death is repeated. Raises StateError if trainers are gone.
     """
     loop = recipe.loop
     report = RunReport(name=recipe.name, seed=loop.seed, target_reward=loop.target_reward)
@@ -92,7 +92,7 @@ def run(
         report.steps = [row for row in report.steps if row.version <= sync.version]
 
         problems, seeds = ProblemSampler(loop.seed), random.Random(loop.seed)
-        for _ in range(1, sync.version):  # what was drawn for the steps that are done
+        for _ in range(1, sync.version):  # draw what the finished steps drew
             problems.sample(loop.prompts_per_step)
             for _ in engines:
                 seeds.getrandbits(32)

@@ -1,4 +1,4 @@
-"""What a recipe may say: frozen dataclasses, filled strictly from YAML."""
+"""The recipe: frozen dataclasses, filled strictly from YAML."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class MoeSpec:
     """The experts of a mixture; they replace the dense MLP of every layer.
 
     Attributes:
-        num_experts: of each layer.
-        num_experts_per_tok: that each token is sent to, at most `num_experts`.
-        intermediate_size: of one expert's MLP; a multiple of the ranks of every engine.
+        num_experts: number of experts in each layer.
+        num_experts_per_tok: experts that each token is sent to, at most `num_experts`.
+        intermediate_size: size of one expert's MLP; a multiple of the ranks of every engine.
     """
 
     num_experts: int
@@ -45,18 +45,19 @@ class MoeSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """The shape of a Qwen3 to build, with random weights; with `moe`, of a Qwen3-MoE.
+    """The shape of a Qwen3 to build with random weights, or with `moe` of a Qwen3-MoE.
 
     Attributes:
         hidden_size: width of the residual stream.
-        intermediate_size: of each MLP; a multiple of the ranks of every engine.
-        num_hidden_layers: how many layers.
-        num_attention_heads: of queries; a multiple of `num_key_value_heads` and of the ranks of every engine.
-        num_key_value_heads: of keys and values, which groups of queries share.
-        head_dim: of each head: 32, 64 or 128.
-        vocab_size: tokens; a multiple of 64.
-        tie_word_embeddings: the output head is the embedding.
-        moe: experts in place of the MLPs; left out, the model is dense.
+        intermediate_size: size of each MLP; a multiple of the ranks of every engine.
+        num_hidden_layers: number of layers.
+        num_attention_heads: query heads; a multiple of `num_key_value_heads` and of the ranks of every
+            engine.
+        num_key_value_heads: key and value heads, which groups of query heads share.
+        head_dim: size of each head: 32, 64 or 128.
+        vocab_size: number of tokens; a multiple of 64.
+        tie_word_embeddings: use the embedding as the output head.
+        moe: experts in place of the MLPs. Without it the model is dense.
     """
 
     hidden_size: int = 128
@@ -88,7 +89,7 @@ class TrainerSpec:
 
     Attributes:
         kind: how the model is cut: ``fsdp2`` shards each tensor by rows.
-        count: ranks, each an actor.
+        count: number of ranks, each an actor.
     """
 
     kind: Literal["fsdp2"] = "fsdp2"
@@ -101,11 +102,11 @@ class TrainerSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSpec:
-    """A named group of equal engines; those of a group ``main`` are called ``main-0``, ``main-1`` and so on.
+    """A named group of equal engines. Those of a group ``main`` are called ``main-0``, ``main-1``, and so on.
 
     Attributes:
-        kind: ``auto`` takes vLLM where it is installed, else torch (transformers).
-        count: how many engines.
+        kind: ``auto`` takes vLLM if it is installed, else torch (transformers).
+        count: number of engines.
         tensor_parallel_size: ranks of each engine, over which the model is cut; torch has one.
     """
 
@@ -114,7 +115,7 @@ class EngineSpec:
     tensor_parallel_size: int = 1
 
     def check(self, group: str, model: ModelSpec) -> None:
-        """Raise ConfigError for what no engine can do, `model` being cut over its ranks."""
+        """Raise ConfigError for settings that no engine can have, with `model` cut over its ranks."""
         for name in ("count", "tensor_parallel_size"):
             _at_least(1, getattr(self, name), f"engines.{group}.{name}")
         ranks, field = self.tensor_parallel_size, f"engines.{group}.tensor_parallel_size"
@@ -134,22 +135,22 @@ class EngineSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopSpec:
-    """What is done step by step.
+    """The training loop.
 
     Attributes:
         kind: ``grpo`` is the loop of quickstart.py; ``elastic`` is that of elastic.py, with `events`.
         steps: rollouts, each followed by training and by an update of the engines.
-        seed: of the model's first weights and of the problems.
-        prompts_per_step: problems of one step, shared out among the trainers.
+        seed: seed of the model's first weights and of the problems.
+        prompts_per_step: problems per step, split among the trainers.
         group_size: completions sampled for each problem.
         epochs: optimiser steps on each step's rollouts.
-        learning_rate: AdamW's at the first step; it falls to 0 in a straight line.
+        learning_rate: learning rate of AdamW at the first step. It falls to 0 linearly.
         clip: see :func:`weightsync.recipes.grpo.policy_loss`.
-        temperature: of sampling.
-        target_reward: the run has failed when the mean of its last five rewards is lower.
-        sleep: trainers and engines have the GPUs that they share by turns. Engines sleep while trainers
-            train, at this level: 1 keeps their weights on the host, 2 drops them; otherwise trainers are
-            offloaded. 0 leaves both where they are. On CPUs, torch engines alone can.
+        temperature: sampling temperature.
+        target_reward: the run fails if the mean of its last five rewards is lower.
+        sleep: trainers and engines take turns on the GPUs that they share. Engines sleep at this level while
+            trainers train: 1 keeps their weights on the host, 2 drops them. Trainers are offloaded at other
+            times. 0 leaves both where they are. On CPUs, only torch engines can sleep.
     """
 
     kind: Literal["grpo", "elastic"] = "grpo"
@@ -180,15 +181,15 @@ class LoopSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """One run.
+    """A run.
 
     Attributes:
-        name: of the run, and of its folder under ``runs/``.
+        name: name of the run, and of its folder under ``runs/``.
         engines: groups of engines by name.
-        placement: who shares a GPU, or on a cluster without enough of them a slot of host memory:
-            ``colocated`` puts trainer ranks and engine ranks on the same ones, from the first on,
-            ``disaggregated`` puts engines behind the trainers.
-        events: what happens to engines meanwhile; for the loop ``elastic``.
+        placement: which ranks share a GPU, or without enough GPUs a slot in host memory. ``colocated`` puts
+            trainer ranks and engine ranks on the same devices, from the first on. ``disaggregated`` puts
+            engines on devices after the trainers'.
+        events: what happens to engines during the loop ``elastic``.
         resume: take over the actors that the dead driver of an earlier run of the same name left.
     """
 
@@ -232,12 +233,12 @@ class Recipe:
 
     @property
     def engine_specs(self) -> dict[str, EngineSpec]:
-        """``main-0``, ``main-1``, … with the group that each belongs to."""
+        """Engine names ``main-0``, ``main-1``, … with the group of each."""
         return {f"{group}-{i}": spec for group, spec in self.engines.items() for i in range(spec.count)}
 
     @property
     def devices(self) -> dict[str, tuple[int, ...]]:
-        """The GPUs or slots of ``trainer 0``, ``engine main-0`` and so on, one for each of its ranks."""
+        """GPU or slot numbers of ``trainer 0``, ``engine main-0`` and so on, one per rank."""
         placed: dict[str, tuple[int, ...]] = {
             f"trainer {rank}": (rank,) for rank in range(self.trainers.count)
         }
@@ -249,12 +250,12 @@ class Recipe:
 
     @property
     def num_devices(self) -> int:
-        """GPUs, or slots, that the recipe wants."""
+        """Number of GPUs or slots that the recipe needs."""
         return 1 + max(device for ranks in self.devices.values() for device in ranks)
 
     @property
     def slots(self) -> dict[int, str]:
-        """What each device is called where it is no GPU: as `EngineActor` calls those of its ranks."""
+        """Slot names of devices without a GPU, as `EngineActor` names its ranks' slots."""
         names = {device: str(device) for device in range(self.num_devices)}
         for who, (first, *others) in self.devices.items():
             if who.startswith("engine "):
@@ -263,17 +264,17 @@ class Recipe:
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Every process of the run, as a fault plan names it."""
+        """Names of all processes of the run, as in a fault plan."""
         return (*self.devices, *(f"holder {i}" for i in range(self.num_devices)))
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe at `path`, with ``engines.main.count=4`` and the like laid over it.
+    """Load the recipe at `path`, with overrides such as ``engines.main.count=4``.
 
-    An override's value is YAML; its path must be one that the complete recipe has.
+    An override's value is YAML. Its path must exist in the complete recipe.
 
     Raises:
-        ConfigError: naming the file and line or the override, the field, the value and a remedy.
+        ConfigError: names the file and line or the override, the field, the value and a remedy.
     """
     data, places = read_yaml(path, "recipe")
     with located(places, f"{path}:1"):
@@ -283,12 +284,12 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     complete, given = asdict(recipe), {}
     for override in overrides:
         given[_override(complete, override)] = f"--set {override}"
-    with located(given, " ".join(given.values())):  # the file alone is valid
+    with located(given, " ".join(given.values())):  # the file is valid without overrides
         return load_dataclass(Recipe, complete, field="")
 
 
 def _override(data: dict[str, object], override: str) -> str:
-    """Lay one over `data`, and return its path."""
+    """Apply one override to `data` and return its path."""
     path, equals, text = override.partition("=")
     if not equals:
         raise ConfigError("--set", override, "give key=value, such as loop.steps=10")

@@ -1,4 +1,4 @@
-"""One step's rollouts: prompts shared out among the engines that serve, anew where one fails."""
+"""One step's rollouts: splits prompts among serving engines and retries those of failed engines."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _THEIR_FAULT = (PeerLostError, PeerError, EngineError, DeadlineError)
 
 @dataclass(frozen=True, slots=True)
 class Rollouts:
-    """A group of completions for each problem.
+    """The groups of completions of one step.
 
     Attributes:
-        groups: in no order.
-        versions: that made them, ascending.
-        lost: the engines whose prompts others had to take, and why.
+        groups: one per problem, in no order.
+        versions: the versions that made them, ascending.
+        lost: the engines that failed, and their errors. Other engines took their prompts.
     """
 
     groups: list[Group]
@@ -47,7 +47,7 @@ class Rollouts:
 
     @property
     def reward(self) -> float:
-        """Mean over all completions."""
+        """Mean reward of all completions."""
         rewards = [value for group in self.groups for value in group.rewards]
         return sum(rewards) / len(rewards)
 
@@ -62,8 +62,8 @@ def roll_out(
     """Sample completions of all `problems` from the engines that `serving` names.
 
     Raises:
-        WeightSyncError: what the first engine failed with, when none is left; at once, what is not
-            an engine's own fault.
+        WeightSyncError: the first engine's error, once no engine is left. An error that is not an engine's
+            own fault is raised at once.
     """
     groups: list[Group] = []
     versions: set[int] = set()
@@ -90,9 +90,9 @@ def _generate(
     seeds: random.Random,
     timeout_s: float,
 ) -> tuple[dict[str, tuple[int, Sequence[list[int]]]], dict[str, WeightSyncError]]:
-    """By engine, the version and the completions that it made, or why it made none.
+    """Ask each engine for its share. Returns versions with completions, and errors, both by engine.
 
-    Each call has a seed of its own: engines that share one would explore the same way.
+    Each call has its own seed: engines with the same seed would explore the same way.
     """
     calls = {
         f"engine {name}": engines[name].generate.remote(
@@ -111,7 +111,7 @@ def _generate(
 
 
 def _groups(problems: Sequence[Problem], tokens: Sequence[list[int]], size: int) -> list[Group]:
-    """`size` completions belong to each problem, in order."""
+    """Group completions: `size` per problem, in order."""
     groups = []
     for index, problem in enumerate(problems):
         own = list(tokens[index * size : (index + 1) * size])

@@ -1,4 +1,4 @@
-"""A run's folder, in which a full disk ends nothing that the run does."""
+"""A run's folder. A full disk does not end the run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["RunFolder", "replace_text"]
 
 
 class RunFolder:
-    """Takes what a run leaves behind; what cannot be written is said when the run's outcome has been."""
+    """Writes a run's files, and remembers those that could not be written for `complaint`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
         self._lost: dict[str, str] = {}
 
     def write(self, name: str, write: Callable[[Path], None]) -> None:
-        """Have `write` make the file or folder `name`; an OSError is kept for `complaint`."""
+        """Call `write` with the path of `name`. An OSError is kept for `complaint`."""
         try:
             write(self.path / name)
         except OSError as error:
@@ -27,11 +27,11 @@ class RunFolder:
             self._lost.pop(name, None)
 
     def lacks(self, names: Collection[str]) -> bool:
-        """Whether the last version of any of these could not be written."""
+        """Return whether the last write of any of these failed."""
         return not self._lost.keys().isdisjoint(names)
 
     def complaint(self) -> str:
-        """One line of what could not be written; empty if all was."""
+        """Return one line about what could not be written, or an empty string."""
         if not self._lost:
             return ""
         why = ", ".join(dict.fromkeys(self._lost.values()))
@@ -39,7 +39,7 @@ class RunFolder:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace `path` as a whole, so that a reader never meets a half. Raises OSError, and leaves it then."""
+    """Replace `path` atomically, so that readers never see part of it. On OSError it is unchanged."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         part.write_text(text, encoding="utf-8")

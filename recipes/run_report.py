@@ -1,4 +1,4 @@
-"""What a run leaves behind: ``report.json``, which `page` makes a page of."""
+"""A run's ``report.json``, from which `page` makes its page."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class StepRow:
     """One step: the rollouts' mean reward, then the update that followed.
 
     Attributes:
-        version: what the update committed.
+        version: the version that the update committed.
         bytes: payload of the update.
         engines: the version that each engine serves after it.
         rollout_versions: the versions that made the rollouts behind `reward`.
         committed_at: seconds since 1970.
         gb_per_s, phases, routes, failures: as in `SyncReport`.
-        retried: why the update was tried once more; empty if it was not.
+        retried: why the update was repeated; empty if it was not.
     """
 
     step: int
@@ -58,7 +58,7 @@ class StepRow:
     def of(
         cls, step: int, reward: float, rollout_versions: list[int], update: SyncReport, retried: str
     ) -> StepRow:
-        """The row of a step whose `update` has just committed."""
+        """Make the row of a step whose `update` has just committed."""
         return cls(
             step=step,
             version=update.version,
@@ -79,14 +79,14 @@ class StepRow:
 
 @dataclass(kw_only=True)
 class RunReport:
-    """Filled while the run goes on; :meth:`write` may be called at any time.
+    """The report of a run, filled as it goes. :meth:`write` may be called at any time.
 
     Attributes:
         devices: what its trainers and engines run on.
-        engines: what each said of itself as it was first started.
-        heals: each engine that failed and came back.
-        links: the bytes of one update by where they go, as connected first.
-        spans: of the last update, see `SyncReport.spans`.
+        engines: what each engine reported about itself at its first start.
+        heals: the heals of engines that failed and came back.
+        links: the bytes of one update by sender and engine rank, as first connected.
+        spans: spans of the last update, see `SyncReport.spans`.
     """
 
     name: str
@@ -115,15 +115,15 @@ class RunReport:
         return sum(row.reward for row in last) / len(last) if last else 0.0
 
     def write(self, path: Path) -> None:
-        """Replace `path` as a whole, so that a reader never meets half a report."""
+        """Write the report to `path` atomically, so that readers never see part of it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, json.dumps(asdict(self), indent=1) + "\n")
 
 
 def read_report(path: Path) -> RunReport:
-    """What `RunReport.write` wrote.
+    """Read what `RunReport.write` wrote.
 
-    Raises ConfigError, of ``report.json``, when there is no such file or it says something else.
+    Raises ConfigError of field ``report.json`` if there is no such file or it has other content.
     """
     try:
         return msgspec.json.decode(path.read_bytes(), type=RunReport)
@@ -134,7 +134,7 @@ def read_report(path: Path) -> RunReport:
 
 
 def this_host() -> dict[str, str | int | None]:
-    """Name, system, Python and cores."""
+    """Return name, system, Python and cores of this host."""
     return {
         "name": platform.node(),
         "system": platform.platform(),
@@ -144,7 +144,7 @@ def this_host() -> dict[str, str | int | None]:
 
 
 def packages_here() -> dict[str, str]:
-    """Versions of those that matter, as far as they are installed."""
+    """Return the versions of relevant installed packages."""
     found = {}
     for name in PACKAGES:
         try:

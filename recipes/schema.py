@@ -1,4 +1,4 @@
-"""What a recipe may say, from the dataclasses that load it: JSON Schema for editors, Markdown for readers."""
+"""Makes a JSON Schema and a Markdown reference of recipes from the dataclasses that load them."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ listed are mistakes."""
 
 
 def recipe_schema() -> Schema:
-    """JSON Schema, draft 2020-12. Limits of numbers, and what has to fit together, are left to the loader."""
+    """Return a JSON Schema, draft 2020-12. The loader checks limits of numbers and combinations."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Recipe", **_object(Recipe)}
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Of each field, what the class's docstring says under ``Attributes:``, in one line of Markdown."""
+    """Return each field's text under ``Attributes:`` in the class's docstring, as a line of Markdown."""
     section = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")[2]
     own = re.split(r"\n(?=\S)", section)[0]
     entries = re.findall(r"^    ([\w, ]+): (.+(?:\n {8}.+)*)", own, re.MULTILINE)
@@ -51,7 +51,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def markdown(schema: Schema) -> str:
-    """A section for each mapping that `schema` knows, with a row for each key."""
+    """Return a section for each mapping in `schema`, with a row for each key."""
     parts = [_HEAD]
     for path, section in _sections(schema, ""):
         parts += ["", f"## {f'`{path}`' if path else 'A recipe'}", "", section["description"], ""]
@@ -79,7 +79,7 @@ def _object(cls: type[DataclassInstance]) -> Schema:
 
 
 def _of(hint: object) -> Schema:
-    """As `weightsync.config.load_dataclass` takes it."""
+    """The schema of a type, as `weightsync.config.load_dataclass` accepts it."""
     origin, args = get_origin(hint), get_args(hint)
     if hint == Size:
         return dict(_SIZE)
@@ -98,12 +98,12 @@ def _of(hint: object) -> Schema:
 
 
 def _one_line(text: str) -> str:
-    """Markdown of a docstring's lines: one backtick for two, no roles."""
+    """Join a docstring's lines as Markdown: single backticks, no roles."""
     return re.sub(r":\w+:(?=`)", "", " ".join(text.split())).replace("``", "`")
 
 
 def _sections(schema: Schema, path: str) -> Iterator[tuple[str, Schema]]:
-    """Every mapping with named keys, as ``engines.<name>`` and ``events[]`` where there are several."""
+    """Yield each mapping with named keys and its path, such as ``engines.<name>`` or ``events[]``."""
     if "properties" in schema:
         yield path, schema
         for name, each in schema["properties"].items():

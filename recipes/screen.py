@@ -1,4 +1,4 @@
-"""What a run shows: one line a step, and a table at the end. Plain lines where nobody watches."""
+"""Prints a run: one line per step and a table at the end. Plain lines without a terminal."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ __all__ = ["Screen"]
 
 
 class Screen:
-    """Prints a run to `console`, whose kind decides on colours and on the spinner."""
+    """Prints a run to `console`, which decides about colours and the spinner."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
     @contextmanager
     def stage(self, what: str) -> Iterator[None]:
-        """Say what is being waited for, then how long it took."""
+        """Print what is being waited for, then how long it took."""
         start = time.monotonic()
         with self._console.status(f"{what} …"):
             yield
         self.line(f"{what}: {time.monotonic() - start:.1f} s")
 
     def line(self, text: str) -> None:
-        """One line, or the lines of `text`, as they are: neither wrapped nor read as markup."""
+        """Print the lines of `text` unchanged, without wrapping or markup."""
         self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def step(self, row: StepRow, num_steps: int) -> None:
-        """The line of one step."""
+        """Print the line of one step."""
         width = len(str(num_steps))
         bar = "█" * round(row.reward * 10)
         proof = "verified" if row.verified else "NOT VERIFIED"
@@ -50,7 +50,7 @@ class Screen:
         )
 
     def summary(self, report: RunReport) -> None:
-        """The table at the end, then a line for each heal."""
+        """Print the table at the end, then a line for each heal."""
         kinds = Counter(str(info.get("kind")) for info in report.engines.values())
         table = Table(title=f"{report.name}: {report.status}", show_header=False, title_justify="left")
         for row in _figures(report) if report.steps else ():

@@ -1,4 +1,4 @@
-"""Engines of a checkpoint that is read while they start, and that can be exchanged for another.
+"""Serves checkpoints: fills engines while they start, and switches between checkpoints.
 
 with local_cluster(RunFolder(Path("runs/serve")), threads_per_actor=1):
     serve([Path("models/one"), Path("models/two")], Fleet("auto", 2, 1), Screen(Console()), sys.stdin)
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 __all__ = ["Fleet", "serve"]
 
 _PATIENCE_S = 1800.0
-"""For engines to start and for files to be read."""
+"""Seconds for engines to start and for files to be read."""
 _PROMPT = [[1, 2, 3]]
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """`count` engines of a kind, each of `tensor_parallel_size` ranks; Ray has them under `name`."""
+    """`count` engines of a kind, with `tensor_parallel_size` ranks each, under `name` in Ray."""
 
     kind: str
     count: int
@@ -49,7 +49,7 @@ class Fleet:
     name: str
 
     def start(self, name: str, model: Path) -> ActorHandle[Any]:
-        """Start the engine of that name, the first time or again, on GPUs where there are enough."""
+        """Start or restart the engine of that name, on GPUs if there are enough."""
         end(actor_name(self.name, name))
         num_gpus = self.tensor_parallel_size
         enough = ray.cluster_resources().get("GPU", 0) >= num_gpus * self.count
@@ -57,7 +57,7 @@ class Fleet:
         if enough and choose_engine(self.kind)[0] == "torch":
             options["device"] = "cuda"
         place: dict[str, Any] = {"num_gpus": num_gpus if enough else 0}
-        if not enough:  # a cluster with GPUs shows all of them to an actor that reserves none
+        if not enough:  # Ray shows all GPUs to an actor that reserves none
             place["runtime_env"] = {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}}
         actor = ray.remote(EngineActor).options(
             num_cpus=0, max_restarts=0, name=actor_name(self.name, name), namespace=NAMESPACE, **place
@@ -67,15 +67,15 @@ class Fleet:
 
 
 def serve(models: Sequence[Path], fleet: Fleet, screen: Screen, lines: Iterable[str] | None) -> None:
-    """Fill `fleet` with the first of `models`, then do as `lines` say; needs a Ray cluster.
+    """Fill `fleet` with the first of `models`, then follow `lines`. Needs a Ray cluster.
 
-    A model is a folder with a ``config.json`` and safetensors files; engines are built by the first one's.
-    A line is the name of a checkpoint, or the folder of another one, to switch to; or ``-NAME`` to free
-    one. A mistake in a line is said and passed over. Without `lines`, all `models` have their turn.
+    A model is a folder with a ``config.json`` and safetensors files. Engines are built from the first one's
+    config. A line names a checkpoint to switch to, or the folder of a new one; ``-NAME`` frees one. A wrong
+    line is reported and skipped. Without `lines`, `models` are served in turn.
 
     Raises:
-        WeightSyncError: a checkpoint does not fit, or engines failed, before `lines` were asked for; or
-            engines of that name serve on this cluster.
+        WeightSyncError: before the first line, a checkpoint did not fit or engines failed, or engines of that
+            name already serve on this cluster.
     """
     begun = time.monotonic()
     if serving := names(run_prefix(fleet.name)):
@@ -92,7 +92,7 @@ def serve(models: Sequence[Path], fleet: Fleet, screen: Screen, lines: Iterable[
             for model in models[1:]:
                 _switch(sync, model.name, screen)
     finally:
-        for name in engines:  # one that was healed has another handle
+        for name in engines:  # a healed engine has a new handle
             end(actor_name(fleet.name, name))
 
 
@@ -103,14 +103,14 @@ def _connect(
     engines: dict[str, ActorHandle[Any]],
     screen: Screen,
 ) -> None:
-    """Reading and starting go on at the same time."""
+    """Wait for engines and the first checkpoint, which is read while they start, then connect."""
     sync.register_engines(engines, respawn=lambda name: fleet.start(name, models[0]))
     with screen.stage(f"start {count_text(fleet.count, 'engine')}, and read beside them"):
         readings = {model.name: sync.register_checkpoint(model.name, [str(model)]) for model in models}
         collect({f"engine {n}": e.info.remote() for n, e in engines.items()}, "start", _PATIENCE_S)
     (first, reading), *others = readings.items()
     _say_read(first, reading, screen)
-    for name, reading in others:  # of which this waits for none
+    for name, reading in others:  # do not wait for these
         reading.add_done_callback(partial(_say_read_later, name, screen))
     with screen.stage("connect"):
         sync.connect()

@@ -1,8 +1,8 @@
-"""A loop that updates SGLang by its own three calls, on an engine that weightsync feeds as well.
+"""A loop that updates SGLang by its own three calls, and by weightsync.
 
 On a host with two GPUs and SGLang, ``python -m weightsync.recipes.sglang_three_calls`` starts a small
 Llama on one and an engine with dummy weights on the other. The engine is updated by weightsync first;
-then the trainer goes on, and sends its weights itself: ``init_weights_update_group``,
+then the trainer trains on and sends its weights itself: ``init_weights_update_group``,
 ``update_weights_from_distributed``.
 After each update, ``get_weights_by_name`` reads back what the engine holds, tensor by tensor.
 """
@@ -55,46 +55,46 @@ class Trainer(TrainerShard):
 
     @torch.no_grad()
     def train(self) -> None:
-        """A stand-in for a step."""
+        """Stand in for a training step."""
         for parameter in self.model.parameters():
             parameter.normal_(std=0.02)
 
     def metas(self) -> list[tuple[str, str, list[int]]]:
-        """Name, dtype and shape of each tensor, in the order of `send`."""
+        """Return name, dtype and shape of each tensor, in the order of `send`."""
         return [
             (name, str(each.dtype).removeprefix("torch."), list(each.shape))
             for name, each in self.model.named_parameters()
         ]
 
     def rows(self, name: str) -> list[Any]:
-        """The first rows of a tensor, as floats."""
+        """Return the first rows of a tensor, as floats."""
         rows: list[Any] = self.model.get_parameter(name)[:ROWS].float().tolist()
         return rows
 
     def join(self, port: int) -> None:
-        """Wait for the engine's ranks in a group of which this is rank 0."""
+        """Open the group with the engine's ranks, as rank 0, and wait for them."""
         self._group = join_update_group("127.0.0.1", port, world_size=2, name=GROUP)
 
     def send(self) -> None:
-        """Broadcast every tensor; the engine has to be receiving."""
+        """Broadcast every tensor. The engine must be receiving."""
         for parameter in self.model.parameters():
             torch.distributed.broadcast(parameter.data, src=0, group=self._group)
         torch.cuda.synchronize()
 
 
 class Engine(EngineActor):
-    """weightsync's engine actor, which passes SGLang's own calls on."""
+    """weightsync's engine actor, which also forwards SGLang's own calls."""
 
     async def own(self, call: str, **fields: object) -> Any:  # noqa: ANN401 - SGLang's
-        """One of the calls of its adapter that `Engine` has not, while the actor goes on with others."""
+        """Make a call that only this adapter has, without blocking the actor."""
         return await asyncio.to_thread(getattr(self._engine, call), **fields)
 
 
 def main() -> int:
-    """0 if the engine held what the trainer had, each time."""
+    """Run the loop. Returns 0 if the engine held the trainer's weights each time."""
     with tempfile.TemporaryDirectory() as path:
         CONFIG.save_pretrained(Path(path))
-        # As SGLang has it in its own processes: both sides of a group have to agree.
+        # Both sides of a group have to agree on SGLang's own setting.
         nccl = {"env_vars": {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}}
         trainer = ray.remote(Trainer).options(num_gpus=1, runtime_env=nccl).remote(path)
         engine = ray.remote(Engine).options(num_gpus=1).remote("sglang", path, "e0", ENGINE)

@@ -1,4 +1,4 @@
-"""The tensors of a model's checkpoint, by formula from the few numbers of its config."""
+"""Derives the tensors of a model's checkpoint from the numbers in its config."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MlaShape:
-    """Multi-head latent attention: queries, keys and values through two small ranks."""
+    """Multi-head latent attention: queries, keys and values in low rank."""
 
     q_lora_rank: int
     kv_lora_rank: int
@@ -32,12 +32,12 @@ class MlaShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixtureShape:
-    """Experts, in all layers but the first `first_k_dense`.
+    """The experts, in all layers but the first `first_k_dense`.
 
     Attributes:
-        intermediate_size: of one expert.
-        num_shared_experts: experts that take every token; they are one MLP of so many times the size.
-        router_bias: the router has a float32 `e_score_correction_bias`, a buffer and no parameter.
+        intermediate_size: size of one expert.
+        num_shared_experts: experts that take every token; they form one MLP of that many times the size.
+        router_bias: the router has a float32 `e_score_correction_bias`, which is a buffer.
     """
 
     num_experts: int
@@ -56,13 +56,13 @@ class MixtureShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """A decoder of the families Qwen3, Qwen3-MoE, GLM4-MoE or DeepSeek-V3, as transformers names its tensors.
+    """A decoder: Qwen3, Qwen3-MoE, GLM4-MoE or DeepSeek-V3, with transformers' tensor names.
 
     Attributes:
-        num_key_value_heads, head_dim: of grouped-query attention; unused with `mla`.
-        intermediate_size: of the dense MLPs; unused where all layers have experts.
-        attention_bias: on the query, key and value projections.
-        published_billions: parameters that the model's authors state, 0 if they state none.
+        num_key_value_heads, head_dim: for grouped-query attention; unused with `mla`.
+        intermediate_size: size of the dense MLPs; unused if all layers have experts.
+        attention_bias: biases on the query, key and value projections.
+        published_billions: parameter count that the authors publish; 0 if unknown.
     """
 
     hidden_size: int
@@ -95,20 +95,20 @@ class ModelShape:
 
     @property
     def num_dense_layers(self) -> int:
-        """Layers, the first ones, that have a dense MLP."""
+        """Number of layers, from the first, with a dense MLP."""
         return self.num_hidden_layers if self.moe is None else self.moe.first_k_dense
 
     @property
     def tied(self) -> tuple[tuple[str, str], ...]:
-        """(alias, canonical) pairs, as `Layout` has them."""
+        """Tied tensors as (alias, canonical) pairs, as in `Layout`."""
         return (("lm_head.weight", "model.embed_tokens.weight"),) if self.tie_word_embeddings else ()
 
 
 def checkpoint_tensors(model: ModelShape) -> tuple[TensorMeta, ...]:
-    """Every tensor by its name in a Hugging Face checkpoint, each expert's by itself, in layer order.
+    """Return every tensor of a Hugging Face checkpoint, one per expert, in layer order.
 
-    The names and shapes are those of transformers' Qwen3, Qwen3Moe, Glm4Moe and DeepseekV3 models,
-    without layers for multi-token prediction and without scales of quantised checkpoints.
+    Names and shapes are those of transformers' Qwen3, Qwen3Moe, Glm4Moe and DeepseekV3 models, without
+    layers for multi-token prediction and without scales of quantised checkpoints.
     """
     vocab = (model.vocab_size, model.hidden_size)
     dense = _layer(model, None) if model.num_dense_layers else []

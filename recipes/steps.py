@@ -1,4 +1,4 @@
-"""What every loop shares: the training of a step, the update that follows, and what is left in the end."""
+"""Parts that every loop shares: train, sleep, update, and write what remains of a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["leave", "sleep", "train", "update"]
 
 
 def train(groups: Sequence[Group], trainers: Mapping[str, ActorHandle[Any]], timeout_s: float) -> None:
-    """Each rank trains on its share of `groups`."""
+    """Train each rank on its share of `groups`."""
     calls = {
         name: trainer.train_step.remote(groups[rank :: len(trainers)])
         for rank, (name, trainer) in enumerate(trainers.items())
@@ -34,7 +34,7 @@ def train(groups: Sequence[Group], trainers: Mapping[str, ActorHandle[Any]], tim
 
 
 def sleep(sync: WeightSync, recipe: Recipe, screen: Screen) -> None:
-    """Engines give the trainers room, if they are to; one that does not is told of, and serves on."""
+    """Make engines sleep if the recipe asks for it. Reports engines that fail to sleep."""
     if recipe.loop.sleep:
         try:
             sync.sleep(level=recipe.loop.sleep)
@@ -43,7 +43,7 @@ def sleep(sync: WeightSync, recipe: Recipe, screen: Screen) -> None:
 
 
 def update(sync: WeightSync, version: int, recipe: Recipe, screen: Screen) -> tuple[SyncReport, str]:
-    """One update; what too few engines took is tried once more when they are healed, and why is returned."""
+    """Update to `version`, and once more after heals if it fails. Returns the first error, or empty."""
     try:
         return sync.update_weights(version), ""
     except WeightSyncError as error:
@@ -53,7 +53,7 @@ def update(sync: WeightSync, version: int, recipe: Recipe, screen: Screen) -> tu
 
 
 def leave(report: RunReport, folder: RunFolder, updates: Sequence[SyncReport] | None) -> None:
-    """A page of the run and, of `updates`, a ``trace.json``; see `write_trace`."""
+    """Write the run's page and, if `updates` are given, ``trace.json``; see `write_trace`."""
     folder.write("report.html", lambda path: replace_text(path, page(report)))
     if updates is not None:
         folder.write("trace.json", lambda path: write_trace(path, updates, report.heals))

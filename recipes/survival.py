@@ -1,4 +1,4 @@
-"""What a run leaves behind for its next driver, should this one die, and how that one finds it."""
+"""What a run leaves for the next driver if this one dies, and how that driver finds it."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ __all__ = ["actor_options", "find_actors", "read_back", "take_trainers"]
 
 
 def actor_options(recipe: Recipe, who: str) -> dict[str, Any]:
-    """Ray's options for ``trainer 0``, ``engine main-0`` and the like; they reserve nothing."""
+    """Return Ray's options for an actor such as ``trainer 0`` or ``engine main-0``. It reserves nothing."""
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
     return options | (detached(actor_name(recipe.name, who)) if recipe.resume else {})
 
 
 def find_actors(recipe: Recipe) -> Mapping[str, ActorHandle[Any]]:
-    """The trainers and engines of an earlier driver that live, as ``trainer 0`` and ``engine main-0``."""
+    """Return the living actors of an earlier driver by name: ``trainer 0``, ``engine main-0`` and so on."""
     everybody = [who for who in recipe.members if recipe.resume and not who.startswith("holder ")]
     return {who: actor for who in everybody if (actor := find(actor_name(recipe.name, who)))}
 
 
 def take_trainers(left: Mapping[str, ActorHandle[Any]], recipe: Recipe) -> dict[str, ActorHandle[Any]]:
-    """The trainers among those that are `left`, in rank order; none where nobody is left.
+    """Return the trainers among `left`, in rank order. Empty if no actor is left.
 
-    Raises StateError when not all trainers of the recipe are.
+    Raises StateError if some of the recipe's trainers are missing.
     """
     trainers = [who for who in recipe.members if who.startswith("trainer ")]
     gone = [who for who in trainers if left and who not in left]
@@ -46,7 +46,7 @@ def take_trainers(left: Mapping[str, ActorHandle[Any]], recipe: Recipe) -> dict[
 
 
 def read_back(path: Path, report: RunReport) -> None:
-    """Begin `report` with what an earlier driver wrote to `path`; it may not have come to that."""
+    """Start `report` with what an earlier driver wrote to `path`, if it did."""
     if path.exists():
         earlier = read_report(path)
         report.started = earlier.started

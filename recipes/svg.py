@@ -12,14 +12,14 @@ __all__ = ["Axis", "Bar", "Row", "columns", "lanes", "line"]
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 12, 10, 26
 _BAR, _GAP, _LABEL = 16, 10, 18
 _CHARACTER = 7.4
-"""Of a label in the page's font, about."""
+"""Approximate width of a character of a label in the page's font."""
 _SIDE_FROM = 700
-"""Wider charts have labels beside their bars, narrower ones above them."""
+"""Charts wider than this have labels next to their bars, others above them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """From `start` on, `size` long; `text` says what it is."""
+    """A bar of length `size` at `start`; `text` describes it."""
 
     colour: int
     start: float
@@ -29,7 +29,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """`size` from `first` on; the last number on it is told as `label` has it."""
+    """An axis of length `size` from `first`. `label` is the text of its last number."""
 
     size: float
     label: str
@@ -38,7 +38,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Bars on one line."""
+    """The bars of one line."""
 
     name: str
     bars: Sequence[Bar]
@@ -47,7 +47,7 @@ class Row:
 def line(
     title: str, points: Sequence[tuple[int, float]], width: int, y_max: float, target: float = 0.0
 ) -> Markup:
-    """A line through `points`, by step; a dashed one at `target`, if there is one."""
+    """Draw a line through `points`, by step, and a dashed one at `target` if it is not 0."""
     height = 220
     xs = [x for x, _ in points]
     x_min, x_max = min(xs), max(max(xs), min(xs) + 1)
@@ -70,7 +70,7 @@ def line(
 
 
 def columns(title: str, stacks: Sequence[tuple[str, Sequence[Bar]]], width: int, y_max: float) -> Markup:
-    """A column of stacked bars for each of `stacks`, labelled with its first part."""
+    """Draw a column of stacked bars for each of `stacks`, labelled with its first part."""
     height = 220
     each = (width - _LEFT - _RIGHT) / max(len(stacks), 1)
     scale = (height - _TOP - _BOTTOM) / (y_max or 1)
@@ -94,7 +94,7 @@ def columns(title: str, stacks: Sequence[tuple[str, Sequence[Bar]]], width: int,
 
 
 def lanes(title: str, rows: Sequence[Row], width: int, axis: Axis) -> Markup:
-    """A line of bars for each of `rows`."""
+    """Draw a line of bars for each of `rows`."""
     side = width >= _SIDE_FROM
     left = 190 if side else 2
     scale = (width - left - _RIGHT) / axis.size
@@ -124,7 +124,7 @@ def _svg(title: str, width: int, height: int, parts: Sequence[Markup]) -> Markup
 
 
 def _grid(width: int, height: int, y_max: float) -> list[Markup]:
-    """Horizontal lines with what they stand for."""
+    """Draw horizontal lines with their values."""
     parts = []
     for y in _ticks(0, y_max, 4):
         at = height - _BOTTOM - y / (y_max or 1) * (height - _TOP - _BOTTOM)
@@ -150,7 +150,7 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
 
 
 def _ticks(least: float, most: float, about: int) -> list[float]:
-    """Round numbers from `least` to `most`, at most `about` of them or a few more."""
+    """Return round numbers from `least` to `most`, about `about` of them."""
     rough = (most - least) / max(about, 1)
     if rough <= 0:
         return [least]
@@ -170,7 +170,7 @@ def _fit(text: str, width: float) -> str:
 
 
 def _tag(name: str, attributes: Mapping[str, object], *inside: str) -> Markup:
-    """An element; texts and attributes are escaped."""
+    """Return an element with escaped texts and attributes."""
     pairs = Markup("").join(
         Markup(' {}="{}"').format(key, f"{value:.2f}" if isinstance(value, float) else value)
         for key, value in attributes.items()

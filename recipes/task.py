@@ -1,7 +1,7 @@
 """The quickstart's task: say the larger of two digits.
 
 ``max 3 7 =`` wants ``7``. The answer can be checked exactly, which is all that a verifiable reward
-needs. A model that knows nothing is right once in ``vocab_size`` tries, one that has learned only
+needs. An untrained model is right once in ``vocab_size`` tries, one that has learned only
 to say a digit once in ten.
 """
 
@@ -21,7 +21,7 @@ _IDS = {word: index for index, word in enumerate(WORDS)}
 
 
 def encode(text: str) -> list[int]:
-    """Token ids of words parted by blanks."""
+    """Return the token ids of words separated by blanks."""
     return [_IDS[word] for word in text.split()]
 
 
@@ -34,27 +34,27 @@ class Problem:
 
     @property
     def prompt(self) -> list[int]:
-        """Four token ids."""
+        """The prompt as four token ids."""
         return encode(f"max {self.left} {self.right} =")
 
     @property
     def answer(self) -> list[int]:
-        """One token id."""
+        """The answer as one token id."""
         return encode(str(max(self.left, self.right)))
 
 
 def reward(problem: Problem, completion: Sequence[int]) -> float:
-    """1.0 for exactly the answer, else 0.0."""
+    """Return 1.0 for exactly the answer, else 0.0."""
     return float(list(completion) == problem.answer)
 
 
 class ProblemSampler:
-    """Endless problems, the same ones for the same seed."""
+    """Draws problems without end, the same ones for the same seed."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
     def sample(self, num_problems: int) -> list[Problem]:
-        """The next `num_problems`, each pair of digits equally likely."""
+        """Return the next `num_problems`. Each pair of digits is equally likely."""
         digit = self._random.randrange
         return [Problem(digit(10), digit(10)) for _ in range(num_problems)]

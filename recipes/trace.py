@@ -1,4 +1,4 @@
-"""Updates as a trace, for Perfetto (ui.perfetto.dev) or chrome://tracing: a track for each rank."""
+"""Writes updates as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing, one track per rank."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _Event = dict[str, object]
 
 
 def write_trace(path: Path, updates: Sequence[SyncReport], heals: Sequence[HealReport] = ()) -> None:
-    """Every span of `updates`, and a track of the heals of each healed engine, as Chrome's trace events.
+    """Write every span of `updates`, and a track of heals per engine, as Chrome trace events.
 
-    Times are microseconds since 1970, by the clocks of the ranks' hosts: on several hosts, tracks are as
-    far off one another as these.
+    Times are microseconds since 1970 by each rank's host clock. Tracks of several hosts are offset as far as
+    their clocks.
     """
     tracks: dict[str, list[_Event]] = {}
     for update in updates:

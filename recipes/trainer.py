@@ -1,4 +1,4 @@
-"""The quickstart's trainer actor: a learner whose shard the synchroniser can read."""
+"""The quickstart's trainer actor: a learner whose shard WeightSync can read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATIENCE = timedelta(seconds=60)
 
 
 class GrpoTrainer(TrainerShard):
-    """One rank of the trainers. First ``listen`` on rank 0, then ``join`` on all, then train."""
+    """One trainer rank. Call ``listen`` on rank 0, then ``join`` on all, then train."""
 
     def __init__(
         self, rank: int, num_ranks: int, model_path: str, loop: LoopSpec, slot: str | None, device: str
@@ -32,17 +32,17 @@ class GrpoTrainer(TrainerShard):
         self._store: TCPStore | None = None
 
     def __repr__(self) -> str:
-        """What Ray writes before each line of its log."""
+        """Return the prefix that Ray writes before each log line."""
         return f"{type(self).__name__} {self._rank}"
 
     def listen(self) -> tuple[str, int]:
-        """Open the ranks' meeting point on a free port, and return address and port."""
+        """Open the ranks' rendezvous on a free port. Returns address and port."""
         address: str = ray.util.get_node_ip_address()
         self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
         return address, self._store.port
 
     def join(self, address: str, port: int) -> None:
-        """Meet the other ranks, and load this rank's shard; returns when all have come."""
+        """Join the other ranks and load this rank's shard. Returns when all have joined."""
         store = self._store or TCPStore(address, port, is_master=False, timeout=PATIENCE)
         backend = "cpu:gloo,cuda:nccl" if self._device == "cuda" else "gloo"
         dist.init_process_group(
@@ -54,23 +54,23 @@ class GrpoTrainer(TrainerShard):
             self.offload()
 
     def train_step(self, groups: Sequence[Group]) -> dict[str, float]:
-        """See :meth:`weightsync.recipes.learner.Learner.train_step`."""
+        """Train on this rank's groups, see :meth:`weightsync.recipes.learner.Learner.train_step`."""
         with self._turn():
             return self._learner.train_step(groups)
 
     def scramble(self) -> None:
-        """See :meth:`weightsync.recipes.learner.Learner.scramble`."""
+        """Replace all weights by random numbers."""
         with self._turn():
             self._learner.scramble()
 
     def greedy(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-        """See :meth:`weightsync.recipes.learner.Learner.greedy`."""
+        """Return the greedy tokens after each prompt."""
         with self._turn():
             return self._learner.greedy(prompts, num_tokens)
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """With the shard where it can be used, if it has to share that place."""
+        """Load the shard onto the GPU for the duration, and offload it afterwards, if the GPU is shared."""
         if not self._loop.sleep:
             yield
             return

@@ -1,4 +1,4 @@
-"""YAML that knows where it stands: what a file says, and the line of every value in it."""
+"""Reads YAML files and records the line of every value."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ __all__ = ["located", "read_yaml"]
 
 
 def read_yaml(path: Path, field: str) -> tuple[object, dict[str, str]]:
-    """The value, and its places: ``{"sync.timeout_s": "recipes/x.yaml:12", "faults[0]": …}``.
+    """Return the value and its places, ``{"sync.timeout_s": "recipes/x.yaml:12", "faults[0]": …}``.
 
     Raises:
-        ConfigError: as `field`, what cannot be read or is no YAML; a key that is given twice. With its line.
+        ConfigError: of `field`, with the line: the file cannot be read or is not YAML, or a key is given
+            twice.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -45,9 +46,9 @@ def read_yaml(path: Path, field: str) -> tuple[object, dict[str, str]]:
 
 @contextmanager
 def located(places: Mapping[str, str], otherwise: str) -> Iterator[None]:
-    """Errors of what is loaded inside say where their field stands, if it does.
+    """Add the place of its field to a ConfigError that is raised inside, `otherwise` if unknown.
 
-    For a field that is not there that is the place of one that the remedy names, or of its parent.
+    If the field is not in the file, it takes the place of a field that the remedy names, or of its parent.
     """
     try:
         yield
@@ -59,9 +60,9 @@ def located(places: Mapping[str, str], otherwise: str) -> Iterator[None]:
 
 
 def _keys(node: yaml.Node | None, path: str, seen: set[int]) -> Iterator[tuple[str, int, object]]:
-    """Each key with its line and its value as it is written, and the items of lists as ``key[0]``."""
+    """Yield each key with its line and its literal value; items of lists are ``key[0]`` and so on."""
     if id(node) in seen:
-        return  # an alias: its anchor was here
+        return  # an alias, whose anchor was visited before
     seen.add(id(node))
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
@@ -82,11 +83,11 @@ def _written(node: yaml.Node) -> object:
 
 
 def _no_yaml(error: Exception, text: str, path: Path, field: str) -> ConfigError:
-    """With the line as it stands there, since what is wrong with it may be a blank."""
+    """Return an error that quotes the line unchanged, as a blank may be what is wrong."""
     lines = [*text.splitlines(), ""]
     index, problem = 0, "it is nested too deep"
     if isinstance(error, yaml.MarkedYAMLError):
-        marks = (error.problem_mark, error.context_mark)  # the second: where what does not end begins
+        marks = (error.problem_mark, error.context_mark)  # the second is where an unclosed item starts
         index = next((mark.line for mark in marks if mark and lines[mark.line].strip()), 0)
         problem = str(error.problem)
     elif isinstance(error, yaml.reader.ReaderError):
