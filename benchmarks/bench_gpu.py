@@ -1,24 +1,23 @@
-"""`update_weights` on GPUs: source x placement x bucket size x slots, and what the link gives bare.
+"""`update_weights` on GPUs: source x placement x bucket size x slots, and bare rates of the link.
 
     python -m benchmarks.bench_sync --gpu [--world 1 2 4] [--source device host] [--bucket-mib 256 512]
         [--slots 2 3] [--model 8b|llama|moe|moe-stacked] [--gib 16] [--rounds 7] [--empty] [--long 200]
 
-One trainer rank and one engine rank a GPU: ``colocated`` shares each of `world` GPUs between the
+One trainer rank and one engine rank per GPU. ``colocated`` shares each of `world` GPUs between the
 two, ``disaggregated`` gives the first half of them to trainers, the second half to the engine. The
 trainer's tensors are cut along their first dimension, the engine's as tensor parallelism cuts them.
-Before each round the trainers write other values and the engine's memory is filled with 0xFF; after
-it every element is compared. Both are outside the clock.
+Before each round the trainers write other values and the engine's memory is filled with 0xFF. After
+it every element is compared. Neither is timed.
 
 Clocks: ``total`` is the wall clock of `update_weights`, from the call until every rank serves the
-version: Ray's calls, digests of both sides and their comparison included. Phases are the report's.
-Connecting is not in it: memory, communicators and mappings are made once. ``bare`` rows run from a
+version, with Ray's calls, digests of both sides and their comparison. Phases are the report's.
+Connecting is not included: memory, communicators and mappings are made once. ``bare`` rows run from a
 barrier until the last rank has one bucket, the same calls in the same processes round after round.
 ``extra MiB`` is device memory that all processes took on the fullest GPU since before connecting,
-the holder's CUDA context (some 500 MiB) and what NCCL takes included. ``floor ms`` and ``share``:
-see benchmarks/README.md.
-The file also keeps the last report of each row, with what connecting cost.
+with the holder's CUDA context (some 500 MiB) and NCCL's memory. benchmarks/README.md explains
+``floor ms`` and ``share``. The file also has the last report of each row, with the cost of connecting.
 
-Each fleet (source x world x placement) is a process with a time limit of its own.
+Each fleet (source x world x placement) is a process with its own time limit.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ _LONG_MARKS = (10, 100, 200)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse, measure part by part, print, write."""
+    """Parse arguments, measure part by part, print and write the result."""
     args = _parser().parse_args(argv)
     if args.part:
         _run_part(json.loads(args.part))
@@ -75,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for row in rows:
             tables.setdefault(str(row["table"]), []).append(row)
             print(json.dumps(_shown(row)), flush=True)
-        if args.json:  # after each part: a later one may be cut off
+        if args.json:  # write after each part, as a later one may be cut off
             done = [row for found in tables.values() for row in found]
             write_json(args.json, "sync-gpu", done, where, notes)
     for title, rows in tables.items():
@@ -112,7 +111,7 @@ _PLACEMENTS = ("colocated", "disaggregated")
 
 
 def _parts(args: argparse.Namespace, worlds: Sequence[int], *, cpu: bool) -> Iterator[dict[str, Any]]:
-    """What each process measures."""
+    """Yield what each process measures."""
     common = {"gib": args.gib, "layers": args.layers, "rounds": args.rounds, "cpu": cpu}
     common |= {"mode": args.mode, "bucket_mib": args.bucket_mib, "slots": args.slots}
     for world in worlds:
@@ -159,7 +158,7 @@ def _fleet(spec: Mapping[str, Any], gpus: Sequence[str]) -> Fleet:
     fleet.used()
     stage("and filled")
     version = new_version()
-    fleet.prepare(version)  # loads what the checks need, so that it does not count as our memory
+    fleet.prepare(version)  # load what the checks need first, so that it does not count as our memory
     stage("and compared")
     fleet.wrong(version)
     return fleet
@@ -210,7 +209,7 @@ def _extra(fleet: Fleet, before: Mapping[str, int]) -> int:
 
 
 def _shown(row: Mapping[str, object]) -> dict[str, object]:
-    """A row without what only the file keeps."""
+    """Return a row without columns that only the file has."""
     return {key: value for key, value in row.items() if key != "table" and not isinstance(value, list | dict)}
 
 

@@ -5,15 +5,15 @@
 One trainer and two engines (transformers on the CPU, a Qwen3 of that many bytes in float32) on one
 host. Each round kills one engine while it idles and waits until it serves again. Clocks, by the driver:
 
-- ``kill to serving``: from noticing its death, which Ray tells within milliseconds, until the refilled
+- ``kill to serving``: from noticing its death, which Ray reports within milliseconds, until the refilled
   engine serves, verified.
-- ``engine start``: the same actor started by itself before, from the call until it answers.
+- ``engine start``: starting the same actor alone, before, from the call until it answers.
 - ``ours``: their difference.
-- ``refill``: from its new process being ready until it serves: connecting, reading, loading, verifying,
+- ``refill``: from the new process being ready until it serves: connecting, reading, loading, verifying,
   resuming.
 
-Medians, with the least and the greatest. Each refill is proven by its digests; the sum of all elements is
-compared with the trainer's as well.
+Medians, with minimum and maximum. Digests prove each refill; the sum of all elements is also compared with
+the trainer's.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ __all__ = ["main"]
 
 
 class Engine(EngineActor):
-    """Shows what it holds."""
+    """An engine that returns its weights."""
 
     async def checksum(self) -> float:
-        engine: Any = self._engine  # its model is nobody else's business
+        engine: Any = self._engine  # the model is private; only this benchmark reads it
         return _checksum(engine._model)
 
     async def pid(self) -> int:
@@ -52,14 +52,14 @@ class Engine(EngineActor):
 
 
 class Checked(Trainer):
-    """Shows what it sends."""
+    """A trainer that returns its weights."""
 
     def checksum(self) -> float:
         return _checksum(self.model)
 
 
 def main() -> None:
-    """Parse, measure, print, write."""
+    """Parse arguments, measure, print and write the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,15 +1,15 @@
-"""How fast the device kernels are: segment copies and digests, on one GPU.
+"""Rates of the device kernels on one GPU: segment copies and digests.
 
     python -m benchmarks.bench_kernels [--json FILE]
 
-Copies go from shards, as a trainer or an engine holds them, to one packed buffer:
+Copies go from shards, as in a trainer or an engine, to one packed buffer:
 
 - contiguous: one segment;
-- rows: segments of 4 MiB that lie apart;
+- rows: separate segments of 4 MiB;
 - columns: segments of 32 MiB, a quarter of each row of a matrix: rows of 1, 4 or 6 KiB.
 
-GB/s count bytes read and written; a digest's, bytes read. Medians over calls, between CUDA events on
-an idle stream, of random data. Consecutive calls use other memory, more than the L2 cache holds.
+GB/s of copies count bytes read and written, those of digests bytes read. Medians over calls between CUDA
+events on an idle stream, of random data. Consecutive calls use different memory, more than the L2 cache.
 Needs 24 GiB of device memory.
 """
 
@@ -43,7 +43,7 @@ Call = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """Random shards and packed buffers: int16, `PARTS` times the largest size, and once."""
+    """Random int16 memory: shards of `PARTS` times the largest size, and packed buffers of once."""
 
     shards: torch.Tensor
     packed: torch.Tensor
@@ -56,7 +56,7 @@ class Pools:
         return cls(shards, torch.zeros(max(SIZES) // 2, dtype=torch.int16, device="cuda"))
 
     def turns(self, nbytes: int) -> Iterator[Pair]:
-        """Memory for up to 4 calls in turn: shards of 4 * `nbytes`, a packed buffer of `nbytes`."""
+        """Yield memory for up to 4 calls: shards of 4 * `nbytes` and a packed buffer of `nbytes`."""
         for turn in range(min(4, max(SIZES) // nbytes)):
             first = turn * nbytes // 2
             yield (
@@ -66,7 +66,7 @@ class Pools:
 
 
 def segments(layout: str, shards: torch.Tensor, packed: torch.Tensor) -> list[Pair]:
-    """What to copy: (source, target) views of equal shapes."""
+    """Return the copies: (source, target) views of equal shapes."""
     if layout == "contiguous":
         return [(shards[: len(packed)], packed)]
     if layout == "rows":
@@ -91,7 +91,7 @@ def copies(pairs: Sequence[Pair]) -> Copies:
 
 
 def seconds(calls: Sequence[Call]) -> float:
-    """Median seconds of one call; they take turns, each once before."""
+    """Return the median seconds of one call. Calls take turns, after one warm-up each."""
     for call in calls:
         call()
     times: list[float] = []
@@ -157,7 +157,7 @@ def copy_rows(pools: Pools) -> Iterator[Row]:
 
 
 def block_rows(pools: Pools) -> Iterator[Row]:
-    """Our copy and digest of 256 MiB by thread blocks."""
+    """Yield rates of our copy and digest of 256 MiB, by thread blocks."""
     nbytes = SIZES[0]
     for num_blocks in NUM_BLOCKS:
         row: dict[str, object] = {"blocks": num_blocks}
@@ -172,7 +172,7 @@ def block_rows(pools: Pools) -> Iterator[Row]:
 
 
 def digest_call(pairs: Sequence[Pair], itemsize: int, num_blocks: int | None = None) -> Call:
-    """Digests of the sources, each the second quarter of the columns of its tensor."""
+    """Return a call that digests the sources, each the second quarter of its tensor's columns."""
     table = DigestTable(
         [digest_part(number, source, itemsize) for number, (source, _) in enumerate(pairs)],
         len(pairs),
@@ -208,7 +208,7 @@ def digest_rows(pools: Pools) -> Iterator[Row]:
 
 
 def host_rows(pools: Pools) -> Iterator[Row]:
-    """What the host spends: building and uploading a table of 4 GiB, and one launch."""
+    """Yield the host's time for building and uploading a table of 4 GiB, and for one launch."""
     for layout in LAYOUTS:
         pairs = segments(layout, *next(pools.turns(max(SIZES))))
         start = time.perf_counter()

@@ -1,11 +1,11 @@
-"""Where the time of an update of a real engine goes, layer by layer: by the engine's own calls, and by ours.
+"""Times each layer of an update of a real engine, by the engine's own calls and by ours.
 
     python -m benchmarks.bench_latency --engine sglang vllm --model 1b 8b --tp 1 2
-    python -m benchmarks.bench_latency --cpu --model tiny      on a CPU, to see that it runs
+    python -m benchmarks.bench_latency --cpu --model tiny      on a CPU, as a smoke test
 
 One part is one engine with dummy weights, and as many FSDP ranks as it has tensor-parallel ranks, on the same
-GPUs. All ways update that engine in turns, round after round. Each update begins with other weights in the
-trainers and 0xFF in the engine's, and every element is compared after it; both are outside the clock.
+GPUs. All ways update that engine in turns, round after round. Each update begins with new weights in the
+trainers and 0xFF in the engine's, and every element is compared after it. Neither is timed.
 
 Ways:
   per-tensor              SGLang: ``update_weights_from_tensor``, a CUDA IPC handle for each tensor, all in
@@ -15,25 +15,25 @@ Ways:
                           vLLM: its IPC transfer, packed into a buffer of `--bucket-mib`
   direct                  `update_weights`
 
-Layers of the engine's own ways, the device waited for before and after each; a round's add up to its total:
+Layers of the engine's own ways, with the device idle before and after each. A round's add up to its total:
   gather    shards to whole tensors on every trainer rank, by NCCL; none with one rank
-  pack      SGLang's buckets: tensors into one. vLLM's packing is not parted from its metadata
-  metadata  IPC handles and names, serialised, and all ranks' payloads brought to the first one
+  pack      SGLang's buckets: tensors into one. vLLM's packing counts as metadata
+  metadata  IPC handles and names, serialised, and all ranks' payloads sent to the first one
   open      in the engine's rank, the slowest one: unpickling, mapping the handles; vLLM packed: copying, too
-  load      in the same rank: the model's ``load_weights``, for vLLM with the layerwise reload behind it
+  load      in the same rank: the model's ``load_weights``, for vLLM with the layerwise reload after it
   way       what is left of the engine's calls: Ray to its actor, ZMQ or vLLM's queue to its ranks, and back
   session   vLLM: ``start_weight_update`` and ``finish_weight_update``
   cache     dropping cached prefixes
   rest      what is left of the total: the driver's calls, barriers of the trainer's ranks
-``empty call`` is one such call that has nothing to do, from trainer to ranks and back, the median of 20;
-times ``calls``, it is about `way`. ``total`` is the driver's wall clock. Nothing is verified inside it.
+``empty call`` is the median of 20 such calls that do nothing, from trainer to ranks and back. Times
+``calls``, it is about `way`. ``total`` is the driver's wall clock, without verification.
 
 Ours: the phases of the report, by the driver's clock, and ``load`` and ``verify`` of the slowest rank, which
-lie inside `move`. The digests of both sides and their comparison are part of the total.
+are inside `move`. The digests of both sides and their comparison are part of the total.
 
 vLLM 0.24 keeps a packed buffer mapped after each update, in the engine's process.
-Medians with the least and the greatest, the first two rounds of each way left out. Each part is a process
-with a time limit of its own.
+Medians with minimum and maximum, without the first two rounds of each way. Each part is a process with its
+own time limit.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ __all__ = ["main"]
 
 _NUM_WARM = 2
 _NUM_PINGS = 20
-_WHOLE = 1 << 62  # bytes: all in one call
+_WHOLE = 1 << 62  # bytes; everything in one call
 _WAYS = ("per-tensor", "bucketed", "direct")
 _OWN, _OURS = "the engines' own calls", "ours"
 _LAYERS = ("gather", "pack", "metadata", "open", "load", "way", "session", "cache", "rest")
@@ -82,13 +82,13 @@ _COLUMNS = {
         *("GB/s", "route"),
     ),
 }
-"""Of each table; the file has more."""
+"""Columns of each table; the file has more."""
 
 UpdateTask = Callable[[], "Layers | Round"]
 
 
 def main() -> None:
-    """Parse, measure part by part, print, write."""
+    """Parse arguments, measure part by part, print and write the result."""
     args = _parser().parse_args()
     if args.part:
         _run_part(json.loads(args.part))
@@ -102,7 +102,7 @@ def main() -> None:
         notes += [trouble] if trouble else []
         for row in found:
             print(json.dumps(_shown(row)), flush=True)
-        if args.json:  # after each part: a later one may be cut off
+        if args.json:  # write after each part, as a later one may be cut off
             write_json(args.json, "latency", rows, where, notes)
     for title in dict.fromkeys(str(row["table"]) for row in rows):
         print_table(title, [_shown(row) for row in rows if row["table"] == title], where)
@@ -133,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _parts(args: argparse.Namespace, notes: list[str]) -> Iterator[dict[str, Any]]:
-    """What each process measures; `notes` say what is left out."""
+    """Yield what each process measures. Adds to `notes` what is left out."""
     engines = args.engine or (["torch"] if args.cpu else ["sglang", "vllm"])
     num_gpus = len(gpu_uuids())
     common = {"way": args.way, "bucket_mib": args.bucket_mib, "gpu_memory": args.gpu_memory, "cpu": args.cpu}
@@ -186,7 +186,7 @@ def _ways(rig: Rig, spec: Mapping[str, Any]) -> dict[str, UpdateTask]:
 def _take_turns(
     rig: Rig, ways: Mapping[str, UpdateTask], num_rounds: int, few: Mapping[str, int]
 ) -> tuple[dict[str, list[Layers | Round]], list[str]]:
-    """What each way took in its rounds after the warm ones, of which `few` have fewer; and which failed."""
+    """Run the ways in turns. Returns times after warm-up and failures; ways in `few` get fewer rounds."""
     found: dict[str, list[Layers | Round]] = {name: [] for name in ways}
     failed: list[str] = []
     for number in range(_NUM_WARM + num_rounds):
@@ -198,7 +198,7 @@ def _take_turns(
             try:
                 found[name].append(update())
                 check(rig.wrong(version), name, version)
-            except Exception as error:  # noqa: BLE001 (the other ways go on)
+            except Exception as error:  # noqa: BLE001 (the other ways continue)
                 print(f"{name}: given up: {type(error).__name__}: {str(error)[-600:]}", flush=True)
                 failed.append(name)
     return {name: rounds[_NUM_WARM:] for name, rounds in found.items() if name not in failed}, failed
@@ -221,7 +221,7 @@ def _row(rounds: Sequence[Layers | Round], ping: float, nbytes: int) -> dict[str
 
 
 def _slowest(what: str, reports: Sequence[SyncReport]) -> dict[str, object]:
-    """Of the engine's ranks, in each update."""
+    """Return the slowest engine rank's time for `what` in each update."""
     ranks = [who for who in reports[0].spans if who.startswith("engine ")]
     seconds = [
         max(sum(span.seconds for span in report.spans[who] if span.name == what) for who in ranks)
@@ -231,7 +231,7 @@ def _slowest(what: str, reports: Sequence[SyncReport]) -> dict[str, object]:
 
 
 def _shown(row: Mapping[str, object]) -> dict[str, object]:
-    """A row's columns in the table."""
+    """Return a row's columns for the table."""
     shown = {"engine": f"{row['engine']} {row['model']} tp {row['tp']}"}
     return shown | {name: row.get(name, "") for name in _COLUMNS[str(row["table"])]}
 

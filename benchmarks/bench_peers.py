@@ -1,17 +1,17 @@
-"""Other ways to bring a trainer's weights into an engine, with the same tensors and GPUs, each alone.
+"""Compares other systems for weight updates with ours: same tensors and GPUs, each alone.
 
     python -m benchmarks.bench_peers --only checkpoint_engine [--world 4] [--gib 16]     all GPUs
     python -m benchmarks.bench_peers --only vllm [--bucket-mib 256]                      two GPUs
     python -m benchmarks.bench_peers --only awex [--ranks 1:1] [--moe-layers 4]          as many GPUs as ranks
 
-The peer and ours run one after the other, each in processes of its own, ``--turns`` times. Nothing of the
-one is alive while the other runs, and a peer is started as its own examples start it. Before each update the
-source holds other values and the destination is filled with 0xFF; after it every element is compared. Both
-are outside the clock, and so are connecting, NCCL set-up and pinned or shared memory that is used again, for
-all. Rows say which turn they are of. Quote a peer's best turn.
+The peer and ours run one after the other in their own processes, ``--turns`` times. No process of one is
+alive while the other runs, and a peer is started as in its own examples. Before each update the source
+gets new values and the destination is filled with 0xFF; after it every element is compared. Neither is timed,
+nor are connecting, NCCL set-up and reused pinned or shared memory, for all systems. Rows have the number of
+their turn. Quote a peer's best turn.
 
-``ours`` is everywhere `update_weights` on the driver's wall clock: Ray's calls, the digests of both sides and
-their comparison included. ``applied`` is its phases pause + move + verify: from published to live and proven.
+``ours`` is always `update_weights` on the driver's wall clock, with Ray's calls, digests of both sides and
+their comparison. ``applied`` is its phases pause + move + verify: from published to live and proven.
 
 ``checkpoint_engine``: a source sharded over all GPUs to an engine of as many ranks on the same GPUs.
   checkpoint-engine   torchrun, a server and a consumer process on each GPU. ``register`` (copy into pinned
@@ -30,7 +30,7 @@ their comparison included. ``applied`` is its phases pause + move + verify: from
                       ``finish_weight_update``, packed or not, on the driver's wall clock
   tensor by tensor    one call and one NCCL broadcast for each parameter, vLLM's loader, as in OpenRLHF
 
-Every part has a time limit of its own; a peer that is not installed is left out.
+Every part has its own time limit. A peer that is not installed is left out.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ UpdateTask = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One system alone on the host: what is started, and what its rows say first."""
+    """One system alone on the host: what is started, and the first columns of its rows."""
 
     row: Mapping[str, object]
     spec: Mapping[str, Any]
@@ -90,7 +90,7 @@ class Part:
 
 
 def main() -> None:
-    """Parse, measure part by part, print, write."""
+    """Parse arguments, measure part by part, print and write the result."""
     args = _parser().parse_args()
     where = environment()
     rows: list[dict[str, object]] = []
@@ -103,7 +103,7 @@ def main() -> None:
             rows += [{**part.row, "turn": turn, **row} for row in found]
             for row in rows[len(rows) - len(found) :]:
                 print(_shown(row), flush=True)
-            if args.json:  # after each part: a later one may be cut off
+            if args.json:  # write after each part, as a later one may be cut off
                 write_json(args.json, "peers", rows, where, notes)
     for table in dict.fromkeys(str(row["table"]) for row in rows):
         print_table(table, [_shown(row) for row in rows if row["table"] == table], where)
@@ -144,7 +144,7 @@ def _ranks(text: str) -> tuple[int, int]:
 
 
 def _comparisons(args: argparse.Namespace, num_gpus: int, notes: list[str]) -> Iterator[list[Part]]:
-    """The peer's part first, then ours."""
+    """Yield comparisons: the peer's part, then ours."""
     common = {"rounds": args.rounds, "bucket_mib": args.bucket_mib, "mode": args.mode, "cpu": args.cpu}
     for peer in args.only:
         if importlib.util.find_spec(peer) is None:
@@ -219,7 +219,7 @@ def _run_part(spec: Mapping[str, Any]) -> None:
 
 
 def _ours(spec: Mapping[str, Any], gpus: list[str]) -> None:
-    """A fleet of ours with the peer's tensors and cuts, on the same GPUs."""
+    """Run our fleet with the peer's tensors and cuts, on the same GPUs."""
     placements: list[str | None] = [None] * (spec["trainers"] + spec["engines"]) if spec["cpu"] else [*gpus]
     first = 0 if spec["shared"] else spec["trainers"]
     at = placements[: spec["trainers"]], placements[first : first + spec["engines"]]
@@ -260,7 +260,7 @@ def _vllm(spec: Mapping[str, Any], gpus: list[str]) -> None:
 
 
 def _vllm_ours(spec: Mapping[str, Any], trainer: Any, engine: Any) -> dict[str, dict[str, object]]:  # noqa: ANN401
-    ray.get([engine.info.remote(), trainer.used.remote()])  # started
+    ray.get([engine.info.remote(), trainer.used.remote()])  # wait until they have started
     with WeightSync(config(spec["bucket_mib"], 2, spec["mode"])) as sync:
         sync.register_trainers([trainer])
         sync.register_engines({"vllm": engine})
@@ -297,7 +297,7 @@ def _rounds(
     engine: Any,  # noqa: ANN401 (an actor handle)
     num_rounds: int,
 ) -> tuple[dict[str, list[float]], list[SyncReport]]:
-    """Seconds of each way in the rounds that count, and our reports. A way that fails is left out."""
+    """Return seconds of each way after warm-up, and our reports. A way that fails is left out."""
     reports: list[SyncReport] = []
     seconds: dict[str, list[float]] = {}
     for name, run in ways.items():
@@ -312,7 +312,7 @@ def _rounds(
                 taken.append(time.perf_counter() - started)
                 reports += [report] if isinstance(report, SyncReport) else []
                 check(ray.get(engine.wrong.remote(version)), name, version)
-        except Exception as error:  # noqa: BLE001 (the other ways go on)
+        except Exception as error:  # noqa: BLE001 (the other ways continue)
             print(f"{name}: left out: {type(error).__name__}: {str(error)[-600:]}", flush=True)
             continue
         seconds[name] = taken[NUM_WARM:]
@@ -320,7 +320,7 @@ def _rounds(
 
 
 def _shown(row: Mapping[str, object]) -> dict[str, object]:
-    """A row without what only the file keeps."""
+    """Return a row without columns that only the file has."""
     return {key: value for key, value in row.items() if key != "table" and not isinstance(value, list | dict)}
 
 

@@ -1,9 +1,9 @@
-"""What it costs to see that a module is as it was, beside a look at its addresses alone. CPU only.
+"""Cost of checking that a module is unchanged, against comparing addresses alone. CPU only.
 
     python -m benchmarks.bench_places [--tensors 20000] [--rounds 80]
 
-Both look at the same module in turns. ``addresses`` compares children and addresses. It does not see that a
-dtype changed, or that a parameter was added; ``AddressGuard.as_before`` sees both.
+Both check the same module in turns. ``addresses`` compares children and addresses. It misses a changed dtype
+and an added parameter, which ``AddressGuard.as_before`` notices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Measure two kinds of module, print."""
+    """Measure two kinds of module and print the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -71,7 +71,7 @@ def _row(kind: str, module: nn.Module, num_rounds: int) -> dict[str, object]:
 
 
 def _addresses(module: nn.Module) -> Callable[[], bool]:
-    """Whether children are the same and addresses too, found as `AddressGuard` once did (until 6e6a236)."""
+    """Return the check that `AddressGuard` did until 6e6a236: same children, same addresses."""
     modules = list(module.modules())
     inner = [(each._modules, key) for each in modules for key in each._modules]
     parents, names = [home for home, _ in inner], [key for _, key in inner]

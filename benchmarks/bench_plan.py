@@ -1,4 +1,4 @@
-"""How long planning takes, from 1,000 to 70,000 tensors.
+"""Times planning, from 1,000 to 70,000 tensors.
 
     python -m benchmarks.bench_plan [--json FILE]
 
@@ -11,9 +11,9 @@ each, 1 byte an element), cut to the wanted number of tensors:
   and row blocks of the dense tensors; each of its tensors is a live parameter, so that coverage
   is proven byte for byte.
 
-And how long direct plans take, on the layouts that `weightsync plan` makes: of all ranks of an engine,
-or, for Kimi K2 from 256 trainers to engines of 16 ranks, of one rank. Peak memory is what Python and
-numpy allocate for the layouts of both sides and for the plan, beside the list of tensors.
+Direct plans are timed on the layouts of `weightsync plan`: for all ranks of an engine, or for one rank
+of Kimi K2 from 256 trainers to engines of 16 ranks. Peak memory is what Python and numpy allocate for
+the layouts of both sides and for the plan, without the list of tensors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SIZES = (1_000, 5_000, 20_000, 70_000)
 
 
 def tensors(count: int) -> tuple[TensorMeta, ...]:
-    """The first `count` tensors of the model: per layer the dense ones, then its experts."""
+    """Return the first `count` tensors of the model: per layer the dense ones, then its experts."""
     layer = DENSE + 3 * NUM_EXPERTS
     return tuple(_tensor(number // layer, number % layer) for number in range(count))
 
@@ -53,7 +53,7 @@ def _tensor(layer: int, number: int) -> TensorMeta:
 
 
 def trainer_layout(metas: tuple[TensorMeta, ...]) -> Layout:
-    """Row blocks: experts over the 8 ranks of their group, dense tensors over all ranks."""
+    """Return row blocks: experts over the 8 ranks of their group, dense tensors over all ranks."""
     is_expert, expert = _kinds(len(metas))
     group = expert % (NUM_TRAINERS // GROUP)
     experts, dense = np.flatnonzero(is_expert), np.flatnonzero(~is_expert)
@@ -67,7 +67,7 @@ def trainer_layout(metas: tuple[TensorMeta, ...]) -> Layout:
 
 
 def engine_layout(metas: tuple[TensorMeta, ...]) -> Layout:
-    """Whole experts, dealt to the ranks; row blocks of the dense tensors."""
+    """Return whole experts, assigned to ranks in turn, and row blocks of the dense tensors."""
     is_expert, expert = _kinds(len(metas))
     experts, dense = np.flatnonzero(is_expert), np.flatnonzero(~is_expert)
     tensor = np.concatenate([experts, np.repeat(dense, TENSOR_PARALLEL)])
@@ -128,7 +128,7 @@ def plan(source: Layout, engines: Mapping[str, Layout], who: Members) -> Plan:
 
 
 def growth_exponent(sizes: list[int], seconds: list[float]) -> float:
-    """Slope of log(seconds) over log(size): 1 is linear."""
+    """Return the slope of log(seconds) over log(size); 1 is linear."""
     slope, _ = np.polyfit(np.log(sizes), np.log(seconds), 1)
     return float(slope)
 
@@ -160,7 +160,7 @@ DIRECT = (
     ("qwen3-30b-a3b", "fsdp=32", "tp=16", None),
     ("kimi-k2", "tp=8,ep=32,pp=8,dp=4", "tp=16", 5),
 )
-"""Model, trainers, engine, and the rank that is planned, or all."""
+"""Model, trainers, engine, and the rank to plan; None plans all."""
 
 
 def direct(model_name: str, trainers: str, engine_cut: str, only: int | None) -> dict[str, object]:
@@ -189,7 +189,7 @@ def direct(model_name: str, trainers: str, engine_cut: str, only: int | None) ->
 
 
 def plan_ranks(source: Layout, engine: Layout, ranks: range) -> Reads:
-    """Plans each of `ranks`, and returns what the last one reads."""
+    """Plan each of `ranks` and return what the last one reads."""
     reshard = Reshard(source, "e0", engine)
     return [reshard.reads(rank, [1] * source.num_ranks) for rank in ranks][-1]
 

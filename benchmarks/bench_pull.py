@@ -1,13 +1,13 @@
-"""Reading another GPU's memory: a kernel against a copy engine, and what either does to a decoding engine.
+"""Reading another GPU's memory: kernel against copy engine, and the effect on a decoding engine.
 
     python -m benchmarks.bench_pull [--gib 4] [--json FILE]                              two GPUs
 
 ``GB/s`` rows: contiguous blocks of one size, `--gib` in all, out of the other GPU's memory into this one's;
-by one launch of the kernel (``kernel``, with the thread blocks of a pull) and by one asynchronous copy a
-block (``engine``). Medians over calls between CUDA events on an idle stream.
+by one launch of the kernel (``kernel``, with the thread blocks of a direct copy) and by one asynchronous copy
+per block (``engine``). Medians over calls between CUDA events on an idle stream.
 
 ``decode`` rows: a chain of matrix-vector products, bound by this GPU's memory as decoding is, runs alone and
-while reads of either kind go on beside it, on another stream, from before its start until after its end.
+while reads of either kind run on another stream, from before its start until after its end.
 ``slower`` is the ratio of its times. Both clocks are CUDA events around the chain.
 """
 
@@ -37,7 +37,7 @@ Read = Callable[[torch.cuda.Stream], None]
 
 
 def main() -> None:
-    """Parse, measure, print, write."""
+    """Parse arguments, measure, print and write the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -116,7 +116,7 @@ def _beside(
     weights: Sequence[torch.Tensor],
     state: torch.Tensor,
 ) -> float:
-    """Seconds of decoding while `read`, which takes longer, runs."""
+    """Return the seconds of decoding while `read` runs, which takes longer."""
     begun = reading.record_event()
     for _ in range(4):
         read(reading)

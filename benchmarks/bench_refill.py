@@ -2,17 +2,17 @@
 
     python -m benchmarks.bench_refill [--mib 1024] [--peers 1 2] [--rounds 9] [--json FILE]
 
-Every peer is a process that serves the same bytes over ZeroMQ and, where Mooncake loads, over TCP with it.
-This process reads an equal part from each peer, and all parts at once,
+Every peer is a process that serves the same bytes over ZeroMQ and, if Mooncake loads, over its TCP.
+This process reads an equal part from each peer, all at once,
 
 - ``direct``, ``zeromq``, ``tcp``: through `weightsync.readers`, TCP being Mooncake's;
-- ``Mooncake sync``, ``Mooncake async``: from a process that has nothing of ours but the memory that it reads
-  into, out of the same memory as ``tcp``: one `batch_transfer_sync_read` a peer, each in a thread, and
-  `batch_transfer_async_read` with as many pieces under way as ours, polled alike.
+- ``Mooncake sync``, ``Mooncake async``: by Mooncake alone, in a process that uses only our memory, from the
+  same memory as ``tcp``: one `batch_transfer_sync_read` per peer, each in a thread, and
+  `batch_transfer_async_read` with as many pieces in flight as ours, polled in the same way.
 
-The ways take turns, round after round. A clock runs from the call to its return, connections being there;
-before it the target is filled with 0xFF, after it every byte is compared. ``ratio`` is the median throughput
-over that of the better bare one. Medians, with the least and the greatest, the first two rounds left out.
+The ways take turns, round after round. Connections exist before a call is timed. Before it the target is
+filled with 0xFF, after it every byte is compared. ``ratio`` is the median throughput over that of the
+better bare call. Medians, with minimum and maximum, without the first two rounds.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _TIMEOUT_S = 120.0
 _BARE = ("Mooncake sync", "Mooncake async")
 
 Piece = tuple[str, int, int, int]
-"""Endpoint, address there, address here, bytes."""
+"""Endpoint, remote address, local address, bytes."""
 
 
 class Bare(Protocol):
-    """What is called of Mooncake's, which has no types. Returns 0 for success, and a batch's number."""
+    """Types of the Mooncake calls that are used. They return 0 for success, or a batch's number."""
 
     def batch_transfer_sync_read(
         self, endpoint: str, ours: Sequence[int], theirs: Sequence[int], sizes: Sequence[int]
@@ -63,7 +63,7 @@ class Bare(Protocol):
 
 
 def main() -> None:
-    """Parse, measure, print, write."""
+    """Parse arguments, measure, print and write the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -141,7 +141,7 @@ def _content(nbytes: int) -> torch.Tensor:
 
 
 def _spawn(stack: ExitStack, work: Callable[..., None], *args: object) -> Connection:
-    """``work(connection, *args)`` in a process of its own, which ends with the stack."""
+    """Run ``work(connection, *args)`` in its own process, which ends with the stack."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=work, args=(theirs, *args))
@@ -153,7 +153,7 @@ def _spawn(stack: ExitStack, work: Callable[..., None], *args: object) -> Connec
 
 
 def _serve(connection: Connection, name: str, nbytes: int, protocols: Sequence[str]) -> None:
-    """One peer."""
+    """Serve the bytes of one peer."""
     buffer = SharedBuffer.create(nbytes)
     buffer.tensor.copy_(_content(nbytes))
     servers = [serve(buffer, name, "127.0.0.1", protocol) for protocol in protocols]
@@ -164,7 +164,7 @@ def _serve(connection: Connection, name: str, nbytes: int, protocols: Sequence[s
 
 
 def _read_bare(connection: Connection, handle: BufferHandle, offers: Sequence[Offer], part: int) -> None:
-    """Mooncake, and nothing of ours but the memory."""
+    """Read with Mooncake alone into our memory."""
     os.environ["MC_FORCE_TCP"] = "1"
     from mooncake.engine import TransferEngine
 
@@ -184,7 +184,7 @@ def _read_bare(connection: Connection, handle: BufferHandle, offers: Sequence[Of
     while (way := _until_closed(connection)) is not None:
         read[way](engine, parts)
         connection.send("done")
-    os._exit(0)  # an engine takes a second to end
+    os._exit(0)  # Mooncake's engine takes a second to end
 
 
 def _sync(engine: Bare, parts: Sequence[Sequence[Piece]]) -> None:
@@ -222,7 +222,7 @@ def _order(bare: Connection, way: str) -> None:
 
 
 def _until_closed(connection: Connection) -> str | None:
-    """The next order; None when the other side is gone."""
+    """Return the next order, or None if the other side is gone."""
     try:
         order: str = connection.recv()
     except EOFError:

@@ -1,15 +1,15 @@
-"""On GPUs: an engine filled again from what holders keep in host memory, against bare copies to the device.
+"""On GPUs: refilling an engine from snapshots in host memory, against bare copies to the device.
 
     python -m benchmarks.bench_refill_gpu [--gib 16] [--rounds 7] [--json FILE]
 
-One trainer rank on each GPU, read in place. Where there are several GPUs, two engines with half of them
-each: the holders of the first keep what it serves, so that it is filled from its own holders' memory
-(``own``), and the second from its neighbours', mapped (``direct``). With one GPU there is one engine.
+Each GPU has one trainer rank, read in place. With several GPUs, two engines have half of them each. The
+first is refilled from its own holders' snapshots (``own``), the second from its neighbours', mapped
+(``direct``). With one GPU there is one engine.
 
 Each round poisons one engine, calls `heal`, and compares every element. ``read`` is the report's move:
-all ranks at once, from the call until every byte lies in live memory and its digests are taken. ``link`` is
-`cudaMemcpyAsync` of as many bytes from page-locked memory on as many GPUs at once, by processes of their own,
-in the same round. ``ratio`` is the median of the one rate over that of the other.
+all ranks at once, from the call until every byte is in live memory and digested. ``link`` is
+`cudaMemcpyAsync` of as many bytes from page-locked memory to as many GPUs at once, by separate processes, in
+the same round. ``ratio`` is the ratio of the median rates.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NUM_WARM = 2
 
 
 def main() -> None:
-    """Parse, measure, print, write."""
+    """Parse arguments, measure, print and write the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 class Link:
-    """Page-locked memory of one process, and room for it on its GPU."""
+    """Page-locked memory of one process, and a buffer for it on its GPU."""
 
     def __init__(self, nbytes: int) -> None:
         self._host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -65,7 +65,7 @@ class Link:
         self.copy()
 
     def copy(self) -> float:
-        """Seconds of one copy to the device."""
+        """Return the seconds of one copy to the device."""
         torch.cuda.synchronize()
         started = time.perf_counter()
         self._device.copy_(self._host, non_blocking=True)
@@ -94,7 +94,7 @@ def _measure(model: tuple[Tensor, ...], gpus: Sequence[str], num_rounds: int) ->
         started = time.perf_counter()
         sync.settle(120)
         kept_ms = (time.perf_counter() - started) * 1e3
-        ray.get([trainer.change.remote(new_version()) for trainer in fleet.trainers])  # nobody asks them
+        ray.get([trainer.change.remote(new_version()) for trainer in fleet.trainers])  # not read
         for name, (ranks, _) in engines.items():
             rounds = [_round(sync, name, ranks, links, version) for _ in range(_NUM_WARM + num_rounds)]
             rows.append(_row(name, rounds[_NUM_WARM:], half) | {"kept after ms": round(kept_ms, 1)})

@@ -1,4 +1,4 @@
-"""From nothing to the first token: engines that load by themselves, against dummy weights filled by us.
+"""Time to the first token: engines that load by themselves against engines that we fill.
 
     python -m benchmarks.bench_start [--kind vllm] [--engines 1] [--megabytes 400] [--rounds 1] [--json FILE]
     python -m benchmarks.bench_start --engines 4 --model qwen3-8b --rounds 3 --ways own dummy ours  on 4 GPUs
@@ -10,14 +10,14 @@ in /dev/shm. Each round starts a fleet from each place in each way, in turn, wit
 - ``ours``: engines start with dummy weights while the files are read once; then all are filled at once.
 - ``dummy``: vLLM by itself with dummy weights, which are never filled: no way can be quicker.
 
-``total`` is the driver's, from the first actor's start until every engine has made a token; Ray runs.
-``totals`` are of the rounds, in turn. ``engines`` is until all answer. ``read`` is beside that; ``connect``
-includes what is left of reading, and its phases are listed beside it.
+``total`` is the driver's time from the first actor's start until every engine has made a token, with Ray
+already running. ``totals`` are those of the rounds, in order. ``engines`` is the time until all answer.
+``read`` runs at the same time. ``connect`` includes the rest of reading; its phases are listed next to it.
 ``fill`` is the whole update: pause, move, both sides' digests compared, commit.
 
-Before a round from disk, files are written back and the kernel is asked to drop them from its cache. An
-uncounted start comes before all rounds. Every engine's greedy token has to be the same in both ways, or the
-run fails.
+Before a round from disk, files are written back and the kernel is asked to drop them from its cache. One
+warm-up start comes before all rounds. Every engine's greedy token must be the same in both ways, or the run
+fails.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ __all__ = ["main"]
 
 _PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8]]
 _FILE_NBYTES = 4 << 30
-_POOL_NUMEL = (1 << 20) + 7  # random numbers, again and again: no two rows of a tensor are alike
+_POOL_NUMEL = (1 << 20) + 7  # random numbers, repeated: no two rows of a tensor are alike
 _Row = dict[str, object]
 
 
 class Own:
-    """An engine without us: it loads the checkpoint."""
+    """An engine without weightsync, which loads the checkpoint itself."""
 
     def __init__(self, kind: str, path: str, options: Mapping[str, Any]) -> None:
         own = _own_vllm if kind == "vllm" else _own_torch
         self._generate: Callable[[], list[int]] = own(path, options)
 
     def ready(self) -> None:
-        """Answers once it is loaded."""
+        """Return once the engine has loaded."""
 
     def first(self) -> list[int]:
-        """One greedy token for each prompt."""
+        """Return one greedy token for each prompt."""
         return self._generate()
 
 
@@ -98,7 +98,7 @@ def _own_torch(path: str, options: Mapping[str, Any]) -> Any:  # noqa: ANN401
 
 
 def main() -> None:
-    """Parse, measure, print, write."""
+    """Parse arguments, measure, print and write the result."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -131,7 +131,7 @@ def _measure(args: argparse.Namespace, gpus: Sequence[str]) -> tuple[list[_Row],
     shape = _shape(args, float32=not gpus)
     options: dict[str, Any] = {"dtype": shape.dtype}
     if args.kind == "vllm":
-        # Ours is eager on a CPU if it is not told otherwise.
+        # Our adapter is eager on a CPU by default, so the other way has to be, too.
         options |= {"max_model_len": 256, "enforce_eager": args.eager or not gpus}
     elif gpus:
         options["device"] = "cuda"
@@ -147,7 +147,7 @@ def _measure(args: argparse.Namespace, gpus: Sequence[str]) -> tuple[list[_Row],
         everywhere = [*gpus, *[None] * args.engines][: args.engines]
         _WAYS[args.ways[0]](
             args, memory, options, everywhere
-        )  # code comes from the disk, too, the first time
+        )  # a warm-up: the first start also reads code from the disk
         for _ in range(args.rounds):
             for place, way in itertools.product(args.places, args.ways):
                 folder = {"disk": disk, "/dev/shm": memory}[place]
@@ -251,7 +251,7 @@ def _shape(args: argparse.Namespace, *, float32: bool) -> ModelShape:
 
 
 def _save(shape: ModelShape, folder: Path) -> int:
-    """A Qwen3 of that shape with random weights, the same each time; returns its bytes."""
+    """Save a Qwen3 of that shape, with the same random weights each time. Returns its bytes."""
     from safetensors.torch import save_file
 
     save_config(shape, folder)

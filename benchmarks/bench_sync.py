@@ -1,18 +1,18 @@
-"""One update on the CPU against the least that it can cost: a bare broadcast and one copy per engine.
+"""One update on the CPU against its least possible cost: a bare broadcast and one copy per engine.
 
     python -m benchmarks.bench_sync [--megabytes 1 400] [--engines 2] [--rounds 9] [--json FILE]
     python -m benchmarks.bench_sync --gpu --help        on GPUs instead: see `benchmarks.bench_gpu`
 
 For each size a transformers Qwen3 of that many bytes (float32) is updated from one trainer to the
-engines, each of them a process with a holder of its own. In the same run, interleaved round by
-round, as many processes as holders take part in
+engines, each a process with its own holder. In the same run, interleaved round by round, as many
+processes as holders run
 
 - ``broadcast``: one `torch.distributed.broadcast` (gloo) of the same bytes in one tensor, and
 - ``copy``: one `Tensor.copy_` of the same bytes in every receiving process, all at once.
 
-Clocks: ``update`` is the wall clock of `update_weights`, digests on both sides and the comparison
-included; ``broadcast`` and ``copy`` run from a barrier to the last process's return. ``ratio`` is
-update / (broadcast + copy); ``overhead`` is their difference. Medians, with the least and the greatest.
+Clocks: ``update`` is the wall clock of `update_weights`, with digests on both sides and the
+comparison; ``broadcast`` and ``copy`` run from a barrier to the last process's return. ``ratio`` is
+update / (broadcast + copy); ``overhead`` is their difference. Medians, with minimum and maximum.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _HIDDEN, _LAYERS = 512, 4
 
 
 class Trainer(TrainerShard):
-    """A whole model that changes on demand."""
+    """A trainer with a whole model that changes on demand."""
 
     def __init__(self, model_path: str) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -53,28 +53,28 @@ class Trainer(TrainerShard):
 
     @torch.no_grad()
     def change(self) -> None:
-        """Another value in every element."""
+        """Write another value to every element."""
         for parameter in self.model.parameters():
             parameter.add_(1e-3)
 
 
 class Bare:
-    """One rank of the broadcast that ours is compared with."""
+    """One rank of the bare broadcast."""
 
     def join(self, address: str, rank: int, num_ranks: int, nbytes: int) -> None:
-        """Meet the other ranks and take memory, touched once."""
+        """Join the other ranks and allocate memory, touched once."""
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=num_ranks)
         self._data, self._copy = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
 
     def broadcast(self) -> float:
-        """Seconds from the barrier until this rank has every byte."""
+        """Return the seconds from the barrier until this rank has every byte."""
         dist.barrier()
         started = time.perf_counter()
         dist.broadcast(self._data, 0)
         return time.perf_counter() - started
 
     def copy(self) -> float:
-        """Seconds of one copy of every byte."""
+        """Return the seconds of one copy of every byte."""
         dist.barrier()
         started = time.perf_counter()
         self._copy.copy_(self._data)
@@ -82,7 +82,7 @@ class Bare:
 
 
 def main() -> None:
-    """Parse, measure, print, write."""
+    """Parse arguments, measure, print and write the result."""
     if "--gpu" in sys.argv[1:]:
         bench_gpu.main([argument for argument in sys.argv[1:] if argument != "--gpu"])
         return
@@ -134,7 +134,7 @@ def _measure(nbytes: int, num_engines: int, num_rounds: int, bucket_bytes: int) 
 def _row(nbytes: int, times: dict[str, list[float]]) -> dict[str, object]:
     row: dict[str, object] = {"MB": round(nbytes / 1e6, 2)}
     for name, seconds in times.items():
-        kept = [second * 1e3 for second in seconds[2:]]  # the first two touch memory for the first time
+        kept = [second * 1e3 for second in seconds[2:]]  # leave out the first two, which touch new memory
         row[f"{name} ms"] = round(statistics.median(kept), 2)
         row[f"{name} range"] = f"{min(kept):.1f}-{max(kept):.1f}"
     update, *parts = (statistics.median(seconds[2:]) for seconds in times.values())
@@ -151,7 +151,7 @@ def _join(ranks: Sequence[ActorHandle[Any]], nbytes: int) -> Sequence[ActorHandl
 
 
 def save_config(directory: str, nbytes: int) -> None:
-    """A Qwen3 of about `nbytes` in float32: a part of it layers, the rest its embedding."""
+    """Save the config of a Qwen3 of about `nbytes` in float32: some layers, the rest embedding."""
     from transformers import Qwen3Config
 
     hidden, layers = (_HIDDEN, _LAYERS) if nbytes > 100e6 else (64, 2)
@@ -172,12 +172,12 @@ def save_config(directory: str, nbytes: int) -> None:
 
 
 def spawn(cls: type, *args: object) -> ActorHandle[Any]:
-    """An actor that reserves nothing and is not restarted."""
+    """Start an actor that reserves no resources and is not restarted."""
     return ray.remote(cls).options(num_cpus=0, max_restarts=0).remote(*args)
 
 
 def start_ray() -> None:
-    """A cluster of this process's own, one thread an actor."""
+    """Start a cluster for this process, with one thread per actor."""
     root = str(Path(__file__).parent.parent)
     env = {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     ray.init(

@@ -1,4 +1,4 @@
-"""Ray for the benchmarks: one actor process a role, each on the GPU that it is told."""
+"""Ray for the benchmarks: one actor process per role, each on a given GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PASSED_ON = ("NCCL_", "VLLM_", "CUDA_", "HF_", "WEIGHTSYNC_")
 
 
 def gpu_uuids() -> list[str]:
-    """The GPUs of this host, as CUDA_VISIBLE_DEVICES takes them; empty where there is none."""
+    """Return the UUIDs of this host's GPUs for CUDA_VISIBLE_DEVICES; empty without GPUs."""
     command = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
@@ -28,8 +28,8 @@ def gpu_uuids() -> list[str]:
 
 
 def start_ray(num_gpus: int) -> None:
-    """A Ray of our own. Its actors find this repository and what is on our PYTHONPATH."""
-    # Some virtual machines grow their memory as it is touched; Ray would end actors for want of it.
+    """Start Ray. Its actors find this repository and what is on our PYTHONPATH."""
+    # Some virtual machines grow their memory as it is touched, and Ray would end actors for lack of it.
     os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 (Ray spells it so)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     root = str(Path(__file__).parent.parent)
@@ -55,10 +55,10 @@ def spawn(
     num_threads: int = 8,
     env: dict[str, str] | None = None,
 ) -> ActorHandle[Any]:
-    """An actor that sees `gpu` alone, or none.
+    """Start an actor that sees `gpu` alone, or none.
 
-    Several actors share a GPU and their pairing matters, so it is given to them directly and Ray's
-    own assignment is turned off.
+    Several actors share a GPU and their pairing matters, so GPUs are set directly and Ray's own
+    assignment is turned off.
     """
     variables = {
         "CUDA_VISIBLE_DEVICES": gpu or "",
@@ -71,13 +71,13 @@ def spawn(
 
 
 def kill(actors: Sequence[ActorHandle[Any]]) -> None:
-    """End actors and wait for nothing."""
+    """End actors without waiting."""
     for actor in actors:
         ray.kill(actor)
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago, and the next one too."""
+    """Return a TCP port that was free a moment ago, as was the next one."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""What every benchmark shares: the record of where it ran, timing, the table and the file."""
+"""Shared parts of benchmarks: the environment, timing, the table and the file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PACKAGES = ("numpy", "torch", "ray", "vllm", "sglang", "cupy", "mooncake", "tra
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Where and when a result was measured: a figure without it is worth nothing."""
+    """Where and when a result was measured. A figure means nothing without it."""
 
     cpu: str
     num_cores: int
@@ -55,10 +55,10 @@ class Timing:
 
 
 def environment(packages: Sequence[str] = _PACKAGES) -> Environment:
-    """This host, the versions of those `packages` that are installed, the commit and the date.
+    """Return this host, versions of the installed `packages`, the commit and the date.
 
-    On a host with GPUs also their driver, CUDA, NCCL (torch's) and checkpoint-engine. The commit is
-    that of the variable WEIGHTSYNC_COMMIT where the tree was copied without its history.
+    With GPUs also their driver, CUDA, NCCL (torch's) and checkpoint-engine. If the tree was copied without
+    its history, the commit is that of the variable WEIGHTSYNC_COMMIT.
     """
     return Environment(
         cpu=_cpu(),
@@ -72,12 +72,12 @@ def environment(packages: Sequence[str] = _PACKAGES) -> Environment:
 
 
 def gpu_names() -> tuple[str, ...]:
-    """Of this host, without a CUDA context of this process."""
+    """Return the names of this host's GPUs without creating a CUDA context."""
     return tuple(_lines("nvidia-smi", "--query-gpu=name", "--format=csv,noheader"))
 
 
 def measure(call: Callable[[], T], repeats: int = 3) -> tuple[Timing, T]:
-    """Seconds of `repeats` calls, and what the last one returned."""
+    """Return the seconds of `repeats` calls, and what the last one returned."""
     seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -87,7 +87,7 @@ def measure(call: Callable[[], T], repeats: int = 3) -> tuple[Timing, T]:
 
 
 def print_table(title: str, rows: Sequence[Row], where: Environment, notes: Sequence[str] = ()) -> None:
-    """Prints `rows` as a table with a column for each key of any of them, and where they were measured."""
+    """Print `rows` as a table with a column for each key, and the environment."""
     table = Table(title=title, title_justify="left")
     names = list(dict.fromkeys(name for row in rows for name in row))
     for name in names:
@@ -97,7 +97,7 @@ def print_table(title: str, rows: Sequence[Row], where: Environment, notes: Sequ
         table.add_row(*(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
     console = Console()
     if not console.is_terminal:
-        console.width = 500  # a file or a log cuts nothing off
+        console.width = 500  # do not cut off lines in a file or a log
     console.print(table)
     hardware = f"{where.cpu}, {where.num_cores} cores, {', '.join(where.gpus) or 'no GPU'}"
     software = ", ".join(f"{name} {version}" for name, version in where.versions.items())
@@ -113,7 +113,7 @@ def print_table(title: str, rows: Sequence[Row], where: Environment, notes: Sequ
 def write_json(
     path: Path, name: str, rows: Sequence[Row], where: Environment, notes: Sequence[str] = ()
 ) -> None:
-    """Writes one result: the benchmark's name, its command and environment, its rows and what went wrong."""
+    """Write one result: the benchmark's name, command, environment and rows, and what went wrong."""
     record: dict[str, object] = {"benchmark": name, "command": shlex.join(sys.orig_argv[1:])}
     record |= {"environment": _as_dict(where)}
     record |= {"rows": [dict(row) for row in rows]} | ({"notes": list(notes)} if notes else {})
@@ -133,7 +133,7 @@ def _cpu() -> str:
 
 
 def _versions(packages: Sequence[str]) -> dict[str, str]:
-    """Not by importing them: that takes a minute where vLLM and SGLang are installed."""
+    """Read versions without importing, which takes a minute with vLLM and SGLang installed."""
     found = importlib.metadata.packages_distributions()
     return {name: importlib.metadata.version(found[name][0]) for name in packages if name in found}
 
@@ -154,7 +154,7 @@ def _device_versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The commit, with a + if the tree differs from it."""
+    """Return the commit, with a + if the tree differs from it."""
     if given := os.environ.get("WEIGHTSYNC_COMMIT"):
         return given
     head = _lines("git", "-C", str(_ROOT), "rev-parse", "--short=12", "HEAD")
@@ -164,7 +164,7 @@ def _commit() -> str:
 
 
 def _lines(*command: str) -> list[str]:
-    """What `command` prints; nothing if it fails or does not exist."""
+    """Return the lines that `command` prints; none if it fails or does not exist."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

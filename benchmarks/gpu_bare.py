@@ -1,4 +1,4 @@
-"""What the GPUs' link gives: collectives called bare, and the same through our transport."""
+"""Rates of the GPUs' link: bare collectives, and the same through our transport."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class BareRank:
         self._bare: Any = None
 
     def offer(self) -> tuple[object, str]:
-        """Rank 0: where the other ranks meet it, for cupy and for our transport."""
+        """Return, on rank 0, the rendezvous of the other ranks for cupy and for our transport."""
         from weightsync.memory import cuda
 
         return cuda.nccl().get_unique_id(), self._transport.offer("127.0.0.1")
@@ -54,7 +54,7 @@ class BareRank:
         self._transport.open(rendezvous, self._rank, self._num_ranks, 60.0)
 
     def run(self, kind: str, number: int) -> tuple[float, int]:
-        """Seconds from a barrier until this rank has every byte, and how many bytes are wrong then."""
+        """Return the seconds from a barrier until this rank has every byte, and the wrong bytes then."""
         poison([self._data])
         roots = [0] * self._num_ranks if "broadcast" in kind.lower() else range(self._num_ranks)
         for root, part in zip(roots, self._parts, strict=True):
@@ -85,7 +85,7 @@ class BareRank:
 
 
 def bare_rates(gpus: Sequence[str], mib: int, num_rounds: int) -> Iterator[dict[str, object]]:
-    """A row for each kind of call, interleaved round by round, each between all of `gpus`."""
+    """Yield a row for each kind of call between all of `gpus`, interleaved round by round."""
     meeting = tempfile.mktemp(prefix="weightsync-bench-")
     nbytes = (mib << 20) // (512 * len(gpus)) * 512 * len(gpus)  # equal, aligned parts
     ranks = [spawn(BareRank, i, len(gpus), meeting, nbytes, gpu=gpu) for i, gpu in enumerate(gpus)]

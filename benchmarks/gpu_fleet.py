@@ -1,7 +1,7 @@
-"""Trainers and an engine of several ranks that hold nothing but weights: what the benchmarks update.
+"""The benchmarks' fleet: trainers and an engine of several ranks that hold nothing but weights.
 
-The trainers hold each tensor cut along its first dimension, as FSDP2 leaves it; the engine's ranks
-hold it as tensor parallelism cuts it. Both are written with the same pieces as the real ones.
+Trainers hold each tensor cut along its first dimension, like FSDP2. Engine ranks hold it cut like tensor
+parallelism. Both are built from the same parts as real ones.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Model = Sequence[Tensor]
 
 
 def device_used() -> tuple[str, int]:
-    """This process's GPU and the bytes that all processes together take of it; empty and 0 without one."""
+    """Return this process's GPU and the bytes that all processes use on it; empty and 0 without one."""
     if not torch.cuda.is_available():
         return "", 0
     torch.cuda.synchronize()
@@ -56,7 +56,7 @@ def device_used() -> tuple[str, int]:
 
 
 def own_device() -> torch.device:
-    """This process's current GPU, or the host."""
+    """Return this process's current GPU, or the CPU."""
     return (
         torch.device("cuda", torch.cuda.current_device())
         if torch.cuda.is_available()
@@ -109,7 +109,7 @@ class ShardTrainer(TrainerShard):
 
 
 class Destination:
-    """One engine rank's slices of a model, in memory that stays where it is."""
+    """One engine rank's slices of a model, at fixed addresses."""
 
     def __init__(self, model: Model, rank: int, num_ranks: int) -> None:
         self.device = own_device()
@@ -126,7 +126,7 @@ class Destination:
             torch.cuda.synchronize()
 
     def wrong(self, version: int) -> int:
-        """Elements that differ from `version`."""
+        """Count the elements that differ from `version`."""
         return count_wrong(((each, box, self.live[each.name]) for each, box in self.held), version)
 
     def used(self) -> tuple[str, int]:
@@ -135,7 +135,7 @@ class Destination:
 
 
 class EngineRank(Destination):
-    """One rank of an engine: buckets go straight into its slices."""
+    """One rank of an engine. Buckets are written straight into its slices."""
 
     def __init__(self, model: Model, rank: int, num_ranks: int, slot: str | None) -> None:
         super().__init__(model, rank, num_ranks)
@@ -170,7 +170,7 @@ class EngineRank(Destination):
 
 
 class EngineFront(Claimable):
-    """The engine's own actor, to which WeightSync speaks; it passes everything on to the ranks."""
+    """The engine's actor, which WeightSync calls. It forwards everything to the ranks."""
 
     def __init__(self, ranks: Sequence[ActorHandle[Any]]) -> None:
         self._ranks = ranks
@@ -189,7 +189,7 @@ class EngineFront(Claimable):
         return await _gather([rank.attach.remote(plan, ticket, timeout_s) for rank, ticket in pairs])
 
     async def sync_pause(self, mode: str, timeout_s: float) -> None:
-        """Nothing runs."""
+        """Do nothing: no request runs."""
 
     async def sync_load(
         self, attempt: int, timeout_s: float
@@ -198,7 +198,7 @@ class EngineFront(Claimable):
         return [digests for digests, _ in loaded], [spans for _, spans in loaded]
 
     async def sync_resume(self, version: int) -> None:
-        """Nothing waits."""
+        """Do nothing: no request waits."""
         self._version = version
 
     async def sync_serving(self) -> int:
@@ -208,7 +208,7 @@ class EngineFront(Claimable):
         await asyncio.Event().wait()
 
     async def sync_ping(self) -> None:
-        """It answers."""
+        """Answer the heartbeat."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,16 +220,16 @@ class Fleet:
     front: ActorHandle[Any]
 
     def prepare(self, version: int) -> None:
-        """The trainers hold `version`, the engine nothing that is right."""
+        """Write `version` to the trainers and poison the engine."""
         changes = [trainer.change.remote(version) for trainer in self.trainers]
         ray.get([*changes, *(rank.poison.remote() for rank in self.ranks)])
 
     def wrong(self, version: int) -> int:
-        """Elements of the engine that differ from `version`."""
+        """Count the engine's elements that differ from `version`."""
         return sum(ray.get([rank.wrong.remote(version) for rank in self.ranks]))
 
     def used(self) -> dict[str, int]:
-        """Bytes taken of each GPU."""
+        """Return the bytes in use on each GPU."""
         return dict(ray.get([actor.used.remote() for actor in (*self.trainers, *self.ranks)]))
 
     def close(self) -> None:
@@ -239,8 +239,8 @@ class Fleet:
 def start_fleet(
     model: Model, trainer_gpus: Sequence[str | None], engine_gpus: Sequence[str | None], source: str
 ) -> Fleet:
-    """One trainer rank or engine rank for each GPU named; None is a CPU slot, shared by equal ranks."""
-    meeting = tempfile.mktemp(prefix="weightsync-bench-")  # gloo makes the file; the ranks outlive this call
+    """Start one trainer or engine rank per GPU named; None is a CPU slot, shared by equal ranks."""
+    meeting = tempfile.mktemp(prefix="weightsync-bench-")  # gloo creates it; ranks outlive this call
     num_trainers, num_engines = len(trainer_gpus), len(engine_gpus)
     trainers = [
         spawn(ShardTrainer, model, i, num_trainers, meeting, source, _slot(i, gpu), gpu=gpu)
@@ -260,11 +260,11 @@ async def _gather(calls: Sequence[Awaitable[Any]]) -> list[Any]:
     try:
         return list(await asyncio.gather(*calls))
     except RayTaskError as error:
-        raise error.cause from error  # the controller knows our own errors, not nested ones
+        raise error.cause from error  # the controller expects our own errors, not nested ones
 
 
 def _register(modules: dict[str, nn.Module], name: str, tensor: torch.Tensor) -> None:
-    """`modules` has the root and all that were made, by name: walking a large model takes its time."""
+    """Register a tensor. `modules` has all modules by name, as walking a large model is slow."""
     path, _, leaf = name.rpartition(".")
     _module(modules, path).register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
 

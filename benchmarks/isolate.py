@@ -1,4 +1,4 @@
-"""A part of a benchmark in a process of its own, so that a hang costs its time limit and no more."""
+"""Runs a part of a benchmark in its own process, so that a hang costs no more than its time limit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GRACE_S = 20.0
 
 
 def asked() -> dict[str, Any]:
-    """In the part: what it was started with."""
+    """Return, in the part, the spec that it was started with."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--part", type=json.loads, required=True)
     spec: dict[str, Any] = parser.parse_args().part
@@ -30,12 +30,12 @@ def asked() -> dict[str, Any]:
 
 
 def emit(row: Mapping[str, object]) -> None:
-    """In the part: hand one row to the parent, at once."""
+    """Send one row from the part to the parent, at once."""
     print(_MARK + json.dumps(dict(row)), flush=True)
 
 
 def stage(name: str) -> None:
-    """In the part (of ranks, the first): say what begins, so that the parent knows how far it came."""
+    """Tell the parent, from the part or its first rank, which stage begins."""
     if os.environ.get("RANK", "0") == "0":
         print(_STAGE + name, flush=True)
 
@@ -43,10 +43,10 @@ def stage(name: str) -> None:
 def run_part(
     module: str, spec: Mapping[str, object], timeout_s: float, num_ranks: int = 0
 ) -> tuple[list[dict[str, object]], str | None]:
-    """``python -m module --part SPEC``: its rows so far, and what went wrong, if anything did.
+    """Run ``python -m module --part SPEC``. Returns its rows so far, and what went wrong, or None.
 
-    With `num_ranks`, torchrun starts so many of it, of which one prints rows. Stages go to stderr, with the
-    seconds since the start; what else it prints passes through.
+    With `num_ranks`, torchrun starts that many ranks, one of which prints rows. Stages go to stderr, with the
+    seconds since the start. Other output passes through.
     """
     launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"]
     command = [
@@ -58,7 +58,7 @@ def run_part(
         json.dumps(dict(spec)),
     ]
     root = str(Path(__file__).parent.parent)
-    threads = {"OMP_NUM_THREADS": "8"} if num_ranks else {}  # as `cluster.spawn`; torchrun would take 1
+    threads = {"OMP_NUM_THREADS": "8"} if num_ranks else {}  # like `cluster.spawn`; torchrun's default is 1
     part = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -93,7 +93,7 @@ def run_part(
 
 
 def _end(part: subprocess.Popen[str], late: threading.Event) -> None:
-    """Ask first, so that it can end its Ray; then end its process group."""
+    """Terminate the part, so that it can end its Ray, then kill its process group."""
     late.set()
     part.terminate()
     try:

@@ -1,4 +1,4 @@
-"""Real engines that take weights in their own ways as well as in ours, and let a benchmark look inside."""
+"""Real engines that take weights in their own ways or ours, and that a benchmark can inspect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["ENGINES", "SglangLatency", "TorchLatency", "VllmLatency"]
 
 
 Args = Sequence[Sequence[Any]]
-"""Those of each rank; none for a command that takes none."""
+"""Arguments per rank; empty for a command without any."""
 
 
 class SglangLatency(EngineActor):
@@ -35,7 +35,7 @@ class SglangLatency(EngineActor):
         self._answers = tempfile.TemporaryDirectory(prefix="weightsync-bench-")
 
     async def take(self, payloads: Sequence[bytes], load_format: str | None) -> None:
-        """One call of SGLang's, with each rank's payload; in a session, where it has such."""
+        """Make one SGLang call with each rank's payload, in a session if SGLang has sessions."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         request = UpdateWeightsFromTensorReqInput(
@@ -51,11 +51,11 @@ class SglangLatency(EngineActor):
         await self._call(send)
 
     async def empty(self) -> None:
-        """The same call, to all ranks, with nothing to do."""
+        """Make the same call to all ranks with nothing to do."""
         await self.take(self._payloads("nothing", (), answers=False), rank_probe.LOADER)
 
     async def forget(self) -> None:
-        """Drop the prefix cache. Raises RuntimeError where SGLang does not."""
+        """Drop the prefix cache. Raises RuntimeError if SGLang does not."""
         if not await self._call(lambda server: server.forget()):
             raise RuntimeError("SGLang did not flush its cache")
 
@@ -78,7 +78,7 @@ class SglangLatency(EngineActor):
         return Path(self._answers.name) / str(rank)
 
     async def _call(self, work: Callable[[Any], Any]) -> Any:  # noqa: ANN401 (whatever SGLang returns)
-        engine: Any = self._engine  # behind our adapter: only a benchmark may look there
+        engine: Any = self._engine  # behind our adapter, which only a benchmark may access
         return await asyncio.to_thread(engine._loop.call, work)
 
 
@@ -86,19 +86,19 @@ class VllmLatency(VllmUnderTest):
     """Our engine actor, and vLLM's own weight transfer over CUDA IPC on the same engine."""
 
     async def start(self) -> None:
-        """Begin an update in vLLM's way."""
+        """Begin vLLM's own update."""
         await self._rpc("start_weight_update", {"is_checkpoint_format": True})
 
     async def update_weights(self, request: Mapping[str, Any]) -> None:
-        """Called by vLLM's trainer side for each chunk."""
+        """Take a chunk. vLLM's trainer side calls this."""
         await self._rpc("update_weights", {"update_info": request["update_info"]})
 
     async def finish(self) -> None:
-        """End an update in vLLM's way."""
+        """End vLLM's own update."""
         await self._rpc("finish_weight_update", {})
 
     async def empty(self) -> None:
-        """A call to all ranks with nothing to do."""
+        """Make a call to all ranks with nothing to do."""
         await self.probe("nothing")
 
     async def _rpc(self, method: str, arguments: Mapping[str, Any]) -> None:
@@ -114,16 +114,16 @@ class VllmLatency(VllmUnderTest):
 
 
 class TorchLatency(EngineActor):
-    """Our engine actor around transformers' model, which has no way of its own."""
+    """Our engine actor around transformers' model, which has no update of its own."""
 
     def __init__(self, model_path: str, model: Sequence[Tensor], options: Mapping[str, Any]) -> None:
         super().__init__("torch", model_path, "torch", options)
 
     async def empty(self) -> None:
-        """A call with nothing to do."""
+        """Make a call with nothing to do."""
 
     async def probe(self, command: str, args: Args = ()) -> list[Any]:
-        """What its only rank answers, see `rank_probe`."""
+        """Return the answer of its only rank, see `rank_probe`."""
         engine: Any = self._engine
         with torch.no_grad():
             return [rank_probe.answer(engine._model, command, _of_rank(args, 0))]

@@ -1,4 +1,4 @@
-"""A real engine and the trainers on its GPUs, for `bench_latency`: updates by its own calls, and by ours."""
+"""A real engine and trainers on its GPUs for `bench_latency`, updated by its own calls or by ours."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from weightsync.plan import RankLayout
 __all__ = ["Layers", "Rig", "start"]
 
 _ENV = {
-    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # so that numbers are nvidia-smi's
-    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",  # trainers start meanwhile
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # so that GPUs have nvidia-smi's numbers
+    "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",  # trainers start at the same time
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
@@ -47,7 +47,7 @@ Layers = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """One engine and its trainers; `layouts` say where the engine's ranks hold what."""
+    """One engine and its trainers. `layouts` are those of the engine's ranks."""
 
     kind: str
     tensors: Sequence[Tensor]
@@ -58,40 +58,40 @@ class Rig:
 
     @property
     def nbytes(self) -> int:
-        """Of the model."""
+        """Bytes of the model."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def is_live(self) -> bool:
-        """Whether the engine's weights can be seen, and not only what its loader is handed."""
+        """Whether the engine's live weights can be read, not only its loader's input."""
         return all(layout.buffers for layout in self.layouts)
 
     @property
     def has_own_way(self) -> bool:
-        """Whether the engine takes weights without us, and it can be seen what it made of them."""
+        """Whether the engine can take weights without us, and its live weights can be read."""
         return self.kind in ("sglang", "vllm") and self.is_live
 
     def prepare(self, version: int) -> None:
-        """The trainers hold `version`, the engine nothing that is right."""
+        """Write `version` to the trainers and poison the engine."""
         ray.get([trainer.change.remote(version) for trainer in self.trainers])
         if self.is_live:
             ray.get(self.engine.probe.remote("poison"))
 
     def wrong(self, version: int) -> int:
-        """Elements of the engine that differ from `version`."""
+        """Count the engine's elements that differ from `version`."""
         if not self.is_live:
             return 0
         args = [(layout, self.tensors, version) for layout in self.layouts]
         return sum(ray.get(self.engine.probe.remote("wrong", args)))
 
     def connect(self) -> None:
-        """Before the first of our own updates."""
+        """Connect, before the first of our own updates."""
         self.sync.register_trainers(self.trainers)
         self.sync.register_engines({self.kind: self.engine})
         self.sync.connect()
 
     def ours(self) -> Round:
-        """One update by us; then, outside of its clock, the holders copy what they keep."""
+        """Run one update by us. Afterwards, untimed, holders take their snapshots."""
         started = time.perf_counter()
         report = self.sync.update_weights(self.sync.version + 1)
         seconds = time.perf_counter() - started
@@ -101,7 +101,7 @@ class Rig:
         return Round(self.sync.version, seconds, report)
 
     def own(self, max_nbytes: int, *, flat: bool) -> Layers:
-        """One update in the engine's own way: seconds of each layer, the total, and the number of calls."""
+        """Run one update in the engine's own way. Returns seconds per layer, the total, and the calls."""
         vllm = self.kind == "vllm"
         started = time.perf_counter()
         if vllm:
@@ -125,14 +125,14 @@ class Rig:
 
 
 def _opened_and_loaded(rank: Layers) -> tuple[float, float]:
-    """Of one rank. What receives at vLLM opens first, and loads then."""
+    """Return a rank's seconds of opening and of loading. vLLM's receiving includes its loading."""
     loaded = rank.get("load", 0.0)
     return rank.get("open", 0.0) + max(0.0, rank.get("receive", 0.0) - loaded), loaded
 
 
 @contextmanager
 def start(kind: str, model: str, num_ranks: int, gpu_memory: float, *, cpu: bool) -> Iterator[Rig]:
-    """An engine with dummy weights, and a trainer rank on the GPU of each of its ranks."""
+    """Start an engine with dummy weights, and a trainer rank on the GPU of each of its ranks."""
     tensors = model_of(model)
     with tempfile.TemporaryDirectory(prefix="weightsync-bench-") as folder:
         save_config(shape_of(model), Path(folder))
@@ -158,7 +158,7 @@ def start(kind: str, model: str, num_ranks: int, gpu_memory: float, *, cpu: bool
 
 
 def _on_gpus(kind: str, gpu_memory: float) -> dict[str, Any]:
-    """No CUDA graphs: updates do not touch them, and they take long to capture."""
+    """Options on GPUs. No CUDA graphs: updates do not touch them, and capturing is slow."""
     if kind == "torch":
         return {"dtype": "bfloat16", "device": "cuda"}
     if kind == "vllm":
@@ -176,5 +176,5 @@ def _on_gpus(kind: str, gpu_memory: float) -> dict[str, Any]:
         "mem_fraction_static": gpu_memory,
         "max_total_tokens": 8192,
         "max_running_requests": 8,
-        "enforce_disable_flashinfer_allreduce_fusion": True,  # compiled on first use, for minutes
+        "enforce_disable_flashinfer_allreduce_fusion": True,  # compiling it on first use takes minutes
     }

@@ -1,4 +1,4 @@
-"""A trainer that hands its weights to engines in the engines' own ways, and times each layer of that."""
+"""A trainer that sends weights to engines in the engines' own ways and times each layer."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Named = tuple[str, torch.Tensor]
 
 
 class LatencyTrainer(ShardTrainer):
-    """One rank. All ranks make every call at the same time; the first one speaks to the engine.
+    """One rank. All ranks make every call at the same time; the first one calls the engine.
 
-    Each way returns the seconds of its layers, and how many calls of the engine it took.
+    Each way returns the seconds of its layers and the number of calls to the engine.
     """
 
     def __init__(
@@ -37,22 +37,22 @@ class LatencyTrainer(ShardTrainer):
         on_gpus = torch.cuda.is_available()
         self._group = dist.new_group(backend="nccl" if on_gpus else "gloo") if num_ranks > 1 else None
         if not on_gpus:
-            # Another way passes descriptors, to children only.
+            # The other strategy passes descriptors, to children only.
             torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
 
     def load_code(self, engine: str) -> None:
-        """Import what this trainer needs of the engine: it takes seconds."""
+        """Import the engine's code that this trainer needs, which takes seconds."""
         on_gpus = torch.cuda.is_available()
         if engine == "sglang":
             from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
             if on_gpus:
-                monkey_patch_torch_reductions()  # devices travel as UUIDs
+                monkey_patch_torch_reductions()  # devices are sent as UUIDs
         elif engine == "vllm" and on_gpus:
             from vllm.distributed.weight_transfer import ipc_engine  # noqa: F401
 
     def ping(self, engine: ActorHandle[Any], num_calls: int) -> list[float]:
-        """Seconds of each call that has nothing to do."""
+        """Return the seconds of each of `num_calls` calls that do nothing."""
         seconds = []
         for _ in range(num_calls):
             started = time.perf_counter()
@@ -61,9 +61,9 @@ class LatencyTrainer(ShardTrainer):
         return seconds
 
     def send_sglang(self, engine: ActorHandle[Any], max_nbytes: int, *, flat: bool) -> Mapping[str, float]:
-        """SGLang's ``update_weights_from_tensor``, up to `max_nbytes` a call, or one tensor if that is more.
+        """Send by SGLang's ``update_weights_from_tensor``, at most `max_nbytes` or one tensor per call.
 
-        `flat`: copied into one buffer first, which travels as one handle (``flattened_bucket``).
+        `flat`: copy into one buffer first, which is sent as one handle (``flattened_bucket``).
         """
         clock, num_calls = PhaseClock(), 0
         for tensors in self._chunks(max_nbytes):
@@ -77,16 +77,16 @@ class LatencyTrainer(ShardTrainer):
             if payloads:
                 with _synced(clock, "engine"):
                     ray.get(engine.take.remote(payloads, "flattened_bucket" if flat else None))
-            dist.barrier()  # the others keep theirs until then
+            dist.barrier()  # the other ranks keep their tensors until here
             num_calls += 1
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
         return {**clock.seconds, "calls": num_calls}
 
     def send_vllm(self, engine: ActorHandle[Any], max_nbytes: int, *, flat: bool) -> Mapping[str, float]:
-        """vLLM's transfer over CUDA IPC in one call, or with `flat` packed into chunks of `max_nbytes`.
+        """Send by vLLM's CUDA IPC transfer in one call, or with `flat` in chunks of `max_nbytes`.
 
-        All but gathering and the engine's calls counts as metadata, packing too.
+        Everything but gathering and the engine's calls counts as metadata, packing included.
         """
         from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 
@@ -117,7 +117,7 @@ class LatencyTrainer(ShardTrainer):
         yield chunk
 
     def _gathered(self, tensor: Tensor, local: torch.Tensor, clock: PhaseClock) -> Named:
-        """The whole tensor: every engine's loader cuts its ranks' parts itself."""
+        """Gather the whole tensor, as every engine's loader cuts the parts of its ranks itself."""
         num_ranks = dist.get_world_size()
         if num_ranks == 1:
             return tensor.name, local
@@ -128,7 +128,7 @@ class LatencyTrainer(ShardTrainer):
         return tensor.name, whole
 
     def _to_first(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload on the first rank, nothing on others."""
+        """Return every rank's payload on the first rank, and nothing on others."""
         found: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(payload, found)
         return found or []
@@ -150,7 +150,7 @@ def _serialized(payload: object) -> bytes:
 
 @contextlib.contextmanager
 def _synced(clock: PhaseClock, name: str) -> Iterator[None]:
-    """A phase that begins and ends with a device that has nothing left to do."""
+    """Time a phase that begins and ends with an idle device."""
     synchronize()
     with clock.phase(name):
         yield

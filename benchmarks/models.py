@@ -1,4 +1,4 @@
-"""Which tensors the benchmarks move, and which slice of each an engine rank holds."""
+"""The tensors of the benchmarks' models, and the slice that each engine rank holds."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Tensor:
 
 
 def model_of(name: str, gib: float = 0, num_layers: int | None = None) -> tuple[Tensor, ...]:
-    """A model by its name on the command line.
+    """Return a model by its name on the command line.
 
     ``1b`` (Llama-3.2-1B), ``8b`` (Qwen3-8B), ``llama`` (layers of one shape, `gib` GiB of them), ``moe`` and
     ``moe-stacked`` (Qwen3-30B-A3B, experts one by one or stacked), ``tiny`` (what is left when there are no
@@ -59,13 +59,13 @@ def model_of(name: str, gib: float = 0, num_layers: int | None = None) -> tuple[
 
 
 def shape_of(name: str, num_layers: int | None = None) -> ModelShape:
-    """What `model_of` lists the tensors of; not of ``llama``, which no engine serves."""
+    """Return the shape of a model of `model_of`, except ``llama``, which no engine serves."""
     shape = _TINY if name == "tiny" else load(ModelShape, _SHIPPED[name], field="model", kind="models")
     return replace(shape, num_hidden_layers=num_layers or shape.num_hidden_layers)
 
 
 def save_config(shape: ModelShape, folder: Path) -> None:
-    """The configuration of a Qwen3, or a Llama where queries are not normalised, without weights."""
+    """Save the config of a Qwen3, or of a Llama if queries are not normalised, without weights."""
     from transformers import LlamaConfig, Qwen3Config
 
     config = Qwen3Config if shape.qk_norm else LlamaConfig
@@ -84,7 +84,7 @@ def save_config(shape: ModelShape, folder: Path) -> None:
 
 
 def llama_like(gib: float, hidden: int = 5120) -> tuple[Tensor, ...]:
-    """About `gib` GiB of equal layers with a fused qkv."""
+    """Return about `gib` GiB of equal layers with a fused qkv."""
     layer = (
         Tensor("qkv", (3 * hidden, hidden), 0),
         Tensor("o", (hidden, hidden), 1),
@@ -108,7 +108,7 @@ def _tensors(shape: ModelShape) -> tuple[Tensor, ...]:
 
 
 def _stacked(tensors: tuple[Tensor, ...], shape: ModelShape) -> tuple[Tensor, ...]:
-    """The experts of a layer in two tensors, which are dealt out whole; single ones are cut."""
+    """Stack the experts of a layer into two tensors, which ranks hold by whole experts. Others are cut."""
     assert shape.moe is not None
     num_experts, inter, hidden = shape.moe.num_experts, shape.moe.intermediate_size, shape.hidden_size
     stacked: list[Tensor] = []
@@ -123,7 +123,7 @@ def _stacked(tensors: tuple[Tensor, ...], shape: ModelShape) -> tuple[Tensor, ..
 
 
 def rank_box(tensor: Tensor, rank: int, num_ranks: int) -> Box:
-    """What engine rank `rank` holds: its part along `cut`, or the whole tensor."""
+    """Return what engine rank `rank` holds: its part along `cut`, or the whole tensor."""
     offset, extent = [0] * len(tensor.shape), list(tensor.shape)
     if tensor.cut is not None:
         size = tensor.shape[tensor.cut]

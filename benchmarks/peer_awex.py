@@ -1,10 +1,10 @@
-"""awex's own core between trainer and engine ranks, alone: its plan, its operations, one NCCL group.
+"""awex's core alone between trainer and engine ranks: its plan, its operations, one NCCL group.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.peer_awex \\
         --part '{"trainers": 1, "engines": 1, "layers": 4, "cpu": false, "rounds": 7}'
 
-What awex does around it is left out, to its advantage: the server where ranks meet, the conversion of
-names, and the process group that it makes and ends with each update.
+What awex does around it is left out, to its advantage: the rendezvous server, the conversion of names,
+and the process group that it makes and ends in each update.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Sender:
         synchronize()
 
     def build(self, plan: Any) -> Callable[[], None]:  # noqa: ANN401 (awex's TransferPlan)
-        """Its operations, as a function that runs them."""
+        """Build its operations. Returns a function that runs them."""
         from awex.transfer.nccl_comm import batch_send_recv, nccl_build_send_ops
 
         parameters = {tensor.name: local for tensor, _, local in self._held}
@@ -58,7 +58,7 @@ class Sender:
         return lambda: batch_send_recv(ops, [], blocking=True, use_group=True)
 
     def wrong(self, version: int) -> int:
-        """Nothing is received here."""
+        """Return 0, as a sender receives nothing."""
         return 0
 
 
@@ -66,11 +66,11 @@ class Receiver(Destination):
     """An engine rank."""
 
     def prepare(self, version: int) -> None:
-        """Hold nothing that is right."""
+        """Make every byte wrong."""
         self.poison()
 
     def build(self, plan: Any) -> Callable[[], None]:  # noqa: ANN401 (awex's TransferPlan)
-        """As the sender's; what does not lie in one run is received elsewhere and copied."""
+        """Build like the sender. Parts that are not contiguous are received elsewhere and copied."""
         from awex.transfer.nccl_comm import batch_send_recv, nccl_build_recv_ops
 
         ops, apart, _ = nccl_build_recv_ops(self.live, plan, dist.group.WORLD, True)
@@ -84,7 +84,7 @@ class Receiver(Destination):
 
 
 def main() -> None:
-    """Plan once, time rounds and print a row."""
+    """Plan once, time the rounds and print a row."""
     spec = asked()
     num_engines, num_trainers, rank = spec["engines"], spec["trainers"], int(os.environ["RANK"])
     model = model_of("tiny" if spec["cpu"] else "moe", 0, spec["layers"])
@@ -97,7 +97,7 @@ def main() -> None:
     planned: list[Any] = []
     planned_s = control.seconds(lambda: planned.append(_plan(model, num_engines, num_trainers, rank)))
     mine: Sender | Receiver
-    if rank < num_engines:  # awex wants engines' ranks first
+    if rank < num_engines:  # awex expects engine ranks first
         mine = Receiver(model, rank, num_engines)
     else:
         mine = Sender(model, rank - num_engines, num_trainers)
@@ -118,14 +118,14 @@ def main() -> None:
 
 
 def uneven(model: Model, num_trainers: int, num_engines: int) -> bool:
-    """Whether any rank holds more of a tensor than another."""
+    """Return whether ranks hold unequal parts of a tensor."""
     cuts = [(tensor.shape[0], num_trainers) for tensor in model]
     cuts += [(tensor.shape[tensor.cut], num_engines) for tensor in model if tensor.cut is not None]
     return any(size % num_parts for size, num_parts in cuts)
 
 
 def _update(mine: Sender | Receiver, plan: Any, control: Control) -> dict[str, float]:  # noqa: ANN401
-    """Seconds until the slowest rank is done; of that, the slowest rank's building and running."""
+    """Return the seconds of the slowest rank, and its building and running."""
     built_s: list[float] = []
 
     def both() -> None:
@@ -161,7 +161,7 @@ def _plan(model: Model, num_engines: int, num_trainers: int, rank: int) -> Any: 
 
 
 def _skip_package() -> None:
-    """awex's own ``__init__`` imports Megatron, which its core does without."""
+    """Skip awex's ``__init__``, which imports Megatron; its core does not need it."""
     found = importlib.util.find_spec("awex")
     assert found is not None
     package = types.ModuleType("awex")
@@ -170,7 +170,7 @@ def _skip_package() -> None:
 
 
 def _meta(tensor: Tensor, num_ranks: int) -> Any:  # noqa: ANN401 (awex's ParameterMeta)
-    """What awex is told: one replica cut into shards, or as many replicas as ranks."""
+    """Describe a tensor to awex: one replica cut into shards, or as many replicas as ranks."""
     from awex.meta.weight_meta import ParameterMeta, ParameterReplicaMeta
 
     boxes = [rank_box(tensor, rank, num_ranks) for rank in range(num_ranks)]

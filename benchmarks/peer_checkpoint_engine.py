@@ -1,12 +1,12 @@
-"""checkpoint-engine alone, one process for each GPU, as torchrun starts it in its own examples.
+"""checkpoint-engine alone, one process per GPU, started by torchrun as in its own examples.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 \\
         -m benchmarks.peer_checkpoint_engine --part '{"gib": 16, "source": "device", "rounds": 7}'
 
-Each rank owns whole tensors, a contiguous part of the list. Beside it, a consumer process of its own is sent
-all tensors and copies its slices, as an inference engine's ``load_weights`` would. The process group is made
-once (``auto_pg=False``) and the pinned pool is used again, so no update pays for either. Its updates collect
-garbage; what this benchmark has imported is frozen, so that they do not pay for that.
+Each rank owns whole tensors, a contiguous part of the list. Its consumer process receives all tensors and
+copies its slices, like an inference engine's ``load_weights``. The process group is made once
+(``auto_pg=False``) and the pinned pool is reused, so no update pays for either. Its updates collect
+garbage, so objects that this benchmark imported are frozen and cost them nothing.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _PHASES = ("register", "gather", "update")
 
 
 class Consumer(Destination):
-    """Plays the engine's worker of one GPU."""
+    """Stands for an engine's worker on one GPU."""
 
     def load(self, path: str) -> None:
-        """Take one update over the server's socket."""
+        """Take one update from the server's socket."""
         import zmq
         from checkpoint_engine.worker import update_weights_from_ipc
 
@@ -54,7 +54,7 @@ class Consumer(Destination):
 
 
 def consume(calls: Connection, model: Model, rank: int, num_ranks: int) -> None:
-    """Answer the calls of the server beside it, until there is None."""
+    """Answer the calls of the server until it sends None."""
     torch.cuda.set_device(rank)
     consumer = Consumer(model, rank, num_ranks)
     _spare_the_collector()
@@ -65,7 +65,7 @@ def consume(calls: Connection, model: Model, rank: int, num_ranks: int) -> None:
 
 
 class Rank:
-    """One parameter server, with the consumer beside it."""
+    """One parameter server and its consumer."""
 
     def __init__(self, model: Model, source: str, rank: int, num_ranks: int) -> None:
         from checkpoint_engine.ps import ParameterServer
@@ -86,22 +86,22 @@ class Rank:
         self._consumer.recv()
 
     def prepare(self, version: int) -> None:
-        """The server holds `version`, the consumer nothing that is right."""
+        """Write `version` to the server and poison the consumer."""
         wholes = (Box((0,) * len(tensor.shape), tensor.shape) for tensor in self._tensors)
         fill(zip(self._tensors, wholes, self._data.values(), strict=True), version)
         torch.cuda.synchronize()
         self._ask("poison")
 
     def wrong(self, version: int) -> int:
-        """Elements of the consumer that differ from `version`."""
+        """Count the consumer's elements that differ from `version`."""
         return int(self._ask("wrong", version))
 
     def phases(self) -> dict[str, Callable[[], object]]:
-        """What an update does, one after the other."""
+        """Return the phases of an update, in order."""
         return {"register": self._register, "gather": self._gather, "update": self._update}
 
     def end_update(self) -> None:
-        """Let the next version take the pool."""
+        """Free the pool for the next version."""
         self._server.unregister_checkpoint(_NAME)
 
     def close(self) -> None:
@@ -116,14 +116,14 @@ class Rank:
         self._server.gather_metas(_NAME)
 
     def _update(self) -> None:
-        """Send everything to every consumer; returns when the own one has loaded it."""
+        """Send everything to every consumer. Returns when this rank's consumer has loaded it."""
         self._failed = None
         self._server.update(_NAME, self._tell_consumer)
         if self._failed is not None:
             raise self._failed
 
     def _tell_consumer(self, paths: list[tuple[str, str]]) -> None:
-        """Called in a thread of the server's, which swallows what it raises."""
+        """Make the consumer load. Runs in a server thread that swallows errors, so they are kept."""
         try:
             self._ask("load", dict(paths)[self._server._device_uuid])
         except Exception as error:  # noqa: BLE001
@@ -152,7 +152,7 @@ def main() -> None:
     _spare_the_collector()
     sizes = {}
     server.prepare(new_version())
-    for size in (_SIZES_GB[0], *_SIZES_GB):  # the first warms up
+    for size in (_SIZES_GB[0], *_SIZES_GB):  # the first one is a warm-up
         stage(f"checkpoint-engine: buckets of {size:g} GB")
         os.environ["PS_MAX_BUCKET_SIZE_GB"] = str(size)
         sizes[size] = min(update()["update"] for _ in range(2))
@@ -172,7 +172,7 @@ def main() -> None:
 
 
 def _spare_the_collector() -> None:
-    """Take what this benchmark imported out of the garbage collections of checkpoint-engine's updates."""
+    """Freeze what this benchmark imported, so that checkpoint-engine's collections skip it."""
     gc.collect()
     gc.freeze()
 

@@ -1,7 +1,7 @@
 """A real vLLM that takes weights in four ways: ours, vLLM's own over NCCL or IPC, and tensor by tensor.
 
-`VllmUnderTest` takes ours. `OwnVllm` takes the others: a plain ``vllm.LLM`` in a Ray actor, beside a trainer
-in another, as vLLM's own examples (``examples/rl/rlhf_nccl.py``, ``rlhf_ipc.py``) start them.
+`VllmUnderTest` takes ours. `OwnVllm` takes the others: a plain ``vllm.LLM`` in one Ray actor and a trainer in
+another, as in vLLM's own examples (``examples/rl/rlhf_nccl.py``, ``rlhf_ipc.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from weightsync.plan import Box
 
 __all__ = ["OwnVllm", "VllmTrainer", "VllmUnderTest"]
 
-_IPC_NBYTES = 2 << 30  # the embedding alone is more than vLLM's default of 1 GiB, which refuses it
+_IPC_NBYTES = 2 << 30  # vLLM's default of 1 GiB refuses the embedding, which is larger
 _FUSED = {
     "q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
     "k_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
@@ -36,7 +36,7 @@ _FUSED = {
 
 
 class VllmTrainer(ShardTrainer):
-    """The whole model on one GPU, sent in vLLM's ways."""
+    """A trainer with the whole model on one GPU, which sends it in vLLM's ways."""
 
     _group: Any
 
@@ -48,7 +48,7 @@ class VllmTrainer(ShardTrainer):
         self._group = NCCLWeightTransferEngine.trainer_init(where)
 
     def send_nccl(self, packed: bool) -> None:
-        """Everything over vLLM's NCCL group; the engine receives meanwhile."""
+        """Send everything over vLLM's NCCL group while the engine receives."""
         from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
         arguments = {"group": self._group, "packed": packed}
@@ -56,7 +56,7 @@ class VllmTrainer(ShardTrainer):
         torch.cuda.synchronize()
 
     def send_ipc(self, engine: ActorHandle[Any], packed: bool) -> None:
-        """Everything by CUDA IPC; calls the engine's `update_weights`."""
+        """Send everything by CUDA IPC. Calls the engine's `update_weights`."""
         from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
 
         arguments = {"send_mode": "ray", "llm_handle": engine, "packed": packed}
@@ -64,7 +64,7 @@ class VllmTrainer(ShardTrainer):
         IPCWeightTransferEngine.trainer_send_weights(self._named(), arguments)
 
     def send_each(self, engine: ActorHandle[Any]) -> None:
-        """One call of the engine and one broadcast for each tensor, as OpenRLHF does it."""
+        """Send with one call to the engine and one broadcast per tensor, like OpenRLHF."""
         for name, tensor in self._named():
             taken = engine.take_one.remote(name, tuple(tensor.shape))
             self._group.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
@@ -75,7 +75,7 @@ class VllmTrainer(ShardTrainer):
 
 
 class VllmUnderTest(EngineActor):
-    """Our engine actor, whose live weights can be spoilt and compared. One rank."""
+    """Our engine actor, whose live weights can be poisoned and compared. One rank."""
 
     def __init__(self, model_path: str, model: Sequence[Tensor], options: Mapping[str, Any]) -> None:
         super().__init__("vllm", model_path, "vllm", options)
@@ -98,12 +98,12 @@ class VllmUnderTest(EngineActor):
         return answers
 
     async def _call(self, work: Callable[[Any], Any]) -> Any:  # noqa: ANN401 (whatever vLLM returns)
-        engine: Any = self._engine  # behind our adapter: only a benchmark may look there
+        engine: Any = self._engine  # behind our adapter, which only a benchmark may access
         return await asyncio.to_thread(engine._loop.call, work)
 
 
 class OwnVllm:
-    """``vllm.LLM`` in an actor, which takes weights by vLLM's own calls. One rank."""
+    """An actor with a ``vllm.LLM`` that takes weights by vLLM's own calls. One rank."""
 
     def __init__(self, model_path: str, model: Sequence[Tensor], options: Mapping[str, Any]) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # as in vLLM's examples
@@ -120,7 +120,7 @@ class OwnVllm:
         self._llm.init_weight_transfer_engine({"init_info": where})
 
     def take_nccl(self, packed: bool) -> None:
-        """One whole update over vLLM's NCCL group."""
+        """Take one whole update over vLLM's NCCL group."""
         info = {
             "names": [tensor.name for tensor in self._model],
             "dtype_names": ["bfloat16"] * len(self._model),
@@ -136,7 +136,7 @@ class OwnVllm:
         self._llm.start_weight_update(is_checkpoint_format=True)
 
     def update_weights(self, request: Mapping[str, Any]) -> None:
-        """Called by vLLM's trainer side for each chunk."""
+        """Take a chunk. vLLM's trainer side calls this."""
         self._llm.update_weights({"update_info": request["update_info"]})
 
     def finish(self) -> None:
@@ -157,12 +157,12 @@ class OwnVllm:
 
     def wrong(self, version: int) -> int:
         """Elements of vLLM's live parameters that differ from `version`."""
-        places = self._places  # in the function: as an argument vLLM would hand over dicts
+        places = self._places  # captured, as vLLM would turn an argument into dicts
         return sum(self._llm.collective_rpc(lambda worker: _wrong(worker, places, version)))
 
 
 def _places(model: Sequence[Tensor]) -> list[tuple[Tensor, str, int]]:
-    """Each tensor, the vLLM parameter that holds it on one rank, and its first row there."""
+    """Return each tensor, the vLLM parameter that holds it on one rank, and its first row there."""
     rows = {tensor.name: tensor.shape[0] for tensor in model}
     places = []
     for tensor in model:

@@ -1,8 +1,8 @@
-"""A bar chart of a result file: medians with their ranges.
+"""Draws a bar chart of a result file: medians with their ranges.
 
     python -m benchmarks.plot benchmarks/results/FILE.json --out FILE.svg
 
-Needs matplotlib. One panel for each of the file's tables; a bar for each of its rows.
+Needs matplotlib. One panel per table of the file, one bar per row.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Row = Mapping[str, Any]
 
 _LABELS = ("system", "route", "call", "model", "source", "placement", "bucket", "bucket MiB", "slots")
 _BEFORE = ("publish ms", "register ms", "gather ms")
-"""What comes before the engines have to wait."""
+"""Phases that end before the engines have to wait."""
 _OURS, _OTHERS = "#1b6ca8", "#b9c0c7"
 
 
 def main() -> None:
-    """Read, draw, write."""
+    """Read a result file and write its chart."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def draw(record: Mapping[str, Any], out: Path) -> None:
-    """Writes the chart of one result file."""
+    """Write the chart of one result file."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -100,7 +100,7 @@ def _figures(total: float, before: float) -> str:
 
 
 def _labels(rows: Sequence[Row]) -> list[str]:
-    """What tells the rows of a panel apart."""
+    """Return labels that tell the rows of a panel apart."""
     telling = [
         key
         for key in (*_LABELS, "world")
@@ -110,7 +110,7 @@ def _labels(rows: Sequence[Row]) -> list[str]:
 
 
 def _part(key: str, value: object) -> str:
-    if key == "route":  # else it says why not
+    if key == "route":  # else it has a reason instead
         return "direct" if value == "direct" else "broadcast"
     units = {"bucket MiB": "{} MiB", "slots": "{} slots", "world": "{} GPUs", "source": "{} source"}
     return units.get(key, "{}").format(value)

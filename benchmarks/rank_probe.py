@@ -1,7 +1,7 @@
-"""What a benchmark does in the processes of an engine's ranks: looks at live weights, times their loader.
+"""Runs in an engine's ranks for a benchmark: reads live weights and times the loader.
 
-SGLang calls `receive`, a custom weight loader; vLLM calls `on_worker`, by ``collective_rpc``. What is timed
-waits for the device on both sides: a loader only starts copies.
+SGLang calls `receive`, a custom weight loader; vLLM calls `on_worker`, by ``collective_rpc``. Timing waits
+for the device before and after, as a loader only starts copies.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["LOADER", "answer", "on_worker", "receive", "synchronize"]
 LOADER = "benchmarks.rank_probe.receive"
 
 _clock = PhaseClock()
-"""Of this process's rank."""
+"""The clock of this process's rank."""
 
 
 def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[bytes, torch.Tensor]]) -> None:
-    """For SGLang: the name of an empty tensor is the call. The answer goes to a file: none is returned."""
+    """Run a command for SGLang. It is the name of an empty tensor, and the answer goes to a file."""
     file, command, args = pickle.loads(named_tensors[0][0])
     if _clock.spans and _clock.spans[-1].name == "open":
-        _clock.spans.pop()  # of this call
+        _clock.spans.pop()  # the span of this call itself
     if command == "watch":
         _watch_sglang()
     with torch.inference_mode(False), torch.no_grad():
@@ -41,7 +41,7 @@ def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[bytes, torch.T
 
 
 def on_worker(worker: Any, command: str, args: Sequence[Any]) -> Any:  # noqa: ANN401 (vLLM's Worker)
-    """For vLLM: called with its worker."""
+    """Run a command for vLLM, which calls this with its worker."""
     if command == "watch":
         _watch_vllm(getattr(worker, "weight_transfer_engine", None))
     with torch.inference_mode(False), torch.no_grad():
@@ -49,7 +49,7 @@ def on_worker(worker: Any, command: str, args: Sequence[Any]) -> Any:  # noqa: A
 
 
 def answer(model: torch.nn.Module, command: str, args: Sequence[Any]) -> Any:  # noqa: ANN401
-    """The outcome of one of `_COMMANDS`."""
+    """Run one of `_COMMANDS` and return its outcome."""
     return _COMMANDS[command](model, *args)
 
 
@@ -60,7 +60,7 @@ def synchronize() -> None:
 
 
 def _nothing(model: torch.nn.Module) -> None:
-    """What a call costs that does nothing."""
+    """Do nothing, to measure the cost of a call."""
 
 
 def _watch(model: torch.nn.Module) -> None:
@@ -69,12 +69,12 @@ def _watch(model: torch.nn.Module) -> None:
 
 
 def _seconds(model: torch.nn.Module) -> Mapping[str, float]:
-    """Of each thing that is timed, since `_poison`."""
+    """Return the seconds of each timed part since `_poison`."""
     return _clock.seconds
 
 
 def _poison(model: torch.nn.Module) -> None:
-    """Make every byte of every parameter wrong, and count time anew."""
+    """Make every byte of every parameter wrong and reset the clock."""
     for parameter in model.parameters():
         poison([parameter.data])
     synchronize()
@@ -82,7 +82,7 @@ def _poison(model: torch.nn.Module) -> None:
 
 
 def _wrong(model: torch.nn.Module, layout: RankLayout, tensors: Sequence[Tensor], version: int) -> int:
-    """Elements of the live parameters that are not those of `version`, where `layout` says that they lie."""
+    """Count live elements, located by `layout`, that differ from `version`."""
     live = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     known = {tensor.name: tensor for tensor in tensors}
     assert {segment.tensor for segment in layout.segments} == set(known)
@@ -103,7 +103,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
 
 
 def _watch_sglang() -> None:
-    """Time how it maps what a call brings, as ``open``."""
+    """Time how SGLang maps the payload of a call, as ``open``."""
     from sglang.srt.managers import tp_worker
 
     class Timed(tp_worker.MultiprocessingSerializer):  # type: ignore[misc]
@@ -113,7 +113,7 @@ def _watch_sglang() -> None:
 
 
 def _watch_vllm(engine: Any) -> None:  # noqa: ANN401 (its weight transfer engine, or None)
-    """Time its whole receiving, as ``receive``; ``load`` is inside."""
+    """Time vLLM's whole receiving as ``receive``, which includes ``load``."""
     if engine is not None:
         engine.receive_weights = _timed("receive", engine.receive_weights)
 

@@ -1,4 +1,4 @@
-"""What the ranks of a peer's process group agree on, beside the group that is measured."""
+"""A control group for the ranks of a peer, separate from the group that is measured."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ __all__ = ["Control"]
 
 
 class Control:
-    """A gloo group of all ranks. Make it once the default process group is there."""
+    """A gloo group of all ranks. Make it once the default process group exists."""
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo")
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Start `run` on all ranks at once; the seconds of the slowest rank."""
+        """Start `run` on all ranks at once. Returns the seconds of the slowest rank."""
         dist.barrier(self._group)
         started = time.perf_counter()
         run()
         return self.most(time.perf_counter() - started)
 
     def most(self, value: float) -> float:
-        """The largest `value` of any rank."""
+        """Return the largest `value` of any rank."""
         return self._reduced(value, dist.ReduceOp.MAX)
 
     def total(self, value: int) -> int:
-        """The sum of all ranks' `value`."""
+        """Return the sum of all ranks' `value`."""
         return int(self._reduced(value, dist.ReduceOp.SUM))
 
     def _reduced(self, value: float, how: dist.ReduceOp.RedOpType) -> float:

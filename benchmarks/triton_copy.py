@@ -1,4 +1,4 @@
-"""The segment copy in Triton, to compare with ours; imported where there is a GPU."""
+"""The segment copy in Triton, to compare with ours. Import it only with a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weightsync.plan.copies import Copies, tiles
 __all__ = ["TritonCopy"]
 
 _TILE_NBYTES = 32 << 10
-_UNIT_NBYTES = 8  # int64; Triton joins two where it knows that they are neighbours and aligned
+_UNIT_NBYTES = 8  # int64; Triton merges two that it knows to be adjacent and aligned
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -34,7 +34,7 @@ def _copy(table, num_tiles, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):  # type:
 
 
 class TritonCopy:
-    """Copies whose rows, pitches and addresses are multiples of 16 bytes; one launch."""
+    """Copies whose rows, pitches and addresses are multiples of 16 bytes, in one launch."""
 
     def __init__(self, copies: Copies, num_blocks: int) -> None:
         table, _ = tiles(copies, _TILE_NBYTES)
@@ -45,7 +45,7 @@ class TritonCopy:
         self._height = 1 << (int(table[:, 2].max()) - 1).bit_length()
 
     def launch(self) -> None:
-        """On the current stream; compiles on first use."""
+        """Launch on the current stream. Compiles on first use."""
         _copy[(self._num_blocks,)](
             self._table, len(self._table), HEIGHT=self._height, WIDTH=self._width, num_warps=16
         )

@@ -38,10 +38,10 @@ __all__ = [
 PHASES = ("publish", "pause", "move", "verify", "commit")
 _APPLIED = ("pause", "move", "verify")
 _RATES = LinkRates(name="H200", hbm=4800, nvlink=374, nic=50)
-"""Memory: the datasheet's; NVLink: what a bare kernel reads, see `benchmarks.bench_pull`."""
+"""Memory by the datasheet; NVLink as read by a bare kernel, see `benchmarks.bench_pull`."""
 
 NUM_WARM = 2
-"""Rounds before those that count."""
+"""Warm-up rounds, which are not measured."""
 
 _versions = itertools.count(1)
 
@@ -63,15 +63,15 @@ class Round:
 
 
 def new_version() -> int:
-    """Greater than all before it in this process, so that each round writes other bytes."""
+    """Return a version greater than all before, so that each round writes other bytes."""
     return next(_versions)
 
 
 def config(bucket_mib: int, num_slots: int, mode: Mode = "auto", keep_versions: int = 1) -> SyncConfig:
-    """Buckets as asked; limits wide enough for the largest of them.
+    """Return a config with these buckets, and limits wide enough for them.
 
-    By default holders keep nothing to heal from: they would copy it between updates, which is no part
-    of them, and page-lock as much memory of the host when they connect.
+    By default holders keep no snapshots. They would copy them between updates, untimed, and page-lock as
+    much host memory when they connect.
     """
     return SyncConfig(
         mode=mode,
@@ -85,14 +85,14 @@ def config(bucket_mib: int, num_slots: int, mode: Mode = "auto", keep_versions: 
 
 
 def connect(sync: WeightSync) -> None:
-    """A stage for each phase of it that is over."""
+    """Connect, and report each finished phase as a stage."""
     stage("connecting")
     clock, shown = logging.getLogger("weightsync.protocol.timing"), _Stages()
     clock.addHandler(shown)
     clock.setLevel(logging.DEBUG)
     try:
         sync.connect()
-    finally:  # no update is to pay for it
+    finally:  # keep its cost out of updates
         clock.setLevel(logging.NOTSET)
         clock.removeHandler(shown)
 
@@ -103,7 +103,7 @@ class _Stages(logging.Handler):
 
 
 def check(wrong: int, who: str, version: int) -> None:
-    """Raise `WrongWeightsError` when any element differs."""
+    """Raise `WrongWeightsError` if any element differs."""
     if wrong:
         raise WrongWeightsError(f"{who}: {wrong} elements are not those of version {version}")
 
@@ -111,7 +111,7 @@ def check(wrong: int, who: str, version: int) -> None:
 def timed_rounds(
     sync: WeightSync, fleet: Fleet, num_rounds: int, num_warm: int = NUM_WARM
 ) -> Iterator[Round]:
-    """Poison, update, compare, again and again; the rounds after the first `num_warm`."""
+    """Poison, update and compare repeatedly. Yields the rounds after the first `num_warm`."""
     for number in range(1 - num_warm, num_rounds + 1):
         version = new_version()
         stage(f"round {number}: other values")
@@ -127,7 +127,7 @@ def timed_rounds(
 
 
 def update_row(rounds: Sequence[Round]) -> dict[str, object]:
-    """Over all rounds: the whole update, its range and samples, phases and rate; and the last report."""
+    """Summarise rounds: the update's median, range and samples, phases, rate, and the last report."""
     total, reports = [each.seconds for each in rounds], [each.report for each in rounds]
     row: dict[str, object] = spread("total", total)
     row |= applied(reports)
@@ -142,14 +142,14 @@ def update_row(rounds: Sequence[Round]) -> dict[str, object]:
 
 
 def applied(reports: Sequence[SyncReport]) -> dict[str, object]:
-    """From published to applied on every rank, and verified there: median, range and samples."""
+    """Return the time from published to verified on every rank: median, range and samples."""
     return spread("applied", [sum(report.phases.get(phase, 0.0) for phase in _APPLIED) for report in reports])
 
 
 def floor(links: Sequence[Link], rounds: Sequence[Round]) -> dict[str, object]:
-    """Of the rank with the most to take: its bytes over its links' rates, and that over ``applied``.
+    """Return the floor of the slowest rank, its bytes over its links' rates, and its ratio to ``applied``.
 
-    Nothing where this host's GPUs are not those of the rates.
+    Empty if this host's GPUs are not those of the rates.
     """
     names = gpu_names()
     if not names or not all(_RATES.name in name.split() for name in names):
@@ -160,7 +160,7 @@ def floor(links: Sequence[Link], rounds: Sequence[Round]) -> dict[str, object]:
 
 
 def spread(name: str, seconds: Sequence[float]) -> dict[str, object]:
-    """Median and range in milliseconds, and every sample."""
+    """Return median and range in milliseconds, and every sample."""
     kept = [second * 1e3 for second in seconds]
     return {
         f"{name} ms": statistics.median(kept),

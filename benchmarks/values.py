@@ -1,7 +1,7 @@
-"""What must be in the benchmarks' tensors: written, spoilt and compared many tensors at a time.
+"""Writes, poisons and compares the expected values of tensors, many tensors at a time.
 
-An element's word depends on its tensor, version, row and column. Rows and columns are each hashed by
-themselves, so that displaced ones are found whatever the width of the tensor.
+An element's word depends on its tensor, version, row and column. Rows and columns are hashed separately, so
+that displaced ones are found for any width of the tensor.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ from weightsync.plan import Box
 __all__ = ["Held", "count_wrong", "fill", "poison"]
 
 Held: TypeAlias = tuple[Tensor, Box, torch.Tensor]
-"""A tensor of the model, and the box of it that lies in memory: 2 bytes an element, contiguous."""
+"""A tensor, the box of it that is held, and its memory: 2 bytes per element, contiguous."""
 
 _CHUNK_NUMEL = 1 << 25
-_MASK = 0x3FFF  # as the bits of a bfloat16: finite, positive and below 2, so that no model overflows
+_MASK = 0x3FFF  # bfloat16 bits: finite, positive and below 2, so that no model overflows
 _FACTORS = (0x9E3779B1, 0x85EBCA77)
 
 
 def fill(held: Iterable[Held], version: int) -> None:
-    """Write what each box holds in `version`."""
+    """Write the values of `version` to each box."""
     for parts, words in _expected(held, version, compute=True):
         torch._foreach_copy_(parts, [*words.view(parts[0].dtype)])
 
 
 def poison(tensors: Iterable[torch.Tensor]) -> None:
-    """Bytes of 0xFF, which `fill` never writes."""
+    """Fill with bytes of 0xFF, which `fill` never writes."""
     words = [tensor.view(torch.int16) for tensor in tensors if tensor.numel()]
     torch._foreach_zero_(words)
     torch._foreach_sub_(words, 1)
 
 
 def count_wrong(held: Iterable[Held], version: int) -> int:
-    """How many elements are not, bit for bit, what `fill` writes."""
+    """Count the elements that differ in any bit from what `fill` writes."""
     wrong = [
         (torch.stack(parts).view(torch.int16) != words).sum()
         for parts, words in _expected(held, version, compute=False)
     ]
-    # Added up where they are: to ask for each takes longer than to compare it.
+    # Add up on the device: fetching each count would take longer than comparing.
     return int(torch.stack(wrong).sum()) if wrong else 0
 
 
 def _expected(
     held: Iterable[Held], version: int, *, compute: bool
 ) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
-    """Parts of equal shape, and the int16 words of all of them; made on a GPU, if there is one to `compute`.
+    """Yield parts of equal shape and their int16 words, made on a GPU if there is one to `compute`.
 
-    Of a model of many thousand tensors most are alike; one by one each would take a dozen launches.
+    Most of a model's many thousand tensors are alike. One by one, each would take a dozen launches.
     """
     alike: defaultdict[tuple[tuple[int, ...], Box], list[Held]] = defaultdict(list)
     for each in held:
