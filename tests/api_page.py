@@ -32,7 +32,7 @@ class _Bare(str):
 
 
 def signature(name: str, thing: object) -> str:
-    """A fenced block: one line, or a line for each parameter."""
+    """Return the signature as a fenced block: one line, or one line per parameter."""
     if isinstance(thing, property):
         return f"```\n{name}: {inspect.signature(thing.fget).return_annotation}\n```"  # type: ignore[arg-type]
     if inspect.isclass(thing) and "__init__" not in vars(thing) and issubclass(thing, Exception):
@@ -48,7 +48,7 @@ def signature(name: str, thing: object) -> str:
 
 
 def markdown(docstring: str | None) -> list[str]:
-    """A docstring's lines as Markdown: sections become lists, indented code becomes fenced."""
+    """Convert a docstring to lines of Markdown: sections become lists, indented code is fenced."""
     lines: list[str] = []
     in_section = in_code = False
     for line in [*inspect.cleandoc(docstring or "").replace("``", "`").split("\n"), ""]:
@@ -73,7 +73,7 @@ def markdown(docstring: str | None) -> list[str]:
 
 
 def page() -> str:
-    """All of docs/api.md."""
+    """Return the whole of docs/api.md."""
     names = [name for name in weightsync.__all__ if not name.startswith("_")]
     things = {name: getattr(weightsync, name) for name in names}
     lines = [HEAD, "| name | what it is |", "|---|---|"]

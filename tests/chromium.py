@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through its own debugging protocol."""
+"""A headless Chromium, driven through its debugging protocol."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LIMIT_S = patient(60)
 
 @dataclass
 class Shown:
-    """What a page did, and what each of the scripts that it was asked says of it."""
+    """Requests and complaints of a page, and the answers of the scripts that were evaluated."""
 
     answers: Mapping[str, Any]
     requests: list[str] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Shown:
 
 @contextmanager
 def chromium(profile: Path) -> Iterator[int]:
-    """Start one, with its files in `profile`: the port that it listens on. Skips if there is none."""
+    """Start Chromium with its files in `profile`. Yields its port; skips the test without Chromium."""
     found = next(filter(None, map(shutil.which, _NAMES)), None)
     if found is None:
         pytest.skip(f"no Chromium here: none of {', '.join(_NAMES)} is on the PATH")
@@ -55,7 +55,7 @@ def chromium(profile: Path) -> Iterator[int]:
 
 
 def _port(profile: Path, process: subprocess.Popen[bytes]) -> int:
-    """Chromium chooses one, and writes it into its profile."""
+    """Wait for the port, which Chromium chooses and writes to its profile."""
     path, deadline = profile / "DevToolsActivePort", time.monotonic() + _LIMIT_S
     while not (path.exists() and path.read_text().count("\n")):
         assert process.poll() is None, "Chromium ended"
@@ -65,7 +65,7 @@ def _port(profile: Path, process: subprocess.Popen[bytes]) -> int:
 
 
 def show(port: int, page: Path, scripts: Sequence[str], *, width: int, dark: bool, to: Path) -> Shown:
-    """Open `page` in a window of `width` and evaluate `scripts`; a picture of all of it goes to `to`."""
+    """Open `page` in a window of `width` and evaluate `scripts`. Saves a full screenshot to `to`."""
     return asyncio.run(asyncio.wait_for(_show(port, page, scripts, width, dark, to), _LIMIT_S))
 
 

@@ -1,4 +1,4 @@
-"""What all tests share: no network, no time limit on a single example, GPU tests only where GPUs are."""
+"""Shared by all tests: no network, no time limit per example, GPU tests only with GPUs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hypothesis import settings
 from tests.patience import FACTOR, VARIABLE, patient
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Read when Ray is imported; by default it would leave a token in the home folder.
+# Ray reads this on import. By default it would leave a token in the home folder.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-# Ray starts its workers at niceness 15: beside busy processes they would hardly run.
+# Ray starts workers at niceness 15, with which they hardly run on a busy machine.
 os.environ.setdefault("RAY_worker_niceness", "0")
 
-# Examples share the machine with other processes: how long one takes says nothing about our code.
+# Examples share the machine with other processes, so their duration says nothing about our code.
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")

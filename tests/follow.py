@@ -3,8 +3,8 @@
     bash scripts/follow [update | direct | refill | connect]
 
 The trainer and the two engines of the test fleet run as threads of this process. Each call is listed under
-the process that its thread stands for, and each function where it is first entered. The last line has three
-numbers: files, changes of file (a thread's next call is in another file), and lines of the functions entered.
+the process of its thread, and each function where it is first entered. The last line has three numbers:
+files, changes of file (a thread's next call is in another file), and lines of the functions entered.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _process: contextvars.ContextVar[str] = contextvars.ContextVar("process")
 
 @dataclass
 class Followed:
-    """Calls to functions of the library.
+    """The recorded calls to functions of the library.
 
     Attributes:
-        first: (process, function) in the order in which they were entered first.
-        num_changes: how often a thread went to another file.
+        first: (process, function) in the order of their first calls.
+        num_changes: number of times that a thread went to another file.
         is_on: whether calls are recorded.
     """
 
@@ -62,7 +62,7 @@ class Followed:
         self._files[thread] = code.co_filename
 
     def page(self) -> str:
-        """The recorded calls as text."""
+        """Return the recorded calls as text."""
         alike: dict[str, list[str]] = {}
         for process in dict.fromkeys(process for process, _ in self.first):
             alike.setdefault(self._way(process), []).append(process)
@@ -96,7 +96,7 @@ class NamedPeer(LocalPeer):
             _process.set(self._name)
             return await call(*args)
 
-        # A task of its own, so that the name ends with the call.
+        # A separate task, so that the name ends with the call.
         return lambda *args: asyncio.ensure_future(named(*args))
 
 

@@ -1,6 +1,6 @@
-"""Trainers and engines of several ranks on hosts of their own, in one process, with real holders over gloo.
+"""Trainers and multi-rank engines on several hosts, in one process, with real holders over gloo.
 
-What a GPU's holder maps through CUDA IPC is memory of this process here, and HostCopies play the kernels.
+Memory of this process stands for what holders map through CUDA IPC, and HostCopies stand for kernels.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def starts(memory: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 class Source:
-    """A trainer rank that holds rows, and shows where they lie as if that were a GPU."""
+    """A trainer rank that holds rows and exports them as if they were on a GPU."""
 
     def __init__(self, tensors: Sequence[TensorMeta], rank: Rank, device: str) -> None:
         self.rank, self._dtypes = rank, {meta.name: meta.dtype for meta in tensors}
@@ -100,7 +100,7 @@ class Source:
 
 
 class Engine(DictEngine):
-    """Tensor-parallel ranks; their memory is written by their holders if they `share` it."""
+    """An engine of tensor-parallel ranks. Holders write its memory if it `shares` it."""
 
     def __init__(self, name: str, tensors: Sequence[TensorMeta], size: int, first: int, shares: bool) -> None:
         super().__init__(name, {})
@@ -158,7 +158,7 @@ class Engine(DictEngine):
 
 
 class Staging(HostStaging):
-    """As DeviceStaging does it, with memory of this process."""
+    """Staging like DeviceStaging, with memory of this process."""
 
     def __init__(self, plan: Plan, index: int, send_buffer: SharedBuffer | None, receives: bool) -> None:
         super().__init__(plan, index, send_buffer, receives)
@@ -194,7 +194,7 @@ class Staging(HostStaging):
 
     def fill(self, bucket: int, timeout_s: float) -> Sequence[Pending]:
         for step in self._plan.bucket_steps(bucket) if self._slots else ():
-            if step.root == self._index:  # what is written out is written out of the slot
+            if step.root == self._index:  # writes to the engine are taken from the slot
                 slot = self._slots[bucket % len(self._slots)].tensor
                 slot[step.offset : step.offset + step.nbytes] = self.at(step)
         return ()
@@ -204,7 +204,11 @@ class Staging(HostStaging):
 
 
 class Hosts:
-    """`trainers` names the host of each trainer rank, `engines` those of each engine's ranks."""
+    """A fleet over several hosts.
+
+    `trainers` names the host of each trainer rank, `engines` those of each engine's ranks, one character
+    each.
+    """
 
     def __init__(
         self,
@@ -215,14 +219,14 @@ class Hosts:
         hidden: int = 60,
         alone: Sequence[str] = (),
     ) -> None:
-        """Engines have equally many ranks; those `alone` do not share their memory."""
+        """Make the fleet. Engines have equal numbers of ranks; those in `alone` do not share memory."""
         size = max(map(len, engines.values()))
         self.tensors = decoder("float32", size, hidden, KV_HEADS, EXPERTS, 41)
         self.sources = []
         for number in range(len(trainers)):
             rank = Rank()
             for meta in self.tensors:
-                # Rows, the last ranks fewer or none; a scalar is the first rank's.
+                # Cut by rows, the last ranks have fewer or none. The first rank has the scalars.
                 start, rows = cuts(meta.shape[0], len(trainers))[number] if meta.shape else (0, 0)
                 box = (
                     Box((start, *(0 for _ in meta.shape[1:])), (rows, *meta.shape[1:]))
@@ -258,7 +262,7 @@ class Hosts:
             source.write(self.weights)
 
     def wrong(self, name: str) -> list[str]:
-        """Buffers of an engine that are not what slicing the whole tensors gives, padding included."""
+        """Return buffers of an engine that differ from slices of the whole tensors, padding included."""
         found = []
         dtypes = {meta.name: meta.dtype for meta in self.tensors}
         for number, rank in enumerate(self.engines[name].ranks):
@@ -273,7 +277,7 @@ class Hosts:
         return found
 
     async def update(self, version: int) -> Mapping[str, str]:
-        """Of new weights, proven here bit for bit; who took which way."""
+        """Update to new weights, checked bit for bit. Returns the routes by engine."""
         self.train()
         report = await self.controller.update(version)
         assert report.verified
@@ -287,17 +291,17 @@ class Hosts:
         return sum(meta.nbytes for meta in self.tensors)
 
     def needed(self, name: str) -> list[int]:
-        """Bytes that each rank of an engine takes, those that it takes twice counted twice."""
+        """Return the bytes that each rank of an engine takes; bytes taken twice count twice."""
         itemsize = {meta.name: meta.itemsize for meta in self.tensors}
         ranks = self.engines[name].ranks
         return [sum(s.box.numel * itemsize[s.tensor] for s in rank.segments) for rank in ranks]
 
     def crossed(self) -> int:
-        """Bytes of one update between hosts."""
+        """Return the bytes that one update sends between hosts."""
         return sum(link.nbytes for link in self.controller.links() if link.distance == "other host")
 
     def respawn(self, name: str, on: str = "", holders: tuple[int, ...] = ()) -> None:
-        """Another engine in the place of `name`: on its `holders`, on these, or on new ones on hosts `on`."""
+        """Replace engine `name`, on its own holders, on `holders`, or on new ones on hosts `on`."""
         old, holders = self.engines[name], holders or self.fleet.engines[name].holders
         old.close()
         if on:
@@ -319,7 +323,7 @@ class Hosts:
 
 
 def drive(work: Callable[[Hosts], Coroutine[object, object, None]], *args: object, **more: object) -> None:
-    """`work` on the fleet that the other arguments describe; every rank may have a thread."""
+    """Run `work` on the fleet that the other arguments describe, with threads for all ranks."""
 
     async def run() -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(32))

@@ -1,4 +1,4 @@
-"""Tiny models for tests: seconds to start, and greedy tokens that depend on every weight."""
+"""Tiny models for tests, which start in seconds and whose greedy tokens depend on every weight."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "
 def build_tiny_qwen3(path: Path, moe: bool = False, seed: int = 0) -> PreTrainedModel:
     """Save a float32 model with random weights to `path` and return it.
 
-    The dense one ties its output head to the embedding, the other, of 8 experts of which 2 run, does not.
+    The dense one ties its output head to the embedding. The MoE one, with 8 experts of which 2 run, does not.
     """
     config = Qwen3MoeConfig(**_SHAPE, **_EXPERTS) if moe else Qwen3Config(**_SHAPE, tie_word_embeddings=True)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -47,7 +47,7 @@ def build_tiny_qwen3(path: Path, moe: bool = False, seed: int = 0) -> PreTrained
 
 @torch.no_grad()
 def redraw(model: PreTrainedModel, seed: int) -> None:
-    """Give it other random weights."""
+    """Give the model new random weights."""
     draw = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=draw) * _scale(name, parameter))
@@ -56,14 +56,14 @@ def redraw(model: PreTrainedModel, seed: int) -> None:
 
 
 def _scale(name: str, parameter: torch.Tensor) -> float:
-    # A small embedding, or the residual stream is the last token and a tied head repeats it for ever.
+    # A small embedding, else the residual stream is the last token and a tied head repeats it forever.
     if "norm" in name:
         return 0.1
     return 0.02 if "embed" in name else 2 * parameter.shape[-1] ** -0.5
 
 
 def pack_int4(path: Path) -> dict[str, torch.Tensor]:
-    """Quantize a saved model's projections to int4 in groups of 32; returns its new tensors."""
+    """Quantize a saved model's projections to int4 in groups of 32. Returns its new tensors."""
     tensors = {}
     for name, value in load_file(path / "model.safetensors").items():
         if not name.endswith("_proj.weight"):
@@ -91,7 +91,7 @@ def pack_int4(path: Path) -> dict[str, torch.Tensor]:
 
 
 def greedy(model: PreTrainedModel, prompts: list[list[int]], max_tokens: int = 16) -> list[list[int]]:
-    """Transformers' greedy tokens, one prompt at a time, without padding."""
+    """Return transformers' greedy tokens, one prompt at a time, without padding."""
     return [
         model.generate(
             torch.tensor([prompt]),

@@ -1,9 +1,9 @@
-"""One factor for every deadline of the tests: a busy machine makes them slower, not red.
+"""One factor for all deadlines of tests: a busy machine makes them slower, but they still pass.
 
-A deadline that only ends a hang is written as ``patient(30)``: 30 s on a quiet machine, times the factor,
-which WEIGHTSYNC_TEST_PATIENCE sets and which is 4 by default. tests/conftest.py multiplies pytest's own limit
-(``timeout`` in pyproject.toml, ``pytest.mark.timeout``) by it, too. A fault that a test injects has to be
-noticed within ``timeout_s``: that is ``patient(0.5)``, too, so that those who are sound come within it.
+A deadline that only ends a hang is written as ``patient(30)``: 30 s on a quiet machine, times
+WEIGHTSYNC_TEST_PATIENCE, 4 by default. tests/conftest.py also multiplies pytest's own limit (``timeout`` in
+pyproject.toml, ``pytest.mark.timeout``). An injected fault must be noticed within ``timeout_s``, which is
+also written as ``patient(0.5)``, so that healthy processes meet it.
 """
 
 from __future__ import annotations
@@ -29,5 +29,5 @@ FACTOR = _factor()
 
 
 def patient(seconds: float) -> float:
-    """`seconds` of a quiet machine, as long as a hang may last here."""
+    """Return a deadline of `seconds` on a quiet machine, scaled for this one."""
     return seconds * FACTOR

@@ -1,4 +1,4 @@
-"""Small models between ranks that lay them out differently, for tests with a process for each rank."""
+"""Shuffles of small models between ranks with different layouts, for tests with a process per rank."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from weightsync.plan.shuffle import ShufflePlan
 from weightsync.transports import Transport
 
 CASES = {"apart": (2, 3, False), "both": (2, 2, True), "one": (1, 1, False), "copies": (1, 3, False)}
-"""Senders, receivers, and whether the receivers are the senders. Copies need the same, and pass it on."""
+"""Senders, receivers, and whether the receivers are the senders. In ``copies`` all receivers need the same and pass it on."""
 
 
 @dataclass
 class Case:
-    """Senders hold uneven rows; receivers take columns into a fused parameter, and the rest whole."""
+    """A shuffle from uneven rows to columns in a fused parameter, with the rest whole."""
 
     tensors: list[TensorMeta]
     senders: list[Rank]
@@ -82,7 +82,7 @@ def make_case(name: str, rows: int = 1031) -> Case:
 
 
 def _expected(rank: Rank, tensors: list[TensorMeta], held: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What the rank's buffers hold after each tensor was gathered and sliced."""
+    """Return a rank's buffers after each tensor was gathered and sliced."""
     dtypes = {meta.name: meta.dtype for meta in tensors}
     for segment in rank.segments:
         rank.view(segment, dtypes[segment.tensor])[...] = held[segment.tensor][segment.box.slices()]
@@ -95,7 +95,7 @@ def _expected(rank: Rank, tensors: list[TensorMeta], held: dict[str, np.ndarray]
 def shuffle_case(
     name: str, rows: int, max_message_bytes: int, rank: int, transport: Transport, device: str
 ) -> dict[str, object]:
-    """Carry out `rank`'s part once by its function, twice by one `Shuffle`; what is right, what it took."""
+    """Run `rank`'s part once by its function, twice by one `Shuffle`. Returns checks and costs."""
     case = make_case(name, rows)
     plan = case.plan(max_message_bytes)
     sends, receives = rank < plan.num_senders, rank in plan.receivers
@@ -126,7 +126,7 @@ def shuffle_case(
 def shuffle_on(
     case: str, rows: int, max_message_bytes: int, rank: int, transport: Transport, begun: Callable[[], None]
 ) -> None:
-    """Shuffle again and again in host memory, until somebody is lost; says when it has `begun`."""
+    """Shuffle repeatedly in host memory until a rank is lost. Calls `begun` once it has started."""
     made = make_case(case, rows)
     plan = made.plan(max_message_bytes)
     source = _upload(made.senders[rank].memory, "cpu") if rank < plan.num_senders else None

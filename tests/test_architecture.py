@@ -1,4 +1,4 @@
-"""The arrows between the rooms, the light door and the size of files, held by tests.
+"""Tests of the imports between rooms, the light public package and the size of files.
 
 A room imports only from floors below its own. Rooms of one floor do not know each other, and only the edge
 knows Ray::
@@ -51,7 +51,7 @@ PURE_ALLOWED = (*sys.stdlib_module_names, "_typeshed", "numpy")
 PLAN_ALLOWED = (*PURE_ALLOWED, "weightsync.plan", "weightsync.errors")
 HEAVY = ("cupy", "vllm", "sglang", "mooncake", "verl")
 PLUGINS = ("weightsync.plugins",)
-"""Each of their modules is imported by the framework that it is for, and by nobody else."""
+"""Each module is imported only by the framework that it is for."""
 EDGE = ("weightsync.actors", "weightsync.recipes", *PLUGINS)
 UNPICKLERS = ("pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing")
 BY_ENGINES_CHANNELS = (
@@ -60,16 +60,16 @@ BY_ENGINES_CHANNELS = (
     "weightsync.engines.vllm.adapter",
     "weightsync.engines.vllm.worker",
 )
-"""They pickle what goes by vLLM's and SGLang's own channels. None of them has a socket of ours."""
+"""Modules that pickle for vLLM's and SGLang's own channels. None of them has a socket of ours."""
 USERS_OWN = ("weightsync.recipes.openrlhf_loop",)
-"""Recipes that play somebody who has a loop, and engines of his own."""
+"""Recipes that stand for a user's own loop and engines."""
 WALL_CLOCK = {
     "weightsync/protocol/timing.py": "stamps of spans and heals",
     "recipes/run_report.py": "when a run started, and a step committed",
     "recipes/bench_report.py": "when a benchmark started",
     "benchmarks/common.py": "when a benchmark was run",
 }
-"""Where the wall clock may be read, each for a stamp; durations and ages come from one that is never set."""
+"""Where the wall clock may be read, for time stamps. Durations use a clock that is never set."""
 FLOORS = (
     ("weightsync.errors",),
     ("weightsync.config",),
@@ -106,7 +106,7 @@ def inside(module: str, packages: tuple[str, ...]) -> bool:
 
 
 def room(module: str) -> tuple[int, str]:
-    """Which floor a module of ours is on, and in which room."""
+    """Return the floor and the room of one of our modules."""
     for floor, rooms in enumerate(FLOORS):
         for each in rooms:
             if inside(module, (each,)):
@@ -115,7 +115,7 @@ def room(module: str) -> tuple[int, str]:
 
 
 def source_files(root: Path) -> list[Path]:
-    """Sorted; a link is not followed."""
+    """Return source files, sorted. Links are not followed."""
     return sorted(path for folder in FOLDERS for path in _files(root / folder))
 
 
@@ -131,7 +131,7 @@ def module_name(path: Path, root: Path) -> str:
 
 
 def imports(root: Path) -> list[Import]:
-    """Every import statement of our packages, those in functions and for type checkers too."""
+    """Return every import of our packages, also those in functions and for type checkers."""
     files = {module_name(path, root): path for path in source_files(root)}
     return [
         Import(importer, target, f"{path.relative_to(root)}:{node.lineno}", in_function, for_types)
@@ -165,12 +165,12 @@ def _targets(
     parts = importer.split(".")
     base = parts[: len(parts) - node.level + is_package] if node.level else []
     package = ".".join([*base, *filter(None, [node.module])])
-    # `from weightsync import plan` is an import of weightsync.plan, not of the door
+    # `from weightsync import plan` imports weightsync.plan, not the public package
     return {full if (full := f"{package}.{alias.name}") in ours else package for alias in node.names}
 
 
 def violations(root: Path) -> list[str]:
-    """What the arrows forbid, one line each; empty is good."""
+    """Return forbidden imports, one line each."""
     found = [item for item in imports(root) if item.importer != "weightsync"]
     broken = [f"{item}: {rule}" for item in found for rule in _broken_rules(item)]
     for library in HEAVY:
@@ -208,7 +208,7 @@ def _broken_rules(item: Import) -> Iterator[str]:
 
 
 def circles(root: Path) -> list[list[str]]:
-    """Modules of ours that import one another, also in functions or for types. The door opens on use."""
+    """Return cycles of imports, also in functions or for types. The public package imports lazily."""
     arrows: dict[str, set[str]] = {}
     for item in imports(root):
         if item.importer != "weightsync" and inside(item.module, ("weightsync",)):
@@ -221,7 +221,7 @@ def circles(root: Path) -> list[list[str]]:
 
 
 def wall_clock_reads(root: Path) -> Iterator[str]:
-    """``file:line`` of each use of ``time.time``, ``datetime.now`` and the like."""
+    """Yield ``file:line`` of each use of ``time.time``, ``datetime.now`` and so on."""
     named = {"time": ("time", "time_ns", "localtime", "gmtime"), "datetime": ("now", "utcnow", "today")}
     for folder in (*FOLDERS, "benchmarks"):
         for path in sorted(_files(root / folder)):
@@ -308,7 +308,7 @@ def test_a_planted_violation_is_caught(tmp_path: Path, path: str, line: str, rul
 
 
 def test_no_object_is_received_or_sent_as_a_pickle() -> None:
-    """pyzmq pickles without an import of ours."""
+    """pyzmq can pickle without an import in our code."""
     names = {
         f"{path.relative_to(ROOT)}: {node.attr}"
         for path in source_files(ROOT)
@@ -365,7 +365,7 @@ def test_the_door_is_sorted_and_every_name_opens() -> None:
 
 
 def test_no_name_of_the_door_is_a_modules() -> None:
-    """Whoever imports the module first would put it in the name's place."""
+    """Importing such a module would replace the name."""
     modules = {each.name for each in pkgutil.iter_modules(weightsync.__path__)}
     assert not modules & {*weightsync.__all__}
 
@@ -376,7 +376,7 @@ def test_the_door_names_what_it_does_not_have() -> None:
 
 
 def _num_lines(source: str) -> int:
-    """Lines of a file, docstrings left out: to say more of a method does not cut its file in two."""
+    """Count lines of a file without docstrings, so that documentation does not force a split."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, documented)]
     said = [ast.get_docstring(node, clean=False) or "" for node in nodes]

@@ -1,6 +1,6 @@
-"""Tests use what users use: private names are for the unit test of the module that defines them.
+"""Tests use public names. Only the unit test of a module uses its private names.
 
-It is in ``tests/unit`` or ``tests/integration``, and the module's name is part of its own:
+That test is in ``tests/unit`` or ``tests/integration`` and named after the module:
 ``test_nccl_endings.py`` tests ``transports/nccl.py``. A class may use what it inherits.
 """
 
@@ -24,9 +24,9 @@ THIRD_PARTY = {
     "_non_persistent_buffers_set": "torch",
     "_replace": "named tuples",
 }
-"""Names of others, who have no public ones for the same."""
+"""Private names of other packages, which have no public ones for the same."""
 BY_NAME = ("getattr", "setattr", "hasattr", "delattr", "patch", "object", "attrgetter", "methodcaller")
-"""Functions that are given the name of an attribute, or a dotted path to it."""
+"""Functions that take the name of an attribute, or a dotted path to it."""
 
 
 def is_private(name: str) -> bool:
@@ -34,12 +34,12 @@ def is_private(name: str) -> bool:
 
 
 def private_names(source: str) -> Iterator[tuple[int, str]]:
-    """Line and name of each access to a private name of another object or module."""
+    """Yield line and name of each access to a private name of another object or module."""
     return _visit(ast.parse(source), frozenset(), in_class=False)
 
 
 def _visit(node: ast.AST, own: frozenset[str], *, in_class: bool) -> Iterator[tuple[int, str]]:
-    """`own`: what the object of the method around is called here."""
+    """Visit `node`. `own` has the names of the enclosing method's own object."""
     yield from ((node.lineno, name) for name in _named(node, own) if is_private(name))  # type: ignore[attr-defined]
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
         names = [each.arg for each in (*node.args.posonlyargs, *node.args.args)]
@@ -76,7 +76,7 @@ def _text(node: ast.expr) -> str:
 
 
 def defined(source: str) -> set[str]:
-    """The private names that a module defines, and those of its classes and their objects."""
+    """Return the private names that a module, its classes and their objects define."""
     tree = ast.parse(source)
     names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     names |= {node.name for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)}
@@ -93,7 +93,7 @@ def modules(root: Path) -> Mapping[Path, set[str]]:
 
 
 def owned(test: Path, root: Path) -> set[str]:
-    """The private names of the modules that a file tests."""
+    """Return the private names of the modules that a file tests."""
     if test.relative_to(root).parts[:2] not in {("tests", "unit"), ("tests", "integration")}:
         return set()
     tested = f"_{test.stem}_"

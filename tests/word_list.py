@@ -17,7 +17,7 @@ SUFFIXES = (".py", ".md")
 
 
 def read_list(text: str) -> dict[str, str]:
-    """The old words in lower case, and what replaces each. Raises ValueError for a line in another form."""
+    """Return the old words in lower case with their replacements. Raises ValueError for other lines."""
     words: dict[str, str] = {}
     for line in text.splitlines():
         if not line or line.startswith("#"):
@@ -30,13 +30,13 @@ def read_list(text: str) -> dict[str, str]:
 
 
 def checked_files(root: Path) -> list[Path]:
-    """README.md, and all Python and Markdown files of the checked folders."""
+    """Return README.md and all Python and Markdown files of the checked folders."""
     found = [path for folder in FOLDERS for path in (root / folder).rglob("*") if path.suffix in SUFFIXES]
     return [root / "README.md", *sorted(found)]
 
 
 def findings(root: Path, words: Mapping[str, str]) -> list[str]:
-    """Each use of an old word, as ``file:line: word: use ...``."""
+    """Return each use of an old word, as ``file:line: word: use ...``."""
     patterns = {re.compile(_forms(old)): new for old, new in words.items()}
     return [
         f"{path.relative_to(root)}:{number}: {match[0]}: use {new}"
@@ -48,7 +48,7 @@ def findings(root: Path, words: Mapping[str, str]) -> list[str]:
 
 
 def _forms(word: str) -> str:
-    """A pattern of `word` and its plural, in prose and names: `word`, `word_size`, `MyWord`, `MAX_WORDS`."""
+    """Return a pattern for `word` and its plural, such as `word`, `word_size`, `MyWord`, `MAX_WORDS`."""
     camel = "".join(part.capitalize() for part in word.split("_"))
     lower = rf"(?<![A-Za-z]){word}s?(?![a-z])"
     upper = rf"(?<![A-Za-z]){word.upper()}S?(?![A-Za-z])"

@@ -1,4 +1,4 @@
-"""A fleet with direct updates. It needs no GPU: numpy copies between fake device buffers."""
+"""A fleet with direct updates and without GPUs: numpy copies between fake device buffers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Shared:
 
 
 class Source(ModuleSource):
-    """Publishes on the host, and shows where its weights lie as if that were a GPU."""
+    """A source that publishes on the host and exports its weights as if they were on a GPU."""
 
     shared: Shared
 
@@ -64,7 +64,7 @@ class Source(ModuleSource):
 
 
 class Engine(DictEngine):
-    """Its memory is written by its holder."""
+    """An engine whose memory is written by its holder."""
 
     shared: Shared
     export: Export
@@ -82,7 +82,7 @@ class Engine(DictEngine):
 
 
 class Staging(HostStaging):
-    """Buckets go out to engines by `write`, and `start_direct_copy` copies."""
+    """Staging that writes buckets to engines, and runs direct copies in `start_direct_copy`."""
 
     shared: Shared
     engine: Engine
@@ -119,7 +119,7 @@ class Staging(HostStaging):
 
 
 class Direct(Loop):
-    """A trainer whose memory holders read, and two engines whose memory they write."""
+    """A fleet whose holders read the trainer's memory and write that of two engines."""
 
     def __init__(self, config: SyncConfig) -> None:
         super().__init__(config)
@@ -146,15 +146,15 @@ class Direct(Loop):
         return made
 
     def cut_off(self, holder: int) -> None:
-        """A holder that cannot map the trainers' memory."""
+        """Make a holder unable to map the trainers' memory."""
         self.unreachable.add(holder)
 
     def cannot_write(self, holder: int) -> None:
-        """A holder that does not write its engine's memory."""
+        """Make a holder unable to write its engine's memory."""
         self.on_host.add(holder)
 
     def broadcasts(self) -> list[int]:
-        """Every bucket that any holder begins to broadcast from now on."""
+        """Return the list to which every bucket is added whose broadcast begins from now on."""
         self.begun.clear()
         return self.begun
 

@@ -1,4 +1,4 @@
-"""A trainer and its engines in one process: real holders, sockets and memory, threads for processes."""
+"""A trainer and engines in one process: real holders, sockets and memory, with threads for processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weightsync.testing import DictEngine, LocalPeer
 
 
 class Loop:
-    """One model, two engines on holders of their own; a trainer on a third."""
+    """One model, a trainer and two engines, each with its own holder."""
 
     def __init__(self, config: SyncConfig, num_engines: int = 2) -> None:
         self.model = self.make()
@@ -47,7 +47,7 @@ class Loop:
     def stage(
         self, holder: int, plan: Plan, index: int, send_buffer: SendBuffer | None, receives: bool
     ) -> HostStaging:
-        """Where holder number `holder` has its buckets."""
+        """Make the staging of holder number `holder`."""
         return HostStaging(plan, index, send_buffer, receives)
 
     def train(self) -> None:
