@@ -1,4 +1,4 @@
-"""The actor that reads one host's share of one checkpoint and keeps it in memory."""
+"""The actor that reads one host's share of a checkpoint into memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class CheckpointShard:
         return self._checked.layout(rank, num_ranks)
 
     def attach(self, plan: Plan, rank: int, num_ranks: int) -> tuple[str, HostExport]:
-        """Return the plan's digest as computed here, and the memory that the rank's holder maps."""
+        """Return the plan's digest and the memory that the rank's holder maps."""
         self._tensors = plan.tensors
         return plan.digest(), self._checked.export(rank, num_ranks)
 

@@ -1,4 +1,4 @@
-"""Registered checkpoints: the actors that read them, and the trainer ranks that they stand for."""
+"""Registered checkpoints, their reading actors, and the trainer ranks they stand for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = ["CheckpointRank", "Checkpoints"]
 
 @dataclass(frozen=True, slots=True)
 class _Checkpoint:
-    """One checkpoint: the reading actor and its `read` call per host, both in the order of shares."""
+    """One checkpoint: actor and `read` call per host, in the order of shares."""
 
     shards: Mapping[str, ActorHandle[Any]]
     readings: Mapping[str, Any]
@@ -50,7 +50,9 @@ class _Checkpoint:
 
 
 class Checkpoints:
-    """The registered checkpoints by name. All have the same tensors and are on the same hosts.
+    """The registered checkpoints by name.
+
+    All have the same tensors and are on the same hosts.
 
     Attributes:
         published: the checkpoint that the next update takes.
@@ -91,7 +93,9 @@ class Checkpoints:
     async def register(
         self, name: str, files: Sequence[str], nodes: Sequence[str], exclude: Collection[str]
     ) -> None:
-        """Register a checkpoint. It is read after earlier ones, as the first is needed first.
+        """Register a checkpoint.
+
+        It is read after earlier ones, as the first is needed first.
 
         Returns when all headers are checked; raises as `CheckpointSource`.
         """
@@ -123,7 +127,9 @@ class Checkpoints:
         self._held[name] = replace(made, readings=readings)
 
     async def read(self, name: str) -> Reading:
-        """Wait until the checkpoint is in memory on all hosts. Seconds are those of the slowest host.
+        """Wait until the checkpoint is in memory on all hosts.
+
+        Seconds are those of the slowest host.
 
         Raises DeadlineError, which names the hosts that still read, after ``connect_timeout_s``.
         """
@@ -146,7 +152,7 @@ class Checkpoints:
         _kill(shards)
 
     def placement(self, engines: Iterable[Sequence[Placement]]) -> list[tuple[CheckpointRank, Placement]]:
-        """Make a rank for each GPU or slot of the engines on the reading hosts.
+        """Make a rank per GPU or slot of the engines on reading hosts.
 
         Raises ConfigError for a reading host without engines.
         """
@@ -195,7 +201,7 @@ class CheckpointRank:
         return layout
 
     async def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
-        """Let the holder map the wanted checkpoint once it is read, and all others read by then.
+        """Let the holder map the wanted checkpoint, once read, and others read by then.
 
         Another checkpoint whose process is gone is skipped: an update that takes it raises the error.
         """

@@ -1,4 +1,7 @@
-"""Claims on actors: one WeightSync drives an actor at a time, until it closes or its driver dies."""
+"""Claims on actors: each is driven by one WeightSync at a time.
+
+A claim ends when its WeightSync closes or its driver dies.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ class TakenError(StateError):
 
 
 class Claimable:
-    """The part of a trainer's or engine's actor that knows which WeightSync it takes part in."""
+    """Base of trainer and engine actors that records which WeightSync uses them."""
 
     _claim: Claim | None = None
 
@@ -93,7 +96,9 @@ class Claims:
         self._looks: dict[str, asyncio.Task[bool]] = {}
 
     async def take(self, peer: Peer) -> None:
-        """Claim an actor unless it is claimed already. Replaces the claim of a dead driver.
+        """Claim an actor unless it is claimed already.
+
+        Replaces the claim of a dead driver.
 
         Raises TakenError, which names the other WeightSync, if its driver is alive.
         """
@@ -141,7 +146,10 @@ def _claim(name: str | None) -> Claim:
 
 
 def _is_owned(owned: ObjectRef[Any]) -> bool:
-    """Whether the object's owner is alive. A copy may outlive the owner by a moment, hence the polling."""
+    """Whether the object's owner is alive.
+
+    A copy may outlive the owner by a moment, hence the polling.
+    """
     deadline = time.monotonic() + _LOST_S
     while (left := deadline - time.monotonic()) > 0:
         try:

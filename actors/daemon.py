@@ -1,4 +1,4 @@
-"""Runs calls that may never return on daemon threads, so that they do not block exit."""
+"""Runs calls that may never return on daemon threads, which do not block exit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def on_daemon(
     timeout_s: float,
     when_late: Callable[[T], None] = lambda _: None,
 ) -> T:
-    """Run `call` on its own daemon thread and wait at most `timeout_s` seconds for it.
+    """Run `call` on a daemon thread and wait at most `timeout_s` seconds.
 
     `asyncio.to_thread` does not fit: the interpreter joins its threads at exit, and calls that hang use them
     up. If the deadline passes or the wait is cancelled, the thread continues, and `when_late` gets what

@@ -25,7 +25,10 @@ __all__ = ["EngineCalls"]
 
 
 class EngineCalls(Claimable):
-    """Base of engine actors. WeightSync awaits these calls to the adapter `_engine` while requests run."""
+    """Base of engine actors.
+
+    WeightSync awaits these calls to the adapter `_engine` while requests run.
+    """
 
     _engine: Engine
     _slot: str | None = None
@@ -37,7 +40,10 @@ class EngineCalls(Claimable):
         return [self._place(layout.device, rank) for rank, layout in enumerate(layouts)]
 
     async def sync_layout(self) -> Sequence[RankLayout]:
-        """Return what each rank needs. Asks the engine once, as its layout does not change."""
+        """Return what each rank needs.
+
+        Asks the engine once, as its layout does not change.
+        """
         async with self._asking:
             if self._layouts is None:
                 self._layouts = await asyncio.to_thread(self._engine.layout)

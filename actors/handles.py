@@ -25,7 +25,7 @@ def check_trainers(handles: object) -> None:
 
 
 def check_engines(handles: object) -> None:
-    """Raise ConfigError unless `handles` is a dict from names to engine actors, each given once."""
+    """Raise ConfigError unless `handles` maps names to engine actors, each given once."""
     if not isinstance(handles, Mapping) or not handles:
         raise ConfigError("engines", handles, "give a dict of at least one name and actor handle")
     for name in handles:

@@ -32,7 +32,10 @@ class Holders:
     """The holders that run, at most one for each placement."""
 
     def __init__(self, config: SyncConfig, run: str | None) -> None:
-        """`run`: the name under which holders outlive their driver. Without it they end with the driver."""
+        """`run`: the name under which holders outlive their driver.
+
+        Without it they end with the driver.
+        """
         self._config, self._run = config, run
         self._on: dict[tuple[str, str], RemoteHolder] = {}
         self._pids: dict[Any, Any] = {}
@@ -40,7 +43,10 @@ class Holders:
         self._standbys: list[tuple[str, ActorHandle[Standby]]] = []
 
     def standby(self, node: str, num_gpus: int, num_engines: int) -> None:
-        """Start processes on that host ahead of time. `settle` binds them to a GPU or slot, or ends them."""
+        """Start processes on that host ahead of time.
+
+        `settle` binds them to a GPU or slot, or ends them.
+        """
         here = sum(each == node for each, _ in self._standbys)
         if not self._on and not self._run:
             gpus: Sequence[int | None] = range(num_gpus) or [None] * num_engines
@@ -75,7 +81,10 @@ class Holders:
         return [self._start(placement, index) for index, placement in enumerate(placements)]
 
     async def _place_standbys(self, placements: Sequence[Placement]) -> None:
-        """Bind standbys to placements. A placement whose standby does not answer gets a new process."""
+        """Bind standbys to placements.
+
+        A placement whose standby does not answer gets a new process.
+        """
         standbys = {f"spare {i}": each for i, each in enumerate(self._standbys)}
         calls = {name: answer(name, standby.bound_to.remote()) for name, (_, standby) in standbys.items()}
         bound = (await gather_named(calls, "start", self._config.timeout_s)).answers
@@ -105,9 +114,9 @@ class Holders:
             ray.kill(self._standbys.pop()[1])
 
     def take(self, placement: Placement, left: Placement | None, index: int) -> RemoteHolder:
-        """Return the holder of a late rank: the one there, the one that the rank `left`, or a new one.
+        """Return the holder for a late rank: existing, left by its predecessor, or new.
 
-        In host memory, a process that sat alone leaves its holder to the one that takes its place.
+        Without a GPU, a process alone in its own slot leaves its holder to its replacement.
         """
         alone = left is not None and left.device.startswith("slot:pid-") and left.node == placement.node
         if alone and left and placement.key not in self._on and left.key in self._on:
@@ -128,7 +137,7 @@ class Holders:
             end(name)
 
     async def _change(self, transport: str) -> None:
-        """Switch to `transport`: end the holders of another, take over those that an earlier driver left."""
+        """Switch to `transport`: end other holders, take over those of an earlier driver."""
         for key in [*self._on]:
             self._end(key)
         self._transport = transport
@@ -164,7 +173,10 @@ class Holders:
         self._pids[handle] = handle.__ray_call__.remote(_pid)
 
     async def _end_hung(self, key: tuple[str, str]) -> None:
-        """End a holder that does not answer. Ray's own kill does not end a stopped process."""
+        """End a holder that does not answer.
+
+        Ray's own kill does not end a stopped process.
+        """
         asked = self._pids.get(self._on[key].handle)
         self._end(key)
         if asked and ray.wait([asked], timeout=0)[0]:
@@ -191,7 +203,7 @@ class Holders:
 
 
 def _unused(index: int, names: Collection[str]) -> str:
-    """A name that no holder has; one started as `index` may have moved to another place."""
+    """An unused name. A holder started as `index` may have another index now."""
     return next(name for number in count(index) if (name := f"holder {number}") not in names)
 
 

@@ -28,7 +28,9 @@ class LoopThread:
         self._thread.start()
 
     def submit(self, work: Callable[[], Coroutine[object, object, T]]) -> Future[T]:
-        """Run `work`, one submission at a time. Its future cannot be cancelled once it runs.
+        """Run `work`, one submission at a time.
+
+        Its future cannot be cancelled once it runs.
 
         Raises StateError while earlier work runs, and after `close`.
         """

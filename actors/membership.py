@@ -150,7 +150,7 @@ class Membership:
             ray.kill(handle)
 
     async def place_engine(self, name: str, handle: ActorHandle[Any]) -> None:
-        """Wait for the engine to start, then give each of its ranks the holder on its GPU or a new one."""
+        """Wait for the engine, then assign or start a holder for each rank."""
         if self._controller.plan is None:
             raise StateError("connect() has to come first")
         engine, who = RemoteEngine(f"engine {name}", handle), f"engine {name}"
@@ -171,7 +171,7 @@ class Membership:
             self._watch(name, engine)
 
     def _place_rank(self, placement: Placement, left: Placement | None) -> int:
-        """Return the index in the fleet of the holder for `placement`, starting one if needed."""
+        """Return the fleet index of the holder for `placement`, starting it if needed."""
         known = self._fleet.holders
         holder = self._holders.take(placement, left, len(known))
         if holder not in known:
@@ -221,7 +221,7 @@ class Membership:
         return await engine.placements()
 
     async def _place(self) -> None:
-        """Ask every actor for its host and GPU, and start a holder on each GPU that has none."""
+        """Ask every actor for its placement and start missing holders."""
         if not self.engines or not (self.trainers or self.checkpoints):
             raise StateError("register_trainers() and register_engines() have to come before connect()")
         known = {name: placement.record for name, placement in self._fleet.engines.items()}
@@ -300,7 +300,10 @@ class Membership:
         return [*trainers, *holders, *(f"engine {name}" for name in self.engines)]
 
     async def set_faults(self, plan: FaultPlan, version: int) -> None:
-        """Set the faults of `version`. 0 replaces all faults by those that name no version."""
+        """Set the faults of `version`.
+
+        0 replaces all faults by those that name no version.
+        """
         named: dict[str, Any] = {f"trainer {i}": peer for i, (peer, _) in enumerate(self._fleet.trainers)}
         named |= self._fleet.named_holders()
         named |= {f"engine {name}": placement.peer for name, placement in self._fleet.engines.items()}

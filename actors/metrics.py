@@ -90,7 +90,7 @@ class Metrics:
             self._refilled.inc(nbytes, tags)
 
     def _floor_seconds(self, report: SyncReport, plan: Plan) -> float:
-        """The floor of the plan's broadcasts; 0 if unknown, or if an engine updates directly."""
+        """The floor of broadcasts; 0 if unknown or if an engine updates directly."""
         if self._cluster is None or "direct" in report.routes.values():
             return 0.0
         if self._floor[0] != report.epoch:

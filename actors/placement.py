@@ -16,7 +16,9 @@ __all__ = ["Placement", "Placements", "place_ranks"]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The host and device of an actor. Actors on the same GPU or slot share one holder.
+    """The host and device of an actor.
+
+    Actors on the same GPU or slot share one holder.
 
     Attributes:
         node: Ray's node id.
@@ -32,7 +34,10 @@ class Placement:
 
     @classmethod
     def here(cls, slot: str | None = None) -> Placement:
-        """Return where this process runs. Without a GPU and a `slot`, no other process shares the device."""
+        """Return where this process runs.
+
+        Without a GPU and a `slot`, no other process shares the device.
+        """
         context = ray.get_runtime_context()
         device = f"slot:{slot}" if slot is not None else _gpu() or f"slot:pid-{os.getpid()}"
         return cls(context.get_node_id(), ray.util.get_node_ip_address(), device, os.getpid())
@@ -58,7 +63,7 @@ class Placements:
 
 
 def place_ranks(trainers: Mapping[str, Placement], engines: Mapping[str, Sequence[Placement]]) -> Placements:
-    """Assign one holder to each GPU or slot, for the trainer rank and the engine rank there.
+    """Assign one holder to each GPU or slot, for its trainer and engine ranks.
 
     Raises ConfigError if two trainer ranks, or two engine ranks, claim the same device.
     """
@@ -82,7 +87,7 @@ def place_ranks(trainers: Mapping[str, Placement], engines: Mapping[str, Sequenc
 
 
 def _gpu() -> str | None:
-    """The current GPU by UUID, as an index means a different GPU in each process."""
+    """The current GPU's UUID, as indices differ between processes."""
     import torch
 
     if not torch.cuda.is_available():

@@ -35,7 +35,9 @@ def end_process(handle: ActorHandle[Any], placements: Iterable[Placement]) -> No
 
 
 def end_pid(node: str, pid: int) -> None:
-    """End worker `pid` on host `node` and the processes that it started. Returns when all have ended.
+    """End worker `pid` on host `node` and the processes that it started.
+
+    Returns when all have ended.
 
     Multiprocessing's resource tracker is spared: after the others it unlinks the shared memory that they
     named, and ends. Ray's own kill ends it at once, which leaves the memory of vLLM's ranks in /dev/shm.

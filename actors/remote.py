@@ -1,4 +1,7 @@
-"""Wraps Ray handles as awaitable peers and turns Ray's errors into ours. Only this file knows both."""
+"""Wraps Ray handles as awaitable peers and turns Ray's errors into ours.
+
+Only this file knows both.
+"""
 
 from __future__ import annotations
 

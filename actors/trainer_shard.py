@@ -91,7 +91,7 @@ class TrainerShard(Claimable):
         return self._current_source().attach(plan, trainer, send_buffer)
 
     def sync_publish(self, count: bool) -> tuple[Published, Sequence[Span]]:
-        """Publish this rank's share: copy it to its holder, or on a GPU let the holder read it in place."""
+        """Publish this rank's share: copy it to its holder, or on a GPU in place."""
         clock = PhaseClock()
         with clock.phase("publish"):
             inject("publish")

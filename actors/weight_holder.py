@@ -21,14 +21,16 @@ from weightsync.memory.tensors import device_id
 
 __all__ = ["Standby", "spawn_holder", "spawn_standby"]
 
-# watch(), a move or refill, keep() and replicate() take one each. The rest are for other calls.
+# watch(), a move or refill, snapshot() and replicate() take one each. The rest are for other calls.
 _NUM_THREADS = 8
 
 
 def spawn_holder(
     name: str, placement: Placement, transport: str, outlives_as: str = ""
 ) -> ActorHandle[Holder]:
-    """Start a Holder actor on the host of `placement`. It reserves no CPU or GPU, and sees that GPU alone.
+    """Start a Holder actor on the host of `placement`.
+
+    It reserves no CPU or GPU, and sees that GPU alone.
 
     It ends with its driver. With `outlives_as`, a name, it is detached and runs until it is killed.
 
@@ -41,7 +43,7 @@ def spawn_holder(
 
 
 class Standby(Holder):
-    """A holder's process that is started ahead of time, so that its imports are done when it is bound."""
+    """A holder's process started ahead of time, with its imports done."""
 
     def __init__(self, gpu: int | None) -> None:
         """Import what holders need. It becomes a holder in `sit`.
@@ -57,7 +59,7 @@ class Standby(Holder):
             self._bound_to = _see(gpu)
 
     def bound_to(self) -> str:
-        """Return its only GPU, ``cuda:<UUID>``, or ``cpu`` if CUDA did not start; empty if unbound."""
+        """Return its GPU, ``cuda:<UUID>``, ``cpu`` if CUDA did not start, or empty if unbound."""
         return self._bound_to
 
     def expect(self, device: str) -> None:
@@ -85,7 +87,10 @@ def _see(gpu: int) -> str:
 
 
 def spawn_standby(node: str, gpu: int | None) -> ActorHandle[Standby]:
-    """Start a Standby actor on host `node`. It ends with its driver. `gpu`: an index of Ray's GPUs there."""
+    """Start a Standby actor on host `node`.
+
+    It ends with its driver. `gpu`: an index of Ray's GPUs there.
+    """
     return ray.remote(Standby).options(**_options(node, "" if gpu is None else None)).remote(gpu)
 
 

@@ -1,4 +1,4 @@
-"""`update_weights` on GPUs: source x placement x bucket size x slots, and bare rates of the link.
+"""Times `update_weights` on GPUs by source, placement, bucket size and slots, against bare rates.
 
     python -m benchmarks.bench_sync --gpu [--world 1 2 4] [--source device host] [--bucket-mib 256 512]
         [--slots 2 3] [--model 8b|llama|moe|moe-stacked] [--gib 16] [--rounds 7] [--empty] [--long 200]

@@ -1,4 +1,4 @@
-"""From `kill -9` of an engine to serving again: its own start, and what ours adds to it.
+"""Times from `kill -9` of an engine to serving again, against starting it alone.
 
     python -m benchmarks.bench_heal [--megabytes 1000] [--rounds 3] [--refill auto] [--json FILE]
 

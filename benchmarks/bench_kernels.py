@@ -43,7 +43,7 @@ Call = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """Random int16 memory: shards of `PARTS` times the largest size, and packed buffers of once."""
+    """Random int16 memory: shards of `PARTS` times the largest size, and a packed buffer."""
 
     shards: torch.Tensor
     packed: torch.Tensor
@@ -56,7 +56,7 @@ class Pools:
         return cls(shards, torch.zeros(max(SIZES) // 2, dtype=torch.int16, device="cuda"))
 
     def turns(self, nbytes: int) -> Iterator[Pair]:
-        """Yield memory for up to 4 calls: shards of 4 * `nbytes` and a packed buffer of `nbytes`."""
+        """Yield for up to 4 calls shards of 4 * `nbytes`, and a packed buffer."""
         for turn in range(min(4, max(SIZES) // nbytes)):
             first = turn * nbytes // 2
             yield (
@@ -172,7 +172,7 @@ def block_rows(pools: Pools) -> Iterator[Row]:
 
 
 def digest_call(pairs: Sequence[Pair], itemsize: int, num_blocks: int | None = None) -> Call:
-    """Return a call that digests the sources, each the second quarter of its tensor's columns."""
+    """Return a call that digests sources, the second quarter of each tensor's columns."""
     table = DigestTable(
         [digest_part(number, source, itemsize) for number, (source, _) in enumerate(pairs)],
         len(pairs),
@@ -208,7 +208,7 @@ def digest_rows(pools: Pools) -> Iterator[Row]:
 
 
 def host_rows(pools: Pools) -> Iterator[Row]:
-    """Yield the host's time for building and uploading a table of 4 GiB, and for one launch."""
+    """Yield the host's time for a table of 4 GiB and one launch."""
     for layout in LAYOUTS:
         pairs = segments(layout, *next(pools.turns(max(SIZES))))
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Times each layer of an update of a real engine, by the engine's own calls and by ours.
+"""Times each layer of a real engine's update, by its own calls and ours.
 
     python -m benchmarks.bench_latency --engine sglang vllm --model 1b 8b --tp 1 2
     python -m benchmarks.bench_latency --cpu --model tiny      on a CPU, as a smoke test
@@ -186,7 +186,10 @@ def _ways(rig: Rig, spec: Mapping[str, Any]) -> dict[str, UpdateTask]:
 def _take_turns(
     rig: Rig, ways: Mapping[str, UpdateTask], num_rounds: int, few: Mapping[str, int]
 ) -> tuple[dict[str, list[Layers | Round]], list[str]]:
-    """Run the ways in turns. Returns times after warm-up and failures; ways in `few` get fewer rounds."""
+    """Run the ways in turns.
+
+    Returns times after warm-up and failures; ways in `few` get fewer rounds.
+    """
     found: dict[str, list[Layers | Round]] = {name: [] for name in ways}
     failed: list[str] = []
     for number in range(_NUM_WARM + num_rounds):

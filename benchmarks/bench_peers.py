@@ -81,7 +81,7 @@ UpdateTask = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One system alone on the host: what is started, and the first columns of its rows."""
+    """One system alone on the host: what starts, and its rows' first columns."""
 
     row: Mapping[str, object]
     spec: Mapping[str, Any]
@@ -297,7 +297,10 @@ def _rounds(
     engine: Any,  # noqa: ANN401 (an actor handle)
     num_rounds: int,
 ) -> tuple[dict[str, list[float]], list[SyncReport]]:
-    """Return seconds of each way after warm-up, and our reports. A way that fails is left out."""
+    """Return seconds of each way after warm-up, and our reports.
+
+    A way that fails is left out.
+    """
     reports: list[SyncReport] = []
     seconds: dict[str, list[float]] = {}
     for name, run in ways.items():

@@ -39,7 +39,7 @@ SIZES = (1_000, 5_000, 20_000, 70_000)
 
 
 def tensors(count: int) -> tuple[TensorMeta, ...]:
-    """Return the first `count` tensors of the model: per layer the dense ones, then its experts."""
+    """Return the first `count` tensors: per layer the dense ones, then its experts."""
     layer = DENSE + 3 * NUM_EXPERTS
     return tuple(_tensor(number // layer, number % layer) for number in range(count))
 
@@ -53,7 +53,7 @@ def _tensor(layer: int, number: int) -> TensorMeta:
 
 
 def trainer_layout(metas: tuple[TensorMeta, ...]) -> Layout:
-    """Return row blocks: experts over the 8 ranks of their group, dense tensors over all ranks."""
+    """Return row blocks: experts over their group's 8 ranks, dense tensors over all."""
     is_expert, expert = _kinds(len(metas))
     group = expert % (NUM_TRAINERS // GROUP)
     experts, dense = np.flatnonzero(is_expert), np.flatnonzero(~is_expert)
@@ -67,7 +67,7 @@ def trainer_layout(metas: tuple[TensorMeta, ...]) -> Layout:
 
 
 def engine_layout(metas: tuple[TensorMeta, ...]) -> Layout:
-    """Return whole experts, assigned to ranks in turn, and row blocks of the dense tensors."""
+    """Return whole experts, assigned in turn, and row blocks of dense tensors."""
     is_expert, expert = _kinds(len(metas))
     experts, dense = np.flatnonzero(is_expert), np.flatnonzero(~is_expert)
     tensor = np.concatenate([experts, np.repeat(dense, TENSOR_PARALLEL)])

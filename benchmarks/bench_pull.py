@@ -1,4 +1,4 @@
-"""Reading another GPU's memory: kernel against copy engine, and the effect on a decoding engine.
+"""Reads another GPU's memory by kernel and copy engine, while an engine decodes.
 
     python -m benchmarks.bench_pull [--gib 4] [--json FILE]                              two GPUs
 

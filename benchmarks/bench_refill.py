@@ -1,4 +1,4 @@
-"""Reading a buffer from peers on this host, each way, against Mooncake called bare in the same run.
+"""Reads a buffer from peers on this host in each way, against bare Mooncake.
 
     python -m benchmarks.bench_refill [--mib 1024] [--peers 1 2] [--rounds 9] [--json FILE]
 
@@ -49,7 +49,10 @@ Piece = tuple[str, int, int, int]
 
 
 class Bare(Protocol):
-    """Types of the Mooncake calls that are used. They return 0 for success, or a batch's number."""
+    """Types of the Mooncake calls that are used.
+
+    They return 0 for success, or a batch's number.
+    """
 
     def batch_transfer_sync_read(
         self, endpoint: str, ours: Sequence[int], theirs: Sequence[int], sizes: Sequence[int]

@@ -1,4 +1,4 @@
-"""On GPUs: refilling an engine from snapshots in host memory, against bare copies to the device.
+"""Refills an engine on GPUs from snapshots in host memory, against bare copies.
 
     python -m benchmarks.bench_refill_gpu [--gib 16] [--rounds 7] [--json FILE]
 

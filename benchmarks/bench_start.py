@@ -1,4 +1,4 @@
-"""Time to the first token: engines that load by themselves against engines that we fill.
+"""Time to the first token: engines that load themselves against engines we fill.
 
     python -m benchmarks.bench_start [--kind vllm] [--engines 1] [--megabytes 400] [--rounds 1] [--json FILE]
     python -m benchmarks.bench_start --engines 4 --model qwen3-8b --rounds 3 --ways own dummy ours  on 4 GPUs
@@ -251,7 +251,10 @@ def _shape(args: argparse.Namespace, *, float32: bool) -> ModelShape:
 
 
 def _save(shape: ModelShape, folder: Path) -> int:
-    """Save a Qwen3 of that shape, with the same random weights each time. Returns its bytes."""
+    """Save a Qwen3 of that shape, with the same random weights each time.
+
+    Returns its bytes.
+    """
     from safetensors.torch import save_file
 
     save_config(shape, folder)

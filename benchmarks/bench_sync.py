@@ -1,4 +1,4 @@
-"""One update on the CPU against its least possible cost: a bare broadcast and one copy per engine.
+"""One update on the CPU against a bare broadcast and one copy per engine.
 
     python -m benchmarks.bench_sync [--megabytes 1 400] [--engines 2] [--rounds 9] [--json FILE]
     python -m benchmarks.bench_sync --gpu --help        on GPUs instead: see `benchmarks.bench_gpu`
@@ -151,7 +151,7 @@ def _join(ranks: Sequence[ActorHandle[Any]], nbytes: int) -> Sequence[ActorHandl
 
 
 def save_config(directory: str, nbytes: int) -> None:
-    """Save the config of a Qwen3 of about `nbytes` in float32: some layers, the rest embedding."""
+    """Save the config of a Qwen3 of about `nbytes` in float32, partly embedding."""
     from transformers import Qwen3Config
 
     hidden, layers = (_HIDDEN, _LAYERS) if nbytes > 100e6 else (64, 2)

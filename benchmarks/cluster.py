@@ -77,7 +77,7 @@ def kill(actors: Sequence[ActorHandle[Any]]) -> None:
 
 
 def free_port() -> int:
-    """Return a TCP port that was free a moment ago, as was the next one."""
+    """Return a TCP port that was just free, as was the next one."""
     while True:
         with socket.socket() as first, socket.socket() as second:
             first.bind(("127.0.0.1", 0))

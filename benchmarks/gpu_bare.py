@@ -23,7 +23,7 @@ _KINDS = ("ncclBroadcast", "torch broadcast", "our broadcast", "torch all_gather
 
 
 class BareRank:
-    """One rank of three communicators over the same memory: cupy's NCCL, torch's and our transport."""
+    """One rank of three communicators over one memory: cupy's NCCL, torch's, our transport."""
 
     def __init__(self, rank: int, num_ranks: int, meeting: str, nbytes: int) -> None:
         torch.cuda.set_device(0)
@@ -42,7 +42,7 @@ class BareRank:
         self._bare: Any = None
 
     def offer(self) -> tuple[object, str]:
-        """Return, on rank 0, the rendezvous of the other ranks for cupy and for our transport."""
+        """Return, on rank 0, the rendezvous for cupy and for our transport."""
         from weightsync.memory import cuda
 
         return cuda.nccl().get_unique_id(), self._transport.offer("127.0.0.1")
@@ -54,7 +54,7 @@ class BareRank:
         self._transport.open(rendezvous, self._rank, self._num_ranks, 60.0)
 
     def run(self, kind: str, number: int) -> tuple[float, int]:
-        """Return the seconds from a barrier until this rank has every byte, and the wrong bytes then."""
+        """Return seconds from a barrier to the last byte, and the wrong bytes."""
         poison([self._data])
         roots = [0] * self._num_ranks if "broadcast" in kind.lower() else range(self._num_ranks)
         for root, part in zip(roots, self._parts, strict=True):
@@ -85,7 +85,7 @@ class BareRank:
 
 
 def bare_rates(gpus: Sequence[str], mib: int, num_rounds: int) -> Iterator[dict[str, object]]:
-    """Yield a row for each kind of call between all of `gpus`, interleaved round by round."""
+    """Yield a row per kind of call between `gpus`, interleaved by round."""
     meeting = tempfile.mktemp(prefix="weightsync-bench-")
     nbytes = (mib << 20) // (512 * len(gpus)) * 512 * len(gpus)  # equal, aligned parts
     ranks = [spawn(BareRank, i, len(gpus), meeting, nbytes, gpu=gpu) for i, gpu in enumerate(gpus)]

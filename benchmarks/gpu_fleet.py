@@ -1,4 +1,4 @@
-"""The benchmarks' fleet: trainers and an engine of several ranks that hold nothing but weights.
+"""The benchmarks' fleet: trainers and an engine that hold nothing but weights.
 
 Trainers hold each tensor cut along its first dimension, like FSDP2. Engine ranks hold it cut like tensor
 parallelism. Both are built from the same parts as real ones.
@@ -46,7 +46,7 @@ Model = Sequence[Tensor]
 
 
 def device_used() -> tuple[str, int]:
-    """Return this process's GPU and the bytes that all processes use on it; empty and 0 without one."""
+    """Return this process's GPU and its bytes in use; empty and 0 without one."""
     if not torch.cuda.is_available():
         return "", 0
     torch.cuda.synchronize()
@@ -91,7 +91,7 @@ class ShardTrainer(TrainerShard):
             torch.cuda.synchronize()
 
     def used(self) -> tuple[str, int]:
-        """See `device_used`."""
+        """Return this process's GPU and its bytes in use."""
         return device_used()
 
     def _whole(self, tensor: Tensor, device: torch.device) -> torch.Tensor:
@@ -130,7 +130,7 @@ class Destination:
         return count_wrong(((each, box, self.live[each.name]) for each, box in self.held), version)
 
     def used(self) -> tuple[str, int]:
-        """See `device_used`."""
+        """Return this process's GPU and its bytes in use."""
         return device_used()
 
 
@@ -239,7 +239,7 @@ class Fleet:
 def start_fleet(
     model: Model, trainer_gpus: Sequence[str | None], engine_gpus: Sequence[str | None], source: str
 ) -> Fleet:
-    """Start one trainer or engine rank per GPU named; None is a CPU slot, shared by equal ranks."""
+    """Start a rank per GPU; None is a CPU slot, shared by equal ranks."""
     meeting = tempfile.mktemp(prefix="weightsync-bench-")  # gloo creates it; ranks outlive this call
     num_trainers, num_engines = len(trainer_gpus), len(engine_gpus)
     trainers = [
@@ -264,7 +264,10 @@ async def _gather(calls: Sequence[Awaitable[Any]]) -> list[Any]:
 
 
 def _register(modules: dict[str, nn.Module], name: str, tensor: torch.Tensor) -> None:
-    """Register a tensor. `modules` has all modules by name, as walking a large model is slow."""
+    """Register a tensor.
+
+    `modules` has all modules by name, as walking a large model is slow.
+    """
     path, _, leaf = name.rpartition(".")
     _module(modules, path).register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
 

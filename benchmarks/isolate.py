@@ -1,4 +1,4 @@
-"""Runs a part of a benchmark in its own process, so that a hang costs no more than its time limit."""
+"""Runs a part of a benchmark in its own process, with a time limit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def stage(name: str) -> None:
 def run_part(
     module: str, spec: Mapping[str, object], timeout_s: float, num_ranks: int = 0
 ) -> tuple[list[dict[str, object]], str | None]:
-    """Run ``python -m module --part SPEC``. Returns its rows so far, and what went wrong, or None.
+    """Run ``python -m module --part SPEC``.
+
+    Returns its rows so far, and what went wrong, or None.
 
     With `num_ranks`, torchrun starts that many ranks, one of which prints rows. Stages go to stderr, with the
     seconds since the start. Other output passes through.
@@ -93,7 +95,7 @@ def run_part(
 
 
 def _end(part: subprocess.Popen[str], late: threading.Event) -> None:
-    """Terminate the part, so that it can end its Ray, then kill its process group."""
+    """Terminate the part, which ends its Ray, then kill its process group."""
     late.set()
     part.terminate()
     try:

@@ -1,4 +1,4 @@
-"""Real engines that take weights in their own ways or ours, and that a benchmark can inspect."""
+"""Real engines that take weights in their own ways or ours, for inspection."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SglangLatency(EngineActor):
         self._answers = tempfile.TemporaryDirectory(prefix="weightsync-bench-")
 
     async def take(self, payloads: Sequence[bytes], load_format: str | None) -> None:
-        """Make one SGLang call with each rank's payload, in a session if SGLang has sessions."""
+        """Make one SGLang call with each rank's payload, in a session if supported."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         request = UpdateWeightsFromTensorReqInput(
@@ -60,7 +60,7 @@ class SglangLatency(EngineActor):
             raise RuntimeError("SGLang did not flush its cache")
 
     async def probe(self, command: str, args: Args = ()) -> list[Any]:
-        """What each rank answers, see `rank_probe`."""
+        """Return the answer of each rank, see `rank_probe`."""
         await self.take(self._payloads(command, args, answers=True), rank_probe.LOADER)
         return [pickle.loads(self._answer(rank).read_bytes()) for rank in range(self._num_ranks)]
 
@@ -83,7 +83,7 @@ class SglangLatency(EngineActor):
 
 
 class VllmLatency(VllmUnderTest):
-    """Our engine actor, and vLLM's own weight transfer over CUDA IPC on the same engine."""
+    """Our engine actor with vLLM's own weight transfer over CUDA IPC."""
 
     async def start(self) -> None:
         """Begin vLLM's own update."""
@@ -109,7 +109,7 @@ class VllmLatency(VllmUnderTest):
         await self._call(lambda engine: engine.reset_prefix_cache(reset_running_requests=True))
 
     async def probe(self, command: str, args: Args = ()) -> list[Any]:
-        """What each rank answers, see `rank_probe`."""
+        """Return the answer of each rank, see `rank_probe`."""
         return await self._on_worker(partial(_on_worker, command=command, args=args))
 
 

@@ -1,4 +1,7 @@
-"""A real engine and trainers on its GPUs for `bench_latency`, updated by its own calls or by ours."""
+"""A real engine and trainers on its GPUs, for `bench_latency`.
+
+Updates run by the engine's own calls, or by ours.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,7 @@ class Rig:
 
     @property
     def has_own_way(self) -> bool:
-        """Whether the engine can take weights without us, and its live weights can be read."""
+        """Whether the engine takes weights without us and its live weights are readable."""
         return self.kind in ("sglang", "vllm") and self.is_live
 
     def prepare(self, version: int) -> None:
@@ -101,7 +104,10 @@ class Rig:
         return Round(self.sync.version, seconds, report)
 
     def own(self, max_nbytes: int, *, flat: bool) -> Layers:
-        """Run one update in the engine's own way. Returns seconds per layer, the total, and the calls."""
+        """Run one update in the engine's own way.
+
+        Returns seconds per layer, the total, and the calls.
+        """
         vllm = self.kind == "vllm"
         started = time.perf_counter()
         if vllm:
@@ -132,7 +138,7 @@ def _opened_and_loaded(rank: Layers) -> tuple[float, float]:
 
 @contextmanager
 def start(kind: str, model: str, num_ranks: int, gpu_memory: float, *, cpu: bool) -> Iterator[Rig]:
-    """Start an engine with dummy weights, and a trainer rank on the GPU of each of its ranks."""
+    """Start an engine with dummy weights, and a trainer rank on each GPU."""
     tensors = model_of(model)
     with tempfile.TemporaryDirectory(prefix="weightsync-bench-") as folder:
         save_config(shape_of(model), Path(folder))
@@ -158,7 +164,10 @@ def start(kind: str, model: str, num_ranks: int, gpu_memory: float, *, cpu: bool
 
 
 def _on_gpus(kind: str, gpu_memory: float) -> dict[str, Any]:
-    """Options on GPUs. No CUDA graphs: updates do not touch them, and capturing is slow."""
+    """Options on GPUs.
+
+    No CUDA graphs: updates do not touch them, and capturing is slow.
+    """
     if kind == "torch":
         return {"dtype": "bfloat16", "device": "cuda"}
     if kind == "vllm":

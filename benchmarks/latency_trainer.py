@@ -1,4 +1,4 @@
-"""A trainer that sends weights to engines in the engines' own ways and times each layer."""
+"""A trainer that sends weights in the engines' own ways, timing each layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ Named = tuple[str, torch.Tensor]
 
 
 class LatencyTrainer(ShardTrainer):
-    """One rank. All ranks make every call at the same time; the first one calls the engine.
+    """One rank.
+
+    All ranks make every call at the same time; the first one calls the engine.
 
     Each way returns the seconds of its layers and the number of calls to the engine.
     """
@@ -84,7 +86,7 @@ class LatencyTrainer(ShardTrainer):
         return {**clock.seconds, "calls": num_calls}
 
     def send_vllm(self, engine: ActorHandle[Any], max_nbytes: int, *, flat: bool) -> Mapping[str, float]:
-        """Send by vLLM's CUDA IPC transfer in one call, or with `flat` in chunks of `max_nbytes`.
+        """Send by vLLM's CUDA IPC at once, or `flat` in chunks of `max_nbytes`.
 
         Everything but gathering and the engine's calls counts as metadata, packing included.
         """
@@ -117,7 +119,7 @@ class LatencyTrainer(ShardTrainer):
         yield chunk
 
     def _gathered(self, tensor: Tensor, local: torch.Tensor, clock: PhaseClock) -> Named:
-        """Gather the whole tensor, as every engine's loader cuts the parts of its ranks itself."""
+        """Gather the whole tensor, as engines' loaders cut their ranks' parts themselves."""
         num_ranks = dist.get_world_size()
         if num_ranks == 1:
             return tensor.name, local

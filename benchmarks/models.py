@@ -34,7 +34,7 @@ _CUTS |= dict.fromkeys(("o_proj", "down_proj"), 1)
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One bfloat16 tensor of a checkpoint; `cut` is the dimension that tensor parallelism cuts, if any."""
+    """One bfloat16 tensor; `cut` is the dimension that tensor parallelism cuts, if any."""
 
     name: str
     shape: tuple[int, ...]
@@ -65,7 +65,7 @@ def shape_of(name: str, num_layers: int | None = None) -> ModelShape:
 
 
 def save_config(shape: ModelShape, folder: Path) -> None:
-    """Save the config of a Qwen3, or of a Llama if queries are not normalised, without weights."""
+    """Save the config of a Qwen3, or a Llama if queries are not normalised."""
     from transformers import LlamaConfig, Qwen3Config
 
     config = Qwen3Config if shape.qk_norm else LlamaConfig
@@ -123,7 +123,7 @@ def _stacked(tensors: tuple[Tensor, ...], shape: ModelShape) -> tuple[Tensor, ..
 
 
 def rank_box(tensor: Tensor, rank: int, num_ranks: int) -> Box:
-    """Return what engine rank `rank` holds: its part along `cut`, or the whole tensor."""
+    """Return an engine rank's part of a tensor along `cut`, or the whole."""
     offset, extent = [0] * len(tensor.shape), list(tensor.shape)
     if tensor.cut is not None:
         size = tensor.shape[tensor.cut]

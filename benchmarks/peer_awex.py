@@ -1,4 +1,4 @@
-"""awex's core alone between trainer and engine ranks: its plan, its operations, one NCCL group.
+"""awex's core alone between trainer and engine ranks: plan, operations, one NCCL group.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.peer_awex \\
         --part '{"trainers": 1, "engines": 1, "layers": 4, "cpu": false, "rounds": 7}'
@@ -170,7 +170,7 @@ def _skip_package() -> None:
 
 
 def _meta(tensor: Tensor, num_ranks: int) -> Any:  # noqa: ANN401 (awex's ParameterMeta)
-    """Describe a tensor to awex: one replica cut into shards, or as many replicas as ranks."""
+    """Describe a tensor to awex: one sharded replica, or a replica per rank."""
     from awex.meta.weight_meta import ParameterMeta, ParameterReplicaMeta
 
     boxes = [rank_box(tensor, rank, num_ranks) for rank in range(num_ranks)]

@@ -123,7 +123,10 @@ class Rank:
             raise self._failed
 
     def _tell_consumer(self, paths: list[tuple[str, str]]) -> None:
-        """Make the consumer load. Runs in a server thread that swallows errors, so they are kept."""
+        """Make the consumer load.
+
+        Runs in a server thread that swallows errors, so they are kept.
+        """
         try:
             self._ask("load", dict(paths)[self._server._device_uuid])
         except Exception as error:  # noqa: BLE001

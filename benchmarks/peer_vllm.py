@@ -1,7 +1,8 @@
-"""A real vLLM that takes weights in four ways: ours, vLLM's own over NCCL or IPC, and tensor by tensor.
+"""A real vLLM that takes weights in four ways.
 
-`VllmUnderTest` takes ours. `OwnVllm` takes the others: a plain ``vllm.LLM`` in one Ray actor and a trainer in
-another, as in vLLM's own examples (``examples/rl/rlhf_nccl.py``, ``rlhf_ipc.py``).
+`VllmUnderTest` takes ours. `OwnVllm` takes the others, vLLM's own over NCCL or IPC and tensor by tensor: a
+plain ``vllm.LLM`` in one Ray actor and a trainer in another, as in vLLM's own examples
+(``examples/rl/rlhf_nccl.py``, ``rlhf_ipc.py``).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _FUSED = {
 
 
 class VllmTrainer(ShardTrainer):
-    """A trainer with the whole model on one GPU, which sends it in vLLM's ways."""
+    """A trainer with the whole model on one GPU, sent in vLLM's ways."""
 
     _group: Any
 
@@ -90,7 +91,7 @@ class VllmUnderTest(EngineActor):
         return sum(await self._on_worker(lambda worker: _wrong(worker, self._places, version)))
 
     async def used(self) -> tuple[str, int]:
-        """See `device_used`."""
+        """Return this process's GPU and its bytes in use."""
         return await asyncio.to_thread(device_used)
 
     async def _on_worker(self, work: Callable[[Any], Any]) -> list[Any]:
@@ -162,7 +163,7 @@ class OwnVllm:
 
 
 def _places(model: Sequence[Tensor]) -> list[tuple[Tensor, str, int]]:
-    """Return each tensor, the vLLM parameter that holds it on one rank, and its first row there."""
+    """Return each tensor with its vLLM parameter on one rank and its first row."""
     rows = {tensor.name: tensor.shape[0] for tensor in model}
     places = []
     for tensor in model:

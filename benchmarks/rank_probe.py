@@ -1,4 +1,4 @@
-"""Runs in an engine's ranks for a benchmark: reads live weights and times the loader.
+"""Runs in an engine's ranks: reads live weights and times the loader.
 
 SGLang calls `receive`, a custom weight loader; vLLM calls `on_worker`, by ``collective_rpc``. Timing waits
 for the device before and after, as a loader only starts copies.
@@ -28,7 +28,10 @@ _clock = PhaseClock()
 
 
 def receive(model: torch.nn.Module, named_tensors: Sequence[tuple[bytes, torch.Tensor]]) -> None:
-    """Run a command for SGLang. It is the name of an empty tensor, and the answer goes to a file."""
+    """Run a command for SGLang.
+
+    It is the name of an empty tensor, and the answer goes to a file.
+    """
     file, command, args = pickle.loads(named_tensors[0][0])
     if _clock.spans and _clock.spans[-1].name == "open":
         _clock.spans.pop()  # the span of this call itself

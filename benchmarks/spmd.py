@@ -1,4 +1,4 @@
-"""A control group for the ranks of a peer, separate from the group that is measured."""
+"""A control group for a peer's ranks, separate from the group that is measured."""
 
 from __future__ import annotations
 

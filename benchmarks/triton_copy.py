@@ -1,4 +1,7 @@
-"""The segment copy in Triton, to compare with ours. Import it only with a GPU."""
+"""The segment copy in Triton, to compare with ours.
+
+Import it only with a GPU.
+"""
 
 from __future__ import annotations
 

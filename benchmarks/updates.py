@@ -147,9 +147,9 @@ def applied(reports: Sequence[SyncReport]) -> dict[str, object]:
 
 
 def floor(links: Sequence[Link], rounds: Sequence[Round]) -> dict[str, object]:
-    """Return the floor of the slowest rank, its bytes over its links' rates, and its ratio to ``applied``.
+    """Return the floor of the slowest rank, and its ratio to ``applied``.
 
-    Empty if this host's GPUs are not those of the rates.
+    The floor is the rank's bytes over its links' rates. Empty if this host's GPUs are not those of the rates.
     """
     names = gpu_names()
     if not names or not all(_RATES.name in name.split() for name in names):

@@ -53,7 +53,9 @@ def count_wrong(held: Iterable[Held], version: int) -> int:
 def _expected(
     held: Iterable[Held], version: int, *, compute: bool
 ) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
-    """Yield parts of equal shape and their int16 words, made on a GPU if there is one to `compute`.
+    """Yield parts of equal shape and their int16 words.
+
+    With `compute`, the words are made on a GPU if there is one.
 
     Most of a model's many thousand tensors are alike. One by one, each would take a dozen launches.
     """

@@ -1,4 +1,4 @@
-"""Runs `weightsync bench`: updates of a recipe's fleet with new weights each time, and nothing else.
+"""Runs `weightsync bench`: only updates of a recipe's fleet, with new weights each time.
 
 with local_cluster(RunFolder(folder), threads_per_actor=1):
     report = run(load_recipe(Path("recipes/quickstart.yaml")), folder, Screen(Console()), num_updates=10)

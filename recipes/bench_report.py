@@ -1,4 +1,4 @@
-"""Results of a bench: each rank's median times in an update, and the floors of its links."""
+"""Results of a bench: each rank's median times, and floors of its links."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: an existing one, or one that this process starts and ends."""
+"""The Ray cluster of a run: an existing one, or this process's own."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _keep_logs(session: Path, job: str, logs: Path) -> None:
-    """Copy the logs of this job's actors on this host to `logs`, named after the actors."""
+    """Copy the logs of this job's actors on this host to `logs`, by actor."""
     logs.mkdir(parents=True, exist_ok=True)
     for source in sorted(session.glob(f"worker-*-{job}-*.[oe][ur][tr]")):
         if source.stat().st_size:

@@ -1,4 +1,4 @@
-"""Builds a layout from a cut per kind of tensor and a position per rank."""
+"""Builds a layout from cuts per kind of tensor and positions of ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """How ranks cut one kind of tensor, and where a rank's part is in its buffers.
+    """How ranks cut one kind of tensor, and where its parts are.
 
     Attributes:
         parts: number of equal parts along `axis`. With more ranks than parts, neighbouring ranks
@@ -89,7 +89,10 @@ class Placement:
 
 
 def partition(count: int, parts: int) -> list[tuple[int, int]]:
-    """Split `count` items into `parts` ranges (first, end). The first ranges may be longer by one."""
+    """Split `count` items into `parts` ranges (first, end).
+
+    The first ranges may be longer by one.
+    """
     each, rest = divmod(count, parts)
     bounds = [each * part + min(part, rest) for part in range(parts + 1)]
     return list(itertools.pairwise(bounds))
@@ -226,7 +229,7 @@ class _Place:
         return taken
 
     def _box(self, part: int) -> tuple[list[int], list[int], int]:
-        """Return offset and extent of a part in two dimensions, and the rows of an uncut-off part."""
+        """Return offset and extent of a part in two dimensions, and its full rows."""
         cut, shape = self._cut, [*self._kind.meta.shape, 1][:2]
         size = cut.size or shape[cut.axis] // cut.parts
         offset, extent = [0, 0], list(shape)

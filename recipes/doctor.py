@@ -1,4 +1,4 @@
-"""The table of `weightsync doctor`: what a machine can do, and remedies for what is missing."""
+"""The table of `weightsync doctor`: what a machine can do, and remedies."""
 
 from __future__ import annotations
 

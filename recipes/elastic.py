@@ -42,7 +42,10 @@ __all__ = ["run"]
 def run(
     recipe: Recipe, folder: RunFolder, screen: Screen, chaos: FaultPlan | None = None, *, trace: bool = False
 ) -> RunReport:
-    """Run the whole loop. Needs a Ray cluster. Leaves in `folder` what the quickstart leaves."""
+    """Run the whole loop.
+
+    Needs a Ray cluster. Leaves in `folder` what the quickstart leaves.
+    """
     loop, patience_s = recipe.loop, recipe.sync.connect_timeout_s
     report = RunReport(name=recipe.name, seed=loop.seed, target_reward=loop.target_reward)
     updates: list[SyncReport] = []
@@ -125,7 +128,10 @@ def _join(
     timeout_s: float,
     awaited: Collection[str] = (),
 ) -> Mapping[str, Mapping[str, str]]:
-    """Add those of the `coming` engines that are up, waiting for the `awaited` ones. Returns their infos."""
+    """Add those of the `coming` engines that are up, waiting for the `awaited` ones.
+
+    Returns their infos.
+    """
     up = {
         name: info for name, (_, info) in coming.items() if name in awaited or ray.wait([info], timeout=0)[0]
     }

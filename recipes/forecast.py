@@ -1,4 +1,4 @@
-"""Forecasts an update: what it would move and how fast it could be, without the hosts."""
+"""Forecasts what an update would move and how fast it could be."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def _direct(sides: _Sides) -> list[str]:
 
 
 def _floor(sides: _Sides, tensors: Collection[str]) -> DirectFloor:
-    """Return the direct floor of all engine ranks, or of a sample if there are too many copies to plan."""
+    """Return the direct floor of all engine ranks, or of a sample if too many."""
     scene, members = sides.scene, sides.members
     per_host = scene.cluster[1].gpus_per_host if scene.cluster else members.num_holders
     # Engines of one kind share a layout, and so a Reshard.
@@ -196,7 +196,7 @@ def _floor(sides: _Sides, tensors: Collection[str]) -> DirectFloor:
 
 
 def alike(sides: _Sides, every: Sequence[tuple[str, int, int]], per_host: int) -> dict[int, int]:
-    """Group ranks of `every` that read the same bytes: one per group, with the size of its group.
+    """Return a rank per group that reads the same bytes, with the group's size.
 
     If the hosts are known, two hosts are alike if they have no trainer and the same ranks in the same
     order. Otherwise two ranks are alike if their GPUs have no trainer and they start with the same trainer.
@@ -266,7 +266,7 @@ def _on_hosts(scene: Scene, members: Members) -> str:
 
 
 def _between_hosts(shown: Explanation, host: HostSpec) -> list[str]:
-    """Return the floor between hosts: each host receives every byte that it lacks at least once."""
+    """Return the floor between hosts, which receive each missing byte at least once."""
     num_hosts = host.num_hosts(max(*shown.sent, *shown.received) + 1)
     if num_hosts == 1:
         return []

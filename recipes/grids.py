@@ -22,7 +22,7 @@ def trainer_layout(
     parallel: Fsdp | Megatron,
     ranks: Iterable[int] | None = None,
 ) -> Layout:
-    """Return what trainer ranks hold of `tensors`, which are some or all of the model's.
+    """Return what trainer ranks hold of `tensors`, some or all of the model's.
 
     FSDP cuts by rows like ``torch.chunk``: ranks after the last row hold nothing. A router's bias, a buffer,
     is whole on each rank. Fused parameters are laid out as in Megatron: query, key and value rows of each
@@ -111,7 +111,10 @@ def _rows(kind: Kind, shards: int) -> Cut:
 
 
 def _megatron_position(rank: int, model: ModelShape, parallel: Megatron, num_experts: int) -> Placement:
-    """Return a rank's position: tp innermost, then dp. Without expert tensor parallelism, ep is innermost."""
+    """Return a rank's position: tp innermost, then dp.
+
+    Without expert tensor parallelism, ep is innermost.
+    """
     stage, inside = divmod(rank, parallel.tp * parallel.dp)
     dense = (inside % parallel.tp, parallel.tp)
     first, last = partition(model.num_hidden_layers, parallel.pp)[stage]
@@ -141,7 +144,7 @@ def _megatron_cut(kind: Kind, model: ModelShape, parallel: Megatron) -> Cut:
 
 
 def _plain_cut(kind: Kind, tp: int) -> Cut:
-    """The cut that Megatron and vLLM share: rows of projections to the heads, columns of those back."""
+    """The cut that Megatron and vLLM share: rows into the heads, columns back."""
     if kind.leaf in ("q_b_proj", "kv_b_proj"):
         return Cut(parts=tp)
     if kind.leaf in ("o_proj", "down_proj"):

@@ -27,7 +27,9 @@ class Rate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostSpec:
-    """One of the equal hosts of a cluster. Rates are per GPU, and per direction if there are two.
+    """One of the equal hosts of a cluster.
+
+    Rates are per GPU, and per direction if there are two.
 
     Attributes:
         hbm: GPU memory, read and written bytes together.

@@ -41,7 +41,7 @@ _MOST_ENGINE_RANKS = 1_000_000
 
 
 def runnable_recipe(given: str, overrides: Sequence[str]) -> Recipe:
-    """Load a recipe by path or name, and check that this machine can start its engines."""
+    """Load a recipe by path or name, if this machine can start its engines."""
     recipe = load_recipe(recipe_file(given), overrides)
     _check_engines(recipe)
     return recipe
@@ -55,7 +55,10 @@ def check_cluster(recipe: Recipe) -> None:
 
 
 def recipe_file(given: str) -> Path:
-    """Find a recipe by path or shipped name. ``recipes/NAME.yaml`` works in a job's empty folder too."""
+    """Find a recipe by path or shipped name.
+
+    ``recipes/NAME.yaml`` works in a job's empty folder too.
+    """
     known, path = shipped_recipes(plans=False), Path(given)
     if path.parts[:-1] == (SHIPPED.name,) and not path.exists() and path.stem in known:
         return known[path.stem]
@@ -69,7 +72,10 @@ def check_ranks(kind_field: str, kind: str, field: str, num_ranks: int) -> None:
 
 
 def check_models(models: Sequence[Path]) -> None:
-    """Raise ConfigError unless models can be served and differ in name. Reads every file's header."""
+    """Raise ConfigError unless models can be served and differ in name.
+
+    Reads every file's header.
+    """
     for index, model in enumerate(models):
         if not (model / "config.json").is_file():
             raise ConfigError("PATH", str(model), "give a folder with a config.json and safetensors files")
@@ -81,7 +87,7 @@ def check_models(models: Sequence[Path]) -> None:
 
 
 def load_fault_plan(chaos: str, recipe: Recipe) -> FaultPlan:
-    """Load a fault plan by path or name, and check that `recipe` has its processes."""
+    """Load a fault plan by path or name, if `recipe` has its processes."""
     path = find(chaos, "chaos", shipped_recipes(plans=True))
     places = {f"chaos.{key}": at for key, at in read_yaml(path, "chaos")[1].items()}
     with located(places, str(path)):
@@ -142,7 +148,7 @@ def writable(option: str, path: Path) -> None:
 
 
 def shipped_recipes(*, plans: bool) -> dict[str, Path]:
-    """Return shipped fault plans, whose names start with chaos, or all other files, the recipes."""
+    """Return shipped fault plans, which start with chaos, or else the recipes."""
     return {file.stem: file for file in SHIPPED.glob("*.yaml") if file.stem.startswith("chaos") is plans}
 
 

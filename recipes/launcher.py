@@ -1,4 +1,4 @@
-"""Starts a recipe's actors, on GPUs if the cluster has enough of them, else on CPU slots."""
+"""Starts a recipe's actors, on GPUs if there are enough, else on CPUs."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Launcher:
         return self._bundles is not None
 
     def _refuse_engines_for_gpus(self) -> None:
-        """Raise ConfigError for engines that need GPUs: vLLM or SGLang with a CUDA build of torch."""
+        """Raise ConfigError for vLLM or SGLang with a CUDA build of torch."""
         for group, spec in self._recipe.engines.items():
             kind, _ = choose_engine(spec.kind)
             if kind != "torch" and torch.version.cuda:
@@ -127,7 +127,10 @@ class Launcher:
             remove_placement_group(self._bundles)
 
     def options(self, who: str) -> dict[str, Any]:
-        """Return Ray's options for an actor on its device. It sees the GPUs of all its ranks."""
+        """Return Ray's options for an actor on its device.
+
+        It sees the GPUs of all its ranks.
+        """
         options, devices = actor_options(self._recipe, who), self._recipe.devices[who]
         if self._bundles is None:
             # A cluster with GPUs shows all of them to an actor that reserves none.

@@ -1,4 +1,4 @@
-"""One shard of the policy and its optimiser: FSDP2 over the ranks of one group, on CPUs or GPUs."""
+"""One shard of the policy and its optimiser, with FSDP2 on CPUs or GPUs."""
 
 from __future__ import annotations
 

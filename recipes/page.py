@@ -33,7 +33,10 @@ _DISTANCES = ("same GPU or slot", "same host", "other host")
 
 @dataclass(frozen=True, slots=True)
 class _Chart:
-    """A chart in two widths; the page shows one. `legend`: pairs of colour number and meaning."""
+    """A chart in two widths; the page shows one.
+
+    `legend`: pairs of colour number and meaning.
+    """
 
     narrow: Markup
     wide: Markup
@@ -122,7 +125,7 @@ def _versions(report: RunReport) -> _Chart:
 
 
 def _served(steps: Sequence[StepRow], name: str, first: int) -> Iterator[Bar]:
-    """Return bars for stretches of updates after which engine `name` served that version, or an older one."""
+    """Yield bars for stretches in which engine `name` served the version or an older one."""
 
     def colour(row: StepRow) -> int | None:
         return int(row.engines[name] != row.version) if row.engines.get(name) else None

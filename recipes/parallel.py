@@ -46,7 +46,7 @@ class Megatron:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParallel:
-    """One engine of `dp` x `tp` ranks: `dp` copies of everything but experts, each cut over `tp`.
+    """One engine of `dp` x `tp` ranks: `dp` copies of dense tensors, cut over `tp`.
 
     Experts are assigned to `ep` groups of ranks and cut over the ranks of each. vLLM does this with an `ep`
     of 1 (experts cut over all ranks) or dp x tp (whole experts).

@@ -1,4 +1,7 @@
-"""The checks of `weightsync doctor`, one function per row. None needs a GPU or a running Ray."""
+"""The checks of `weightsync doctor`, one function per row.
+
+None needs a GPU or a running Ray.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +159,7 @@ def ray_package() -> Row:
 
 
 def ray_cluster() -> Row:
-    """Check the cluster that a run would join, in another process because a failing Ray ends its process."""
+    """Check a run's cluster in another process, as a failing Ray ends its own."""
     address = existing_cluster()
     if not address:
         return Row("ray cluster", "RAY_ADDRESS is not set: a run starts one of its own")

@@ -1,4 +1,4 @@
-"""GRPO on a laptop: FSDP2 shards train, engines sample, and every step ends with an update.
+"""GRPO on a laptop: FSDP2 shards train, engines sample, each step updates them.
 
 folder = RunFolder(Path("runs/NAME"))
 with local_cluster(folder, threads_per_actor=1):

@@ -90,7 +90,9 @@ def _generate(
     seeds: random.Random,
     timeout_s: float,
 ) -> tuple[dict[str, tuple[int, Sequence[list[int]]]], dict[str, WeightSyncError]]:
-    """Ask each engine for its share. Returns versions with completions, and errors, both by engine.
+    """Ask each engine for its share.
+
+    Returns versions with completions, and errors, both by engine.
 
     Each call has its own seed: engines with the same seed would explore the same way.
     """

@@ -1,4 +1,4 @@
-"""Makes a JSON Schema and a Markdown reference of recipes from the dataclasses that load them."""
+"""Makes recipes' JSON Schema and Markdown reference from the dataclasses that load them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def recipe_schema() -> Schema:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """Return each field's text under ``Attributes:`` in the class's docstring, as a line of Markdown."""
+    """Return each field's text under ``Attributes:`` in the docstring, as Markdown lines."""
     section = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")[2]
     own = re.split(r"\n(?=\S)", section)[0]
     entries = re.findall(r"^    ([\w, ]+): (.+(?:\n {8}.+)*)", own, re.MULTILINE)

@@ -1,4 +1,7 @@
-"""Prints a run: one line per step and a table at the end. Plain lines without a terminal."""
+"""Prints a run: one line per step and a table at the end.
+
+Plain lines without a terminal.
+"""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def _connect(
     engines: dict[str, ActorHandle[Any]],
     screen: Screen,
 ) -> None:
-    """Wait for engines and the first checkpoint, which is read while they start, then connect."""
+    """Wait for engines and the first checkpoint, then connect."""
     sync.register_engines(engines, respawn=lambda name: fleet.start(name, models[0]))
     with screen.stage(f"start {count_text(fleet.count, 'engine')}, and read beside them"):
         readings = {model.name: sync.register_checkpoint(model.name, [str(model)]) for model in models}

@@ -1,4 +1,4 @@
-"""Parts that every loop shares: train, sleep, update, and write what remains of a run."""
+"""Parts that every loop shares: train, sleep, update, and write the results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def train(groups: Sequence[Group], trainers: Mapping[str, ActorHandle[Any]], tim
 
 
 def sleep(sync: WeightSync, recipe: Recipe, screen: Screen) -> None:
-    """Make engines sleep if the recipe asks for it. Reports engines that fail to sleep."""
+    """Make engines sleep if the recipe asks for it.
+
+    Reports engines that fail to sleep.
+    """
     if recipe.loop.sleep:
         try:
             sync.sleep(level=recipe.loop.sleep)
@@ -43,7 +46,10 @@ def sleep(sync: WeightSync, recipe: Recipe, screen: Screen) -> None:
 
 
 def update(sync: WeightSync, version: int, recipe: Recipe, screen: Screen) -> tuple[SyncReport, str]:
-    """Update to `version`, and once more after heals if it fails. Returns the first error, or empty."""
+    """Update to `version`, and once more after heals if it fails.
+
+    Returns the first error, or empty.
+    """
     try:
         return sync.update_weights(version), ""
     except WeightSyncError as error:

@@ -1,4 +1,4 @@
-"""What a run leaves for the next driver if this one dies, and how that driver finds it."""
+"""What a run leaves for the next driver if this one dies."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ __all__ = ["actor_options", "find_actors", "read_back", "take_trainers"]
 
 
 def actor_options(recipe: Recipe, who: str) -> dict[str, Any]:
-    """Return Ray's options for an actor such as ``trainer 0`` or ``engine main-0``. It reserves nothing."""
+    """Return Ray's options for an actor such as ``trainer 0`` or ``engine main-0``.
+
+    It reserves nothing.
+    """
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
     return options | (detached(actor_name(recipe.name, who)) if recipe.resume else {})
 
 
 def find_actors(recipe: Recipe) -> Mapping[str, ActorHandle[Any]]:
-    """Return the living actors of an earlier driver by name: ``trainer 0``, ``engine main-0`` and so on."""
+    """Return the living actors of an earlier driver, such as ``engine main-0``, by name."""
     everybody = [who for who in recipe.members if recipe.resume and not who.startswith("holder ")]
     return {who: actor for who in everybody if (actor := find(actor_name(recipe.name, who)))}
 

@@ -29,7 +29,10 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """An axis of length `size` from `first`. `label` is the text of its last number."""
+    """An axis of length `size` from `first`.
+
+    `label` is the text of its last number.
+    """
 
     size: float
     label: str
@@ -47,7 +50,7 @@ class Row:
 def line(
     title: str, points: Sequence[tuple[int, float]], width: int, y_max: float, target: float = 0.0
 ) -> Markup:
-    """Draw a line through `points`, by step, and a dashed one at `target` if it is not 0."""
+    """Draw a line through `points`, and a dashed one at `target` unless 0."""
     height = 220
     xs = [x for x, _ in points]
     x_min, x_max = min(xs), max(max(xs), min(xs) + 1)
@@ -70,7 +73,7 @@ def line(
 
 
 def columns(title: str, stacks: Sequence[tuple[str, Sequence[Bar]]], width: int, y_max: float) -> Markup:
-    """Draw a column of stacked bars for each of `stacks`, labelled with its first part."""
+    """Draw a column of bars for each of `stacks`, labelled with its name."""
     height = 220
     each = (width - _LEFT - _RIGHT) / max(len(stacks), 1)
     scale = (height - _TOP - _BOTTOM) / (y_max or 1)

@@ -16,7 +16,7 @@ _Event = dict[str, object]
 
 
 def write_trace(path: Path, updates: Sequence[SyncReport], heals: Sequence[HealReport] = ()) -> None:
-    """Write every span of `updates`, and a track of heals per engine, as Chrome trace events.
+    """Write spans of `updates`, and each engine's heals, as Chrome trace events.
 
     Times are microseconds since 1970 by each rank's host clock. Tracks of several hosts are offset as far as
     their clocks.

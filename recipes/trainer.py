@@ -70,7 +70,7 @@ class GrpoTrainer(TrainerShard):
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """Load the shard onto the GPU for the duration, and offload it afterwards, if the GPU is shared."""
+        """Load the shard for the duration, and offload it afterwards, if GPUs are shared."""
         if not self._loop.sleep:
             yield
             return

@@ -46,7 +46,7 @@ def read_yaml(path: Path, field: str) -> tuple[object, dict[str, str]]:
 
 @contextmanager
 def located(places: Mapping[str, str], otherwise: str) -> Iterator[None]:
-    """Add the place of its field to a ConfigError that is raised inside, `otherwise` if unknown.
+    """Add to ConfigErrors raised inside the place of their field, or `otherwise`.
 
     If the field is not in the file, it takes the place of a field that the remedy names, or of its parent.
     """
@@ -60,7 +60,7 @@ def located(places: Mapping[str, str], otherwise: str) -> Iterator[None]:
 
 
 def _keys(node: yaml.Node | None, path: str, seen: set[int]) -> Iterator[tuple[str, int, object]]:
-    """Yield each key with its line and its literal value; items of lists are ``key[0]`` and so on."""
+    """Yield each key, such as ``key[0]`` for list items, its line and literal value."""
     if id(node) in seen:
         return  # an alias, whose anchor was visited before
     seen.add(id(node))
@@ -83,7 +83,7 @@ def _written(node: yaml.Node) -> object:
 
 
 def _no_yaml(error: Exception, text: str, path: Path, field: str) -> ConfigError:
-    """Return an error that quotes the line unchanged, as a blank may be what is wrong."""
+    """Return an error that quotes the line unchanged, as blanks may be wrong."""
     lines = [*text.splitlines(), ""]
     index, problem = 0, "it is nested too deep"
     if isinstance(error, yaml.MarkedYAMLError):

@@ -27,7 +27,7 @@ _LIMIT_S = patient(60)
 
 @dataclass
 class Shown:
-    """Requests and complaints of a page, and the answers of the scripts that were evaluated."""
+    """A page's requests and complaints, and the answers of evaluated scripts."""
 
     answers: Mapping[str, Any]
     requests: list[str] = field(default_factory=list)
@@ -36,7 +36,10 @@ class Shown:
 
 @contextmanager
 def chromium(profile: Path) -> Iterator[int]:
-    """Start Chromium with its files in `profile`. Yields its port; skips the test without Chromium."""
+    """Start Chromium with its files in `profile`.
+
+    Yields its port; skips the test without Chromium.
+    """
     found = next(filter(None, map(shutil.which, _NAMES)), None)
     if found is None:
         pytest.skip(f"no Chromium here: none of {', '.join(_NAMES)} is on the PATH")
@@ -65,7 +68,10 @@ def _port(profile: Path, process: subprocess.Popen[bytes]) -> int:
 
 
 def show(port: int, page: Path, scripts: Sequence[str], *, width: int, dark: bool, to: Path) -> Shown:
-    """Open `page` in a window of `width` and evaluate `scripts`. Saves a full screenshot to `to`."""
+    """Open `page` in a window of `width` and evaluate `scripts`.
+
+    Saves a full screenshot to `to`.
+    """
     return asyncio.run(asyncio.wait_for(_show(port, page, scripts, width, dark, to), _LIMIT_S))
 
 

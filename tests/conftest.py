@@ -1,4 +1,4 @@
-"""Shared by all tests: no network, no time limit per example, GPU tests only with GPUs."""
+"""Shared by all tests: no network, no limit per example, GPU tests need GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Print the path of an update through the library: files and functions, in order, for each process.
+"""Print the files and functions that an update passes, process by process.
 
     bash scripts/follow [update | direct | refill | connect]
 
@@ -101,7 +101,7 @@ class NamedPeer(LocalPeer):
 
 
 def name_processes(loop: Loop) -> None:
-    """Name each peer of the fleet after its process, and each thread after the process that starts it."""
+    """Name each peer after its process, and each thread after its starting process."""
     fleet = loop.fleet
     fleet.trainers[:] = [
         (NamedPeer(peer.target, f"trainer {i}"), at)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Processes for tests that need several, forked from one that has done the imports and compiled.
+"""Processes for tests, forked from one that has imported and compiled.
 
 A fresh process needs five seconds of a core for that.
 """

@@ -1,6 +1,7 @@
-"""Trainers and multi-rank engines on several hosts, in one process, with real holders over gloo.
+"""Trainers and multi-rank engines on several hosts in one process, with real holders.
 
-Memory of this process stands for what holders map through CUDA IPC, and HostCopies stand for kernels.
+Holders talk over gloo. Memory of this process stands for what they map through CUDA IPC, and HostCopies stand
+for kernels.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def starts(memory: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 class Source:
-    """A trainer rank that holds rows and exports them as if they were on a GPU."""
+    """A trainer rank that holds rows and exports them like a GPU's."""
 
     def __init__(self, tensors: Sequence[TensorMeta], rank: Rank, device: str) -> None:
         self.rank, self._dtypes = rank, {meta.name: meta.dtype for meta in tensors}
@@ -219,7 +220,10 @@ class Hosts:
         hidden: int = 60,
         alone: Sequence[str] = (),
     ) -> None:
-        """Make the fleet. Engines have equal numbers of ranks; those in `alone` do not share memory."""
+        """Make the fleet.
+
+        Engines have equal numbers of ranks; those in `alone` do not share memory.
+        """
         size = max(map(len, engines.values()))
         self.tensors = decoder("float32", size, hidden, KV_HEADS, EXPERTS, 41)
         self.sources = []
@@ -262,7 +266,7 @@ class Hosts:
             source.write(self.weights)
 
     def wrong(self, name: str) -> list[str]:
-        """Return buffers of an engine that differ from slices of the whole tensors, padding included."""
+        """Return an engine's buffers that differ from slices of whole tensors, padding included."""
         found = []
         dtypes = {meta.name: meta.dtype for meta in self.tensors}
         for number, rank in enumerate(self.engines[name].ranks):
@@ -291,7 +295,7 @@ class Hosts:
         return sum(meta.nbytes for meta in self.tensors)
 
     def needed(self, name: str) -> list[int]:
-        """Return the bytes that each rank of an engine takes; bytes taken twice count twice."""
+        """Return each engine rank's bytes; bytes taken twice count twice."""
         itemsize = {meta.name: meta.itemsize for meta in self.tensors}
         ranks = self.engines[name].ranks
         return [sum(s.box.numel * itemsize[s.tensor] for s in rank.segments) for rank in ranks]
@@ -301,7 +305,7 @@ class Hosts:
         return sum(link.nbytes for link in self.controller.links() if link.distance == "other host")
 
     def respawn(self, name: str, on: str = "", holders: tuple[int, ...] = ()) -> None:
-        """Replace engine `name`, on its own holders, on `holders`, or on new ones on hosts `on`."""
+        """Replace engine `name`, on its holders, `holders`, or new ones on hosts `on`."""
         old, holders = self.engines[name], holders or self.fleet.engines[name].holders
         old.close()
         if on:
@@ -323,7 +327,7 @@ class Hosts:
 
 
 def drive(work: Callable[[Hosts], Coroutine[object, object, None]], *args: object, **more: object) -> None:
-    """Run `work` on the fleet that the other arguments describe, with threads for all ranks."""
+    """Run `work` on the fleet that the other arguments describe."""
 
     async def run() -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(32))

@@ -1,4 +1,4 @@
-"""Tiny models for tests, which start in seconds and whose greedy tokens depend on every weight."""
+"""Tiny models for tests, whose greedy tokens depend on every weight."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ def _scale(name: str, parameter: torch.Tensor) -> float:
 
 
 def pack_int4(path: Path) -> dict[str, torch.Tensor]:
-    """Quantize a saved model's projections to int4 in groups of 32. Returns its new tensors."""
+    """Quantize a saved model's projections to int4 in groups of 32.
+
+    Returns its new tensors.
+    """
     tensors = {}
     for name, value in load_file(path / "model.safetensors").items():
         if not name.endswith("_proj.weight"):

@@ -1,4 +1,4 @@
-"""One factor for all deadlines of tests: a busy machine makes them slower, but they still pass.
+"""One factor for all deadlines of tests, which pass on busy machines, too.
 
 A deadline that only ends a hang is written as ``patient(30)``: 30 s on a quiet machine, times
 WEIGHTSYNC_TEST_PATIENCE, 4 by default. tests/conftest.py also multiplies pytest's own limit (``timeout`` in

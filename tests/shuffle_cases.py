@@ -1,4 +1,4 @@
-"""Shuffles of small models between ranks with different layouts, for tests with a process per rank."""
+"""Shuffles of small models between different layouts, for tests with a process per rank."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from weightsync.plan.shuffle import ShufflePlan
 from weightsync.transports import Transport
 
 CASES = {"apart": (2, 3, False), "both": (2, 2, True), "one": (1, 1, False), "copies": (1, 3, False)}
-"""Senders, receivers, and whether the receivers are the senders. In ``copies`` all receivers need the same and pass it on."""
+"""Senders, receivers, and whether the receivers are the senders. In ``copies`` receivers pass data on."""
 
 
 @dataclass
 class Case:
-    """A shuffle from uneven rows to columns in a fused parameter, with the rest whole."""
+    """A shuffle from uneven rows to columns in a fused parameter; others whole."""
 
     tensors: list[TensorMeta]
     senders: list[Rank]
@@ -95,7 +95,10 @@ def _expected(rank: Rank, tensors: list[TensorMeta], held: dict[str, np.ndarray]
 def shuffle_case(
     name: str, rows: int, max_message_bytes: int, rank: int, transport: Transport, device: str
 ) -> dict[str, object]:
-    """Run `rank`'s part once by its function, twice by one `Shuffle`. Returns checks and costs."""
+    """Run `rank`'s part once by its function, twice by one `Shuffle`.
+
+    Returns checks and costs.
+    """
     case = make_case(name, rows)
     plan = case.plan(max_message_bytes)
     sends, receives = rank < plan.num_senders, rank in plan.receivers
@@ -126,7 +129,10 @@ def shuffle_case(
 def shuffle_on(
     case: str, rows: int, max_message_bytes: int, rank: int, transport: Transport, begun: Callable[[], None]
 ) -> None:
-    """Shuffle repeatedly in host memory until a rank is lost. Calls `begun` once it has started."""
+    """Shuffle repeatedly in host memory until a rank is lost.
+
+    Calls `begun` once it has started.
+    """
     made = make_case(case, rows)
     plan = made.plan(max_message_bytes)
     source = _upload(made.senders[rank].memory, "cpu") if rank < plan.num_senders else None

@@ -1,4 +1,4 @@
-"""Tests of the imports between rooms, the light public package and the size of files.
+"""Tests imports between rooms, the light public package and sizes of files.
 
 A room imports only from floors below its own. Rooms of one floor do not know each other, and only the edge
 knows Ray::
@@ -208,7 +208,10 @@ def _broken_rules(item: Import) -> Iterator[str]:
 
 
 def circles(root: Path) -> list[list[str]]:
-    """Return cycles of imports, also in functions or for types. The public package imports lazily."""
+    """Return cycles of imports, also in functions or for types.
+
+    The public package imports lazily.
+    """
     arrows: dict[str, set[str]] = {}
     for item in imports(root):
         if item.importer != "weightsync" and inside(item.module, ("weightsync",)):
@@ -376,7 +379,7 @@ def test_the_door_names_what_it_does_not_have() -> None:
 
 
 def _num_lines(source: str) -> int:
-    """Count lines of a file without docstrings, so that documentation does not force a split."""
+    """Count lines of a file without docstrings, so documentation forces no split."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, documented)]
     said = [ast.get_docstring(node, clean=False) or "" for node in nodes]

@@ -1,4 +1,6 @@
-"""Tests use public names. Only the unit test of a module uses its private names.
+"""Tests use public names.
+
+Only the unit test of a module uses its private names.
 
 That test is in ``tests/unit`` or ``tests/integration`` and named after the module:
 ``test_nccl_endings.py`` tests ``transports/nccl.py``. A class may use what it inherits.
@@ -34,7 +36,7 @@ def is_private(name: str) -> bool:
 
 
 def private_names(source: str) -> Iterator[tuple[int, str]]:
-    """Yield line and name of each access to a private name of another object or module."""
+    """Yield line and name of each access to another object's or module's private name."""
     return _visit(ast.parse(source), frozenset(), in_class=False)
 
 

@@ -17,7 +17,10 @@ SUFFIXES = (".py", ".md")
 
 
 def read_list(text: str) -> dict[str, str]:
-    """Return the old words in lower case with their replacements. Raises ValueError for other lines."""
+    """Return the old words in lower case with their replacements.
+
+    Raises ValueError for other lines.
+    """
     words: dict[str, str] = {}
     for line in text.splitlines():
         if not line or line.startswith("#"):

@@ -54,7 +54,7 @@ class Shared:
 
 
 class Source(ModuleSource):
-    """A source that publishes on the host and exports its weights as if they were on a GPU."""
+    """A source that publishes on the host and exports weights like a GPU's."""
 
     shared: Shared
 
@@ -154,7 +154,7 @@ class Direct(Loop):
         self.on_host.add(holder)
 
     def broadcasts(self) -> list[int]:
-        """Return the list to which every bucket is added whose broadcast begins from now on."""
+        """Return a list to which all buckets broadcast from now on are added."""
         self.begun.clear()
         return self.begun
 

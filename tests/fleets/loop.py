@@ -1,4 +1,4 @@
-"""A trainer and engines in one process: real holders, sockets and memory, with threads for processes."""
+"""A trainer and engines in one process, with real holders, sockets and memory."""
 
 from __future__ import annotations
 
