@@ -62,7 +62,7 @@ def check_that_both_learn_to_count(printed: str) -> None:
     assert said["5"][0] == "4, 5, 6, 7, 8"
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 @pytest.mark.timeout(240)
 def test_a_plain_module_is_served_by_two_engines() -> None:
     check_that_both_learn_to_count(printed_by("plain_module_cpu.py"))

@@ -138,11 +138,7 @@ class Controller:
 
     def shared(self, name: str) -> AbstractAsyncContextManager[None]:
         """Hold the shared lock for engine `name`. No update and no other task works on it."""
-
-        async def stop() -> None:
-            """Do nothing: the work under this lock is short."""
-
-        return self._update_lock.shared(name, stop)
+        return self._update_lock.shared(name)
 
     async def update(self, version: int, when_held: Callable[[], None] = lambda: None) -> SyncReport:
         """Take `version` from the trainers to every live engine that is attached.

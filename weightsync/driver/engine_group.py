@@ -48,8 +48,6 @@ class EngineGroup:
 
     Attributes:
         failures: each engine's error in the last update or refill that it took part in.
-        on_failure: called with every engine that fails, and its error.
-        between_updates: a lock for work on one engine while no update runs.
     """
 
     def __init__(self, config: SyncConfig, fleet: Fleet, events: Events, update_lock: UpdateLock) -> None:
@@ -150,7 +148,7 @@ class EngineGroup:
 
     async def _after_late_pause(self, name: str, record: EngineRecord, error: WeightSyncError | None) -> None:
         """Resume an engine that may have paused late, once no update runs."""
-        async with self.between_updates(name):
+        async with self._update_lock.shared(name):
             if not self._is_in_doubt(name, record) or self._settles(name, record, error):
                 return
             logger.warning("engine %s paused late: it goes on with version %d", name, record.version)

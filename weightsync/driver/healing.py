@@ -28,7 +28,6 @@ class Healer:
     Attributes:
         heals: a report of every engine that was healed.
         given_up: each engine that was given up, with its last failure.
-        on_heal: called with the report of each healed engine.
     """
 
     def __init__(
@@ -39,10 +38,7 @@ class Healer:
         respawn: Callable[[str], Awaitable[None]],
         can_respawn: Callable[[str], bool],
     ) -> None:
-        """Take over `engine_group.on_failure` of `controller`.
-
-        `respawn` ends an engine's process and starts another, which has its placement when it returns.
-        """
+        """`respawn` ends an engine's process and starts another, which has its placement when it returns."""
         self._config, self._fleet, self._controller = config, fleet, controller
         self._respawn, self._can_respawn = respawn, can_respawn
         self._tasks: dict[str, asyncio.Task[None]] = {}

@@ -39,7 +39,6 @@ class SnapshotIndex:
 
     Attributes:
         expected: the version's digests.
-        on_silence: called if a holder did not answer or is lost.
     """
 
     def __init__(self, config: SyncConfig, fleet: Fleet, events: Events) -> None:

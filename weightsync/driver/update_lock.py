@@ -29,7 +29,7 @@ class UpdateLock:
         self._shared: dict[str, tuple[Stop, asyncio.Event]] = {}
 
     @asynccontextmanager
-    async def shared(self, name: str, stop: Stop) -> AsyncIterator[None]:
+    async def shared(self, name: str, stop: Stop = _nothing) -> AsyncIterator[None]:
         """Hold engine `name` while no update runs. `stop` must end the body soon."""
         while not self._idle.is_set() or name in self._shared:
             if not self._idle.is_set():

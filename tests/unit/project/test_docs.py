@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,18 @@ def test_each_block_of_a_page_is_run_by_a_test_that_is_there(page: str) -> None:
     assert all((ROOT / test).exists() for test in named if test != BY_HAND)
 
 
+@cache
+def _python_files() -> list[str]:
+    folders = ("actors", "benchmarks", "examples", "recipes", "tests", "weightsync")
+    found = [*ROOT.glob("*.py"), *(path for folder in folders for path in (ROOT / folder).rglob("*.py"))]
+    return [path.as_posix() for path in found]
+
+
 def missing_files(page: Path, text: str) -> list[str]:
     """What `text` links to or calls a Python file, and the repository does not have."""
     links = re.findall(r"\]\((?!https?:)([^)#\s]+)", text)
     names = re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.py)`", text)
-    known = [path.as_posix() for path in ROOT.rglob("*.py") if ".venv" not in path.parts]
+    known = _python_files()
     gone = [link for link in links if not (page.parent / link).exists()]
     return gone + [name for name in names if not any(path.endswith(f"/{name}") for path in known)]
 
