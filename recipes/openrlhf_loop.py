@@ -30,10 +30,7 @@ Group: Any = dist.ProcessGroupGloo  # its stub lacks the collectives
 
 
 class WorkerWrap:
-    """Mixed into vLLM's workers.
-
-    Reloads layer by layer, as vLLM on a CPU packs what it loads.
-    """
+    """Mixed into vLLM's workers. Reloads layer by layer, as vLLM on a CPU packs what it loads."""
 
     def init_process_group(self: Any, address: str, port: int, rank_offset: int, world_size: int) -> None:
         self._group = Group(TCPStore(address, port), rank_offset + self.rank, world_size)

@@ -57,6 +57,8 @@ def test_shapes_of_any_size_are_counted_exactly_or_refused(shapes: list[list[int
 
 
 @settings(max_examples=300, deadline=None)
+@example((2, 1), (1, 1), (-(1 << 63), 32768), 1)
+@example((0, 0), (2, 1), (1 << 52, 1), 0)
 @given(st.tuples(NUMBERS, NUMBERS), st.tuples(NUMBERS, NUMBERS), st.tuples(NUMBERS, NUMBERS), NUMBERS)
 def test_segments_anywhere_fit_or_are_refused(
     offset: tuple[int, int], extent: tuple[int, int], strides: tuple[int, int], byte_offset: int
@@ -64,9 +66,10 @@ def test_segments_anywhere_fit_or_are_refused(
     meta = TensorMeta("w", "int8", (4, 6))
     segment = Segment("w", Box(offset, extent), "w", byte_offset, strides)
     inside = all(0 <= low <= low + size <= dim for low, size, dim in zip(offset, extent, (4, 6), strict=True))
-    reach = abs(byte_offset) + sum(abs(s) * e for s, e in zip(strides, extent, strict=True))
-    numbers = (byte_offset, *strides)
-    if not inside or reach > MOST or max(map(abs, numbers)) >= 1 << 63:
+    # The stride of a dimension of one element leads nowhere.
+    steps = sum(abs(stride) * max(size - 1, 0) for stride, size in zip(strides, extent, strict=True))
+    fits = all(-(1 << 63) <= number < 1 << 63 for number in (byte_offset, *strides))
+    if not inside or not fits or abs(byte_offset) + steps + 1 > MOST:
         with pytest.raises(PlanError, match=r"^w: "):
             Layout.from_ranks([RankLayout((meta,), (segment,))])
         return
