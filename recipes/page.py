@@ -54,7 +54,7 @@ def write_page(report: RunReport, path: Path) -> None:
 def page(report: RunReport) -> str:
     """Return the page as HTML that loads nothing."""
     environment = Environment(
-        loader=PackageLoader("recipes", "."),
+        loader=PackageLoader("weightsync.recipes", "."),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 import pytest_timeout
@@ -10,6 +11,8 @@ from hypothesis import settings
 
 from tests.patience import FACTOR, VARIABLE, patient
 
+# They are packages of weightsync: a checkout on the path must not hide an import by their bare names.
+sys.modules["actors"] = sys.modules["recipes"] = None  # type: ignore[assignment]
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Ray reads this on import. By default it would leave a token in the home folder.
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
