@@ -24,12 +24,13 @@ from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineRecord, EngineState
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import gather_named
-from weightsync.errors import ConfigError, PlanError, StateError, WeightSyncError
+from weightsync.errors import ConfigError, PlanError, StateError, WeightSyncError, nearest
 from weightsync.protocol.peers import TrainerPeer
 
 if TYPE_CHECKING:
     from weightsync.faults import FaultPlan
     from weightsync.protocol.timing import Span
+    from weightsync.report import SyncReport
 
 __all__ = ["Membership"]
 
@@ -111,8 +112,8 @@ class Membership:
 
     async def is_alive(self, name: str) -> bool:
         """Whether an engine answers."""
-        placement = self._fleet.engines.get(name)
-        if placement and placement.record.state is EngineState.DEAD:
+        member = self._fleet.engines.get(name)
+        if member and member.record.state is EngineState.DEAD:
             return False
         ping = {name: RemoteEngine(f"engine {name}", self.engines[name]).placements()}
         return not (await gather_named(ping, "ping", self._config.timeout_s)).failures
@@ -224,7 +225,7 @@ class Membership:
         """Ask every actor for its placement and start missing holders."""
         if not self.engines or not (self.trainers or self.checkpoints):
             raise StateError("register_trainers() and register_engines() have to come before connect()")
-        known = {name: placement.record for name, placement in self._fleet.engines.items()}
+        known = {name: member.record for name, member in self._fleet.engines.items()}
         records = {name: known.get(name, EngineRecord()) for name in self.engines}
         trainers = {f"trainer {i}": RemoteTrainer(f"trainer {i}", h) for i, h in enumerate(self.trainers)}
         engines = {name: RemoteEngine(f"engine {name}", h) for name, h in self.engines.items()}
@@ -272,13 +273,56 @@ class Membership:
             if records[name].state is not EngineState.DEAD:
                 self._watch(name, engine)
 
+    async def check_free(self, name: str) -> None:
+        """Check that no living engine is called `name`. Raises ConfigError."""
+        if name in self.engines and await self.is_alive(name):
+            raise ConfigError("engine", name, f"choose a name other than {', '.join(self.engines)}")
+
+    async def join(self, name: str, handle: ActorHandle[Any]) -> SyncReport | None:
+        """Connect a new engine, and refill it if there is a snapshot that it can take.
+
+        Raises as `connect`. The engines are then as before.
+        """
+        before = self.engines.pop(name, None), self._fleet.engines.pop(name, None)
+        try:
+            await self.place_engine(name, handle)
+            try:
+                await self._controller.adopt(name)
+            except PlanError:  # its layout is not in the plan: make a new one
+                async with self._controller.exclusive():
+                    await self.connect()
+            return await self._controller.refill(name) if self._controller.can_refill(name) else None
+        except WeightSyncError:
+            self.engines.pop(name, None)
+            self._fleet.engines.pop(name, None)
+            if before[0] is not None and before[1] is not None:
+                self.engines[name], self._fleet.engines[name] = before[0], before[1]
+            raise
+
+    async def heal(self, name: str) -> SyncReport:
+        """Connect and refill an engine that lives. Raises StateError if it is dead."""
+        if self._fleet.engines[name].record.state is EngineState.DEAD:
+            raise StateError(f"engine {name} is dead: bring another with add_engine()")
+        await self._controller.adopt(name)
+        return await self._controller.refill(name)
+
+    def states(self, engines: Collection[str]) -> dict[str, EngineState]:
+        """Return the states of `engines`, of all if it is empty. Raises StateError or ConfigError."""
+        states = {name: member.record.state for name, member in self._fleet.engines.items()}
+        if not states:
+            raise StateError("connect() has to come before sleep() and wake()")
+        for name in engines:
+            if name not in states:
+                raise ConfigError("engine", name, nearest(name, states))
+        return {name: state for name, state in states.items() if name in (engines or states)}
+
     async def part(self, name: str) -> None:
         """Remove an engine without calling the others. Its holder stays until the next connect."""
         async with self._controller.shared(name):
             del self.engines[name]
             self._placements.pop(name, None)
-            placement = self._fleet.engines.pop(name)
-            calls = {f"holder {i}": self._fleet.holders[i].drop_engine() for i in placement.holders}
+            member = self._fleet.engines.pop(name)
+            calls = {f"holder {i}": self._fleet.holders[i].drop_engine() for i in member.holders}
             await gather_named(calls, "drop", self._config.timeout_s)
             await self._claims.release(staying=[*self.trainers, *self.engines.values()])
 
@@ -289,7 +333,7 @@ class Membership:
 
     def take_spans(self) -> dict[str, Sequence[Span]]:
         """Return and clear the spans of all processes: trainers, then holders, then engines."""
-        engines = [placement.peer for placement in self._fleet.engines.values()]
+        engines = [member.peer for member in self._fleet.engines.values()]
         peers: list[Any] = [*(peer for peer, _ in self._fleet.trainers), *self._fleet.holders, *engines]
         return {who: spans for peer in peers for who, spans in peer.take_spans().items()}
 
@@ -306,7 +350,7 @@ class Membership:
         """
         named: dict[str, Any] = {f"trainer {i}": peer for i, (peer, _) in enumerate(self._fleet.trainers)}
         named |= self._fleet.named_holders()
-        named |= {f"engine {name}": placement.peer for name, placement in self._fleet.engines.items()}
+        named |= {f"engine {name}": member.peer for name, member in self._fleet.engines.items()}
         if not version:
             calls = {who: peer.set_faults(who, (), plan.seed) for who, peer in named.items()}
             (await gather_named(calls, "set_faults", self._config.timeout_s)).require()

@@ -232,8 +232,8 @@ class RemoteHolder(_Remote):
         return replica
 
     async def snapshots(self) -> list[SnapshotPart]:
-        shares: list[SnapshotPart] = await self._call("snapshots")
-        return shares
+        parts: list[SnapshotPart] = await self._call("snapshots")
+        return parts
 
     async def refill(
         self, attempt: int, snapshot: Snapshot, direct: bool, timeout_s: float, limit_s: float

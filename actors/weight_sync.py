@@ -26,7 +26,7 @@ from weightsync.driver.engine_state import EngineState
 from weightsync.driver.events import EngineFailed, EngineHealed
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.healing import Healer
-from weightsync.errors import ConfigError, DeadlineError, PlanError, StateError, WeightSyncError, nearest
+from weightsync.errors import ConfigError, DeadlineError, StateError, WeightSyncError, nearest
 from weightsync.plan import Cluster, Plan
 from weightsync.plan.explain import count_text
 from weightsync.report import HealReport, Link, SyncReport
@@ -209,22 +209,20 @@ class WeightSync:
 
     def engine_versions(self) -> dict[str, int]:
         """Return the version that each engine serves, or sleeps with; 0 if it holds none."""
-        return {name: placement.record.version for name, placement in self._fleet.engines.items()}
+        return {name: member.record.version for name, member in self._fleet.engines.items()}
 
     def engine_states(self) -> dict[str, EngineState]:
         """Return the state of each engine."""
-        return {name: placement.record.state for name, placement in self._fleet.engines.items()}
+        return {name: member.record.state for name, member in self._fleet.engines.items()}
 
     def serving(self) -> dict[str, ActorHandle[Any]]:
         """Return the engines that can take requests: those that serve a committed version."""
         serves = (EngineState.SERVING, EngineState.PAUSED)
-        placements = self._fleet.engines
+        members = self._fleet.engines
         return {
             name: handle
             for name, handle in self._members.engines.items()
-            if name in placements
-            and placements[name].record.version
-            and placements[name].record.state in serves
+            if name in members and members[name].record.version and members[name].record.state in serves
         }
 
     def trainers(self) -> tuple[ActorHandle[Any], ...]:
@@ -374,7 +372,7 @@ class WeightSync:
             WeightSyncError: the refill failed; the engine is STALE or DEAD.
         """
         self._known(name)
-        return self._loop.submit(lambda: self._heal(name)).result()
+        return self._loop.submit(lambda: self._members.heal(name)).result()
 
     def sleep(self, engines: Collection[str] = (), *, level: int = 2) -> None:
         """Make engines release their GPU memory, so that a trainer can use it. See docs/guide.md.
@@ -474,31 +472,10 @@ class WeightSync:
             spans = {**report.spans, **self._members.take_spans()}
             return replace(report, spans=spans, checkpoint=checkpoint)
 
-    async def _heal(self, name: str) -> SyncReport:
-        if self.engine_states()[name] is EngineState.DEAD:
-            raise StateError(f"engine {name} is dead: bring another with add_engine()")
-        await self._controller.adopt(name)
-        return await self._controller.refill(name)
-
     async def _join(self, name: str, handle: ActorHandle[Any]) -> SyncReport | None:
-        if name in self._members.engines and await self._members.is_alive(name):
-            raise ConfigError("engine", name, f"choose a name other than {', '.join(self._members.engines)}")
-        before = self._members.engines.pop(name, None), self._fleet.engines.pop(name, None)
+        await self._members.check_free(name)
         self._healer.forget(name)
-        try:
-            await self._members.place_engine(name, handle)
-            try:
-                await self._controller.adopt(name)
-            except PlanError:  # its layout is not in the plan: make a new one
-                async with self._controller.exclusive():
-                    await self._members.connect()
-            return await self._controller.refill(name) if self._controller.can_refill(name) else None
-        except WeightSyncError:
-            self._members.engines.pop(name, None)
-            self._fleet.engines.pop(name, None)
-            if before[0] is not None and before[1] is not None:
-                self._members.engines[name], self._fleet.engines[name] = before[0], before[1]
-            raise
+        return await self._members.join(name, handle)
 
     async def _part(self, name: str) -> None:
         self._healer.forget(name)
@@ -507,23 +484,15 @@ class WeightSync:
 
     async def _sleep(self, engines: Collection[str], level: int) -> None:
         gone = (EngineState.DEAD, EngineState.ASLEEP)
-        awake = [name for name, state in self._states(engines).items() if state not in gone]
+        awake = [name for name, state in self._members.states(engines).items() if state not in gone]
         async with self._controller.exclusive():
             await self._controller.sleep(awake, level)
 
     async def _wake(self, engines: Collection[str]) -> None:
-        asleep = [name for name, state in self._states(engines).items() if state is EngineState.ASLEEP]
+        states = self._members.states(engines)
+        asleep = [name for name, state in states.items() if state is EngineState.ASLEEP]
         async with self._controller.exclusive():
             await self._controller.wake(asleep)
-
-    def _states(self, engines: Collection[str]) -> dict[str, EngineState]:
-        states = {name: placement.record.state for name, placement in self._fleet.engines.items()}
-        if not states:
-            raise StateError("connect() has to come before sleep() and wake()")
-        for name in engines:
-            if name not in states:
-                raise ConfigError("engine", name, nearest(name, states))
-        return {name: state for name, state in states.items() if name in (engines or states)}
 
     def _known(self, name: str) -> None:
         if name not in self._members.engines:

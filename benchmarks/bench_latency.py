@@ -84,7 +84,7 @@ _COLUMNS = {
 }
 """Columns of each table; the file has more."""
 
-UpdateTask = Callable[[], "Layers | Round"]
+Way = Callable[[], "Layers | Round"]
 
 
 def main() -> None:
@@ -169,8 +169,8 @@ def _run_part(spec: Mapping[str, Any]) -> None:
         sys.exit(f"failed: {', '.join(failed)}")
 
 
-def _ways(rig: Rig, spec: Mapping[str, Any]) -> dict[str, UpdateTask]:
-    ways: dict[str, UpdateTask] = {}
+def _ways(rig: Rig, spec: Mapping[str, Any]) -> dict[str, Way]:
+    ways: dict[str, Way] = {}
     if "per-tensor" in spec["way"] and rig.has_own_way:
         ways["per-tensor"] = lambda: rig.own(_WHOLE, flat=False)
         if rig.kind == "sglang":
@@ -184,7 +184,7 @@ def _ways(rig: Rig, spec: Mapping[str, Any]) -> dict[str, UpdateTask]:
 
 
 def _take_turns(
-    rig: Rig, ways: Mapping[str, UpdateTask], num_rounds: int, few: Mapping[str, int]
+    rig: Rig, ways: Mapping[str, Way], num_rounds: int, few: Mapping[str, int]
 ) -> tuple[dict[str, list[Layers | Round]], list[str]]:
     """Run the ways in turns.
 

@@ -76,7 +76,7 @@ _PEERS = ("checkpoint_engine", "awex", "vllm")
 
 _OURS = "benchmarks.bench_peers"
 
-UpdateTask = Callable[[], object]
+Way = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,12 +265,12 @@ def _vllm_ours(spec: Mapping[str, Any], trainer: Any, engine: Any) -> dict[str, 
         sync.register_trainers([trainer])
         sync.register_engines({"vllm": engine})
         connect(sync)
-        ways: dict[str, UpdateTask] = {"ours": lambda: sync.update_weights(sync.version + 1)}
+        ways: dict[str, Way] = {"ours": lambda: sync.update_weights(sync.version + 1)}
         seconds, reports = _rounds(ways, trainer, engine, spec["rounds"])
     return {"ours": spread("total", seconds["ours"]) | applied(reports)}
 
 
-def _theirs(backend: str, trainer: Any, engine: Any) -> dict[str, UpdateTask]:  # noqa: ANN401 (actor handles)
+def _theirs(backend: str, trainer: Any, engine: Any) -> dict[str, Way]:  # noqa: ANN401 (actor handles)
     def nccl(packed: bool) -> None:
         ray.get([engine.take_nccl.remote(packed), trainer.send_nccl.remote(packed)])
 
@@ -287,12 +287,12 @@ def _theirs(backend: str, trainer: Any, engine: Any) -> dict[str, UpdateTask]:  
         return {"vLLM ipc packed": lambda: ipc(True), "vLLM ipc": lambda: ipc(False)}
     port = free_port()
     ray.get([engine.join.remote(port), trainer.join.remote(port)])
-    named: dict[str, UpdateTask] = {"vLLM nccl packed": lambda: nccl(True), "vLLM nccl": lambda: nccl(False)}
+    named: dict[str, Way] = {"vLLM nccl packed": lambda: nccl(True), "vLLM nccl": lambda: nccl(False)}
     return named | {"tensor by tensor": each}
 
 
 def _rounds(
-    ways: Mapping[str, UpdateTask],
+    ways: Mapping[str, Way],
     trainer: Any,  # noqa: ANN401 (an actor handle)
     engine: Any,  # noqa: ANN401 (an actor handle)
     num_rounds: int,

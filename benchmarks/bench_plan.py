@@ -165,13 +165,13 @@ DIRECT = (
 
 def direct(model_name: str, trainers: str, engine_cut: str, only: int | None) -> dict[str, object]:
     model = load(ModelShape, model_name, field="model", kind="models")
-    metas, placements, cut = checkpoint_tensors(model), parse_trainers(trainers), parse_engine(engine_cut)
+    metas, parallel, cut = checkpoint_tensors(model), parse_trainers(trainers), parse_engine(engine_cut)
     ranks = range(cut.num_ranks) if only is None else range(only, only + 1)
-    source, engine = grids.trainer_layout(metas, model, placements), grids.engine_layout(metas, model, cut)
+    source, engine = grids.trainer_layout(metas, model, parallel), grids.engine_layout(metas, model, cut)
     once, _ = measure(lambda: Reshard(source, "e0", engine))
     timing, reads = measure(lambda: plan_ranks(source, engine, ranks))
     tracemalloc.start()
-    plan_ranks(grids.trainer_layout(metas, model, placements), grids.engine_layout(metas, model, cut), ranks)
+    plan_ranks(grids.trainer_layout(metas, model, parallel), grids.engine_layout(metas, model, cut), ranks)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     return {

@@ -14,7 +14,7 @@ from weightsync.errors import ConfigError
 from weightsync.plan import Layout, TensorMeta
 from weightsync.plan.layout import Int64
 
-__all__ = ["BEHIND", "Cut", "Kind", "Placement", "lay_out", "partition"]
+__all__ = ["BEHIND", "Cut", "Kind", "RankPosition", "lay_out", "partition"]
 
 _NAME = re.compile(
     r"(?P<home>(?:model\.layers\.(?P<layer>\d+)\.)?(?:\w+\.)*?)"
@@ -74,7 +74,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class RankPosition:
     """The part of each tensor that one rank takes.
 
     It takes place `dense[0]` of `dense[1]`, and place `sparse[0]` of `sparse[1]` of its experts. `layers` and
@@ -101,7 +101,7 @@ def partition(count: int, parts: int) -> list[tuple[int, int]]:
 def lay_out(
     tensors: Sequence[TensorMeta],
     cut: Callable[[Kind], Cut],
-    positions: Sequence[Placement],
+    positions: Sequence[RankPosition],
     num_ranks: int,
     tied: tuple[tuple[str, str], ...] = (),
 ) -> Layout:
@@ -198,7 +198,7 @@ class _Place:
         inside = f"experts.{expert}." if kind.is_expert else ""
         return f"{home}{inside}{cut.buffer or kind.leaf}.{kind.what}"
 
-    def add(self, position: Placement) -> None:
+    def add(self, position: RankPosition) -> None:
         kind, cut, columns = self._kind, self._cut, self._columns
         taken = np.flatnonzero(self._taken(position))
         place, places = position.sparse if kind.is_expert else position.dense
@@ -219,7 +219,7 @@ class _Place:
             columns.buffer.append(self._numbers[taken])
             columns.start.append(base + block * cut.pitch * width)
 
-    def _taken(self, position: Placement) -> npt.NDArray[np.bool_]:
+    def _taken(self, position: RankPosition) -> npt.NDArray[np.bool_]:
         kind = self._kind
         taken = np.ones(len(kind.rows), np.bool_)
         if position.layers is not None:
@@ -237,7 +237,7 @@ class _Place:
         extent[cut.axis] = min(size, shape[cut.axis] - offset[cut.axis])
         return offset, extent, size if cut.axis == 0 else shape[0]
 
-    def _declare(self, position: Placement, taken: Int64, missing: int) -> None:
+    def _declare(self, position: RankPosition, taken: Int64, missing: int) -> None:
         kind, cut, columns = self._kind, self._cut, self._columns
         assert cut.live is not None
         first, last = position.experts or (0, int(kind.expert.max()) + 1)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from weightsync.errors import ConfigError
 from weightsync.plan import Layout, TensorMeta
-from weightsync.recipes.cuts import BEHIND, Cut, Kind, Placement, lay_out, partition
+from weightsync.recipes.cuts import BEHIND, Cut, Kind, RankPosition, lay_out, partition
 from weightsync.recipes.parallel import EngineParallel, Fsdp, Megatron
 from weightsync.recipes.shapes import ModelShape
 
@@ -37,7 +37,7 @@ def trainer_layout(
     if isinstance(parallel, Fsdp):
         shards = parallel.shards
         positions = [
-            Placement(rank=rank, dense=(rank % shards, shards), sparse=(rank % shards, shards))
+            RankPosition(rank=rank, dense=(rank % shards, shards), sparse=(rank % shards, shards))
             for rank in _chosen(ranks, parallel.num_ranks)
         ]
         return lay_out(tensors, lambda kind: _rows(kind, shards), positions, parallel.num_ranks, model.tied)
@@ -83,7 +83,7 @@ def engine_layout(
         raise ConfigError("--engine tp", tp, remedy)
     dealt = partition(_num_experts(model, parallel.ep, "--engine ep"), parallel.ep)
     positions = [
-        Placement(
+        RankPosition(
             rank=rank,
             dense=(rank % tp, tp),
             sparse=(rank % per_group, per_group),
@@ -110,7 +110,7 @@ def _rows(kind: Kind, shards: int) -> Cut:
     return Cut(parts=shards, size=-(-kind.meta.shape[0] // shards))
 
 
-def _megatron_position(rank: int, model: ModelShape, parallel: Megatron, num_experts: int) -> Placement:
+def _megatron_position(rank: int, model: ModelShape, parallel: Megatron, num_experts: int) -> RankPosition:
     """Return a rank's position: tp innermost, then dp.
 
     Without expert tensor parallelism, ep is innermost.
@@ -118,7 +118,7 @@ def _megatron_position(rank: int, model: ModelShape, parallel: Megatron, num_exp
     stage, inside = divmod(rank, parallel.tp * parallel.dp)
     dense = (inside % parallel.tp, parallel.tp)
     first, last = partition(model.num_hidden_layers, parallel.pp)[stage]
-    return Placement(
+    return RankPosition(
         rank=rank,
         dense=dense,
         sparse=dense if parallel.ep == 1 else (0, 1),

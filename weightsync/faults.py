@@ -190,8 +190,8 @@ def inject(
     Raises:
         RuntimeError: the fault is an ``error``.
     """
-    has_faults = _faults
-    return has_faults is not None and has_faults.inject(at, bucket, num_buckets, version, data)
+    faults = _faults
+    return faults is not None and faults.inject(at, bucket, num_buckets, version, data)
 
 
 def inject_in_move(plan: Plan, bucket: int, index: int, view: Callable[[Step], torch.Tensor] | None) -> None:

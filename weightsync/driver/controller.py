@@ -339,10 +339,10 @@ class Controller:
                 raise
 
         assert self._connection is not None
-        ways = self._connection.router.tasks({name: member.holders for name, member in members.items()})
-        plan, every = self._connection.plan, next(iter(ways.values()))
+        tasks = self._connection.router.tasks({name: member.holders for name, member in members.items()})
+        plan, every = self._connection.plan, next(iter(tasks.values()))
         self._num_buckets = plan.num_buckets if every.broadcasts_all else len(every.cast)
-        moves = {f"holder {i}": move(i, self._fleet.holders[i], task) for i, task in ways.items()}
+        moves = {f"holder {i}": move(i, self._fleet.holders[i], task) for i, task in tasks.items()}
         loads = {name: self.engine_group.load(member, attempt) for name, member in members.items()}
         feeds = {name: [f"holder {i}" for i in member.holders] for name, member in members.items()}
         moved, outcome = await Attempt(moves, loads, feeds, timeout_s).run()

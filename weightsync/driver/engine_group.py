@@ -227,12 +227,12 @@ class EngineGroup:
     ) -> dict[str, T]:
         """Call engines in parallel; return the answers, and record the others as failed."""
 
-        calls = {name: _describe(member, call(member.peer), when_lost) for name, member in members.items()}
+        calls = {name: _or_lost(member, call(member.peer), when_lost) for name, member in members.items()}
         return await self._gather(calls, phase, timeout_s)
 
     async def load(self, member: EngineMember, attempt: int) -> Sequence[Digests]:
         """Have an engine load, without a deadline. If it is lost, its holders stop waiting for it."""
-        return await _describe(member, member.peer.load(attempt, self._config.timeout_s), self.drop)
+        return await _or_lost(member, member.peer.load(attempt, self._config.timeout_s), self.drop)
 
     def blame(self, phase: str, failures: Mapping[str, WeightSyncError]) -> None:
         """Record failures by engine name, and set the engines' states."""
@@ -300,7 +300,7 @@ class EngineGroup:
             self._fleet.engines[name].record.enter(state, version)
 
 
-async def _describe(
+async def _or_lost(
     member: EngineMember,
     call: Coroutine[object, object, T],
     when_lost: Callable[[EngineMember], Coroutine[object, object, None]] | None,

@@ -72,9 +72,9 @@ class SnapshotIndex:
         calls = {}
         for name, flat in connection.flat_layouts.items():
             for part, holder in enumerate(self._fleet.engines[name].holders, start=flat.first):
-                for (snapshot, home), offer in offers.items():
+                for (number, home), offer in offers.items():
                     near = self._fleet.node(home) == self._fleet.node(holder)
-                    if snapshot == part and near and (part, holder) not in offers:
+                    if number == part and near and (part, holder) not in offers:
                         calls[f"holder {holder}"] = self._fleet.holders[holder].map(part, offer)
         outcome = await gather_named(calls, "map", self._config.connect_timeout_s)
         for error in outcome.failures.values():
@@ -196,8 +196,8 @@ class SnapshotIndex:
         self, now: _Version, homes: dict[SnapshotHeader, list[int]], num_holders: int, expected: Digests
     ) -> None:
         nodes = [self._fleet.node(i) for i in range(num_holders)]
-        for header, snapshot in homes.items():
-            held = {self._fleet.node(home) for home in snapshot}
+        for header, kept_on in homes.items():
+            held = {self._fleet.node(home) for home in kept_on}
             others = [i for i in range(num_holders) if nodes[i] not in held]
             offers = now.offers[header.layout][header.part]
             if not offers:

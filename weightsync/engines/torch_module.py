@@ -86,7 +86,7 @@ class TorchEngine:
         self._feed: EngineFeed | None = None
         self._plan: Plan | None = None
         self._writer: LiveWriter | None = None
-        self._places: AddressGuard | None = None
+        self._guard: AddressGuard | None = None
         self._written: AddressGuard | None = None  # what the writer writes to
         self._tensors: Mapping[str, torch.Tensor] = {}
         self._layout: RankLayout
@@ -99,9 +99,9 @@ class TorchEngine:
 
     def layout(self) -> Sequence[RankLayout]:
         """Return a layout in which each live tensor is whole and is its own buffer."""
-        if not (self._places and self._places.as_before(self._model)):
+        if not (self._guard and self._guard.as_before(self._model)):
             self._tensors, tied = named_tensors(self._model)
-            self._places = AddressGuard(self._model, self._tensors)
+            self._guard = AddressGuard(self._model, self._tensors)
             self._layout = self._describe(tied)
         return [self._layout]
 
@@ -127,7 +127,7 @@ class TorchEngine:
         assert self._feed is not None
         assert self._plan is not None
         (layout,) = self.layout()
-        self._written = self._places
+        self._written = self._guard
         return LiveWriter(self._plan, layout, self._tensors, self._feed.slots, views=self._feed.views)
 
     def pause(self, mode: str, timeout_s: float) -> None:

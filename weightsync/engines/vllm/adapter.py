@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +46,9 @@ class VllmRanks(EngineRanks):
                 raise outcome
         return outcomes
 
+    @abstractmethod
     def _ask(self, blob: bytes) -> Sequence[bytes]:
-        raise NotImplementedError
+        """Call every rank's worker with `blob`; return the reply of each."""
 
 
 logger = logging.getLogger("weightsync.engines.vllm")
