@@ -27,13 +27,15 @@ class Ring:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        # A communicator has to be up within it too.
         self.short_s = patient(2 if name == "nccl" else 0.5)
         self._made: list[Transport] = []
         self._pool = ThreadPoolExecutor(16)
 
     def run(self, num_ranks: int, work: Work, timeout_s: float = patient(20)) -> list[Future[object]]:
-        """``work(transport, rank)`` on every rank of a new communicator, on the rank's own device."""
+        """``work(transport, rank)`` on every rank of a new communicator, on the rank's own device.
+
+        Operations have `timeout_s`; joining has longer.
+        """
         if self.name == "nccl" and num_ranks > torch.cuda.device_count():
             pytest.skip(f"needs {num_ranks} GPUs")
         transports = [transport_class(self.name)() for _ in range(num_ranks)]
@@ -43,7 +45,8 @@ class Ring:
         def one(rank: int) -> object:
             if self.name == "nccl":
                 torch.cuda.set_device(rank)
-            transports[rank].open(address, rank, num_ranks, timeout_s)
+            transports[rank].open(address, rank, num_ranks, patient(20))
+            transports[rank].set_timeout(timeout_s)
             return work(transports[rank], rank)
 
         return [self._pool.submit(one, rank) for rank in range(num_ranks)]

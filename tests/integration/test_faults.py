@@ -267,3 +267,21 @@ def test_sharded_weights_are_read_without_their_graph_of_gradients(tmp_path: Pat
         assert not any(tensor.requires_grad for tensor in live.values())
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_connecting_may_take_longer_than_an_update() -> None:
+    timeout_s = patient(0.5)
+
+    async def work(loop: Loop) -> None:
+        holder = loop.holders[1]
+        join = holder.join
+
+        def late(*args: object) -> None:
+            time.sleep(timeout_s + 0.5)
+            join(*args)
+
+        holder.join = late
+        await loop.controller.connect()
+        assert (await loop.controller.update(1)).engines == {"e0": 1, "e1": 1}
+
+    drive(work, SyncConfig(bucket_bytes=4096, timeout_s=timeout_s, connect_timeout_s=patient(20)))

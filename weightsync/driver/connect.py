@@ -238,10 +238,10 @@ async def _serve_snapshots(holders: Mapping[str, HolderPeer], config: SyncConfig
 
 async def _join(fleet: Fleet, prepared: Sequence[Prepared], config: SyncConfig, clock: PhaseClock) -> None:
     offers = {group: offer for answer in prepared for group, offer in answer.offers.items()}
-    # The communicators use this deadline for every broadcast.
-    joins = {name: holder.join(offers, config.timeout_s) for name, holder in fleet.named_holders().items()}
+    timeout_s = config.connect_timeout_s
+    joins = {name: holder.join(offers, timeout_s) for name, holder in fleet.named_holders().items()}
     with clock.phase("join"):
-        (await gather_named(joins, "join", config.connect_timeout_s + GRACE_S, together=True)).require()
+        (await gather_named(joins, "join", timeout_s + GRACE_S, together=True)).require()
 
 
 async def _attach(

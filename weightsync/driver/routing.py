@@ -11,7 +11,7 @@ import numpy as np
 
 from weightsync.config import SyncConfig
 from weightsync.driver.fleet import Fleet
-from weightsync.driver.gather import gather_named
+from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.errors import ConfigError, VerifyError
 from weightsync.plan import Layout, Plan, Reads, Reshard, same_dtype_tensors
 from weightsync.plan.cross_host import arrivals, bundles
@@ -273,9 +273,8 @@ class CrossHostExchange:
         timeout_s = self._config.connect_timeout_s
         offers = (await gather_named(takes, "exchange", timeout_s)).require()
         (offer,) = filter(None, offers.values())
-        # The communicator uses this deadline for every message.
-        meets = {who: holder.meet(offer, self._config.timeout_s) for who, holder in named.items()}
-        (await gather_named(meets, "meet", timeout_s)).require()
+        meets = {who: holder.meet(offer, timeout_s) for who, holder in named.items()}
+        (await gather_named(meets, "meet", timeout_s + GRACE_S)).require()
 
 
 def _same(ours: Reads | None, theirs: Reads | None) -> bool:

@@ -36,6 +36,11 @@ class Communicators:
         for group, transport in self.transports.items():
             transport.open(offers[group], group.index(self._index), len(group), timeout_s)
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Give each operation of every communicator `timeout_s` from now on."""
+        for transport in self.transports.values():
+            transport.set_timeout(timeout_s)
+
     def warm_up(self, device: str) -> None:
         """Broadcast one byte from each rank of each communicator."""
         for group, transport in self.transports.items():

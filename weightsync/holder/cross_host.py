@@ -54,6 +54,10 @@ class CrossHostExchange:
         self.transport.open(rendezvous, self._part.rank, len(self._part.members), timeout_s)
         self.shuffle.rehearse()
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Give each message `timeout_s` from now on."""
+        self.transport.set_timeout(timeout_s)
+
     def move(self, wanted: Callable[[], bool]) -> None:
         """Send and receive all messages. If `wanted`, start writing received data to the engine rank.
 

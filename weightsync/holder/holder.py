@@ -280,6 +280,9 @@ class Holder:
         only = task.cast if task.copies_directly else None
         consumer = open_consumer(staging, self._feed, feeding, attempt, plan.slots, *limits_s, only=only)
         start = partial(self._start, plan, staging, timeout_s=timeout_s)
+        for each in (self._groups, self._exchange):
+            if each:
+                each.set_timeout(timeout_s)  # until the first update they have the time for connecting
         try:
             run_update(plan, task, self._index, staging, self._exchange, start, consumer)
         except Exception as error:

@@ -72,6 +72,9 @@ class Transport(Protocol):
         whichever is later.
         """
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Give operations `timeout_s` from now on. Called after `open`, while none is running."""
+
     def start(self, ops: Sequence[Op]) -> Pending:
         """Start `ops` as one group. Does not wait for the peers if the library allows that.
 

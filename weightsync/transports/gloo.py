@@ -57,7 +57,7 @@ class GlooTransport:
         """Sign in, then connect to every rank on the interface that leads to `rendezvous`."""
         assert self._watch is None, "a transport opens once"
         self._rank, self._num_ranks = rank, num_ranks
-        self._timeout = timedelta(seconds=_NUM_WAITS * timeout_s + _MARGIN_S)
+        self._timeout = _own_timeout(timeout_s)
         deadline = time.monotonic() + timeout_s + SLACK_S
         self._store = join_store(rendezvous, rank, num_ranks, timeout_s)
         roll = RollCall(self._store, rank, num_ranks)
@@ -76,6 +76,11 @@ class GlooTransport:
                 f"gloo rank {rank} of {num_ranks} could not join at {place}: {cause}"
             ) from error
         self._watch = Watch(roll, rank, num_ranks, timeout_s, stop=_nothing, probe=_nothing)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        assert self._watch, "open the transport first"
+        self._timeout = _own_timeout(timeout_s)
+        self._watch.set_timeout(timeout_s)
 
     def start(self, ops: Sequence[Op]) -> Pending:
         """Queue the ops in order; gloo's threads run them."""
@@ -190,6 +195,11 @@ def _hold(group: ProcessGroupGloo, works: list[_Work]) -> None:
     """Keep `group` until its works end. Destroying it would wait for them and block all of Python."""
     while not all(work.is_done() for work in works):
         time.sleep(_SLICE.total_seconds())
+
+
+def _own_timeout(timeout_s: float) -> timedelta:
+    """Return gloo's own time-out for an operation that has `timeout_s` seconds by ours."""
+    return timedelta(seconds=_NUM_WAITS * timeout_s + _MARGIN_S)
 
 
 def _nothing() -> None:

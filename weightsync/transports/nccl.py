@@ -68,6 +68,10 @@ class NcclTransport:
         roll = RollCall(self._store, rank, num_ranks)
         self._watch = Watch(roll, rank, num_ranks, timeout_s, stop=self._stop, probe=self._probe)
 
+    def set_timeout(self, timeout_s: float) -> None:
+        assert self._watch, "open the transport first"
+        self._watch.set_timeout(timeout_s)
+
     def start(self, ops: Sequence[Op]) -> Pending:
         """Queue the ops as one NCCL group on the device's stream."""
         assert self._watch, "open the transport first"

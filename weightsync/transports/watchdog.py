@@ -94,6 +94,10 @@ class Watch:
         self._listener.start()
         threading.Thread(target=self._keep, daemon=True, name="weightsync-timer").start()
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """Give operations `timeout_s` seconds from now on."""
+        self._timeout_s = timeout_s
+
     def begin(self, peers: Iterable[int]) -> int:
         """Register an operation that needs `peers`. Returns its number, from 1. Raises TransportError."""
         self.check()
