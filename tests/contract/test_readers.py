@@ -443,6 +443,12 @@ class TestChoice:
             choose_protocol("tcp")
         assert caplog.records == []
 
+    @pytest.mark.skipif(not NO_MOONCAKE, reason="Mooncake is installed")
+    def test_a_server_that_cannot_start_mooncake_says_so(self) -> None:
+        buffer = SharedBuffer.create(4096)
+        with contextlib.closing(buffer), pytest.raises(TransportError, match="Mooncake cannot be imported"):
+            serve(buffer, "h0", "127.0.0.1", "tcp")
+
     def test_what_was_asked_for_is_not_replaced(self) -> None:
         self.problems |= {"rdma": "status -1"}
         with pytest.raises(ConfigError, match="status -1"):

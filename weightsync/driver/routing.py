@@ -19,7 +19,6 @@ from weightsync.plan.shuffle import ShufflePlan
 from weightsync.protocol.messages import Part, UpdateTask
 
 if TYPE_CHECKING:
-    from weightsync.plan import Reads
     from weightsync.protocol.handles import DeviceHandle, Export
 
 __all__ = ["DIRECT", "CrossHostExchange", "Router"]

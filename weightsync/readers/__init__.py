@@ -49,7 +49,7 @@ def serve(buffer: SharedBuffer, holder: str, host: str, protocol: str, rdma_devi
     if protocol in ("tcp", "rdma"):
         from weightsync.readers.mooncake import MooncakeServer
 
-        return MooncakeServer(buffer, holder, host, cast(ProtocolName, protocol), rdma_device)
+        return MooncakeServer(buffer, holder, host, cast("ProtocolName", protocol), rdma_device)
     raise ConfigError("protocol", protocol, nearest(protocol, ("rdma", "tcp", "zeromq")))
 
 
