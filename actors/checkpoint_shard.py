@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -11,7 +12,7 @@ from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from weightsync.faults import inject, set_faults
-from weightsync.protocol.timing import PhaseClock, Span
+from weightsync.protocol.timing import PhaseClock
 from weightsync.sources.checkpoint import CheckpointSource, Reading
 
 if TYPE_CHECKING:
@@ -56,13 +57,13 @@ class CheckpointShard:
         self._tensors = plan.tensors
         return plan.digest(), self._checked.export(rank, num_ranks)
 
-    def publish(self) -> tuple[Published, Sequence[Span]]:
+    def publish(self) -> Published:
         """Return digests and counts for all ranks on this host."""
         clock = PhaseClock()
         with clock.phase("publish"):
             inject("publish")
             published = self._checked.published(self._tensors)
-        return published, clock.spans
+        return replace(published, spans=clock.spans)
 
     def close(self) -> None:
         """Free the memory now; the process takes a moment to end."""

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from weightsync.faults import Fault
     from weightsync.plan import Plan, RankLayout, TensorMeta
     from weightsync.protocol.handles import BufferHandle
-    from weightsync.protocol.timing import Span
 
 __all__ = ["CheckpointRank", "Checkpoints"]
 
@@ -192,7 +191,6 @@ class CheckpointRank:
         self._place = rank, num_ranks
         self._plan: Plan | None = None
         self._mapped: dict[str, str] = {}
-        self._spans: list[tuple[str, Sequence[Span]]] = []
         self.holder: RemoteHolder | None = None
         """The holder that sends this share. `Membership` sets it before the first call."""
 
@@ -228,8 +226,7 @@ class CheckpointRank:
         await self.holder.source(name, {})
         published = Published(np.zeros(len(self._plan.tensors), np.uint64), {})
         if self._place[0] == 0:
-            published, spans = await self._call(name, "publish")
-            self._spans = [(f"checkpoint {name} on {self._node[:8]}", spans)]
+            published = await self._call(name, "publish")
         return published
 
     async def set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
@@ -242,11 +239,6 @@ class CheckpointRank:
         self._mapped.pop(name, None)
         assert self.holder is not None
         await self.holder.source("", {name: None})
-
-    def take_spans(self) -> dict[str, Sequence[Span]]:
-        """Return and clear the spans of the last publish."""
-        spans, self._spans = self._spans, []
-        return dict(spans)
 
     async def _map(self, name: str) -> None:
         assert self.holder is not None

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from weightsync.faults import Fault
     from weightsync.plan import Plan, RankLayout
     from weightsync.protocol.handles import Attached
-    from weightsync.protocol.messages import Digests, FeedTicket
-    from weightsync.protocol.timing import Span
+    from weightsync.protocol.messages import FeedTicket, Loaded
 
 __all__ = ["EngineCalls"]
 
@@ -68,12 +67,9 @@ class EngineCalls(Claimable):
         """Pause, then release the GPU memory of weights and caches, see `Engine.sleep`."""
         await asyncio.to_thread(self._engine.sleep, level, mode, timeout_s)
 
-    async def sync_load(
-        self, attempt: int, timeout_s: float
-    ) -> tuple[Sequence[Digests], Sequence[Sequence[Span]]]:
-        """Take one attempt's weights. Returns each rank's digests and spans, see `Engine.load`."""
-        digests = await asyncio.to_thread(self._engine.load, attempt, timeout_s)
-        return digests, self._engine.spans()
+    async def sync_load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
+        """Take one attempt's weights, see `Engine.load`."""
+        return await asyncio.to_thread(self._engine.load, attempt, timeout_s)
 
     async def sync_resume(self, version: int) -> None:
         """Serve `version`, see `Engine.resume`."""

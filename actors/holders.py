@@ -16,7 +16,7 @@ from weightsync.actors.daemon import on_daemon
 from weightsync.actors.detached import actor_name, end, find, names, run_prefix
 from weightsync.actors.placement import Placement
 from weightsync.actors.process import PATIENCE_S, end_pid
-from weightsync.actors.remote import RemoteHolder, answer
+from weightsync.actors.remote import RemoteHolder, answer, remote_holder
 from weightsync.actors.weight_holder import Standby, spawn_holder, spawn_standby
 from weightsync.config import SyncConfig
 from weightsync.driver.gather import gather_named
@@ -141,13 +141,13 @@ class Holders:
         for key in [*self._on]:
             self._end(key)
         self._transport = transport
-        left = {name: RemoteHolder(name, handle) for name in self._left() if (handle := find(name))}
+        left = {name: remote_holder(name, handle) for name in self._left() if (handle := find(name))}
         pings = {name: holder.ready() for name, holder in left.items()}
         answers = (await gather_named(pings, "ping", self._config.timeout_s)).answers
         for name, holder in left.items():
             called, of = answers.get(name, ("", ""))
             if of == transport:
-                self._on[_key(name, self._prefix)] = RemoteHolder(called, holder.handle)
+                self._on[_key(name, self._prefix)] = remote_holder(called, holder.handle)
                 self._pids[holder.handle] = holder.handle.__ray_call__.remote(_pid)
             else:
                 end(name)
@@ -169,7 +169,7 @@ class Holders:
         return self._on[placement.key]
 
     def _keep(self, placement: Placement, name: str, handle: ActorHandle[Any]) -> None:
-        self._on[placement.key] = RemoteHolder(name, handle)
+        self._on[placement.key] = remote_holder(name, handle)
         self._pids[handle] = handle.__ray_call__.remote(_pid)
 
     async def _end_hung(self, key: tuple[str, str]) -> None:

@@ -17,7 +17,14 @@ from weightsync.actors.daemon import on_daemon
 from weightsync.actors.holders import Holders
 from weightsync.actors.placement import Placement, place_ranks
 from weightsync.actors.process import PATIENCE_S, end_process
-from weightsync.actors.remote import RemoteEngine, RemoteHolder, RemoteTrainer
+from weightsync.actors.remote import (
+    Remote,
+    RemoteEngine,
+    RemoteHolder,
+    RemoteTrainer,
+    remote_engine,
+    remote_trainer,
+)
 from weightsync.actors.watch import Watches
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
@@ -29,7 +36,6 @@ from weightsync.protocol.peers import TrainerPeer
 
 if TYPE_CHECKING:
     from weightsync.faults import FaultPlan
-    from weightsync.protocol.timing import Span
     from weightsync.report import SyncReport
 
 __all__ = ["Membership"]
@@ -89,7 +95,7 @@ class Membership:
             for placement in await engine.placements():
                 self._holders.expect(placement)
 
-        calls = {name: started(RemoteEngine(f"engine {name}", h)) for name, h in self.engines.items()}
+        calls = {name: started(remote_engine(f"engine {name}", h)) for name, h in self.engines.items()}
         await gather_named(calls, "start", self._config.connect_timeout_s)
 
     async def unregister_checkpoint(self, name: str) -> None:
@@ -115,7 +121,7 @@ class Membership:
         member = self._fleet.engines.get(name)
         if member and member.record.state is EngineState.DEAD:
             return False
-        ping = {name: RemoteEngine(f"engine {name}", self.engines[name]).placements()}
+        ping = {name: remote_engine(f"engine {name}", self.engines[name]).placements()}
         return not (await gather_named(ping, "ping", self._config.timeout_s)).failures
 
     def can_respawn(self, name: str) -> bool:
@@ -154,7 +160,7 @@ class Membership:
         """Wait for the engine, then assign or start a holder for each rank."""
         if self._controller.plan is None:
             raise StateError("connect() has to come first")
-        engine, who = RemoteEngine(f"engine {name}", handle), f"engine {name}"
+        engine, who = remote_engine(f"engine {name}", handle), f"engine {name}"
         started = await gather_named(
             {who: self._placements_of(engine)}, "start", self._config.connect_timeout_s
         )
@@ -227,8 +233,8 @@ class Membership:
             raise StateError("register_trainers() and register_engines() have to come before connect()")
         known = {name: member.record for name, member in self._fleet.engines.items()}
         records = {name: known.get(name, EngineRecord()) for name in self.engines}
-        trainers = {f"trainer {i}": RemoteTrainer(f"trainer {i}", h) for i, h in enumerate(self.trainers)}
-        engines = {name: RemoteEngine(f"engine {name}", h) for name, h in self.engines.items()}
+        trainers = {f"trainer {i}": remote_trainer(f"trainer {i}", h) for i, h in enumerate(self.trainers)}
+        engines = {name: remote_engine(f"engine {name}", h) for name, h in self.engines.items()}
         asked = {
             f"engine {name}": self._placements_of(engine)
             for name, engine in engines.items()
@@ -329,13 +335,7 @@ class Membership:
     def holders(self) -> dict[str, ActorHandle[Any]]:
         """Return the holders' actors, by the names that errors use."""
         named = self._fleet.named_holders()
-        return {name: holder.handle for name, holder in named.items() if isinstance(holder, RemoteHolder)}
-
-    def take_spans(self) -> dict[str, Sequence[Span]]:
-        """Return and clear the spans of all processes: trainers, then holders, then engines."""
-        engines = [member.peer for member in self._fleet.engines.values()]
-        peers: list[Any] = [*(peer for peer, _ in self._fleet.trainers), *self._fleet.holders, *engines]
-        return {who: spans for peer in peers for who, spans in peer.take_spans().items()}
+        return {name: holder.handle for name, holder in named.items() if isinstance(holder, Remote)}
 
     def who(self) -> list[str]:
         """Return the names of all processes as errors and fault plans use them."""

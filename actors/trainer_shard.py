@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -11,7 +12,7 @@ from weightsync.actors.claim import Claimable
 from weightsync.actors.placement import Placement
 from weightsync.errors import StateError
 from weightsync.faults import inject, set_faults
-from weightsync.protocol.timing import PhaseClock, Span
+from weightsync.protocol.timing import PhaseClock
 from weightsync.sources.module import ModuleSource
 
 if TYPE_CHECKING:
@@ -90,13 +91,13 @@ class TrainerShard(Claimable):
         """Map the holder's send buffer, or let it read this rank's memory in place."""
         return self._current_source().attach(plan, trainer, send_buffer)
 
-    def sync_publish(self, count: bool) -> tuple[Published, Sequence[Span]]:
+    def sync_publish(self, count: bool) -> Published:
         """Publish this rank's share: copy it to its holder, or on a GPU in place."""
         clock = PhaseClock()
         with clock.phase("publish"):
             inject("publish")
             published = self._current_source().publish(count)
-        return published, clock.spans
+        return replace(published, spans=clock.spans)
 
     def _current_source(self) -> ModuleSource:
         if not hasattr(self, "model"):

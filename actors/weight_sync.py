@@ -462,15 +462,13 @@ class WeightSync:
             if self._faults and version not in self._armed:
                 self._armed.add(version)
                 await self._members.set_faults(self._faults, version)
-            self._members.take_spans()  # drop what a failed update left
             try:
                 report = await self._controller.update(version, lambda: held.set_result(None))
             except WeightSyncError as error:
                 self._metrics.update_failed()
                 raise self._members.with_file(error) from error
             self._metrics.update(report, self.plan)
-            spans = {**report.spans, **self._members.take_spans()}
-            return replace(report, spans=spans, checkpoint=checkpoint)
+            return replace(report, checkpoint=checkpoint)
 
     async def _join(self, name: str, handle: ActorHandle[Any]) -> SyncReport | None:
         await self._members.check_free(name)

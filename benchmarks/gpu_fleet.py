@@ -34,11 +34,11 @@ from weightsync.engines.live_writer import LiveWriter
 from weightsync.memory.tensors import device_id
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 from weightsync.protocol.handles import Attached
-from weightsync.protocol.timing import Span
+from weightsync.protocol.messages import Loaded
 
 if TYPE_CHECKING:
     from weightsync.plan import Plan
-    from weightsync.protocol.messages import Digests, FeedTicket
+    from weightsync.protocol.messages import FeedTicket
 
 __all__ = ["Destination", "EngineFront", "EngineRank", "Fleet", "ShardTrainer", "device_used", "start_fleet"]
 
@@ -162,11 +162,11 @@ class EngineRank(Destination):
         self._writer = LiveWriter(plan, self._layout, self.live, self._feed.slots)
         return Attached(plan.digest(), self._writer.export())
 
-    def load(self, attempt: int, timeout_s: float) -> tuple[Digests, Sequence[Span]]:
+    def load(self, attempt: int, timeout_s: float) -> Loaded:
         assert self._feed is not None
         assert self._writer is not None
         self._writer.begin(self.live)
-        return self._feed.receive(attempt, self._writer, timeout_s), self._feed.spans
+        return Loaded(self._feed.receive(attempt, self._writer, timeout_s), self._feed.spans)
 
 
 class EngineFront(Claimable):
@@ -191,11 +191,8 @@ class EngineFront(Claimable):
     async def sync_pause(self, mode: str, timeout_s: float) -> None:
         """Do nothing: no request runs."""
 
-    async def sync_load(
-        self, attempt: int, timeout_s: float
-    ) -> tuple[Sequence[Digests], Sequence[Sequence[Span]]]:
-        loaded = await _gather([rank.load.remote(attempt, timeout_s) for rank in self._ranks])
-        return [digests for digests, _ in loaded], [spans for _, spans in loaded]
+    async def sync_load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
+        return await _gather([rank.load.remote(attempt, timeout_s) for rank in self._ranks])
 
     async def sync_resume(self, version: int) -> None:
         """Do nothing: no request waits."""

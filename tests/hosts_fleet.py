@@ -29,7 +29,7 @@ from weightsync.memory.host_copies import HostCopies
 from weightsync.plan import Box, Plan, RankLayout, Reads, TensorMeta
 from weightsync.plan.plan import by_tensor
 from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export
-from weightsync.protocol.messages import Digests, FeedTicket, Published
+from weightsync.protocol.messages import FeedTicket, Loaded, Published
 from weightsync.testing import DictEngine, LocalPeer
 from weightsync.transports import Pending
 
@@ -136,10 +136,11 @@ class Engine(DictEngine):
             for layout, rank in pairs
         ]
 
-    def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
-        def rank(number: int) -> Digests:
+    def load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
+        def rank(number: int) -> Loaded:
             self._writers[number].begin(self._live[number])
-            return self._feeds[number].receive(attempt, self._writers[number], timeout_s)
+            feed = self._feeds[number]
+            return Loaded(feed.receive(attempt, self._writers[number], timeout_s), feed.spans)
 
         with ThreadPoolExecutor() as threads:
             return list(threads.map(rank, range(len(self.ranks))))

@@ -18,8 +18,7 @@ from weightsync.memory.digests import tensor_digest
 from weightsync.memory.offload import Offload
 from weightsync.plan import Box, Plan, RankLayout, Segment, TensorMeta
 from weightsync.protocol.handles import Attached
-from weightsync.protocol.messages import Digests, FeedTicket
-from weightsync.protocol.timing import Span
+from weightsync.protocol.messages import Digests, FeedTicket, Loaded
 
 __all__ = ["DictEngine", "Fault", "FaultPlan", "LocalPeer"]
 
@@ -78,11 +77,11 @@ class DictEngine:
         tensors = self.tensors.values()
         self._asleep = self._asleep or Offload(tensors, keep=tensors if level == 1 else ())
 
-    def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
+    def load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
         """Take one attempt's buckets. Returns the digests of the tensors."""
         assert self._feed is not None
         assert self._asleep is None
-        return [self._feed.receive(attempt, self, timeout_s)]
+        return [Loaded(self._feed.receive(attempt, self, timeout_s), self._feed.spans)]
 
     def take(self, bucket: int, pieces: Sequence[PieceView]) -> None:
         """Copy one bucket's pieces into the tensors."""
@@ -101,10 +100,6 @@ class DictEngine:
         assert self._plan is not None
         metas = self._plan.tensors
         return np.array([tensor_digest(self.tensors[m.name], m.shape) for m in metas], dtype=np.uint64)
-
-    def spans(self) -> Sequence[Sequence[Span]]:
-        """Return the spans of the last `load` that succeeded."""
-        return [self._feed.spans] if self._feed else []
 
     def resume(self, version: int) -> None:
         """Serve `version`."""

@@ -19,9 +19,9 @@ from ray.cluster_utils import Cluster
 from safetensors.torch import save_file
 
 from tests.actors.fleet import Engine, Trainer
+from tests.actors.intercept import intercept
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
-from weightsync.actors.remote import RemoteEngine, RemoteHolder, RemoteTrainer
 from weightsync.errors import WeightSyncError
 from weightsync.faults import Fault, FaultPlan
 
@@ -126,15 +126,15 @@ def phases(sync: WeightSync, gain: Callable[[str], None], lose: Callable[[str], 
     sync.register_engines(engines, respawn=lambda name: put("head", Engine, name, next(slots)))
     sync.connect()
     update(sync, trainer, 1)
-    calls: tuple[tuple[str, type, str], ...] = (
-        ("publish", RemoteTrainer, "publish"),
-        ("pause", RemoteEngine, "pause"),
-        ("move", RemoteHolder, "move"),
-        ("commit", RemoteEngine, "resume"),
-        ("keep", RemoteHolder, "keep"),
-        ("refill", RemoteHolder, "refill"),
-    )
-    for phase, owner, method in calls:
+    calls = {
+        "publish": "publish",
+        "pause": "pause",
+        "move": "move",
+        "commit": "resume",
+        "keep": "snapshot",
+        "refill": "refill",
+    }
+    for phase, method in calls.items():
         gain(phase)
         sync.remove_engine("far")
         sync.add_engine("far", put(phase, Engine, "far", next(slots)))
@@ -142,15 +142,14 @@ def phases(sync: WeightSync, gain: Callable[[str], None], lose: Callable[[str], 
         num_heals, version = len(sync.heals), sync.version + 1
         if phase == "refill":
             sync.inject(FaultPlan((Fault(who="engine far", action="error", at="move", version=version),)))
-        work = getattr(owner, method)
-        setattr(owner, method, losing(work, lambda name=phase: lose(name)))
+        undo = intercept(method, lambda call, name=phase: losing(call, lambda: lose(name)))
         before: Weights = ray.get(trainer.weights.remote())
         ray.get(trainer.train.remote(version))
         published: Weights = ray.get(trainer.weights.remote())
         with contextlib.suppress(WeightSyncError):  # it went on without the lost one, or did not commit
             sync.update_weights(version)
         respawned(sync, "far", num_heals)  # it may have been refilled before it was lost
-        setattr(owner, method, work)
+        undo()
         for handle in sync.serving().values():
             exact(handle, published if sync.version == version else before)
         update(sync, trainer, version + 1)

@@ -15,11 +15,11 @@ import ray
 import torch
 
 from tests.actors.fleet import Engine, Modelless, Trainer, spawn, until
+from tests.actors.intercept import Call, intercept
 from tests.patience import patient
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
 from weightsync.actors.membership import Membership
 from weightsync.actors.metrics import Metrics
-from weightsync.actors.remote import RemoteHolder
 from weightsync.driver.engine_state import EngineState
 from weightsync.errors import NonfiniteError, PeerLostError, StateError, WeightSyncError
 from weightsync.faults import Fault, FaultPlan
@@ -161,13 +161,16 @@ def test_closing_while_a_version_is_still_being_copied_warns_of_nothing(
     sync.connect()
     sync.inject(FaultPlan((Fault(who="holder 0", action="slow", at="commit", seconds=60.0),)))
     copies: list[asyncio.Task[object]] = []
-    keep, end_holders = RemoteHolder.keep, Membership.close
+    end_holders = Membership.close
 
-    async def noted(holder: RemoteHolder, *args: Any) -> Any:
-        task = asyncio.current_task()
-        assert task is not None
-        copies.append(task)
-        return await keep(holder, *args)
+    def noting(call: Call) -> Call:
+        async def noted(*args: object) -> Any:
+            task = asyncio.current_task()
+            assert task is not None
+            copies.append(task)
+            return await call(*args)
+
+        return noted
 
     def end_slowly(members: Membership) -> None:
         end_holders(members)
@@ -175,11 +178,12 @@ def test_closing_while_a_version_is_still_being_copied_warns_of_nothing(
         # who copies still would notice that they ended
         assert until(lambda: all(task.done() for task in copies), patient(10))
 
-    monkeypatch.setattr(RemoteHolder, "keep", noted)
+    undo = intercept("snapshot", noting)
     monkeypatch.setattr(Membership, "close", end_slowly)
     assert sync.update_weights(1).verified
     assert until(lambda: bool(copies), patient(10))
     sync.close()
+    undo()
     gc.collect()
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
 

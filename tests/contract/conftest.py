@@ -136,8 +136,8 @@ class Rig:
             slot.fill_(0xAA)  # whoever kept a view of it has garbage now
         if num_buckets is not None:
             self.feed.cancel(self.attempt, "the test gave up")
-        (digests,) = loaded.result(TIMEOUT_S)
-        return digests
+        (self.loaded,) = loaded.result(TIMEOUT_S)
+        return self.loaded.digests
 
     def update(self, model: PreTrainedModel, version: int) -> Digests:
         """A whole update, as the controller runs it."""

@@ -65,7 +65,7 @@ def test_greedy_tokens_are_diverse(rig: Rig) -> None:
 def test_each_rank_says_what_its_load_took(rig: Rig) -> None:
     before = time.time()
     rig.update(rig.models[0], 1)
-    ((load, verify),) = rig.engine.spans()
+    load, verify = rig.loaded.spans
     assert (load.name, verify.name) == ("load", "verify")
     assert before <= load.began < load.began + load.seconds <= verify.began + 1e-3
     assert verify.began + verify.seconds <= time.time() + 1e-3

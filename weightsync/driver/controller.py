@@ -37,9 +37,9 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.plan import Plan
-from weightsync.protocol.messages import Digests, Moved, Published, Refilled, UpdateTask, combine
+from weightsync.protocol.messages import Digests, Loaded, Moved, Published, Refilled, UpdateTask, combine
 from weightsync.protocol.peers import HolderPeer
-from weightsync.protocol.timing import PhaseClock
+from weightsync.protocol.timing import PhaseClock, Span
 from weightsync.report import Link, SyncReport
 
 __all__ = ["Controller"]
@@ -75,7 +75,8 @@ class Controller:
             config, fleet, self.events, self.engine_group, self.snapshot_index, self._update_lock
         )
         self._epoch = self._num_buckets = self._nbytes = 0
-        self._published: Mapping[str, Digests] = {}
+        self._published: Mapping[str, Published] = {}
+        self._spans: dict[str, Sequence[Span]] = {}
         self._nonfinite: Mapping[str, int] = {}
         self._expected: Digests | None = None
         self._connection: Connection | None = None
@@ -258,8 +259,9 @@ class Controller:
         others = {who: e for who, e in outcome.failures.items() if not isinstance(e, MovedError)}
         published = Outcome(outcome.answers, others or outcome.failures).require()
         self._nonfinite = self._counted(version, published.values()) if count else {}
-        self._published = {name: each.digests for name, each in published.items()}
-        self._expected = combine(list(self._published.values()))
+        self._published = published
+        self._spans = {name: each.spans for name, each in published.items() if each.spans}
+        self._expected = combine([each.digests for each in published.values()])
 
     def _counted(self, version: int, published: Iterable[Published]) -> Mapping[str, int]:
         """Add up NaN and Inf elements per tensor. Raises NonfiniteError where ``nonfinite`` is refuse."""
@@ -300,9 +302,9 @@ class Controller:
             await self.engine_group.go_on(paused)
             raise next(iter(self.engine_group.failures.values()))
         with clock.phase("move"):
-            digests = await self._move([name for name in takers if name in paused])
+            loaded = await self._move([name for name in takers if name in paused])
         with clock.phase("verify"):
-            wrong = self.engine_group.compare(self._connection, digests, self._expected)
+            wrong = self.engine_group.compare(self._connection, loaded, self._expected)
             # Before trainers may go on: writes after that are no fault.
             changed = await self._changed(wrong)
             verified = self.engine_group.judge(version, wrong, changed)
@@ -324,8 +326,8 @@ class Controller:
             raise next(iter(self.engine_group.failures.values()))
         return self._report(clock)
 
-    async def _move(self, takers: Sequence[str]) -> dict[str, Sequence[Digests]]:
-        """Run one attempt: holders move bytes, engines load. Returns each engine's digests by rank."""
+    async def _move(self, takers: Sequence[str]) -> Mapping[str, Sequence[Loaded]]:
+        """Run one attempt: holders move bytes, engines load. Returns each engine's answers by rank."""
         attempt, timeout_s = self.engine_group.next_attempt(), self._config.timeout_s
         self.engine_group.enter(takers, EngineState.WRITING)
         members = {name: self._fleet.engines[name] for name in takers}
@@ -355,6 +357,9 @@ class Controller:
             for name in loaded:
                 self.events.publish(EngineFailed(name, StateError("the move that it took part in broke")))
             raise min(moved.failures.values(), key=remoteness)
+        self._spans |= {name: [each.span] for name, each in moved.answers.items()}
+        for name, ranks in loaded.items():
+            self._spans |= {f"engine {name} rank {i}": each.spans for i, each in enumerate(ranks)}
         return loaded
 
     async def _changed(self, wrong: Mapping[str, Sequence[str]]) -> Rewritten:
@@ -365,7 +370,8 @@ class Controller:
         reads = any(self._connection.router.routes.get(name) == DIRECT for name in faulty)
         if not faulty or (len(faulty) == 1 < len(wrong) and not reads):
             return {}
-        return await rewritten(self._fleet, self._connection, self._published, self._config.timeout_s)
+        published = {name: each.digests for name, each in self._published.items()}
+        return await rewritten(self._fleet, self._connection, published, self._config.timeout_s)
 
     async def _abort(self, cause: str) -> None:
         """Stop all holders' broadcasts: some may wait for a holder that is lost."""
@@ -383,7 +389,7 @@ class Controller:
             nbytes=self._nbytes,
             seconds=clock.total(),
             phases=clock.seconds,
-            spans={"driver": tuple(clock.spans)},
+            spans={"driver": tuple(clock.spans)} | ({} if refilled else self._spans),
             verified=True,
             engines={name: record.version for name, record in records.items()},
             states={name: record.state.value for name, record in records.items()},

@@ -30,7 +30,7 @@ from weightsync.errors import (
     WeightSyncError,
     Where,
 )
-from weightsync.protocol.messages import Digests
+from weightsync.protocol.messages import Digests, Loaded
 from weightsync.protocol.peers import EnginePeer
 
 __all__ = ["EngineGroup", "Halts"]
@@ -193,12 +193,13 @@ class EngineGroup:
                 await self.resume([name], version)
 
     def compare(
-        self, connection: Connection, digests: Mapping[str, Sequence[Digests]], expected: Digests
+        self, connection: Connection, loaded: Mapping[str, Sequence[Loaded]], expected: Digests
     ) -> dict[str, list[str]]:
         """Compare every rank's digests with the trainers'. Returns the tensors that differ, by engine."""
         plan, wrong = connection.plan, {}
-        for name, ranks in digests.items():
-            differs = (connection.reductions[name](ranks) != expected).any(axis=0)
+        for name, ranks in loaded.items():
+            digests = connection.reductions[name]([each.digests for each in ranks])
+            differs = (digests != expected).any(axis=0)
             wrong[name] = [plan.tensors[i].name for i in np.flatnonzero(differs)]
         return wrong
 
@@ -230,7 +231,7 @@ class EngineGroup:
         calls = {name: _or_lost(member, call(member.peer), when_lost) for name, member in members.items()}
         return await self._gather(calls, phase, timeout_s)
 
-    async def load(self, member: EngineMember, attempt: int) -> Sequence[Digests]:
+    async def load(self, member: EngineMember, attempt: int) -> Sequence[Loaded]:
         """Have an engine load, without a deadline. If it is lost, its holders stop waiting for it."""
         return await _or_lost(member, member.peer.load(attempt, self._config.timeout_s), self.drop)
 

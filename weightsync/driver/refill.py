@@ -17,7 +17,7 @@ from weightsync.driver.gather import GRACE_S, gather_named, remoteness
 from weightsync.driver.snapshot_index import SnapshotIndex
 from weightsync.driver.update_lock import UpdateLock
 from weightsync.errors import DeadlineError, StateError, WeightSyncError
-from weightsync.protocol.messages import Digests, Refilled, Snapshot
+from weightsync.protocol.messages import Loaded, Refilled, Snapshot
 from weightsync.protocol.peers import EnginePeer
 from weightsync.protocol.timing import PhaseClock
 
@@ -115,7 +115,7 @@ class Refiller:
 
     async def _read(
         self, name: str, member: EngineMember, snapshot: Snapshot
-    ) -> tuple[dict[str, Sequence[Digests]], Refilled]:
+    ) -> tuple[dict[str, Sequence[Loaded]], Refilled]:
         """Have all holders read and all ranks load, in parallel."""
         attempt, direct = self._engine_group.next_attempt(), self._config.refill == "auto"
         timeout_s, limit_s = self._config.timeout_s, self._config.connect_timeout_s
@@ -127,7 +127,7 @@ class Refiller:
             for rank, i in enumerate(member.holders)
         }
 
-        async def load(peer: EnginePeer) -> Sequence[Digests]:
+        async def load(peer: EnginePeer) -> Sequence[Loaded]:
             return await _while_read(name, peer.load(attempt, timeout_s), reads.values(), timeout_s)
 
         try:
@@ -154,10 +154,10 @@ async def _answer(task: asyncio.Task[Refilled]) -> Refilled:
 
 async def _while_read(
     name: str,
-    load: Coroutine[object, object, Sequence[Digests]],
+    load: Coroutine[object, object, Sequence[Loaded]],
     reads: Iterable[asyncio.Task[Refilled]],
     timeout_s: float,
-) -> Sequence[Digests]:
+) -> Sequence[Loaded]:
     """Await `load`. Raises DeadlineError if it takes over `timeout_s` longer than the last of `reads`."""
     loading = asyncio.ensure_future(load)
     reading = asyncio.ensure_future(asyncio.wait(reads))

@@ -10,8 +10,7 @@ if TYPE_CHECKING:
     from weightsync.faults import Fault
     from weightsync.plan import Plan, RankLayout
     from weightsync.protocol.handles import Attached
-    from weightsync.protocol.messages import Digests, FeedTicket
-    from weightsync.protocol.timing import Span
+    from weightsync.protocol.messages import FeedTicket, Loaded
 
 __all__ = ["Completion", "Engine", "Rollout"]
 
@@ -92,16 +91,12 @@ class Engine(Protocol):
         frozen requests wait. Raises DeadlineError, or ConfigError if the engine was not started to sleep.
         """
 
-    def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
+    def load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
         """Take one attempt's buckets from the holders, while they move.
 
-        Returns each rank's digests of its boxes of the plan's tensors, uint64[num_tensors], as found in the
-        engine. Raises EngineError or DeadlineError; the engine's weights are then undefined until a later
-        ``load`` succeeds.
+        Returns each rank's digests of what it finds in the engine afterwards. Raises EngineError or
+        DeadlineError; the engine's weights are then undefined until a later ``load`` succeeds.
         """
-
-    def spans(self) -> Sequence[Sequence[Span]]:
-        """Return each rank's spans of the last `load` that succeeded, see `EngineFeed.spans`."""
 
     def resume(self, version: int) -> None:
         """Serve `version`: drop caches of earlier weights, continue frozen requests.

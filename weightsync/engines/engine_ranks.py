@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import ConfigError, EngineError, StateError, WeightSyncError
+from weightsync.protocol.messages import Loaded
 
 if TYPE_CHECKING:
     from weightsync.plan import Plan, RankLayout
     from weightsync.protocol.handles import Attached
-    from weightsync.protocol.messages import Digests, FeedTicket
-    from weightsync.protocol.timing import Span
+    from weightsync.protocol.messages import FeedTicket
 
 __all__ = ["CACHES", "WEIGHTS", "EngineRanks"]
 
@@ -34,7 +34,6 @@ class EngineRanks(ABC):
         self._name = name
         self._asleep: list[str] = []
         self._whole = False
-        self._spans: list[Sequence[Span]] = []
 
     @abstractmethod
     def on_ranks(self, method: str, *args: object) -> list[Any]:
@@ -53,18 +52,13 @@ class EngineRanks(ABC):
         """Connect each rank to its holder."""
         return self.on_ranks("attach", plan, tuple(tickets), timeout_s, WEIGHTS in self._asleep)
 
-    def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
+    def load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
         """Take one attempt's buckets. Digests of whole tensors are those of the loader's input."""
         self.require_awake("pause it first")
         self._whole = False
         loaded = self.on_ranks("load", attempt, timeout_s)
         self._whole = True
-        self._spans = [spans for _, spans in loaded]
-        return [digests for digests, _ in loaded]
-
-    def spans(self) -> Sequence[Sequence[Span]]:
-        """Return each rank's spans of the last `load` that succeeded."""
-        return self._spans
+        return [Loaded(*each) for each in loaded]
 
     @abstractmethod
     def pause(self, mode: str, timeout_s: float) -> None:

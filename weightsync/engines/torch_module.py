@@ -29,14 +29,14 @@ from weightsync.memory.offload import Offload
 from weightsync.memory.tensors import device_id, named_tensors
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 from weightsync.protocol.handles import Attached
+from weightsync.protocol.messages import Loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from weightsync.faults import Fault
     from weightsync.plan import Plan
-    from weightsync.protocol.messages import Digests, FeedTicket
-    from weightsync.protocol.timing import Span
+    from weightsync.protocol.messages import FeedTicket
 
 __all__ = ["TorchEngine", "TorchOptions"]
 
@@ -155,7 +155,7 @@ class TorchEngine:
             self._asleep.undo()
             self._asleep = None
 
-    def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
+    def load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
         """Write one attempt's buckets straight into the live parameters."""
         if self._feed is None:
             raise StateError(f"engine {self._name} is not attached: connect first")
@@ -165,14 +165,14 @@ class TorchEngine:
             self._feed.refuse(attempt, error)
             raise
         try:
-            digests = [self._feed.receive(attempt, writer, timeout_s)]
+            digests = self._feed.receive(attempt, writer, timeout_s)
         except WeightSyncError as error:
             self._gate.invalidate()
             if isinstance(error, TransportError | WireError):
                 raise EngineError(self._name, "load", str(error)) from error
             raise
         self._whole = True
-        return digests
+        return [Loaded(digests, self._feed.spans)]
 
     def _begin(self) -> LiveWriter:
         if not self._gate.quiet or self._asleep:
@@ -184,10 +184,6 @@ class TorchEngine:
         unmoved = self._written.as_before(self._model)
         writer.begin(None if unmoved else named_tensors(self._model)[0])
         return writer
-
-    def spans(self) -> Sequence[Sequence[Span]]:
-        """Return the spans of the last `load` that succeeded."""
-        return [self._feed.spans] if self._feed else []
 
     def resume(self, version: int) -> None:
         """Serve `version`. Raises StateError while the weights are dummies or a mix."""

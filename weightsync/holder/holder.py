@@ -136,7 +136,7 @@ class Holder:
         self._watched = watched = threading.Event()
         watched.wait()
 
-    def sync_set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+    def set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
         """Set the faults to inject here, as `weightsync.faults.set_faults` does."""
         set_faults(who, faults, seed)
 

@@ -18,6 +18,7 @@ __all__ = [
     "Digests",
     "FeedTicket",
     "Group",
+    "Loaded",
     "Moved",
     "Part",
     "Prepared",
@@ -189,7 +190,22 @@ class Published:
     Attributes:
         digests: uint64[num_tensors]; the shares of all ranks add up to the tensor's digest.
         nonfinite: number of elements that are NaN or Inf, by tensor name, for tensors that have any.
+        spans: when it began, and its duration.
     """
 
     digests: Digests
     nonfinite: Mapping[str, int]
+    spans: Sequence[Span] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """An engine rank's answer to `load`.
+
+    Attributes:
+        digests: uint64[num_tensors]; digests of its boxes of the plan's tensors, as found in the engine.
+        spans: when it began to load and to verify, and the durations.
+    """
+
+    digests: Digests
+    spans: Sequence[Span]

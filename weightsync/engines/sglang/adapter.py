@@ -27,7 +27,7 @@ from weightsync.faults import set_faults, split_by_rank
 
 if TYPE_CHECKING:
     from weightsync.faults import Fault
-    from weightsync.protocol.messages import Digests
+    from weightsync.protocol.messages import Loaded
 
 __all__ = ["SglangEngine"]
 
@@ -105,7 +105,7 @@ class SglangEngine(EngineRanks):
                 self._loop.undo_freeze()
             raise DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s) from error
 
-    def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
+    def load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
         """Take one attempt's buckets. After a failure, requests are refused until `resume`."""
         if not self._loop.frozen:
             raise StateError(f"engine {self._name} is serving: pause it first")

@@ -22,7 +22,7 @@ from weightsync.faults import set_faults, split_by_rank
 if TYPE_CHECKING:
     from weightsync.engines.vllm.loop import Steppable
     from weightsync.faults import Fault
-    from weightsync.protocol.messages import Digests
+    from weightsync.protocol.messages import Loaded
 
 __all__ = ["VllmEngine", "VllmRanks"]
 
@@ -109,7 +109,7 @@ class VllmEngine(VllmRanks):
         self._wake(WEIGHTS)
         self.on_ranks("settle")
 
-    def load(self, attempt: int, timeout_s: float) -> Sequence[Digests]:
+    def load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
         """Take one attempt's buckets. After a failure, requests are refused until `resume`."""
         if not self._loop.frozen:
             raise StateError(f"engine {self._name} is serving: pause it first")

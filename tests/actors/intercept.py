@@ -1,0 +1,28 @@
+"""Puts a test's own function around the driver's calls of one method of actors."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from weightsync.actors.remote import Remote
+
+Call = Callable[..., Awaitable[Any]]
+
+
+def intercept(method: str, make: Callable[[Call], Call]) -> Callable[[], None]:
+    """Have calls of `method` go through ``make(call)``. Returns a function that undoes it.
+
+    Both get the `Remote`, the method's name and its arguments.
+    """
+    call = Remote.call
+    made = make(call)
+
+    async def chosen(remote: Remote, name: str, *args: object) -> Any:
+        return await (made if name == method else call)(remote, name, *args)
+
+    def undo() -> None:
+        Remote.call = call  # type: ignore[method-assign]
+
+    Remote.call = chosen  # type: ignore[method-assign]
+    return undo
