@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weightsync.actors.engine_calls import EngineCalls
-from weightsync.engines import Rollout, choose_engine, make_engine
+from weightsync.engines import Generates, Rollout, choose_engine, make_engine
 from weightsync.engines.sampling import check_prompts
 
 __all__ = ["EngineActor"]
@@ -28,6 +28,7 @@ class EngineActor(EngineCalls):
     """
 
     _name = ""
+    _engine: Generates
 
     def __init__(
         self,
@@ -50,7 +51,7 @@ class EngineActor(EngineCalls):
         return {"kind": self._kind, "why": self._why}
 
     async def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
-        """Complete token-id prompts; see `Engine.generate`. Raises ConfigError for a text."""
+        """Complete token-id prompts; see `Generates.generate`. Raises ConfigError for a text."""
         check_prompts(prompts)
         return await asyncio.to_thread(self._engine.generate, prompts, sampling)
 

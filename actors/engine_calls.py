@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from weightsync.actors.claim import Claimable
 from weightsync.actors.placement import Placement
-from weightsync.engines import Engine
-from weightsync.faults import inject
+from weightsync.engines import Engine, HasRankProcesses, Sleeps
+from weightsync.errors import ConfigError
+from weightsync.faults import inject, set_faults, split_by_rank
 
 if TYPE_CHECKING:
     from weightsync.faults import Fault
@@ -64,7 +65,9 @@ class EngineCalls(Claimable):
         await asyncio.to_thread(self._engine.pause, mode, timeout_s)
 
     async def sync_sleep(self, level: int, mode: str, timeout_s: float) -> None:
-        """Pause, then release the GPU memory of weights and caches, see `Engine.sleep`."""
+        """Pause, then release the GPU memory of weights and caches, see `Sleeps.sleep`."""
+        if not isinstance(self._engine, Sleeps):
+            raise ConfigError("sleep", type(self._engine).__name__, "this engine cannot sleep: leave it out")
         await asyncio.to_thread(self._engine.sleep, level, mode, timeout_s)
 
     async def sync_load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
@@ -85,12 +88,16 @@ class EngineCalls(Claimable):
         await asyncio.Event().wait()
 
     async def sync_set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
-        """Set the faults of the engine's processes, see `Engine.set_faults`."""
-        await asyncio.to_thread(self._engine.set_faults, who, faults, seed)
+        """Set the faults of the engine's processes, see `HasRankProcesses.set_faults`."""
+        if isinstance(self._engine, HasRankProcesses):
+            await asyncio.to_thread(self._engine.set_faults, who, faults, seed)
+        else:
+            set_faults(who, split_by_rank(faults, 1)[0], seed)
 
     async def sync_ping(self) -> None:
         """Answer the heartbeat. Raises RankLostError if a rank's process ended or is stopped."""
-        self._engine.check()
+        if isinstance(self._engine, HasRankProcesses):
+            self._engine.check()
 
     def _place(self, device: str, rank: int) -> Placement:
         # With a slot, `here` does not start CUDA in this process: other ranks run in their own processes.

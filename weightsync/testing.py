@@ -13,7 +13,7 @@ from weightsync.channel.engine_end import EngineFeed
 from weightsync.channel.sink import PieceView
 from weightsync.engines.base import Rollout
 from weightsync.errors import StateError
-from weightsync.faults import Fault, FaultPlan, set_faults, split_by_rank
+from weightsync.faults import Fault, FaultPlan
 from weightsync.memory.digests import tensor_digest
 from weightsync.memory.offload import Offload
 from weightsync.plan import Box, Plan, RankLayout, Segment, TensorMeta
@@ -118,13 +118,6 @@ class DictEngine:
             [(self.version, self.version)] * len(prompts),
             [False] * len(prompts),
         )
-
-    def check(self) -> None:
-        """Do nothing: the only rank is this process."""
-
-    def set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
-        """Set `faults` in this process."""
-        set_faults(who, split_by_rank(faults, 1)[0], seed)
 
     def close(self) -> None:
         """Disconnect from the holder."""

@@ -9,10 +9,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from weightsync.channel.sink import Sink
-from weightsync.engines.base import Engine, Rollout
+from weightsync.engines.base import Engine, Generates, HasRankProcesses, Rollout, Sleeps
 from weightsync.errors import ConfigError, nearest
 
-__all__ = ["ENGINES", "Engine", "Rollout", "Sink", "choose_engine", "make_engine"]
+__all__ = [
+    "ENGINES",
+    "Engine",
+    "Generates",
+    "HasRankProcesses",
+    "Rollout",
+    "Sink",
+    "Sleeps",
+    "choose_engine",
+    "make_engine",
+]
 
 # kind -> (package it needs, "module:Class")
 ENGINES = {
@@ -50,7 +60,7 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def make_engine(kind: str, model_path: str, name: str, options: Mapping[str, Any]) -> Engine:
+def make_engine(kind: str, model_path: str, name: str, options: Mapping[str, Any]) -> Generates:
     """Import the adapter of a resolved kind and start an engine.
 
     Raises ConfigError for a folder that does not exist. A path that may name a model on a hub is not checked.
@@ -58,5 +68,5 @@ def make_engine(kind: str, model_path: str, name: str, options: Mapping[str, Any
     if (model_path.count("/") > 1 or os.path.isabs(model_path)) and not os.path.isdir(model_path):
         raise ConfigError("model_path", model_path, "there is no such folder on this host")
     module, _, cls = ENGINES[kind][1].partition(":")
-    engine: Engine = getattr(importlib.import_module(module), cls)(model_path, name, options)
+    engine: Generates = getattr(importlib.import_module(module), cls)(model_path, name, options)
     return engine

@@ -1,10 +1,10 @@
-"""The seam between the driver and an inference engine, and the values of `Engine.generate`."""
+"""The seam between the driver and an inference engine, and the values of `Generates.generate`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from weightsync.faults import Fault
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from weightsync.protocol.handles import Attached
     from weightsync.protocol.messages import FeedTicket, Loaded
 
-__all__ = ["Completion", "Engine", "Rollout"]
+__all__ = ["Completion", "Engine", "Generates", "HasRankProcesses", "Rollout", "Sleeps"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ class Rollout:
 class Engine(Protocol):
     """One inference engine, with all its ranks, in the process of its actor.
 
-    The driver calls most methods through the actor. Methods block and are called from worker threads;
-    ``generate`` may run at the same time as another method. An engine serves nothing until its first
-    ``resume(version)``.
+    The driver calls most methods through the actor. Methods block and are called from worker threads. An
+    engine serves nothing until its first ``resume(version)``. What only some engines can do are protocols of
+    their own: `Generates`, `Sleeps`, `HasRankProcesses`.
     """
 
     def layout(self) -> Sequence[RankLayout]:
@@ -83,14 +83,6 @@ class Engine(Protocol):
         is asleep allocates the memory of its weights, so that they can be loaded. Raises DeadlineError.
         """
 
-    def sleep(self, level: int, mode: str, timeout_s: float) -> None:
-        """Pause, then release the device memory of weights and caches. No effect while asleep.
-
-        With `level` 1 the weights stay on the host: `pause` brings them back, and ``resume`` serves the same
-        version again. With 2 they are dropped, so a `load` must follow. `generate` is refused while asleep;
-        frozen requests wait. Raises DeadlineError, or ConfigError if the engine was not started to sleep.
-        """
-
     def load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
         """Take one attempt's buckets from the holders, while they move.
 
@@ -107,12 +99,38 @@ class Engine(Protocol):
     def serving(self) -> int:
         """Return the version being served; 0 before the first `resume`, and while paused."""
 
+    def close(self) -> None:
+        """End the engine's processes and connections. Safe to call twice."""
+
+
+class Generates(Engine, Protocol):
+    """An engine that `EngineActor` asks for tokens."""
+
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
-        """Complete token-id prompts.
+        """Complete token-id prompts. May run at the same time as another method.
 
         `sampling` has max_tokens, temperature (0 is greedy), seed and stop_token_ids. Raises StateError while
         the engine holds no committed version, and while it is asleep.
         """
+
+
+@runtime_checkable
+class Sleeps(Protocol):
+    """An engine that can release its device memory between updates."""
+
+    def sleep(self, level: int, mode: str, timeout_s: float) -> None:
+        """Pause, then release the device memory of weights and caches. No effect while asleep.
+
+        With `level` 1 the weights stay on the host: ``pause`` brings them back, and ``resume`` serves the
+        same version again. With 2 they are dropped, so a ``load`` must follow. Tokens are refused while
+        asleep; frozen requests wait. Raises DeadlineError, or ConfigError if the engine was not started to
+        sleep.
+        """
+
+
+@runtime_checkable
+class HasRankProcesses(Protocol):
+    """An engine whose ranks may run in processes other than its actor's."""
 
     def check(self) -> None:
         """Raise RankLostError once the process of a rank ended or is stopped. Never waits."""
@@ -122,6 +140,3 @@ class Engine(Protocol):
 
         Raises ConfigError for a rank that the engine does not have.
         """
-
-    def close(self) -> None:
-        """End the engine's processes and connections. Safe to call twice."""

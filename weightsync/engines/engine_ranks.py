@@ -65,7 +65,7 @@ class EngineRanks(ABC):
         """Stop making tokens, see `Engine.pause`."""
 
     def sleep(self, level: int, mode: str, timeout_s: float) -> None:
-        """Pause, then release the memory of weights and caches, see `Engine.sleep`."""
+        """Pause, then release the memory of weights and caches, see `Sleeps.sleep`."""
         field, needed = self._sleep_option(level)
         if not needed:
             raise ConfigError(

@@ -23,7 +23,6 @@ from weightsync.errors import (
     WeightSyncError,
     WireError,
 )
-from weightsync.faults import set_faults, split_by_rank
 from weightsync.memory.addresses import AddressGuard
 from weightsync.memory.offload import Offload
 from weightsync.memory.tensors import device_id, named_tensors
@@ -34,7 +33,6 @@ from weightsync.protocol.messages import Loaded
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from weightsync.faults import Fault
     from weightsync.plan import Plan
     from weightsync.protocol.messages import FeedTicket
 
@@ -210,13 +208,6 @@ class TorchEngine:
         ends = settings.stop_token_ids
         whole = [len(row) == settings.max_tokens or (row[-1:] and row[-1] in ends) for row in tokens]
         return Rollout(tokens, [(version, version)] * len(tokens), [cut and not each for each in whole])
-
-    def check(self) -> None:
-        """Do nothing: the only rank is this process."""
-
-    def set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
-        """Set `faults` in this process."""
-        set_faults(who, split_by_rank(faults, 1)[0], seed)
 
     def close(self) -> None:
         """End the calls that wait for a resume, then disconnect from the holder."""

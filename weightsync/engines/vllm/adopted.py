@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from weightsync.engines.base import Rollout
 from weightsync.engines.engine_ranks import CACHES, WEIGHTS
 from weightsync.engines.vllm.adapter import VllmRanks
-from weightsync.errors import ConfigError, DeadlineError, PeerLostError, StateError
+from weightsync.errors import ConfigError, DeadlineError, PeerLostError
 from weightsync.faults import set_faults, split_by_rank
 
 if TYPE_CHECKING:
@@ -95,10 +94,6 @@ class AdoptedVllm(VllmRanks):
     def serving(self) -> int:
         """Return the version being served, 0 while paused."""
         return self._serving
-
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
-        """Raise StateError: the caller uses the AsyncLLM itself."""
-        raise StateError("ask the AsyncLLM itself for tokens")
 
     def close(self) -> None:
         """Disconnect from the holders. The engine itself continues."""
