@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from weightsync.faults import inject, set_faults
 from weightsync.protocol.timing import PhaseClock
-from weightsync.sources.checkpoint import CheckpointSource, Reading
+from weightsync.sources.checkpoint_store import CheckpointStore, Reading
 
 if TYPE_CHECKING:
     from weightsync.faults import Fault
@@ -27,19 +27,19 @@ _NUM_THREADS = 4  # `read` occupies one until it ends
 
 
 class CheckpointShard:
-    """Actor around a `CheckpointSource`: reads and serves one host's share of a checkpoint."""
+    """Actor around a `CheckpointStore`: reads and serves one host's share of a checkpoint."""
 
     def __init__(self, files: Sequence[str], share: int, num_shares: int, exclude: Collection[str]) -> None:
         self._given = files, share, num_shares, exclude
-        self._source: CheckpointSource | None = None
+        self._source: CheckpointStore | None = None
         self._tensors: Sequence[TensorMeta] = ()
 
     def check(self) -> tuple[Sequence[TensorMeta], Mapping[str, str]]:
         """Check the headers. Returns the checkpoint's tensors and the file of each.
 
-        Raises as `CheckpointSource`.
+        Raises as `CheckpointStore`.
         """
-        self._source = CheckpointSource(*self._given)
+        self._source = CheckpointStore(*self._given)
         return self._source.tensors, self._source.origin
 
     def read(self, after: Sequence[ObjectRef[Any]]) -> Reading:
@@ -74,7 +74,7 @@ class CheckpointShard:
         set_faults(who, faults, seed)
 
     @property
-    def _checked(self) -> CheckpointSource:
+    def _checked(self) -> CheckpointStore:
         assert self._source is not None, "check() comes first"
         return self._source
 

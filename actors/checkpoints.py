@@ -28,7 +28,7 @@ from weightsync.errors import (
 )
 from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import Published
-from weightsync.sources.checkpoint import Reading
+from weightsync.sources.checkpoint_store import Reading
 
 if TYPE_CHECKING:
     from weightsync.faults import Fault
@@ -96,7 +96,7 @@ class Checkpoints:
 
         It is read after earlier ones, as the first is needed first.
 
-        Returns when all headers are checked; raises as `CheckpointSource`.
+        Returns when all headers are checked; raises as `CheckpointStore`.
         """
         if name in self._held or not name:
             raise ConfigError("checkpoint", name, f"choose a name other than {', '.join(self._held)}")

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from weightsync.actors.claim import Claimable
 from weightsync.actors.placement import Placement
 from weightsync.errors import StateError
 from weightsync.faults import inject, set_faults
 from weightsync.protocol.timing import PhaseClock
-from weightsync.sources.module import ModuleSource
+from weightsync.sources import ModelSource, Offloads, Source, make_source
 
 if TYPE_CHECKING:
     from weightsync.faults import Fault
@@ -37,6 +35,8 @@ class TrainerShard(Claimable):
     names, shapes, dtypes and sharding stay the same. If they do not, the update raises a StateError that
     names the rank and the tensor, and `WeightSync.connect` has to come first.
 
+    If the weights are not in such a model, set ``self.source`` instead, a `Source` of your own.
+
     WeightSync calls methods named ``sync_…`` between your own, in Ray's order. Call ``super().__init__`` only
     to pass one of these arguments.
 
@@ -47,11 +47,12 @@ class TrainerShard(Claimable):
             through host memory.
     """
 
-    model: nn.Module
+    model: Any
+    source: Source | None = None
     _slot: str | None = None
     _exclude: Collection[str] = ()
     _offloads: bool = False
-    _source: ModuleSource | None = None
+    _made: ModelSource | None = None
 
     def __init__(
         self, slot: str | None = None, exclude: Collection[str] = (), offloads: bool = False
@@ -68,14 +69,19 @@ class TrainerShard(Claimable):
         holders may still read the host memory that it writes.
 
         Raises:
-            StateError: ``offloads=True`` was not given, or torch does not own the memory. Nothing was done.
+            StateError: ``offloads=True`` was not given, torch does not own the memory, or ``self.source``
+                cannot offload. Nothing was done.
         """
-        self._current_source().offload()
+        source = self._current_source()
+        if not isinstance(source, Offloads):
+            raise StateError(f"{type(source).__name__} cannot offload: it has no such method")
+        source.offload()
 
     def onload(self) -> None:
         """Allocate the memory again and restore the values. Call it again after an out-of-memory error."""
-        if self._source is not None:
-            self._source.onload()
+        source = self.source or self._made
+        if isinstance(source, Offloads):
+            source.onload()
 
     def sync_placement(self) -> Placement:
         """Return where this rank runs."""
@@ -99,14 +105,16 @@ class TrainerShard(Claimable):
             published = self._current_source().publish(count)
         return replace(published, spans=clock.spans)
 
-    def _current_source(self) -> ModuleSource:
+    def _current_source(self) -> Source:
+        if self.source is not None:
+            return self.source
         if not hasattr(self, "model"):
-            raise StateError(f"{type(self).__name__} has to set self.model before it is used")
-        if self._source is None:
-            self._source = ModuleSource(self.model, self._exclude, offloads=self._offloads)
-        if self._source.model is not self.model:
-            self._source.replace(self.model)
-        return self._source
+            raise StateError(f"{type(self).__name__} has to set self.model or self.source before it is used")
+        if self._made is None:
+            self._made = make_source(self.model, self._exclude, offloads=self._offloads)
+        if self._made.model is not self.model:
+            self._made.replace(self.model)
+        return self._made
 
     def sync_set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
         """Set the faults of this process, see `weightsync.faults.set_faults`."""

@@ -33,7 +33,7 @@ from weightsync.report import HealReport, Link, SyncReport
 
 if TYPE_CHECKING:
     from weightsync.faults import FaultPlan
-    from weightsync.sources.checkpoint import Reading
+    from weightsync.sources.checkpoint_store import Reading
 
 __all__ = ["WeightSync"]
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from ray.actor import ActorHandle
 
-    from weightsync.sources.checkpoint import Reading
+    from weightsync.sources.checkpoint_store import Reading
 
 __all__ = ["Fleet", "serve"]
 

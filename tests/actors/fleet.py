@@ -25,7 +25,7 @@ from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.plan import Plan
 from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import FeedTicket
-from weightsync.sources.checkpoint import Reading
+from weightsync.sources.checkpoint_store import Reading
 from weightsync.testing import DictEngine
 
 

@@ -105,7 +105,7 @@ def _warm_up() -> None:
     from weightsync.memory.host_table import HostPart, HostTable
     from weightsync.memory.nonfinite import NonfiniteTable
     from weightsync.plan import Box
-    from weightsync.sources import checkpoint, module  # noqa: F401
+    from weightsync.sources import checkpoint_store, module  # noqa: F401
 
     warm_up()
     memory = torch.zeros(8, dtype=torch.uint8)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from weightsync.holder import send_buffer as mapped_send_buffer
 from weightsync.holder.send_buffer import Bounce, MappedSendBuffer
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
-from weightsync.sources.checkpoint import CheckpointSource
+from weightsync.sources.checkpoint_store import CheckpointStore
 
 TENSORS = {
     "even": torch.arange(600.0).view(20, 30),
@@ -25,7 +25,7 @@ SENT = {"even": torch.bfloat16, "odd": torch.uint8, "last": torch.float32}
 NUM_RANKS = 2
 
 
-def plan_of(source: CheckpointSource) -> Plan:
+def plan_of(source: CheckpointStore) -> Plan:
     """Of all ranks to one engine, which holds `SENT`, in buckets that are smaller than the checkpoint."""
     metas = tuple(
         TensorMeta(name, str(dtype).removeprefix("torch."), tuple(TENSORS[name].shape))
@@ -58,7 +58,7 @@ def test_every_rank_fills_its_pieces_of_every_bucket_in_the_dtype_that_is_sent(
 ) -> None:
     monkeypatch.setattr(mapped_send_buffer, "PART_NBYTES", part_nbytes)
     save_file(TENSORS, tmp_path / "model.safetensors")
-    source = CheckpointSource([str(tmp_path)])
+    source = CheckpointStore([str(tmp_path)])
     source.read()
     plan = plan_of(source)
     slots = {bucket: torch.zeros(1024, dtype=torch.uint8) for bucket in range(plan.num_buckets)}

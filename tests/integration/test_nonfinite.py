@@ -18,7 +18,7 @@ from tests.integration.test_controller import read_in_place as make_in_place
 from weightsync.driver.engine_state import EngineState
 from weightsync.errors import NonfiniteError
 from weightsync.memory.nonfinite import MASKS, NonfiniteTable, count_nonfinite, word_mask
-from weightsync.sources.checkpoint import CheckpointSource
+from weightsync.sources.checkpoint_store import CheckpointStore
 
 
 def wanted(data: torch.Tensor) -> int:
@@ -156,7 +156,7 @@ def test_what_becomes_infinite_in_the_engines_dtype_counts() -> None:
 def test_a_checkpoints_are_counted_in_the_dtype_that_is_sent(tmp_path: Path) -> None:
     weights = {"a": torch.tensor([[1e5, float("nan"), 3.0]]), "b": torch.ones(3, dtype=torch.int64)}
     save_file(weights, tmp_path / "model.safetensors")
-    source = CheckpointSource([str(tmp_path)])
+    source = CheckpointStore([str(tmp_path)])
     source.read()
     assert source.published(source.tensors).nonfinite == {"a": 1}
     half = [replace(meta, dtype="float16") if meta.name == "a" else meta for meta in source.tensors]

@@ -1,7 +1,28 @@
-"""Trainer adapters. README.md explains how to add one."""
+"""Where a trainer rank's weights come from: by the type of its model. README.md explains how to add one."""
 
 from __future__ import annotations
 
-from weightsync.sources.base import Source
+import importlib
+from collections.abc import Collection
 
-__all__ = ["Source"]
+from weightsync.errors import ConfigError, nearest
+from weightsync.sources.base import ModelSource, Offloads, Source
+
+__all__ = ["SOURCES", "ModelSource", "Offloads", "Source", "make_source"]
+
+SOURCES = {
+    "torch.nn.modules.module.Module": "weightsync.sources.module:ModuleSource",
+}
+"""The source of each type of model, ``module:Class``, imported on use. The nearest type counts."""
+
+
+def make_source(model: object, exclude: Collection[str], *, offloads: bool) -> ModelSource:
+    """Import and make the source of `model`. Raises ConfigError if its type has no entry in `SOURCES`."""
+    bases = [f"{each.__module__}.{each.__qualname__}" for each in type(model).__mro__]
+    found = next((SOURCES[base] for base in bases if base in SOURCES), None)
+    if found is None:
+        remedy = f"set self.source, or give a model of a known type; {nearest(bases[0], SOURCES)}"
+        raise ConfigError("self.model", bases[0], remedy)
+    module, _, cls = found.partition(":")
+    source: ModelSource = getattr(importlib.import_module(module), cls)(model, exclude, offloads=offloads)
+    return source

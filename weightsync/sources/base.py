@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from weightsync.plan import Plan, RankLayout
     from weightsync.protocol.handles import Attached, BufferHandle
     from weightsync.protocol.messages import Published
 
-__all__ = ["Source"]
+__all__ = ["ModelSource", "Offloads", "Source"]
 
 
 class Source(Protocol):
@@ -40,4 +41,34 @@ class Source(Protocol):
         """
 
     def close(self) -> None:
-        """Disconnect from the holder. Safe to call twice."""
+        """Disconnect from the holder. Called before each `layout` too. Safe to call twice."""
+
+
+class ModelSource(Source, Protocol):
+    """A source that `TrainerShard` makes for ``self.model``, by the model's type.
+
+    Attributes:
+        model: the model. Its weights may change between calls.
+    """
+
+    model: Any
+
+    def __init__(self, model: Any, exclude: Collection[str] = (), *, offloads: bool = False) -> None:  # noqa: ANN401 - a framework's
+        """`exclude` and `offloads` are those of `TrainerShard`."""
+
+    def replace(self, model: Any) -> None:  # noqa: ANN401 - a framework's
+        """Take the weights of `model` from now on. Called before any method, if ``self.model`` is another.
+
+        `publish` raises StateError if its layout is not that of the previous model.
+        """
+
+
+@runtime_checkable
+class Offloads(Protocol):
+    """A source that can release its GPU memory between updates, for `TrainerShard.offload`."""
+
+    def offload(self) -> None:
+        """Move the weights to host memory. Raises StateError if that is not possible; nothing was done."""
+
+    def onload(self) -> None:
+        """Undo `offload`. Safe to call twice."""

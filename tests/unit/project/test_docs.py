@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,7 +19,7 @@ from weightsync.driver.controller import Controller
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.holder.holder import Holder
 from weightsync.sources.module import ModuleSource
-from weightsync.testing import LocalPeer
+from weightsync.testing import DictEngine, LocalPeer
 
 ROOT = Path(__file__).parents[3]
 FOLDERS = ("docs", "weightsync", "recipes", "benchmarks", "configs", "examples", "tests")
@@ -34,7 +36,7 @@ RUN_BY = {
         "tests/actors/test_chaos.py",
     ],
     "docs/checkpoints.md": ["tests/actors/test_checkpoints.py"] * 3,
-    "docs/extending.md": ["tests/unit/project/test_docs.py"],
+    "docs/extending.md": ["tests/unit/project/test_docs.py"] * 2,
     "docs/faults.md": ["tests/actors/test_pages.py"] * 2,
     "docs/performance.md": ["tests/actors/test_pages.py"] * 3,
     "docs/guide.md": ["tests/actors/test_turns.py"]
@@ -84,24 +86,62 @@ def test_files_that_pages_name_are_there() -> None:
 
 
 def test_an_engine_in_thirty_lines_is_updated_and_verified() -> None:
-    (code,) = blocks("docs/extending.md")
-    names: dict[str, Any] = {}
-    exec(compile(code, "docs/extending.md", "exec"), names)
+    names = run("docs/extending.md", 0)
     engine, model = names["SumEngine"](), nn.Linear(6, 4, bias=False)
-    source, holders = ModuleSource(model), [Holder(f"holder {i}", "127.0.0.1") for i in range(2)]
-    members = {"sums": EngineMember(LocalPeer(engine), (1,))}
+
+    def train() -> torch.Tensor:
+        with torch.no_grad():
+            return model.weight.random_(-9, 9)
+
+    def check(weight: torch.Tensor, version: int) -> None:
+        assert torch.equal(engine.weight, weight)
+        assert engine.generate([[1, 2]], {}).tokens == [[int(weight.sum()) * 3]]
+        assert engine.serving() == version
+
+    update_twice(ModuleSource(model), engine, train, check)
+
+
+def test_a_source_in_thirty_lines_is_sent_and_verified() -> None:
+    shard = run("docs/extending.md", 1)["ArrayTrainer"]()
+    arrays = shard.source.arrays
+    engine = DictEngine("e0", {"weight": torch.zeros(4, 6)})
+
+    class Sync:
+        """The trainer's actor without Ray."""
+
+        layout, attach, publish = shard.sync_layout, shard.sync_attach, shard.sync_publish
+        close = shard.source.close
+
+    def train() -> torch.Tensor:
+        arrays["weight"][...] = np.random.default_rng().integers(-9, 9, (4, 6))
+        return torch.from_numpy(arrays["weight"])
+
+    def check(weight: torch.Tensor, version: int) -> None:
+        assert torch.equal(engine.tensors["weight"], weight)
+
+    update_twice(Sync, engine, train, check)
+
+
+def run(page: str, number: int) -> dict[str, Any]:
+    """The names of a page's code block, run."""
+    names: dict[str, Any] = {}
+    exec(compile(blocks(page)[number], page, "exec"), names)
+    return names
+
+
+def update_twice(
+    source: Any, engine: Any, train: Callable[[], torch.Tensor], check: Callable[[torch.Tensor, int], None]
+) -> None:
+    holders = [Holder(f"holder {i}", "127.0.0.1") for i in range(2)]
+    members = {"e0": EngineMember(LocalPeer(engine), (1,))}
     controller = Controller(CONFIG, Fleet([(LocalPeer(source), 0)], members, [LocalPeer(h) for h in holders]))
 
     async def work() -> None:
         await controller.connect()
         for version in (1, 2):
-            with torch.no_grad():
-                model.weight.random_(-9, 9)
-            report = await controller.update(version)
-            assert report.verified
-            assert torch.equal(engine.weight, model.weight)
-            assert engine.generate([[1, 2]], {}).tokens == [[int(model.weight.sum()) * 3]]
-            assert engine.serving() == version
+            weight = train()
+            assert (await controller.update(version)).verified
+            check(weight, version)
 
     try:
         asyncio.run(work())

@@ -24,7 +24,7 @@ from weightsync.protocol.handles import HostExport
 from weightsync.protocol.messages import Published
 from weightsync.sources.safetensors_files import contents
 
-__all__ = ["CheckpointSource", "Reading"]
+__all__ = ["CheckpointStore", "Reading"]
 
 _MEMORY = "/dev/shm"
 _CHUNK_NBYTES = 4 << 20
@@ -37,14 +37,14 @@ _NICE = 19
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Bytes that `CheckpointSource.read` read from files, bytes that it mapped, and seconds."""
+    """Bytes that `CheckpointStore.read` read from files, bytes that it mapped, and seconds."""
 
     nbytes: int
     mapped_nbytes: int
     seconds: float
 
 
-class CheckpointSource:
+class CheckpointStore:
     """Share number `share` of `num_shares` of safetensors files. Files are only read.
 
     It serves as many trainer ranks as its host has holders, see `layout`.

@@ -20,14 +20,14 @@ from weightsync.memory.digests import tensor_digest
 from weightsync.plan import Box, TensorMeta
 from weightsync.plan.balance import Stretch, partition
 from weightsync.protocol.messages import combine
-from weightsync.sources import checkpoint
-from weightsync.sources.checkpoint import CheckpointSource
+from weightsync.sources import checkpoint_store
+from weightsync.sources.checkpoint_store import CheckpointStore
 from weightsync.sources.safetensors_files import contents
 
 ONE, TWO = "model-1.safetensors", "model-2.safetensors"
 
 
-def held(source: CheckpointSource) -> dict[str, torch.Tensor]:
+def held(source: CheckpointStore) -> dict[str, torch.Tensor]:
     """All that it has, by its layout alone."""
     metas = {meta.name: meta for meta in source.tensors}
     found = {name: torch.zeros(m.shape, dtype=getattr(torch, m.dtype)) for name, m in metas.items()}
@@ -89,7 +89,7 @@ def test_large_boxes_are_spread_over_all_shares() -> None:
 
 @pytest.mark.parametrize("num_shares", [1, 3])
 def test_every_share_together_is_the_checkpoint(folder: Path, num_shares: int) -> None:
-    sources = [CheckpointSource([str(folder)], share, num_shares) for share in range(num_shares)]
+    sources = [CheckpointStore([str(folder)], share, num_shares) for share in range(num_shares)]
     for source in sources:
         source.read()
     wanted = {"b": torch.arange(6.0).view(2, 3), "c": torch.ones(3, dtype=torch.int64)}
@@ -107,7 +107,7 @@ def test_every_share_together_is_the_checkpoint(folder: Path, num_shares: int) -
 
 def test_experts_are_declared_as_models_stack_them(tmp_path: Path) -> None:
     model = build_tiny_qwen3(tmp_path, moe=True)
-    source = CheckpointSource([str(tmp_path)])
+    source = CheckpointStore([str(tmp_path)])
     source.read()
     wanted = model.state_dict()
     assert {meta.name for meta in source.tensors} == wanted.keys()
@@ -123,7 +123,7 @@ def test_bytes_that_no_file_aligns_are_read(tmp_path: Path) -> None:
     text = json.dumps(header).encode()
     data = bytes([7]) + np.array([1.5, 2.5], np.float32).tobytes()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-    source = CheckpointSource([str(path)])
+    source = CheckpointStore([str(path)])
     source.read()
     assert held(source)["b"].tolist() == [1.5, 2.5]
 
@@ -190,7 +190,7 @@ def test_paths_and_names_that_do_not_exist_are_refused(folder: Path) -> None:
 
 
 def test_a_file_that_shrinks_after_it_was_checked_is_named(folder: Path) -> None:
-    source = CheckpointSource([str(folder)])
+    source = CheckpointStore([str(folder)])
     (folder / ONE).write_bytes(b"")
     with pytest.raises(ConfigError, match=f"{ONE}.*cut short while it was read"):
         source.read()
@@ -205,18 +205,18 @@ def test_reading_gives_way_and_what_comes_after_does_not(
         seen.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         return tensor_digest(*args)
 
-    monkeypatch.setattr(checkpoint, "tensor_digest", digest)
+    monkeypatch.setattr(checkpoint_store, "tensor_digest", digest)
     usual = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    source = CheckpointSource([str(folder)])
+    source = CheckpointStore([str(folder)])
     source.read()
-    assert seen == {checkpoint._NICE}
+    assert seen == {checkpoint_store._NICE}
     seen.clear()
     source.published((TensorMeta("b", "bfloat16", (2, 3)),))
     assert seen == {usual}
 
 
 def test_a_rank_exports_the_files_that_it_sends_from_and_no_others(folder: Path) -> None:
-    source = CheckpointSource([str(folder)])
+    source = CheckpointStore([str(folder)])
     source.read()
     for rank in range(3):
         export = source.export(rank, 3)

@@ -1,0 +1,54 @@
+"""A source is found by the type of the model."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from weightsync import TrainerShard
+from weightsync.errors import ConfigError, StateError
+from weightsync.sources import SOURCES, make_source
+from weightsync.sources.module import ModuleSource
+
+
+class Wrapper(nn.Linear):
+    """As frameworks wrap models."""
+
+
+class WrapperSource(ModuleSource):
+    pass
+
+
+def test_a_module_of_any_class_has_a_module_source() -> None:
+    assert type(make_source(Wrapper(2, 2), (), offloads=False)) is ModuleSource
+
+
+def test_the_nearest_type_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SOURCES, f"{__name__}.Wrapper", f"{__name__}:WrapperSource")
+    assert type(make_source(Wrapper(2, 2), (), offloads=False)).__name__ == "WrapperSource"
+    assert type(make_source(nn.Linear(2, 2), (), offloads=False)) is ModuleSource
+
+
+def test_what_no_source_reads_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"self\.model: .*dict.*set self\.source.*valid: torch\.nn"):
+        make_source({"weight": 1}, (), offloads=False)
+
+
+def test_a_given_source_is_used_and_says_that_it_cannot_offload() -> None:
+    class Fixed:
+        def layout(self) -> str:
+            return "its layout"
+
+        def close(self) -> None: ...
+
+    shard = TrainerShard()
+    shard.source = Fixed()  # type: ignore[assignment]
+    assert shard.sync_layout() == "its layout"
+    with pytest.raises(StateError, match="Fixed cannot offload"):
+        shard.offload()
+    shard.onload()
+
+
+def test_a_shard_without_model_and_source_says_what_to_set() -> None:
+    with pytest.raises(StateError, match=r"TrainerShard has to set self\.model or self\.source"):
+        TrainerShard().sync_layout()
