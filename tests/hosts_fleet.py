@@ -165,6 +165,7 @@ class Staging(HostStaging):
     def __init__(self, plan: Plan, index: int, send_buffer: SharedBuffer | None, receives: bool) -> None:
         super().__init__(plan, index, send_buffer, receives)
         self._plan, self.writes, self._direct_copy = plan, False, None
+        self.mapped, self.source, self.target, self.flat = self, {}, {}, None
 
     def connect(self, trainer: Export) -> None:
         self.source = mapped(trainer.buffers)
@@ -203,6 +204,9 @@ class Staging(HostStaging):
 
     def write(self, bucket: int) -> None:
         self._unpack.run(bucket)
+
+    def settle(self, timeout_s: float) -> None:
+        """Copies on the host have ended when their call returns."""
 
 
 class Hosts:

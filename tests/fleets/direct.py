@@ -88,8 +88,17 @@ class Staging(HostStaging):
     engine: Engine
     written: list[int]
     begun: list[int]
-    writes = True  # type: ignore[assignment]
+    writes = True
+    flat = None
+    target: Mapping[str, torch.Tensor] = {}
     unreachable = False
+
+    @property
+    def mapped(self) -> Staging:  # type: ignore[override]
+        return self
+
+    def settle(self, timeout_s: float) -> None:
+        """Copies on the host have ended when their call returns."""
 
     def connect(self, trainer: Export) -> None:
         self.source = {name: self.shared.buffer(handle) for name, handle in trainer.buffers.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -357,11 +358,13 @@ class Imaged(Loop):
     def show(self, holder: int, engine: DictEngine) -> None:
         staging = self.holders[holder].staging
         assert isinstance(staging, HostStaging)
-        staging.flat = FlatSnapshot({n: t.view(torch.uint8).flatten() for n, t in engine.tensors.items()})
+        flat = FlatSnapshot({n: t.view(torch.uint8).flatten() for n, t in engine.tensors.items()})
+        staging.mapped = SimpleNamespace(flat=flat, writes=False, link=lambda _: None)  # type: ignore[assignment]
 
     def writes(self, name: str) -> None:
         """From now on its holder does; an update would copy into slots that nobody reads."""
-        self.holders[1 + [*self.engines].index(name)].staging.writes = True  # type: ignore[misc, union-attr]
+        mapped = self.holders[1 + [*self.engines].index(name)].staging.mapped  # type: ignore[union-attr]
+        mapped.writes, mapped.settle = True, lambda _: None  # type: ignore[misc, method-assign, union-attr]
         self.engines[name].written = lambda: None  # type: ignore[method-assign]
 
 
@@ -408,9 +411,7 @@ def test_an_image_that_is_replaced_while_it_is_read_refills_nobody() -> None:
         await loop.controller.snapshot_index.settled()
         (share,) = loop.holders[1].snapshots()
         loop.writes("e1")
-        flat_layouts = [
-            staging.flat for holder in loop.holders if isinstance(staging := holder.staging, HostStaging)
-        ]
+        flat_layouts = [holder.staging.mapped and holder.staging.mapped.flat for holder in loop.holders]
         newer = msgspec.structs.replace(share.header, version=2)
         flat_layouts[2].load = lambda *_: snapshots(loop, 1).snapshot(newer, share.expected, flat_layouts[1])
         loop.controller.engine_group.enter(["e1"], EngineState.STALE)

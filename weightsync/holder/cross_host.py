@@ -8,7 +8,7 @@ import torch
 
 from weightsync.collectives.shuffle import Shuffle
 from weightsync.errors import TransportError
-from weightsync.holder.staging import Staging
+from weightsync.holder.staging import MappedMemory
 from weightsync.protocol.messages import Part
 from weightsync.transports import Transport
 
@@ -23,9 +23,9 @@ class CrossHostExchange:
         shuffle: the messages and their memory. None if that memory could not be allocated.
     """
 
-    def __init__(self, part: Part, transport: Transport, staging: Staging) -> None:
+    def __init__(self, part: Part, transport: Transport, memory: MappedMemory) -> None:
         """Raises the errors of `aim`."""
-        self._part, self.transport, self._staging = part, transport, staging
+        self._part, self.transport, self._memory = part, transport, memory
         self.shuffle: Shuffle | None = None
         self.aim()
 
@@ -35,8 +35,8 @@ class CrossHostExchange:
         Raises TransportError when memory is short, PlanError when a buffer is not what was planned.
         """
         plan, rank = self._part.plan, self._part.rank
-        source = self._staging.source if rank < plan.num_senders else None
-        target = self._staging.target if rank in plan.receivers else None
+        source = self._memory.source if rank < plan.num_senders else None
+        target = self._memory.target if rank in plan.receivers else None
         self.shuffle = None  # frees memory that the next one can use
         try:
             self.shuffle = Shuffle(plan, rank, self.transport, source=source, target=target)

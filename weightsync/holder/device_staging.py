@@ -80,6 +80,11 @@ class DeviceStaging:
         return tuple(buffer.handle for buffer in self._buffers)
 
     @property
+    def mapped(self) -> DeviceStaging:
+        """Itself: it is also the `MappedMemory`, since fills and writes of a slot wait for each other."""
+        return self
+
+    @property
     def writes(self) -> bool:
         return self._unpack is not None
 

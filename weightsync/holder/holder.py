@@ -199,12 +199,14 @@ class Holder:
 
         Unmaps the previous engine rank's memory. Raises TransportError.
         """
-        if self._staging:
+        if self._staging and (memory := self._staging.mapped):
             with self._moving, self._staging.queue():
                 if trainer:
-                    self._staging.connect(trainer)
+                    memory.connect(trainer)
                     self._read = trainer.layout
-                self._staging.link(engine)
+                memory.link(engine)
+        else:
+            assert engine is trainer is None, "a holder in host memory maps no device memory"
 
     def join(self, offers: Mapping[Group, str], timeout_s: float) -> None:
         """Open every communicator, in the same order on every holder. Raises TransportError."""
@@ -237,18 +239,19 @@ class Holder:
                     pending.wait()
 
     def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
-        """Prepare direct copies, as `Staging.route`. Valid until the next `link`."""
-        if self._staging:
+        """Prepare direct copies, as `MappedMemory.route`. Valid until the next `link`."""
+        if self._staging and (mapped := self._staging.mapped):
             with self._moving, self._staging.queue():
-                self._staging.route(reads, memory)
+                mapped.route(reads, memory)
                 if self._exchange:  # the engine rank's memory may have changed
                     self._exchange.aim()
 
     def exchange(self, part: Part) -> str:
         """Allocate messages; return the rendezvous if this is the first member. Raises TransportError."""
         assert self._staging
+        assert self._staging.mapped
         with self._moving, self._staging.queue():
-            self._exchange = CrossHostExchange(part, self._transport(), self._staging)
+            self._exchange = CrossHostExchange(part, self._transport(), self._staging.mapped)
         return self._exchange.offer(self._host)
 
     def meet(self, rendezvous: str, timeout_s: float) -> None:
@@ -302,8 +305,8 @@ class Holder:
         if plan is None or staging is None or trainer < 0:
             raise StateError(f"{self.name} serves no trainer rank: connect first")
         with self._moving, staging.queue():
-            if self._read:
-                parts = parts_in_place(plan, trainer, self._read, staging.source)
+            if self._read and staging.mapped:
+                parts = parts_in_place(plan, trainer, self._read, staging.mapped.source)
             elif isinstance(send_buffer, MappedSendBuffer):
                 parts = send_buffer.held()
             else:
@@ -336,7 +339,8 @@ class Holder:
         self._served_snapshots().map(part, offer)
 
     def _snapshot_content(self, is_flat: bool) -> SnapshotContent:
-        found = (self._staging and self._staging.flat) if is_flat else snapshot_content(self._send_buffer)
+        mapped = self._staging.mapped if self._staging else None
+        found = (mapped and mapped.flat) if is_flat else snapshot_content(self._send_buffer)
         if not found:
             raise StateError(f"{self.name} has nothing to keep: it is being connected anew")
         return found

@@ -319,10 +319,11 @@ def open_refill(
     """
     if not snapshot.is_flat:
         return Refill(snapshot, BucketSink(plan, staging, consumer, timeout_s), direct, timeout_s)
-    if staging.flat is None:
+    flat = staging.mapped.flat if staging.mapped else None
+    if flat is None:
         raise StateError("this engine copies buckets by itself, so that no image of its memory can be used")
     (part,) = snapshot.parts
     header = SnapshotHeader(snapshot.version, snapshot.layout, part)
     if snapshots and (held := snapshots.held(header)):
-        return Restore(held, header, staging.flat, staging, consumer, timeout_s)
-    return Refill(snapshot, FlatSink(staging.flat, part, staging, consumer, timeout_s), direct, timeout_s)
+        return Restore(held, header, flat, staging, consumer, timeout_s)
+    return Refill(snapshot, FlatSink(flat, part, staging, consumer, timeout_s), direct, timeout_s)

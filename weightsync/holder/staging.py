@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from weightsync.plan import Reads
     from weightsync.protocol.handles import DeviceHandle
 
-__all__ = ["HostStaging", "Staging"]
+__all__ = ["HostStaging", "MappedMemory", "Staging"]
 
 
 class Staging(Protocol):
@@ -34,32 +34,8 @@ class Staging(Protocol):
         """Handles of the slots, for an engine rank to map."""
 
     @property
-    def writes(self) -> bool:
-        """Whether the holder writes the engine rank's memory. The rank then reads no slots."""
-
-    def connect(self, trainer: Export) -> None:
-        """Map the trainer's memory, from which `fill` then reads. Raises TransportError if that fails."""
-
-    def link(self, engine: Export | None) -> None:
-        """Map the engine rank's memory, and unmap the previous one's. Raises TransportError."""
-
-    @property
-    def flat(self) -> FlatSnapshot | None:
-        """The engine rank's memory as a flat snapshot. None if the holder does not write it."""
-
-    @property
-    def source(self) -> Mapping[str, torch.Tensor]:
-        """The trainer's buffers, if they are read in place: uint8, one dimension."""
-
-    @property
-    def target(self) -> Mapping[str, torch.Tensor]:
-        """The engine rank's buffers, if the holder writes them: uint8, one dimension."""
-
-    def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
-        """Map `memory`, trainers' buffers by rank and name, for direct copies. Raises TransportError."""
-
-    def start_direct_copy(self) -> None:
-        """Start the direct copies into the engine rank's memory."""
+    def mapped(self) -> MappedMemory | None:
+        """The memory of other processes on its device. None in host memory, where nobody exports any."""
 
     def queue(self) -> AbstractContextManager[None]:
         """Return a context for `fill` and its broadcasts: on a device, a stream."""
@@ -76,12 +52,6 @@ class Staging(Protocol):
     def put(self, bucket: int, timeout_s: float) -> None:
         """Copy a bucket from its target to its slot. Raises DeadlineError."""
 
-    def write(self, bucket: int) -> None:
-        """Start writing a bucket from its slot to the engine rank. A later `fill` waits for it."""
-
-    def settle(self, timeout_s: float) -> None:
-        """Wait until everything that was started is written. Raises DeadlineError."""
-
     def at(self, step: Step) -> torch.Tensor:
         """Return the memory that `step` is sent from or received in: uint8, one dimension."""
 
@@ -89,10 +59,49 @@ class Staging(Protocol):
         """Free or unmap the memory of this epoch."""
 
 
+class MappedMemory(Protocol):
+    """Memory of its trainer and engine rank that a holder has mapped, and the copies out of and into it."""
+
+    @property
+    def writes(self) -> bool:
+        """Whether the holder writes the engine rank's memory. The rank then reads no slots."""
+
+    @property
+    def flat(self) -> FlatSnapshot | None:
+        """The engine rank's memory as a flat snapshot. None if the holder does not write it."""
+
+    @property
+    def source(self) -> Mapping[str, torch.Tensor]:
+        """The trainer's buffers, if they are read in place: uint8, one dimension."""
+
+    @property
+    def target(self) -> Mapping[str, torch.Tensor]:
+        """The engine rank's buffers, if the holder writes them: uint8, one dimension."""
+
+    def connect(self, trainer: Export) -> None:
+        """Map the trainer's memory, from which `Staging.fill` then reads. Raises TransportError."""
+
+    def link(self, engine: Export | None) -> None:
+        """Map the engine rank's memory, and unmap the previous one's. Raises TransportError if that fails."""
+
+    def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
+        """Map `memory`, trainers' buffers by rank and name, for direct copies. Raises TransportError."""
+
+    def start_direct_copy(self) -> None:
+        """Start the direct copies into the engine rank's memory."""
+
+    def write(self, bucket: int) -> None:
+        """Start writing a bucket from its slot to the engine rank. A later `Staging.fill` waits for it."""
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until everything that was started is written. Raises DeadlineError."""
+
+
 class HostStaging:
     """Slots in shared memory. A `SharedBuffer` as send buffer is sent from directly."""
 
     device = "cpu"
+    mapped: MappedMemory | None = None
 
     def __init__(self, plan: Plan, index: int, send_buffer: SendBuffer | None, receives: bool) -> None:
         self._index, self._send_buffer = index, send_buffer
@@ -102,23 +111,6 @@ class HostStaging:
     @property
     def slots(self) -> tuple[Handle, ...]:
         return tuple(slot.handle for slot in self._slots)
-
-    writes = False
-    flat: FlatSnapshot | None = None
-    source: Mapping[str, torch.Tensor] = {}
-    target: Mapping[str, torch.Tensor] = {}
-
-    def connect(self, trainer: Export) -> None:
-        raise AssertionError("what lies on the host is not exported")
-
-    def link(self, engine: Export | None) -> None:
-        assert engine is None, "what lies on the host is not exported"
-
-    def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
-        raise AssertionError("what lies on the host is not exported")
-
-    def start_direct_copy(self) -> None:
-        raise AssertionError("what lies on the host is not exported")
 
     def queue(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -136,12 +128,6 @@ class HostStaging:
 
     def put(self, bucket: int, timeout_s: float) -> None:
         """Do nothing: the targets are the slots."""
-
-    def write(self, bucket: int) -> None:
-        raise AssertionError("nothing is exported to a holder on the host")
-
-    def settle(self, timeout_s: float) -> None:
-        """Copies on the host have ended when their call returns."""
 
     def at(self, step: Step) -> torch.Tensor:
         if step.root == self._index and isinstance(self._send_buffer, SharedBuffer):

@@ -12,7 +12,7 @@ from weightsync.channel.engine_end import HolderFeed
 from weightsync.errors import DeadlineError, EngineError, SlowError, WeightSyncError
 from weightsync.faults import inject, inject_in_move
 from weightsync.holder.cross_host import CrossHostExchange
-from weightsync.holder.staging import Staging
+from weightsync.holder.staging import MappedMemory, Staging
 from weightsync.plan import Plan
 from weightsync.protocol.messages import UpdateTask
 from weightsync.transports import Pending
@@ -63,11 +63,11 @@ def open_consumer(
 ) -> BucketConsumer:
     """Return the consumer for the engine rank behind `feed`.
 
-    A `WriteConsumer` if `staging` writes the rank's memory, else a `FeedConsumer`.
+    A `WriteConsumer` if the holder writes the rank's memory, else a `FeedConsumer`.
     """
     taker = feed if feeding else None
-    if staging.writes and feed:
-        return WriteConsumer(staging, taker, attempt, limit_s, only)
+    if staging.mapped and staging.mapped.writes and feed:
+        return WriteConsumer(staging.mapped, taker, attempt, limit_s, only)
     return FeedConsumer(taker, attempt, num_slots, timeout_s, limit_s, whole)
 
 
@@ -139,7 +139,7 @@ class WriteConsumer:
 
     def __init__(
         self,
-        staging: Staging,
+        memory: MappedMemory,
         feed: HolderFeed | None,
         attempt: int,
         timeout_s: float,
@@ -147,7 +147,7 @@ class WriteConsumer:
     ) -> None:
         self.waited_s: float = 0.0  # this consumer never waits for the engine rank
         self.slow: SlowError | None = None
-        self._staging, self._feed, self._only = staging, feed, only
+        self._memory, self._feed, self._only = memory, feed, only
         self._attempt, self._timeout_s = attempt, timeout_s
 
     @property
@@ -159,20 +159,20 @@ class WriteConsumer:
 
     def offer(self, bucket: int) -> None:
         if self.taking and (self._only is None or bucket in self._only):
-            self._staging.write(bucket)
+            self._memory.write(bucket)
         if self._feed and self.taking:
             self._feed.go_on(self._attempt)
 
     def finish(self, num_buckets: int) -> None:
         """Wait until everything is written, then tell the engine rank."""
-        self._staging.settle(self._timeout_s)
+        self._memory.settle(self._timeout_s)
         if self._feed and self.taking:
             self._feed.written(self._attempt)
 
     def cancel(self, cause: str) -> None:
         if self._feed:
             try:
-                self._staging.settle(self._timeout_s)
+                self._memory.settle(self._timeout_s)
             except Exception as error:  # noqa: BLE001 - the first cause is the one to tell
                 logger.warning("what was begun may still be written: %s", error)
             self._feed.cancel(self._attempt, cause)
@@ -195,7 +195,8 @@ def run_update(
     if writes or task.exchanges:
         inject("move", bucket=0, num_buckets=1)
     if writes:
-        staging.start_direct_copy()
+        assert staging.mapped
+        staging.mapped.start_direct_copy()
     if task.exchanges:
         assert exchange
         exchange.move(lambda: task.copies_directly and consumer.taking)
