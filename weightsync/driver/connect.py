@@ -14,7 +14,7 @@ from weightsync.config import SyncConfig
 from weightsync.driver.digest_reduction import DigestReduction
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
-from weightsync.driver.routing import Router
+from weightsync.driver.routing import Router, obstacle
 from weightsync.errors import PlanError, StateError, WeightSyncError
 from weightsync.plan import MAPPED, Layout, Members, Plan, make_plan, same_dtype_tensors
 from weightsync.protocol.peers import HolderPeer
@@ -96,7 +96,7 @@ async def connect(
     clock = PhaseClock()
     with clock.phase("layouts"):
         layouts = await _layouts(fleet, config.connect_timeout_s)
-    if config.mode != "broadcast" and not demoted and _may_read(layouts):
+    if _may_read(layouts, config, demoted or {}):
         made = await _open(fleet, config, layouts, epoch, 0, {}, clock)
         if made.router.suffices:
             return made
@@ -104,15 +104,16 @@ async def connect(
     return await _open(fleet, config, layouts, epoch, config.num_slots, demoted or {}, clock)
 
 
-def _may_read(layouts: _Layouts) -> bool:
+def _may_read(layouts: _Layouts, config: SyncConfig, demoted: Mapping[str, str]) -> bool:
     """Whether the layouts allow every engine to read all of its tensors directly."""
-    served = [rank for ranks in layouts.engines.values() for rank in ranks]
-    return (
-        all(rank.device not in ("", MAPPED) for rank in (*layouts.trainers, *served))
-        and all(rank.buffers for rank in served)
-        # One engine is enough: a tensor has the same dtype in all engines of a plan.
-        and not same_dtype_tensors(layouts.source, *next(iter(layouts.joined.items())))[1]
-    )
+    trainers_export = all(rank.device not in ("", MAPPED) for rank in layouts.trainers)
+    for name, ranks in layouts.engines.items():
+        engine_exports = all(rank.device not in ("", MAPPED) and rank.buffers for rank in ranks)
+        why = demoted.get(name, "")
+        if obstacle(config, why, trainers_export=trainers_export, engine_exports=engine_exports):
+            return False
+    # One engine is enough: a tensor has the same dtype in all engines of a plan.
+    return not same_dtype_tensors(layouts.source, *next(iter(layouts.joined.items())))[1]
 
 
 async def _open(

@@ -21,13 +21,32 @@ from weightsync.protocol.messages import Part, UpdateTask
 if TYPE_CHECKING:
     from weightsync.protocol.handles import DeviceHandle, Export
 
-__all__ = ["DIRECT", "CrossHostExchange", "Router"]
+__all__ = ["DIRECT", "CrossHostExchange", "Router", "obstacle"]
 
 logger = logging.getLogger("weightsync.driver.routing")
 
 DIRECT = "direct"
 _LATER = "its holder came after connecting, and meets those of other hosts with the next update"
 _SAME_DEVICE, _SAME_HOST, _OTHER_HOST = range(3)
+
+
+def obstacle(config: SyncConfig, demoted: str, *, trainers_export: bool, engine_exports: bool) -> str:
+    """Return why an engine may not read the trainers' memory directly, or "".
+
+    Args:
+        demoted: why the engine was demoted before, or "".
+        trainers_export: every trainer rank exports its memory. Before they are asked, whether they can.
+        engine_exports: the same of the engine's ranks.
+    """
+    if config.mode == "broadcast":
+        return "sync.mode is broadcast"
+    if demoted:
+        return demoted
+    if not trainers_export:
+        return "the trainers' weights are not read in place"
+    if not engine_exports:
+        return "its memory is not written by its holders: quantised, offloaded, or not to be shared"
+    return ""
 
 
 class Router:
@@ -71,7 +90,13 @@ class Router:
         ConfigError if ``sync.mode`` is direct and the engine cannot read directly.
         """
         self._far.pop(name, None)
-        self._decide(name, self._obstacle(name, exports) or await self._route(name, engine, exports))
+        reason = obstacle(
+            self._config,
+            self.demoted.get(name, ""),
+            trainers_export=all(self._exports),
+            engine_exports=all(exports),
+        )
+        self._decide(name, reason or await self._route(name, engine, exports))
 
     async def meet(self) -> None:
         """Connect the hosts, after all engines were added. Raises the errors of `connect`."""
@@ -122,17 +147,6 @@ class Router:
             holder: UpdateTask(holder in pulling, broadcasts_all, cast, holder in exchanging)
             for holder in sorted(members)
         }
-
-    def _obstacle(self, name: str, exports: Sequence[Export | None]) -> str:
-        if self._config.mode == "broadcast":
-            return "sync.mode is broadcast"
-        if name in self.demoted:
-            return self.demoted[name]
-        if not all(self._exports):
-            return "the trainers' weights are not read in place"
-        if not all(exports):
-            return "its memory is not written by its holders: quantised, offloaded, or not to be shared"
-        return ""
 
     async def _route(self, name: str, engine: Layout, exports: Sequence[Export | None]) -> str:
         """Have each rank's holder map the memory it reads. Returns why it cannot, or ""."""
