@@ -153,7 +153,7 @@ class Membership:
 
     def _end_late(self, name: str, handle: ActorHandle[Any]) -> None:
         if isinstance(handle, ActorHandle) and handle not in self.engines.values() and ray.is_initialized():
-            logger.warning("engine %s: respawn() has returned too late, its actor is killed", name)
+            logger.warning("[engine %s] respawn() returned too late, its actor is killed", name)
             ray.kill(handle)
 
     async def place_engine(self, name: str, handle: ActorHandle[Any]) -> None:

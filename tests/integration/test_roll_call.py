@@ -150,7 +150,7 @@ def test_a_value_that_is_not_ours_is_ignored_and_logged(
     roll.call(3, {1: 3})
     assert roll.called()
     assert roll.answer({1: 3}, waiting=True) == Absence(0, 3, "", (1,))
-    assert "rank 0 ignores" in caplog.text
+    assert "[rank 0] ignores" in caplog.text
 
 
 def test_ranks_read_as_a_sentence() -> None:

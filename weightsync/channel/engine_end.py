@@ -315,7 +315,7 @@ class EngineFeed:
         self._closing.set()
         if not self._busy.acquire(timeout=_END_S):
             # A copy still uses the memory, so it stays mapped.
-            logger.warning("[%s] a load does not end: its connection stays open", self._ticket.engine)
+            logger.warning("[engine %s] a load does not end: its connection stays open", self._ticket.engine)
             return
         try:
             self._context.destroy(linger=0)

@@ -100,7 +100,7 @@ async def connect(
         made = await _open(fleet, config, layouts, epoch, 0, {}, clock)
         if made.router.suffices:
             return made
-        logger.info("connecting again, with buckets: %s", made.router.routes)
+        logger.info("[driver] connecting again, with buckets: %s", made.router.routes)
     return await _open(fleet, config, layouts, epoch, config.num_slots, demoted or {}, clock)
 
 

@@ -99,7 +99,14 @@ class Controller:
         self._nbytes = made.plan.total_nbytes  # 7 ms for 20,000 tensors
         await self.snapshot_index.reserve(made)
         self.connected = True
-        logger.info("epoch %d: %d buckets, %s", self._epoch, made.plan.num_buckets, made.seconds)
+        num_buckets = made.plan.num_buckets
+        logger.info(
+            "[driver · v%d] connected, epoch %d: %d buckets, %s",
+            self.version,
+            self._epoch,
+            num_buckets,
+            made.seconds,
+        )
 
     async def restore(self) -> list[str]:
         """Take over from a previous driver. Must hold the exclusive lock.
@@ -120,7 +127,7 @@ class Controller:
             else:
                 self.engine_group.enter([name], EngineState.STALE)
                 stale.append(name)
-        logger.info("version %d is taken over; not served by %s", self.version, stale or "nobody")
+        logger.info("[driver · v%d] took over; stale engines: %s", self.version, stale or "none")
         return stale
 
     @asynccontextmanager
@@ -170,7 +177,7 @@ class Controller:
             try:
                 report = await self._update(version, takers, clock, when_held)
             except MovedError as error:
-                logger.info("connecting again: %s", error)
+                logger.info("[driver · v%d] connecting again: %s", version, error)
                 await self.connect()
                 report = await self._update(version, takers, clock, when_held)
         return replace(report, peak_memory=peaks(seen, clock.spans)) if asleep else report
@@ -272,7 +279,7 @@ class Controller:
             error = NonfiniteError(version, sorted(counts.items()))
             if self._config.nonfinite == "refuse":
                 raise error
-            logger.warning("%s", error)
+            logger.warning("[driver · v%d] %s", version, error)
         return dict(counts)
 
     async def _publish_and_pause(self, takers: Mapping[str, EngineMember], version: int) -> Sequence[str]:

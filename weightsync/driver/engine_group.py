@@ -151,7 +151,7 @@ class EngineGroup:
         async with self._update_lock.shared(name):
             if not self._is_in_doubt(name, record) or self._settles(name, record, error):
                 return
-            logger.warning("engine %s paused late: it goes on with version %d", name, record.version)
+            logger.warning("[engine %s · v%d] paused late, and resumes", name, record.version)
             await self.resume([name], record.version)
 
     async def _after_late_sleep(
@@ -288,7 +288,7 @@ class EngineGroup:
                 what = f"{error.phase} (too slow in {self._num_slow[name]} updates running)"
                 error = DeadlineError(what, error.missing, error.timeout_s)
         error.where = Where(name, _rank(error), self._version.get(name, 0), phase)
-        logger.warning("%s: %s", error.where, error)
+        logger.warning("[%s] %s", error.where, error)
         self.failures[name] = error
         member, gone = self._fleet.engines[name], isinstance(error, _GONE)
         if gone or not _is_unharmed(phase, member.record.state, error):

@@ -73,7 +73,7 @@ class Healer:
         if task.cancelled():
             return
         if error := task.exception():
-            logger.error("healing of engine %s ended: %r", name, error)
+            logger.error("[engine %s] its healing ended: %r", name, error)
         elif missed and name not in self.given_up and self._is_dead(name):
             self.engine_failed(name, missed)
 
@@ -93,9 +93,9 @@ class Healer:
                 self.given_up[name] = failure
                 alive = self._fleet.engines[name].record.state is not EngineState.DEAD
                 outlook = "waits for the next update" if alive else "is given up"
-                logger.error("engine %s %s after %d attempts: %s", name, outlook, attempt - 1, failure)
+                logger.error("[engine %s] %s after %d attempts: %s", name, outlook, attempt - 1, failure)
                 return
-            logger.warning("engine %s: %s, attempt %d: %s", name, decision.action.value, attempt, failure)
+            logger.warning("[engine %s] %s, attempt %d: %s", name, decision.action.value, attempt, failure)
             try:
                 await asyncio.sleep(decision.delay_s)
                 if decision.action is Action.RESPAWN:
@@ -112,7 +112,7 @@ class Healer:
                 continue
             self.heals.append(self._describe(name, cause, clock, respawned_at, report))
             self.given_up.pop(name, None)
-            logger.warning("%s", self.heals[-1])
+            logger.warning("[driver] %s", self.heals[-1])
             self._controller.events.publish(EngineHealed(self.heals[-1]))
             return
 

@@ -38,7 +38,7 @@ async def rewritten(
     }
     outcome = await gather_named(calls, "verify", timeout_s)
     for name, error in outcome.failures.items():
-        logger.warning("whether %s changed what was read is not known: %s", name, error)
+        logger.warning("[%s] it is not known whether it wrote what was read: %s", name, error)
     found = outcome.answers
     if connection.checkpoint:  # one process per host publishes for all ranks of the host
         published = {"another process": combine([*published.values()])}

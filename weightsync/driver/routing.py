@@ -117,12 +117,12 @@ class Router:
         if reason and self._config.mode == DIRECT:
             raise ConfigError("sync.mode", DIRECT, f"engine {name}: {reason}; auto takes what there is")
         if reason and self._config.mode == "auto":
-            logger.info("engine %s takes broadcasts: %s", name, reason)
+            logger.info("[engine %s] takes broadcasts: %s", name, reason)
 
     def demote(self, name: str, error: VerifyError) -> None:
         """If ``mode`` is auto, have engine `name`, whose tensors were wrong, take broadcasts."""
         if self.routes.get(name) == DIRECT and self._config.mode == "auto":
-            logger.warning("engine %s takes broadcasts from now on: %s", name, error)
+            logger.warning("[engine %s] takes broadcasts from now on: %s", name, error)
             self.routes[name] = self.demoted[name] = f"what it read was wrong: {error}"
 
     @property

@@ -61,7 +61,7 @@ class SnapshotIndex:
         }
         outcome = await gather_named(calls, "prepare", self._config.connect_timeout_s)
         for error in outcome.failures.values():
-            logger.warning("not all of a version can be kept: %s", error)
+            logger.warning("[driver] not every holder can keep versions: %s", error)
             self._tell(error)
         if self._config.refill == "auto":
             offers = {home: outcome.answers.get(f"holder {home}") for home in parts}
@@ -78,7 +78,7 @@ class SnapshotIndex:
                         calls[f"holder {holder}"] = self._fleet.holders[holder].map(part, offer)
         outcome = await gather_named(calls, "map", self._config.connect_timeout_s)
         for error in outcome.failures.values():
-            logger.warning("a copy on this host is not mapped: %s", error)
+            logger.warning("[driver] a snapshot on the same host is not mapped: %s", error)
             self._tell(error)
 
     def begin(self, version: int, connection: Connection, expected: Digests) -> None:
@@ -179,7 +179,7 @@ class SnapshotIndex:
         }
         outcome = await gather_named(calls, "keep", self._config.timeout_s)
         for error in outcome.failures.values():
-            logger.warning("some of version %d cannot be refilled from: %s", version, error)
+            logger.warning("[driver · v%d] a snapshot is missing: %s", version, error)
             self._tell(error)
         now = _Version(version)
         homes: dict[SnapshotHeader, list[int]] = {}
@@ -209,7 +209,13 @@ class SnapshotIndex:
                 limit_s = self._config.timeout_s + GRACE_S
                 outcome = await gather_named({f"holder {place}": call}, "replicate", limit_s)
                 for error in outcome.failures.values():
-                    logger.warning("holder %d mirrors nothing of part %d: %s", place, header.part, error)
+                    logger.warning(
+                        "[holder %d · v%d] does not replicate part %d: %s",
+                        place,
+                        header.version,
+                        header.part,
+                        error,
+                    )
                     self._tell(error)
                 now.offers[header.layout][header.part] += outcome.answers.values()
 

@@ -44,7 +44,7 @@ class EngineRanks(ABC):
         layouts: list[RankLayout] = self.on_ranks("layout")
         if len({bool(layout.buffers) for layout in layouts}) > 1:
             # Digests of shards and of whole tensors do not add up to one another.
-            logger.warning("engine %s loads whole tensors: not all ranks can be written live", self._name)
+            logger.warning("[engine %s] loads whole tensors: not all ranks can be written live", self._name)
             layouts = self.on_ranks("reload")
         return layouts
 

@@ -125,7 +125,8 @@ class FeedConsumer:
         return SlowError(f"reading of buckets 0 to {self._read}, together", late.missing, self._limit_s)
 
     def _give_up(self, error: WeightSyncError) -> None:
-        logger.warning("going on without an engine: %s", error)
+        who = self._feed.ticket if self._feed else None
+        logger.warning("[%s] goes on without engine %s: %s", who and who.holder, who and who.engine, error)
         self.cancel(str(error))
         self._feed = None
 

@@ -232,7 +232,7 @@ class ModuleSource:
         self._guard = AddressGuard(self.model, tensors)
         if not self._in_place and not self._offloaded:
             if moved:
-                logger.info("trainer %d: %s: attached again", self._rank, _listed(moved))
+                logger.info("[trainer %d] attached again: %s", self._rank, _listed(moved))
             self._make_copies()
 
     def _require_as_offloaded(self, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -193,7 +193,7 @@ class RollCall:
         try:
             return msgspec.json.decode(value, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            logger.warning("rank %d ignores %d bytes at %s: %s", self._rank, len(value), key, error)
+            logger.warning("[rank %d] ignores %d bytes at %s: %s", self._rank, len(value), key, error)
             return None
 
     def _others(self) -> list[int]:

@@ -217,7 +217,7 @@ def test_it_says_what_it_attached_again(rig: Rig, caplog: pytest.LogCaptureFixtu
         rig.source.publish(True)
     (record,) = caplog.records
     assert record.getMessage() == (
-        "trainer 0: steps and 4 more are in other memory than when it was connected: attached again"
+        "[trainer 0] attached again: steps and 4 more are in other memory than when it was connected"
     )
 
 

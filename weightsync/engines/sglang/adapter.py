@@ -174,7 +174,7 @@ class SglangEngine(EngineRanks):
         if self._watch:
             self._watch.close()
         if not self._loop.close(_END_S):
-            logger.warning("engine %s does not end", self._name)
+            logger.warning("[engine %s] does not end", self._name)
         self._replies.close()
 
     def _sleep_option(self, level: int) -> tuple[str, bool]:

@@ -111,7 +111,7 @@ class Replies:
             try:
                 reply = self._read(self._socket.recv_multipart())
             except WireError as error:
-                logger.warning("engine %s: refused an answer: %s", self._engine, error)
+                logger.warning("[engine %s] refused an answer: %s", self._engine, error)
                 continue
             if reply.number == calls[0].number:  # not a late answer to an earlier call
                 answers[reply.rank] = _outcome(reply, calls[0].method)

@@ -143,7 +143,7 @@ class VllmEngine(VllmRanks):
         if self._loop.is_lost or not self._loop.close(_END_S):
             self._watch.end()  # else vLLM would wait for the answer of a stopped rank
             if not self._loop.close(_END_S):
-                logger.warning("engine %s does not end", self._name)
+                logger.warning("[engine %s] does not end", self._name)
 
     def _sleep_option(self, level: int) -> tuple[str, bool]:
         return "options.enable_sleep_mode", self._sleeps
