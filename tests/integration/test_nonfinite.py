@@ -104,7 +104,7 @@ def test_by_default_one_warning_names_the_tensors_and_the_report_has_them(
         assert report.engines == {"e0": 2, "e1": 2}
         assert report.nonfinite == report.to_dict()["nonfinite"] == FOUND
         (warning,) = (each.getMessage() for each in caplog.records if "NaN" in each.getMessage())
-        assert warning == "version 2: NaN or Inf in 0.bias (1), 1.weight (2), elements counted"
+        assert warning == "[driver] version 2: NaN or Inf in 0.bias (1), 1.weight (2), elements counted"
 
     with caplog.at_level(logging.WARNING):
         drive(work)

@@ -279,7 +279,7 @@ class Controller:
             error = NonfiniteError(version, sorted(counts.items()))
             if self._config.nonfinite == "refuse":
                 raise error
-            logger.warning("[driver · v%d] %s", version, error)
+            logger.warning("[driver] %s", error)
         return dict(counts)
 
     async def _publish_and_pause(self, takers: Mapping[str, EngineMember], version: int) -> Sequence[str]:
