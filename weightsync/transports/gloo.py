@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import BroadcastOptions, PrefixStore, Pr
 
 from weightsync.errors import TransportError
 from weightsync.transports.base import Broadcast, Op, Pending, Send
-from weightsync.transports.rendezvous import SLACK_S, close_store, join_store, own_address, peers_of
+from weightsync.transports.rendezvous import SLACK_S, close_store, join_store, own_address
 from weightsync.transports.roll_call import RollCall, aside
 from weightsync.transports.store import NetworkStore, StoreServer
 from weightsync.transports.watchdog import Watch
@@ -87,7 +87,7 @@ class GlooTransport:
         assert self._watch, "open the transport first"
         watch = self._watch
         self._works = [work for work in self._works if not work.is_done()]
-        number = watch.begin(peers_of(ops, self._rank, self._num_ranks))
+        number = watch.begin(ops)
         try:
             works = [self._start(op) for op in ops]
         except RuntimeError as error:

@@ -14,7 +14,7 @@ import torch
 from weightsync.errors import TransportError
 from weightsync.memory import cuda
 from weightsync.transports.base import Broadcast, Op, Pending, Send
-from weightsync.transports.rendezvous import close_store, join_store, peers_of
+from weightsync.transports.rendezvous import close_store, join_store
 from weightsync.transports.roll_call import RollCall, aside
 from weightsync.transports.store import NetworkStore, StoreServer
 from weightsync.transports.watchdog import Gate, Watch
@@ -77,7 +77,7 @@ class NcclTransport:
         assert self._watch, "open the transport first"
         assert all(op.data.is_cuda for op in ops), "NCCL moves device memory"
         watch, stream = self._watch, _stream(self._device)
-        number = watch.begin(peers_of(ops, self._rank, self._num_ranks))
+        number = watch.begin(ops)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         if self._gate.enter():
             try:

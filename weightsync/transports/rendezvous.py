@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
 from concurrent.futures import TimeoutError as Late
 
 from weightsync.errors import TransportError, WireError
-from weightsync.transports.base import Broadcast, Op
 from weightsync.transports.roll_call import RollCall, aside
 from weightsync.transports.store import NetworkStore, StoreServer
 
-__all__ = ["SLACK_S", "close_store", "join_store", "own_address", "peers_of"]
+__all__ = ["SLACK_S", "close_store", "join_store", "own_address"]
 
 SLACK_S = 1.0
 """Time after its deadline within which a rank has named the missing ranks."""
@@ -53,10 +51,3 @@ def own_address(rendezvous: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])
-
-
-def peers_of(ops: Sequence[Op], rank: int, num_ranks: int) -> list[int]:
-    """Return the other ranks that `ops` concern, ascending."""
-    if any(isinstance(op, Broadcast) for op in ops):
-        return [peer for peer in range(num_ranks) if peer != rank]
-    return sorted({op.peer for op in ops if not isinstance(op, Broadcast)} - {rank})

@@ -6,11 +6,12 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from weightsync.errors import TransportError
+from weightsync.transports.base import Broadcast, Op
 from weightsync.transports.roll_call import Absence, RollCall, aside, ranks_text
 
 __all__ = ["Gate", "Watch"]
@@ -98,16 +99,22 @@ class Watch:
         """Give operations `timeout_s` seconds from now on."""
         self._timeout_s = timeout_s
 
-    def begin(self, peers: Iterable[int]) -> int:
-        """Register an operation that needs `peers`. Returns its number, from 1. Raises TransportError."""
+    def begin(self, ops: Sequence[Op]) -> int:
+        """Register an operation. Returns its number, from 1. Raises TransportError."""
         self.check()
-        now = time.monotonic()
+        now, peers = time.monotonic(), self._peers(ops)
         with self._lock:
             self._count += 1
             self._meetings.update(peers)
             meetings = {peer: self._meetings[peer] for peer in peers}
             self._operations[self._count] = _Operation(now, meetings, lambda: False)
             return self._count
+
+    def _peers(self, ops: Sequence[Op]) -> set[int]:
+        """Return the other ranks that `ops` concern."""
+        if any(isinstance(op, Broadcast) for op in ops):
+            return {*range(self._num_ranks)} - {self._rank}
+        return {op.peer for op in ops if not isinstance(op, Broadcast)} - {self._rank}
 
     def follow(self, number: int, is_over: Callable[[], bool]) -> None:
         """Set `is_over`, which is asked before `done`: an ended operation is not late."""
