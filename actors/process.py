@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from weightsync.actors.placement import Placement
-from weightsync.engines.rank_process import process_stat
 
 __all__ = ["PATIENCE_S", "end_pid", "end_process"]
 
@@ -52,38 +49,32 @@ def end_pid(node: str, pid: int) -> None:
 
 def _end(pid: int) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    if _command(pid).startswith(b"ray::"):  # else it has ended, and an unrelated process may have its pid
-        _kill([each for each in _started_by(pid) if b"resource_tracker" not in _command(each)], deadline)
-        # The worker last: Ray kills its whole group 0.2 s later, and the tracker waits for the children.
-        _kill([pid], deadline)
+    with suppress(psutil.NoSuchProcess):
+        worker = psutil.Process(pid)
+        if _command(worker).startswith("ray::"):  # else it is an unrelated process that has the pid now
+            started = worker.children(recursive=True)
+            _kill([each for each in started if "resource_tracker" not in _command(each)], deadline)
+            # The worker last: Ray kills its whole group 0.2 s later, and the tracker waits for the children.
+            _kill([worker], deadline)
 
 
-def _kill(pids: Collection[int], deadline: float) -> None:
-    while (left := [each for each in pids if _is_there(each)]) and time.monotonic() < deadline:
+def _kill(processes: Collection[psutil.Process], deadline: float) -> None:
+    while (left := [each for each in processes if _is_there(each)]) and time.monotonic() < deadline:
         for each in left:
-            with suppress(ProcessLookupError):
-                os.kill(each, signal.SIGKILL)
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
         time.sleep(0.02)
 
 
-def _is_there(pid: int) -> bool:
+def _is_there(process: psutil.Process) -> bool:
     """Whether a thread of the process still runs, and so holds its files open."""
-    stat = process_stat(pid)
-    return stat.state not in "XZ" or stat.num_threads > 1
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1)
+    return False
 
 
-def _command(pid: int) -> bytes:
-    """The command line of `pid`, empty if it has ended."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
-
-
-def _started_by(pid: int) -> Iterator[int]:
-    """All descendants of `pid`."""
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # that thread has ended
-            for child in map(int, children.read_text().split()):
-                yield child
-                yield from _started_by(child)
+def _command(process: psutil.Process) -> str:
+    """The command line of `process`, empty if it has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return " ".join(process.cmdline())
+    return ""

@@ -21,7 +21,7 @@ from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.channel.engine_end import HolderFeed
 from weightsync.driver.engine_state import EngineState
-from weightsync.engines.rank_process import process_stat
+from weightsync.engines import rank_process
 from weightsync.errors import StateError, WeightSyncError
 from weightsync.faults import Fault, FaultPlan
 from weightsync.holder import holder as holder_module
@@ -191,9 +191,8 @@ def answers(actor: Any) -> bool:
 
 
 def process_state(number: int) -> str:
-    """As ps has it, ``T`` for stopped; nothing if there is no such process any more."""
-    state = process_stat(number).state
-    return "" if state in "XZ" else state
+    """As psutil has it; nothing if there is no such process any more."""
+    return rank_process.process_state(number)[1]
 
 
 def end(number: int) -> None:

@@ -162,7 +162,7 @@ def test_an_engine_that_dies_with_its_holder_is_healed_without_an_update(fleets:
 
 
 def _be_noticed(fleet: Faulty, case: Case, victim: int, num_heals: int) -> None:
-    assert until(lambda: process_state(victim) in ("", "T"), patient(3))
+    assert until(lambda: process_state(victim) in ("", "stopped"), patient(3))
     if case.who.startswith("engine"):
         assert until(lambda: len(fleet.sync.heals) > num_heals, patient(20))
         assert healthy(fleet)
@@ -192,7 +192,7 @@ def _waits_for_the_next_version(case: Case) -> bool:
 
 def _assert_it_struck(fleet: Faulty, case: Case, victim: int) -> None:
     if case.action in ("kill", "hang"):
-        assert process_state(victim) in ("", "T")
+        assert process_state(victim) in ("", "stopped")
     wanted = {
         "error": f"injected into {case.who} at {case.at}",
         "corrupt": "wrong bytes",

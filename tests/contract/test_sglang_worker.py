@@ -177,7 +177,7 @@ def answered(replies: Replies, method: str, *outcomes: object) -> object:
     ("method", "outcome"),
     [
         ("join", None),
-        ("join", RankProcess(0, 7, "99")),
+        ("join", RankProcess(0, 7, 99)),
         ("layout", LAYOUT),
         ("addresses", {"w": 1 << 47}),
         ("attach", Attached("ab", None)),

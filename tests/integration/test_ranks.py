@@ -53,7 +53,7 @@ def line(process: subprocess.Popen[str]) -> str:
 def ranks() -> Iterator[list[RankProcess]]:
     processes = [start(RANK.format(engine=os.getpid())) for _ in range(3)]
     joined = [eval(line(process).rpartition(" ")[0]) for process in processes]
-    yield [RankProcess(number, rank.pid, rank.started) for number, rank in enumerate(joined)]
+    yield [RankProcess(number, rank.pid, rank.identity) for number, rank in enumerate(joined)]
     for process in processes:
         process.kill()
         process.communicate()
@@ -102,10 +102,10 @@ def test_ranks_are_ended_also_while_they_are_stopped(ranks) -> None:
 
 
 def test_a_later_process_of_the_same_number_is_another(ranks) -> None:
-    later = RankProcess(0, ranks[0].pid, "1")
+    later = RankProcess(0, ranks[0].pid, 1)
     assert later.state() == ""
     later.end()
-    assert ranks[0].state() in ("S", "R")
+    assert ranks[0].state() in ("sleeping", "running")
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGCONT])
@@ -113,7 +113,7 @@ def test_a_rank_ends_with_its_engine_whatever_it_does(number: int) -> None:
     engine = start(ENGINE)
     text, _, pid = line(engine).rpartition(" ")
     rank = eval(text)
-    assert rank == RankProcess(0, int(pid), rank.started)
+    assert rank == RankProcess(0, int(pid), rank.identity)
     os.kill(rank.pid, number)
     engine.kill()
     engine.communicate()

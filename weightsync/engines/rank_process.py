@@ -8,35 +8,24 @@ import signal
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
+
+import psutil
 
 from weightsync.errors import RankLostError
 
-__all__ = ["ProcessStat", "RankProcess", "RankWatch", "process_stat"]
+__all__ = ["RankProcess", "RankWatch", "process_state"]
+
+_ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
-class ProcessStat(NamedTuple):
-    """State of a process; empty if there is no such process.
-
-    Attributes:
-        state: as in ps: ``T`` is stopped, ``X`` and ``Z`` are ended.
-        num_threads: if the process has ended, more than 1 means that threads still hold its memory.
-        started: clock ticks since the host's start; it distinguishes processes that had the same pid.
-    """
-
-    state: str = ""
-    num_threads: int = 0
-    started: str = ""
-
-
-def process_stat(pid: int) -> ProcessStat:
-    """Read the current state of process `pid`."""
+def process_state(pid: int) -> tuple[int, str]:
+    """Return the identity of process `pid`, as in `RankProcess`, and its status; 0 and "" once it ended."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ProcessStat()
-    return ProcessStat(fields[0], int(fields[17]), fields[19])
+        process = psutil.Process(pid)
+        status: str = process.status()
+    except psutil.NoSuchProcess:
+        return 0, ""
+    return (0, "") if status in _ENDED else (hash(process), status)
 
 
 _LOOK_S = 0.05
@@ -47,11 +36,16 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """The process `pid` of `rank`; `started` distinguishes it from a later process with that pid."""
+    """The process `pid` of `rank`.
+
+    Attributes:
+        identity: psutil's hash of pid and start, the same in every process and after a step of the clock. It
+            distinguishes the process from a later one with that pid.
+    """
 
     rank: int
     pid: int
-    started: str
+    identity: int
 
     @classmethod
     def join(cls, rank: int, engine_pid: int) -> RankProcess | None:
@@ -68,12 +62,12 @@ class RankProcess:
     @classmethod
     def of(cls, rank: int, pid: int) -> RankProcess:
         """Return the process that has this `pid` now."""
-        return cls(rank, pid, process_stat(pid).started)
+        return cls(rank, pid, process_state(pid)[0])
 
     def state(self) -> str:
-        """Return the state as in ps, ``T`` for stopped; "" if the process has ended."""
-        stat = process_stat(self.pid)
-        return stat.state if stat.started == self.started and stat.state not in "XZ" else ""
+        """Return the status that psutil gives; "" if the process has ended."""
+        identity, status = process_state(self.pid)
+        return status if identity == self.identity else ""
 
     def end(self) -> None:
         """Kill the process if it still exists."""
@@ -118,7 +112,7 @@ class RankWatch:
 
     def _cause(self, rank: RankProcess) -> str:
         state = rank.state()
-        self._stopped[rank] = self._stopped[rank] + 1 if state == "T" else 0
+        self._stopped[rank] = self._stopped[rank] + 1 if state == psutil.STATUS_STOPPED else 0
         if not state:
             return f"its process {rank.pid} ended"
         return f"its process {rank.pid} is stopped" if self._stopped[rank] * _LOOK_S >= _STOPPED_S else ""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from weightsync.errors import PeerLostError, TransportError
@@ -49,7 +50,7 @@ class SharedBuffer:
     def create(cls, nbytes: int) -> SharedBuffer:
         """Allocate a zeroed buffer. Raises TransportError when the host is short of memory."""
         # Checked first: if memory runs out, the kernel kills processes, and not always this one.
-        available = _available_nbytes()
+        available = psutil.virtual_memory().available
         if nbytes > available:
             raise TransportError(
                 f"cannot take {nbytes} bytes of shared memory: the host has {available} left"
@@ -154,10 +155,3 @@ def _writable(view: mmap.mmap) -> ctypes.Array[ctypes.c_uint8]:
     memory = (ctypes.c_uint8 * len(view)).from_address(held.ctypes.data)
     memory.held = held  # type: ignore[attr-defined]  # it does not keep its memory alive
     return memory
-
-
-def _available_nbytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    raise TransportError("/proc/meminfo does not say how much memory is available")
