@@ -1,4 +1,4 @@
-"""Admits peers to a ZeroMQ socket by a secret, the password of PLAIN.
+"""Serves peers over ZeroMQ that show a secret, the password of PLAIN.
 
 Without the secret a peer can send nothing but a handshake. Neither the secret nor the traffic is encrypted.
 """
@@ -7,20 +7,36 @@ from __future__ import annotations
 
 import logging
 import secrets
-from typing import TYPE_CHECKING
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
+
+from weightsync.errors import TransportError, WireError
 
 if TYPE_CHECKING:
     Context = zmq.Context[zmq.Socket[bytes]]
     Socket = zmq.Socket[bytes]
 
-__all__ = ["Doorman", "show_secret"]
+__all__ = ["Doorman", "Server", "decode_one", "dial", "hang_up", "show_secret"]
+
+T = TypeVar("T")
 
 HANDSHAKE_MS = 5000
 """A peer that has not shown the secret after this time is disconnected, which frees its descriptor."""
 BACKLOG = 4096
+_LOST = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
 _USER = "peer"
 
 _log = logging.getLogger("weightsync.handshake")
@@ -45,6 +61,94 @@ class Doorman:
     def close(self) -> None:
         """Admit no more peers. Must be called before the context ends; safe to call twice."""
         self._authenticator.stop()
+
+
+class Server(ABC):
+    """Answers requests on a free port in its own thread, and checks secrets in another one.
+
+    Attributes:
+        secret: what peers have to show.
+        endpoint: where it listens.
+    """
+
+    def __init__(self, host: str, max_nbytes: int, problem: str) -> None:
+        """
+        Args:
+            max_nbytes: limit for a request's frame and for each step of the handshake.
+
+        Raises:
+            TransportError: `host` is not an address of this host. It starts with `problem`.
+        """
+        self._context = zmq.Context()
+        self._doorman = Doorman(self._context)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._doorman.guard(self._socket)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # peers limit how many answers they wait for
+        self._socket.setsockopt(zmq.MAXMSGSIZE, max_nbytes)
+        self._socket.setsockopt(zmq.IPV6, ":" in host)
+        try:
+            self._socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
+        except zmq.ZMQError as error:
+            self._doorman.close()
+            self._context.destroy(linger=0)
+            raise TransportError(f"{problem} on {host}: {error}") from error
+        self.secret = self._doorman.secret
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="weightsync-serve")
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop both threads. Safe to call twice."""
+        self._doorman.close()
+        self._context.term()  # ends the thread, which closes the socket
+        self._thread.join()
+
+    @abstractmethod
+    def answer(self, frames: Sequence[bytes]) -> Sequence[bytes | memoryview]:
+        """Return the frames that answer a request's. Must not raise."""
+
+    def _serve(self) -> None:
+        try:
+            while True:
+                peer, *frames = self._socket.recv_multipart()
+                self._socket.send_multipart([peer, *self.answer(frames)], copy=False)
+        except zmq.ContextTerminated:
+            pass
+        finally:
+            self._socket.close(linger=0)
+
+
+def dial(context: Context, endpoint: str, secret: str, max_nbytes: int) -> tuple[Socket, Socket]:
+    """Connect to a `Server` whose answers have frames of at most `max_nbytes`.
+
+    Returns the socket and its monitor, whose first event says that there is no connection, and never will be.
+    """
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_nbytes)
+    socket.setsockopt(zmq.RECONNECT_IVL, -1)  # another process may have the port by then
+    socket.setsockopt(zmq.IPV6, "[" in endpoint)
+    show_secret(socket, secret)
+    monitor = socket.get_monitor_socket(_LOST)
+    socket.connect(endpoint)
+    return socket, monitor
+
+
+def hang_up(socket: Socket, monitor: Socket) -> None:
+    """Close what `dial` returned."""
+    socket.disable_monitor()
+    monitor.close(linger=0)
+    socket.close()
+
+
+def decode_one(decoder: msgspec.msgpack.Decoder[T], frames: Sequence[bytes | memoryview]) -> T:
+    """Decode a message of one frame. Raises WireError for anything else."""
+    if len(frames) != 1:
+        raise WireError(f"{len(frames)} frames, where a message of ours is 1")
+    try:
+        return decoder.decode(frames[0])
+    except msgspec.MsgspecError as error:
+        raise WireError(f"not a message of ours: {error}") from error
 
 
 def show_secret(socket: Socket, secret: str) -> None:

@@ -18,10 +18,10 @@ from zmq.utils.monitor import recv_monitor_message
 
 from weightsync.errors import DeadlineError, ReadError, WireError
 from weightsync.protocol.handles import Offer
-from weightsync.protocol.handshake import show_secret
+from weightsync.protocol.handshake import decode_one, dial, hang_up
 from weightsync.readers.base import Read, by_peer, pieces
 from weightsync.readers.ending import Ending
-from weightsync.readers.zeromq_server import Answer, Request, read
+from weightsync.readers.zeromq_server import Request, answers
 
 if TYPE_CHECKING:
     from weightsync.memory.host import SharedBuffer
@@ -32,15 +32,6 @@ CHUNK_NBYTES = 1 << 20
 WINDOW = 4
 """Chunks requested from one peer at a time."""
 MAX_IO_THREADS = 4
-
-_LOST = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_CONNECT_RETRIED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-)
 _CAUSES: dict[int, str] = {
     zmq.EVENT_DISCONNECTED: "its connection broke",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the secret is wrong",
@@ -104,14 +95,7 @@ class _Peer:
         self._asked: dict[int, Read] = {}
         self._ticket = 0
         self._lost = ""
-        self.socket = context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, CHUNK_NBYTES)
-        show_secret(self.socket, offer.secret)
-        # Never reconnect: another process may have the port by then.
-        self.socket.setsockopt(zmq.RECONNECT_IVL, -1)
-        self.monitor = self.socket.get_monitor_socket(_LOST)
-        self.socket.connect(offer.endpoint)
+        self.socket, self.monitor = dial(context, offer.endpoint, offer.secret, CHUNK_NBYTES)
 
     @property
     def owes(self) -> bool:
@@ -127,7 +111,7 @@ class _Peer:
         """Copy one answer into its target, and request the next chunk."""
         head, *data = self.socket.recv_multipart(copy=False)
         try:
-            answer = read(Answer, [head.buffer])
+            answer = decode_one(answers, [head.buffer])
         except WireError as error:
             raise ReadError(self.name, str(error)) from error
         if answer.refusal:
@@ -148,9 +132,7 @@ class _Peer:
         self._check()
 
     def close(self) -> None:
-        self.socket.disable_monitor()
-        self.monitor.close(linger=0)
-        self.socket.close()
+        hang_up(self.socket, self.monitor)
 
     def _check(self) -> None:
         if self._lost and self.owes:

@@ -17,23 +17,14 @@ import zmq
 from torch.distributed.distributed_c10d import Store
 from zmq.utils.monitor import recv_monitor_message
 
-from weightsync.errors import TransportError, WireError
-from weightsync.protocol.handshake import Doorman, show_secret
+from weightsync.errors import WireError
+from weightsync.protocol.handshake import Server, decode_one, dial, hang_up
 
 __all__ = ["NetworkStore", "StoreServer"]
 
 MAX_MESSAGE_NBYTES = 1 << 20
 _POLL_MS = 50
 _WAIT_S = 0.01
-
-_LOST = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_CONNECT_RETRIED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-)
 
 
 class _Request(msgspec.Struct, frozen=True, array_like=True):
@@ -59,52 +50,23 @@ _requests = msgspec.msgpack.Decoder(_Request)
 _answers = msgspec.msgpack.Decoder(_Answer)
 
 
-class StoreServer:
+class StoreServer(Server):
     """Serves a store on a free port; `address` is ``secret@host:port``."""
 
     def __init__(self, host: str) -> None:
         """Raises TransportError when `host` is not an address of this host."""
         self._values: dict[str, bytes] = {}
-        self._context = zmq.Context()
-        self._doorman = Doorman(self._context)
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_NBYTES)
-        self._socket.setsockopt(zmq.IPV6, ":" in host)
-        self._doorman.guard(self._socket)
-        shown = f"[{host}]" if ":" in host else host
-        try:
-            self._socket.bind(f"tcp://{shown}:*")
-        except zmq.ZMQError as error:
-            self._doorman.close()
-            self._context.destroy(linger=0)
-            raise TransportError(f"no rendezvous can be served on {host}: {error}") from error
-        port = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
-        self.address = f"{self._doorman.secret}@{host}:{port}"
-        self._thread = threading.Thread(target=self._serve, daemon=True, name="weightsync-store")
-        self._thread.start()
+        super().__init__(host, MAX_MESSAGE_NBYTES, "no rendezvous can be served")
+        self.address = f"{self.secret}@{self.endpoint.removeprefix('tcp://')}"
 
-    def close(self) -> None:
-        """Stop serving. Safe to call twice."""
-        self._doorman.close()
-        self._context.term()  # ends the thread, which closes the socket
-        self._thread.join()
-
-    def _serve(self) -> None:
+    def answer(self, frames: Sequence[bytes]) -> Sequence[bytes]:
+        """Return the answer to one request."""
         try:
-            while True:
-                peer, *frames = self._socket.recv_multipart()
-                self._socket.send_multipart([peer, msgspec.msgpack.encode(self._answer(frames))])
-        except zmq.ContextTerminated:
-            pass
-        finally:
-            self._socket.close(linger=0)
-
-    def _answer(self, frames: Sequence[bytes]) -> _Answer:
-        try:
-            request = _read(_requests, frames)
-            return _Answer(request.ticket, self._do(request))
+            request = decode_one(_requests, frames)
+            answer = _Answer(request.ticket, self._do(request))
         except WireError as error:
-            return _Answer(0, None, str(error))
+            answer = _Answer(0, None, str(error))
+        return [msgspec.msgpack.encode(answer)]
 
     def _do(self, request: _Request) -> bytes | None:
         if request.do == "check":
@@ -131,23 +93,15 @@ class NetworkStore(Store):
     def __init__(self, address: str, timeout_s: float) -> None:
         super().__init__()
         secret, _, place = address.rpartition("@")
-        host, _, port = place.rpartition(":")
         self._place, self._timeout_s = place, timeout_s
         self._lock, self._closing = threading.Lock(), threading.Event()
         self._ticket = 0
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_NBYTES)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)  # another process may have the port by then
-        self._socket.setsockopt(zmq.IPV6, ":" in host)
-        show_secret(self._socket, secret)
-        self._monitor = self._socket.get_monitor_socket(_LOST)
+        self._socket, self._monitor = dial(self._context, f"tcp://{place}", secret, MAX_MESSAGE_NBYTES)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
         self._lost = False
-        self._socket.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{place}")
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set the value of `key`."""
@@ -188,9 +142,7 @@ class NetworkStore(Store):
         self._closing.set()
         with self._lock:
             if not self._socket.closed:
-                self._socket.disable_monitor()
-                self._monitor.close(linger=0)
-                self._socket.close()
+                hang_up(self._socket, self._monitor)
                 self._context.term()
 
     def __del__(self) -> None:
@@ -217,7 +169,7 @@ class NetworkStore(Store):
         while time.monotonic() < deadline:
             ready = dict(self._poller.poll(_POLL_MS))
             if self._socket in ready:
-                answer: _Answer = _read(_answers, self._socket.recv_multipart())
+                answer = decode_one(_answers, self._socket.recv_multipart())
                 if answer.refusal:
                     raise WireError(answer.refusal)
                 if answer.ticket == self._ticket:  # otherwise of a call that was given up
@@ -233,15 +185,6 @@ class NetworkStore(Store):
             raise RuntimeError("the store is closed")
         if self._lost:
             raise RuntimeError(f"the connection to the store at {self._place} broke, or there is none")
-
-
-def _read(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[bytes]) -> Any:  # noqa: ANN401
-    if len(frames) != 1:
-        raise WireError(f"{len(frames)} frames, where a message of ours is 1")
-    try:
-        return decoder.decode(frames[0])
-    except msgspec.MsgspecError as error:
-        raise WireError(f"not a message of ours: {error}") from error
 
 
 def _bytes(value: str | bytes) -> bytes:
