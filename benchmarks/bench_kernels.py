@@ -28,7 +28,7 @@ from benchmarks.common import Row, environment, print_table, write_json
 from benchmarks.triton_copy import TritonCopy
 from weightsync.memory.kernels import CopyTable, DigestPart, DigestTable
 from weightsync.plan import Box
-from weightsync.plan.copies import Copies, box_copies
+from weightsync.plan.copies import BoxCopy, Copies, box_copies
 
 MIB = 1 << 20
 SIZES = (256 * MIB, 4096 * MIB)
@@ -83,11 +83,11 @@ def _split(tensor: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
 
 
 def copies(pairs: Sequence[Pair]) -> Copies:
-    rows = []
+    boxes: list[BoxCopy] = []
     for source, target in pairs:
         strides = [[2 * stride for stride in side.stride()] for side in (source, target)]
-        rows += box_copies(source.shape, 2, source.data_ptr(), strides[0], target.data_ptr(), strides[1])
-    return Copies.of(rows)
+        boxes.append((source.shape, 2, source.data_ptr(), strides[0], target.data_ptr(), strides[1]))
+    return Copies(*box_copies(boxes)[0].T)
 
 
 def seconds(calls: Sequence[Call]) -> float:

@@ -32,7 +32,8 @@ def copies_of(source: torch.Tensor, target: torch.Tensor) -> list[Copy]:
     """`source` to `target`, two views of one shape and item size."""
     size = source.element_size()
     strides = [[stride * size for stride in side.stride()] for side in (source, target)]
-    return box_copies(source.shape, size, source.data_ptr(), strides[0], target.data_ptr(), strides[1])
+    box = (source.shape, size, source.data_ptr(), strides[0], target.data_ptr(), strides[1])
+    return [tuple(row) for row in box_copies([box])[0].tolist()]
 
 
 def copy(rows: list[Copy], num_blocks: int | None = None) -> None:

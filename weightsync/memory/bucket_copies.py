@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
 
 from weightsync.plan import Box, Piece, Plan, Segment
-from weightsync.plan.copies import Copies, Copy, box_copies
+from weightsync.plan.copies import BoxCopy, Copies, box_copies
 
 __all__ = ["bucket_rows"]
 
 
-def _meeting_rows(
+def _meeting_boxes(
     box: Box,
     start: int,
     segments: Sequence[Segment],
@@ -18,12 +20,11 @@ def _meeting_rows(
     itemsize: int,
     *,
     into: bool,
-) -> list[Copy]:
-    """Return the copies between a contiguous `box` at address `start` and its `segments`.
+) -> Iterator[BoxCopy]:
+    """Yield the copies between a contiguous `box` at address `start` and its `segments`.
 
     `address` has the first byte of each buffer. With `into` they write the segments, else they read them.
     """
-    rows: list[Copy] = []
     strides = _contiguous(box.extent, itemsize)
     for segment in segments:
         part = box.intersect(segment.box)
@@ -32,8 +33,7 @@ def _meeting_rows(
         packed = start + _distance(part, box, strides)
         held = address[segment.buffer] + segment.byte_offset + _distance(part, segment.box, segment.strides)
         ends = (packed, strides, held, segment.strides) if into else (held, segment.strides, packed, strides)
-        rows += box_copies(part.extent, itemsize, *ends)
-    return rows
+        yield part.extent, itemsize, *ends
 
 
 def _contiguous(extent: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
@@ -59,10 +59,10 @@ def bucket_rows(
 ) -> tuple[Copies, list[int]]:
     """Return all copies between `slots` and one rank's segments, bucket by bucket.
 
-    Args as in `_meeting_rows`; `slots` are addresses, `only` chooses pieces. Also returns the index of each
+    Args as in `_meeting_boxes`; `slots` are addresses, `only` chooses pieces. Also returns the index of each
     bucket's first copy, with the end as the last entry. Without slots there are no copies.
     """
-    rows: list[Copy] = []
+    boxes: list[BoxCopy] = []
     bounds = [0]
     for index in range(plan.num_buckets if slots else 0):
         base = slots[index % len(slots)]
@@ -70,6 +70,7 @@ def bucket_rows(
             if only(piece):
                 itemsize = plan.tensors[piece.tensor].itemsize
                 held = segments[piece.tensor]
-                rows += _meeting_rows(piece.box, base + piece.offset, held, address, itemsize, into=into)
-        bounds.append(len(rows))
-    return Copies.of(rows), bounds
+                boxes += _meeting_boxes(piece.box, base + piece.offset, held, address, itemsize, into=into)
+        bounds.append(len(boxes))
+    table, parent = box_copies(boxes)
+    return Copies(*table.T), np.searchsorted(parent, bounds).tolist()

@@ -18,7 +18,7 @@ from weightsync.errors import PlanError
 from weightsync.memory import cuda
 from weightsync.memory.digest_factors import COLUMNS, column_factors, row_factors, word_nbytes
 from weightsync.plan import Box
-from weightsync.plan.copies import Copies, Copy, box_copies, tiles
+from weightsync.plan.copies import BoxCopy, Copies, box_copies, tiles
 from weightsync.protocol.messages import Digests
 
 __all__ = ["CopyTable", "DigestPart", "DigestTable", "digest_tiles", "load_digests"]
@@ -146,28 +146,30 @@ def digest_tiles(parts: Sequence[DigestPart]) -> Mapping[int, Int64]:
     Raises:
         PlanError: a tensor has more than 64 GiB: 32 bits cannot count its 16-byte units.
     """
-    copies: dict[int, list[Copy]] = defaultdict(list)
+    boxes: dict[int, list[BoxCopy]] = defaultdict(list)
     owners: dict[int, list[int]] = defaultdict(list)
     for part in parts:
         if math.prod(part.shape) * part.itemsize > _MAX_TENSOR_NBYTES:
             raise PlanError(f"tensor {part.tensor}", f"shape {part.shape} is more than 64 GiB: no digest")
-        word, runs = word_nbytes(part.itemsize), _runs(part)
-        copies[word] += runs
+        word = word_nbytes(part.itemsize)
+        boxes[word].append(_numbered(part))
         mask = sum(part.mask << shift for shift in range(0, 32, 8 * word))
-        owners[word] += [part.tensor | mask << 32] * len(runs)
-    return {word: _digest_table(copies[word], owners[word]) for word in sorted(copies) if copies[word]}
+        owners[word].append(part.tensor | mask << 32)
+    tables = {word: _digest_table(boxes[word], owners[word]) for word in sorted(boxes)}
+    return {word: table for word, table in tables.items() if len(table)}
 
 
-def _runs(part: DigestPart) -> list[Copy]:
-    """Return the part as copies to addresses that number the tensor's bytes."""
+def _numbered(part: DigestPart) -> BoxCopy:
+    """Return the part as a copy to addresses that number the tensor's bytes."""
     strides = [part.itemsize * math.prod(part.shape[axis + 1 :]) for axis in range(len(part.shape))]
     first = sum(o * stride for o, stride in zip(part.box.offset, strides, strict=True))
-    return box_copies(part.box.extent, part.itemsize, part.address, part.strides, first, strides)
+    return part.box.extent, part.itemsize, part.address, part.strides, first, strides
 
 
-def _digest_table(copies: Sequence[Copy], owners: Sequence[int]) -> Int64:
-    table, number = tiles(Copies.of(copies), TILE_NBYTES)
-    owner = np.array(owners, dtype=np.int64)[number]
+def _digest_table(boxes: Sequence[BoxCopy], owners: Sequence[int]) -> Int64:
+    table, parent = box_copies(boxes)
+    table, number = tiles(Copies(*table.T), TILE_NBYTES)
+    owner = np.array(owners, dtype=np.int64)[parent[number]]
     return np.column_stack([table, owner, np.zeros_like(owner)])
 
 

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 
-from weightsync.plan.layout import Bool, Int64
+from weightsync.plan.layout import Bool, Int64, padded
 
-__all__ = ["Copies", "Copy", "box_copies", "flattened", "join", "repeated", "strided_copies", "tiles"]
+__all__ = [
+    "BoxCopy",
+    "Copies",
+    "Copy",
+    "box_copies",
+    "flattened",
+    "join",
+    "repeated",
+    "strided_copies",
+    "tiles",
+]
 
 Copy = tuple[int, int, int, int, int, int]
 """src, dst, rows, row_nbytes, src_pitch, dst_pitch: see `Copies`."""
+
+BoxCopy = tuple[Sequence[int], int, int, Sequence[int], int, Sequence[int]]
+"""extent, itemsize, src, src_strides, dst, dst_strides: elements, addresses of the first one, and bytes."""
 
 _ALIGNMENT = 128
 
@@ -47,40 +59,20 @@ class Copies:
         return np.stack([getattr(self, field.name) for field in fields(self)], axis=1)
 
 
-def box_copies(
-    extent: Sequence[int],
-    itemsize: int,
-    src: int,
-    src_strides: Sequence[int],
-    dst: int,
-    dst_strides: Sequence[int],
-) -> list[Copy]:
-    """Turn one N-dimensional box into few 2-D copies. Rows are contiguous on both sides.
+def box_copies(boxes: Sequence[BoxCopy]) -> tuple[Int64, Int64]:
+    """Turn N-dimensional boxes, also of different N, into few 2-D copies.
 
-    Args:
-        extent: elements per dimension; a 0-d box is one element, an empty box needs no copies.
-        itemsize: bytes per element.
-        src, dst: byte addresses of the box's first element on both sides.
-        src_strides, dst_strides: bytes per dimension.
+    Returns the copies, int64[m, 6] with the columns of `Copies`, and the box that each is part of, int64[m],
+    ascending. A 0-d box is one element, an empty box needs no copies.
     """
-    if 0 in extent:
-        return []
-    row_nbytes, outer = _collapsed(extent, itemsize, src_strides, dst_strides)
-    if not outer:
-        return [(src, dst, 1, row_nbytes, row_nbytes, row_nbytes)]
-    longest = max(range(len(outer)), key=lambda axis: outer[axis][0])
-    rows, src_pitch, dst_pitch = outer.pop(longest)
-    return [
-        (
-            src + sum(i * s for i, (_, s, _) in zip(index, outer, strict=True)),
-            dst + sum(i * d for i, (_, _, d) in zip(index, outer, strict=True)),
-            rows,
-            row_nbytes,
-            src_pitch,
-            dst_pitch,
-        )
-        for index in itertools.product(*(range(n) for n, _, _ in outer))
-    ]
+    extents, itemsize, src, src_strides, dst, dst_strides = zip(*boxes, strict=True) if boxes else [()] * 6
+    ndim = max([1, *map(len, extents)])
+    extent = padded(extents, ndim, 1)
+    starts = (np.array(column, np.int64) for column in (itemsize, src, dst))
+    strides = (padded(column, ndim, 0) for column in (src_strides, dst_strides))
+    table, parent = strided_copies(extent, *starts, *strides)
+    kept = np.flatnonzero((extent[parent] > 0).all(axis=1))
+    return table[kept], parent[kept]
 
 
 def tiles(copies: Copies, max_nbytes: int) -> tuple[Int64, Int64]:
@@ -95,30 +87,6 @@ def tiles(copies: Copies, max_nbytes: int) -> tuple[Int64, Int64]:
     table, number = _cut_columns(flattened(copies.table()), max_nbytes)
     table, parent = _cut_rows(table, max_nbytes)
     return table, number[parent]
-
-
-def _collapsed(
-    extent: Sequence[int], itemsize: int, src_strides: Sequence[int], dst_strides: Sequence[int]
-) -> tuple[int, list[tuple[int, int, int]]]:
-    """Return bytes per contiguous row, and the loops over rows, outermost first.
-
-    A loop is (extent, src stride, dst stride).
-    """
-    # Dimensions may be copied in any order; the destination's order joins the most of them.
-    axes = sorted(
-        ((s, d, n) for n, s, d in zip(extent, src_strides, dst_strides, strict=True) if n > 1),
-        key=lambda axis: (axis[1], axis[0]),
-    )
-    row_nbytes = itemsize
-    outer: list[tuple[int, int, int]] = []
-    for s, d, n in axes:
-        if not outer and s == d == row_nbytes:
-            row_nbytes *= n
-        elif outer and s == outer[-1][0] * outer[-1][1] and d == outer[-1][0] * outer[-1][2]:
-            outer[-1] = (outer[-1][0] * n, *outer[-1][1:])
-        else:
-            outer.append((n, s, d))
-    return row_nbytes, outer[::-1]
 
 
 def flattened(table: Int64) -> Int64:
@@ -178,16 +146,13 @@ _NO_STRIDE = np.iinfo(np.int64).max
 
 
 def strided_copies(
-    extent: Int64, itemsize: Int64, src: Int64, src_strides: Int64, dst: Int64, dst_strides: Int64
+    extent: Int64, itemsize: Int64, src: Int64, dst: Int64, src_strides: Int64, dst_strides: Int64
 ) -> tuple[Int64, Int64]:
-    """Vectorised `box_copies` for n boxes, none of them empty.
+    """Do as `box_copies` for columns of n boxes, none of them empty. Rows are contiguous on both sides.
 
     Args:
         extent: int64[n, D], elements; src_strides, dst_strides: int64[n, D], bytes.
         itemsize, src, dst: int64[n].
-
-    Returns:
-        int64[m, 6], and int64[m], ascending: the box that each copy is part of.
     """
     row_nbytes, outer = _collapsed_boxes(extent, itemsize, src_strides, dst_strides)
     every, longest = np.arange(len(extent)), outer[0].argmax(axis=1)
@@ -210,7 +175,8 @@ def _collapsed_boxes(
 ) -> tuple[Int64, tuple[Int64, Int64, Int64]]:
     """Return bytes per contiguous row, and the loops over rows.
 
-    Loops are columns of extents, src strides and dst strides; unused ones are 1, 0 and 0.
+    Loops are columns of extents, src strides and dst strides; unused ones are 1, 0 and 0. Dimensions may be
+    copied in any order; the destination's order joins the most of them.
     """
     long = extent > 1
     inward = np.argsort(np.where(long, dst_strides, _NO_STRIDE), axis=1, kind="stable")

@@ -229,7 +229,7 @@ class Reshard:
         dst_strides = _wide(engine.strides[row], low.shape[1], 0)
         src = self._src_origin[held] + np.einsum("nd,nd->n", low, src_strides)
         dst = self._dst_origin[row] + np.einsum("nd,nd->n", low, dst_strides)
-        table, part = strided_copies(extent, itemsize, src, src_strides, dst, dst_strides)
+        table, part = strided_copies(extent, itemsize, src, dst, src_strides, dst_strides)
         num_src, num_dst = len(source.buffer_names), len(engine.buffer_names)
         lane = (source.rank[held].astype(np.int64) * num_src + source.buffer[held]) * num_dst
         lane, table = join((lane + engine.buffer[row])[part], table)

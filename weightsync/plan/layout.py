@@ -170,7 +170,7 @@ class Layout:
         segments: Sequence[Segment],
     ) -> Layout:
         buffers: dict[str, int] = {}
-        columns = _Padded(max([1, *(len(meta.shape) for meta in metas.values())]))
+        ndim = max([1, *(len(meta.shape) for meta in metas.values())])
         counts = [len(layout.segments) for layout in ranks]
         return cls.from_columns(
             tensors=tuple(metas.values()),
@@ -178,12 +178,12 @@ class Layout:
             tied=tied,
             tensor=np.array([index[s.tensor] for s in segments], np.int32),
             rank=np.repeat(np.arange(len(ranks), dtype=np.int32), counts),
-            offset=columns.stack((s.box.offset for s in segments), 0),
-            extent=columns.stack((s.box.extent for s in segments), 1),
+            offset=padded((s.box.offset for s in segments), ndim, 0),
+            extent=padded((s.box.extent for s in segments), ndim, 1),
             buffer=np.array([buffers.setdefault(s.buffer, len(buffers)) for s in segments], np.int32),
             buffer_names=tuple(buffers),
             byte_offset=np.array([s.byte_offset for s in segments], np.int64),
-            strides=columns.stack((s.strides for s in segments), 0),
+            strides=padded((s.strides for s in segments), ndim, 0),
             buffers=tuple((rank, meta) for rank, layout in enumerate(ranks) for meta in layout.buffers),
             padding=tuple((rank, *entry) for rank, layout in enumerate(ranks) for entry in layout.padding),
         )
@@ -216,7 +216,7 @@ class Layout:
             PlanError: a box reaches out of its tensor or its buffer beyond 4 PiB, or the buffers
                 contradict each other.
         """
-        shape = _Padded(offset.shape[1]).stack((meta.shape for meta in tensors), 1)
+        shape = padded((meta.shape for meta in tensors), offset.shape[1], 1)
         itemsize = np.array([meta.itemsize for meta in tensors], np.int64)
         _check_bounds(tensors, shape, tensor, offset, extent)
         if strides is None:
@@ -276,16 +276,11 @@ def _segment(
     return Segment(meta.name, box, buffer, start, tuple(strides[:ndim]))
 
 
-@dataclass(frozen=True, slots=True)
-class _Padded:
-    """Tuples of up to `ndim` numbers as rows of one array."""
-
-    ndim: int
-
-    def stack(self, rows: Iterable[tuple[int, ...]], fill: int) -> Int64:
-        tails = [(fill,) * missing for missing in range(self.ndim + 1)]
-        flat = [number for row in rows for number in (*row, *tails[self.ndim - len(row)])]
-        return np.array(flat, np.int64).reshape(-1, self.ndim)
+def padded(rows: Iterable[Sequence[int]], ndim: int, fill: int) -> Int64:
+    """Return tuples of up to `ndim` numbers as rows of one array, int64[n, ndim]."""
+    tails = [(fill,) * missing for missing in range(ndim + 1)]
+    flat = [number for row in rows for number in (*row, *tails[ndim - len(row)])]
+    return np.array(flat, np.int64).reshape(-1, ndim)
 
 
 def _join_tied(ranks: Sequence[RankLayout]) -> tuple[tuple[str, str], ...]:

@@ -90,8 +90,9 @@ def test_host_copies_between_any_views_of_shared_storage() -> None:
     source, target = whole[:2000].view(40, 50)[3:30, 7:21], torch.zeros(33, 60, dtype=torch.int16)[2:, 5:]
     size = source.element_size()
     strides = [[stride * size for stride in side.stride()] for side in (source, target)]
-    rows = box_copies(source.shape, size, source.data_ptr(), strides[0], target.data_ptr(), strides[1])
-    copies = HostCopies(Copies.of(rows), [0, 0, len(rows)], [whole[5:9], source, target])
+    box = (source.shape, size, source.data_ptr(), strides[0], target.data_ptr(), strides[1])
+    rows, _ = box_copies([box])
+    copies = HostCopies(Copies(*rows.T), [0, 0, len(rows)], [whole[5:9], source, target])
     copies.run(0)
     assert not target.any()
     copies.run(1)

@@ -62,7 +62,7 @@ def test_executed_they_are_numpys_assignment(data: st.DataObject) -> None:
     box = as_box(source, src, src_strides, extent, itemsize)
     as_box(expected, dst, dst_strides, extent, itemsize)[...] = box
 
-    copies = Copies.of(box_copies(extent, itemsize, src, src_strides, dst, dst_strides))
+    copies = Copies(*box_copies([(extent, itemsize, src, src_strides, dst, dst_strides)])[0].T)
     assert int((copies.rows * copies.row_nbytes).sum()) == math.prod(extent) * itemsize
     max_nbytes = data.draw(st.sampled_from([128, 256, 1024]))
     for rows in (copies.table(), tiles(copies, max_nbytes)[0]):
@@ -86,14 +86,14 @@ def test_executed_they_are_numpys_assignment(data: st.DataObject) -> None:
     ],
 )
 def test_few_copies(extent, src_strides, dst_strides, num_copies, row_nbytes) -> None:
-    copies = box_copies(extent, 2, 1000, src_strides, 2000, dst_strides)
+    copies = box_copies([(extent, 2, 1000, src_strides, 2000, dst_strides)])[0].tolist()
     assert len(copies) == num_copies
     assert {copy[3] for copy in copies} == ({row_nbytes} if num_copies else set())
 
 
 def test_the_longest_dimension_becomes_the_rows() -> None:
-    copies = box_copies((3, 100, 8), 1, 0, (10_000, 64, 1), 0, (800, 8, 1))
-    assert copies == [(i * 10_000, i * 800, 100, 8, 64, 8) for i in range(3)]
+    copies, _ = box_copies([((3, 100, 8), 1, 0, (10_000, 64, 1), 0, (800, 8, 1))])
+    assert copies.tolist() == [[i * 10_000, i * 800, 100, 8, 64, 8] for i in range(3)]
 
 
 def test_nothing_to_copy() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.plan.copies import box_copies, join, strided_copies
+from weightsync.plan.copies import box_copies, join
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(1, 3)), max_size=40))
@@ -78,28 +78,24 @@ def test_rows_that_are_equally_far_apart_are_one_copy(gaps: list[int], num_copie
 
 @given(st.lists(st.tuples(*[st.integers(1, 4)] * 3, st.permutations(range(3)), st.permutations(range(3)))))
 def test_many_boxes_are_what_each_of_them_is(boxes: list[tuple]) -> None:
-    extent = np.array([box[:3] for box in boxes], np.int64).reshape(-1, 3)
-    strides = [
-        np.array([_strides(box[:3], box[3 + side], 2) for box in boxes], np.int64).reshape(-1, 3)
-        for side in range(2)
-    ]
-    start = np.arange(len(boxes)) * 1000
-    two = np.full(len(boxes), 2)
-    table, parent = strided_copies(extent, two, start, strides[0], start, strides[1])
     single = [
-        moved_of(box_copies(e, 2, at, s, at, d))
-        for e, at, s, d in zip(
-            extent.tolist(), start.tolist(), strides[0].tolist(), strides[1].tolist(), strict=True
-        )
+        (box[:3], 2, at * 1000, _strides(box[:3], box[3], 2), at * 1000, _strides(box[:3], box[4], 2))
+        for at, box in enumerate(boxes)
     ]
-    assert [moved_of(table[parent == number].tolist()) for number in range(len(boxes))] == single
-    fewest = [len(box_copies(e, 2, 0, s, 0, d)) for e, s, d in zip(extent.tolist(), *strides, strict=True)]
-    assert np.bincount(parent, minlength=len(boxes)).tolist() == fewest
+    table, parent = box_copies(single)
+    alone = [box_copies([box])[0].tolist() for box in single]
+    assert [table[parent == number].tolist() for number in range(len(boxes))] == alone
 
 
-def moved_of(rows: list) -> Counter[tuple[int, int, int]]:
-    table = np.array(rows, np.int64).reshape(-1, 6)
-    return moved(np.zeros(len(table), np.int64), table)
+def test_boxes_of_different_dimensions_and_empty_ones_are_copied_together() -> None:
+    boxes = [
+        ((0, 5), 2, 0, (10, 2), 0, (10, 2)),
+        ((), 4, 100, (), 200, ()),
+        ((2, 3), 1, 300, (8, 1), 400, (3, 1)),
+    ]
+    table, parent = box_copies(boxes)
+    assert table.tolist() == [[100, 200, 1, 4, 4, 4], [300, 400, 2, 3, 8, 3]]
+    assert parent.tolist() == [1, 2]
 
 
 def _strides(extent: tuple[int, ...], order: tuple[int, ...], itemsize: int) -> list[int]:
