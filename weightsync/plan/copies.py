@@ -54,9 +54,9 @@ class Copies:
     def __len__(self) -> int:
         return len(self.src)
 
-    def table(self) -> Int64:
-        """Return int64[n, 6], the columns side by side."""
-        return np.stack([getattr(self, field.name) for field in fields(self)], axis=1)
+    def table(self, rows: Int64 | slice = slice(None)) -> Int64:
+        """Return int64[n, 6], the columns side by side, or those `rows` of it."""
+        return np.stack([getattr(self, field.name)[rows] for field in fields(Copies)], axis=1)
 
 
 def box_copies(boxes: Sequence[BoxCopy]) -> tuple[Int64, Int64]:

@@ -18,30 +18,23 @@ __all__ = ["CHUNK_NBYTES", "Reads", "Reshard", "addresses", "same_dtype_tensors"
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Reads:
-    """N 2-D copies from the trainers' memory, in the order in which they run.
+class Reads(Copies):
+    """N 2-D copies from the trainers' memory, in the order in which they run. `src` and `dst` are offsets.
 
     Attributes:
         trainer: int32[N], the rank that is read.
-        src_buffer: int32[N], index into `src_names`; src: int64[N], byte offset in that buffer.
-        dst_buffer: int32[N], index into `dst_names`; dst: int64[N], byte offset in that buffer.
-        rows, row_nbytes, src_pitch, dst_pitch: int64[N], as in `Copies`.
+        src_buffer: int32[N], index into `src_names`: the buffer that `src` is an offset in.
+        dst_buffer: int32[N], index into `dst_names`, as for `dst`.
     """
 
     trainer: Int32
     src_names: tuple[str, ...]
     src_buffer: Int32
-    src: Int64
     dst_names: tuple[str, ...]
     dst_buffer: Int32
-    dst: Int64
-    rows: Int64
-    row_nbytes: Int64
-    src_pitch: Int64
-    dst_pitch: Int64
 
     @classmethod
-    def of(
+    def from_table(
         cls,
         trainer: Int64 | Int32,
         src_names: tuple[str, ...],
@@ -51,23 +44,14 @@ class Reads:
         table: Int64,
     ) -> Reads:
         """Make reads from a table like that of `table()`."""
-        src, dst, rows, row_nbytes, src_pitch, dst_pitch = table.T
         return cls(
+            *table.T,
             trainer=trainer.astype(np.int32),
             src_names=src_names,
             src_buffer=src_buffer.astype(np.int32),
-            src=src,
             dst_names=dst_names,
             dst_buffer=dst_buffer.astype(np.int32),
-            dst=dst,
-            rows=rows,
-            row_nbytes=row_nbytes,
-            src_pitch=src_pitch,
-            dst_pitch=dst_pitch,
         )
-
-    def __len__(self) -> int:
-        return len(self.trainer)
 
     @property
     def nbytes(self) -> int:
@@ -80,24 +64,13 @@ class Reads:
         np.add.at(sums, index, self.rows * self.row_nbytes)
         return dict(zip(ranks.tolist(), sums.tolist(), strict=True))
 
-    def table(self) -> Int64:
-        """Return int64[N, 6], the columns of `Copies`. `src` and `dst` are offsets in the buffers."""
-        return np.stack(self._columns(), axis=1)
-
     def take(self, rows: Int64) -> Reads:
         """Return reads number `rows`, in that order."""
-        return Reads.of(
-            self.trainer[rows],
-            self.src_names,
-            self.src_buffer[rows],
-            self.dst_names,
-            self.dst_buffer[rows],
-            np.stack([column[rows] for column in self._columns()], axis=1),
-        )
+        return self.cut(rows, self.table(rows))
 
     def cut(self, part: Int64, table: Int64) -> Reads:
         """Return reads with the copies of `table`. Its row i is a part of read `part[i]`."""
-        return Reads.of(
+        return Reads.from_table(
             self.trainer[part],
             self.src_names,
             self.src_buffer[part],
@@ -127,9 +100,6 @@ class Reads:
             self.src_pitch,
             self.dst_pitch,
         )
-
-    def _columns(self) -> tuple[Int64, ...]:
-        return self.src, self.dst, self.rows, self.row_nbytes, self.src_pitch, self.dst_pitch
 
 
 def addresses(names: tuple[str, ...], buffer: Int32, address: Mapping[str, int]) -> Int64:
@@ -236,7 +206,7 @@ class Reshard:
         table, part = tiles(Copies(*table.T), CHUNK_NBYTES)
         trainer, src_buffer = np.divmod(lane[part] // num_dst, num_src)
         order = _read_order(trainer, table[:, 2] * table[:, 3], start, near)
-        return Reads.of(
+        return Reads.from_table(
             trainer[order],
             source.buffer_names,
             src_buffer[order],

@@ -235,7 +235,7 @@ def _lanes(bundles: Sequence[Bundle], max_message_bytes: int) -> tuple[Lane, ...
         piece = max(RUN_ALIGN, capacity // _PARTS // RUN_ALIGN * RUN_ALIGN)
         first = next(iter(reads))
         for rank, part in reads.items():
-            table, index = tiles(Copies(*part.table().T), piece)
+            table, index = tiles(part, piece)
             moved = messages(part.cut(index, table), capacity)
             hop = int(rank != first)
             lanes.append(Lane(first if hop else sender, rank, moved, number, hop))
@@ -327,7 +327,7 @@ def messages(reads: Reads, max_nbytes: int) -> Messages:
     capacity = max_nbytes // RUN_ALIGN * RUN_ALIGN
     if not capacity:
         raise ConfigError("sync.max_staging_bytes", max_nbytes, f"give at least {RUN_ALIGN}")
-    table, part = tiles(Copies(*reads.table().T), capacity)
+    table, part = tiles(reads, capacity)
     nbytes = table[:, 2] * table[:, 3]
     trainer = reads.trainer[part].astype(np.int64)
     runs = arrange(

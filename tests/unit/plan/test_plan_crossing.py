@@ -151,4 +151,4 @@ def reads_of(sizes: list[int]) -> Reads:
     start = np.cumsum([0, *sizes[:-1]])
     table = np.column_stack([start, start, np.ones_like(start), sizes, sizes, sizes])
     zeros = np.zeros_like(start)
-    return Reads.of(zeros, ("w",), zeros, ("w",), zeros, table)
+    return Reads.from_table(zeros, ("w",), zeros, ("w",), zeros, table)

@@ -111,7 +111,7 @@ def test_what_gpus_of_a_host_read_alike_of_another_goes_over_a_nic_once_and_over
     size = np.full(2, GIB // 2)
     table = np.column_stack([np.cumsum(size) - size] * 2 + [np.ones_like(size)] + [size] * 3)
     zeros = np.zeros_like(size)
-    reads = Reads.of(zeros, ("w",), zeros, ("w",), zeros, table)
+    reads = Reads.from_table(zeros, ("w",), zeros, ("w",), zeros, table)
     ranks = Receiver.of_host([("r0", 2, reads), ("r1", 3, reads)], [0], 2)
     assert [rank.by_trainer for rank in ranks] == [{0: GIB // 2}] * 2
     assert [rank.passed_on for rank in ranks] == [{3: GIB // 2}, {2: GIB // 2}]
