@@ -96,7 +96,7 @@ class ShardTrainer(TrainerShard):
 
     def _whole(self, tensor: Tensor, device: torch.device) -> torch.Tensor:
         local = torch.empty(tensor.shape, dtype=torch.bfloat16, device=device)
-        self.parts.append((tensor, Box((0,) * len(tensor.shape), tensor.shape), local))
+        self.parts.append((tensor, Box.whole(tensor.shape), local))
         return local
 
     def _shard(self, tensor: Tensor, mesh: DeviceMesh, device: torch.device) -> torch.Tensor:

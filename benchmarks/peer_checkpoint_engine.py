@@ -87,7 +87,7 @@ class Rank:
 
     def prepare(self, version: int) -> None:
         """Write `version` to the server and poison the consumer."""
-        wholes = (Box((0,) * len(tensor.shape), tensor.shape) for tensor in self._tensors)
+        wholes = (Box.whole(tensor.shape) for tensor in self._tensors)
         fill(zip(self._tensors, wholes, self._data.values(), strict=True), version)
         torch.cuda.synchronize()
         self._ask("poison")

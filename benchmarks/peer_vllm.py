@@ -196,7 +196,7 @@ def _wrong(worker: Any, places: Sequence[tuple[Tensor, str, int]], version: int)
     live = dict(worker.model_runner.model.named_parameters())
     assert set(live) == {name for _, name, _ in places}, set(live) ^ {name for _, name, _ in places}
     held = (
-        (each, Box((0,) * len(each.shape), each.shape), live[name].data[first : first + each.shape[0]])
+        (each, Box.whole(each.shape), live[name].data[first : first + each.shape[0]])
         for each, name, first in places
     )
     return count_wrong(held, version)

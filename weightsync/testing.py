@@ -16,7 +16,8 @@ from weightsync.errors import StateError
 from weightsync.faults import Fault, FaultPlan
 from weightsync.memory.digests import tensor_digest
 from weightsync.memory.offload import Offload
-from weightsync.plan import Box, Plan, RankLayout, Segment, TensorMeta
+from weightsync.memory.tensors import byte_strides, meta_of
+from weightsync.plan import Plan, RankLayout, Segment
 from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import Digests, FeedTicket, Loaded
 
@@ -42,20 +43,8 @@ class DictEngine:
 
     def layout(self) -> Sequence[RankLayout]:
         """Return a layout in which each tensor is whole and is its own buffer."""
-        metas = tuple(
-            TensorMeta(name, str(t.dtype).removeprefix("torch."), tuple(t.shape))
-            for name, t in self.tensors.items()
-        )
-        segments = tuple(
-            Segment(
-                name,
-                Box((0,) * t.dim(), tuple(t.shape)),
-                name,
-                0,
-                tuple(s * t.element_size() for s in t.stride()),
-            )
-            for name, t in self.tensors.items()
-        )
+        metas = tuple(meta_of(name, tensor) for name, tensor in self.tensors.items())
+        segments = tuple(Segment.whole(meta, byte_strides(self.tensors[meta.name])) for meta in metas)
         return [RankLayout(metas, segments, buffers=metas)]
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:

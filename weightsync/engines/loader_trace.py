@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from weightsync.engines.whole_sink import as_loaded
 from weightsync.errors import PlanError
+from weightsync.memory.tensors import meta_of
 from weightsync.plan import Box, Layout, RankLayout, Segment, TensorMeta
 from weightsync.plan.coverage import check_live
 
@@ -221,7 +222,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             tuple(metas),
             tuple(segments),
             tuple(tied),
-            tuple(_meta(name, tensor) for name, tensor in live.items()),
+            tuple(meta_of(name, tensor) for name, tensor in live.items()),
             tuple(self._padding),
             device,
         )
@@ -306,10 +307,6 @@ def _same_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _offset(live: torch.Tensor, view: torch.Tensor) -> int:
     """Return the bytes from a live tensor's first element to a view's."""
     return int(view.storage_offset() - live.storage_offset()) * live.element_size()
-
-
-def _meta(name: str, tensor: torch.Tensor) -> TensorMeta:
-    return TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:  # noqa: ANN401

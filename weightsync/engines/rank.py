@@ -17,8 +17,8 @@ from weightsync.engines.rank_process import RankProcess
 from weightsync.engines.whole_sink import Loader, WholeSink, synchronize
 from weightsync.errors import DeadlineError, EngineError, StateError, TransportError, WeightSyncError
 from weightsync.faults import Fault, set_faults
-from weightsync.memory.tensors import device_id, named_tensors
-from weightsync.plan import Box, RankLayout, Segment, TensorMeta
+from weightsync.memory.tensors import device_id, meta_of, named_tensors
+from weightsync.plan import RankLayout, Segment, TensorMeta
 from weightsync.protocol.handles import Attached
 
 if TYPE_CHECKING:
@@ -202,19 +202,10 @@ def checkpoint_of(hf_config: object, dtype: torch.dtype) -> Checkpoint:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
     tensors, tied = named_tensors(model)
-    metas = tuple(
-        TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        for name, tensor in tensors.items()
-    )
-    return metas, tied
+    return tuple(meta_of(name, tensor) for name, tensor in tensors.items()), tied
 
 
 def _whole_layout(
     metas: tuple[TensorMeta, ...], tied: tuple[tuple[str, str], ...], device: str
 ) -> RankLayout:
-    return RankLayout(metas, tuple(map(_whole, metas)), tied, device=device)
-
-
-def _whole(meta: TensorMeta) -> Segment:
-    strides = tuple(stride * meta.itemsize for stride in torch.empty(meta.shape, device="meta").stride())
-    return Segment(meta.name, Box((0,) * len(meta.shape), meta.shape), meta.name, 0, strides)
+    return RankLayout(metas, tuple(map(Segment.whole, metas)), tied, device=device)

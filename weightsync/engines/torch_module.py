@@ -25,8 +25,8 @@ from weightsync.errors import (
 )
 from weightsync.memory.addresses import AddressGuard
 from weightsync.memory.offload import Offload
-from weightsync.memory.tensors import device_id, named_tensors
-from weightsync.plan import Box, RankLayout, Segment, TensorMeta
+from weightsync.memory.tensors import byte_strides, device_id, meta_of, named_tensors
+from weightsync.plan import RankLayout, Segment
 from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import Loaded
 
@@ -104,11 +104,8 @@ class TorchEngine:
         return [self._layout]
 
     def _describe(self, tied: tuple[tuple[str, str], ...]) -> RankLayout:
-        metas = tuple(
-            TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-            for name, tensor in self._tensors.items()
-        )
-        segments = tuple(_segment(name, tensor) for name, tensor in self._tensors.items())
+        metas = tuple(meta_of(name, tensor) for name, tensor in self._tensors.items())
+        segments = tuple(Segment.whole(meta, byte_strides(self._tensors[meta.name])) for meta in metas)
         return RankLayout(metas, segments, tied, buffers=metas, device=device_id(self._device))
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
@@ -314,11 +311,6 @@ class _Gate:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-
-
-def _segment(name: str, tensor: torch.Tensor) -> Segment:
-    strides = tuple(stride * tensor.element_size() for stride in tensor.stride())
-    return Segment(name, Box((0,) * tensor.dim(), tuple(tensor.shape)), name, 0, strides)
 
 
 def _until_stop(row: list[int], stops: Sequence[int]) -> list[int]:

@@ -17,7 +17,7 @@ from weightsync.errors import StateError
 from weightsync.holder.snapshots import Copy, SnapshotContent
 from weightsync.holder.trainer_parts import Part
 from weightsync.memory.host import SharedBuffer, map_pages, num_threads
-from weightsync.plan import MAPPED, Box, Piece, Plan, Segment
+from weightsync.plan import MAPPED, Piece, Plan
 from weightsync.plan.plan import by_tensor
 from weightsync.protocol.handles import BufferHandle, HostExport
 
@@ -210,7 +210,7 @@ def _held(
         source, wanted = (
             getattr(torch, dtype) for dtype in (dtypes[segment.tensor], plan.tensors[piece.tensor].dtype)
         )
-        start = segment.byte_offset + _first(segment, piece.box)
+        start = segment.start(piece.box)
         nbytes = piece.box.numel * source.itemsize
         yield piece, buffers[segment.buffer].tensor[start : start + nbytes], (source, wanted)
 
@@ -227,14 +227,6 @@ def _cut(piece: Piece, held: torch.Tensor, dtypes: tuple[torch.dtype, torch.dtyp
             held[first * source.itemsize : (first + numel) * source.itemsize],
             None if source == wanted else dtypes,
         )
-
-
-def _first(segment: Segment, box: Box) -> int:
-    """Return the byte offset of `box`, a run of rows, in its segment."""
-    return sum(
-        (at - origin) * stride
-        for at, origin, stride in zip(box.offset, segment.box.offset, segment.strides, strict=True)
-    )
 
 
 def _typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -25,27 +25,14 @@ def _meeting_boxes(
 
     `address` has the first byte of each buffer. With `into` they write the segments, else they read them.
     """
-    strides = _contiguous(box.extent, itemsize)
+    strides = box.strides(itemsize)
     for segment in segments:
         part = box.intersect(segment.box)
         if part is None:
             continue
-        packed = start + _distance(part, box, strides)
-        held = address[segment.buffer] + segment.byte_offset + _distance(part, segment.box, segment.strides)
-        ends = (packed, strides, held, segment.strides) if into else (held, segment.strides, packed, strides)
-        yield part.extent, itemsize, *ends
-
-
-def _contiguous(extent: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    strides = [itemsize] * len(extent)
-    for axis in range(len(extent) - 2, -1, -1):
-        strides[axis] = strides[axis + 1] * extent[axis + 1]
-    return tuple(strides)
-
-
-def _distance(part: Box, origin: Box, strides: tuple[int, ...]) -> int:
-    """Return the bytes from the first element of `origin` to that of `part`."""
-    return sum((p - o) * s for p, o, s in zip(part.offset, origin.offset, strides, strict=True))
+        slot = (start + box.distance(part, strides), strides)
+        held = (address[segment.buffer] + segment.start(part), segment.strides)
+        yield part.extent, itemsize, *((*slot, *held) if into else (*held, *slot))
 
 
 def bucket_rows(

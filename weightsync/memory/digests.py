@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from weightsync.memory.digest_factors import COLUMNS, GOLDEN, column_factors, word_nbytes
+from weightsync.memory.tensors import byte_strides
 from weightsync.plan import Box
 from weightsync.protocol.messages import Digests
 
@@ -45,7 +46,7 @@ def tensor_digest(data: torch.Tensor, shape: Sequence[int], box: Box | None = No
     """
     if data.numel() == 0:
         return 0
-    box = box or Box((0,) * len(shape), tuple(shape))
+    box = box or Box.whole(shape)
     if data.is_cuda:
         return _device_digest(data, tuple(shape), box)
     itemsize = data.element_size()
@@ -75,14 +76,13 @@ def _device_digest(data: torch.Tensor, shape: tuple[int, ...], box: Box) -> int:
     # Imported on use: hosts without a GPU have no CuPy.
     from weightsync.memory.kernels import DigestPart, DigestTable
 
-    itemsize = data.element_size()
     part = DigestPart(
         tensor=0,
         address=data.data_ptr(),
-        strides=tuple(stride * itemsize for stride in data.stride()),
+        strides=byte_strides(data),
         box=box,
         shape=shape,
-        itemsize=itemsize,
+        itemsize=data.element_size(),
     )
     with torch.cuda.device(data.device):
         table = DigestTable([part], num_tensors=1)
@@ -100,11 +100,7 @@ def runs(shape: tuple[int, ...], box: Box) -> tuple[npt.NDArray[np.int64], int]:
         if box.extent[split] != shape[split]:
             break
     starts = np.zeros(1, dtype=np.int64)
-    stride = 1
-    strides = [0] * len(shape)
-    for axis in reversed(range(len(shape))):
-        strides[axis] = stride
-        stride *= shape[axis]
+    strides = Box.whole(shape).strides(1)
     for axis in range(split):
         along = (box.offset[axis] + np.arange(box.extent[axis], dtype=np.int64)) * strides[axis]
         starts = (starts[:, None] + along[None, :]).reshape(-1)

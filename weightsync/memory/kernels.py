@@ -161,8 +161,9 @@ def digest_tiles(parts: Sequence[DigestPart]) -> Mapping[int, Int64]:
 
 def _numbered(part: DigestPart) -> BoxCopy:
     """Return the part as a copy to addresses that number the tensor's bytes."""
-    strides = [part.itemsize * math.prod(part.shape[axis + 1 :]) for axis in range(len(part.shape))]
-    first = sum(o * stride for o, stride in zip(part.box.offset, strides, strict=True))
+    whole = Box.whole(part.shape)
+    strides = whole.strides(part.itemsize)
+    first = whole.distance(part.box, strides)
     return part.box.extent, part.itemsize, part.address, part.strides, first, strides
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from weightsync.plan import Segment
+from weightsync.plan import Segment, TensorMeta
 
-__all__ = ["device_id", "named_tensors", "segment_view"]
+__all__ = ["byte_strides", "device_id", "meta_of", "named_tensors", "segment_view"]
 
 
 def named_tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], tuple[tuple[str, str], ...]]:
@@ -29,6 +29,16 @@ def named_tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], tuple[tup
         else:
             tied.append((name, canonical))
     return tensors, tuple(tied)
+
+
+def meta_of(name: str, tensor: torch.Tensor) -> TensorMeta:
+    """Return a tensor's dtype and shape under `name`."""
+    return TensorMeta(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def byte_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the bytes from one element to the next, per dimension."""
+    return tuple(stride * tensor.element_size() for stride in tensor.stride())
 
 
 def device_id(device: torch.device) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from heapq import nlargest
@@ -41,6 +41,12 @@ class Box:
     def __reduce__(self) -> tuple[type[Box], tuple[tuple[int, ...], tuple[int, ...]]]:
         return Box, (self.offset, self.extent)
 
+    @classmethod
+    def whole(cls, shape: Iterable[int]) -> Box:
+        """Return all of a tensor of `shape`."""
+        extent = tuple(shape)
+        return cls((0,) * len(extent), extent)
+
     @property
     def ndim(self) -> int:
         """Number of dimensions."""
@@ -55,6 +61,15 @@ class Box:
     def end(self) -> tuple[int, ...]:
         """One past the last element, per dimension."""
         return tuple(o + e for o, e in zip(self.offset, self.extent, strict=True))
+
+    def strides(self, itemsize: int) -> tuple[int, ...]:
+        """Return the bytes from one element to the next, per dimension, if the box is contiguous."""
+        return tuple(itemsize * math.prod(self.extent[axis + 1 :]) for axis in range(self.ndim))
+
+    def distance(self, part: Box, strides: Sequence[int]) -> int:
+        """Return the bytes from the first element of the box to that of `part`."""
+        steps = zip(part.offset, self.offset, strides, strict=True)
+        return sum((at - origin) * stride for at, origin, stride in steps)
 
     def intersect(self, other: Box) -> Box | None:
         """Return the elements that are in both, or None if there are none."""
@@ -201,6 +216,16 @@ class Segment:
     # By default a slotted dataclass is unpickled field by field: twice as slow, and there are 20,000 of them.
     def __reduce__(self) -> tuple[type[Segment], tuple[str, Box, str, int, tuple[int, ...]]]:
         return Segment, (self.tensor, self.box, self.buffer, self.byte_offset, self.strides)
+
+    @classmethod
+    def whole(cls, meta: TensorMeta, strides: tuple[int, ...] | None = None) -> Segment:
+        """Return a whole tensor that is its own buffer, contiguous without `strides`."""
+        box = Box.whole(meta.shape)
+        return cls(meta.name, box, meta.name, 0, box.strides(meta.itemsize) if strides is None else strides)
+
+    def start(self, box: Box) -> int:
+        """Return the byte in `buffer` at which `box`, a part of the segment's, starts."""
+        return self.byte_offset + self.box.distance(box, self.strides)
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,11 +203,8 @@ def _read_into(target: torch.Tensor, path: Path, start: int) -> None:
 
 
 def _segment(stretch: Stretch) -> Segment:
-    strides, step = [], stretch.itemsize
-    for extent in reversed(stretch.box.extent):
-        strides.append(step)
-        step *= extent
-    return Segment(stretch.tensor, stretch.box, str(stretch.buffer), stretch.start, tuple(reversed(strides)))
+    strides = stretch.box.strides(stretch.itemsize)
+    return Segment(stretch.tensor, stretch.box, str(stretch.buffer), stretch.start, strides)
 
 
 def _give_way() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from weightsync.memory.addresses import local_tensor, local_tensors
 from weightsync.memory.kernels import DigestPart, DigestTable
 from weightsync.memory.nonfinite import count_nonfinite, word_mask
-from weightsync.memory.tensors import named_tensors
+from weightsync.memory.tensors import byte_strides, named_tensors
 from weightsync.plan import Piece, Plan, RankLayout
 from weightsync.protocol.messages import Published, combine
 
@@ -112,7 +112,7 @@ class InPlace:
         return DigestPart(
             tensor=piece.tensor,
             address=data.data_ptr(),
-            strides=tuple(stride * meta.itemsize for stride in data.stride()),
+            strides=byte_strides(data),
             box=piece.box,
             shape=meta.shape,
             itemsize=meta.itemsize,

@@ -77,7 +77,7 @@ def contents(paths: Sequence[str], exclude: Collection[str] = ()) -> Contents:
             raise ConfigError("exclude", name, nearest(name, found))
         del found[name]
     whole = [
-        Stretch(name, Box((0,) * len(meta.shape), meta.shape), meta.itemsize, file, start)
+        Stretch(name, Box.whole(meta.shape), meta.itemsize, file, start)
         for name, (meta, file, start) in found.items()
     ]
     return Contents(tuple(files), *stacked([meta for meta, _, _ in found.values()], whole))
