@@ -173,6 +173,8 @@ class Rig:
 
         def hook(*_: object) -> None:
             if next(passes) == forward:
+                if self.kind == "vllm":
+                    self._note_calls()
                 arrived.set()
                 assert go_on.wait(TIMEOUT_S)
 
@@ -185,8 +187,21 @@ class Rig:
 
     def is_asked_to_pause(self) -> bool:
         if self.kind == "vllm":
-            return self.engine.loop.num_waiting > 0
+            return self.asked.is_set()
         return not self.engine.serving()
+
+    def _note_calls(self) -> None:
+        """Set `asked` at the next call into the event loop, which waits while vLLM steps."""
+        events, self.asked = self.engine.loop.server.loop, threading.Event()
+        call = events.call_soon_threadsafe
+
+        def noted(*args: object, **named: object) -> object:
+            events.call_soon_threadsafe = call
+            handle = call(*args, **named)
+            self.asked.set()
+            return handle
+
+        events.call_soon_threadsafe = noted
 
     def kept(self) -> Sequence[int]:
         """How many tokens a request may have when it is paused at its sixth pass.
@@ -222,7 +237,7 @@ class Rig:
 
     def _module(self) -> torch.nn.Module:
         if self.kind == "vllm":
-            return self.engine.loop.call(
+            return self.engine.call(
                 lambda llm: llm.model_executor.driver_worker.worker.model_runner.get_model()
             )
         return self.engine.model

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
@@ -16,7 +16,7 @@ import pytest
 
 from tests.patience import patient
 from weightsync.engines.base import Completion
-from weightsync.engines.sglang.loop import Params, RequestLoop
+from weightsync.engines.request_loop import Params, RequestLoop
 from weightsync.errors import DeadlineError, EngineError, RankLostError, StateError
 
 TIMEOUT_S = patient(10)
@@ -27,7 +27,7 @@ class FakeServer:
 
     def __init__(self, forgets: bool = False) -> None:
         self.loop = asyncio.new_event_loop()
-        self.forgets, self.forgot = forgets, True
+        self.forgets, self.forgot, self.broken = forgets, True, False
         self.permits = threading.Semaphore(0)
         self.made = threading.Semaphore(0)
         self.paused: str | None = None
@@ -35,21 +35,25 @@ class FakeServer:
         self.calls: list[str] = []
         self.stops = 0
 
-    async def stream(
-        self, name: str, prompt: Sequence[int], params: Mapping[str, int]
-    ) -> AsyncIterator[list[int]]:
+    async def run(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        params: Mapping[str, int],
+        take: Callable[[Sequence[int]], object],
+    ) -> None:
         if not prompt:
             raise ValueError("the prompt is empty")
         tokens: list[int] = []
         while len(tokens) < params["n"]:
             if name in self.aborted:
-                yield tokens[-1:]  # as SGLang tells of a request that waits
+                take(tokens[-1:])  # as SGLang tells of a request that waits
                 return
             if self.paused or not self.permits.acquire(blocking=False):
                 await asyncio.sleep(0.001)
                 continue
             tokens.append(len(tokens))
-            yield tokens
+            take(tokens)
             self.made.release()
 
     def abort(self, name: str) -> None:

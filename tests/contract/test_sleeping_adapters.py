@@ -15,18 +15,18 @@ import torch
 from torch import nn
 
 from tests.contract.test_sglang_loop import FakeServer, of, until
-from tests.contract.test_vllm_loop import FakeLlm
+from tests.contract.test_vllm_stepper import FakeLlm, stop
 from tests.models import build_tiny_qwen3
 from tests.patience import patient
 from weightsync.engines import torch_module
 from weightsync.engines.engine_ranks import EngineRanks
 from weightsync.engines.rank import Rank
+from weightsync.engines.request_loop import RequestLoop
 from weightsync.engines.sglang.adapter import SglangEngine
-from weightsync.engines.sglang.loop import RequestLoop
 from weightsync.engines.vllm.adapter import VllmEngine
 from weightsync.engines.vllm.adopted import AdoptedVllm
 from weightsync.engines.vllm.api import check_sleep
-from weightsync.engines.vllm.loop import EngineLoop
+from weightsync.engines.vllm.stepper import Stepper
 from weightsync.errors import ConfigError, EngineError, StateError
 
 TIMEOUT_S = patient(10)
@@ -51,7 +51,7 @@ class Vllm(Settable, VllmEngine):
         EngineRanks.__init__(self, "e0")
         llm = FakeLlm()
         llm.calls, self.calls, self._sleeps = calls, calls, True
-        self._loop = EngineLoop("e0", lambda: llm, FakeLlm.shut)
+        self._loop = RequestLoop("e0", lambda: Stepper(llm), stop)
 
     def on_ranks(self, method: str, *args: object) -> list[Any]:
         self.calls.append(method)

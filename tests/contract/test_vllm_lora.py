@@ -128,7 +128,7 @@ def test_a_real_vllm_with_adapters_serves_what_was_sent(rig: Rig) -> None:
     for version, model in enumerate(rig.models, start=1):
         rig.update(model, version)
         assert rig.serves(model, prompts, rig.generate(prompts).result(patient(120)).tokens)
-    rig.engine.loop.call(lambda llm: assert_live(llm, rig.models[0]))
+    rig.engine.call(lambda llm: assert_live(llm, rig.models[0]))
 
 
 def assert_live(llm, model) -> None:

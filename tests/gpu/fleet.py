@@ -127,7 +127,7 @@ class VllmEngine(EngineActor):
         super().__init__("vllm", path, name, {"tensor_parallel_size": num_ranks, **OPTIONS, **options})
 
     async def answers(self) -> Answers:
-        return await asyncio.to_thread(self._engine.loop.call, probe)
+        return await asyncio.to_thread(self._engine.call, probe)
 
 
 class SglangEngine(EngineActor):

@@ -37,7 +37,7 @@ class VllmRig(FedEngine):
 
     def answers(self) -> Answers:
         """Asked of the engine itself, between two steps of its thread."""
-        return self.engine.loop.call(probe)
+        return self.engine.call(probe)
 
 
 Open = Callable[[str, int], VllmRig]

@@ -17,9 +17,9 @@ from weightsync.engines.base import Rollout
 from weightsync.engines.checks import require_gpus, warn_untested
 from weightsync.engines.engine_ranks import CACHES, WEIGHTS, EngineRanks
 from weightsync.engines.rank_process import RankProcess, RankWatch
+from weightsync.engines.request_loop import Params, RequestLoop
 from weightsync.engines.sampling import Sampling
 from weightsync.engines.sglang.api import Server, has_sessions, pack, sampling_params, server_args
-from weightsync.engines.sglang.loop import Params, RequestLoop
 from weightsync.engines.sglang.rank_calls import Replies
 from weightsync.engines.sglang.worker import RankSettings
 from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError, WeightSyncError

@@ -11,7 +11,7 @@ import inspect
 import os
 import pickle
 import socket
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -141,6 +141,8 @@ class Server:
         manager: SGLang's own ``TokenizerManager``.
     """
 
+    broken = False
+
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         """Start SGLang, which may take minutes. `loop` is not running yet."""
         from sglang.srt.entrypoints.engine import Engine
@@ -158,10 +160,14 @@ class Server:
         if watchdog := getattr(self.manager, "_subprocess_watchdog", None):
             watchdog.stop()  # it signals this process when one of them ends; `RankWatch` does this
 
-    async def stream(
-        self, name: str, prompt: Sequence[int], params: Mapping[str, Any]
-    ) -> AsyncIterator[list[int]]:
-        """Yield all tokens so far whenever there are more, until the request ends or is aborted.
+    async def run(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        params: Mapping[str, Any],
+        take: Callable[[Sequence[int]], object],
+    ) -> None:
+        """Give `take` all tokens so far whenever there are more, until the request ends or is aborted.
 
         Raises ValueError or RuntimeError if SGLang refuses the request.
         """
@@ -174,7 +180,7 @@ class Server:
             reason = out["meta_info"].get("finish_reason") or {}
             if reason.get("status_code"):  # not set if we aborted it
                 raise RuntimeError(reason.get("message", "SGLang refused it"))
-            yield out["output_ids"]
+            take(out["output_ids"])
 
     def abort(self, name: str) -> None:
         """End a request early: its stream ends soon."""

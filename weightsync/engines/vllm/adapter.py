@@ -6,25 +6,27 @@ import logging
 import os
 import pickle
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from weightsync.engines.base import Rollout
 from weightsync.engines.checks import warn_untested
 from weightsync.engines.engine_ranks import CACHES, WEIGHTS, EngineRanks
 from weightsync.engines.rank_process import RankProcess, RankWatch
+from weightsync.engines.request_loop import Params, RequestLoop
 from weightsync.engines.sampling import Sampling
 from weightsync.engines.vllm.api import engine_args, sampling_params, set_environment, start, stop
-from weightsync.engines.vllm.loop import EngineLoop
+from weightsync.engines.vllm.stepper import Stepper
 from weightsync.errors import EngineError, StateError, WeightSyncError
 from weightsync.faults import set_faults, split_by_rank
 
 if TYPE_CHECKING:
-    from weightsync.engines.vllm.loop import Steppable
     from weightsync.faults import Fault
     from weightsync.protocol.messages import Loaded
 
 __all__ = ["VllmEngine", "VllmRanks"]
+
+T = TypeVar("T")
 
 
 class VllmRanks(EngineRanks):
@@ -76,15 +78,23 @@ class VllmEngine(VllmRanks):
         worker = "weightsync.WeightSyncWorker"
         arguments = engine_args(model_path, options, worker)
         self._sleeps = arguments.enable_sleep_mode
-        self._loop = EngineLoop(name, lambda: start(arguments), _stop)
+        self._loop = RequestLoop(name, lambda: Stepper(start(arguments)), _stop)
         ranks: list[RankProcess | None] = self.on_ranks("join", os.getpid())
         self._num_ranks = len(ranks)
         self._watch = RankWatch(name, [rank for rank in ranks if rank], self._loop.fail)
 
     @property
-    def loop(self) -> EngineLoop:
-        """The thread that owns vLLM's LLMEngine. Its `call` runs work between two steps."""
+    def loop(self) -> RequestLoop:
+        """The thread that owns vLLM's LLMEngine."""
         return self._loop
+
+    def call(self, work: Callable[[Any], T]) -> T:
+        """Run `work` with vLLM's LLMEngine between two steps, on the thread that owns it."""
+
+        async def between_steps(stepper: Stepper) -> T:
+            return work(stepper.engine)
+
+        return self._loop.call(between_steps)
 
     @property
     def rank_processes(self) -> Sequence[RankProcess]:
@@ -134,7 +144,7 @@ class VllmEngine(VllmRanks):
         """Complete token-id prompts. Requests of concurrent calls share vLLM's batches."""
         self.require_awake("update or wake it first")
         settings = Sampling.of(sampling)
-        params = [sampling_params(settings, index) for index in range(len(prompts))]
+        params = [Params(sampling_params(settings, index)) for index in range(len(prompts))]
         return Rollout.of(self._loop.complete(prompts, params))
 
     def close(self) -> None:
@@ -149,16 +159,17 @@ class VllmEngine(VllmRanks):
         return "options.enable_sleep_mode", self._sleeps
 
     def _release(self, level: int) -> None:
-        self._loop.call(lambda engine: engine.sleep(level, "keep"))
+        self.call(lambda engine: engine.sleep(level, "keep"))
 
     def _take(self, part: str) -> None:
-        self._loop.call(lambda engine: engine.wake_up([part]))
+        self.call(lambda engine: engine.wake_up([part]))
 
     def _ask(self, blob: bytes) -> Sequence[bytes]:
-        return self._loop.call(lambda engine: engine.collective_rpc("ws_call", args=(blob,)))
+        return self.call(lambda engine: engine.collective_rpc("ws_call", args=(blob,)))
 
 
-def _stop(engine: Steppable) -> None:
+def _stop(stepper: Stepper) -> None:
+    engine = stepper.release()
     try:
         engine.collective_rpc("ws_call", args=(pickle.dumps(("close", ())),))
     except Exception as error:  # noqa: BLE001 - a dead worker has nothing left to close

@@ -1,44 +1,63 @@
-"""Runs SGLang's engine and event loop on one thread, which streams requests and awaits calls."""
+"""Runs an engine and its event loop on one thread, which serves requests and awaits calls."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from weightsync.engines.base import Completion
 from weightsync.errors import DeadlineError, EngineError, RankLostError, StateError, WeightSyncError
 
-__all__ = ["Params", "RequestLoop", "Streaming"]
+__all__ = ["Params", "RequestLoop", "Server"]
 
 T = TypeVar("T")
-S = TypeVar("S", bound="Streaming")
+S = TypeVar("S", bound="Server")
+
+_ANSWER_S = 0.2
+"""Time for the thread to say itself that a pause came too late."""
 
 
-class Streaming(Protocol):
-    """The methods of `sglang.api.Server` that are used here."""
+class Server(Protocol):
+    """An inference engine behind coroutines, all of which are awaited on `loop`.
+
+    Attributes:
+        forgets: whether `forget` works while requests are frozen.
+        broken: whether the engine will never make tokens again.
+    """
 
     loop: asyncio.AbstractEventLoop
     forgets: bool
+    broken: bool
 
-    def stream(
-        self, name: str, prompt: Sequence[int], params: Mapping[str, Any]
-    ) -> AsyncIterator[list[int]]: ...
+    async def run(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        params: Any,  # noqa: ANN401 - the engine's
+        take: Callable[[Sequence[int]], object],
+    ) -> None:
+        """Run a request until it ends. `take` is called with all tokens so far whenever there are more."""
+
     def abort(self, name: str) -> None: ...
-    async def pause(self, mode: str) -> None: ...
+
+    async def pause(self, mode: str) -> None:
+        """Make no tokens: ``retract`` before weights change, ``in_place`` for a call."""
+
     async def go_on(self) -> None: ...
     async def forget(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Params:
-    """SGLang's own `settings` of a request, and the tokens that end it."""
+    """The engine's own `settings` of a request, and the tokens that end it, if the engine does not stop."""
 
-    settings: Mapping[str, Any]
+    settings: Any
     stops: frozenset[int] = frozenset()
 
 
@@ -90,7 +109,7 @@ class RequestLoop:
         self._lock = threading.Lock()
         self._quiet, self._turn = asyncio.Event(), asyncio.Lock()
         self._quiet.set()
-        started: Future[Streaming] = Future()
+        started: Future[Server] = Future()
         # The thread runs until the engine's processes have ended, since they would end with it.
         self._thread = threading.Thread(
             target=self._run, args=(start, stop, started), name=f"engine-{name}", daemon=True
@@ -106,7 +125,7 @@ class RequestLoop:
 
     @property
     def num_running(self) -> int:
-        """Number of requests that SGLang has, frozen or not."""
+        """Number of requests that the engine has, frozen or not."""
         return len(self._running)
 
     @property
@@ -115,7 +134,7 @@ class RequestLoop:
         return len(self._held)
 
     @property
-    def server(self) -> Streaming:
+    def server(self) -> Server:
         """The server that `start` returned. Use it only on the loop's thread, see `call`."""
         return self._server
 
@@ -148,7 +167,7 @@ class RequestLoop:
     def complete(self, prompts: Sequence[Sequence[int]], params: Sequence[Params]) -> list[Completion]:
         """Run requests, together with those of other callers. While frozen, they wait.
 
-        Raises StateError before the first `resume` and after `close`, EngineError if SGLang fails.
+        Raises StateError before the first `resume` and after `close`, EngineError if the engine fails.
         """
         requests = [_Request(list(prompt), each) for prompt, each in zip(prompts, params, strict=True)]
         self._result(self._submit(self._admit(requests)))
@@ -159,7 +178,14 @@ class RequestLoop:
 
         Raises DeadlineError; requests then continue as before.
         """
-        self._result(self._submit(self._freeze(mode, timeout_s)))
+        begun: Future[None] = Future()
+        asked = self._submit(self._freeze(mode, timeout_s, begun))
+        try:
+            self._result(asked, timeout_s + _ANSWER_S)
+        except FutureTimeoutError as error:  # the thread is in a step
+            if begun.cancel():
+                raise self._too_late(mode, timeout_s) from error
+            self._result(asked)
 
     def undo_freeze(self) -> None:
         """Undo a `freeze`: continue with the same version."""
@@ -175,12 +201,15 @@ class RequestLoop:
 
     def close(self, patience_s: float | None = None) -> bool:
         """End the engine and its thread; waiting calls get a StateError. Returns whether both ended."""
-        with self._lock:
-            if not self._ended:
-                self._ended = StateError(f"engine {self._name} is closed")
-                self._server.loop.call_soon_threadsafe(self._server.loop.stop)
+        self._end(StateError(f"engine {self._name} is closed"))
         self._thread.join(patience_s)
         return not self._thread.is_alive()
+
+    def _end(self, why: WeightSyncError) -> None:
+        with self._lock:
+            if not self._ended:
+                self._ended = why
+                self._server.loop.call_soon_threadsafe(self._server.loop.stop)
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         with self._lock:
@@ -192,14 +221,14 @@ class RequestLoop:
         raise self._ended
 
     def _result(self, future: Future[T], timeout_s: float | None = None) -> T:
-        """Wait for `future`. Raises RankLostError if a rank is lost first, since SGLang may never answer."""
+        """Wait for `future`. Raises RankLostError if a rank is lost first: the engine may never answer."""
         either: tuple[Future[Any], ...] = (future, self._lost)
         wait(either, timeout_s, return_when=FIRST_COMPLETED)
         if not future.done():
             self.require_ranks()
         return future.result(0)
 
-    def _run(self, start: Callable[[], S], stop: Callable[[S], None], started: Future[Streaming]) -> None:
+    def _run(self, start: Callable[[], S], stop: Callable[[S], None], started: Future[Server]) -> None:
         asyncio.set_event_loop(given := asyncio.new_event_loop())  # only the main thread has one
         try:
             server = start()
@@ -246,14 +275,19 @@ class RequestLoop:
             task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, name: str, request: _Request) -> None:
+        def take(tokens: Sequence[int]) -> None:
+            if not request.done.done() and request.take(tokens, self._of_now()):
+                self._complete(request)
+                self._abort(name)
+
         try:
-            async for tokens in self._server.stream(name, request.prompt, request.params.settings):
-                if not request.done.done() and request.take(tokens, self._of_now()):
-                    self._complete(request)
-                    self._abort(name)
+            await self._server.run(name, request.prompt, request.params.settings, take)
             self._complete(request)
         except Exception as error:  # noqa: BLE001 - the waiting caller's thread raises it
-            request.fail(EngineError(self._name, "generate", f"{type(error).__name__}: {error}"))
+            failed = EngineError(self._name, "generate", f"{type(error).__name__}: {error}")
+            request.fail(failed)
+            if self._server.broken:
+                self._end(failed)
         finally:
             del self._running[name]
             if not self._running:
@@ -265,8 +299,8 @@ class RequestLoop:
     def _of_now(self) -> int:
         return self._version or 0  # without a version, requests get an error instead
 
-    async def _freeze(self, mode: str, timeout_s: float) -> None:
-        if self._frozen:
+    async def _freeze(self, mode: str, timeout_s: float, begun: Future[None]) -> None:
+        if self._frozen or begun.cancelled():
             return
         self._shut = True
         if mode == "abort":
@@ -278,14 +312,20 @@ class RequestLoop:
                 await asyncio.wait_for(self._quiet.wait(), timeout_s)
             except asyncio.TimeoutError as error:
                 await self._open()
-                raise DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s) from error
+                raise self._too_late(mode, timeout_s) from error
+        if not begun.set_running_or_notify_cancel():
+            await self._open()
+            return
         async with self._turn:
             await self._server.pause("retract")
             self._frozen = True
 
+    def _too_late(self, mode: str, timeout_s: float) -> DeadlineError:
+        return DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s)
+
     async def _resume(self, version: int) -> None:
         if self._server.forgets and not await self._server.forget():
-            raise EngineError(self._name, "commit", "SGLang keeps what earlier weights cached")
+            raise EngineError(self._name, "commit", "the engine keeps what earlier weights cached")
         self._version = version
         await self._go_on()
 

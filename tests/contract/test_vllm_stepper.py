@@ -1,4 +1,4 @@
-"""The thread that owns an LLMEngine, with a fake of it that makes a token per request and step."""
+"""The thread that owns and steps an LLMEngine, with a fake that makes a token per request and step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 
 from tests.patience import patient
 from weightsync.engines.base import Completion
-from weightsync.engines.vllm.loop import EngineLoop
+from weightsync.engines.request_loop import Params, RequestLoop
+from weightsync.engines.vllm.stepper import Stepper
 from weightsync.errors import DeadlineError, EngineError, RankLostError, StateError
 
 TIMEOUT_S = patient(10)
@@ -32,6 +33,10 @@ class FakeLlm:
         if not prompt["prompt_token_ids"]:
             raise ValueError("the prompt is empty")
         self.left[request_id] = ([], params)
+
+    def abort_request(self, request_ids: list[str]) -> None:
+        for number in request_ids:
+            del self.left[number]
 
     def step(self) -> list[SimpleNamespace]:
         assert self.permits.acquire(timeout=TIMEOUT_S)
@@ -64,8 +69,13 @@ class FakeLlm:
     def collective_rpc(self, method: str, args: tuple[bytes, ...]) -> list[bytes]:
         return list(args)
 
-    def shut(self) -> None:
-        self.stops += 1
+
+def stop(stepper: Stepper) -> None:
+    stepper.release().stops += 1
+
+
+def of(*nums_tokens: int) -> list[Params]:
+    return [Params(num) for num in nums_tokens]
 
 
 @pytest.fixture
@@ -74,9 +84,9 @@ def llm() -> FakeLlm:
 
 
 @pytest.fixture
-def loop(llm: FakeLlm, threads: ThreadPoolExecutor) -> Iterator[EngineLoop]:
+def loop(llm: FakeLlm, threads: ThreadPoolExecutor) -> Iterator[RequestLoop]:
     """Closed before `threads` are, or a failed test would wait for them for ever."""
-    loop = EngineLoop("e0", lambda: llm, FakeLlm.shut)
+    loop = RequestLoop("e0", lambda: Stepper(llm), stop)
     yield loop
     llm.permits.release(1000)
     loop.close()
@@ -90,7 +100,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 def test_wait_lets_running_requests_end_and_holds_new_ones(llm, loop, threads) -> None:
     loop.resume(1)
-    running = threads.submit(loop.complete, [[1]], [3])
+    running = threads.submit(loop.complete, [[1]], of(3))
     llm.permits.release()
     assert llm.stepped.acquire(timeout=TIMEOUT_S)
     paused = threads.submit(loop.freeze, "wait", TIMEOUT_S)
@@ -98,8 +108,8 @@ def test_wait_lets_running_requests_end_and_holds_new_ones(llm, loop, threads) -
     paused.result(TIMEOUT_S)
     assert loop.frozen
     assert running.result(TIMEOUT_S) == [Completion([0, 1, 2], (1, 1))]
-    held = threads.submit(loop.complete, [[2]], [1])
-    while not loop.call(lambda _: loop.num_held):
+    held = threads.submit(loop.complete, [[2]], of(1))
+    while not loop.num_held:
         assert not llm.left, "vLLM would run it as soon as it is woken"
     loop.resume(2)
     llm.permits.release()
@@ -108,28 +118,28 @@ def test_wait_lets_running_requests_end_and_holds_new_ones(llm, loop, threads) -
 
 def test_keep_freezes_between_two_steps(llm, loop, threads) -> None:
     loop.resume(1)
-    running = threads.submit(loop.complete, [[1]], [3])
+    running = threads.submit(loop.complete, [[1]], of(3))
     llm.permits.release()
     assert llm.stepped.acquire(timeout=TIMEOUT_S)
     paused = threads.submit(loop.freeze, "keep", TIMEOUT_S)
     llm.permits.release()  # the step that may have begun
     paused.result(TIMEOUT_S)
-    assert llm.calls == ["reset True", "wake ['scheduling']", "sleep 0 keep"]
+    assert llm.calls == ["sleep 0 keep", "reset True", "wake ['scheduling']", "sleep 0 keep"]
     assert not running.done()
     loop.resume(2)
     llm.permits.release(3)
     assert running.result(TIMEOUT_S) == [Completion([0, 1, 2], (1, 2))]
-    assert llm.calls[3:] == ["reset True", "wake ['scheduling']"]
+    assert llm.calls[4:] == ["reset True", "wake ['scheduling']"]
 
 
 def test_a_drain_that_is_given_up_serves_on(llm, loop, threads) -> None:
     loop.resume(1)
-    running = threads.submit(loop.complete, [[1]], [100])
+    running = threads.submit(loop.complete, [[1]], of(100))
     stop = threading.Event()
 
     def trickle() -> None:  # steps go on, but the request does not end in time
         while not stop.wait(0.005):
-            if llm.left.get("0", ([], 0))[1] - len(llm.left.get("0", ([],))[0]) > 10:
+            if llm.left.get("e0-0-", ([], 0))[1] - len(llm.left.get("e0-0-", ([],))[0]) > 10:
                 llm.permits.release()
 
     trickling = threads.submit(trickle)
@@ -138,36 +148,65 @@ def test_a_drain_that_is_given_up_serves_on(llm, loop, threads) -> None:
     stop.set()
     trickling.result(TIMEOUT_S)
     assert not loop.frozen
-    other = threads.submit(loop.complete, [[2]], [1])
+    other = threads.submit(loop.complete, [[2]], of(1))
     llm.permits.release(200)
     assert other.result(TIMEOUT_S)[0].tokens == [0]
     assert len(running.result(TIMEOUT_S)[0].tokens) == 100
 
 
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_a_pause_that_is_given_up_within_a_step_changes_nothing(llm, loop, threads, mode: str) -> None:
+    loop.resume(1)
+    running = threads.submit(loop.complete, [[1]], of(3))
+    llm.permits.release()
+    assert llm.stepped.acquire(timeout=TIMEOUT_S)
+    with pytest.raises(DeadlineError, match=rf"pause \({mode}\)"):
+        loop.freeze(mode, 0.01)
+    llm.permits.release(2)
+    assert running.result(TIMEOUT_S) == [Completion([0, 1, 2], (1, 1))]
+    assert (loop.frozen, loop.serving) == (False, 1)
+
+
+def test_abort_ends_running_requests_with_what_they_have(llm, loop, threads) -> None:
+    loop.resume(1)
+    running = threads.submit(loop.complete, [[1]], of(1 << 20))
+    llm.permits.release()
+    assert llm.stepped.acquire(timeout=TIMEOUT_S)
+    paused = threads.submit(loop.freeze, "abort", TIMEOUT_S)
+    while not paused.done():
+        llm.permits.release()
+    paused.result(TIMEOUT_S)
+    (completion,) = running.result(TIMEOUT_S)
+    assert completion == Completion(list(range(len(completion.tokens))), (1, 1), aborted=True)
+    assert completion.tokens
+    assert not llm.left
+
+
 def test_a_failed_step_ends_the_engine_for_everybody(llm, loop, threads) -> None:
     loop.resume(1)
     llm.error = RuntimeError("the device fell over")
-    running = threads.submit(loop.complete, [[1]], [3])
+    running = threads.submit(loop.complete, [[1]], of(3))
     llm.permits.release()
     with pytest.raises(EngineError, match="the device fell over"):
         running.result(TIMEOUT_S)
     with pytest.raises(EngineError, match="the device fell over"):
-        loop.complete([[1]], [1])
+        loop.complete([[1]], of(1))
 
 
 def test_a_refused_prompt_fails_alone(llm, loop) -> None:
     loop.resume(1)
     llm.permits.release(10)
     with pytest.raises(EngineError, match="the prompt is empty"):
-        loop.complete([[]], [1])
-    assert loop.complete([[1]], [1]) == [Completion([0], (1, 1))]
+        loop.complete([[]], of(1))
+    assert loop.complete([[1]], of(1)) == [Completion([0], (1, 1))]
 
 
 def test_close_wakes_who_waits(llm, loop, threads) -> None:
     loop.resume(1)
     loop.freeze("keep", TIMEOUT_S)
-    held = threads.submit(loop.complete, [[1]], [1])
-    loop.call(lambda _: None)
+    held = threads.submit(loop.complete, [[1]], of(1))
+    while not loop.num_held:
+        assert not held.done()
     loop.close()
     loop.close()
     with pytest.raises(StateError, match="closed"):
@@ -178,15 +217,19 @@ def test_close_wakes_who_waits(llm, loop, threads) -> None:
 def test_whoever_waits_for_a_lost_rank_is_told_and_so_is_who_comes(llm, loop, threads) -> None:
     loop.resume(1)
     stuck = threading.Event()
-    calling = threads.submit(loop.call, lambda _: stuck.wait(TIMEOUT_S))
-    asked = [threads.submit(loop.complete, [[1]], [1]), threads.submit(loop.freeze, "keep", TIMEOUT_S)]
+
+    async def hang(_: Stepper) -> None:
+        stuck.wait(TIMEOUT_S)
+
+    calling = threads.submit(loop.call, hang)
+    asked = [threads.submit(loop.complete, [[1]], of(1)), threads.submit(loop.freeze, "keep", TIMEOUT_S)]
     loop.fail(RankLostError("e0", "watch", "killed", 1))
     for waiting in (calling, *asked):
         with pytest.raises(RankLostError, match="rank 1"):
             waiting.result(TIMEOUT_S)
     for call in (
         lambda: loop.resume(2),
-        lambda: loop.complete([[1]], [1]),
+        lambda: loop.complete([[1]], of(1)),
         loop.require_ranks,
         loop.invalidate,
     ):
@@ -204,4 +247,4 @@ def test_a_start_that_fails_is_raised_here() -> None:
         raise ValueError("no such model")
 
     with pytest.raises(ValueError, match="no such model"):
-        EngineLoop("e0", start, FakeLlm.shut)
+        RequestLoop("e0", lambda: Stepper(start()), stop)

@@ -1,0 +1,106 @@
+"""Runs requests through vLLM's LLMEngine, which it steps on the event loop of its thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+__all__ = ["Steppable", "Stepper"]
+
+
+class Steppable(Protocol):
+    """The methods of vLLM's ``LLMEngine`` that are used here."""
+
+    def add_request(self, request_id: str, prompt: object, params: object) -> object: ...
+    def abort_request(self, request_ids: list[str]) -> None: ...
+    def step(self) -> Sequence[Any]: ...
+    def reset_prefix_cache(self, reset_running_requests: bool = ...) -> bool: ...
+    def sleep(self, level: int, mode: str) -> None: ...
+    def wake_up(self, tags: list[str]) -> object: ...
+    def collective_rpc(self, method: str, args: tuple[bytes, ...]) -> list[bytes]: ...
+
+
+class Stepper:
+    """The `Server` of a vLLM whose scheduler runs in this process. While it steps, the loop waits.
+
+    Attributes:
+        engine: vLLM's engine. Use it only on the loop's thread.
+        broken: whether a step failed: vLLM makes no more tokens.
+    """
+
+    forgets = True
+
+    def __init__(self, engine: Steppable) -> None:
+        self.loop = asyncio.get_event_loop()
+        self.engine, self.broken = engine, False
+        self._requests: dict[str, tuple[Callable[[Sequence[int]], object], asyncio.Future[None]]] = {}
+        self._paused, self._scheduled = True, False
+
+    async def run(
+        self, name: str, prompt: Sequence[int], params: object, take: Callable[[Sequence[int]], object]
+    ) -> None:
+        """Run a request, see `Server.run`. Raises ValueError, or the error of a step that failed."""
+        self.engine.add_request(name, {"type": "token", "prompt_token_ids": list(prompt)}, params)
+        ended = self.loop.create_future()
+        self._requests[name] = take, ended
+        self._step_soon()
+        await ended
+
+    def abort(self, name: str) -> None:
+        """End a request early."""
+        self.engine.abort_request([name])
+        self._end(name)
+
+    async def pause(self, mode: str) -> None:
+        """Step no more, see `Server.pause`."""
+        self._paused = True
+        if mode == "retract":
+            # If vLLM's core runs in its own process, it steps without being asked.
+            self.engine.sleep(0, "keep")
+
+    async def go_on(self) -> None:
+        """End a pause."""
+        self.engine.wake_up(["scheduling"])
+        self._paused = False
+        self._step_soon()
+
+    async def forget(self) -> bool:
+        """Drop cached prefixes, and the caches of frozen requests, which are then recomputed."""
+        self.engine.reset_prefix_cache(reset_running_requests=True)
+        return True
+
+    def release(self) -> Steppable:
+        """Step no more, and return the engine, to be ended."""
+        self._paused = True
+        return self.engine
+
+    def _step_soon(self) -> None:
+        if self._requests and not self._paused and not self._scheduled:
+            self._scheduled = True
+            # A call from another thread begins after two rounds of the loop: no step comes before it.
+            self.loop.call_soon(self.loop.call_soon, self._step)
+
+    def _step(self) -> None:
+        self._scheduled = False
+        if self._paused or not self._requests:
+            return
+        try:
+            outputs = self.engine.step()
+        except Exception as error:  # noqa: BLE001 - whoever waits for a request raises it
+            self.broken = True
+            for _, ended in self._requests.values():
+                ended.set_exception(error)
+            self._requests.clear()
+            return
+        for output in outputs:
+            if output.request_id in self._requests:  # else aborted since
+                self._requests[output.request_id][0](output.outputs[0].token_ids)
+                if output.finished:
+                    self._end(output.request_id)
+        self._step_soon()
+
+    def _end(self, name: str) -> None:
+        if name in self._requests:
+            _, ended = self._requests.pop(name)
+            ended.set_result(None)
