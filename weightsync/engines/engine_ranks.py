@@ -9,9 +9,11 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import ConfigError, EngineError, StateError, WeightSyncError
+from weightsync.faults import set_faults, split_by_rank
 from weightsync.protocol.messages import Loaded
 
 if TYPE_CHECKING:
+    from weightsync.faults import Fault
     from weightsync.plan import Plan, RankLayout
     from weightsync.protocol.handles import Attached
     from weightsync.protocol.messages import FeedTicket
@@ -29,6 +31,10 @@ class EngineRanks(ABC):
 
     Live parameters keep their addresses while they sleep, so layouts stay valid.
     """
+
+    _num_ranks = 0
+    _apart = True
+    """Whether a single rank has a process of its own."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -59,6 +65,15 @@ class EngineRanks(ABC):
         loaded = self.on_ranks("load", attempt, timeout_s)
         self._whole = True
         return [Loaded(*each) for each in loaded]
+
+    def set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+        """Set each process's part of `faults`."""
+        apart = self._apart or self._num_ranks > 1
+        here, ranks = split_by_rank(faults, self._num_ranks, apart)
+        if apart:
+            self.on_ranks("set_faults", who, ranks, seed)
+        if here or not faults:
+            set_faults(who, here, seed)
 
     @abstractmethod
     def pause(self, mode: str, timeout_s: float) -> None:

@@ -9,25 +9,22 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any
 
-from weightsync.engines.base import Rollout
 from weightsync.engines.checks import require_gpus, warn_untested
-from weightsync.engines.engine_ranks import CACHES, WEIGHTS, EngineRanks
+from weightsync.engines.engine_ranks import CACHES, WEIGHTS
 from weightsync.engines.rank_process import RankProcess, RankWatch
 from weightsync.engines.request_loop import Params, RequestLoop
-from weightsync.engines.sampling import Sampling
+from weightsync.engines.serving_ranks import ServingRanks
 from weightsync.engines.sglang.api import Server, has_sessions, pack, sampling_params, server_args
 from weightsync.engines.sglang.rank_calls import Replies
 from weightsync.engines.sglang.worker import RankSettings
 from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError, WeightSyncError
-from weightsync.faults import set_faults, split_by_rank
 
 if TYPE_CHECKING:
-    from weightsync.faults import Fault
-    from weightsync.protocol.messages import Loaded
+    from weightsync.engines.sampling import Sampling
 
 __all__ = ["SglangEngine"]
 
@@ -40,7 +37,7 @@ _SIG_IGN = ctypes.c_void_p(1)
 _SLEEP_OPTIONS = ("enable_memory_saver", "enable_weights_cpu_backup")
 
 
-class SglangEngine(EngineRanks):
+class SglangEngine(ServingRanks):
     """One SGLang engine. SGLang starts a process per rank, on the GPUs that this process sees.
 
     `options` are arguments of SGLang's ``ServerArgs``, except those that `sglang.api` fixes;
@@ -56,7 +53,7 @@ class SglangEngine(EngineRanks):
         warn_untested("sglang")
         sessions = has_sessions()
         arguments = server_args(model_path, options, sessions)
-        self._num_ranks: int = arguments["tp_size"]
+        self._num_ranks = arguments["tp_size"]
         if arguments.get("device") != "cpu":
             require_gpus(self._num_ranks)
         super().__init__(name)
@@ -76,22 +73,6 @@ class SglangEngine(EngineRanks):
         self._replies.connected()
         self._watch = RankWatch(name, [rank for rank in ranks if rank], self._loop.fail)
 
-    @property
-    def loop(self) -> RequestLoop:
-        """The thread that owns SGLang's engine. Its `call` awaits work while no request is stepped."""
-        return self._loop
-
-    def check(self) -> None:
-        """Raise RankLostError once a rank is lost."""
-        self._loop.require_ranks()
-
-    def set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
-        """Set each process's part of `faults`."""
-        here, ranks = split_by_rank(faults, self._num_ranks, apart=True)
-        self.on_ranks("set_faults", who, ranks, seed)
-        if here or not faults:
-            set_faults(who, here, seed)
-
     def pause(self, mode: str, timeout_s: float) -> None:
         """Stop making tokens. ``abort`` ends running requests early, with the tokens that they have."""
         deadline = time.monotonic() + timeout_s
@@ -105,41 +86,12 @@ class SglangEngine(EngineRanks):
                 self._loop.undo_freeze()
             raise DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s) from error
 
-    def load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
-        """Take one attempt's buckets. After a failure, requests are refused until `resume`."""
-        if not self._loop.frozen:
-            raise StateError(f"engine {self._name} is serving: pause it first")
-        self.require_awake("pause it first")  # before the `try`: this does not invalidate requests
-        try:
-            return super().load(attempt, timeout_s)
-        except WeightSyncError:
-            self._loop.invalidate()
-            raise
-
     def resume(self, version: int) -> None:
         """Serve `version`. Raises StateError while the weights are dummies or a mix."""
         self.require_whole()
         self._wake(WEIGHTS, CACHES)
         self.on_ranks("settle", version=str(version))
         self._loop.resume(version)
-
-    def serving(self) -> int:
-        """Return the version being served, 0 while paused."""
-        return self._loop.serving
-
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
-        """Complete token-id prompts. Requests of concurrent calls share SGLang's batches."""
-        self.require_awake("update or wake it first")
-        settings = Sampling.of(sampling)
-        if settings.seed is not None and not self._seeds:
-            raise ConfigError(
-                "sampling.seed",
-                settings.seed,
-                "SGLang draws by seeds only when started with options.enable_deterministic_inference",
-            )
-        stops = frozenset(settings.stop_token_ids)
-        params = [Params(sampling_params(settings, index), stops) for index in range(len(prompts))]
-        return Rollout.of(self._loop.complete(prompts, params))
 
     def init_weights_update_group(self, **fields: object) -> None:
         """Make SGLang's own call, for loops that send weights themselves. Raises EngineError."""
@@ -176,6 +128,15 @@ class SglangEngine(EngineRanks):
         if not self._loop.close(_END_S):
             logger.warning("[engine %s] does not end", self._name)
         self._replies.close()
+
+    def _params(self, settings: Sampling, index: int) -> Params:
+        if settings.seed is not None and not self._seeds:
+            raise ConfigError(
+                "sampling.seed",
+                settings.seed,
+                "SGLang draws by seeds only when started with options.enable_deterministic_inference",
+            )
+        return Params(sampling_params(settings, index), frozenset(settings.stop_token_ids))
 
     def _sleep_option(self, level: int) -> tuple[str, bool]:
         """Return an option that `level` needs, an unset one if any, and whether it is set."""

@@ -9,20 +9,17 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from weightsync.engines.base import Rollout
 from weightsync.engines.checks import warn_untested
 from weightsync.engines.engine_ranks import CACHES, WEIGHTS, EngineRanks
 from weightsync.engines.rank_process import RankProcess, RankWatch
 from weightsync.engines.request_loop import Params, RequestLoop
-from weightsync.engines.sampling import Sampling
+from weightsync.engines.serving_ranks import ServingRanks
 from weightsync.engines.vllm.api import engine_args, sampling_params, set_environment, start, stop
 from weightsync.engines.vllm.stepper import Stepper
-from weightsync.errors import EngineError, StateError, WeightSyncError
-from weightsync.faults import set_faults, split_by_rank
+from weightsync.errors import EngineError, WeightSyncError
 
 if TYPE_CHECKING:
-    from weightsync.faults import Fault
-    from weightsync.protocol.messages import Loaded
+    from weightsync.engines.sampling import Sampling
 
 __all__ = ["VllmEngine", "VllmRanks"]
 
@@ -59,7 +56,7 @@ _END_S = 20.0
 """Time for vLLM to end by itself; it gives its workers about ten seconds."""
 
 
-class VllmEngine(VllmRanks):
+class VllmEngine(ServingRanks, VllmRanks):
     """One vLLM engine. A single rank runs in this process; several ranks have their own processes.
 
     `options` are arguments of vLLM's ``EngineArgs``, except those that `vllm.api` fixes. ``dtype`` defaults
@@ -69,6 +66,8 @@ class VllmEngine(VllmRanks):
         ConfigError: an option that vLLM does not have, a dtype that its platform cannot hold, or more ranks
             than GPUs; named as ``options.<field>``.
     """
+
+    _apart = False
 
     def __init__(self, model_path: str, name: str, options: Mapping[str, Any]) -> None:
         """Start vLLM with the model's config and dummy weights."""
@@ -83,11 +82,6 @@ class VllmEngine(VllmRanks):
         self._num_ranks = len(ranks)
         self._watch = RankWatch(name, [rank for rank in ranks if rank], self._loop.fail)
 
-    @property
-    def loop(self) -> RequestLoop:
-        """The thread that owns vLLM's LLMEngine."""
-        return self._loop
-
     def call(self, work: Callable[[Any], T]) -> T:
         """Run `work` with vLLM's LLMEngine between two steps, on the thread that owns it."""
 
@@ -101,51 +95,17 @@ class VllmEngine(VllmRanks):
         """The ranks that have their own processes."""
         return self._watch.ranks
 
-    def check(self) -> None:
-        """Raise RankLostError once a rank is lost."""
-        self._loop.require_ranks()
-
-    def set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
-        """Set each process's part of `faults`."""
-        here, ranks = split_by_rank(faults, self._num_ranks)
-        if self._num_ranks > 1:
-            self.on_ranks("set_faults", who, ranks, seed)
-        if here or not faults:
-            set_faults(who, here, seed)
-
     def pause(self, mode: str, timeout_s: float) -> None:
         """Stop making tokens, see `Engine.pause`."""
         self._loop.freeze(mode, timeout_s)
         self._wake(WEIGHTS)
         self.on_ranks("settle")
 
-    def load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
-        """Take one attempt's buckets. After a failure, requests are refused until `resume`."""
-        if not self._loop.frozen:
-            raise StateError(f"engine {self._name} is serving: pause it first")
-        self.require_awake("pause it first")  # before the `try`: this does not invalidate requests
-        try:
-            return super().load(attempt, timeout_s)
-        except WeightSyncError:
-            self._loop.invalidate()
-            raise
-
     def resume(self, version: int) -> None:
         """Serve `version`. Raises StateError while the weights are dummies or a mix."""
         self.require_whole()
         self._wake(WEIGHTS, CACHES)
         self._loop.resume(version)
-
-    def serving(self) -> int:
-        """Return the version being served, 0 while paused."""
-        return self._loop.serving
-
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
-        """Complete token-id prompts. Requests of concurrent calls share vLLM's batches."""
-        self.require_awake("update or wake it first")
-        settings = Sampling.of(sampling)
-        params = [Params(sampling_params(settings, index)) for index in range(len(prompts))]
-        return Rollout.of(self._loop.complete(prompts, params))
 
     def close(self) -> None:
         """End vLLM and its processes. Safe to call twice."""
@@ -154,6 +114,9 @@ class VllmEngine(VllmRanks):
             self._watch.end()  # else vLLM would wait for the answer of a stopped rank
             if not self._loop.close(_END_S):
                 logger.warning("[engine %s] does not end", self._name)
+
+    def _params(self, settings: Sampling, index: int) -> Params:
+        return Params(sampling_params(settings, index))
 
     def _sleep_option(self, level: int) -> tuple[str, bool]:
         return "options.enable_sleep_mode", self._sleeps

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weightsync.engines.engine_ranks import CACHES, WEIGHTS
 from weightsync.engines.vllm.adapter import VllmRanks
 from weightsync.errors import ConfigError, DeadlineError, PeerLostError
-from weightsync.faults import set_faults, split_by_rank
 
 if TYPE_CHECKING:
     from weightsync.faults import Fault
@@ -65,12 +64,9 @@ class AdoptedVllm(VllmRanks):
         return super().attach(plan, tickets, timeout_s)
 
     def set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
-        """Set each process's part of `faults`."""
-        num_ranks = len(self.on_ranks("settle"))
-        here, ranks = split_by_rank(faults, num_ranks, apart=True)
-        self.on_ranks("set_faults", who, ranks, seed)
-        if here or not faults:
-            set_faults(who, here, seed)
+        """Set each process's part of `faults`, also before the ranks are connected."""
+        self._num_ranks = len(self.on_ranks("settle"))
+        super().set_faults(who, faults, seed)
 
     def pause(self, mode: str, timeout_s: float) -> None:
         """Stop making tokens, and drop caches, so that frozen requests are recomputed."""

@@ -1,0 +1,59 @@
+"""The part that adapters share whose requests run in a `RequestLoop`."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from weightsync.engines.base import Rollout
+from weightsync.engines.engine_ranks import EngineRanks
+from weightsync.engines.request_loop import Params, RequestLoop
+from weightsync.engines.sampling import Sampling
+from weightsync.errors import StateError, WeightSyncError
+
+if TYPE_CHECKING:
+    from weightsync.protocol.messages import Loaded
+
+__all__ = ["ServingRanks"]
+
+
+class ServingRanks(EngineRanks):
+    """Base class of adapters that are asked for tokens. Subclasses make the loop."""
+
+    _loop: RequestLoop
+
+    @property
+    def loop(self) -> RequestLoop:
+        """The thread that owns the engine."""
+        return self._loop
+
+    def check(self) -> None:
+        """Raise RankLostError once a rank is lost."""
+        self._loop.require_ranks()
+
+    def load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
+        """Take one attempt's buckets. After a failure, requests are refused until `resume`."""
+        if not self._loop.frozen:
+            raise StateError(f"engine {self._name} is serving: pause it first")
+        self.require_awake("pause it first")  # before the `try`: this does not invalidate requests
+        try:
+            return super().load(attempt, timeout_s)
+        except WeightSyncError:
+            self._loop.invalidate()
+            raise
+
+    def serving(self) -> int:
+        """Return the version being served, 0 while paused."""
+        return self._loop.serving
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
+        """Complete token-id prompts. Requests of concurrent calls share the engine's batches."""
+        self.require_awake("update or wake it first")
+        settings = Sampling.of(sampling)
+        params = [self._params(settings, index) for index in range(len(prompts))]
+        return Rollout.of(self._loop.complete(prompts, params))
+
+    @abstractmethod
+    def _params(self, settings: Sampling, index: int) -> Params:
+        """Return the engine's parameters for prompt number `index` of a call."""
