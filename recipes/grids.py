@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from weightsync.errors import ConfigError
 from weightsync.plan import Layout, TensorMeta
@@ -20,16 +20,12 @@ def trainer_layout(
     tensors: Sequence[TensorMeta],
     model: ModelShape,
     parallel: Fsdp | Megatron,
-    ranks: Iterable[int] | None = None,
 ) -> Layout:
     """Return what trainer ranks hold of `tensors`, some or all of the model's.
 
     FSDP cuts by rows like ``torch.chunk``: ranks after the last row hold nothing. A router's bias, a buffer,
     is whole on each rank. Fused parameters are laid out as in Megatron: query, key and value rows of each
     group together, gate rows before up rows.
-
-    Args:
-        ranks: fill only these ranks. A thousand ranks of a large model have tens of millions of segments.
 
     Raises:
         ConfigError: the model cannot be cut so.
@@ -38,7 +34,7 @@ def trainer_layout(
         shards = parallel.shards
         positions = [
             RankPosition(rank=rank, dense=(rank % shards, shards), sparse=(rank % shards, shards))
-            for rank in _chosen(ranks, parallel.num_ranks)
+            for rank in range(parallel.num_ranks)
         ]
         return lay_out(tensors, lambda kind: _rows(kind, shards), positions, parallel.num_ranks, model.tied)
     _check(model, parallel.tp, parallel.tp if parallel.ep == 1 else 1, "--trainers tp")
@@ -48,9 +44,7 @@ def trainer_layout(
         remedy = f"give a divisor of the {model.num_key_value_heads} key-value heads"
         raise ConfigError("--trainers tp", parallel.tp, remedy)
     num_experts = _num_experts(model, parallel.ep, "--trainers ep")
-    positions = [
-        _megatron_position(rank, model, parallel, num_experts) for rank in _chosen(ranks, parallel.num_ranks)
-    ]
+    positions = [_megatron_position(rank, model, parallel, num_experts) for rank in range(parallel.num_ranks)]
     return lay_out(
         tensors, lambda kind: _megatron_cut(kind, model, parallel), positions, parallel.num_ranks, model.tied
     )
@@ -60,7 +54,6 @@ def engine_layout(
     tensors: Sequence[TensorMeta],
     model: ModelShape,
     parallel: EngineParallel,
-    ranks: Iterable[int] | None = None,
 ) -> Layout:
     """Return what the ranks of one engine take of `tensors`, with vLLM's live parameters.
 
@@ -70,7 +63,6 @@ def engine_layout(
 
     Args:
         tensors: the model's tensors, or all parts of some of the engine's parameters.
-        ranks: fill only these ranks.
 
     Raises:
         ConfigError: the model cannot be cut so.
@@ -89,7 +81,7 @@ def engine_layout(
             sparse=(rank % per_group, per_group),
             experts=dealt[rank // per_group],
         )
-        for rank in _chosen(ranks, parallel.num_ranks)
+        for rank in range(parallel.num_ranks)
     ]
     return lay_out(
         tensors,
@@ -98,10 +90,6 @@ def engine_layout(
         parallel.num_ranks,
         model.tied,
     )
-
-
-def _chosen(ranks: Iterable[int] | None, num_ranks: int) -> Sequence[int]:
-    return range(num_ranks) if ranks is None else sorted(set(ranks) & set(range(num_ranks)))
 
 
 def _rows(kind: Kind, shards: int) -> Cut:

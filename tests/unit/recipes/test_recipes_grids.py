@@ -240,19 +240,14 @@ def test_megatron_deals_experts_and_repeats_them_over_the_other_ranks() -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_some_ranks_and_some_tensors_are_a_part_of_the_whole(name: str) -> None:
+def test_some_tensors_are_a_part_of_the_whole(name: str) -> None:
     model, tensors = SMALL[name], checkpoint_tensors(SMALL[name])
     some = tuple(meta for meta in tensors if ".layers.1." in meta.name)
     engine, trainers = parse_engine("tp=4"), parse_trainers("tp=2,pp=3")
-    whole, one = engine_layout(tensors, model, engine), engine_layout(tensors, model, engine, ranks=[2])
-    assert one.segments(2) == whole.segments(2)
-    assert one.num_ranks == whole.num_ranks
-    assert set(one.rank.tolist()) == {2}
-    check_live("e", one)
     check_live("e", engine_layout(some, model, engine))
-    few = trainer_layout(some, model, trainers, ranks=[2, 3])
+    few = trainer_layout(some, model, trainers)
     full = trainer_layout(tensors, model, trainers)
-    for rank in (2, 3):
+    for rank in range(full.num_ranks):
         assert [s for s in full.segments(rank) if ".layers.1." in s.tensor] == list(few.segments(rank))
 
 
