@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from transformers.utils.logging import disable_progress_bar
-
 from weightsync import WeightSync
 from weightsync.plan.explain import count_text
 from weightsync.recipes.bench_report import BenchReport
@@ -19,9 +17,9 @@ from weightsync.recipes.calls import collect
 from weightsync.recipes.events import present_at_start
 from weightsync.recipes.hosts import HostSpec
 from weightsync.recipes.launcher import Launcher
-from weightsync.recipes.model import build_checkpoint
 from weightsync.recipes.recipe import Recipe
 from weightsync.recipes.screen import Screen
+from weightsync.recipes.steps import start
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,24 +49,11 @@ def run(
     Raises:
         WeightSyncError: an engine or an update failed. The others' times would not be representative.
     """
-    names = present_at_start(recipe.engine_specs, recipe.events)
-    patience_s = recipe.sync.connect_timeout_s
     launcher = Launcher(recipe, folder / "model")
-    sync = WeightSync(replace(recipe.sync, min_engines=len(names)))
+    num_engines = len(present_at_start(recipe.engine_specs, recipe.events))
+    sync = WeightSync(replace(recipe.sync, min_engines=num_engines))
     try:
-        disable_progress_bar()
-        with screen.stage("build the model"):
-            build_checkpoint(folder / "model", recipe.model, seed=recipe.loop.seed)
-        who = f"{count_text(recipe.trainers.count, 'trainer')} and {count_text(len(names), 'engine')}"
-        with screen.stage(f"start {who} on {launcher}"):
-            engines = {name: launcher.engine(name) for name in names}
-            trainers = launcher.trainers()
-            infos = {name: engine.info.remote() for name, engine in engines.items()}
-            kinds = collect(infos, "start", patience_s)
-        with screen.stage("connect"):
-            sync.register_trainers(list(trainers.values()))
-            sync.register_engines(engines)
-            sync.connect()
+        trainers, kinds = start(recipe, launcher, sync, screen)
         with screen.stage(count_text(num_updates, "update")):
             updates = [_update(sync, trainers, recipe) for _ in range(NUM_WARM + num_updates)]
         made = BenchReport.of(recipe.name, str(launcher), kinds, updates[NUM_WARM:], sync.links(), cluster)

@@ -54,7 +54,6 @@ __all__ = ["app", "main"]
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 ASKED_FOR = ("report.json", "trace.json")
 """A run without these files has failed. A page can be made again, and logs are extra."""
-LOOPS = {"grpo": "weightsync.recipes.quickstart", "elastic": "weightsync.recipes.elastic"}
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -322,7 +321,7 @@ def _outcome(folder: RunFolder, num_at_once: int, inside: Callable[[], int]) -> 
 
 def _run_inside(recipe: Recipe, folder: RunFolder, chaos: FaultPlan | None, trace: bool) -> int:
     # Import only now: see local_cluster, and bad input need not wait for torch and transformers.
-    loop = importlib.import_module(LOOPS[recipe.loop.kind])
+    loop = importlib.import_module("weightsync.recipes.quickstart")
     screen = Screen(Console())
     report = loop.run(recipe, folder, screen, chaos, trace=trace)
     if not folder.complaint():

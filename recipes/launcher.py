@@ -59,7 +59,7 @@ class Launcher:
     """
 
     def __init__(self, recipe: Recipe, model: Path) -> None:
-        self._recipe, self._model = recipe, model
+        self._recipe, self.model = recipe, model
         there = ray.cluster_resources()
         self._num_gpus = int(there.get("GPU", 0))
         self._kinds = sorted(key.removeprefix(_KIND) for key in there if key.startswith(_KIND))
@@ -104,7 +104,7 @@ class Launcher:
         if self._recipe.loop.sleep:
             options |= dict.fromkeys(_SLEEPS[kind], True)
         actor = ray.remote(EngineActor).options(**self.options(who))
-        engine: ActorHandle[Any] = actor.remote(spec.kind, str(self._model), name, options, self._slot(who))
+        engine: ActorHandle[Any] = actor.remote(spec.kind, str(self.model), name, options, self._slot(who))
         return engine
 
     def trainers(self) -> dict[str, ActorHandle[Any]]:
@@ -114,7 +114,7 @@ class Launcher:
         for rank in range(recipe.trainers.count):
             who = f"trainer {rank}"
             actor = ray.remote(GrpoTrainer).options(**self.options(who))
-            model, slot = str(self._model), self._slot(who)
+            model, slot = str(self.model), self._slot(who)
             trainers[who] = actor.remote(rank, recipe.trainers.count, model, recipe.loop, slot, device)
         listens = {"trainer 0": trainers["trainer 0"].listen.remote()}
         (meeting,) = collect(listens, "listen", timeout_s).values()

@@ -10,21 +10,17 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from transformers.utils.logging import disable_progress_bar
-
 from weightsync import SyncReport, WeightSync
 from weightsync.actors.detached import end_all
-from weightsync.plan.explain import count_text
-from weightsync.recipes.calls import collect
+from weightsync.recipes.elastic import Elastic
 from weightsync.recipes.launcher import Launcher
-from weightsync.recipes.model import build_checkpoint
 from weightsync.recipes.recipe import Recipe
 from weightsync.recipes.rollouts import roll_out
 from weightsync.recipes.run_folder import RunFolder
 from weightsync.recipes.run_report import RunReport, StepRow
 from weightsync.recipes.screen import Screen
-from weightsync.recipes.steps import leave, sleep, train, update
-from weightsync.recipes.survival import find_actors, read_back, take_trainers
+from weightsync.recipes.steps import leave, sleep, start, train, update
+from weightsync.recipes.survival import find_actors, read_back
 from weightsync.recipes.task import ProblemSampler
 
 if TYPE_CHECKING:
@@ -42,7 +38,8 @@ def run(
     However it ends, `folder` has a ``report.json`` and its page, if the disk has room. `trace` adds a
     ``trace.json``, see `write_trace`.
 
-    `chaos` is injected once all processes are connected. The run then ends when all are healed.
+    `chaos` is injected once all processes are connected. With it, or with events in the recipe, the run ends
+    when all are healed.
 
     With ``resume: true``, the run continues after the version that an earlier, dead driver committed. A step
     interrupted by the driver's death is repeated. Raises StateError if trainers are gone.
@@ -55,29 +52,14 @@ def run(
     report.devices = str(launcher)
     sync = WeightSync(recipe.sync, name=recipe.name if recipe.resume else None)
     try:
-        disable_progress_bar()
         left = find_actors(recipe)
         if left:
             read_back(folder.path / "report.json", report)
         folder.write("report.json", report.write)
         healed += report.heals
-        with screen.stage("build the model"):
-            build_checkpoint(folder.path / "model", recipe.model, seed=loop.seed)
-        num_trainers = count_text(recipe.trainers.count, "trainer")
-        who = f"{num_trainers} and {count_text(len(recipe.engine_specs), 'engine')}"
-        with screen.stage(f"start {who} on {launcher}"):
-            engines = {
-                name: left.get(f"engine {name}") or launcher.engine(name) for name in recipe.engine_specs
-            }
-            trainers = take_trainers(left, recipe) or launcher.trainers()
-            infos = {name: engine.info.remote() for name, engine in engines.items()}
-            report.engines = collect(infos, "start", recipe.sync.connect_timeout_s)
+        trainers, report.engines = start(recipe, launcher, sync, screen, launcher.engine, left)
         for name, info in report.engines.items():
             screen.line(f"engine {name}: {info['kind']} ({info['why']})")
-        with screen.stage("connect"):
-            sync.register_trainers(list(trainers.values()))
-            sync.register_engines(engines, respawn=launcher.engine)
-            sync.connect()
         if chaos is not None:
             sync.inject(chaos)
         report.links = sync.links()
@@ -94,9 +76,11 @@ def run(
         problems, seeds = ProblemSampler(loop.seed), random.Random(loop.seed)
         for _ in range(1, sync.version):  # draw what the finished steps drew
             problems.sample(loop.prompts_per_step)
-            for _ in engines:
+            for _ in recipe.engine_specs:
                 seeds.getrandbits(32)
+        elastic = Elastic(recipe, sync, launcher, screen)
         for step in range(sync.version, loop.steps + 1):
+            elastic.before(step)
             prompts = problems.sample(loop.prompts_per_step)
             rollouts = roll_out(prompts, sync.serving, loop, seeds, recipe.sync.timeout_s)
             for error in rollouts.lost.values():
@@ -108,11 +92,14 @@ def run(
             row = StepRow.of(step, rollouts.reward, rollouts.versions, done, retried)
             report.steps.append(row)
             report.heals, report.spans = [*healed, *sync.heals], done.spans
+            report.engines |= elastic.infos
             folder.write("report.json", report.write)
             screen.step(row, loop.steps)
-        if chaos is not None:
+        if chaos is not None or recipe.events:
             with screen.stage("heal"):
-                sync.settle(recipe.sync.connect_timeout_s)
+                elastic.settle(recipe.engine_specs)
+            report.engines |= elastic.infos
+            screen.line(f"served by {', '.join(sync.serving())}")
         report.status = "done" if report.final_reward >= loop.target_reward else "below target"
         report.heals = [*healed, *sync.heals]
         screen.summary(report)

@@ -1,27 +1,64 @@
-"""Parts that every loop shares: train, sleep, update, and write the results."""
+"""Parts that runs share: start a fleet, train, sleep, update, and write the results."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+from transformers.utils.logging import disable_progress_bar
 
 from weightsync import SyncReport, WeightSync, WeightSyncError
 from weightsync.errors import DeadlineError, EngineError, PeerLostError
+from weightsync.plan.explain import count_text
 from weightsync.recipes.calls import collect
+from weightsync.recipes.events import present_at_start
+from weightsync.recipes.model import build_checkpoint
 from weightsync.recipes.page import page
 from weightsync.recipes.run_folder import replace_text
+from weightsync.recipes.survival import take_trainers
 from weightsync.recipes.trace import write_trace
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
     from weightsync.recipes.grpo import Group
+    from weightsync.recipes.launcher import Launcher
     from weightsync.recipes.recipe import Recipe
     from weightsync.recipes.run_folder import RunFolder
     from weightsync.recipes.run_report import RunReport
     from weightsync.recipes.screen import Screen
 
-__all__ = ["leave", "sleep", "train", "update"]
+__all__ = ["leave", "sleep", "start", "train", "update"]
+
+
+def start(
+    recipe: Recipe,
+    launcher: Launcher,
+    sync: WeightSync,
+    screen: Screen,
+    respawn: Callable[[str], ActorHandle[Any]] | None = None,
+    left: Mapping[str, ActorHandle[Any]] = MappingProxyType({}),
+) -> tuple[Mapping[str, ActorHandle[Any]], dict[str, Mapping[str, str]]]:
+    """Build the model, start the actors that are not `left` of an earlier run, and connect them.
+
+    Engines that events add are left out. Returns the trainers, and what the engines say of themselves.
+    """
+    disable_progress_bar()
+    with screen.stage("build the model"):
+        build_checkpoint(launcher.model, recipe.model, seed=recipe.loop.seed)
+    names = present_at_start(recipe.engine_specs, recipe.events)
+    who = f"{count_text(recipe.trainers.count, 'trainer')} and {count_text(len(names), 'engine')}"
+    with screen.stage(f"start {who} on {launcher}"):
+        engines = {name: left.get(f"engine {name}") or launcher.engine(name) for name in names}
+        trainers = take_trainers(left, recipe) or launcher.trainers()
+        calls = {name: engine.info.remote() for name, engine in engines.items()}
+        infos = collect(calls, "start", recipe.sync.connect_timeout_s)
+    with screen.stage("connect"):
+        sync.register_trainers(list(trainers.values()))
+        sync.register_engines(engines, respawn=respawn)
+        sync.connect()
+    return trainers, infos
 
 
 def train(groups: Sequence[Group], trainers: Mapping[str, ActorHandle[Any]], timeout_s: float) -> None:
