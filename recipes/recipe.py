@@ -138,7 +138,7 @@ class LoopSpec:
     """The training loop.
 
     Attributes:
-        kind: ``grpo`` is the loop of quickstart.py; ``elastic`` is that of elastic.py, with `events`.
+        kind: ``grpo``, or ``elastic`` for the same loop with `events`.
         steps: rollouts, each followed by training and by an update of the engines.
         seed: seed of the model's first weights and of the problems.
         prompts_per_step: problems per step, split among the trainers.
