@@ -1,9 +1,11 @@
 """The channel between a holder and its engine rank: shared memory and a socket.
 
-The holder offers a ticket; the engine rank maps the ticket's buffers and says hello on its socket.
+The holder issues a ticket; the engine rank maps the ticket's buffers and says hello on its socket.
 Then, inside one long call per update, the holder says which bucket is ready, and the engine rank says
-when it has read it. The socket's file is in a private directory, which is removed as soon as the engine
-rank is connected, so that nothing is left behind.
+when it has read it. A holder that writes the rank's memory itself says only when it has written.
+
+The socket's file is in a private directory, which is removed as soon as the engine rank is connected, so that
+nothing is left behind.
 """
 
 from __future__ import annotations
@@ -191,7 +193,7 @@ class HolderFeed:
                 continue
             if message is not None:
                 return frames[0], message
-            logger.warning("[%s] refused %d frames of a stranger", self.ticket.holder, len(frames))
+            logger.warning("[%s] refused %d frames of an unknown peer", self.ticket.holder, len(frames))
 
 
 class EngineFeed:
@@ -226,7 +228,7 @@ class EngineFeed:
         Raises PeerLostError, DeadlineError, EngineError when this process has no file descriptor left, or
         TransportError when the holder gave up this rank.
         """
-        deadline = time.monotonic() + timeout_s  # the driver's is hardly later
+        deadline = time.monotonic() + timeout_s  # the driver's is about the same
         if any(isinstance(handle, BufferHandle) for handle in ticket.slots):
             warm_up()  # weights on a device are digested there
         try:
@@ -276,7 +278,7 @@ class EngineFeed:
 
         Returns ``sink.finish()``: a digest per tensor of the plan. Raises DeadlineError when the holder sends
         nothing for `timeout_s`, TransportError when it gave up, EngineError for other errors of `sink`. The
-        holder is told of any error and no longer waits for this rank.
+        holder is told of any error and no longer waits for this rank, unless an earlier load has not ended.
         """
         # An earlier load that was given up may still be writing a bucket.
         if not self._busy.acquire(timeout=timeout_s):
@@ -341,7 +343,7 @@ class EngineFeed:
         return views
 
     def _inject(self, at: str, bucket: int, views: list[PieceView]) -> bool:
-        """Inject faults. A corrupting one gets a piece in the slot, never one in the send buffer."""
+        """Inject faults. One that corrupts gets a piece in the slot, never one in the send buffer."""
         data = None
         if has_faults():
             both = zip(views, self._whole[bucket], strict=True)

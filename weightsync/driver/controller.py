@@ -1,4 +1,4 @@
-"""Lifecycle of an update, the same for every placement: publish, pause, move, verify, commit."""
+"""Lifecycle of an update: publish, pause, move, verify, commit. In place, pausing is part of publish."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Controller:
     async def restore(self) -> list[str]:
         """Take over from a previous driver. Must hold the exclusive lock.
 
-        The version becomes the newest that an engine serves (it has committed, then) or that the holders
+        The version becomes the newest that an engine serves (so it was committed) or that the holders
         have complete snapshots of. Engines that serve it stay SERVING. All others become STALE; their names
         are returned.
         """
@@ -158,8 +158,9 @@ class Controller:
         Raises:
             StateError: not connected, or fewer than ``min_engines`` engines are alive.
             ConfigError: `version` is not greater than the last that committed.
-            WeightSyncError: the first failure, if fewer than ``min_engines`` took the version. After a failed
-                publish every engine is as it was, or awake. Later failures leave engines STALE.
+            WeightSyncError: a failure, if fewer than ``min_engines`` took the version. After a failed publish
+                or pause, engines keep their weights; sleeping ones may have been woken. After a failed move
+                or comparison they are STALE.
         """
         if not self.connected or self._connection is None:
             raise StateError("connect() has to come before update_weights()")
@@ -300,7 +301,7 @@ class Controller:
         takers: Mapping[str, EngineMember],
         paused: Sequence[str],
         clock: PhaseClock,
-        when_moved: Callable[[], None] = lambda: None,
+        when_held: Callable[[], None] = lambda: None,
     ) -> SyncReport:
         assert self._connection is not None
         assert self._expected is not None
@@ -312,11 +313,11 @@ class Controller:
             loaded = await self._move([name for name in takers if name in paused])
         with clock.phase("verify"):
             wrong = self.engine_group.compare(self._connection, loaded, self._expected)
-            # Before trainers may go on: writes after that are no fault.
+            # While trainers that are read in place still wait: writes after that are no fault.
             changed = await self._changed(wrong)
             verified = self.engine_group.judge(version, wrong, changed)
             self.engine_group.kept_up(verified)
-        when_moved()
+        when_held()
         for name, error in self.engine_group.failures.items():
             if isinstance(error, VerifyError):
                 self._connection.router.demote(name, error)
@@ -349,8 +350,8 @@ class Controller:
 
         assert self._connection is not None
         tasks = self._connection.router.tasks({name: member.holders for name, member in members.items()})
-        plan, every = self._connection.plan, next(iter(tasks.values()))
-        self._num_buckets = plan.num_buckets if every.broadcasts_all else len(every.cast)
+        plan, any_task = self._connection.plan, next(iter(tasks.values()))
+        self._num_buckets = plan.num_buckets if any_task.broadcasts_all else len(any_task.cast)
         moves = {f"holder {i}": move(i, self._fleet.holders[i], task) for i, task in tasks.items()}
         loads = {name: self.engine_group.load(member, attempt) for name, member in members.items()}
         feeds = {name: [f"holder {i}" for i in member.holders] for name, member in members.items()}
@@ -358,7 +359,7 @@ class Controller:
         loaded = outcome.answers
         self.engine_group.blame("move", outcome.failures)
         if moved.failures:
-            # After a failed move no engine holds a whole version.
+            # After a failed move no engine is known to hold a whole version.
             self.connected = False
             self.engine_group.enter(loaded, EngineState.STALE)
             for name in loaded:
@@ -397,7 +398,7 @@ class Controller:
             seconds=clock.total(),
             phases=clock.seconds,
             spans={"driver": tuple(clock.spans)} | ({} if refilled else self._spans),
-            verified=True,
+            verified=True,  # an engine whose digests differed has raised, or does not serve the version
             engines={name: record.version for name, record in records.items()},
             states={name: record.state.value for name, record in records.items()},
             failures={name: _describe(error) for name, error in self.engine_group.failures.items()},

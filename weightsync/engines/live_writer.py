@@ -36,8 +36,8 @@ class LiveWriter:
         layout: its segments say which box of which tensor is where in which buffer.
         live: the buffers by name.
         slots: the bucket slots, uint8, as in `EngineFeed.slots`.
-        readable: whether there is memory behind the buffers' addresses now; `begin` needs it.
-        views: as in `EngineFeed.views`, for memory on the host; other buckets take longer.
+        readable: whether there is memory behind the buffers' addresses now. A sleeping engine has none.
+        views: as in `EngineFeed.views`, for memory on the host; pieces not in it are copied more slowly.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class LiveWriter:
         self._next += 1
 
     def finish(self) -> Digests:
-        """Check that every byte came, and return the digests of the live memory."""
+        """Check that every bucket came and that they hold every tensor. Returns digests of live memory."""
         if self._next != self._plan.num_buckets:
             raise TransportError(f"{self._next} of {self._plan.num_buckets} buckets came")
         self._missing.require_none()
@@ -142,7 +142,7 @@ class _DeviceTables:
         self._table = DigestTable(parts, len(plan.tensors))
 
     def copies(self) -> CopyTable:
-        """Return the copy table. Made on first use, since it is not needed if the holder writes."""
+        """Return the copy table. Made when needed: if the holder writes, it is not."""
         from weightsync.memory.kernels import CopyTable
 
         self._copies = self._copies or CopyTable(*self._rows())
@@ -158,7 +158,7 @@ class _DeviceTables:
 
 
 class Missing:
-    """Counts the elements still missing. The plan has proven that its pieces do not overlap."""
+    """Counts the elements that no piece has brought. The plan has proven that pieces do not overlap."""
 
     def __init__(self, plan: Plan) -> None:
         self._tensors = plan.tensors

@@ -75,7 +75,7 @@ class FeedConsumer:
     """Lets the engine rank read the slots. Does nothing without a feed, or after the rank's first failure.
 
     `timeout_s` limits one wait for the engine rank, `limit_s` all of them together; waits for other holders
-    do not count. `whole` is sent with each `Ready`.
+    do not count. With `whole`, as in a refill, the rank reads everything from the slots.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class FeedConsumer:
 
 
 class WriteConsumer:
-    """Writes buckets, or `only` those, into the engine rank's memory if it takes part."""
+    """Writes buckets, or just those in `only`, into the engine rank's memory if it takes part."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class WriteConsumer:
         return self._feed is not None and not self._feed.dropped
 
     def wait_free(self, bucket: int) -> None:
-        """`Staging.fill` waits on the device instead."""
+        """Do nothing: `Staging.fill` waits for the slot on the device."""
 
     def offer(self, bucket: int) -> None:
         if self.taking and (self._only is None or bucket in self._only):
@@ -190,7 +190,8 @@ def run_update(
 ) -> None:
     """Run holder `index`'s part of an update: direct copies, cross-host exchange, broadcasts.
 
-    `start` queues a bucket's broadcasts; `consumer` gets each bucket that arrived. Errors pass unchanged.
+    `start` queues a bucket's broadcasts; `consumer` gets each bucket that arrived. A `FeedConsumer` needs all
+    buckets, a `WriteConsumer` can do with some. Errors pass unchanged.
     """
     writes = task.copies_directly and consumer.taking
     if writes or task.exchanges:

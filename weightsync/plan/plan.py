@@ -59,7 +59,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Plan:
-    """A broadcast of all tensors to all engines, bucket by bucket. Made by `make_plan`.
+    """Which bytes go where: all tensors for all engines, as buckets to broadcast. Made by `make_plan`.
 
     It holds S steps (broadcasts) and P pieces as columns, both in the order in which they travel. D is the
     largest number of dimensions.
@@ -158,7 +158,7 @@ class Plan:
         return hashlib.sha256(json.dumps(header, sort_keys=True).encode()).hexdigest()
 
     def content(self) -> str:
-        """Return the SHA-256, in hexadecimal, of what send buffers and buckets contain, without members."""
+        """Return the SHA-256, in hexadecimal, of the layout of send buffers and buckets, without members."""
         header = {
             "tensors": [(meta.name, meta.dtype, meta.shape) for meta in self.tensors],
             "tied": self.tied,
@@ -273,7 +273,7 @@ def _times(
 def by_tensor(plan: Plan, layout: RankLayout) -> list[list[Segment]]:
     """Return the layout's segments for each tensor of the plan.
 
-    Segments of tied tensors are under the name that travels.
+    A segment that is held under a tied name counts for the tensor that travels.
     """
     canonical = dict(layout.tied)
     held: dict[str, list[Segment]] = {}

@@ -42,7 +42,7 @@ class Prepared:
 
     Attributes:
         plan_digest: the plan's digest, as this holder computed it.
-        send_buffer: where its trainer rank publishes; None if it has none or reads its memory in place.
+        send_buffer: where its trainer rank publishes; None without one, and if its memory is read in place.
         ticket: how its engine rank reaches it, if it serves one.
         offers: the rendezvous of each communicator in which this holder is the first rank, by members.
     """
@@ -60,7 +60,7 @@ class UpdateTask:
     Attributes:
         copies_directly: the holder copies its engine rank's part from the trainers' memory.
         broadcasts_all: every bucket is broadcast, since not all engines read directly.
-        cast: buckets that engines which read directly also take, for tensors of another dtype.
+        cast: buckets that are also broadcast to engines which read directly, since a dtype differs.
         exchanges: the holder takes part in the cross-host exchange.
     """
 
@@ -76,7 +76,7 @@ class Moved:
 
     Attributes:
         span: when the move began, and its duration.
-        waited_s: seconds spent waiting for its engine rank alone.
+        waited_s: seconds spent waiting only for its engine rank.
         slow: why the engine rank was given up, if it did not keep up.
     """
 
