@@ -104,7 +104,7 @@ class Checkpoints:
             raise ConfigError("files", files, "give a list of paths")
         for other, held in self._held.items():
             if [*held.shards] != [*nodes]:
-                raise ConfigError("nodes", nodes, f"checkpoint {other} lies on {[*held.shards]}")
+                raise ConfigError("nodes", nodes, f"checkpoint {other} is on {[*held.shards]}")
         paths = [os.path.abspath(path) for path in files]
         shards = {
             node: spawn_shard(node, paths, share, len(nodes), tuple(exclude))

@@ -159,7 +159,7 @@ class Membership:
     async def place_engine(self, name: str, handle: ActorHandle[Any]) -> None:
         """Wait for the engine, then assign or start a holder for each rank."""
         if self._controller.plan is None:
-            raise StateError("connect() has to come first")
+            raise StateError("call connect() first")
         engine, who = remote_engine(f"engine {name}", handle), f"engine {name}"
         started = await gather_named(
             {who: self._placements_of(engine)}, "start", self._config.connect_timeout_s
@@ -230,7 +230,7 @@ class Membership:
     async def _place(self) -> None:
         """Ask every actor for its placement and start missing holders."""
         if not self.engines or not (self.trainers or self.checkpoints):
-            raise StateError("register_trainers() and register_engines() have to come before connect()")
+            raise StateError("register_trainers() and register_engines() come before connect()")
         known = {name: member.record for name, member in self._fleet.engines.items()}
         records = {name: known.get(name, EngineRecord()) for name in self.engines}
         trainers = {f"trainer {i}": remote_trainer(f"trainer {i}", h) for i, h in enumerate(self.trainers)}
@@ -316,7 +316,7 @@ class Membership:
         """Return the states of `engines`, of all if it is empty. Raises StateError or ConfigError."""
         states = {name: member.record.state for name, member in self._fleet.engines.items()}
         if not states:
-            raise StateError("connect() has to come before sleep() and wake()")
+            raise StateError("call connect() before sleep() and wake()")
         for name in engines:
             if name not in states:
                 raise ConfigError("engine", name, nearest(name, states))

@@ -191,7 +191,7 @@ class WeightSync:
             StateError: before `connect`.
         """
         if self._controller.plan is None:
-            raise StateError("connect() has to come before plan")
+            raise StateError("call connect() before plan")
         return self._controller.plan
 
     def links(self) -> list[Link]:
@@ -283,7 +283,7 @@ class WeightSync:
             StateError: before `connect`.
         """
         if self._controller.plan is None:
-            raise StateError("connect() has to come before inject()")
+            raise StateError("call connect() before inject()")
         plan.check_who(self._members.who())
         self._faults, self._armed = plan, set()
         self._loop.submit(lambda: self._members.set_faults(plan, 0)).result()

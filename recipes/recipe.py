@@ -223,7 +223,7 @@ class Recipe:
         if self.events and not elastic:
             raise ConfigError("events", len(self.events), "leave them out, or give loop.kind elastic")
         if self.resume and elastic:
-            raise ConfigError("resume", True, "leave it out; loop.kind elastic begins anew")
+            raise ConfigError("resume", True, "leave it out; loop.kind elastic starts from the beginning")
         if self.loop.sleep and (elastic or self.placement != "colocated"):
             remedy = (
                 "give 0, or placement colocated and loop.kind grpo, where engines share the trainers' GPUs"

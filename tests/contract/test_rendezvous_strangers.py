@@ -181,6 +181,6 @@ def test_a_call_that_waits_ends_when_the_store_is_closed(server: StoreServer) ->
 
 def test_what_nobody_sets_is_named_at_the_deadline(server: StoreServer) -> None:
     store = NetworkStore(server.address, 0.1)
-    with pytest.raises(RuntimeError, match=r"what nobody sets: nobody set it within 0\.1 s"):
+    with pytest.raises(RuntimeError, match=r"what nobody sets: not set within 0\.1 s"):
         store.get("what nobody sets")
     store.close()

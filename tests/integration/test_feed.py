@@ -238,7 +238,7 @@ def test_closing_ends_a_load_that_waits(holder: HolderFeed, plan: Plan) -> None:
     engine.close()
     engine.close()
     thread.join()
-    assert "connected anew" in str(raised[0])
+    assert "connected again" in str(raised[0])
     assert time.monotonic() - begun < patient(5)
 
 

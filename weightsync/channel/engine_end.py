@@ -372,7 +372,7 @@ class EngineFeed:
             left = deadline - time.monotonic()
             came = self._socket.poll(max(0, int(min(left * 1000 + 1, _POLL_MS))))
             if self._closing.is_set():  # another load may own the memory by now
-                raise TransportError(f"{self._ticket.engine} is being connected anew")
+                raise TransportError(f"{self._ticket.engine} is being connected again")
             if came:
                 return decode(self._socket.recv())
             if left <= 0:

@@ -197,7 +197,7 @@ def _flat_layouts(
 async def _layouts(fleet: Fleet, timeout_s: float) -> _Layouts:
     live = fleet.live()
     if not live:
-        raise StateError("no engine is alive: add_engine() has to come first")
+        raise StateError("no engine is alive: call add_engine() first")
     asked = {f"trainer {i}": trainer.layout() for i, (trainer, _) in enumerate(fleet.trainers)}
     wanted = {f"engine {name}": member.peer.layout() for name, member in live.items()}
     trainers, engines = await asyncio.gather(

@@ -163,7 +163,7 @@ class Controller:
                 or comparison they are STALE.
         """
         if not self.connected or self._connection is None:
-            raise StateError("connect() has to come before update_weights()")
+            raise StateError("call connect() before update_weights()")
         if version <= self.version:
             raise ConfigError("version", version, f"versions grow: give more than {self.version}")
         takers = {name: member for name, member in self._fleet.live().items() if member.attached}
@@ -257,7 +257,7 @@ class Controller:
 
     def _connected(self) -> Connection:
         if self._connection is None:
-            raise StateError("connect() has to come first")
+            raise StateError("call connect() first")
         return self._connection
 
     async def _publish(self, version: int) -> None:

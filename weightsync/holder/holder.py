@@ -342,7 +342,7 @@ class Holder:
         mapped = self._staging.mapped if self._staging else None
         found = (mapped and mapped.flat) if is_flat else snapshot_content(self._send_buffer)
         if not found:
-            raise StateError(f"{self.name} has nothing to keep: it is being connected anew")
+            raise StateError(f"{self.name} has nothing to keep: it is being connected again")
         return found
 
     def replicate(self, snapshot_part: SnapshotPart, timeout_s: float) -> Offer:
@@ -419,7 +419,7 @@ class Holder:
 
     def _served_snapshots(self) -> SnapshotStore:
         if self._snapshots is None:
-            raise StateError(f"{self.name} keeps nothing yet: connect first")
+            raise StateError(f"{self.name} has no snapshots yet: connect first")
         return self._snapshots
 
     def _start(self, plan: Plan, staging: Staging, bucket: int, timeout_s: float) -> list[Pending]:

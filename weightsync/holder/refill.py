@@ -121,7 +121,7 @@ class Refill:
         for peer, part in peers.items():
             wanted = SnapshotHeader(self._kept.version, self._kept.layout, part)
             if found[peer] != wanted:
-                raise ReadError(peer, f"it keeps {found[peer] or 'nothing now'}, not {wanted}")
+                raise ReadError(peer, f"it holds {found[peer] or 'no snapshot'}, not {wanted}")
 
     def _read(self, turn: int, portion: Portion, target: int) -> Read:
         peers = [*self._peers[portion.part]]
@@ -291,7 +291,7 @@ class Restore:
             under_way.popleft().wait()
         who = self._held.holder
         if (found := self._held.header) != self._header:
-            raise ReadError(who, f"it keeps {found or 'nothing now'}, not {self._header}")
+            raise ReadError(who, f"it holds {found or 'no snapshot'}, not {self._header}")
         self._consumer.finish(0)
         return Refilled({who: len(data)}, {who: self._held.way}, time.perf_counter() - begun)
 
@@ -321,7 +321,7 @@ def open_refill(
         return Refill(snapshot, BucketSink(plan, staging, consumer, timeout_s), direct, timeout_s)
     flat = staging.mapped.flat if staging.mapped else None
     if flat is None:
-        raise StateError("this engine copies buckets by itself, so that no image of its memory can be used")
+        raise StateError("this engine copies buckets itself, so a flat snapshot of its memory cannot be used")
     (part,) = snapshot.parts
     header = SnapshotHeader(snapshot.version, snapshot.layout, part)
     if snapshots and (held := snapshots.held(header)):

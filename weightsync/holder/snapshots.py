@@ -195,7 +195,7 @@ class SnapshotStore:
             reader.close()
         if found != wanted:
             _write_header(buffer, None)
-            raise ReadError(offer.holder, f"it keeps {found or 'nothing now'}, not {wanted}")
+            raise ReadError(offer.holder, f"it holds {found or 'no snapshot'}, not {wanted}")
 
     def close(self) -> None:
         for part in [*self._shares]:

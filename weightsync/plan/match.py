@@ -68,7 +68,7 @@ def _check_used(source: Layout, pairs: Int64, wanted: Sequence[TensorMeta]) -> N
         name = source.tensors[int(unused[0])].name
         hint = suggest(name, [meta.name for meta in wanted])
         remedy = "leave it out (of a checkpoint: by exclude) or rename it"
-        raise PlanError(name, f"a trainer or checkpoint declares it, no engine takes it; {remedy}: {hint}")
+        raise PlanError(name, f"a trainer or checkpoint declares it, but no engine has it; {remedy}: {hint}")
 
 
 def _check_pair(ours: TensorMeta, theirs: TensorMeta) -> None:

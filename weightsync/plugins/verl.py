@@ -164,7 +164,7 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
 
     def _opened(self) -> TensorStream:
         if self._stream is None:
-            raise StateError("init_process_group has to come first")
+            raise StateError("call init_process_group first")
         return self._stream
 
     def _leave(self) -> None:

@@ -102,7 +102,7 @@ class WeightSyncTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         are then a mix, until the trainer initialises the transfer again and sends an update.
         """
         if self._stream is None:
-            raise StateError("init_weight_transfer_engine has to come first")
+            raise StateError("call init_weight_transfer_engine first")
         loading = self._reload or (LoadAccount(self.model, load_weights) if load_weights else None)
         assert loading, "vLLM starts before it updates"
         shapes = {name: tuple(shape) for name, shape in update_info.shapes.items()}

@@ -91,7 +91,7 @@ class _Memory:
             endpoint, [self.bases[memory] + offset], [address], [nbytes]
         )
         if batch == 0:
-            raise RuntimeError("nobody answers there, or these bytes are not to be read")
+            raise RuntimeError("no process answers there, or these bytes may not be read")
         return batch
 
     def _is_over(self, batch: int) -> bool:

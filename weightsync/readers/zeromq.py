@@ -128,7 +128,7 @@ class _Peer:
     def heed(self) -> None:
         """Note a lost connection. Raises ReadError if reads are not done yet."""
         event: int = recv_monitor_message(self.monitor)["event"]
-        self._lost = self._lost or _CAUSES.get(event, "nobody answers there")
+        self._lost = self._lost or _CAUSES.get(event, "no process answers there")
         self._check()
 
     def close(self) -> None:

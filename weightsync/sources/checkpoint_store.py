@@ -71,7 +71,7 @@ class CheckpointStore:
     def read(self) -> Reading:
         """Read the share into memory and digest it, several files and parts of files in parallel.
 
-        Raises TransportError if the host has too little memory, and ConfigError if a file was cut short since
+        Raises TransportError if the host has too little memory, and ConfigError if a file was truncated since
         it was checked.
         """
         begun, mapped = time.perf_counter(), {i for i, path in enumerate(self._files) if _in_memory(path)}
@@ -198,7 +198,7 @@ def _read_into(target: torch.Tensor, path: Path, start: int) -> None:
         while memory:
             count = os.preadv(file.fileno(), [memory], start)
             if not count:
-                raise ConfigError("files", str(path), "it was cut short while it was read: get it anew")
+                raise ConfigError("files", str(path), "it was truncated while it was read: download it again")
             memory, start = memory[count:], start + count
 
 

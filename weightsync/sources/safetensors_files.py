@@ -53,7 +53,7 @@ def contents(paths: Sequence[str], exclude: Collection[str] = ()) -> Contents:
         exclude: names, as in the files, of tensors that no engine takes.
 
     Raises:
-        ConfigError: a file is missing, is not a safetensors file, or is cut short; an index names a
+        ConfigError: a file is missing, is not a safetensors file, or is truncated; an index names a
             file that does not exist; `exclude` names a tensor that is in no file.
         PlanError: a tensor is in two files, is not in the file that the index names, or has an
             unknown dtype.
@@ -70,7 +70,7 @@ def contents(paths: Sequence[str], exclude: Collection[str] = ()) -> Contents:
             found[name] = meta, len(files), start
         for name in wanted:
             if found.get(name, (None, -1))[1] != len(files):
-                raise PlanError(name, f"the index says that it is in {path}, and it is not; get both anew")
+                raise PlanError(name, f"the index names {path}, but it is not in it; download both again")
         files.append(path)
     for name in exclude:
         if name not in found:
@@ -131,7 +131,7 @@ def _header(path: Path) -> dict[str, tuple[TensorMeta, int]]:
         with safe_open(path, framework="numpy") as opened:
             metas = [_meta(path, name, opened.get_slice(name)) for name in opened.offset_keys()]
     except (SafetensorError, OSError) as error:
-        remedy = f"it is cut short or no safetensors file: {error}; get it anew"
+        remedy = f"it is truncated, or not a safetensors file: {error}; download it again"
         raise ConfigError("files", str(path), remedy) from error
     start = path.stat().st_size - sum(meta.nbytes for meta in metas)
     held = {}

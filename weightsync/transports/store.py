@@ -134,7 +134,7 @@ class NetworkStore(Store):
         deadline = time.monotonic() + seconds
         while not self.check(keys):
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{', '.join(keys)}: nobody set it within {seconds:g} s")
+                raise RuntimeError(f"{', '.join(keys)}: not set within {seconds:g} s")
             time.sleep(_WAIT_S)
 
     def close(self) -> None:

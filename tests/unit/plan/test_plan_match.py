@@ -131,7 +131,7 @@ def test_missing_and_extra_tensors_name_the_nearest() -> None:
     ):
         plan(whole(typo, A), whole(layer, A))
     with pytest.raises(
-        PlanError, match="b: a trainer or checkpoint declares it, no engine takes it; leave it out"
+        PlanError, match="b: a trainer or checkpoint declares it, but no engine has it; leave it out"
     ):
         plan(whole(A, B), whole(A))
 

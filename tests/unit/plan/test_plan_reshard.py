@@ -139,7 +139,7 @@ A, B = TensorMeta("a", "bfloat16", (4, 6)), TensorMeta("b", "bfloat16", (2, 3))
     ("ours", "theirs", "name", "says"),
     [
         ([A], [A, B], "b", "no trainer or checkpoint declares it"),
-        ([A, B], [A], "b", "no engine takes it"),
+        ([A, B], [A], "b", "but no engine has it"),
         ([A, B], [A, replace(B, shape=(3, 2))], "b", r"shape \(2, 3\) at the source, \(3, 2\)"),
         ([A, B], [A, replace(B, dtype="float32")], "b", "bfloat16 at the trainers, float32 at the engine"),
     ],

@@ -160,8 +160,8 @@ def four_bits(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [
-        (cut_short, ConfigError, rf"{TWO}.*cut short.*get it anew"),
-        (empty_file, ConfigError, rf"{TWO}.*cut short.*get it anew"),
+        (cut_short, ConfigError, rf"{TWO}.*truncated.*download it again"),
+        (empty_file, ConfigError, rf"{TWO}.*truncated.*download it again"),
         (named_twice, PlanError, rf"^b: it is in .*{ONE} and in .*{TWO}; give files that are of one"),
         (no_file, ConfigError, "no \\*.safetensors is in this folder"),
         (four_bits, PlanError, rf"^q: dtype F4 in .*{TWO}; .*valid: "),
@@ -170,7 +170,7 @@ def four_bits(folder: Path) -> None:
             ConfigError,
             r"names model-3.safetensors for a; there is no model-3.* did you mean 'model-",
         ),
-        (lambda f: write_index(f, {"b": TWO}), PlanError, rf"^b: the index says that it is in .*{TWO}"),
+        (lambda f: write_index(f, {"b": TWO}), PlanError, rf"^b: the index names .*{TWO}"),
         (lambda f: write_index(f, ["a"]), ConfigError, "it is no index"),
     ],
 )
@@ -185,14 +185,14 @@ def test_paths_and_names_that_do_not_exist_are_refused(folder: Path) -> None:
         contents([str(folder / "model1.safetensors")])
     with pytest.raises(ConfigError, match="exclude: 'e' is not valid"):
         contents([str(folder)], exclude=["e"])
-    with pytest.raises(ConfigError, match="cut short or no safetensors file"):
+    with pytest.raises(ConfigError, match="truncated, or not a safetensors file"):
         contents([__file__])
 
 
 def test_a_file_that_shrinks_after_it_was_checked_is_named(folder: Path) -> None:
     source = CheckpointStore([str(folder)])
     (folder / ONE).write_bytes(b"")
-    with pytest.raises(ConfigError, match=f"{ONE}.*cut short while it was read"):
+    with pytest.raises(ConfigError, match=f"{ONE}.*truncated while it was read"):
         source.read()
 
 
