@@ -100,7 +100,7 @@ class VllmUnderTest(EngineActor):
 
     async def _call(self, work: Callable[[Any], Any]) -> Any:  # noqa: ANN401 (whatever vLLM returns)
         engine: Any = self._engine  # behind our adapter, which only a benchmark may access
-        return await asyncio.to_thread(engine._loop.call, work)
+        return await asyncio.to_thread(engine.call, work)
 
 
 class OwnVllm:

@@ -37,17 +37,17 @@ class Trainer(TrainerShard):  # one of two ranks that teach the model to count
 
 
 def main(path: str) -> None:
+    torch.manual_seed(0)
     AutoModelForCausalLM.from_config(CONFIG).save_pretrained(path)
     place = {"num_cpus": 0, "num_gpus": int(DEVICE == "cuda")}
     engine, trainer = (ray.remote(cls).options(**place) for cls in (EngineActor, Trainer))
     engines = {name: engine.remote("vllm", path, name, {"max_model_len": 64}) for name in ("e0", "e1")}
-    trainers = [trainer.remote(path, rank, f"{path}/meeting") for rank in range(2)]
     with WeightSync() as sync:
-        sync.register_trainers(trainers)
+        sync.register_trainers([trainer.remote(path, rank, f"{path}/meeting") for rank in range(2)])
         sync.register_engines(engines)
         sync.connect()
         for version in range(1, 6):
-            losses = ray.get([each.train.remote(num_steps=8) for each in trainers])
+            losses = ray.get([each.train.remote(num_steps=8) for each in sync.trainers()])
             print(f"loss {losses[0]:.2f}", sync.update_weights(version), sep="\n")
             for name, handle in engines.items():
                 rollout = ray.get(handle.generate.remote([[1, 2, 3]], {"max_tokens": 5, "temperature": 0.0}))

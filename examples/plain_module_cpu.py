@@ -31,6 +31,7 @@ class Trainer(TrainerShard):  # teaches the model to count; weightsync reads its
 
 
 def main(path: str) -> None:
+    torch.manual_seed(0)
     AutoModelForCausalLM.from_config(CONFIG).save_pretrained(path)
     trainer = ray.remote(Trainer).remote(path)
     engines = {name: ray.remote(EngineActor).remote("torch", path, name) for name in ("e0", "e1")}
