@@ -42,7 +42,7 @@ def test_a_respawn_that_never_returns_leaves_its_engine_dead_and_lets_the_proces
     assert found["engines"] == {"e0": 2, "e1": 0, "e2": 2}
     assert found["heals"] == ["e2"], "another engine is healed while the first start hangs"
     assert sorted(found["calls"]) == ["e0", "e1", "e2"], "it is not called again for the same engine"
-    assert "engine e1 is given up after 1 attempts: respawn: no answer within " in log
+    assert "[engine e1] is given up after 1 attempt: respawn: no answer within " in log
 
 
 @pytest.mark.faults  # the test above starts as many processes

@@ -14,6 +14,7 @@ from weightsync.driver.fleet import Fleet
 from weightsync.driver.healing_policy import Action, Decision, decide
 from weightsync.driver.refill import GaveWayError
 from weightsync.errors import EngineError, PlanError, WeightSyncError
+from weightsync.plan.explain import count_text
 from weightsync.protocol.timing import PhaseClock
 from weightsync.report import HealReport, SyncReport
 
@@ -93,7 +94,8 @@ class Healer:
                 self.given_up[name] = failure
                 alive = self._fleet.engines[name].record.state is not EngineState.DEAD
                 outlook = "waits for the next update" if alive else "is given up"
-                logger.error("[engine %s] %s after %d attempts: %s", name, outlook, attempt - 1, failure)
+                attempts = count_text(attempt - 1, "attempt")
+                logger.error("[engine %s] %s after %s: %s", name, outlook, attempts, failure)
                 return
             logger.warning("[engine %s] %s, attempt %d: %s", name, decision.action.value, attempt, failure)
             try:

@@ -469,7 +469,7 @@ def test_checkpoints_that_cannot_be_served_start_nothing(tmp_path: Path) -> None
     shutil.copy(tmp_path / "a/model.safetensors", tmp_path / "twice/other.safetensors")
     cases = {
         "a config.json and safetensors files": [tmp_path / "empty"],
-        "it is cut short": [tmp_path / "cut"],
+        "it is truncated": [tmp_path / "cut"],
         "weight: ": [tmp_path / "twice"],
         "another one is called a: rename one": [tmp_path / "a", tmp_path / "b/a"],
         "--kind: 'tensorrt'": [tmp_path / "a", "--kind", "tensorrt"],
