@@ -41,7 +41,7 @@ setup(
         "numba>=0.62",
         "msgspec>=0.19",
         "pyzmq>=26",
-        "psutil>=7.1",
+        "psutil>=7.2",
         "pyyaml>=6.0",
         "rich>=13",
         "typer>=0.15",

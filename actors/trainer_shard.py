@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from weightsync.actors.claim import Claimable
 from weightsync.actors.placement import Placement
-from weightsync.errors import StateError
+from weightsync.errors import ConfigError, StateError
 from weightsync.faults import inject, set_faults
 from weightsync.protocol.timing import PhaseClock
 from weightsync.sources import ModelSource, Offloads, Source, make_source
@@ -53,6 +53,7 @@ class TrainerShard(Claimable):
     _exclude: Collection[str] = ()
     _offloads: bool = False
     _made: ModelSource | None = None
+    _attached: Source | None = None
 
     def __init__(
         self, slot: str | None = None, exclude: Collection[str] = (), offloads: bool = False
@@ -95,18 +96,25 @@ class TrainerShard(Claimable):
 
     def sync_attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
         """Map the holder's send buffer, or let it read this rank's memory in place."""
-        return self._current_source().attach(plan, trainer, send_buffer)
+        self._attached = self._current_source()
+        return self._attached.attach(plan, trainer, send_buffer)
 
     def sync_publish(self, count: bool) -> Published:
         """Publish this rank's share: copy it to its holder, or on a GPU in place."""
         clock = PhaseClock()
         with clock.phase("publish"):
             inject("publish")
-            published = self._current_source().publish(count)
+            source = self._current_source()
+            if source is not self._attached:
+                raise StateError("self.source was replaced after connect(): call connect() again")
+            published = source.publish(count)
         return replace(published, spans=clock.spans)
 
     def _current_source(self) -> Source:
         if self.source is not None:
+            if self._exclude or self._offloads:
+                given = "exclude" if self._exclude else "offloads"
+                raise ConfigError(given, self._exclude or True, "leave it out: self.source decides")
             return self.source
         if not hasattr(self, "model"):
             raise StateError(f"{type(self).__name__} has to set self.model or self.source before it is used")

@@ -9,6 +9,16 @@ from weightsync.actors.remote import Remote
 
 Call = Callable[..., Awaitable[Any]]
 
+CALLS = {
+    "publish": "publish",
+    "pause": "pause",
+    "move": "move",
+    "commit": "resume",
+    "keep": "snapshot",
+    "refill": "refill",
+}
+"""What the driver asks of actors first in each phase. In phase verify it asks nothing."""
+
 
 def intercept(method: str, make: Callable[[Call], Call]) -> Callable[[], None]:
     """Have calls of `method` go through ``make(call)``. Returns a function that undoes it.

@@ -13,7 +13,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import ray
 import torch
 
 from tests.actors.fleet import Engine, Trainer, build
-from tests.actors.intercept import intercept
+from tests.actors.intercept import CALLS, intercept
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.actors.detached import actor_name, detached, end_all, find, names, run_prefix
@@ -31,17 +31,6 @@ from weightsync.faults import Fault, FaultPlan
 
 RUN, WIDTH = "lasting", 256
 SYNC = SyncConfig(bucket_bytes=64 << 10, timeout_s=patient(20))
-
-
-CALLS: Mapping[str, str] = {
-    "publish": "publish",
-    "pause": "pause",
-    "move": "move",
-    "commit": "resume",
-    "keep": "snapshot",
-    "refill": "refill",
-}
-"""What the driver asks of actors first in each phase. In phase verify it asks nothing."""
 
 
 class CountingEngine(Engine):

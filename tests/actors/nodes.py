@@ -19,7 +19,7 @@ from ray.cluster_utils import Cluster
 from safetensors.torch import save_file
 
 from tests.actors.fleet import Engine, Trainer
-from tests.actors.intercept import intercept
+from tests.actors.intercept import CALLS, intercept
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.errors import WeightSyncError
@@ -126,15 +126,7 @@ def phases(sync: WeightSync, gain: Callable[[str], None], lose: Callable[[str], 
     sync.register_engines(engines, respawn=lambda name: put("head", Engine, name, next(slots)))
     sync.connect()
     update(sync, trainer, 1)
-    calls = {
-        "publish": "publish",
-        "pause": "pause",
-        "move": "move",
-        "commit": "resume",
-        "keep": "snapshot",
-        "refill": "refill",
-    }
-    for phase, method in calls.items():
+    for phase, method in CALLS.items():
         gain(phase)
         sync.remove_engine("far")
         sync.add_engine("far", put(phase, Engine, "far", next(slots)))

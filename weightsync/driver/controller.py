@@ -398,7 +398,7 @@ class Controller:
             seconds=clock.total(),
             phases=clock.seconds,
             spans={"driver": tuple(clock.spans)} | ({} if refilled else self._spans),
-            verified=True,  # an engine whose digests differed has raised, or does not serve the version
+            verified=True,  # engines that failed the comparison were excluded above, or the update raised
             engines={name: record.version for name, record in records.items()},
             states={name: record.state.value for name, record in records.items()},
             failures={name: _describe(error) for name, error in self.engine_group.failures.items()},

@@ -130,7 +130,7 @@ class Sleeps(Protocol):
 
 @runtime_checkable
 class HasRankProcesses(Protocol):
-    """An engine whose ranks may run in processes other than its actor's."""
+    """An engine that can run its ranks in separate processes."""
 
     def check(self) -> None:
         """Raise RankLostError once the process of a rank ended or is stopped. Never waits."""

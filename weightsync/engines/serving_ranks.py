@@ -1,4 +1,4 @@
-"""The part that adapters share whose requests run in a `RequestLoop`."""
+"""Base class of adapters that run requests in a `RequestLoop`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["ServingRanks"]
 
 
 class ServingRanks(EngineRanks):
-    """Base class of adapters that are asked for tokens. Subclasses make the loop."""
+    """Loads, checks and generates for adapters that generate tokens. Subclasses create `_loop`."""
 
     _loop: RequestLoop
 

@@ -125,8 +125,9 @@ class FeedConsumer:
         return SlowError(f"reading of buckets 0 to {self._read}, together", late.missing, self._limit_s)
 
     def _give_up(self, error: WeightSyncError) -> None:
-        who = self._feed.ticket if self._feed else None
-        logger.warning("[%s] goes on without engine %s: %s", who and who.holder, who and who.engine, error)
+        if self._feed:
+            ticket = self._feed.ticket
+            logger.warning("[%s] goes on without engine %s: %s", ticket.holder, ticket.engine, error)
         self.cancel(str(error))
         self._feed = None
 

@@ -119,9 +119,9 @@ class Server(ABC):
 
 
 def dial(context: Context, endpoint: str, secret: str, max_nbytes: int) -> tuple[Socket, Socket]:
-    """Connect to a `Server` whose answers have frames of at most `max_nbytes`.
+    """Connect to a `Server`. Frames of its answers may have at most `max_nbytes`.
 
-    Returns the socket and its monitor, whose first event says that there is no connection, and never will be.
+    Returns the socket and a monitor. Any event on the monitor means that the connection is lost for good.
     """
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)

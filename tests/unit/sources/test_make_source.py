@@ -52,3 +52,23 @@ def test_a_given_source_is_used_and_says_that_it_cannot_offload() -> None:
 def test_a_shard_without_model_and_source_says_what_to_set() -> None:
     with pytest.raises(StateError, match=r"TrainerShard has to set self\.model or self\.source"):
         TrainerShard().sync_layout()
+
+
+def test_arguments_for_the_models_source_are_refused_beside_a_given_one() -> None:
+    for shard, named in (
+        (TrainerShard(exclude=["a"]), r"exclude: \['a'\]"),
+        (TrainerShard(offloads=True), "offloads: True"),
+    ):
+        shard.source = ModuleSource(nn.Linear(2, 2))
+        with pytest.raises(ConfigError, match=named):
+            shard.sync_layout()
+
+
+def test_a_source_that_takes_anothers_place_has_to_be_connected() -> None:
+    shard = TrainerShard()
+    shard.source = ModuleSource(nn.Linear(2, 2))
+    shard.sync_layout()
+    with pytest.raises(
+        StateError, match=r"self\.source was replaced after connect\(\): call connect\(\) again"
+    ):
+        shard.sync_publish(True)

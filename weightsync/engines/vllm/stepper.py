@@ -22,7 +22,7 @@ class Steppable(Protocol):
 
 
 class Stepper:
-    """The `Server` of a vLLM whose scheduler runs in this process. While it steps, the loop waits.
+    """A `Server` for a vLLM scheduler that runs in this process. Each step blocks the event loop.
 
     Attributes:
         engine: vLLM's engine. Use it only on the loop's thread.
@@ -87,7 +87,7 @@ class Stepper:
             return
         try:
             outputs = self.engine.step()
-        except Exception as error:  # noqa: BLE001 - whoever waits for a request raises it
+        except Exception as error:  # noqa: BLE001 - every waiting request raises it
             self.broken = True
             for _, ended in self._requests.values():
                 ended.set_exception(error)
