@@ -339,6 +339,19 @@ def test_a_wrong_secret_is_refused(rig: Targets) -> None:
     assert not target.tensor.any()
 
 
+def test_a_secret_refused_before_the_first_read_is_named_too(rig: Targets) -> None:
+    target = rig.buffer(10)
+    offer = dataclasses.replace(rig.peers[0].offer("zeromq"), secret=secrets.token_hex(32))
+    for _ in range(20):
+        reader = rig.open([target], {"peer 1": offer}, "zeromq")
+        other = rig.reader("zeromq", [rig.buffer(10)], rig.peers[:1])
+        other.read([Read("peer 1", 0, 0, 0, 10)], patient(5))  # the wrong one has been answered, too
+        with pytest.raises(ReadError, match="peer 1 could not be read: the secret is wrong"):
+            reader.read([Read("peer 1", 0, 0, 0, 10)], patient(5))
+        reader.close()
+        other.close()
+
+
 def test_what_is_no_request_does_not_end_a_server(rig: Targets) -> None:
     offer = rig.peers[0].offer("zeromq")
     too_far = msgspec.msgpack.encode(Request(3, 1 << 62, 1 << 62))

@@ -32,8 +32,11 @@ CHUNK_NBYTES = 1 << 20
 WINDOW = 4
 """Chunks requested from one peer at a time."""
 MAX_IO_THREADS = 4
+EVENT_MS = 1000
+"""What a send that found no connection waits for the event that says why."""
+_BROKE = "its connection broke"
 _CAUSES: dict[int, str] = {
-    zmq.EVENT_DISCONNECTED: "its connection broke",
+    zmq.EVENT_DISCONNECTED: _BROKE,
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the secret is wrong",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "what answers there is no server of ours",
 }
@@ -127,8 +130,7 @@ class _Peer:
 
     def heed(self) -> None:
         """Note a lost connection. Raises ReadError if reads are not done yet."""
-        event: int = recv_monitor_message(self.monitor)["event"]
-        self._lost = self._lost or _CAUSES.get(event, "no process answers there")
+        self._lost = self._lost or self._cause()
         self._check()
 
     def close(self) -> None:
@@ -147,4 +149,9 @@ class _Peer:
             try:
                 self.socket.send(msgspec.msgpack.encode(request), zmq.NOBLOCK)
             except zmq.Again as error:  # there is no connection, and none will come back
-                raise ReadError(self.name, "its connection broke") from error
+                lost = self._lost or (self._cause() if self.monitor.poll(EVENT_MS) else _BROKE)
+                raise ReadError(self.name, lost) from error
+
+    def _cause(self) -> str:
+        event: int = recv_monitor_message(self.monitor)["event"]
+        return _CAUSES.get(event, "no process answers there")
