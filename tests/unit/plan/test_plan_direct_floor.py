@@ -133,6 +133,7 @@ def test_no_link_carries_more_than_the_floor_allows(
     assert floor.seconds is not None
     assert floor.seconds >= max(rank.seconds or 0 for rank in floor.ranks)
     moved = sum(floor.nbytes)
-    one_link = 2 * moved / (min(gb_per_s) * 1e9)  # all bytes one after another over the slowest
+    # All bytes one after another over the slowest; sums of floats may end in another last digit.
+    one_link = 2 * moved / (min(gb_per_s) * 1e9) * (1 + 1e-9)
     assert 0 < floor.seconds <= one_link
     assert floor.seconds >= 2 * moved / (rates.hbm * 1e9) / (len(made.trainers) + len(made.ranks))
