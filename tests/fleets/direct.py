@@ -14,7 +14,8 @@ from weightsync.config import SyncConfig
 from weightsync.errors import TransportError
 from weightsync.holder.send_buffer import SendBuffer
 from weightsync.holder.staging import HostStaging
-from weightsync.memory.addresses import local_tensors
+from weightsync.memory.addresses import local_tensor
+from weightsync.memory.tensors import named_tensors
 from weightsync.plan import Plan, RankLayout, Reads
 from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export
 from weightsync.protocol.messages import FeedTicket
@@ -60,7 +61,8 @@ class Source(ModuleSource):
 
     def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
         attached = super().attach(plan, trainer, send_buffer)
-        return replace(attached, export=self.shared.export(self.layout(), local_tensors(self.model)))
+        live = {name: local_tensor(tensor) for name, tensor in named_tensors(self.model)[0].items()}
+        return replace(attached, export=self.shared.export(self.layout(), live))
 
 
 class Engine(DictEngine):

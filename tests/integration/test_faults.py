@@ -21,7 +21,8 @@ from weightsync.holder import device_staging
 from weightsync.holder.holder import Holder
 from weightsync.holder.send_buffer import SendBuffer
 from weightsync.holder.staging import HostStaging
-from weightsync.memory.addresses import local_tensors
+from weightsync.memory.addresses import local_tensor
+from weightsync.memory.tensors import named_tensors
 from weightsync.plan import Layout, Members, Plan, RankLayout, make_plan
 from weightsync.protocol.handles import Export
 from weightsync.sources.module import ModuleSource
@@ -262,9 +263,9 @@ def test_sharded_weights_are_read_without_their_graph_of_gradients(tmp_path: Pat
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
         model = nn.Linear(4, 4)
         fully_shard(model, mesh=mesh)
-        live = local_tensors(model)
+        live = [local_tensor(tensor) for tensor in named_tensors(model)[0].values()]
         assert len(live) == 2
-        assert not any(tensor.requires_grad for tensor in live.values())
+        assert not any(tensor.requires_grad for tensor in live)
     finally:
         torch.distributed.destroy_process_group()
 

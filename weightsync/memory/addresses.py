@@ -12,12 +12,10 @@ import torch
 from torch import nn
 from torch._C._dynamo.guards import TensorGuards
 
-from weightsync.memory.tensors import named_tensors
-
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["AddressGuard", "is_sharded", "local_tensor", "local_tensors"]
+__all__ = ["AddressGuard", "is_sharded", "local_tensor"]
 
 _NUM_AT_ONCE = 512
 _Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
@@ -37,11 +35,6 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.to_local() if is_sharded(tensor) else tensor).detach()
 
 
-def local_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return this rank's part of each of `named_tensors`."""
-    return {name: local_tensor(tensor) for name, tensor in named_tensors(module)[0].items()}
-
-
 class AddressGuard:
     """Addresses and layouts of a module's tensors, compared before each version.
 
@@ -52,13 +45,16 @@ class AddressGuard:
         strays: names of tensors that no module holds: a hook puts them into the ``state_dict``.
     """
 
-    def __init__(self, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-        """`tensors` are those of ``named_tensors(module)``."""
+    def __init__(self, module: nn.Module, tensors: Mapping[str, torch.Tensor], part: str = "") -> None:
+        """`tensors` are those of ``named_tensors(module)``.
+
+        A parameter with an attribute named `part` keeps its memory there: `tensors` has it in its place.
+        """
         self._module = module
         self._place = {name: _place(tensor) for name, tensor in tensors.items()}
         modules = list(module.modules())
         self._parts = [
-            _Modules(modules[at : at + _NUM_AT_ONCE]) for at in range(0, len(modules), _NUM_AT_ONCE)
+            _Modules(modules[at : at + _NUM_AT_ONCE], part) for at in range(0, len(modules), _NUM_AT_ONCE)
         ]
         known = {id(held) for part in self._parts for held in part.saved()}
         self.strays = frozenset(name for name, tensor in tensors.items() if id(tensor) not in known)
@@ -81,7 +77,7 @@ class AddressGuard:
 class _Modules:
     """Children, parameters and buffers of some modules, by name."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], part: str) -> None:
         homes = [home for each in modules for home in (each._parameters, each._buffers, each._modules)]
         self._empty = [home for home in homes if not home]
         self._parents = [each._modules for each in modules if each._modules]
@@ -103,12 +99,19 @@ class _Modules:
         found = [home[key] for home, key in sent]
         self._absent = _Slots(compress(sent, (each is None for each in found)))
         sharded = list(map(is_sharded, found))
-        plain = [each is not None and not other for each, other in zip(found, sharded, strict=True)]
-        self._tensors = (_Tensors(compress(sent, plain)), _Shards(compress(sent, sharded)))
+        parted = [bool(part) and hasattr(each, part) for each in found]
+        plain = [
+            each is not None and not any(others) for each, *others in zip(found, sharded, parted, strict=True)
+        ]
+        self._tensors = (
+            _Tensors(compress(sent, plain)),
+            _Shards(compress(sent, sharded)),
+            _Parts(compress(sent, parted), part),
+        )
 
     def saved(self) -> Iterator[torch.Tensor]:
         """Yield their tensors that a ``state_dict`` holds."""
-        return chain.from_iterable(kind.found() for kind in self._tensors)
+        return chain.from_iterable(kind.saved() for kind in self._tensors)
 
     def are_as_before(self) -> bool:
         return (
@@ -157,6 +160,9 @@ class _Tensors(_Slots):
         except (TypeError, AttributeError, RuntimeError):
             return False
 
+    def saved(self) -> list[Any]:
+        return self.found()
+
     def _locals(self, found: list[Any]) -> list[Any]:
         return found
 
@@ -182,6 +188,20 @@ class _Shards(_Tensors):
 
     def _locals(self, found: list[Any]) -> list[Any]:
         return list(map(_local, found))
+
+
+class _Parts(_Tensors):
+    """Parameters that keep their memory in an attribute."""
+
+    def __init__(self, slots: Iterable[tuple[dict[str, Any], str]], part: str) -> None:
+        self._part: Callable[[Any], torch.Tensor] = attrgetter(part or "data")
+        super().__init__(slots)
+
+    def saved(self) -> list[Any]:
+        return self._locals(self.found())
+
+    def _locals(self, found: list[Any]) -> list[Any]:
+        return list(map(self._part, found))
 
 
 _local: Callable[[Any], torch.Tensor] = attrgetter("_local_tensor")

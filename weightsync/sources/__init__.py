@@ -11,6 +11,7 @@ from weightsync.sources.base import ModelSource, Offloads, Source
 __all__ = ["SOURCES", "ModelSource", "Offloads", "Source", "make_source"]
 
 SOURCES = {
+    "deepspeed.runtime.engine.DeepSpeedEngine": "weightsync.sources.deepspeed:DeepSpeedSource",
     "torch.nn.modules.module.Module": "weightsync.sources.module:ModuleSource",
 }
 """The source of each type of model, ``module:Class``, imported on use. The nearest type counts."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from weightsync.plan import Box, RankLayout
 
 __all__ = ["difference"]
@@ -54,9 +56,12 @@ def _of_ties(before: RankLayout, now: RankLayout) -> str | None:
     return None
 
 
-def _boxes(layout: RankLayout) -> dict[str, Box]:
-    return {segment.tensor: segment.box for segment in layout.segments}
+def _boxes(layout: RankLayout) -> dict[str, list[Box]]:
+    boxes: dict[str, list[Box]] = {}
+    for segment in layout.segments:
+        boxes.setdefault(segment.tensor, []).append(segment.box)
+    return boxes
 
 
-def _describe(box: Box | None) -> str:
-    return f"{box.extent} at {box.offset}" if box else "nothing"
+def _describe(boxes: Sequence[Box] | None) -> str:
+    return " and ".join(f"{box.extent} at {box.offset}" for box in boxes) if boxes else "nothing"

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
-from weightsync.memory.addresses import local_tensor, local_tensors
 from weightsync.memory.kernels import DigestPart, DigestTable
 from weightsync.memory.nonfinite import count_nonfinite, word_mask
-from weightsync.memory.tensors import byte_strides, named_tensors
-from weightsync.plan import Piece, Plan, RankLayout
+from weightsync.memory.tensors import byte_strides
+from weightsync.plan import Piece, Plan
 from weightsync.protocol.messages import Published, combine
 
 __all__ = ["InPlace"]
@@ -26,8 +24,7 @@ _ALIGN = 16
 class _Cast:
     """A piece that travels in another dtype, and its place in the scratch buffer."""
 
-    source: str
-    index: tuple[slice, ...]
+    source: torch.Tensor
     target: torch.Tensor
 
 
@@ -35,41 +32,31 @@ class InPlace:
     """One epoch's pieces in device memory. A holder has mapped it, so it must not move."""
 
     def __init__(
-        self,
-        plan: Plan,
-        sources: Sequence[tuple[Piece, str]],
-        model: nn.Module,
-        layout: RankLayout,
+        self, plan: Plan, pieces: Sequence[tuple[Piece, torch.Tensor]], device: torch.device
     ) -> None:
-        """Prepare the digests. `sources` are this rank's pieces, each with its tensor's name in `model`."""
-        self._plan, self._model = plan, model
-        boxes = {segment.tensor: segment.box for segment in layout.segments}
-        tensors = named_tensors(model)[0]
-        live = {name: local_tensor(tensors[name]) for _, name in sources}
-        self._pieces = [(piece, name, piece.box.slices(boxes[name])) for piece, name in sources]
+        """Prepare the digests. `pieces` are this rank's, each with its memory; `device` is the GPU of all."""
+        self._plan, self._pieces = plan, tuple(pieces)
         parts, casts = [], []
-        for piece, name in sources:
-            cut = live[name][piece.box.slices(boxes[name])]
-            if cut.dtype == self._dtype(piece):
-                parts.append(self._part(piece, cut))
+        for piece, held in pieces:
+            if held.dtype == self._dtype(piece):
+                parts.append(self._part(piece, held))
             else:
-                casts.append((piece, name, piece.box.slices(boxes[name])))
+                casts.append((piece, held))
         # Calls arrive on other threads, on which another GPU may be current.
-        self._device = next(iter(tensors.values())).device
-        with torch.cuda.device(self._device):
+        self._device = device
+        with torch.cuda.device(device):
             self._table = DigestTable(parts, len(plan.tensors))
             self._batches = self._batch(casts)
 
     def publish(self, count: bool) -> Published:
         """Wait until the weights are written, and digest them. They must not have moved."""
-        live = local_tensors(self._model) if self._batches else {}
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             stream = torch.cuda.current_stream()
             self._table.launch(stream)
             for casts, table in self._batches:
                 for cast in casts:
-                    cast.target.copy_(live[cast.source][cast.index])
+                    cast.target.copy_(cast.source)
                 table.launch(stream)
             tables = [self._table, *(table for _, table in self._batches)]
             digests = combine([table.result() for table in tables])
@@ -77,28 +64,26 @@ class InPlace:
             return Published(digests, self._count(flagged) if flagged else {})
 
     def _count(self, flagged: set[int]) -> dict[str, int]:
-        """Count NaN and Inf in the dtype that travels. Few tensors have any, so this may walk the module."""
-        live, counts = local_tensors(self._model), Counter[str]()
-        for piece, name, index in self._pieces:
+        """Count NaN and Inf in the dtype that travels."""
+        counts = Counter[str]()
+        for piece, held in self._pieces:
             if piece.tensor in flagged:
-                sent = live[name][index].to(self._dtype(piece))
+                sent = held.to(self._dtype(piece))
                 counts[self._plan.tensors[piece.tensor].name] += count_nonfinite(sent)
         return {name: count for name, count in counts.items() if count}
 
-    def _batch(
-        self, casts: Sequence[tuple[Piece, str, tuple[slice, ...]]]
-    ) -> list[tuple[list[_Cast], DigestTable]]:
+    def _batch(self, casts: Sequence[tuple[Piece, torch.Tensor]]) -> list[tuple[list[_Cast], DigestTable]]:
         """Group casts into batches that share one scratch buffer, and digest what they write there."""
-        largest = max((piece.nbytes for piece, _, _ in casts), default=0)
+        largest = max((piece.nbytes for piece, _ in casts), default=0)
         scratch = torch.empty(max(largest, _SCRATCH_NBYTES) if casts else 0, dtype=torch.uint8, device="cuda")
         batches: list[tuple[list[_Cast], list[DigestPart]]] = []
         at = len(scratch)
-        for piece, name, index in casts:
+        for piece, held in casts:
             if at + piece.nbytes > len(scratch):
                 batches.append(([], []))
                 at = 0
             target = scratch[at : at + piece.nbytes].view(self._dtype(piece)).view(piece.box.extent)
-            batches[-1][0].append(_Cast(name, index, target))
+            batches[-1][0].append(_Cast(held, target))
             batches[-1][1].append(self._part(piece, target))
             at += -(-piece.nbytes // _ALIGN) * _ALIGN
         return [(copies, DigestTable(parts, len(self._plan.tensors))) for copies, parts in batches]

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weightsync.memory.addresses import local_tensor
-from weightsync.memory.tensors import segment_view
-from weightsync.plan import RankLayout, Segment
+from weightsync.plan import RankLayout
 
 __all__ = ["LocalWeights"]
 
@@ -21,11 +19,9 @@ class LocalWeights:
     Attributes:
         layout: each segment's `buffer` is a name in `tensors`.
         tensors: live tensors by the trainer's own names. A DTensor stands for its local part.
+        partial: whether other ranks hold tensors that this rank does not know, such as a pipeline's.
     """
 
     layout: RankLayout
     tensors: Mapping[str, torch.Tensor]
-
-    def view(self, segment: Segment) -> torch.Tensor:
-        """View a segment's memory, detached: shape ``segment.box.extent``."""
-        return segment_view(local_tensor(self.tensors[segment.buffer]), segment)
+    partial: bool = False

@@ -2,347 +2,40 @@
 
 from __future__ import annotations
 
-import dataclasses
-import logging
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Mapping
 
-import numpy as np
 import torch
-from torch import nn
 
-from weightsync.errors import ConfigError, MovedError, StateError, TransportError, nearest
-from weightsync.memory.addresses import AddressGuard, is_sharded, local_tensor, local_tensors
-from weightsync.memory.device import export_tensor
-from weightsync.memory.digests import host_bytes, tensor_digest, warm_up
-from weightsync.memory.host import SharedBuffer, num_threads
-from weightsync.memory.host_table import HostPart, HostTable
-from weightsync.memory.nonfinite import NonfiniteTable
-from weightsync.memory.tensors import device_id, named_tensors
-from weightsync.plan import Box, Piece, Plan, RankLayout, Segment, TensorMeta
-from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export
-from weightsync.protocol.messages import Published
-from weightsync.sources.difference import difference
-from weightsync.sources.in_place import InPlace
-from weightsync.sources.offloaded import Offloaded, Stored
+from weightsync.errors import ConfigError
+from weightsync.memory.addresses import AddressGuard, is_sharded, local_tensor
+from weightsync.memory.tensors import byte_strides, meta_of, named_tensors
+from weightsync.plan import Box, RankLayout, Segment
+from weightsync.sources.local_weights import LocalWeights
+from weightsync.sources.tensors import TensorSource
 
 __all__ = ["ModuleSource"]
 
 
-logger = logging.getLogger("weightsync.sources")
+class ModuleSource(TensorSource):
+    """Reads a module's parameters and persistent buffers, under their names in its ``state_dict``."""
 
-
-_CHUNK_NBYTES = 4 << 20
-"""Bytes that are copied, and then digested while they are still in the processor's cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """A part of a piece, in this rank's memory and in the send buffer."""
-
-    tensor: int
-    box: Box
-    source: str
-    index: tuple[slice, ...]
-    start: int
-
-
-class ModuleSource:
-    """Reads a module's parameters and persistent buffers.
-
-    If a module runs unsharded on several ranks, each of them declares it whole, and the plan chooses which
-    rank sends which tensor. `exclude` names tensors that no engine takes, such as a value head.
-
-    Weights that are all on one GPU are read in place if they can be shared, see `Source`. With `offloads`
-    they are not, since memory that a holder has mapped could not be released.
-
-    Attributes:
-        model: the module. `replace` changes it for another of the same layout.
-    """
-
-    def __init__(self, model: nn.Module, exclude: Collection[str] = (), *, offloads: bool = False) -> None:
-        self.model = model
-        self._guard: AddressGuard | None = None
-        self._rank = 0
-        self._exclude = frozenset(exclude)
-        self._offloads = offloads
-        self._offloaded: Offloaded | None = None
-        self._in_send_buffer: Published | None = None
-        self._layout: RankLayout | None = None
-        self._exported: dict[str, DeviceHandle] = {}
-        self._send_buffer: SharedBuffer | None = None
-        self._in_place: InPlace | None = None
-        self._plan: Plan | None = None
-        self._sources: tuple[tuple[Piece, str, Box], ...] = ()
-        self._table = HostTable((), 0)
-        self._copies: tuple[_Copy, ...] = ()
-        self._nonfinite = NonfiniteTable(())
-
-    def layout(self) -> RankLayout:
-        """Return global shapes, this rank's boxes, and tied names.
-
-        Raises StateError if the model changed while it was offloaded.
-        """
+    def _weights(self) -> LocalWeights:
         tensors, tied = named_tensors(self.model)
-        if self._offloaded:
-            self._require_as_offloaded(tensors)
-        for name in self._exclude - set(tensors):
-            raise ConfigError("exclude", name, nearest(name, tensors))
-        layout, device = self._describe(tensors, tied), ""
-        if not self._offloads:
-            local = {meta.name: local_tensor(tensors[meta.name]) for meta in layout.tensors}
-            device, self._exported = _share(local)
-        self._layout = dataclasses.replace(layout, device=device)
-        self._guard = AddressGuard(self.model, tensors)
-        return self._layout
-
-    def replace(self, model: nn.Module) -> None:
-        """Take the weights of `model` from now on. Raises StateError while weights are offloaded."""
-        if self._offloaded:
-            raise StateError(
-                f"trainer {self._rank}: another model took the place of one that is offloaded: onload() first"
-            )
-        self.model = model
-
-    def _describe(self, tensors: Mapping[str, torch.Tensor], tied: Collection[tuple[str, str]]) -> RankLayout:
-        kept = {name: tensor for name, tensor in tensors.items() if name not in self._exclude}
-        metas = tuple(TensorMeta(name, _dtype_name(t.dtype), tuple(t.shape)) for name, t in kept.items())
-        segments = tuple(_segment(name, tensor) for name, tensor in kept.items())
-        return RankLayout(metas, segments, tuple(pair for pair in tied if pair[1] in kept))
-
-    def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
-        """Map the send buffer and prepare all copies, or prepare publishing in place."""
-        self.close()
-        layout = self._layout or self.layout()
-        self._rank = trainer
-        boxes = {segment.tensor: segment.box for segment in layout.segments}
-        canonical = dict(layout.tied)
-        sources = []
-        for piece in plan.trainer_pieces(trainer):
-            name = plan.tensors[piece.tensor].name
-            sources.append((piece, name if name in boxes else canonical[name]))
-        self._plan = plan
-        if send_buffer is None:
-            self._in_place = InPlace(plan, sources, self.model, layout)
-            return Attached(plan.digest(), Export(layout, self._exported))
-        warm_up()
-        self._sources = tuple((piece, name, boxes[name]) for piece, name in sources)
-        self._send_buffer = SharedBuffer.open(send_buffer)
-        self._make_copies()
-        if self._offloads:
-            self._send_buffer.pin()
-        return Attached(plan.digest(), None)
-
-    def _make_copies(self) -> None:
-        """Prepare the copies. Those without cast or transfer go into a table."""
-        assert self._plan is not None
-        assert self._send_buffer is not None
-        assert self._guard is not None
-        live, metas, start = self._live(), self._plan.tensors, self._send_buffer.tensor.data_ptr()
-        parts, by_table, others = [], [], []
-        for piece, name, box in self._sources:
-            meta, source = metas[piece.tensor], live[name]
-            dtype: torch.dtype = getattr(torch, meta.dtype)
-            for copy in _chunks(self._plan, piece, name, box, whole=source.is_cuda):
-                cut = source[copy.index]
-                if name in self._guard.strays or not _is_ready(cut, dtype):
-                    others.append(copy)
-                    continue
-                by_table.append(copy)
-                parts.append(
-                    HostPart(
-                        tensor=piece.tensor,
-                        address=cut.data_ptr(),
-                        box=copy.box,
-                        shape=meta.shape,
-                        itemsize=meta.itemsize,
-                        target=start + copy.start,
-                    )
+        for name, tensor in tensors.items():
+            if hasattr(tensor, "ds_tensor"):
+                remedy = (
+                    f"{name} is partitioned by ZeRO-3: give the engine that deepspeed.initialize returned"
                 )
-        self._table, self._copies = HostTable(parts, len(metas)), (*by_table, *others)
-        self._nonfinite = NonfiniteTable(
-            (metas[copy.tensor].dtype, copy.start, copy.box.numel * metas[copy.tensor].itemsize)
-            for copy in self._copies
-        )
+                raise ConfigError("self.model", type(self.model).__name__, remedy)
+        metas = tuple(meta_of(name, tensor) for name, tensor in tensors.items())
+        segments = tuple(_segment(name, tensor) for name, tensor in tensors.items())
+        return LocalWeights(RankLayout(metas, segments, tied), tensors)
 
-    def publish(self, count: bool) -> Published:
-        """Copy the current weights to the send buffer, and digest them, or only digest in place.
+    def _watch(self, weights: LocalWeights) -> AddressGuard:
+        return AddressGuard(self.model, weights.tensors)
 
-        Copies cast where the engine has another float dtype. While offloaded, the result of `offload` is
-        returned.
-
-        Raises:
-            MovedError: weights that are read in place are at other addresses, with the same layout.
-            StateError: the model's layout has changed since connect, or the model changed while it was
-                offloaded; names this rank and the tensor.
-        """
-        assert self._plan is not None
-        self._follow()
-        if self._in_place:
-            return self._in_place.publish(count)
-        return self._in_send_buffer if self._in_send_buffer is not None else self._to_send_buffer(count)
-
-    def offload(self) -> None:
-        """Copy all parameters and persistent buffers to the send buffer, and release their memory.
-
-        Tensors that the send buffer has in another dtype, or not completely, are also kept on the host.
-        Raises StateError without `offloads`, since the holder may have mapped the memory.
-        """
-        if not self._offloads:
-            raise StateError("the holder may read this memory in place: give TrainerShard offloads=True")
-        if self._offloaded is None:
-            stored: dict[str, list[Stored]] = {}
-            if self._send_buffer:
-                self._follow()
-            published = self._to_send_buffer(count=True) if self._send_buffer else None
-            if self._send_buffer:
-                for copy in self._copies:
-                    stored.setdefault(copy.source, []).append(
-                        Stored(copy.index, self._in(self._send_buffer, copy))
-                    )
-            self._offloaded = Offloaded(self._live(), stored)
-            self._in_send_buffer = published
-            self._guard = AddressGuard(self.model, named_tensors(self.model)[0])
-
-    def onload(self) -> None:
-        """Undo `offload`: the same values, in new memory."""
-        if self._offloaded:
-            self._offloaded.undo()
-            self._offloaded = self._in_send_buffer = self._guard = None
-
-    def _follow(self) -> None:
-        """Prepare again if the model's tensors were replaced or moved since the last call."""
-        assert self._layout is not None
-        if self._guard and self._guard.as_before(self.model):
-            return
-        tensors, tied = named_tensors(self.model)
-        if self._guard and self._guard.as_before(self.model):
-            return  # FSDP had only gathered it, and state_dict undid that
-        if self._offloaded:
-            self._require_as_offloaded(tensors)
-        now = self._describe(tensors, tied)
-        if changed := difference(self._layout, now):
-            raise StateError(f"trainer {self._rank}: {changed}: connect() again")
-        kept = {meta.name: tensors[meta.name] for meta in now.tensors}
-        moved = self._guard.moved(kept) if self._guard else []
-        if self._in_place and moved:
-            raise MovedError(f"trainer {self._rank}: {_listed(moved)}: connect() again")
-        self._guard = AddressGuard(self.model, tensors)
-        if not self._in_place and not self._offloaded:
-            if moved:
-                logger.info("[trainer %d] attached again: %s", self._rank, _listed(moved))
-            self._make_copies()
-
-    def _require_as_offloaded(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        assert self._guard is not None
-        if moved := self._guard.moved(tensors):
-            raise StateError(
-                f"trainer {self._rank}: {_listed(moved)}, while the weights are offloaded: onload() first"
-            )
-
-    def _in(self, send_buffer: SharedBuffer, copy: _Copy) -> torch.Tensor:
-        """Return the part of the send buffer for `copy`, 1-D, in the dtype that travels."""
-        assert self._plan is not None
-        meta = self._plan.tensors[copy.tensor]
-        data = send_buffer.tensor[copy.start : copy.start + copy.box.numel * meta.itemsize]
-        dtype: torch.dtype = getattr(torch, meta.dtype)
-        return data.view(dtype)
-
-    def _to_send_buffer(self, count: bool) -> Published:
-        assert self._plan is not None
-        assert self._send_buffer is not None
-        metas, send_buffer, table = self._plan.tensors, self._send_buffer, self._table
-        first = table.ranges[-1][1] if table.ranges else 0
-        others = range(first, len(self._copies))
-        live = self._live() if others else {}
-        for device in {tensor.device for tensor in live.values() if tensor.is_cuda}:
-            torch.cuda.synchronize(device)  # the trainer may still write weights on another stream
-        counts = np.zeros(len(self._copies), np.int64)
-
-        def run(first: int, end: int) -> None:
-            table.run(first, end)
-            if count:
-                self._nonfinite.count(send_buffer.tensor, counts, first, end)
-
-        def publish(number: int) -> int:
-            copy = self._copies[number]
-            target = self._in(send_buffer, copy)
-            with torch.no_grad():
-                cut = live[copy.source][copy.index].to(target.dtype)
-                _copy(cut, target)
-            if count:
-                self._nonfinite.count(send_buffer.tensor, counts, number, number + 1)
-            # Digest the weights, not the copy, so that a wrong copy is found.
-            return tensor_digest(cut, metas[copy.tensor].shape, copy.box)
-
-        with ThreadPoolExecutor(num_threads(16)) as threads:
-            ran = threads.map(run, *zip(*table.ranges, strict=True)) if table.ranges else ()
-            shares = list(threads.map(publish, others))
-            list(ran)  # raises the first error of a thread
-        digests = table.digests()
-        for number, share in zip(others, shares, strict=True):
-            # Add to a slice: arrays wrap around, scalars would warn.
-            tensor = self._copies[number].tensor
-            digests[tensor : tensor + 1] += np.uint64(share)
-        nonfinite: Counter[str] = Counter()
-        for number in np.flatnonzero(counts).tolist():
-            nonfinite[metas[self._copies[number].tensor].name] += int(counts[number])
-        return Published(digests, dict(nonfinite))
-
-    def close(self) -> None:
-        """Disconnect from the holder. Offloaded tensors leave the send buffer first."""
-        self._in_place = None
-        if self._offloaded and self._in_send_buffer is not None:
-            self._offloaded.leave_send_buffer()
-            self._in_send_buffer = None
-        if self._send_buffer is not None:
-            self._send_buffer.close()
-            self._send_buffer = None
-
-    def _live(self) -> dict[str, torch.Tensor]:
-        if self._offloaded:
-            return self._offloaded.on_host()
-        return local_tensors(self.model)
-
-
-def _chunks(plan: Plan, piece: Piece, source: str, held: Box, *, whole: bool) -> Iterator[_Copy]:
-    """Yield the copies of one piece in the send buffer's order; one if `whole`."""
-    itemsize = plan.tensors[piece.tensor].itemsize
-    start = piece.send_buffer_offset
-    for box in piece.box.split(piece.box.numel if whole else _CHUNK_NBYTES // itemsize):
-        yield _Copy(piece.tensor, box, source, box.slices(held), start)
-        start += box.numel * itemsize
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy `source` to contiguous, 1-D `target` of the same dtype."""
-    if source.is_contiguous() and source.device.type == "cpu":
-        # NumPy copies on this thread alone; torch would split the copy over its own threads.
-        np.copyto(target.view(torch.uint8).numpy(), host_bytes(source))
-    else:
-        target.view(source.shape).copy_(source)
-
-
-def _is_ready(cut: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a tensor can be copied as it is: on the host, contiguous, aligned, in `dtype`."""
-    if cut.device.type != "cpu" or cut.dtype != dtype or not cut.is_contiguous():
-        return False
-    return cut.data_ptr() % cut.element_size() == 0
-
-
-def _share(tensors: Mapping[str, torch.Tensor]) -> tuple[str, dict[str, DeviceHandle]]:
-    """Return the device and handles of all `tensors`. Both are empty if they need a send buffer."""
-    devices = {tensor.device for tensor in tensors.values()}
-    if len(devices) != 1 or next(iter(devices)).type != "cuda":
-        return "", {}
-    try:
-        handles = {name: export_tensor(tensor) for name, tensor in tensors.items() if tensor.numel()}
-    except TransportError as error:
-        logger.warning("weights are copied through the host: %s", error)
-        return "", {}
-    return device_id(next(iter(devices))), handles
+    def _tensors(self) -> Mapping[str, torch.Tensor]:
+        return named_tensors(self.model)[0]
 
 
 def _segment(name: str, tensor: torch.Tensor) -> Segment:
@@ -358,14 +51,4 @@ def _segment(name: str, tensor: torch.Tensor) -> Segment:
         extent, offset = compute_local_shape_and_global_offset(
             tensor.shape, tensor.device_mesh, tensor.placements
         )
-    strides = tuple(stride * local.element_size() for stride in local.stride())
-    return Segment(name, Box(tuple(offset), tuple(extent)), name, 0, strides)
-
-
-def _listed(moved: Sequence[str]) -> str:
-    more = f" and {len(moved) - 1} more are" if len(moved) > 1 else " is"
-    return f"{moved[0]}{more} in other memory than when it was connected"
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return Segment(name, Box(tuple(offset), tuple(extent)), name, 0, byte_strides(local))

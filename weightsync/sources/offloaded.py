@@ -9,14 +9,17 @@ from dataclasses import dataclass
 import torch
 
 from weightsync.memory.offload import Offload
+from weightsync.memory.tensors import segment_view
+from weightsync.plan import Segment
 
 __all__ = ["Offloaded", "Stored"]
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A part of a tensor, with its data, which may have the dtype that travels."""
+    """A part of a segment, with its data, which may have the dtype that travels."""
 
+    segment: Segment
     index: tuple[slice, ...]
     data: torch.Tensor
 
@@ -27,6 +30,7 @@ class Offloaded:
     def __init__(self, live: Mapping[str, torch.Tensor], stored: Mapping[str, Sequence[Stored]]) -> None:
         """Release the memory of `live`. `stored` has the parts of each tensor in the send buffer."""
         self._live = live
+        self._copies: dict[str, torch.Tensor] = {}
         num_users = Counter(each.untyped_storage()._cdata for each in live.values())
         self._stored = {
             name: parts
@@ -39,21 +43,25 @@ class Offloaded:
     def leave_send_buffer(self) -> None:
         """Copy tensors out of the send buffer, which is about to be closed."""
         for name, parts in self._stored.items():
-            copy = torch.empty(self._live[name].shape, dtype=self._live[name].dtype)
-            whole = tuple(slice(0, size) for size in copy.shape)
+            live = self._live[name]
+            copy = torch.empty_strided(live.shape, live.stride(), dtype=live.dtype)
             _fill(copy, parts)
-            self._stored[name] = [Stored(whole, copy.view(-1))]
+            self._copies[name] = copy
+        self._stored = {}
 
     def on_host(self) -> dict[str, torch.Tensor]:
         """Return all tensors on the host, after `leave_send_buffer`."""
-        kept = {n: self._memory.on_host(t) for n, t in self._live.items() if n not in self._stored}
-        return kept | {n: part.data.view(self._live[n].shape) for n, (part,) in self._stored.items()}
+        others = {n: t for n, t in self._live.items() if n not in self._copies}
+        return {n: self._memory.on_host(t) for n, t in others.items()} | self._copies
 
     def undo(self) -> None:
         """Allocate the memory again and restore its contents."""
         self._memory.undo()
         for name, parts in self._stored.items():
             _fill(self._live[name], parts)
+        with torch.no_grad():
+            for name, copy in self._copies.items():
+                self._live[name].copy_(copy)
 
 
 def _is_whole(tensor: torch.Tensor, parts: Sequence[Stored]) -> bool:
@@ -64,5 +72,5 @@ def _is_whole(tensor: torch.Tensor, parts: Sequence[Stored]) -> bool:
 @torch.no_grad()
 def _fill(tensor: torch.Tensor, parts: Sequence[Stored]) -> None:
     for part in parts:
-        target = tensor[part.index]
+        target = segment_view(tensor, part.segment)[part.index]
         target.copy_(part.data.view(target.shape))

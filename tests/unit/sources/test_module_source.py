@@ -19,7 +19,7 @@ from weightsync.errors import ConfigError, MovedError, StateError
 from weightsync.memory.digests import tensor_digest
 from weightsync.memory.host import SharedBuffer
 from weightsync.memory.tensors import named_tensors
-from weightsync.sources import module as module_source
+from weightsync.sources import tensors as tensor_source
 from weightsync.sources.module import ModuleSource
 
 
@@ -232,7 +232,7 @@ def test_weights_read_in_place_that_moved_have_to_be_connected_again(
         def publish(self, count: bool) -> str:
             return "digests"
 
-    monkeypatch.setattr(module_source, "InPlace", Stand)
+    monkeypatch.setattr(tensor_source, "InPlace", Stand)
     rig.source.attach(rig.plan, 0, None)
     assert rig.source.publish(True) == "digests"
     SAME["what is left out"](rig)
@@ -285,7 +285,7 @@ def test_many_small_tensors_are_published_without_python_for_each(monkeypatch: p
     send_buffer = SharedBuffer.create(plan.send_buffer_nbytes(0))
     source.attach(plan, 0, send_buffer.handle)
     wanted = [tensor_digest(model[int(meta.name)], meta.shape) for meta in plan.tensors]
-    monkeypatch.setattr(module_source, "tensor_digest", none)
+    monkeypatch.setattr(tensor_source, "tensor_digest", none)
     with torch.no_grad():
         model[5].view(-1)[0] = float("inf")
     published = source.publish(True)

@@ -1,0 +1,154 @@
+"""Ranks that train with DeepSpeed's engine on the CPU, and publish what it holds."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.contract.source_ranks import Model, Share, plan_for, publish
+from weightsync.errors import WeightSyncError
+from weightsync.plan import Plan, RankLayout
+from weightsync.sources import ModelSource, make_source
+
+Case = tuple[int, int, str]
+
+
+@dataclass(frozen=True)
+class Version:
+    """What all ranks published of one version, and what DeepSpeed's own gathering gives."""
+
+    plan: Plan
+    shares: list[Share]
+    whole: dict[str, torch.Tensor]
+    errors: tuple[str, ...] = ()
+
+
+@contextmanager
+def engine_of(stage: int, threshold: int = 0, offload: str = "none") -> Iterator[Any]:
+    """A DeepSpeed engine over a tiny model, in a process group that exists."""
+    import deepspeed
+
+    zero: dict[str, object] = {"stage": stage}
+    if stage == 3:
+        zero |= {"stage3_param_persistence_threshold": threshold, "offload_param": {"device": offload}}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1, "torch_adam": True}},
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,  # it would be compiled
+    }
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=stage == 3):
+        model = Model()
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    yield engine
+    engine.destroy()
+
+
+def run_all(num_ranks: dict[int, list[Case]], folder: str) -> None:
+    """Run each number of ranks in a process that has imported DeepSpeed, which takes seconds of a core."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiling it takes minutes
+    context = multiprocessing.get_context("fork")
+    for num, cases in num_ranks.items():
+        ranks = [
+            context.Process(
+                target=run_ranks, args=(rank, num, f"{folder}/meeting {num}", cases, f"{folder}/{num}")
+            )
+            for rank in range(num)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        assert [process.exitcode for process in ranks] == [0] * num
+
+
+def join_ranks(rank: int, num_ranks: int, meeting: str) -> None:
+    """Make the process group that DeepSpeed will use."""
+    import deepspeed
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
+    deepspeed.init_distributed("gloo")
+
+
+def train(engine: Any, rank: int) -> None:
+    """One step, and a forward pass after it, which may leave parameters gathered."""
+    loss = engine(torch.tensor([rank, 5])).float().pow(2).sum()
+    engine.backward(loss)
+    engine.step()
+    with torch.no_grad():
+        engine(torch.tensor([1]))
+
+
+def gathered(module: nn.Module) -> dict[str, torch.Tensor]:
+    """All tensors, by DeepSpeed's own gathering."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
+        return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+def gather(mine: Any) -> list[Any]:
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def refusals(engine: Any, source: ModelSource) -> Iterator[str]:
+    """What a rank says when it is asked while parameters are gathered or changed."""
+    import deepspeed
+
+    parameters = list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
+        yield refusal(source)
+    with torch.no_grad():
+        engine(torch.tensor([1]))
+    for parameter in parameters:
+        if parameter.ds_status.name == "AVAILABLE":
+            parameter.data += 1
+    yield refusal(source)
+    engine.empty_partition_cache()
+    yield refusal(source)
+
+
+def refusal(source: ModelSource) -> str:
+    try:
+        source.layout()
+    except WeightSyncError as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def run_ranks(rank: int, num_ranks: int, meeting: str, cases: list[Case], out: str) -> None:
+    """One process: for each case train and publish three times; rank 0 saves all versions."""
+    join_ranks(rank, num_ranks, meeting)
+    found: list[list[Version]] = []
+    for stage, threshold, offload in cases:
+        with engine_of(stage, threshold, offload) as engine:
+            source = make_source(engine, (), offloads=False)
+            layouts: list[RankLayout] = gather(source.layout())
+            plan, versions = plan_for(layouts), []
+            for _ in range(3):
+                train(engine, rank)
+                share, _ = publish(source, plan, rank)
+                versions.append(Version(plan, gather(share), gathered(engine.module)))
+            if stage == 3:
+                versions.append(Version(plan, [], {}, tuple(refusals(engine, source))))
+            found.append(versions)
+    if rank == 0:
+        torch.save(found, Path(out))
+    dist.destroy_process_group()

@@ -1,0 +1,403 @@
+"""Publishes the weights that a rank has in tensors, whatever framework shards them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from weightsync.errors import MovedError, StateError, TransportError
+from weightsync.memory.addresses import local_tensor
+from weightsync.memory.device import export_tensor
+from weightsync.memory.digests import host_bytes, tensor_digest, warm_up
+from weightsync.memory.host import SharedBuffer, num_threads
+from weightsync.memory.host_table import HostPart, HostTable
+from weightsync.memory.nonfinite import NonfiniteTable
+from weightsync.memory.tensors import device_id, segment_view
+from weightsync.plan import Box, Piece, Plan, RankLayout, Segment
+from weightsync.plan.plan import by_tensor
+from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export
+from weightsync.protocol.messages import Published
+from weightsync.sources.difference import difference
+from weightsync.sources.in_place import InPlace
+from weightsync.sources.local_weights import LocalWeights
+from weightsync.sources.offloaded import Offloaded, Stored
+from weightsync.sources.selection import Selection
+
+__all__ = ["Guard", "TensorSource"]
+
+
+logger = logging.getLogger("weightsync.sources")
+
+
+_CHUNK_NBYTES = 4 << 20
+"""Bytes that are copied, and then digested while they are still in the processor's cache."""
+
+
+class Guard(Protocol):
+    """What a model's tensors were when they were prepared, compared before each version.
+
+    Attributes:
+        strays: names of tensors that have to be looked up for each version.
+    """
+
+    strays: frozenset[str]
+
+    def as_before(self, model: Any) -> bool:  # noqa: ANN401 - a framework's
+        """Whether `model` holds the same tensors at the same addresses. False if that is not certain."""
+
+    def moved(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        """Return the names of tensors whose address, shape, strides or dtype changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A part of a piece, in this rank's memory and in the send buffer."""
+
+    tensor: int
+    box: Box
+    segment: Segment
+    start: int
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        return self.box.slices(self.segment.box)
+
+
+class TensorSource(ABC):
+    """Base class of sources whose weights are tensors in this process.
+
+    A subclass describes what a rank holds, in `_weights`, and how it notices a change, in `_watch`.
+
+    If ranks hold the same box, each of them declares it, and the plan chooses which rank sends it. Weights
+    that are all on one GPU are read in place if they can be shared, see `Source`. With `offloads` they are
+    not, since memory that a holder has mapped could not be released.
+
+    Attributes:
+        model: the model. `replace` changes it for another of the same layout.
+    """
+
+    def __init__(
+        self,
+        model: Any,  # noqa: ANN401 - a framework's
+        exclude: Collection[str] = (),
+        *,
+        offloads: bool = False,
+    ) -> None:
+        self.model = model
+        self._guard: Guard | None = None
+        self._rank = 0
+        self._selection = Selection(exclude)
+        self._offloads = offloads
+        self._offloaded: Offloaded | None = None
+        self._in_send_buffer: Published | None = None
+        self._layout: RankLayout | None = None
+        self._exported: dict[str, DeviceHandle] = {}
+        self._send_buffer: SharedBuffer | None = None
+        self._in_place: InPlace | None = None
+        self._plan: Plan | None = None
+        self._sources: tuple[tuple[Piece, Segment], ...] = ()
+        self._table = HostTable((), 0)
+        self._copies: tuple[_Copy, ...] = ()
+        self._nonfinite = NonfiniteTable(())
+
+    @abstractmethod
+    def _weights(self) -> LocalWeights:
+        """Describe what this rank holds now, in a checkpoint's names."""
+
+    @abstractmethod
+    def _watch(self, weights: LocalWeights) -> Guard:
+        """Return a guard of `weights`, which were described just now."""
+
+    def _tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return the live tensors of `_weights`."""
+        return self._weights().tensors
+
+    def _finish(self) -> None:  # noqa: B027 - most have nothing to wait for
+        """Have all weights of this version in the tensors of `_weights`, which was called before.
+
+        Raises StateError if that cannot be had.
+        """
+
+    def layout(self) -> RankLayout:
+        """Return global shapes, this rank's boxes, and tied names.
+
+        Raises StateError if the model changed while it was offloaded.
+        """
+        weights = self._weights()
+        if self._offloaded:
+            self._require_as_offloaded(weights.tensors)
+        self._finish()
+        if not weights.partial:
+            self._selection.check([meta.name for meta in weights.layout.tensors])
+        layout, device = self._selection.of(weights.layout), ""
+        if not self._offloads:
+            buffers = dict.fromkeys(segment.buffer for segment in layout.segments)
+            device, self._exported = _share({name: local_tensor(weights.tensors[name]) for name in buffers})
+        self._layout = dataclasses.replace(layout, device=device)
+        self._guard = self._watch(weights)
+        return self._layout
+
+    def replace(self, model: Any) -> None:  # noqa: ANN401 - a framework's
+        """Take the weights of `model` from now on. Raises StateError while weights are offloaded."""
+        if self._offloaded:
+            raise StateError(
+                f"trainer {self._rank}: another model took the place of one that is offloaded: onload() first"
+            )
+        self.model = model
+
+    def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
+        """Map the send buffer and prepare all copies, or prepare publishing in place."""
+        self.close()
+        layout = self._layout or self.layout()
+        self._rank, self._plan = trainer, plan
+        self._sources = _pair(plan, trainer, layout)
+        if send_buffer is None:
+            live = {name: local_tensor(tensor) for name, tensor in self._tensors().items()}
+            cuts = [
+                (piece, segment_view(live[segment.buffer], segment)[piece.box.slices(segment.box)])
+                for piece, segment in self._sources
+            ]
+            self._in_place = InPlace(plan, cuts, next(iter(live.values())).device)
+            return Attached(plan.digest(), Export(layout, self._exported))
+        warm_up()
+        self._send_buffer = SharedBuffer.open(send_buffer)
+        self._make_copies()
+        if self._offloads:
+            self._send_buffer.pin()
+        return Attached(plan.digest(), None)
+
+    def _make_copies(self) -> None:
+        """Prepare the copies. Those without cast or transfer go into a table."""
+        assert self._plan is not None
+        assert self._send_buffer is not None
+        assert self._guard is not None
+        live, metas, start = self._live(), self._plan.tensors, self._send_buffer.tensor.data_ptr()
+        parts, by_table, others = [], [], []
+        for piece, segment in self._sources:
+            meta, source = metas[piece.tensor], segment_view(live[segment.buffer], segment)
+            dtype: torch.dtype = getattr(torch, meta.dtype)
+            for copy in _chunks(self._plan, piece, segment, whole=source.is_cuda):
+                cut = source[copy.index]
+                if segment.buffer in self._guard.strays or not _is_ready(cut, dtype):
+                    others.append(copy)
+                    continue
+                by_table.append(copy)
+                parts.append(
+                    HostPart(
+                        tensor=piece.tensor,
+                        address=cut.data_ptr(),
+                        box=copy.box,
+                        shape=meta.shape,
+                        itemsize=meta.itemsize,
+                        target=start + copy.start,
+                    )
+                )
+        self._table, self._copies = HostTable(parts, len(metas)), (*by_table, *others)
+        self._nonfinite = NonfiniteTable(
+            (metas[copy.tensor].dtype, copy.start, copy.box.numel * metas[copy.tensor].itemsize)
+            for copy in self._copies
+        )
+
+    def publish(self, count: bool) -> Published:
+        """Copy the current weights to the send buffer, and digest them, or only digest in place.
+
+        Copies cast where the engine has another float dtype. While offloaded, the result of `offload` is
+        returned.
+
+        Raises:
+            MovedError: weights that are read in place are at other addresses, with the same layout.
+            StateError: the model's layout has changed since connect, the model changed while it was
+                offloaded, or it is not whole; names this rank and the tensor.
+        """
+        assert self._plan is not None
+        self._follow()
+        self._finish()
+        if self._in_place:
+            return self._in_place.publish(count)
+        return self._in_send_buffer if self._in_send_buffer is not None else self._to_send_buffer(count)
+
+    def offload(self) -> None:
+        """Copy all tensors to the send buffer, and release their memory.
+
+        Tensors that the send buffer has in another dtype, or not completely, are also kept on the host.
+        Raises StateError without `offloads`, since the holder may have mapped the memory.
+        """
+        if not self._offloads:
+            raise StateError("the holder may read this memory in place: give TrainerShard offloads=True")
+        if self._offloaded is None:
+            stored: dict[str, list[Stored]] = {}
+            if self._send_buffer:
+                self._follow()
+                self._finish()
+            published = self._to_send_buffer(count=True) if self._send_buffer else None
+            if self._send_buffer:
+                for copy in self._copies:
+                    stored.setdefault(copy.segment.buffer, []).append(
+                        Stored(copy.segment, copy.index, self._in(self._send_buffer, copy))
+                    )
+            self._offloaded = Offloaded(self._live(), stored)
+            self._in_send_buffer = published
+            self._guard = self._watch(self._weights())
+
+    def onload(self) -> None:
+        """Undo `offload`: the same values, in new memory."""
+        if self._offloaded:
+            self._offloaded.undo()
+            self._offloaded = self._in_send_buffer = self._guard = None
+
+    def _follow(self) -> None:
+        """Prepare again if the model's tensors were replaced or moved since the last call."""
+        assert self._layout is not None
+        if self._guard and self._guard.as_before(self.model):
+            return
+        weights = self._weights()
+        if self._guard and self._guard.as_before(self.model):
+            return  # FSDP had only gathered it, and state_dict undid that
+        if self._offloaded:
+            self._require_as_offloaded(weights.tensors)
+        now = self._selection.of(weights.layout)
+        if changed := difference(self._layout, now):
+            raise StateError(f"trainer {self._rank}: {changed}: connect() again")
+        kept = {segment.buffer: weights.tensors[segment.buffer] for segment in now.segments}
+        moved = self._guard.moved(kept) if self._guard else []
+        if self._in_place and moved:
+            raise MovedError(f"trainer {self._rank}: {_listed(moved)}: connect() again")
+        self._guard = self._watch(weights)
+        if not self._in_place and not self._offloaded:
+            if moved:
+                logger.info("[trainer %d] attached again: %s", self._rank, _listed(moved))
+            assert self._plan is not None
+            self._sources = _pair(self._plan, self._rank, now)  # strides may differ
+            self._make_copies()
+
+    def _require_as_offloaded(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        assert self._guard is not None
+        if moved := self._guard.moved(tensors):
+            raise StateError(
+                f"trainer {self._rank}: {_listed(moved)}, while the weights are offloaded: onload() first"
+            )
+
+    def _in(self, send_buffer: SharedBuffer, copy: _Copy) -> torch.Tensor:
+        """Return the part of the send buffer for `copy`, 1-D, in the dtype that travels."""
+        assert self._plan is not None
+        meta = self._plan.tensors[copy.tensor]
+        data = send_buffer.tensor[copy.start : copy.start + copy.box.numel * meta.itemsize]
+        dtype: torch.dtype = getattr(torch, meta.dtype)
+        return data.view(dtype)
+
+    def _to_send_buffer(self, count: bool) -> Published:
+        assert self._plan is not None
+        assert self._send_buffer is not None
+        metas, send_buffer, table = self._plan.tensors, self._send_buffer, self._table
+        first = table.ranges[-1][1] if table.ranges else 0
+        others = range(first, len(self._copies))
+        live = self._live() if others else {}
+        for device in {tensor.device for tensor in live.values() if tensor.is_cuda}:
+            torch.cuda.synchronize(device)  # the trainer may still write weights on another stream
+        counts = np.zeros(len(self._copies), np.int64)
+
+        def run(first: int, end: int) -> None:
+            table.run(first, end)
+            if count:
+                self._nonfinite.count(send_buffer.tensor, counts, first, end)
+
+        def publish(number: int) -> int:
+            copy = self._copies[number]
+            target = self._in(send_buffer, copy)
+            with torch.no_grad():
+                cut = segment_view(live[copy.segment.buffer], copy.segment)[copy.index].to(target.dtype)
+                _copy(cut, target)
+            if count:
+                self._nonfinite.count(send_buffer.tensor, counts, number, number + 1)
+            # Digest the weights, not the copy, so that a wrong copy is found.
+            return tensor_digest(cut, metas[copy.tensor].shape, copy.box)
+
+        with ThreadPoolExecutor(num_threads(16)) as threads:
+            ran = threads.map(run, *zip(*table.ranges, strict=True)) if table.ranges else ()
+            shares = list(threads.map(publish, others))
+            list(ran)  # raises the first error of a thread
+        digests = table.digests()
+        for number, share in zip(others, shares, strict=True):
+            # Add to a slice: arrays wrap around, scalars would warn.
+            tensor = self._copies[number].tensor
+            digests[tensor : tensor + 1] += np.uint64(share)
+        nonfinite: Counter[str] = Counter()
+        for number in np.flatnonzero(counts).tolist():
+            nonfinite[metas[self._copies[number].tensor].name] += int(counts[number])
+        return Published(digests, dict(nonfinite))
+
+    def close(self) -> None:
+        """Disconnect from the holder. Offloaded tensors leave the send buffer first."""
+        self._in_place = None
+        if self._offloaded and self._in_send_buffer is not None:
+            self._offloaded.leave_send_buffer()
+            self._in_send_buffer = None
+        if self._send_buffer is not None:
+            self._send_buffer.close()
+            self._send_buffer = None
+
+    def _live(self) -> Mapping[str, torch.Tensor]:
+        if self._offloaded:
+            return self._offloaded.on_host()
+        return {name: local_tensor(tensor) for name, tensor in self._tensors().items()}
+
+
+def _pair(plan: Plan, trainer: int, layout: RankLayout) -> tuple[tuple[Piece, Segment], ...]:
+    """Return the pieces that `trainer` sends, each with its segment in `layout`."""
+    held = by_tensor(plan, layout)
+    return tuple(
+        (piece, next(segment for segment in held[piece.tensor] if segment.box.contains(piece.box)))
+        for piece in plan.trainer_pieces(trainer)
+    )
+
+
+def _chunks(plan: Plan, piece: Piece, segment: Segment, *, whole: bool) -> Iterator[_Copy]:
+    """Yield the copies of one piece in the send buffer's order; one if `whole`."""
+    itemsize = plan.tensors[piece.tensor].itemsize
+    start = piece.send_buffer_offset
+    for box in piece.box.split(piece.box.numel if whole else _CHUNK_NBYTES // itemsize):
+        yield _Copy(piece.tensor, box, segment, start)
+        start += box.numel * itemsize
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy `source` to contiguous, 1-D `target` of the same dtype."""
+    if source.is_contiguous() and source.device.type == "cpu":
+        # NumPy copies on this thread alone; torch would split the copy over its own threads.
+        np.copyto(target.view(torch.uint8).numpy(), host_bytes(source))
+    else:
+        target.view(source.shape).copy_(source)
+
+
+def _is_ready(cut: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a tensor can be copied as it is: on the host, contiguous, aligned, in `dtype`."""
+    if cut.device.type != "cpu" or cut.dtype != dtype or not cut.is_contiguous():
+        return False
+    return cut.data_ptr() % cut.element_size() == 0
+
+
+def _share(tensors: Mapping[str, torch.Tensor]) -> tuple[str, dict[str, DeviceHandle]]:
+    """Return the device and handles of all `tensors`. Both are empty if they need a send buffer."""
+    devices = {tensor.device for tensor in tensors.values()}
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        return "", {}
+    try:
+        handles = {name: export_tensor(tensor) for name, tensor in tensors.items() if tensor.numel()}
+    except TransportError as error:
+        logger.warning("weights are copied through the host: %s", error)
+        return "", {}
+    return device_id(next(iter(devices))), handles
+
+
+def _listed(moved: Sequence[str]) -> str:
+    more = f" and {len(moved) - 1} more are" if len(moved) > 1 else " is"
+    return f"{moved[0]}{more} in other memory than when it was connected"
