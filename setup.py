@@ -54,6 +54,8 @@ setup(
         "vllm": ["vllm>=0.24"],
         "sglang": ["sglang>=0.5.17"],
         "mooncake": ["mooncake-transfer-engine>=0.3.13"],
+        "deepspeed": ["deepspeed>=0.19"],
+        "megatron": ["megatron-core>=0.16"],
         "dev": [
             "pytest>=8",
             "pytest-timeout>=2.3",

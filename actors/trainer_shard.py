@@ -11,7 +11,7 @@ from weightsync.actors.placement import Placement
 from weightsync.errors import ConfigError, StateError
 from weightsync.faults import inject, set_faults
 from weightsync.protocol.timing import PhaseClock
-from weightsync.sources import ModelSource, Offloads, Source, make_source
+from weightsync.sources import ModelSource, Names, Offloads, Source, make_source
 
 if TYPE_CHECKING:
     from weightsync.faults import Fault
@@ -23,7 +23,7 @@ __all__ = ["TrainerShard"]
 
 
 class TrainerShard(Claimable):
-    """Base class of a trainer actor. Set ``self.model``, an ``nn.Module``, plain or wrapped by FSDP2::
+    """Base class of a trainer actor. Set ``self.model``, a module or what a training library made of it::
 
         class Trainer(TrainerShard):
             def __init__(self, ...):
@@ -42,7 +42,9 @@ class TrainerShard(Claimable):
 
     Args:
         slot: on a CPU host, a name; the engine with the same slot shares its holder.
-        exclude: names of tensors that no engine wants, such as a value head.
+        exclude: patterns of tensors that no engine wants, such as ``value_head.*``, as of `fnmatch`.
+        names: how the model's names become a checkpoint's, which engines take: a mapping from prefix to
+            prefix, such as ``{"base_model.model.": ""}``, or a function of one name. `exclude` comes after.
         offloads: True if the trainer shares its GPU with an engine and calls `offload`. Weights then travel
             through host memory.
     """
@@ -51,14 +53,19 @@ class TrainerShard(Claimable):
     source: Source | None = None
     _slot: str | None = None
     _exclude: Collection[str] = ()
+    _names: Names | None = None
     _offloads: bool = False
     _made: ModelSource | None = None
     _attached: Source | None = None
 
     def __init__(
-        self, slot: str | None = None, exclude: Collection[str] = (), offloads: bool = False
+        self,
+        slot: str | None = None,
+        exclude: Collection[str] = (),
+        offloads: bool = False,
+        names: Names | None = None,
     ) -> None:
-        self._slot, self._exclude, self._offloads = slot, exclude, offloads
+        self._slot, self._exclude, self._offloads, self._names = slot, exclude, offloads, names
 
     def offload(self) -> None:
         """Release the GPU memory of all parameters and persistent buffers of ``self.model``.
@@ -112,14 +119,18 @@ class TrainerShard(Claimable):
 
     def _current_source(self) -> Source:
         if self.source is not None:
-            if self._exclude or self._offloads:
-                given = "exclude" if self._exclude else "offloads"
-                raise ConfigError(given, self._exclude or True, "leave it out: self.source decides")
+            for name, given in (
+                ("exclude", self._exclude),
+                ("names", self._names),
+                ("offloads", self._offloads),
+            ):
+                if given:
+                    raise ConfigError(name, given, "leave it out: self.source decides")
             return self.source
         if not hasattr(self, "model"):
             raise StateError(f"{type(self).__name__} has to set self.model or self.source before it is used")
         if self._made is None:
-            self._made = make_source(self.model, self._exclude, offloads=self._offloads)
+            self._made = make_source(self.model, self._exclude, names=self._names, offloads=self._offloads)
         if self._made.model is not self.model:
             self._made.replace(self.model)
         return self._made

@@ -115,7 +115,7 @@ class Launcher:
             who = f"trainer {rank}"
             actor = ray.remote(GrpoTrainer).options(**self.options(who))
             model, slot = str(self.model), self._slot(who)
-            trainers[who] = actor.remote(rank, recipe.trainers.count, model, recipe.loop, slot, device)
+            trainers[who] = actor.remote(rank, recipe.trainers, model, recipe.loop, slot, device)
         listens = {"trainer 0": trainers["trainer 0"].listen.remote()}
         (meeting,) = collect(listens, "listen", timeout_s).values()
         collect({who: trainer.join.remote(*meeting) for who, trainer in trainers.items()}, "join", timeout_s)

@@ -3,7 +3,7 @@
     python -m weightsync.recipes.openrlhf_loop MODEL_FOLDER
 
 Lines ending in "# +" were added for weightsync, lines beginning with "# -" were there before. Code that
-only the broadcast needs may go too. On a CPU, FSDP2 shards learn by REINFORCE to say small numbers.
+only the broadcast needs may go too. On a CPU, DeepSpeed ZeRO-3 learns by REINFORCE to say small numbers.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import tempfile
 from typing import Any
 from uuid import uuid4
 
+import deepspeed
 import ray
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
 from weightsync import TrainerShard, VllmActor, WeightSync  # +
@@ -27,6 +27,7 @@ from weightsync import TrainerShard, VllmActor, WeightSync  # +
 Tokens = list[list[int]]
 LENGTH, HOST = 8, "127.0.0.1"
 Group: Any = dist.ProcessGroupGloo  # its stub lacks the collectives
+ZERO_3 = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
 
 
 class WorkerWrap:
@@ -83,18 +84,22 @@ class RolloutActor(VllmActor):  # +
 class PolicyModelActor(TrainerShard):  # +
     def __init__(self, path: str, rank: int, world_size: int, meeting: str) -> None:
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world_size)
-        self.rank, self.model = rank, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        fully_shard(self.model, mesh=dist.device_mesh.init_device_mesh("cpu", (world_size,)))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3)
+        os.environ["LOCAL_RANK"] = "0"  # Ray shows each actor its own GPU
+        from deepspeed.ops import __compatible_ops__ as compiles
+
+        compiles["deepspeed_shm_comm"] = False  # which takes minutes on a CPU
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        self.rank, self.parameters = rank, list(model.named_parameters())
+        self.model, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ZERO_3)
 
     def train_step(self, prompts: Tokens, answers: Tokens) -> float:
         prompt, answer = torch.tensor(prompts), torch.tensor(answers)
         logprobs = self.model(torch.cat([prompt, answer], 1)).logits[:, -LENGTH - 1 : -1].log_softmax(-1)
         reward = (answer < 16).float().mean(1)
         taken = logprobs.gather(2, answer[:, :, None]).sum((1, 2))
-        self.optimizer.zero_grad()
-        torch.autograd.backward(((reward.mean() - reward) * taken).mean())
-        self.optimizer.step()
+        self.model.backward(((reward.mean() - reward) * taken).mean())
+        self.model.step()
         return reward.mean().item()
 
     def greedy(self, prompts: Tokens) -> Tokens:
@@ -111,11 +116,11 @@ class PolicyModelActor(TrainerShard):  # +
             ray.get(made)
 
     def broadcast_to_vllm(self, engines: list[Any]) -> None:
-        parameters: list[Any] = list(self.model.named_parameters())
-        for count, (name, parameter) in enumerate(parameters, start=1):
-            weight = parameter.full_tensor().detach()
+        for count, (name, parameter) in enumerate(self.parameters, start=1):
+            with deepspeed.zero.GatheredParameters(parameter):
+                weight = parameter.detach().clone()
             if self.rank == 0:
-                about = name, str(weight.dtype)[6:], list(weight.shape), count == len(parameters)
+                about = name, str(weight.dtype)[6:], list(weight.shape), count == len(self.parameters)
                 calls = [engine.update_weight.remote(*about) for engine in engines]
                 self._group.broadcast([weight]).wait()
                 ray.get(calls)

@@ -88,11 +88,12 @@ class TrainerSpec:
     """The trainer's shards.
 
     Attributes:
-        kind: how the model is cut: ``fsdp2`` shards each tensor by rows.
+        kind: what trains. ``fsdp2`` shards each tensor by rows, ``deepspeed`` gives each rank a run of each
+            tensor's elements (ZeRO-3), ``plain`` has the whole model on each rank (DDP).
         count: number of ranks, each an actor.
     """
 
-    kind: Literal["fsdp2"] = "fsdp2"
+    kind: Literal["fsdp2", "deepspeed", "plain"] = "fsdp2"
     count: int = 2
 
     def __post_init__(self) -> None:

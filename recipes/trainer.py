@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import TCPStore
 from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.recipes.grpo import Group
 from weightsync.recipes.learner import Learner
-from weightsync.recipes.recipe import LoopSpec
+from weightsync.recipes.recipe import LoopSpec, TrainerSpec
 
 __all__ = ["GrpoTrainer"]
 
@@ -24,10 +24,10 @@ class GrpoTrainer(TrainerShard):
     """One trainer rank. Call ``listen`` on rank 0, then ``join`` on all, then train."""
 
     def __init__(
-        self, rank: int, num_ranks: int, model_path: str, loop: LoopSpec, slot: str | None, device: str
+        self, rank: int, spec: TrainerSpec, model_path: str, loop: LoopSpec, slot: str | None, device: str
     ) -> None:
         super().__init__(slot, offloads=loop.sleep > 0)
-        self._rank, self._num_ranks = rank, num_ranks
+        self._rank, self._spec = rank, spec
         self._model_path, self._loop, self._device = model_path, loop, device
         self._store: TCPStore | None = None
 
@@ -46,9 +46,9 @@ class GrpoTrainer(TrainerShard):
         store = self._store or TCPStore(address, port, is_master=False, timeout=PATIENCE)
         backend = "cpu:gloo,cuda:nccl" if self._device == "cuda" else "gloo"
         dist.init_process_group(
-            backend, store=store, rank=self._rank, world_size=self._num_ranks, timeout=PATIENCE
+            backend, store=store, rank=self._rank, world_size=self._spec.count, timeout=PATIENCE
         )
-        self._learner = Learner(self._model_path, self._loop, self._device)
+        self._learner = Learner(self._model_path, self._loop, self._device, self._spec.kind)
         self.model = self._learner.model
         if self._loop.sleep:
             self.offload()

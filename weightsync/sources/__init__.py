@@ -7,8 +7,9 @@ from collections.abc import Collection
 
 from weightsync.errors import ConfigError, nearest
 from weightsync.sources.base import ModelSource, Offloads, Source
+from weightsync.sources.selection import Names
 
-__all__ = ["SOURCES", "ModelSource", "Offloads", "Source", "make_source"]
+__all__ = ["SOURCES", "ModelSource", "Names", "Offloads", "Source", "make_source"]
 
 SOURCES = {
     "deepspeed.runtime.engine.DeepSpeedEngine": "weightsync.sources.deepspeed:DeepSpeedSource",
@@ -17,7 +18,9 @@ SOURCES = {
 """The source of each type of model, ``module:Class``, imported on use. The nearest type counts."""
 
 
-def make_source(model: object, exclude: Collection[str], *, offloads: bool) -> ModelSource:
+def make_source(
+    model: object, exclude: Collection[str] = (), *, names: Names | None = None, offloads: bool = False
+) -> ModelSource:
     """Import and make the source of `model`. Raises ConfigError if its type has no entry in `SOURCES`."""
     bases = [f"{each.__module__}.{each.__qualname__}" for each in type(model).__mro__]
     found = next((SOURCES[base] for base in bases if base in SOURCES), None)
@@ -25,5 +28,7 @@ def make_source(model: object, exclude: Collection[str], *, offloads: bool) -> M
         remedy = f"set self.source, or give a model of a known type; {nearest(bases[0], SOURCES)}"
         raise ConfigError("self.model", bases[0], remedy)
     module, _, cls = found.partition(":")
-    source: ModelSource = getattr(importlib.import_module(module), cls)(model, exclude, offloads=offloads)
+    source: ModelSource = getattr(importlib.import_module(module), cls)(
+        model, exclude, names=names, offloads=offloads
+    )
     return source

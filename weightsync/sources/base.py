@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from weightsync.plan import Plan, RankLayout
     from weightsync.protocol.handles import Attached, BufferHandle
     from weightsync.protocol.messages import Published
+    from weightsync.sources.selection import Names
 
 __all__ = ["ModelSource", "Offloads", "Source"]
 
@@ -53,8 +54,15 @@ class ModelSource(Source, Protocol):
 
     model: Any
 
-    def __init__(self, model: Any, exclude: Collection[str] = (), *, offloads: bool = False) -> None:  # noqa: ANN401 - a framework's
-        """`exclude` and `offloads` are those of `TrainerShard`."""
+    def __init__(
+        self,
+        model: Any,  # noqa: ANN401 - a framework's
+        exclude: Collection[str] = (),
+        *,
+        names: Names | None = None,
+        offloads: bool = False,
+    ) -> None:
+        """`exclude`, `names` and `offloads` are those of `TrainerShard`."""
 
     def replace(self, model: Any) -> None:  # noqa: ANN401 - a framework's
         """Take the weights of `model` from now on. Called before any method, if ``self.model`` is another.

@@ -18,6 +18,7 @@ from weightsync.memory.tensors import byte_strides, meta_of, named_tensors
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 from weightsync.plan.runs import run_segments
 from weightsync.sources.local_weights import LocalWeights
+from weightsync.sources.selection import Names
 from weightsync.sources.tensors import TensorSource
 
 if TYPE_CHECKING:
@@ -51,9 +52,10 @@ class DeepSpeedSource(TensorSource):
         model: Any,  # noqa: ANN401 - deepspeed.DeepSpeedEngine, which is not imported here
         exclude: Collection[str] = (),
         *,
+        names: Names | None = None,
         offloads: bool = False,
     ) -> None:
-        super().__init__(model, exclude, offloads=offloads)
+        super().__init__(model, exclude, names=names, offloads=offloads)
         _check_engine(model)
         self._partitioned: list[tuple[str, Any]] = []
 

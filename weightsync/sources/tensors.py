@@ -30,7 +30,7 @@ from weightsync.sources.difference import difference
 from weightsync.sources.in_place import InPlace
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.offloaded import Offloaded, Stored
-from weightsync.sources.selection import Selection
+from weightsync.sources.selection import Names, Selection
 
 __all__ = ["Guard", "TensorSource"]
 
@@ -90,12 +90,14 @@ class TensorSource(ABC):
         model: Any,  # noqa: ANN401 - a framework's
         exclude: Collection[str] = (),
         *,
+        names: Names | None = None,
         offloads: bool = False,
     ) -> None:
+        """`exclude`, `names` and `offloads` are those of `TrainerShard`."""
         self.model = model
         self._guard: Guard | None = None
         self._rank = 0
-        self._selection = Selection(exclude)
+        self._selection = Selection(exclude, names)
         self._offloads = offloads
         self._offloaded: Offloaded | None = None
         self._in_send_buffer: Published | None = None
@@ -137,7 +139,7 @@ class TensorSource(ABC):
             self._require_as_offloaded(weights.tensors)
         self._finish()
         if not weights.partial:
-            self._selection.check([meta.name for meta in weights.layout.tensors])
+            self._selection.check(weights.layout)
         layout, device = self._selection.of(weights.layout), ""
         if not self._offloads:
             buffers = dict.fromkeys(segment.buffer for segment in layout.segments)

@@ -1,4 +1,4 @@
-"""Two FSDP2 ranks over gloo, in processes of their own, against one rank on all the data."""
+"""Two ranks of each backend over gloo, in processes of their own, against one rank on all the data."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
 from tests.forked import forking
+from weightsync.recipes.backends import BACKENDS
 from weightsync.recipes.grpo import Group
 from weightsync.recipes.learner import Learner
 from weightsync.recipes.model import build_checkpoint
@@ -31,34 +32,54 @@ def groups(num_groups: int) -> list[Group]:
     return made
 
 
-def learn(rank: int, world: int, folder: Path, num_steps: int) -> None:
+def whole(learner: Learner) -> dict[str, torch.Tensor]:
+    """All weights, by the library's own gathering."""
+    module = getattr(learner.model, "module", learner.model)
+    if module is not learner.model:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(module.parameters())):
+            return {name: weight.detach().clone() for name, weight in module.state_dict().items()}
+    tensors = {name: weight.detach() for name, weight in module.state_dict().items()}
+    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for n, t in tensors.items()}
+
+
+def is_cut(learner: Learner) -> bool:
+    weights = list(learner.model.parameters())
+    return all(isinstance(each, DTensor) or hasattr(each, "ds_tensor") for each in weights)
+
+
+def learn(rank: int, world: int, folder: Path, num_steps: int, kind: str) -> None:
     """What one rank does: trains on its share, then saves what it then knows."""
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous{world}", rank=rank, world_size=world
+        "gloo", init_method=f"file://{folder}/rendezvous {kind} {world}", rank=rank, world_size=world
     )
-    learner = Learner(folder / "model", LOOP)
+    learner = Learner(folder / "model", LOOP, kind=kind)
     mine = groups(16)[rank::world]
     metrics = [learner.train_step(mine) for _ in range(num_steps)]
-    sharded = all(isinstance(weight, DTensor) for weight in learner.model.parameters())
     answers = learner.greedy([group.prompt for group in groups(4)], 1)
-    weights = {name: weight.full_tensor().clone() for name, weight in learner.model.state_dict().items()}
-    torch.save((metrics, sharded, answers, weights), folder / f"result{world}-{rank}.pt")
+    weights = whole(learner)
+    torch.save((metrics, is_cut(learner), answers, weights), folder / f"{kind} {world} {rank}.pt")
     learner.scramble()
-    for name, weight in learner.model.state_dict().items():
-        assert not torch.eq(weight.full_tensor(), weights[name]).any(), name
+    scrambled = whole(learner)
+    for name, weight in scrambled.items():
+        assert not torch.eq(weight, weights[name]).any(), name
+    dist.barrier()
     dist.destroy_process_group()
 
 
-def results(folder: Path, world: int, num_steps: int) -> list[Result]:
+def results(folder: Path, world: int, num_steps: int, kind: str = "fsdp2") -> list[Result]:
     context = forking()
-    ranks = [context.Process(target=learn, args=(rank, world, folder, num_steps)) for rank in range(world)]
+    ranks = [
+        context.Process(target=learn, args=(rank, world, folder, num_steps, kind)) for rank in range(world)
+    ]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join()
         assert process.exitcode == 0
-    return [torch.load(folder / f"result{world}-{rank}.pt", weights_only=False) for rank in range(world)]
+    return [torch.load(folder / f"{kind} {world} {rank}.pt", weights_only=False) for rank in range(world)]
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +89,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_two_shards_learn_what_one_learns(folder: Path) -> None:
-    first, second = results(folder, world=2, num_steps=2)
-    (alone,) = results(folder, world=1, num_steps=2)
-    assert first[1]
-    assert second[1]
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Result:
+    """One rank on all the data."""
+    (found,) = results(folder, world=1, num_steps=2)
+    return found
+
+
+@pytest.mark.parametrize("kind", BACKENDS)
+def test_two_ranks_learn_what_one_learns(folder: Path, alone: Result, kind: str) -> None:
+    if kind == "deepspeed":
+        pytest.importorskip("deepspeed")
+    first, second = results(folder, world=2, num_steps=2, kind=kind)
+    assert first[1] == second[1] == (kind != "plain")
     for name, weight in alone[3].items():
         assert_close(first[3][name], weight, rtol=1e-3, atol=1e-4)
         assert torch.equal(first[3][name], second[3][name])

@@ -1,0 +1,47 @@
+"""The seam between the learner and the library that shards and trains its model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from weightsync.recipes.recipe import LoopSpec
+
+__all__ = ["MAX_GRAD_NORM", "Backend", "adamw"]
+
+MAX_GRAD_NORM = 1.0
+
+
+class Backend(ABC):
+    """One rank of a model in training. Every rank calls every method.
+
+    Attributes:
+        model: what `TrainerShard` reads.
+        optimizer: whose learning rate a schedule sets.
+    """
+
+    model: Any
+    optimizer: Optimizer
+    _module: nn.Module
+    """What runs a forward pass."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits, float32[batch, length, vocabulary], for `tokens`, int64[batch, length]."""
+        logits: Tensor = self._module(tokens, use_cache=False).logits
+        return logits
+
+    @abstractmethod
+    def descend(self, loss: Tensor) -> float:
+        """Take one optimiser step. Returns the norm of the gradients before clipping."""
+
+    @abstractmethod
+    def scramble(self) -> None:
+        """Replace all weights by random numbers."""
+
+
+def adamw(module: nn.Module, loop: LoopSpec) -> AdamW:
+    """Return the optimiser of all backends."""
+    return AdamW(module.parameters(), lr=loop.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)

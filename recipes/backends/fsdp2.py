@@ -1,0 +1,42 @@
+"""Trains with FSDP2: each tensor is sharded by rows."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from weightsync.recipes.backends.base import MAX_GRAD_NORM, Backend, adamw
+from weightsync.recipes.recipe import LoopSpec
+
+__all__ = ["Fsdp2"]
+
+
+class Fsdp2(Backend):
+    """One FSDP2 rank."""
+
+    def __init__(self, model: nn.Module, loop: LoopSpec, device: str) -> None:
+        mesh = init_device_mesh(device, (dist.get_world_size(),))
+        for block in (*model.get_submodule("model.layers").children(), model):
+            fully_shard(block, mesh=mesh)
+        self.model = self._module = model
+        self.optimizer = adamw(model, loop)
+
+    def descend(self, loss: Tensor) -> float:
+        """Take one optimiser step, as `Backend.descend` says."""
+        self.optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        norm = nn.utils.clip_grad_norm_(self._module.parameters(), MAX_GRAD_NORM)
+        self.optimizer.step()
+        assert isinstance(norm, DTensor)
+        return norm.full_tensor().item()
+
+    @torch.no_grad()
+    def scramble(self) -> None:
+        """Replace all weights by random numbers."""
+        for parameter in self._module.parameters():
+            assert isinstance(parameter, DTensor)
+            parameter.to_local().normal_(std=0.02)

@@ -1,0 +1,36 @@
+"""Trains replicas of a plain module, whose gradients DDP averages."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from weightsync.recipes.backends.base import MAX_GRAD_NORM, Backend, adamw
+from weightsync.recipes.recipe import LoopSpec
+
+__all__ = ["Plain"]
+
+
+class Plain(Backend):
+    """One replica."""
+
+    def __init__(self, model: nn.Module, loop: LoopSpec, device: str) -> None:
+        del device  # the model is there
+        self.model, self._module = model, DistributedDataParallel(model)
+        self.optimizer = adamw(model, loop)
+
+    def descend(self, loss: Tensor) -> float:
+        """Take one optimiser step, as `Backend.descend` says."""
+        self.optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
+        self.optimizer.step()
+        return norm.item()
+
+    @torch.no_grad()
+    def scramble(self) -> None:
+        """Replace all weights by random numbers, the same on all ranks."""
+        for parameter in self.model.parameters():
+            dist.broadcast(parameter.normal_(std=0.02), src=0)
