@@ -1,4 +1,9 @@
-"""Names a checkpoint's single experts as parts of the stacks of transformers' models."""
+"""Names single experts as parts of the stacks of transformers' models.
+
+``experts.3.gate_proj.weight`` [I, H] and ``experts.3.up_proj.weight`` become rows of ``experts.gate_up_proj``
+[E, 2I, H], ``experts.3.down_proj.weight`` a part of ``experts.down_proj`` [E, H, I]. These names and shapes
+are those of transformers from version 5 on, which engines use.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from weightsync.plan import Box, TensorMeta
+from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 from weightsync.plan.balance import Stretch
 
-__all__ = ["stacked"]
+__all__ = ["stack_experts", "stacked"]
 
 _EXPERT = re.compile(r"(?P<base>.+\.experts)\.(?P<number>\d+)\.(?P<leaf>gate|up|down)_proj\.weight")
 
@@ -20,9 +25,6 @@ def stacked(
 ) -> tuple[tuple[TensorMeta, ...], tuple[Stretch, ...]]:
     """Stack the experts of each layer that has all of them; other tensors are unchanged.
 
-    ``experts.3.gate_proj.weight`` [I, H] and ``experts.3.up_proj.weight`` become rows of
-    ``experts.gate_up_proj`` [E, 2I, H], ``experts.3.down_proj.weight`` a part of ``experts.down_proj``
-    [E, H, I]. These names and shapes are those of transformers from version 5 on, which engines use.
     `whole[i]` is all of `metas[i]`.
     """
     layers: defaultdict[str, dict[tuple[int, str], int]] = defaultdict(dict)
@@ -42,6 +44,43 @@ def stacked(
         (*(metas[i] for i in alone), *tensors),
         (*(whole[i] for i in alone), *stretches),
     )
+
+
+def stack_experts(layout: RankLayout, num_experts: int) -> RankLayout:
+    """Stack the experts that one rank holds; other tensors are unchanged.
+
+    Args:
+        num_experts: experts of a layer, on all ranks.
+    """
+    places = {meta.name: _place(meta, num_experts) for meta in layout.tensors}
+    metas = {place[0].name: place[0] for place in places.values()}
+    return replace(
+        layout,
+        tensors=tuple(metas.values()),
+        segments=tuple(_moved(segment, *places[segment.tensor]) for segment in layout.segments),
+    )
+
+
+def _place(meta: TensorMeta, num_experts: int) -> tuple[TensorMeta, tuple[int, ...]]:
+    """Return the tensor that `meta` is a part of, and where it starts there; itself if it is no expert."""
+    found = _EXPERT.fullmatch(meta.name)
+    if not found:
+        return meta, ()
+    rows, columns = meta.shape
+    number, leaf = int(found["number"]), found["leaf"]
+    if leaf == "down":
+        return TensorMeta(f"{found['base']}.down_proj", meta.dtype, (num_experts, rows, columns)), (number, 0)
+    stack = TensorMeta(f"{found['base']}.gate_up_proj", meta.dtype, (num_experts, 2 * rows, columns))
+    return stack, (number, rows if leaf == "up" else 0)
+
+
+def _moved(segment: Segment, meta: TensorMeta, start: tuple[int, ...]) -> Segment:
+    if not start:
+        return segment
+    (number, first_row), (row, column) = start, segment.box.offset
+    box = Box((number, first_row + row, column), (1, *segment.box.extent))
+    strides = (max(segment.strides) * max(segment.box.extent), *segment.strides)
+    return replace(segment, tensor=meta.name, box=box, strides=strides)
 
 
 def _stack(

@@ -20,8 +20,11 @@ class LocalWeights:
         layout: each segment's `buffer` is a name in `tensors`.
         tensors: live tensors by the trainer's own names. A DTensor stands for its local part.
         partial: whether other ranks hold tensors that this rank does not know, such as a pipeline's.
+        num_experts: experts of a layer on all ranks, if ``experts.3.up_proj.weight`` and its like are to
+            become parts of stacks.
     """
 
     layout: RankLayout
     tensors: Mapping[str, torch.Tensor]
     partial: bool = False
+    num_experts: int = 0

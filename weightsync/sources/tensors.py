@@ -27,6 +27,7 @@ from weightsync.plan.plan import by_tensor
 from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export
 from weightsync.protocol.messages import Published
 from weightsync.sources.difference import difference
+from weightsync.sources.experts import stack_experts
 from weightsync.sources.in_place import InPlace
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.offloaded import Offloaded, Stored
@@ -140,13 +141,17 @@ class TensorSource(ABC):
         self._finish()
         if not weights.partial:
             self._selection.check(weights.layout)
-        layout, device = self._selection.of(weights.layout), ""
+        layout, device = self._selected(weights), ""
         if not self._offloads:
             buffers = dict.fromkeys(segment.buffer for segment in layout.segments)
             device, self._exported = _share({name: local_tensor(weights.tensors[name]) for name in buffers})
         self._layout = dataclasses.replace(layout, device=device)
         self._guard = self._watch(weights)
         return self._layout
+
+    def _selected(self, weights: LocalWeights) -> RankLayout:
+        chosen = self._selection.of(weights.layout)
+        return stack_experts(chosen, weights.num_experts) if weights.num_experts else chosen
 
     def replace(self, model: Any) -> None:  # noqa: ANN401 - a framework's
         """Take the weights of `model` from now on. Raises StateError while weights are offloaded."""
@@ -266,7 +271,7 @@ class TensorSource(ABC):
             return  # FSDP had only gathered it, and state_dict undid that
         if self._offloaded:
             self._require_as_offloaded(weights.tensors)
-        now = self._selection.of(weights.layout)
+        now = self._selected(weights)
         if changed := difference(self._layout, now):
             raise StateError(f"trainer {self._rank}: {changed}: connect() again")
         kept = {segment.buffer: weights.tensors[segment.buffer] for segment in now.segments}
