@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, make_plan
@@ -76,14 +79,34 @@ def publish(source: ModuleSource, plan: Plan, rank: int, offload: bool = False) 
     return share, digests
 
 
+def shard(model: Model, kind: str, num_ranks: int) -> None:
+    """Cut a model as `kind` says: FSDP2, replicas of it (HSDP), tensor parallelism, or all of them."""
+    if kind == "plain":
+        return
+    shape = {"tp": 2 if "tp" in kind else 1, "replicate": 2 if "hsdp" in kind else 1}
+    mesh = init_device_mesh(
+        "cpu",
+        (shape["replicate"], num_ranks // math.prod(shape.values()), shape["tp"]),
+        mesh_dim_names=("replicate", "shard", "tp"),
+    )
+    if "tp" in kind:
+        plan = {
+            "block.0": ColwiseParallel(output_layouts=Replicate()),
+            "block.1": RowwiseParallel(input_layouts=Replicate()),
+            "head": ColwiseParallel(),
+        }
+        parallelize_module(model, mesh["tp"], plan)
+    if "sd" in kind:
+        over = mesh["replicate", "shard"] if "hsdp" in kind else mesh["shard"]
+        fully_shard(model.block, mesh=over)
+        fully_shard(model, mesh=over)
+
+
 def run_rank(rank: int, num_ranks: int, meeting: str, kind: str, results: object) -> None:
     """One process: shard the model or not, use it, publish; rank 0 reports the plan and all shares."""
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)
     model = Model()
-    if kind.endswith("fsdp2"):
-        mesh = init_device_mesh("cpu", (num_ranks,))
-        fully_shard(model.block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+    shard(model, kind, num_ranks)
     offload = kind.startswith("offloaded")
     source = ModuleSource(model, offloads=offload)
     layouts: list[RankLayout] = [None] * num_ranks  # type: ignore[list-item]

@@ -14,7 +14,17 @@ from weightsync.memory.tensors import named_tensors
 from weightsync.plan import Plan
 from weightsync.sources.module import ModuleSource
 
-CASES = [("plain", 1), ("plain", 2), ("fsdp2", 2), ("fsdp2", 3), ("offloaded fsdp2", 3)]
+CASES = [
+    ("plain", 1),
+    ("plain", 2),
+    ("fsdp2", 2),
+    ("fsdp2", 3),
+    ("offloaded fsdp2", 3),
+    ("tp", 2),
+    ("fsdp2 tp", 4),
+    ("hsdp", 4),
+    ("hsdp tp", 4),
+]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0].replace(' ', '-')}-{case[1]}")
