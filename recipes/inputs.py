@@ -6,6 +6,7 @@ All functions raise ConfigError, which names the option, or the file, line and f
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from weightsync.engines import choose_engine
@@ -41,10 +42,18 @@ _MOST_ENGINE_RANKS = 1_000_000
 
 
 def runnable_recipe(given: str, overrides: Sequence[str]) -> Recipe:
-    """Load a recipe by path or name, if this machine can start its engines."""
+    """Load a recipe by path or name, if this machine can start its trainers and engines."""
     recipe = load_recipe(recipe_file(given), overrides)
+    _check_trainers(recipe)
     _check_engines(recipe)
     return recipe
+
+
+def _check_trainers(recipe: Recipe) -> None:
+    kind = recipe.trainers.kind
+    if kind == "deepspeed" and not find_spec(kind):
+        remedy = "DeepSpeed is not installed: pip install 'weightsync[deepspeed]', or use kind: fsdp2"
+        raise ConfigError("trainers.kind", kind, remedy)
 
 
 def check_cluster(recipe: Recipe) -> None:

@@ -26,6 +26,7 @@ from weightsync.errors import ConfigError, TransportError
 from weightsync.readers import choose_protocol, rdma_devices
 from weightsync.recipes.cluster import existing_cluster
 from weightsync.recipes.doctor import Row
+from weightsync.sources import tested
 
 __all__ = ["diagnose"]
 
@@ -39,7 +40,7 @@ def diagnose() -> list[Row]:
         rdma, mooncake, ray_package, ray_cluster,
     ]  # fmt: skip
     edges: list[Callable[[], Row]] = [trainer_to_holder, holder_to_holder, holder_to_engine, refill]
-    return [*(probe() for probe in probes), *engines(), *(edge() for edge in edges)]
+    return [*(probe() for probe in probes), *engines(), *trainers(), *(edge() for edge in edges)]
 
 
 def python() -> Row:
@@ -194,6 +195,17 @@ def engines() -> Iterator[Row]:
         yield Row("engine auto", choose_engine("auto")[0])
     except ConfigError as error:
         yield Row("engine auto", "none", "missing", error.remedy)
+
+
+def trainers() -> Iterator[Row]:
+    """Check the training libraries that have a source of their own."""
+    for library in tested.TESTED:
+        found = tested.installed(library) or "not installed"
+        warning = tested.untested(library)
+        if warning:
+            yield Row(f"trainer {library}", found, "warn", f"it may work; {warning}")
+        else:
+            yield Row(f"trainer {library}", found)
 
 
 def trainer_to_holder() -> Row:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from weightsync.plan.estimate import LinkRates
     from weightsync.plan.shuffle import ShufflePlan
     from weightsync.report import SyncReport
+    from weightsync.sources.selection import Part
 
 __version__ = "0.1.0"
 
@@ -51,6 +52,7 @@ __all__ = [
     "EngineError",
     "Layout",
     "LinkRates",
+    "Part",
     "PeerLostError",
     "Plan",
     "PlanError",
@@ -82,6 +84,7 @@ _HOMES = {
     "EngineError": "weightsync.errors",
     "Layout": "weightsync.plan",
     "LinkRates": "weightsync.plan.estimate",
+    "Part": "weightsync.sources.selection",
     "PeerLostError": "weightsync.errors",
     "Plan": "weightsync.plan",
     "PlanError": "weightsync.errors",

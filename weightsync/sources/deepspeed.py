@@ -6,8 +6,6 @@ flattened elements on each rank, padded on the last.
 
 from __future__ import annotations
 
-import logging
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,19 +18,16 @@ from weightsync.plan.runs import run_segments
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.selection import Names
 from weightsync.sources.tensors import TensorSource
+from weightsync.sources.tested import warn_untested
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-__all__ = ["TESTED", "DeepSpeedSource", "is_partitioned"]
-
-TESTED = "0.19.8"
+__all__ = ["DeepSpeedSource", "is_partitioned"]
 
 _PART = "ds_tensor"
 _CONTEXT_DEPTH = "_ds_z3_gathered_param_context_depth"
 """DeepSpeed's mark of parameters that a user has gathered."""
-
-logger = logging.getLogger("weightsync.sources")
 
 
 def is_partitioned(tensor: torch.Tensor) -> bool:
@@ -106,8 +101,7 @@ def _check_engine(engine: Any) -> None:  # noqa: ANN401
     if engine.autotp_size() > 1:
         remedy = "DeepSpeed does not say how AutoTP cuts parameters: use ZeRO-3 without it"
         raise ConfigError("tensor_parallel.autotp_size", engine.autotp_size(), remedy)
-    if (found := version("deepspeed")) != TESTED:
-        logger.warning("deepspeed %s has not been tested with weightsync, %s has", found, TESTED)
+    warn_untested("deepspeed")
 
 
 def _declare(name: str, tensor: Any) -> tuple[TensorMeta, tuple[Segment, ...]]:  # noqa: ANN401

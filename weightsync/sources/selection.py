@@ -4,14 +4,69 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from weightsync.errors import ConfigError, nearest
-from weightsync.plan import RankLayout
+from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 
-__all__ = ["Names", "Selection"]
+__all__ = ["Names", "Part", "Selection"]
 
-Names = Mapping[str, str] | Callable[[str], str]
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A trainer's tensor that is a part of a checkpoint's, or has its dimensions in another order::
+
+        Part("model.layers.0.mlp.experts.gate_up_proj", (8, 1536, 2048), offset=(0, 768, 0))
+
+    says of a tensor [8, 768, 2048] that it is the second half of the rows of each expert.
+
+    Attributes:
+        tensor: the checkpoint's tensor.
+        shape: its shape.
+        offset: where the part starts in it, by default at its first element.
+        order: the trainer's dimension for each of the checkpoint's; ``(0, 2, 1)`` swaps the last two.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
+
+    def meta(self, meta: TensorMeta) -> TensorMeta:
+        """Return the checkpoint's tensor. Raises ConfigError if `meta`, the trainer's, does not fit."""
+        ndim = len(meta.shape)
+        order, offset = self._order(ndim), self._offset(ndim)
+        if sorted(order) != list(range(ndim)) or len(self.shape) != ndim or len(offset) != ndim:
+            remedy = f"{meta.name} has {ndim} dimensions: give shape, offset and order as many"
+            raise ConfigError(f"names: {meta.name}", self, remedy)
+        ends = [start + meta.shape[dim] for start, dim in zip(offset, order, strict=True)]
+        if min(offset, default=0) < 0 or any(end > size for end, size in zip(ends, self.shape, strict=True)):
+            raise ConfigError(f"names: {meta.name}", self, f"its shape {meta.shape} reaches out of it")
+        return TensorMeta(self.tensor, meta.dtype, self.shape)
+
+    def segment(self, segment: Segment) -> Segment:
+        """Return a segment of the trainer's tensor as one of the checkpoint's."""
+        ndim = segment.box.ndim
+        order = self._order(ndim)
+        offset = tuple(
+            segment.box.offset[dim] + start for dim, start in zip(order, self._offset(ndim), strict=True)
+        )
+        return dataclasses.replace(
+            segment,
+            tensor=self.tensor,
+            box=Box(offset, tuple(segment.box.extent[dim] for dim in order)),
+            strides=tuple(segment.strides[dim] for dim in order),
+        )
+
+    def _order(self, ndim: int) -> tuple[int, ...]:
+        return self.order or tuple(range(ndim))
+
+    def _offset(self, ndim: int) -> tuple[int, ...]:
+        return self.offset or (0,) * ndim
+
+
+Names = Mapping[str, str] | Callable[[str], str | Part]
 """How a trainer's names become a checkpoint's: a prefix for each prefix, or a function of one name."""
 
 
@@ -57,21 +112,33 @@ class Selection:
     def _named(self, layout: RankLayout) -> RankLayout:
         if self._names is None:
             return layout
+        parts = {meta.name: self._part(meta) for meta in layout.tensors}
+        metas = {made.name: made for made in (parts[meta.name].meta(meta) for meta in layout.tensors)}
         return dataclasses.replace(
             layout,
-            tensors=tuple(dataclasses.replace(m, name=self._name(m.name)) for m in layout.tensors),
-            segments=tuple(dataclasses.replace(s, tensor=self._name(s.tensor)) for s in layout.segments),
-            tied=tuple((self._name(alias), self._name(canonical)) for alias, canonical in layout.tied),
+            tensors=tuple(metas.values()),
+            segments=tuple(parts[segment.tensor].segment(segment) for segment in layout.segments),
+            tied=tuple((self._tied_name(alias), self._tied_name(name)) for alias, name in layout.tied),
         )
 
-    def _name(self, name: str) -> str:
+    def _part(self, meta: TensorMeta) -> Part:
+        found = self._name(meta.name)
+        return found if isinstance(found, Part) else Part(found, meta.shape)
+
+    def _tied_name(self, name: str) -> str:
+        found = self._name(name)
+        if isinstance(found, Part):
+            raise ConfigError(f"names: {name}", found, "it is tied: give a name alone")
+        return found
+
+    def _name(self, name: str) -> str | Part:
         if isinstance(self._names, Mapping):
             found = max((each for each in self._names if name.startswith(each)), key=len, default=None)
             return name if found is None else self._names[found] + name[len(found) :]
         return self._names(name) if self._names else name
 
     def _check_distinct(self, given: Sequence[str]) -> None:
-        owner: dict[str, str] = {}
+        owner: dict[str | Part, str] = {}
         for name in given:
             made = self._name(name)
             if owner.setdefault(made, name) != name:

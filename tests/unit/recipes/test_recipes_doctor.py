@@ -191,6 +191,19 @@ def test_engines_say_what_was_tested(
     assert ("tested with 0.24 to 0.32" in row.remedy) == (state == "warn")
 
 
+@pytest.mark.parametrize(("found", "state"), [("0.19.8", "ok"), ("0.30.0", "warn"), ("not installed", "ok")])
+def test_trainers_say_what_was_tested(monkeypatch: pytest.MonkeyPatch, found: str, state: str) -> None:
+    def version(name: str) -> str:
+        if found == "not installed":
+            raise metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(metadata, "version", version)
+    row = next(row for row in probes.trainers() if row.name == "trainer deepspeed")
+    assert (row.found, row.state) == (found, state)
+    assert ("tested with 0.19.8" in row.remedy) == (state == "warn")
+
+
 def test_no_engine_at_all_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(kind: str) -> tuple[str, str]:
         raise ConfigError("kind", kind, "install one of vllm, transformers")

@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from tests.contract.source_ranks import plan_for, publish
 from weightsync import TrainerShard
 from weightsync.errors import ConfigError
-from weightsync.plan import RankLayout
+from weightsync.memory.digests import tensor_digest
+from weightsync.plan import Plan, RankLayout
 from weightsync.sources.module import ModuleSource
-from weightsync.sources.selection import Names
+from weightsync.sources.selection import Names, Part
 
 
 class Policy(nn.Module):
@@ -75,3 +77,54 @@ def test_a_shard_passes_its_names_on() -> None:
     shard = TrainerShard(names=checkpoint_name, exclude=["value_head.*"])
     shard.model = nn.ModuleDict({"base_model": nn.ModuleDict({"model": Policy()})})
     assert shard.sync_layout().tensors == layout(checkpoint_name).tensors
+
+
+class Experts(nn.Module):
+    """Stacks of three matrices for each expert, as torchtitan has them; `down` is transposed here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.arange(24.0).view(2, 3, 4))
+        self.w3 = nn.Parameter(torch.arange(24.0, 48.0).view(2, 3, 4))
+        self.down = nn.Parameter(torch.arange(48.0, 72.0).view(2, 3, 4))
+
+
+def stacked(name: str) -> Part:
+    if name == "down":
+        return Part("experts.down_proj", (2, 4, 3), order=(0, 2, 1))
+    return Part("experts.gate_up_proj", (2, 6, 4), offset=(0, 3 if name == "w3" else 0, 0))
+
+
+def test_parts_of_a_stack_are_published_as_the_stack() -> None:
+    model = Experts()
+    source = ModuleSource(model, names=stacked)
+    plan = plan_for([source.layout()])
+    (data, digests), _ = publish(source, plan, 0)
+    found = published(plan, data)
+    assert torch.equal(found["experts.gate_up_proj"], torch.cat([model.w1, model.w3], dim=1))
+    assert torch.equal(found["experts.down_proj"], model.down.transpose(1, 2))
+    assert digests == [tensor_digest(found[meta.name], meta.shape) for meta in plan.tensors]
+
+
+def published(plan: Plan, data: bytes) -> dict[str, torch.Tensor]:
+    send_buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    found = {meta.name: torch.full(meta.shape, torch.nan) for meta in plan.tensors}
+    for piece in plan.trainer_pieces(0):
+        cut = send_buffer[piece.send_buffer_offset :][: piece.nbytes]
+        target = found[plan.tensors[piece.tensor].name]
+        target[piece.box.slices()] = cut.view(target.dtype).view(piece.box.extent)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (Part("stack", (2, 4)), "give shape, offset and order as many"),
+        (Part("stack", (2, 6, 4), order=(0, 0, 1)), "give shape, offset and order as many"),
+        (Part("stack", (2, 6, 4), offset=(0, 4, 0)), r"its shape \(2, 3, 4\) reaches out"),
+        (Part("stack", (2, 3, 4), order=(0, 2, 1)), r"its shape \(2, 3, 4\) reaches out"),
+    ],
+)
+def test_a_part_that_does_not_fit_is_refused(part: Part, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModuleSource(Experts(), names=lambda name: part if name == "w1" else name).layout()
