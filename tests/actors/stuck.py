@@ -1,6 +1,6 @@
 """A driver whose `respawn` never returns for one engine: says what came of its engines, and ends.
 
-python -m tests.actors.stuck
+python -m tests.actors.stuck ADDRESS
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 import ray
 
 from tests.actors.fleet import Engine, Trainer, spawn, until
-from tests.actors.local_cluster import start_ray
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.driver.engine_state import EngineState
@@ -22,8 +21,8 @@ from weightsync.driver.engine_state import EngineState
 WIDTH = 64
 
 
-def main() -> None:
-    start_ray()
+def main(address: str) -> None:
+    ray.init(address, log_to_driver=False, logging_level="ERROR")
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
     sync = WeightSync(SyncConfig(bucket_bytes=64 << 10, respawn_timeout_s=patient(0.5), heal_backoff_s=0.05))
     sync.register_trainers([spawn(Trainer, WIDTH, "0")])
@@ -56,4 +55,4 @@ def respawn(name: str) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -26,7 +26,7 @@ from weightsync.errors import DeadlineError, PeerError, PeerLostError, WeightSyn
 
 pytestmark = pytest.mark.timeout(120)
 WIDTH = 64
-TIMEOUT_S = patient(1)
+TIMEOUT_S = patient(0.5)
 CONFIG = SyncConfig(
     bucket_bytes=4096,
     timeout_s=TIMEOUT_S,

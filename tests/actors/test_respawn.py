@@ -23,7 +23,7 @@ WIDTH = 64
 
 def test_a_respawn_that_never_returns_leaves_its_engine_dead_and_lets_the_process_end() -> None:
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.actors.stuck"],
+        [sys.executable, "-m", "tests.actors.stuck", ray.get_runtime_context().gcs_address],
         cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

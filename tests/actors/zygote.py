@@ -94,8 +94,18 @@ def main() -> None:
 
 
 def _warm_up() -> None:
-    """Import and compile what most actors need. Not Ray: it reads the environment as it is imported."""
+    """Import and compile what most actors need, and what Ray itself imports.
+
+    Not Ray: its forks hang.
+    """
+    import google.protobuf.json_format  # noqa: F401
+    import jsonschema  # noqa: F401
+    import msgpack  # noqa: F401
+    import pydantic.v1  # noqa: F401
+    import requests  # noqa: F401
+    import starlette.requests  # noqa: F401
     import torch
+    import uvloop  # noqa: F401
     from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM  # noqa: F401
 
     from weightsync import testing  # noqa: F401
