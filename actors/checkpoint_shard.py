@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -27,9 +28,11 @@ _NUM_THREADS = 4  # `read` occupies one until it ends
 
 
 class CheckpointShard:
-    """Actor around a `CheckpointStore`: reads and serves one host's share of a checkpoint."""
+    """Actor around a `CheckpointStore`: reads and serves one host's share of a checkpoint. Sees no GPU."""
 
     def __init__(self, files: Sequence[str], share: int, num_shares: int, exclude: Collection[str]) -> None:
+        # Not in a runtime environment, for which Ray starts the process through another one.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self._given = files, share, num_shares, exclude
         self._source: CheckpointStore | None = None
         self._tensors: Sequence[TensorMeta] = ()
@@ -84,7 +87,7 @@ def spawn_shard(
 ) -> ActorHandle[CheckpointShard]:
     """Start a CheckpointShard actor on host `node`.
 
-    It reserves no resources, sees no GPU and ends with its driver.
+    It reserves no resources and ends with its driver.
     """
     options: dict[str, Any] = {
         "num_cpus": 0,
@@ -92,6 +95,5 @@ def spawn_shard(
         "max_task_retries": 0,
         "max_concurrency": _NUM_THREADS,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
-        "runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}},
     }
     return ray.remote(CheckpointShard).options(**options).remote(files, share, num_shares, exclude)
