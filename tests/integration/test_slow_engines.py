@@ -19,7 +19,7 @@ from weightsync.driver.engine_state import EngineState
 from weightsync.driver.healing import Healer
 from weightsync.errors import DeadlineError, SlowError
 
-TIMEOUT_S = patient(0.75)
+TIMEOUT_S = patient(0.5)
 CONFIG = SyncConfig(
     bucket_bytes=4096, timeout_s=TIMEOUT_S, connect_timeout_s=patient(30), heal_backoff_s=0.01
 )
