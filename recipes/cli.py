@@ -80,7 +80,9 @@ def run(
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace one value.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder; runs/NAME if not given.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The run's folder; if not given, runs/NAME, or runs/NAME-chaos.")
+    ] = None,
     chaos: Annotated[
         str | None, typer.Option(metavar="PLAN", help="Faults to inject: a YAML file, or a shipped plan.")
     ] = None,
@@ -95,7 +97,9 @@ def run(
         faults = load_fault_plan(chaos, loaded) if chaos is not None else None
     except ConfigError as error:
         raise typer.Exit(_complain(error, BAD_INPUT)) from None
-    raise typer.Exit(_execute(loaded, out or Path("runs") / loaded.name, faults, trace))
+    # A run with faults leaves the results of the one without.
+    folder = loaded.name if faults is None else f"{loaded.name}-chaos"
+    raise typer.Exit(_execute(loaded, out or Path("runs") / folder, faults, trace))
 
 
 @app.command()

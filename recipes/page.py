@@ -86,7 +86,7 @@ def _facts(report: RunReport) -> list[tuple[str, str, str]]:
         return [("Steps", "0", "no update was committed after a step")]
     seconds = [row.sync_seconds for row in rows]
     verified = sum(row.verified for row in rows)
-    num_failures = sum(len(row.failures) + bool(row.retried) for row in rows)
+    num_failures = sum(len(row.failures) + bool(row.retried) for row in rows) + (report.status == "failed")
     target = f"target {report.target_reward:g}; " if report.target_reward else ""
     return [
         (

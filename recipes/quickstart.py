@@ -103,9 +103,10 @@ def run(
         report.status = "done" if report.final_reward >= loop.target_reward else "below target"
         report.heals = [*healed, *sync.heals]
         screen.summary(report)
+    except BaseException as error:
+        report.fail(error)
+        raise
     finally:
-        if report.status == "running":
-            report.status = "failed"
         report.heals = [*healed, *sync.heals]
         folder.write("report.json", report.write)
         sync.close()

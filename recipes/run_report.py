@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.protocol.timing import Span
 from weightsync.recipes.run_folder import replace_text
 from weightsync.report import HealReport, Link, SyncReport
@@ -87,6 +87,7 @@ class RunReport:
         heals: the heals of engines that failed and came back.
         links: the bytes of one update by sender and engine rank, as first connected.
         spans: spans of the last update, see `SyncReport.spans`.
+        error: why the run failed; empty if it did not.
     """
 
     name: str
@@ -102,6 +103,15 @@ class RunReport:
     links: list[Link] = field(default_factory=list)
     spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
     status: str = "running"
+    error: str = ""
+
+    def fail(self, error: BaseException) -> None:
+        """Set the status to failed because of `error`, unless the run had its result before."""
+        if self.status == "running":
+            self.status = "failed"
+            known = isinstance(error, WeightSyncError)
+            text = str(error) if known else f"{type(error).__name__}: {error}".rstrip(": ")
+            self.error = "interrupted" if isinstance(error, KeyboardInterrupt) else text
 
     @property
     def first_reward(self) -> float:

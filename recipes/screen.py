@@ -5,6 +5,7 @@ Plain lines without a terminal.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -53,23 +54,25 @@ class Screen:
         )
 
     def summary(self, report: RunReport) -> None:
-        """Print the table at the end, then a line for each heal."""
+        """Print the table at the end, then why the run failed, and a line for each heal."""
         kinds = Counter(str(info.get("kind")) for info in report.engines.values())
         table = Table(title=f"{report.name}: {report.status}", show_header=False, title_justify="left")
         for row in _figures(report) if report.steps else ():
             table.add_row(*row)
         table.add_row("engines", ", ".join(f"{count} {kind}" for kind, count in kinds.items()))
         self._console.print(table)
+        if report.error:
+            self.line(f"failed: {report.error}")
         for heal in report.heals:
             self.line(str(heal))
 
 
 def _figures(report: RunReport) -> Iterator[tuple[str, str]]:
     steps = report.steps
-    seconds = sorted(row.sync_seconds for row in steps)
+    seconds = [row.sync_seconds for row in steps]
+    median, longest = statistics.median(seconds) * 1e3, max(seconds) * 1e3
     yield "reward, first step", f"{report.first_reward:.3f}"
     yield "reward, mean of the last steps", f"{report.final_reward:.3f} (target {report.target_reward:g})"
     yield "updates verified", f"{sum(row.verified for row in steps)} of {len(steps)}"
-    longest = seconds[-1] * 1e3
-    yield "sync, median and longest", f"{seconds[len(seconds) // 2] * 1e3:.0f} ms, {longest:.0f} ms"
+    yield "sync, median and longest", f"{median:.0f} ms, {longest:.0f} ms"
     yield "bytes of one update", bytes_text(steps[-1].bytes)

@@ -147,7 +147,8 @@ def test_a_fault_plan_comes_with_the_run(executed: list[Call], tmp_path: Path) -
 
 def test_the_shipped_fault_plan_strikes_in_the_middle_of_the_quickstart(executed: list[Call]) -> None:
     assert RUNNER.invoke(cli.app, ["run", "quickstart", "--chaos", "chaos"]).exit_code == 0
-    ((recipe, _, chaos, _),) = executed
+    ((recipe, folder, chaos, _),) = executed
+    assert folder == Path("runs/quickstart-chaos"), "the results of the run without faults stay"
     assert chaos is not None
     assert recipe == load_recipe(SHIPPED / "quickstart.yaml")
     assert [(fault.who, fault.action, fault.at, fault.version) for fault in chaos.faults] == [

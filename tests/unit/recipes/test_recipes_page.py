@@ -112,6 +112,14 @@ def test_the_figures_of_the_run_are_on_the_page() -> None:
         assert said in text
 
 
+def test_a_run_that_failed_counts_it_and_says_why() -> None:
+    report = run_report()
+    report.status, report.error = "failed", "no answer within 60 s from trainer 1"
+    text = texts(page(report))
+    assert "quickstart failed no answer within 60 s from trainer 1 began" in text
+    assert "Failures 3 1 heal " in text
+
+
 def test_an_engine_that_served_nothing_leaves_a_gap_and_one_that_lagged_has_another_colour() -> None:
     report = run_report()
     report.steps[14] = replace(report.steps[14], engines={"main-0": 16, "main-1": 15})
@@ -165,9 +173,9 @@ def test_a_name_is_text_wherever_it_stands(name: str) -> None:
 
 
 def test_a_run_that_came_to_nothing_and_a_report_of_less_have_pages() -> None:
-    text = texts(page(RunReport(name="early", seed=0, status="failed")))
-    assert "early failed" in text
-    assert "No engine failed." in text
+    text = texts(page(RunReport(name="early", seed=0, status="failed", error="trainer 0 is <gone>")))
+    assert "early failed trainer 0 is <gone> began" in text
+    assert "The run failed: trainer 0 is <gone> No engine failed in an update that committed." in text
     old = run_report()
     old.links, old.spans = [], {}
     old.steps = [replace(row, phases={}, routes={}, failures={}, retried="") for row in old.steps[:1]]

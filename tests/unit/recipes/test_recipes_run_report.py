@@ -8,6 +8,7 @@ import pytest
 
 from tests.unit.recipes.test_recipes_page import run_report
 from tests.unit.test_report import REPORT
+from weightsync.errors import StateError
 from weightsync.recipes.run_report import RunReport, StepRow, read_report
 
 
@@ -52,6 +53,27 @@ def test_a_report_reads_back_as_it_was_filled(tmp_path: Path) -> None:
     ]
     assert read["heals"] == []
     assert "torch" in read["packages"]
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (StateError("trainer 0 is gone"), "trainer 0 is gone"),
+        (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero"),
+        (MemoryError(), "MemoryError"),
+        (KeyboardInterrupt(), "interrupted"),
+    ],
+)
+def test_a_run_that_fails_says_why(error: BaseException, why: str) -> None:
+    report = RunReport(name="quickstart", seed=3)
+    report.fail(error)
+    assert (report.status, report.error) == ("failed", why)
+
+
+def test_what_fails_after_the_result_does_not_change_it() -> None:
+    report = RunReport(name="quickstart", seed=3, status="done")
+    report.fail(StateError("closed"))
+    assert (report.status, report.error) == ("done", "")
 
 
 def test_everything_is_read_as_it_was_written(tmp_path: Path) -> None:

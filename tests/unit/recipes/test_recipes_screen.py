@@ -66,6 +66,20 @@ def test_the_summary_counts_what_was_verified(screen: Screen, shown: io.StringIO
         assert expected in text
 
 
+def test_the_median_of_an_even_number_of_updates_is_the_mean_of_both(
+    screen: Screen, shown: io.StringIO
+) -> None:
+    report = RunReport(name="quickstart", seed=0, status="done")
+    report.steps = [replace(row(verified=True), sync_seconds=seconds) for seconds in (0.03, 0.01, 0.05, 0.02)]
+    screen.summary(report)
+    assert "25 ms, 50 ms" in shown.getvalue()
+
+
+def test_the_summary_of_a_run_that_failed_says_why(screen: Screen, shown: io.StringIO) -> None:
+    screen.summary(RunReport(name="quickstart", seed=0, status="failed", error="trainer 0 is gone"))
+    assert shown.getvalue().endswith("\nfailed: trainer 0 is gone\n")
+
+
 def test_the_summary_ends_with_a_line_for_each_heal(screen: Screen, shown: io.StringIO) -> None:
     report = RunReport(name="chaos", seed=0, status="done", steps=[row(verified=True)])
     heal = HealReport(
