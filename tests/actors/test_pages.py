@@ -31,7 +31,7 @@ def test_the_loop_of_the_readme_and_what_the_other_pages_do_with_it(
     names: dict[str, Any] = {"__name__": "__main__"}
     loop, given, end = loop.partition("sync.close()\n")
     assert (given, end) == ("sync.close()\n", "")  # the other pages go on with it
-    run(loop.replace('"models/qwen3-0.6b"', repr(str(path))).replace("range(1, 1000)", "range(1, 3)"), names)
+    run(loop.replace('"/models/qwen3-0.6b"', repr(str(path))).replace("range(1, 1000)", "range(1, 3)"), names)
     assert "version 2: 1.25 MB to 2 of 2 engines" in capsys.readouterr().out
     assert names["rollout"].version == 2
     assert len(names["rollout"].tokens[0]) == 16
