@@ -60,7 +60,7 @@ def forking_workers() -> Iterator[None]:
             stdout=subprocess.PIPE,
         ) as server:
             assert server.stdout is not None
-            assert server.stdout.readline() == b"ready\n"
+            assert server.stdout.readline() == b"listening\n"
             with mock.patch.dict(os.environ, {FORKING_PYTHON: str(script)}):
                 yield
 

@@ -37,7 +37,7 @@ def ask(path: str, argv: list[str]) -> None:
 
 
 def serve(path: str) -> None:
-    """Fork for each that asks, until standard input ends."""
+    """Fork for each that asks, until standard input ends. Those that ask during the warm-up wait."""
     import selectors
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that nobody has to wait for children
@@ -45,8 +45,9 @@ def serve(path: str) -> None:
         server.bind(path)
         server.listen(64)
         server.setblocking(False)
-        sys.stdout.write("ready\n")
+        sys.stdout.write("listening\n")
         sys.stdout.flush()
+        _warm_up()
         selector.register(server, selectors.EVENT_READ)
         selector.register(sys.stdin, selectors.EVENT_READ)
         while not any(key.fileobj is sys.stdin for key, _ in selector.select()):
@@ -89,7 +90,6 @@ def main() -> None:
     if argv:
         ask(path, argv)
         return
-    _warm_up()
     serve(path)
 
 
