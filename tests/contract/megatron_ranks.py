@@ -1,0 +1,349 @@
+"""Trainer ranks with models of Megatron-Core on the CPU, filled from a checkpoint by plain loops."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+
+from weightsync.plan import RankLayout, Segment
+from weightsync.sources.megatron import local_weights
+
+WORLD = 4
+VOCAB, DIVISOR = 103, 8
+"""Tokens of the checkpoint, and what Megatron pads them to a multiple of, times the tensor-parallel size."""
+
+Held = tuple[RankLayout, list[npt.NDArray[np.float32]]]
+"""A rank's layout and copies of its segments. Tensors on a queue would end with the process."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how it is cut over `WORLD` ranks; data parallelism takes the rest."""
+
+    name: str
+    family: str
+    tp: int = 1
+    pp: int = 1
+    chunks: int = 1
+    ep: int = 1
+    etp: int = 1
+    is_stacked: bool = False
+
+
+def run_all(meeting: str, cases: Sequence[Case], folders: Mapping[str, Path], results: Any) -> None:
+    """Import Megatron once, then fork its ranks. Puts each case's `Held` of all ranks, or an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import megatron.core.models.gpt  # noqa: F401
+    fork = multiprocessing.get_context("fork")
+    ranks = [
+        fork.Process(target=_run_rank, args=(n, meeting, cases, folders, results), daemon=True)
+        for n in range(WORLD)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+
+
+def stay_on_the_host() -> None:
+    """Have Megatron make on the host what it makes on the current GPU: a few buffers, and copies."""
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
+    torch.Tensor.cuda = lambda self: self  # type: ignore[assignment, method-assign]
+
+
+def _run_rank(
+    rank: int, meeting: str, cases: Sequence[Case], folders: Mapping[str, Path], results: Any
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=WORLD)
+    stay_on_the_host()
+    found: dict[str, list[Held]] = {}
+    for case in cases:
+        held: list[Held] = [None] * WORLD  # type: ignore[list-item]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                mine = _hold(case, folders[case.family])
+            except Exception as error:
+                results.put(RuntimeError(f"rank {rank}, {case.name}: {error!r}"))
+                raise
+            dist.all_gather_object(held, mine)
+        found[case.name] = held
+    if rank == 0:
+        results.put(found)
+    dist.destroy_process_group()
+
+
+def _hold(case: Case, folder: Path) -> Held:
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.chunks if case.chunks > 1 else None,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=case.etp,
+    )
+    checkpoint = load_file(folder / "model.safetensors")
+    chunks = build(case, folder)
+    for chunk in chunks:
+        fill(chunk, checkpoint)
+    held = local_weights(chunks if case.chunks > 1 else chunks[0], case.family, vocab_size=VOCAB)
+    views = [held.view(segment).numpy().copy() for segment in held.layout.segments]
+    for name, tensor in held.tensors.items():
+        module = nn.ModuleList(chunks) if case.chunks > 1 else chunks[0]
+        assert module.state_dict(keep_vars=True)[name] is tensor
+    parallel_state.destroy_model_parallel()
+    return held.layout, views
+
+
+def build(case: Case, folder: Path) -> list[nn.Module]:
+    """Make this rank's chunks of a model with the sizes of a checkpoint's configuration."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from transformers import AutoConfig
+
+    wanted = AutoConfig.from_pretrained(folder)
+    config = _config(case, wanted)
+    step = DIVISOR * case.tp
+    models: list[nn.Module] = []
+    for number in range(case.chunks):
+        stage = number if case.chunks > 1 else None
+        spec = get_gpt_decoder_block_spec(config, False, normalization="RMSNorm", vp_stage=stage)
+        if case.is_stacked:
+            _stack_experts(spec)
+        if case.family == "deepseek_v3":
+            _leave_out_kernels(spec)
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
+        models.append(
+            GPTModel(
+                config=config,
+                transformer_layer_spec=spec,
+                vocab_size=-(-VOCAB // step) * step,
+                max_sequence_length=32,
+                pre_process=first,
+                post_process=last,
+                share_embeddings_and_output_weights=wanted.tie_word_embeddings,
+                position_embedding_type="none",
+                vp_stage=stage,
+            )
+        )
+    return models
+
+
+def _config(case: Case, wanted: Any) -> Any:
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    settings: dict[str, Any] = {
+        "num_layers": wanted.num_hidden_layers,
+        "hidden_size": wanted.hidden_size,
+        "num_attention_heads": wanted.num_attention_heads,
+        "num_query_groups": wanted.num_key_value_heads,
+        "ffn_hidden_size": wanted.intermediate_size,
+        "tensor_model_parallel_size": case.tp,
+        "pipeline_model_parallel_size": case.pp,
+        "virtual_pipeline_model_parallel_size": case.chunks if case.chunks > 1 else None,
+        "expert_model_parallel_size": case.ep,
+        "expert_tensor_parallel_size": case.etp,
+        "pipeline_dtype": torch.float32,
+        "use_cpu_initialization": True,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "normalization": "RMSNorm",
+        "add_qkv_bias": case.family in ("qwen2", "glm4_moe"),
+        "qk_layernorm": case.family in ("qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3"),
+    }
+    num_experts = getattr(wanted, "num_local_experts", None) or getattr(wanted, "n_routed_experts", None)
+    if num_experts := num_experts or getattr(wanted, "num_experts", None):
+        width = getattr(wanted, "moe_intermediate_size", wanted.intermediate_size)
+        dense = getattr(wanted, "first_k_dense_replace", 0)
+        settings |= {
+            "num_moe_experts": num_experts,
+            "moe_ffn_hidden_size": width,
+            "moe_grouped_gemm": False,
+            "moe_layer_freq": [int(layer >= dense) for layer in range(wanted.num_hidden_layers)],
+            "sequence_parallel": False,
+        }
+        if shared := getattr(wanted, "n_shared_experts", 0):
+            settings |= {
+                "moe_shared_expert_intermediate_size": shared * width,
+                "moe_router_score_function": "sigmoid",
+                "moe_router_enable_expert_bias": True,
+            }
+    if case.family == "deepseek_v3":
+        latent = ("q_lora_rank", "kv_lora_rank", "v_head_dim")
+        settings |= {name: getattr(wanted, name) for name in latent}
+        settings |= {"qk_head_dim": wanted.qk_nope_head_dim, "qk_pos_emb_head_dim": wanted.qk_rope_head_dim}
+        return MLATransformerConfig(**settings, rope_type="rope", multi_latent_attention=True)
+    return TransformerConfig(**settings, kv_channels=getattr(wanted, "head_dim", None))
+
+
+def _stack_experts(block: Any) -> None:
+    """Have the block's layers stack experts, as for the older grouped kernel, which need not be there."""
+    from megatron.core.transformer.moe import experts
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    experts.gg.assert_grouped_gemm_is_available = lambda: None
+    for layer in block.layer_specs:
+        layer.submodules.mlp.submodules.experts = ModuleSpec(module=experts.GroupedMLP)
+
+
+def _leave_out_kernels(block: Any) -> None:
+    """Leave out attention's kernel. For latent attention, Megatron has one with Transformer Engine alone."""
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    multi_latent_attention.HAVE_TE = False  # it looks for Transformer Engine's classes, and has none
+    for layer in block.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = IdentityOp
+
+
+# What follows fills Megatron's parameters as a plain loader would: it composes each whole parameter, as on
+# one rank, and cuts that as Megatron's own attributes of the parameter say.
+
+_PLAIN = {
+    "input_layernorm": "input_layernorm",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "self_attention.linear_proj": "self_attn.o_proj",
+    "self_attention.q_layernorm": "self_attn.q_norm",
+    "self_attention.k_layernorm": "self_attn.k_norm",
+    "self_attention.linear_q_proj": "self_attn.q_proj",
+    "self_attention.linear_q_down_proj": "self_attn.q_a_proj",
+    "self_attention.linear_q_up_proj": "self_attn.q_b_proj",
+    "self_attention.linear_kv_down_proj": "self_attn.kv_a_proj_with_mqa",
+    "self_attention.linear_kv_up_proj": "self_attn.kv_b_proj",
+    "self_attention.kv_layernorm": "self_attn.kv_a_layernorm",
+}
+
+
+@torch.no_grad()
+def fill(model: Any, checkpoint: Mapping[str, torch.Tensor]) -> None:
+    """Write a checkpoint into one chunk, NaN where the vocabulary is padded."""
+    from megatron.core import parallel_state
+
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, tensor in state.items():
+        if name.endswith("tokens_per_expert"):
+            continue
+        if ".experts.weight" in name:
+            tensor.copy_(_stack(model, name, checkpoint).view(tensor.shape))
+            continue
+        whole = _whole(model, name, checkpoint)
+        is_expert = ".experts." in name
+        rank = (
+            parallel_state.get_expert_tensor_parallel_rank()
+            if is_expert
+            else parallel_state.get_tensor_model_parallel_rank()
+        )
+        size = (
+            parallel_state.get_expert_tensor_parallel_world_size()
+            if is_expert
+            else parallel_state.get_tensor_model_parallel_world_size()
+        )
+        if "word_embeddings" in name or name.startswith("output_layer"):
+            padding = torch.full((len(tensor) * size - len(whole), *whole.shape[1:]), float("nan"))
+            whole = torch.cat([whole, padding])
+        if getattr(tensor, "tensor_model_parallel", False) and size > 1:
+            pieces = whole.chunk(size * tensor.partition_stride, tensor.partition_dim)
+            whole = torch.cat(pieces[rank::size], tensor.partition_dim)
+        assert whole.shape == tensor.shape, name
+        tensor.copy_(whole)
+
+
+def _whole(model: Any, name: str, checkpoint: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Compose one parameter as Megatron holds it on one rank."""
+    if name.startswith("output_layer") and model.share_embeddings_and_output_weights:
+        return checkpoint["model.embed_tokens.weight"]
+    if name in ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"):
+        title = {"em": "model.embed_tokens", "de": "model.norm", "ou": "lm_head"}[name[:2]]
+        return checkpoint[f"{title}.weight"]
+    number, inner = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name).groups()  # type: ignore[union-attr]
+    module, _, what = inner.rpartition(".")
+    home = f"model.layers.{model.decoder.layers[int(number)].layer_number - 1}"
+    if module == "self_attention.linear_qkv":
+        groups = model.config.num_query_groups
+        q, k, v = (checkpoint[f"{home}.self_attn.{each}_proj.{what}"] for each in "qkv")
+        split = [each.view(groups, -1, *each.shape[1:]) for each in (q, k, v)]
+        return torch.cat(split, 1).reshape(-1, *q.shape[1:])
+    if module.startswith("mlp"):
+        return _mlp(module, what, home, checkpoint)
+    if f"{home}.self_attn.q_a_layernorm.weight" in checkpoint and module == "self_attention.q_layernorm":
+        return checkpoint[f"{home}.self_attn.q_a_layernorm.weight"]
+    return checkpoint[f"{home}.{_PLAIN[module]}.{what}"]
+
+
+def _mlp(module: str, what: str, home: str, checkpoint: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    block = "block_sparse_moe" if f"{home}.block_sparse_moe.gate.weight" in checkpoint else "mlp"
+    if module == "mlp.router":
+        return checkpoint[
+            f"{home}.{block}.gate." + ("weight" if what == "weight" else "e_score_correction_bias")
+        ]
+    leaves = ("w1", "w3", "w2") if block != "mlp" else ("gate_proj", "up_proj", "down_proj")
+    base = f"{home}.mlp"
+    if "shared_experts" in module:
+        base = f"{home}.mlp.shared_experts"
+    elif found := re.search(r"local_experts\.(\d+)", module):
+        base = f"{home}.{block}.experts.{_expert(int(found[1]), home, block, checkpoint)}"
+    gate, up, down = (checkpoint[f"{base}.{leaf}.weight"] for leaf in leaves)
+    return torch.cat([gate, up]) if module.endswith("linear_fc1") else down
+
+
+def _expert(local: int, home: str, block: str, checkpoint: Mapping[str, torch.Tensor]) -> int:
+    from megatron.core import parallel_state
+
+    experts = checkpoint[f"{home}.{block}.gate.weight"].shape[0]
+    per_rank = experts // parallel_state.get_expert_model_parallel_world_size()
+    return parallel_state.get_expert_model_parallel_rank() * per_rank + local
+
+
+def _stack(model: Any, name: str, checkpoint: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Stack this rank's experts input-major, [experts, inputs, outputs]."""
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_expert_tensor_parallel_rank()
+    size = parallel_state.get_expert_tensor_parallel_world_size()
+    number = int(name.split(".")[2])
+    home = f"model.layers.{model.decoder.layers[number].layer_number - 1}"
+    count = model.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+    stacked = []
+    for local in range(count):
+        base = f"{home}.mlp.experts.{_expert(local, home, 'mlp', checkpoint)}"
+        gate, up, down = (checkpoint[f"{base}.{leaf}_proj.weight"] for leaf in ("gate", "up", "down"))
+        if name.endswith("weight1"):
+            stacked.append(torch.cat([gate.chunk(size)[rank], up.chunk(size)[rank]]).T)
+        else:
+            stacked.append(down.chunk(size, 1)[rank].T)
+    return torch.stack(stacked)
+
+
+def assemble(held: Sequence[Held]) -> dict[str, torch.Tensor]:
+    """Join the boxes of all ranks. What no rank declares is NaN; replicas must be equal."""
+    found: dict[str, torch.Tensor] = {}
+    for layout, views in held:
+        for meta in layout.tensors:
+            found.setdefault(meta.name, torch.full(meta.shape, float("nan")))
+        for segment, view in zip(layout.segments, views, strict=True):
+            _place(found[segment.tensor], segment, torch.from_numpy(view))
+    return found
+
+
+def _place(tensor: torch.Tensor, segment: Segment, view: torch.Tensor) -> None:
+    target = tensor[segment.box.slices()]
+    assert target.isnan().all() or torch.equal(target, view), segment
+    target.copy_(view)

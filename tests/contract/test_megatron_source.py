@@ -1,0 +1,148 @@
+"""Models of Megatron-Core, cut in every way: what all ranks declare together is the checkpoint."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.contract.megatron_ranks import VOCAB, WORLD, Case, Held, assemble, run_all
+from tests.forked import forking
+from tests.patience import patient
+from weightsync.plan import Box, Layout, Members, RankLayout, Segment, make_plan
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core"),
+]
+
+CASES = (
+    Case("dense", "llama", tp=2),
+    Case("tied", "qwen3", tp=2),
+    Case("tied stages", "qwen3", tp=2, pp=2),
+    Case("tied virtual stages", "qwen3", tp=2, pp=2, chunks=2),
+    Case("virtual stages", "llama", pp=2, chunks=2),
+    Case("fewer groups than ranks", "qwen2", tp=4),
+    Case("experts", "qwen3_moe", ep=2),
+    Case("experts and tensors", "qwen3_moe", tp=2, ep=2),
+    Case("cut experts", "qwen3_moe", tp=2, ep=2, etp=2),
+    Case("experts and stages", "qwen3_moe", tp=2, pp=2, ep=2),
+    Case("stacked experts", "qwen3_moe", tp=2, ep=2, is_stacked=True),
+    Case("cut stacked experts", "qwen3_moe", ep=2, etp=2, is_stacked=True),
+    Case("mixtral", "mixtral", tp=2, ep=4),
+    Case("shared experts", "glm4_moe", tp=2, ep=2),
+    Case("latent attention", "deepseek_v3", tp=2, ep=2, etp=2),
+    Case("latent attention and stages", "deepseek_v3", tp=2, pp=2, ep=2),
+)
+
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "tie_word_embeddings": False,
+}
+_EXPERTS = {"moe_intermediate_size": 8, "num_experts_per_tok": 2}
+_SHARED = {**_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 1}
+_LATENT = {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 6,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 4},
+    "qwen2": {"head_dim": None},
+    "qwen3": {"tie_word_embeddings": True},
+    "qwen3_moe": {**_EXPERTS, "num_experts": 4},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "glm4_moe": {**_SHARED, "attention_bias": True, "use_qk_norm": True, "topk_group": 1},
+    "deepseek_v3": {**_SHARED, **_LATENT, "num_key_value_heads": 4, "topk_group": 1},
+}
+
+
+def save(family: str, folder: Path) -> None:
+    """Save a checkpoint of random weights, as transformers names and shapes them."""
+    settings = {key: value for key, value in {**_SIZES, **FAMILIES[family]}.items() if value is not None}
+    config = AutoConfig.for_model(family, **settings)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    draw = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.copy_(torch.randn(tensor.shape, generator=draw))
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {}
+    for family in FAMILIES:
+        found[family] = tmp_path_factory.mktemp(family)
+        save(family, found[family])
+    return found
+
+
+@pytest.fixture(scope="module")
+def held(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Held]]:
+    context = forking()
+    results = context.Queue()
+    meeting = str(tmp_path_factory.mktemp("meeting") / "file")
+    parent = context.Process(target=run_all, args=(meeting, CASES, folders, results))
+    parent.start()
+    found: dict[str, list[Held]] | Exception = results.get(timeout=patient(90))
+    if isinstance(found, Exception):
+        parent.kill()
+        raise found
+    parent.join(patient(30))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+def test_all_ranks_together_hold_the_checkpoint_bit_for_bit(
+    case: Case, held: dict[str, list[Held]], folders: dict[str, Path]
+) -> None:
+    checkpoint = load_file(folders[case.family] / "model.safetensors")
+    found = assemble(held[case.name])
+    assert sorted(found) == sorted(checkpoint)
+    for name, tensor in checkpoint.items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+def test_a_plan_takes_what_they_declare(case: Case, held: dict[str, list[Held]]) -> None:
+    layouts = [layout for layout, _ in held[case.name]]
+    metas = tuple({meta.name: meta for layout in layouts for meta in layout.tensors}.values())
+    tied = {pair for layout in layouts for pair in layout.tied}
+    whole = tuple(
+        Segment(m.name, Box.whole(m.shape), m.name, 0, Box.whole(m.shape).strides(4)) for m in metas
+    )
+    plan = make_plan(
+        Layout.from_ranks(layouts),
+        {"e0": Layout.from_ranks([RankLayout(metas, whole, tuple(tied))])},
+        Members(WORLD + 1, tuple(range(WORLD)), (("e0", (WORLD,)),)),
+        bucket_bytes=4096,
+        max_staging_bytes=1 << 20,
+    )
+    sizes = [sum(piece.nbytes for piece in plan.trainer_pieces(rank)) for rank in range(WORLD)]
+    assert sum(sizes) == sum(meta.nbytes for meta in metas)
+    assert min(sizes) > 0
+
+
+def test_a_tied_head_is_an_alias_on_the_stages_that_hold_the_embedding(held: dict[str, list[Held]]) -> None:
+    pair = ("lm_head.weight", "model.embed_tokens.weight")
+    assert [layout.tied for layout, _ in held["tied stages"]] == [(pair,)] * WORLD
+    assert {layout.tied for layout, _ in held["dense"]} == {()}
+
+
+def test_names_of_several_chunks_begin_with_the_chunks_number(held: dict[str, list[Held]]) -> None:
+    buffers = {segment.buffer for segment in held["virtual stages"][0][0].segments}
+    assert {name.split(".")[0] for name in buffers} == {"0", "1"}

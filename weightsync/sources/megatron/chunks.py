@@ -1,0 +1,149 @@
+"""What Megatron-Core says about a rank's part of a model: its modules, process groups and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightsync.errors import ConfigError
+from weightsync.sources.megatron.cuts import Group, Sizes
+
+__all__ = ["Chunk", "as_chunks", "unwrapped"]
+
+_REFUSED = {
+    "attention_output_gate": "its checkpoints interleave query and gate heads in another order",
+    "layernorm_zero_centered_gamma": "it trains norms less 1, which is not what the checkpoint holds",
+}
+"""Settings with which no view of a parameter has the checkpoint's values, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One model chunk of a pipeline stage, and this rank's place in its process groups.
+
+    Attributes:
+        model: the ``GPTModel``, without wrappers.
+        prefix: what its parameters' names begin with, if the stage has several chunks; else empty.
+        tensor, expert_tensor, expert: this rank's place in those groups.
+        sizes: sizes of the model.
+        num_layers: of the whole model.
+        is_tied: whether the output layer has the embedding's weights.
+    """
+
+    model: nn.Module
+    prefix: str
+    tensor: Group
+    expert_tensor: Group
+    expert: Group
+    sizes: Sizes
+    num_layers: int
+    is_tied: bool
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and tensor of each parameter and persistent buffer.
+
+        State that modules pack for themselves (``_extra_state``) is none, and hooks are not run.
+        """
+        for prefix, module in self.model.named_modules():
+            start = f"{prefix}." if prefix else ""
+            volatile = module._non_persistent_buffers_set
+            held = [*module._parameters.items(), *module._buffers.items()]
+            for name, tensor in held:
+                if tensor is not None and name not in volatile:
+                    yield f"{start}{name}", tensor
+
+    def layer(self, name: str) -> int:
+        """Return the number in the checkpoint, from 0, of the layer ``decoder.layers.3`` or ``mtp.layers.0``.
+
+        Raises:
+            ConfigError: the layer does not say which it is.
+        """
+        number = getattr(self.model.get_submodule(name), "layer_number", None)
+        if not isinstance(number, int):
+            raise ConfigError("self.model", name, "give layers that have a layer_number, as Megatron's have")
+        return number - 1 + (self.num_layers if name.startswith("mtp.") else 0)
+
+    def expert_number(self, local: int) -> int:
+        """Return an expert's number in the model by its number on this rank."""
+        return self.expert.rank * self.sizes.num_local_experts + local
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the model inside of DistributedDataParallel, Float16Module and other wrappers."""
+    while isinstance(inner := getattr(module, "module", None), nn.Module):
+        module = inner
+    return module
+
+
+def as_chunks(model: nn.Module | Sequence[nn.Module], vocab_size: int | None) -> tuple[Chunk, ...]:
+    """Return the chunks of this rank's pipeline stage. `vocab_size` is that of the checkpoint.
+
+    Raises:
+        ConfigError: there is no chunk, `vocab_size` is not known, a chunk is no model of Megatron-Core's, or
+            it has a setting with which its parameters do not hold a checkpoint's values.
+    """
+    modules = [model] if isinstance(model, nn.Module) else list(model)
+    if not modules:
+        raise ConfigError("self.model", model, "give a GPTModel, or the list of a stage's model chunks")
+    if not isinstance(vocab_size, int) or vocab_size < 1:
+        remedy = "give the checkpoint's vocab_size: Megatron's own is padded, and padding is not sent"
+        raise ConfigError("vocab_size", vocab_size, remedy)
+    prefixes = [f"{number}." for number in range(len(modules))] if len(modules) > 1 else [""]
+    return tuple(
+        _chunk(unwrapped(module), prefix, vocab_size)
+        for module, prefix in zip(modules, prefixes, strict=True)
+    )
+
+
+def _chunk(model: nn.Module, prefix: str, vocab_size: int) -> Chunk:
+    config = getattr(model, "config", None)
+    if not hasattr(config, "num_query_groups") or not hasattr(model, "decoder"):
+        raise ConfigError(
+            "self.model", type(model).__qualname__, "give Megatron-Core's GPTModel, or chunks of one"
+        )
+    for setting, reason in _REFUSED.items():
+        if getattr(config, setting, False):
+            raise ConfigError(f"the model's {setting}", True, f"train without it: {reason}")
+    expert = _group(model, "ep", "get_expert_model_parallel_group")
+    return Chunk(
+        model=model,
+        prefix=prefix,
+        tensor=_group(model, "tp", "get_tensor_model_parallel_group"),
+        expert_tensor=_group(model, "expt_tp", "get_expert_tensor_parallel_group"),
+        expert=expert,
+        sizes=_sizes(config, vocab_size, expert.size),
+        num_layers=int(config.num_layers),  # type: ignore[union-attr]
+        is_tied=bool(getattr(model, "share_embeddings_and_output_weights", False)),
+    )
+
+
+def _sizes(config: Any, vocab_size: int, num_expert_ranks: int) -> Sizes:  # noqa: ANN401 - Megatron's TransformerConfig
+    heads = int(config.num_attention_heads)
+    is_latent = bool(getattr(config, "multi_latent_attention", False))
+    return Sizes(
+        vocab_size=vocab_size,
+        num_heads=heads,
+        num_query_groups=int(config.num_query_groups or heads),
+        head_dim=int(config.kv_channels or config.hidden_size // heads),
+        q_latent=int(config.q_lora_rank or 0) if is_latent else 0,
+        kv_latent=int(config.kv_lora_rank + config.qk_pos_emb_head_dim) if is_latent else 0,
+        num_local_experts=int(getattr(config, "num_moe_experts", None) or 0) // num_expert_ranks,
+    )
+
+
+def _group(model: nn.Module, name: str, getter: str) -> Group:
+    """Return this rank's place in one of the model's process groups.
+
+    By default they are Megatron's global ones. A group that was not made has one rank.
+    """
+    groups = getattr(model, "pg_collection", None)
+    group = getattr(groups, name, None)
+    if group is None:
+        from megatron.core import parallel_state
+
+        group = getattr(parallel_state, getter)(check_initialized=False)
+    return Group(group.rank(), group.size()) if group is not None else Group()
