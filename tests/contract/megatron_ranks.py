@@ -12,25 +12,39 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
-from weightsync.plan import RankLayout, Segment
-from weightsync.sources.megatron import local_weights
+from tests.contract.source_ranks import publish
+from weightsync.errors import StateError
+from weightsync.memory.tensors import segment_view
+from weightsync.plan import Layout, Members, Plan, RankLayout, Segment, make_plan
+from weightsync.sources.megatron import MegatronSource, finish, local_weights
 
 WORLD = 4
 VOCAB, DIVISOR = 103, 8
 """Tokens of the checkpoint, and what Megatron pads them to a multiple of, times the tensor-parallel size."""
 
-Held = tuple[RankLayout, list[npt.NDArray[np.float32]]]
-"""A rank's layout and copies of its segments. Tensors on a queue would end with the process."""
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank declares, copies of its segments, and what it published."""
+
+    layout: RankLayout
+    views: list[npt.NDArray[np.float32]]
+    share: bytes
+    digests: list[int]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model and how it is cut over `WORLD` ranks; data parallelism takes the rest."""
+    """A model and how it is cut over `WORLD` ranks; data parallelism takes the rest.
+
+    If `is_stale`, Megatron's DDP wraps it, and a step doubles each rank's share after the layout was made.
+    """
 
     name: str
     family: str
@@ -40,6 +54,7 @@ class Case:
     ep: int = 1
     etp: int = 1
     is_stacked: bool = False
+    is_stale: bool = False
 
 
 def run_all(meeting: str, cases: Sequence[Case], folders: Mapping[str, Path], results: Any) -> None:
@@ -101,13 +116,79 @@ def _hold(case: Case, folder: Path) -> Held:
     chunks = build(case, folder)
     for chunk in chunks:
         fill(chunk, checkpoint)
-    held = local_weights(chunks if case.chunks > 1 else chunks[0], case.family, vocab_size=VOCAB)
-    views = [held.view(segment).numpy().copy() for segment in held.layout.segments]
-    for name, tensor in held.tensors.items():
-        module = nn.ModuleList(chunks) if case.chunks > 1 else chunks[0]
-        assert module.state_dict(keep_vars=True)[name] is tensor
+    held = _publish(case, [_wrap(chunk) for chunk in chunks] if case.is_stale else chunks, folder)
     parallel_state.destroy_model_parallel()
-    return held.layout, views
+    return held
+
+
+def _publish(case: Case, chunks: list[nn.Module], folder: Path) -> Held:
+    from transformers import AutoConfig
+
+    model = chunks if case.chunks > 1 else chunks[0]
+    source = MegatronSource(model, hf_config=AutoConfig.from_pretrained(folder))
+    layouts: list[RankLayout] = [None] * WORLD  # type: ignore[list-item]
+    dist.all_gather_object(layouts, source.layout())
+    held = local_weights(model, case.family, vocab_size=VOCAB)
+    views = [segment_view(held.tensors[s.buffer], s).numpy().copy() for s in held.layout.segments]
+    if case.is_stale:
+        _step(chunks[0])
+    share, _ = publish(source, plan_for(layouts), dist.get_rank())
+    if case.is_stale:
+        _check_complete(chunks[0])
+    return Held(held.layout, views, share[0], share[1])
+
+
+def plan_for(layouts: Sequence[RankLayout]) -> Plan:
+    """One engine on a holder of its own, which takes everything that all ranks declare."""
+    metas = tuple({meta.name: meta for layout in layouts for meta in layout.tensors}.values())
+    tied = tuple({pair for layout in layouts for pair in layout.tied})
+    needs = RankLayout(metas, tuple(Segment.whole(meta) for meta in metas), tied)
+    return make_plan(
+        Layout.from_ranks(layouts),
+        {"e0": Layout.from_ranks([needs])},
+        Members(WORLD + 1, tuple(range(WORLD)), (("e0", (WORLD,)),)),
+        bucket_bytes=4096,
+        max_staging_bytes=1 << 20,
+    )
+
+
+def _wrap(model: Any) -> nn.Module:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_param_gather=True, overlap_grad_reduce=True, bucket_size=2000
+    )
+    return DistributedDataParallel(model.config, settings, model)
+
+
+@torch.no_grad()
+def _step(wrapped: Any) -> None:
+    """Change this rank's share of each bucket, as the distributed optimizer does, which needs GPUs."""
+    for group in (*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups):
+        group.param_gather_dispatched = False  # as finish_grad_sync does before the step
+        for bucket in group.buckets:
+            peers = group.intra_distributed_optimizer_instance_group
+            bucket.param_data.chunk(peers.size())[peers.rank()].mul_(2)
+
+
+def _check_complete(wrapped: Any) -> None:
+    """Check that only what is missing is gathered, and that a gather which runs is awaited."""
+    groups = (*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups)
+    assert len(wrapped.bucket_groups) > 1
+    assert wrapped.expert_parallel_bucket_groups
+    assert all(group.param_gather_dispatched and group.param_gather_handle is None for group in groups)
+    if dist.get_rank() == 0:
+        finish(wrapped)  # a gather would wait for the others
+    before = {name: tensor.clone() for name, tensor in wrapped.named_parameters()}
+    _step(wrapped)
+    wrapped.bucket_groups[0].start_param_sync()
+    finish([wrapped])
+    for name, tensor in wrapped.named_parameters():
+        torch.testing.assert_close(tensor, 2 * before[name], rtol=0, atol=0, equal_nan=True)
+    bare = MegatronSource(wrapped.module, family="qwen3_moe", vocab_size=VOCAB)
+    for call in (lambda: finish([wrapped.module]), bare.layout):
+        with pytest.raises(StateError, match="give the model in that wrapper"):
+            call()
 
 
 def build(case: Case, folder: Path) -> list[nn.Module]:
@@ -335,10 +416,10 @@ def _stack(model: Any, name: str, checkpoint: Mapping[str, torch.Tensor]) -> tor
 def assemble(held: Sequence[Held]) -> dict[str, torch.Tensor]:
     """Join the boxes of all ranks. What no rank declares is NaN; replicas must be equal."""
     found: dict[str, torch.Tensor] = {}
-    for layout, views in held:
-        for meta in layout.tensors:
+    for each in held:
+        for meta in each.layout.tensors:
             found.setdefault(meta.name, torch.full(meta.shape, float("nan")))
-        for segment, view in zip(layout.segments, views, strict=True):
+        for segment, view in zip(each.layout.segments, each.views, strict=True):
             _place(found[segment.tensor], segment, torch.from_numpy(view))
     return found
 
@@ -347,3 +428,15 @@ def _place(tensor: torch.Tensor, segment: Segment, view: torch.Tensor) -> None:
     target = tensor[segment.box.slices()]
     assert target.isnan().all() or torch.equal(target, view), segment
     target.copy_(view)
+
+
+def received(plan: Plan, held: Sequence[Held]) -> dict[str, torch.Tensor]:
+    """Put together what the ranks published. What nobody sent is NaN."""
+    found = {meta.name: torch.full(meta.shape, float("nan")) for meta in plan.tensors}
+    for trainer, each in enumerate(held):
+        sent = torch.frombuffer(bytearray(each.share + bytes(1)), dtype=torch.uint8)
+        for piece in plan.trainer_pieces(trainer):
+            data = sent[piece.send_buffer_offset : piece.send_buffer_offset + piece.nbytes]
+            target = found[plan.tensors[piece.tensor].name][piece.box.slices()]
+            target.copy_(data.view(torch.float32).view(piece.box.extent))
+    return found

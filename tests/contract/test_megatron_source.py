@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.contract.megatron_ranks import VOCAB, WORLD, Case, Held, assemble, run_all
+from tests.contract.megatron_ranks import VOCAB, WORLD, Case, Held, assemble, plan_for, received, run_all
 from tests.forked import forking
 from tests.patience import patient
-from weightsync.plan import Box, Layout, Members, RankLayout, Segment, make_plan
+from weightsync.memory.digests import tensor_digest
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,6 +37,7 @@ CASES = (
     Case("mixtral", "mixtral", tp=2, ep=4),
     Case("shared experts", "glm4_moe", tp=2, ep=2),
     Case("latent attention", "deepseek_v3", tp=2, ep=2, etp=2),
+    Case("a gather that waits for the forward pass", "qwen3_moe", ep=2, is_stale=True),
     Case("latent attention and stages", "deepseek_v3", tp=2, pp=2, ep=2),
 )
 
@@ -118,31 +119,27 @@ def test_all_ranks_together_hold_the_checkpoint_bit_for_bit(
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
-def test_a_plan_takes_what_they_declare(case: Case, held: dict[str, list[Held]]) -> None:
-    layouts = [layout for layout, _ in held[case.name]]
-    metas = tuple({meta.name: meta for layout in layouts for meta in layout.tensors}.values())
-    tied = {pair for layout in layouts for pair in layout.tied}
-    whole = tuple(
-        Segment(m.name, Box.whole(m.shape), m.name, 0, Box.whole(m.shape).strides(4)) for m in metas
-    )
-    plan = make_plan(
-        Layout.from_ranks(layouts),
-        {"e0": Layout.from_ranks([RankLayout(metas, whole, tuple(tied))])},
-        Members(WORLD + 1, tuple(range(WORLD)), (("e0", (WORLD,)),)),
-        bucket_bytes=4096,
-        max_staging_bytes=1 << 20,
-    )
+def test_what_they_publish_is_the_checkpoint_once(
+    case: Case, held: dict[str, list[Held]], folders: dict[str, Path]
+) -> None:
+    plan = plan_for([each.layout for each in held[case.name]])
+    found = received(plan, held[case.name])
+    for number, meta in enumerate(plan.tensors):
+        wanted = load_file(folders[case.family] / "model.safetensors")[meta.name] * (1 + case.is_stale)
+        assert torch.equal(found[meta.name], wanted), meta.name
+        total = sum(each.digests[number] for each in held[case.name]) % 2**64
+        assert total == tensor_digest(wanted, meta.shape), meta.name
     sizes = [sum(piece.nbytes for piece in plan.trainer_pieces(rank)) for rank in range(WORLD)]
-    assert sum(sizes) == sum(meta.nbytes for meta in metas)
+    assert sum(sizes) == sum(meta.nbytes for meta in plan.tensors)
     assert min(sizes) > 0
 
 
 def test_a_tied_head_is_an_alias_on_the_stages_that_hold_the_embedding(held: dict[str, list[Held]]) -> None:
     pair = ("lm_head.weight", "model.embed_tokens.weight")
-    assert [layout.tied for layout, _ in held["tied stages"]] == [(pair,)] * WORLD
-    assert {layout.tied for layout, _ in held["dense"]} == {()}
+    assert [each.layout.tied for each in held["tied stages"]] == [(pair,)] * WORLD
+    assert {each.layout.tied for each in held["dense"]} == {()}
 
 
 def test_names_of_several_chunks_begin_with_the_chunks_number(held: dict[str, list[Held]]) -> None:
-    buffers = {segment.buffer for segment in held["virtual stages"][0][0].segments}
+    buffers = {segment.buffer for segment in held["virtual stages"][0].layout.segments}
     assert {name.split(".")[0] for name in buffers} == {"0", "1"}

@@ -13,6 +13,7 @@ __all__ = ["SOURCES", "ModelSource", "Names", "Offloads", "Source", "make_source
 
 SOURCES = {
     "deepspeed.runtime.engine.DeepSpeedEngine": "weightsync.sources.deepspeed:DeepSpeedSource",
+    "megatron.core.transformer.module.MegatronModule": "weightsync.sources.megatron:MegatronSource",
     "torch.nn.modules.module.Module": "weightsync.sources.module:ModuleSource",
 }
 """The source of each type of model, ``module:Class``, imported on use. The nearest type counts."""

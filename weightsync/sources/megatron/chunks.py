@@ -12,7 +12,7 @@ from torch import nn
 from weightsync.errors import ConfigError
 from weightsync.sources.megatron.cuts import Group, Sizes
 
-__all__ = ["Chunk", "as_chunks", "unwrapped"]
+__all__ = ["Chunk", "as_chunks", "as_modules", "held"]
 
 _REFUSED = {
     "attention_output_gate": "its checkpoints interleave query and gate heads in another order",
@@ -27,7 +27,6 @@ class Chunk:
 
     Attributes:
         model: the ``GPTModel``, without wrappers.
-        prefix: what its parameters' names begin with, if the stage has several chunks; else empty.
         tensor, expert_tensor, expert: this rank's place in those groups.
         sizes: sizes of the model.
         num_layers: of the whole model.
@@ -35,26 +34,12 @@ class Chunk:
     """
 
     model: nn.Module
-    prefix: str
     tensor: Group
     expert_tensor: Group
     expert: Group
     sizes: Sizes
     num_layers: int
     is_tied: bool
-
-    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and tensor of each parameter and persistent buffer.
-
-        State that modules pack for themselves (``_extra_state``) is none, and hooks are not run.
-        """
-        for prefix, module in self.model.named_modules():
-            start = f"{prefix}." if prefix else ""
-            volatile = module._non_persistent_buffers_set
-            held = [*module._parameters.items(), *module._buffers.items()]
-            for name, tensor in held:
-                if tensor is not None and name not in volatile:
-                    yield f"{start}{name}", tensor
 
     def layer(self, name: str) -> int:
         """Return the number in the checkpoint, from 0, of the layer ``decoder.layers.3`` or ``mtp.layers.0``.
@@ -72,11 +57,42 @@ class Chunk:
         return self.expert.rank * self.sizes.num_local_experts + local
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the model inside of DistributedDataParallel, Float16Module and other wrappers."""
+def as_modules(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the chunks of a stage without DistributedDataParallel, Float16Module and other wrappers.
+
+    Raises:
+        ConfigError: there is none, or one is no module.
+    """
+    modules = [model] if isinstance(model, nn.Module) else list(model)
+    if not modules or not all(isinstance(module, nn.Module) for module in modules):
+        raise ConfigError("self.model", model, "give a GPTModel, or the list of a stage's model chunks")
+    return [_unwrapped(module) for module in modules]
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
     while isinstance(inner := getattr(module, "module", None), nn.Module):
         module = inner
     return module
+
+
+def held(model: nn.Module | Sequence[nn.Module]) -> Iterator[tuple[int, str, str, torch.Tensor]]:
+    """Yield each parameter and persistent buffer: chunk, name in it, name in the stage, and tensor.
+
+    The name in the stage begins with the chunk's number if there are several. State that modules pack for
+    themselves (``_extra_state``) is left out, and no hook is run.
+
+    Raises:
+        ConfigError: there is no chunk, or one is no module.
+    """
+    modules = as_modules(model)
+    for number, chunk in enumerate(modules):
+        first = f"{number}." if len(modules) > 1 else ""
+        for prefix, module in chunk.named_modules():
+            start = f"{prefix}." if prefix else ""
+            slots = [*module._parameters.items(), *module._buffers.items()]
+            for leaf, tensor in slots:
+                if tensor is not None and leaf not in module._non_persistent_buffers_set:
+                    yield number, f"{start}{leaf}", f"{first}{start}{leaf}", tensor
 
 
 def as_chunks(model: nn.Module | Sequence[nn.Module], vocab_size: int | None) -> tuple[Chunk, ...]:
@@ -86,20 +102,13 @@ def as_chunks(model: nn.Module | Sequence[nn.Module], vocab_size: int | None) ->
         ConfigError: there is no chunk, `vocab_size` is not known, a chunk is no model of Megatron-Core's, or
             it has a setting with which its parameters do not hold a checkpoint's values.
     """
-    modules = [model] if isinstance(model, nn.Module) else list(model)
-    if not modules:
-        raise ConfigError("self.model", model, "give a GPTModel, or the list of a stage's model chunks")
     if not isinstance(vocab_size, int) or vocab_size < 1:
         remedy = "give the checkpoint's vocab_size: Megatron's own is padded, and padding is not sent"
         raise ConfigError("vocab_size", vocab_size, remedy)
-    prefixes = [f"{number}." for number in range(len(modules))] if len(modules) > 1 else [""]
-    return tuple(
-        _chunk(unwrapped(module), prefix, vocab_size)
-        for module, prefix in zip(modules, prefixes, strict=True)
-    )
+    return tuple(_chunk(module, vocab_size) for module in as_modules(model))
 
 
-def _chunk(model: nn.Module, prefix: str, vocab_size: int) -> Chunk:
+def _chunk(model: nn.Module, vocab_size: int) -> Chunk:
     config = getattr(model, "config", None)
     if not hasattr(config, "num_query_groups") or not hasattr(model, "decoder"):
         raise ConfigError(
@@ -111,7 +120,6 @@ def _chunk(model: nn.Module, prefix: str, vocab_size: int) -> Chunk:
     expert = _group(model, "ep", "get_expert_model_parallel_group")
     return Chunk(
         model=model,
-        prefix=prefix,
         tensor=_group(model, "tp", "get_tensor_model_parallel_group"),
         expert_tensor=_group(model, "expt_tp", "get_expert_tensor_parallel_group"),
         expert=expert,

@@ -9,8 +9,12 @@ from typing import Any
 from torch import nn
 
 from weightsync.errors import StateError
+from weightsync.sources.megatron.chunks import as_modules
 
 __all__ = ["finish"]
+
+_HOOK = "DistributedDataParallel._make_forward_pre_hook."
+"""Begins the name of the hook with which Megatron's wrapper gathers parameters on use."""
 
 
 def finish(model: nn.Module | Sequence[nn.Module]) -> None:
@@ -26,21 +30,39 @@ def finish(model: nn.Module | Sequence[nn.Module]) -> None:
         model: a model, or the chunks of this rank's pipeline stage, as Megatron wrapped them.
 
     Raises:
-        StateError: the parameters cannot be completed: their wrapper keeps them in another format.
+        StateError: the parameters cannot be completed: their wrapper was not given, or keeps them in another
+            format until the forward pass.
     """
-    modules = [model] if isinstance(model, nn.Module) else list(model)
-    for wrapper in (found for module in modules for found in _wrappers(module)):
-        config = wrapper.ddp_config
-        if not (config.use_distributed_optimizer and config.overlap_param_gather):
-            continue
-        if getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+    for module in [model] if isinstance(model, nn.Module) else model:
+        wrappers = [*_wrappers(module)]
+        for wrapper in wrappers:
+            _complete(wrapper)
+        if not wrappers and _is_gathered_by_hooks(module):
             raise StateError(
-                "reuse_grad_buf_for_mxfp8_param_ag converts parameters in the forward pass alone: "
-                "train without it, or without overlap_param_gather"
+                "DistributedDataParallel gathers parameters in the forward pass (overlap_param_gather): "
+                "give the model in that wrapper, so that they can be gathered before they are sent"
             )
-        for group in (*wrapper.bucket_groups, *wrapper.expert_parallel_bucket_groups):
-            if group.param_gather_handle is not None or not group.param_gather_dispatched:
-                group.start_param_sync(force_sync=True)
+
+
+def _complete(wrapper: Any) -> None:  # noqa: ANN401 - Megatron's DistributedDataParallel
+    config = wrapper.ddp_config
+    if not (config.use_distributed_optimizer and config.overlap_param_gather):
+        return
+    if getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+        raise StateError(
+            "reuse_grad_buf_for_mxfp8_param_ag converts parameters in the forward pass alone: "
+            "train without it, or without overlap_param_gather"
+        )
+    for group in (*wrapper.bucket_groups, *wrapper.expert_parallel_bucket_groups):
+        if group.param_gather_handle is not None or not group.param_gather_dispatched:
+            group.start_param_sync(force_sync=True)
+
+
+def _is_gathered_by_hooks(module: nn.Module) -> bool:
+    """Whether the model inside of `module` is also in a wrapper of Megatron's that gathers on use."""
+    (inner,) = as_modules(module)
+    hooks = inner._forward_pre_hooks.values()
+    return any(getattr(hook, "__qualname__", "").startswith(_HOOK) for hook in hooks)
 
 
 def _wrappers(module: nn.Module) -> Iterator[Any]:

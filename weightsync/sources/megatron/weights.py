@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
-from weightsync.errors import ConfigError, PlanError, StateError
+from weightsync.errors import ConfigError, PlanError
 from weightsync.memory.addresses import is_sharded
 from weightsync.memory.tensors import byte_strides
 from weightsync.plan import RankLayout, Segment, TensorMeta
 from weightsync.sources.local_weights import LocalWeights
-from weightsync.sources.megatron.chunks import Chunk, as_chunks
+from weightsync.sources.megatron.chunks import Chunk, as_chunks, held
 from weightsync.sources.megatron.cuts import Array, Group, Part, parts
 from weightsync.sources.megatron.families import find_family
 from weightsync.sources.megatron.rules import Family, Match
@@ -38,41 +39,39 @@ def local_weights(
         model: a ``GPTModel``, or the chunks of this rank's pipeline stage, in wrappers or not.
         family: the names, as a ``model_type`` of `FAMILIES` or a `Family`.
         vocab_size: rows of the checkpoint's embedding, as in its configuration.
-        exclude: names that are left out, those of the parameters or of the checkpoint.
+        exclude: patterns of names that are left out, of the parameters or of the checkpoint, see `fnmatch`.
 
     Returns:
-        The layout and the live parameters by Megatron's names; those of several chunks begin with the
-        chunk's number, as ``0.decoder.layers.0.mlp.router.weight``.
+        The layout, and the live parameters that it needs by Megatron's names. Those of several chunks begin
+        with the chunk's number, as ``0.decoder.layers.0.mlp.router.weight``.
 
     Raises:
         ConfigError: the family is unknown or has no rule for a parameter, `vocab_size` is unknown or too
             large, or a parameter cannot be declared as it is.
         PlanError: a parameter's shape does not fit the model's sizes, or two chunks have the same layer.
-        StateError: a parameter has no memory.
     """
     found, chunks = find_family(family), as_chunks(model, vocab_size)
-    declared = _Declared(found, frozenset(exclude))
-    for chunk in chunks:
-        for name, tensor in chunk.parameters():
-            declared.add(chunk, name, tensor)
+    declared = _Declared(found, tuple(exclude))
+    for number, name, buffer, tensor in held(model):
+        declared.add(chunks[number], name, buffer, tensor)
     return declared.weights(is_tied=any(chunk.is_tied for chunk in chunks))
 
 
 class _Declared:
     """Collects tensors and segments, parameter by parameter."""
 
-    def __init__(self, family: Family, exclude: frozenset[str]) -> None:
+    def __init__(self, family: Family, exclude: tuple[str, ...]) -> None:
         self._family, self._exclude = family, exclude
         self._metas: dict[str, TensorMeta] = {}
         self._segments: dict[str, list[Segment]] = {}
         self._owner: dict[str, str] = {}
         self._tensors: dict[str, torch.Tensor] = {}
 
-    def add(self, chunk: Chunk, name: str, tensor: torch.Tensor) -> None:
-        """Declare what one parameter or buffer of `chunk` holds."""
-        if name in self._exclude:
+    def add(self, chunk: Chunk, name: str, buffer: str, tensor: torch.Tensor) -> None:
+        """Declare what the parameter `name` of `chunk` holds, which is `buffer` in the stage."""
+        if self._excludes(name):
             return
-        match, buffer = self._family.match(name), f"{chunk.prefix}{name}"
+        match = self._family.match(name)
         _check_plain(buffer, tensor)
         names = self._names(chunk, name, match)
         group = chunk.expert_tensor if match.rule.is_expert else chunk.tensor
@@ -81,7 +80,7 @@ class _Declared:
         dtype = str(tensor.dtype).removeprefix("torch.")
         for part in parts(match.rule.cut, array, group, chunk.sizes):
             title = names[part.tensor].format(expert=chunk.expert_number(match.expert + part.expert))
-            if title not in self._exclude:
+            if not self._excludes(title):
                 self._declare(TensorMeta(title, dtype, part.shape), part, buffer)
                 self._tensors[buffer] = tensor
 
@@ -92,7 +91,12 @@ class _Declared:
         if is_tied and alias and canonical and canonical in self._metas:
             tied = ((alias, canonical),)
         segments = tuple(segment for each in self._segments.values() for segment in each)
-        return LocalWeights(RankLayout(tuple(self._metas.values()), segments, tied), self._tensors)
+        # Partial also on a single rank: `exclude` may name parameters, which the layout does not.
+        layout = RankLayout(tuple(self._metas.values()), segments, tied)
+        return LocalWeights(layout, self._tensors, partial=True)
+
+    def _excludes(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self._exclude)
 
     def _names(self, chunk: Chunk, name: str, match: Match) -> list[str]:
         """Return the checkpoint's names for one parameter, in which ``{expert}`` is still open."""
@@ -122,8 +126,6 @@ def _check_plain(name: str, tensor: torch.Tensor) -> None:
         raise ConfigError(name, kind.__name__, "train with Megatron's DDP: FSDP's shards have no boxes here")
     if kind not in (nn.Parameter, torch.Tensor):
         raise ConfigError(name, kind.__name__, "train with plain parameters: these need scales, too")
-    if tensor.numel() and (tensor.is_meta or not tensor.untyped_storage().nbytes()):
-        raise StateError(f"{name} has no memory: load the model back to its device first")
 
 
 def _check_cut(name: str, tensor: torch.Tensor, match: Match, group: Group) -> None:

@@ -1,0 +1,111 @@
+"""Weights of Megatron-Core's models, read where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightsync.errors import ConfigError, StateError
+from weightsync.memory.addresses import AddressGuard
+from weightsync.sources.local_weights import LocalWeights
+from weightsync.sources.megatron.chunks import as_modules, held
+from weightsync.sources.megatron.families import find_family
+from weightsync.sources.megatron.ready import finish
+from weightsync.sources.megatron.rules import Family
+from weightsync.sources.megatron.weights import local_weights
+from weightsync.sources.tensors import TensorSource
+
+__all__ = ["MegatronSource"]
+
+_REMEDY = "set self.source = MegatronSource(self.model, hf_config=...), or give family and vocab_size"
+
+
+class MegatronSource(TensorSource):
+    """Reads a ``GPTModel``, or the chunks of a pipeline stage, in the wrappers that Megatron gave them.
+
+    Set it as a trainer's source, since a model of Megatron's does not say what its checkpoint is called::
+
+        self.source = MegatronSource(self.chunks, hf_config=AutoConfig.from_pretrained(path))
+
+    Tensors are named as in the checkpoint. Rows that pad the vocabulary do not travel. If the distributed
+    optimizer overlaps its gather with the forward pass, the gather is completed first, see `finish`: then all
+    ranks of a data-parallel group have to publish, as they do in an update.
+
+    Args:
+        model: a model or a list of model chunks.
+        exclude: patterns of names that are left out, such as ``value_head.*``: Megatron's for parameters, or
+            the checkpoint's for tensors.
+        offloads: as in `TensorSource`.
+        hf_config: the checkpoint's configuration, with `model_type` and `vocab_size`.
+        family: instead of its ``model_type``, another, or a `Family` of your own.
+        vocab_size: instead of its ``vocab_size``, the checkpoint's number of tokens, without padding.
+
+    Raises:
+        ConfigError: the family or the vocabulary is not known.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        exclude: Collection[str] = (),
+        *,
+        offloads: bool = False,
+        hf_config: Any = None,  # noqa: ANN401 - transformers' PretrainedConfig, or another with both attributes
+        family: Family | str | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        super().__init__(model, exclude, offloads=offloads)
+        family = family or getattr(hf_config, "model_type", None)
+        if family is None:
+            raise ConfigError("family", family, _REMEDY)
+        self._family = find_family(family)
+        self._vocab_size = vocab_size or getattr(hf_config, "vocab_size", None)
+        self._excluded = tuple(exclude)
+
+    def _weights(self) -> LocalWeights:
+        weights = local_weights(self.model, self._family, vocab_size=self._vocab_size, exclude=self._excluded)
+        if not self._offloaded:
+            _require_memory(weights.tensors)
+        return weights
+
+    def _watch(self, weights: LocalWeights) -> _Guard:
+        return _Guard(self.model, weights.tensors)
+
+    def _tensors(self) -> Mapping[str, torch.Tensor]:
+        return {name: tensor for _, _, name, tensor in held(self.model)}
+
+    def _finish(self) -> None:
+        if not self._offloaded:  # then the weights were completed before
+            finish(self.model)
+
+
+class _Guard:
+    """Addresses of all chunks of a stage.
+
+    Attributes:
+        strays: names of tensors that no chunk holds: none.
+    """
+
+    def __init__(self, model: nn.Module | Sequence[nn.Module], tensors: Mapping[str, torch.Tensor]) -> None:
+        self._chunks = nn.ModuleList(as_modules(model))
+        self._guard = AddressGuard(self._chunks, tensors)
+        self.strays = self._guard.strays
+
+    def as_before(self, model: nn.Module | Sequence[nn.Module]) -> bool:
+        now = as_modules(model)
+        same = len(now) == len(self._chunks) and all(map(is_, now, self._chunks))
+        return same and self._guard.as_before(self._chunks)
+
+    def moved(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        return self._guard.moved(tensors)
+
+
+def _require_memory(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise StateError if a framework has taken the memory of a tensor away."""
+    for name, tensor in tensors.items():
+        if tensor.numel() and (tensor.is_meta or not tensor.untyped_storage().nbytes()):
+            raise StateError(f"{name} has no memory: load the model back to its device first")
