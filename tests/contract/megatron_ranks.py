@@ -6,8 +6,10 @@ import multiprocessing
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,18 +27,20 @@ from weightsync.plan import Layout, Members, Plan, RankLayout, Segment, make_pla
 from weightsync.sources.megatron import MegatronSource, finish, local_weights
 
 WORLD = 4
+TOKENS = [5, 17, 102, 0, 33, 64, 5, 99]
 VOCAB, DIVISOR = 103, 8
 """Tokens of the checkpoint, and what Megatron pads them to a multiple of, times the tensor-parallel size."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """What one rank declares, copies of its segments, and what it published."""
+    """What one rank declares, copies of its segments, what it published, and its logits of `TOKENS`."""
 
     layout: RankLayout
     views: list[npt.NDArray[np.float32]]
     share: bytes
     digests: list[int]
+    logits: npt.NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class Case:
     etp: int = 1
     is_stacked: bool = False
     is_stale: bool = False
+    answers: bool = False
 
 
 def run_all(meeting: str, cases: Sequence[Case], folders: Mapping[str, Path], results: Any) -> None:
@@ -135,7 +140,26 @@ def _publish(case: Case, chunks: list[nn.Module], folder: Path) -> Held:
     share, _ = publish(source, plan_for(layouts), dist.get_rank())
     if case.is_stale:
         _check_complete(chunks[0])
-    return Held(held.layout, views, share[0], share[1])
+    return Held(held.layout, views, *share, logits=_answer(chunks[0]) if case.answers else None)
+
+
+@torch.no_grad()
+def _answer(model: nn.Module) -> npt.NDArray[np.float32]:
+    """Return the logits of `TOKENS`, [1, tokens, vocabulary], by Megatron's own forward pass."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.transformer.moe import moe_utils
+
+    # It has markers, random states and a kernel for GPUs alone.
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: None  # type: ignore[assignment]
+    tensor_parallel.get_cuda_rng_tracker = lambda: SimpleNamespace(fork=nullcontext)
+    moe_utils.te_general_gemm = None
+    count = len(TOKENS)
+    mask = torch.ones(count, count, dtype=torch.bool).triu(1)[None, None]
+    part = model.eval()(torch.tensor([TOKENS]), torch.arange(count)[None], mask)
+    peers = parallel_state.get_tensor_model_parallel_group()
+    parts: list[torch.Tensor] = [torch.empty_like(part) for _ in range(peers.size())]
+    dist.all_gather(parts, part.contiguous(), group=peers)
+    return torch.cat(parts, -1)[..., :VOCAB].numpy()
 
 
 def plan_for(layouts: Sequence[RankLayout]) -> Plan:
@@ -220,7 +244,9 @@ def build(case: Case, folder: Path) -> list[nn.Module]:
                 pre_process=first,
                 post_process=last,
                 share_embeddings_and_output_weights=wanted.tie_word_embeddings,
-                position_embedding_type="none",
+                position_embedding_type="rope",
+                rotary_base=int(wanted.rope_parameters["rope_theta"]),
+                rotary_percent=wanted.rope_parameters.get("partial_rotary_factor", 1.0),
                 vp_stage=stage,
             )
         )
@@ -247,6 +273,7 @@ def _config(case: Case, wanted: Any) -> Any:
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
         "normalization": "RMSNorm",
+        "layernorm_epsilon": wanted.rms_norm_eps,
         "add_qkv_bias": case.family in ("qwen2", "glm4_moe"),
         "qk_layernorm": case.family in ("qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3"),
     }
@@ -259,13 +286,15 @@ def _config(case: Case, wanted: Any) -> Any:
             "moe_ffn_hidden_size": width,
             "moe_grouped_gemm": False,
             "moe_layer_freq": [int(layer >= dense) for layer in range(wanted.num_hidden_layers)],
-            "sequence_parallel": False,
+            "moe_router_topk": wanted.num_experts_per_tok,
+            "moe_router_load_balancing_type": "none",
         }
         if shared := getattr(wanted, "n_shared_experts", 0):
             settings |= {
                 "moe_shared_expert_intermediate_size": shared * width,
                 "moe_router_score_function": "sigmoid",
                 "moe_router_enable_expert_bias": True,
+                "moe_router_topk_scaling_factor": wanted.routed_scaling_factor,
             }
     if case.family == "deepseek_v3":
         latent = ("q_lora_rank", "kv_lora_rank", "v_head_dim")

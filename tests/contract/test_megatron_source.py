@@ -11,7 +11,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.contract.megatron_ranks import VOCAB, WORLD, Case, Held, assemble, plan_for, received, run_all
+from tests.contract.megatron_ranks import (
+    TOKENS,
+    VOCAB,
+    WORLD,
+    Case,
+    Held,
+    assemble,
+    plan_for,
+    received,
+    run_all,
+)
 from tests.forked import forking
 from tests.patience import patient
 from weightsync.memory.digests import tensor_digest
@@ -22,20 +32,20 @@ pytestmark = [
 ]
 
 CASES = (
-    Case("dense", "llama", tp=2),
-    Case("tied", "qwen3", tp=2),
+    Case("dense", "llama", tp=2, answers=True),
+    Case("tied", "qwen3", tp=2, answers=True),
     Case("tied stages", "qwen3", tp=2, pp=2),
     Case("tied virtual stages", "qwen3", tp=2, pp=2, chunks=2),
     Case("virtual stages", "llama", pp=2, chunks=2),
-    Case("fewer groups than ranks", "qwen2", tp=4),
-    Case("experts", "qwen3_moe", ep=2),
-    Case("experts and tensors", "qwen3_moe", tp=2, ep=2),
-    Case("cut experts", "qwen3_moe", tp=2, ep=2, etp=2),
+    Case("fewer groups than ranks", "qwen2", tp=4, answers=True),
+    Case("experts", "qwen3_moe", ep=2, answers=True),
+    Case("experts and tensors", "qwen3_moe", tp=2, ep=2, answers=True),
+    Case("cut experts", "qwen3_moe", tp=2, ep=2, etp=2, answers=True),
     Case("experts and stages", "qwen3_moe", tp=2, pp=2, ep=2),
     Case("stacked experts", "qwen3_moe", tp=2, ep=2, is_stacked=True),
     Case("cut stacked experts", "qwen3_moe", ep=2, etp=2, is_stacked=True),
-    Case("mixtral", "mixtral", tp=2, ep=4),
-    Case("shared experts", "glm4_moe", tp=2, ep=2),
+    Case("mixtral", "mixtral", tp=2, ep=4, answers=True),
+    Case("shared experts", "glm4_moe", tp=2, ep=2, answers=True),
     Case("latent attention", "deepseek_v3", tp=2, ep=2, etp=2),
     Case("a gather that waits for the forward pass", "qwen3_moe", ep=2, is_stale=True),
     Case("latent attention and stages", "deepseek_v3", tp=2, pp=2, ep=2),
@@ -64,9 +74,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 4},
     "qwen2": {"head_dim": None},
     "qwen3": {"tie_word_embeddings": True},
-    "qwen3_moe": {**_EXPERTS, "num_experts": 4},
+    "qwen3_moe": {**_EXPERTS, "num_experts": 4, "norm_topk_prob": True},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "glm4_moe": {**_SHARED, "attention_bias": True, "use_qk_norm": True, "topk_group": 1},
+    "glm4_moe": {
+        **_SHARED,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+    },
     "deepseek_v3": {**_SHARED, **_LATENT, "num_key_value_heads": 4, "topk_group": 1},
 }
 
@@ -132,6 +148,19 @@ def test_what_they_publish_is_the_checkpoint_once(
     sizes = [sum(piece.nbytes for piece in plan.trainer_pieces(rank)) for rank in range(WORLD)]
     assert sum(sizes) == sum(meta.nbytes for meta in plan.tensors)
     assert min(sizes) > 0
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.answers], ids=lambda case: case.family)
+def test_megatrons_forward_pass_answers_as_transformers_does(
+    case: Case, held: dict[str, list[Held]], folders: dict[str, Path]
+) -> None:
+    """So the order of heads, of gate and up, and of experts is Megatron's, not only the test's."""
+    model = AutoModelForCausalLM.from_pretrained(folders[case.family], dtype=torch.float32).eval()
+    with torch.no_grad():
+        wanted = model(torch.tensor([TOKENS])).logits
+    for each in held[case.name]:
+        assert each.logits is not None
+        torch.testing.assert_close(torch.from_numpy(each.logits), wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_a_tied_head_is_an_alias_on_the_stages_that_hold_the_embedding(held: dict[str, list[Held]]) -> None:
