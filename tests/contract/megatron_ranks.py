@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from tests.contract.source_ranks import publish
 from weightsync.errors import StateError
@@ -121,7 +122,7 @@ def _hold(case: Case, folder: Path) -> Held:
     chunks = build(case, folder)
     for chunk in chunks:
         fill(chunk, checkpoint)
-    held = _publish(case, [_wrap(chunk) for chunk in chunks] if case.is_stale else chunks, folder)
+    held = _publish(case, [_wrap(chunk, True) for chunk in chunks] if case.is_stale else chunks, folder)
     parallel_state.destroy_model_parallel()
     return held
 
@@ -140,6 +141,8 @@ def _publish(case: Case, chunks: list[nn.Module], folder: Path) -> Held:
     share, _ = publish(source, plan_for(layouts), dist.get_rank())
     if case.is_stale:
         _check_complete(chunks[0])
+        with AsOnGpus():
+            _check_trained(*(_wrap(_filled(case, folder), overlaps) for overlaps in (True, False)))
     return Held(held.layout, views, *share, logits=_answer(chunks[0]) if case.answers else None)
 
 
@@ -176,18 +179,68 @@ def plan_for(layouts: Sequence[RankLayout]) -> Plan:
     )
 
 
-def _wrap(model: Any) -> nn.Module:
+def _filled(case: Case, folder: Path) -> nn.Module:
+    (model,) = build(case, folder)
+    fill(model, load_file(folder / "model.safetensors"))
+    return model
+
+
+class AsOnGpus(TorchFunctionMode):
+    """Has Megatron's distributed optimizer run on the host: it takes parameters of a GPU's type alone."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if str(given.get("device")).startswith("cuda"):
+            given["device"] = "cpu"
+        found = function(*args, **given)
+        if function is torch.Tensor.type and isinstance(found, str):
+            return found.replace("torch.", "torch.cuda.", 1)
+        return found
+
+
+def _check_trained(wrapped: Any, twin: Any) -> None:
+    """Take a step of Megatron's, and compare with a twin that does not overlap its gather."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    for each in (wrapped, twin):
+        overlaps = each.ddp_config.overlap_param_gather
+        settings = OptimizerConfig(
+            optimizer="adam", lr=0.1, use_distributed_optimizer=True, overlap_param_gather=overlaps
+        )
+        optimizer = get_megatron_optimizer(settings, [each], use_gloo_process_groups=False)
+        for number, parameter in enumerate(each.parameters()):
+            draw = torch.Generator().manual_seed(number)
+            parameter.main_grad.copy_(torch.randn(parameter.shape, generator=draw))
+        each.finish_grad_sync()
+        optimizer.step()
+    wanted = dict(twin.named_parameters())
+    differ = [name for name, tensor in wrapped.named_parameters() if not same(tensor, wanted[name])]
+    assert differ, "the step left nothing to gather"
+    finish(wrapped)
+    for name, tensor in wrapped.named_parameters():
+        assert same(tensor, wanted[name]), name
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both have the same bits, NaN among them."""
+    return torch.equal(one.detach().view(torch.int32), other.detach().view(torch.int32))
+
+
+def _wrap(model: Any, overlaps: bool) -> nn.Module:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     settings = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, overlap_param_gather=True, overlap_grad_reduce=True, bucket_size=2000
+        use_distributed_optimizer=True,
+        overlap_param_gather=overlaps,
+        overlap_grad_reduce=True,
+        bucket_size=2000,
     )
     return DistributedDataParallel(model.config, settings, model)
 
 
 @torch.no_grad()
 def _step(wrapped: Any) -> None:
-    """Change this rank's share of each bucket, as the distributed optimizer does, which needs GPUs."""
+    """Double this rank's share of each bucket, as the distributed optimizer changes it."""
     for group in (*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups):
         group.param_gather_dispatched = False  # as finish_grad_sync does before the step
         for bucket in group.buckets:
