@@ -35,9 +35,13 @@ VOCAB, DIVISOR = 103, 8
 
 @dataclass(frozen=True)
 class Held:
-    """What one rank declares, copies of its segments, what it published, and its logits of `TOKENS`."""
+    """What one rank declares, copies of its segments, what it published, and its logits of `TOKENS`.
+
+    In `sent`, which the plan is made of, experts are parts of stacks.
+    """
 
     layout: RankLayout
+    sent: RankLayout
     views: list[npt.NDArray[np.float32]]
     share: bytes
     digests: list[int]
@@ -133,7 +137,8 @@ def _publish(case: Case, chunks: list[nn.Module], folder: Path) -> Held:
     model = chunks if case.chunks > 1 else chunks[0]
     source = MegatronSource(model, hf_config=AutoConfig.from_pretrained(folder))
     layouts: list[RankLayout] = [None] * WORLD  # type: ignore[list-item]
-    dist.all_gather_object(layouts, source.layout())
+    sent = source.layout()
+    dist.all_gather_object(layouts, sent)
     held = local_weights(model, case.family, vocab_size=VOCAB)
     views = [segment_view(held.tensors[s.buffer], s).numpy().copy() for s in held.layout.segments]
     if case.is_stale:
@@ -143,7 +148,7 @@ def _publish(case: Case, chunks: list[nn.Module], folder: Path) -> Held:
         _check_complete(chunks[0])
         with AsOnGpus():
             _check_trained(*(_wrap(_filled(case, folder), overlaps) for overlaps in (True, False)))
-    return Held(held.layout, views, *share, logits=_answer(chunks[0]) if case.answers else None)
+    return Held(held.layout, sent, views, *share, logits=_answer(chunks[0]) if case.answers else None)
 
 
 @torch.no_grad()

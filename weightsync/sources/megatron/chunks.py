@@ -29,7 +29,7 @@ class Chunk:
         model: the ``GPTModel``, without wrappers.
         tensor, expert_tensor, expert: this rank's place in those groups.
         sizes: sizes of the model.
-        num_layers: of the whole model.
+        num_layers, num_experts: layers of the whole model, and experts of a layer on all ranks.
         is_tied: whether the output layer has the embedding's weights.
     """
 
@@ -39,6 +39,7 @@ class Chunk:
     expert: Group
     sizes: Sizes
     num_layers: int
+    num_experts: int
     is_tied: bool
 
     def layer(self, name: str) -> int:
@@ -125,6 +126,7 @@ def _chunk(model: nn.Module, vocab_size: int) -> Chunk:
         expert=expert,
         sizes=_sizes(config, vocab_size, expert.size),
         num_layers=int(config.num_layers),  # type: ignore[union-attr]
+        num_experts=int(getattr(config, "num_moe_experts", None) or 0),
         is_tied=bool(getattr(model, "share_embeddings_and_output_weights", False)),
     )
 

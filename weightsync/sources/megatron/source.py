@@ -17,6 +17,7 @@ from weightsync.sources.megatron.families import find_family
 from weightsync.sources.megatron.ready import finish
 from weightsync.sources.megatron.rules import Family
 from weightsync.sources.megatron.weights import local_weights
+from weightsync.sources.selection import Names
 from weightsync.sources.tensors import TensorSource
 
 __all__ = ["MegatronSource"]
@@ -31,14 +32,16 @@ class MegatronSource(TensorSource):
 
         self.source = MegatronSource(self.chunks, hf_config=AutoConfig.from_pretrained(path))
 
-    Tensors are named as in the checkpoint. Rows that pad the vocabulary do not travel. If the distributed
-    optimizer overlaps its gather with the forward pass, the gather is completed first, see `finish`: then all
-    ranks of a data-parallel group have to publish, as they do in an update.
+    Tensors are named as in the checkpoint, but experts are parts of stacks, as engines name them. Rows that
+    pad the vocabulary do not travel. If the distributed optimizer overlaps its gather with the forward pass,
+    the gather is completed first, see `finish`: then all ranks of a data-parallel group have to publish, as
+    they do in an update.
 
     Args:
         model: a model or a list of model chunks.
         exclude: patterns of names that are left out, such as ``value_head.*``: Megatron's for parameters, or
             the checkpoint's for tensors.
+        names: what the checkpoint's names become, see `Names`.
         offloads: as in `TensorSource`.
         hf_config: the checkpoint's configuration, with `model_type` and `vocab_size`.
         family: instead of its ``model_type``, another, or a `Family` of your own.
@@ -53,12 +56,13 @@ class MegatronSource(TensorSource):
         model: nn.Module | Sequence[nn.Module],
         exclude: Collection[str] = (),
         *,
+        names: Names | None = None,
         offloads: bool = False,
         hf_config: Any = None,  # noqa: ANN401 - transformers' PretrainedConfig, or another with both attributes
         family: Family | str | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        super().__init__(model, exclude, offloads=offloads)
+        super().__init__(model, exclude, names=names, offloads=offloads)
         family = family or getattr(hf_config, "model_type", None)
         if family is None:
             raise ConfigError("family", family, _REMEDY)

@@ -54,7 +54,9 @@ def local_weights(
     declared = _Declared(found, tuple(exclude))
     for number, name, buffer, tensor in held(model):
         declared.add(chunks[number], name, buffer, tensor)
-    return declared.weights(is_tied=any(chunk.is_tied for chunk in chunks))
+    return declared.weights(
+        is_tied=any(chunk.is_tied for chunk in chunks), num_experts=max(chunk.num_experts for chunk in chunks)
+    )
 
 
 class _Declared:
@@ -84,7 +86,7 @@ class _Declared:
                 self._declare(TensorMeta(title, dtype, part.shape), part, buffer)
                 self._tensors[buffer] = tensor
 
-    def weights(self, *, is_tied: bool) -> LocalWeights:
+    def weights(self, *, is_tied: bool, num_experts: int) -> LocalWeights:
         """Return everything declared. `is_tied`: the output layer has the embedding's weights."""
         alias, canonical = self._family.tensor(_OUTPUT), self._family.tensor(_EMBEDDING)
         tied: tuple[tuple[str, str], ...] = ()
@@ -93,7 +95,7 @@ class _Declared:
         segments = tuple(segment for each in self._segments.values() for segment in each)
         # Partial also on a single rank: `exclude` may name parameters, which the layout does not.
         layout = RankLayout(tuple(self._metas.values()), segments, tied)
-        return LocalWeights(layout, self._tensors, partial=True)
+        return LocalWeights(layout, self._tensors, partial=True, num_experts=num_experts)
 
     def _excludes(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self._exclude)

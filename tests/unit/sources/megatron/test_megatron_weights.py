@@ -130,6 +130,26 @@ def test_latent_attention_of_transformer_engine_whose_down_projections_are_whole
     check(held, wanted)
 
 
+def test_latent_attention_without_a_down_projection_of_the_query() -> None:
+    query = drawn(8, 8)
+    latent = {
+        "multi_latent_attention": True,
+        "q_lora_rank": None,
+        "kv_lora_rank": 3,
+        "qk_pos_emb_head_dim": 2,
+    }
+    held = [
+        of_one(
+            {LAYER + "self_attention.linear_q_proj.weight": query.chunk(2)[rank]},
+            "deepseek_v2",
+            groups={"tp": Place(rank, 2)},
+            **latent,
+        )
+        for rank in range(2)
+    ]
+    check(held, {"model.layers.0.self_attn.q_proj.weight": query})
+
+
 def test_layers_that_predict_more_tokens_follow_the_last_layer() -> None:
     parameters = {
         "mtp.layers.0.enorm.weight": drawn(8),
