@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
 from weightsync.errors import StateError
@@ -53,9 +55,26 @@ def _complete(wrapper: Any) -> None:  # noqa: ANN401 - Megatron's DistributedDat
             "reuse_grad_buf_for_mxfp8_param_ag converts parameters in the forward pass alone: "
             "train without it, or without overlap_param_gather"
         )
-    for group in (*wrapper.bucket_groups, *wrapper.expert_parallel_bucket_groups):
-        if group.param_gather_handle is not None or not group.param_gather_dispatched:
+    groups = (*wrapper.bucket_groups, *wrapper.expert_parallel_bucket_groups)
+    missing = [
+        each for each in groups if each.param_gather_handle is not None or not each.param_gather_dispatched
+    ]
+    with _after_all_streams(wrapper) if missing else nullcontext():
+        for group in missing:
             group.start_param_sync(force_sync=True)
+
+
+@contextmanager
+def _after_all_streams(module: nn.Module) -> Iterator[None]:
+    """Make a module's GPU current, and wait for it before and after: calls arrive on threads of their own."""
+    device = next((each.device for each in module.parameters()), torch.device("cpu"))
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()  # the optimizer may still write, on another stream
+        yield
+        torch.cuda.synchronize()
 
 
 def _is_gathered_by_hooks(module: nn.Module) -> bool:
