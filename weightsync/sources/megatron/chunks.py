@@ -16,6 +16,7 @@ __all__ = ["Chunk", "as_chunks", "as_modules", "held"]
 
 _REFUSED = {
     "attention_output_gate": "its checkpoints interleave query and gate heads in another order",
+    "moe_mlp_glu_interleave_size": "it interleaves the rows of gate and up",
     "layernorm_zero_centered_gamma": "it trains norms less 1, which is not what the checkpoint holds",
 }
 """Settings with which no view of a parameter has the checkpoint's values, and why."""
@@ -117,7 +118,8 @@ def _chunk(model: nn.Module, vocab_size: int) -> Chunk:
         )
     for setting, reason in _REFUSED.items():
         if getattr(config, setting, False):
-            raise ConfigError(f"the model's {setting}", True, f"train without it: {reason}")
+            given = getattr(config, setting)
+            raise ConfigError(f"the model's {setting}", given, f"train without it: {reason}")
     expert = _group(model, "ep", "get_expert_model_parallel_group")
     return Chunk(
         model=model,

@@ -124,7 +124,9 @@ def _family(name: str, *layer: Iterable[Rule], predicts: bool = False) -> Family
     rules = [rule for part in layer for rule in part]
     found = [*_outside(), *_in_layer(rules)]
     if predicts:
-        found += [*_in_layer(_prediction(), _MTP), *_in_layer(rules, _MTP, "transformer_layer.")]
+        found += _in_layer(_prediction(), _MTP)
+        for inner in ("transformer_layer.", "mtp_model_layer."):  # its name until and after 0.16
+            found += _in_layer(rules, _MTP, inner)
     return Family(name, tuple(found))
 
 

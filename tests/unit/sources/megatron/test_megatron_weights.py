@@ -150,12 +150,13 @@ def test_latent_attention_without_a_down_projection_of_the_query() -> None:
     check(held, {"model.layers.0.self_attn.q_proj.weight": query})
 
 
-def test_layers_that_predict_more_tokens_follow_the_last_layer() -> None:
+@pytest.mark.parametrize("inner", ["transformer_layer", "mtp_model_layer"])
+def test_layers_that_predict_more_tokens_follow_the_last_layer(inner: str) -> None:
     parameters = {
         "mtp.layers.0.enorm.weight": drawn(8),
         "mtp.layers.0.eh_proj.weight": drawn(8, 16),
-        "mtp.layers.0.transformer_layer.input_layernorm.weight": drawn(8),
-        "mtp.layers.0.transformer_layer.mlp.router.expert_bias": drawn(4),
+        f"mtp.layers.0.{inner}.input_layernorm.weight": drawn(8),
+        f"mtp.layers.0.{inner}.mlp.router.expert_bias": drawn(4),
         "mtp.layers.0.final_layernorm.weight": drawn(8),
     }
     held = of_one(parameters, "glm4_moe", num_layers=5)
@@ -280,7 +281,9 @@ def test_one_tensor_in_two_boxes_is_refused() -> None:
         of_one(parameters)
 
 
-@pytest.mark.parametrize("setting", ["attention_output_gate", "layernorm_zero_centered_gamma"])
+@pytest.mark.parametrize(
+    "setting", ["attention_output_gate", "layernorm_zero_centered_gamma", "moe_mlp_glu_interleave_size"]
+)
 def test_settings_whose_parameters_are_not_the_checkpoints_are_refused(setting: str) -> None:
     with pytest.raises(ConfigError, match=f"the model's {setting}: True .*train without it"):
         of_one({}, **{setting: True})
