@@ -35,6 +35,9 @@ class TrainerShard(Claimable):
     names, shapes, dtypes and sharding stay the same. If they do not, the update raises a StateError that
     names the rank and the tensor, and `WeightSync.connect` has to come first.
 
+    The model is an ``nn.Module``, plain or wrapped by FSDP2, the engine of ``deepspeed.initialize``, or
+    Megatron-Core's with ``self.hf_config`` set to the checkpoint's configuration. See docs/trainers.md.
+
     If the weights are not in such a model, set ``self.source`` instead, a `Source` of your own.
 
     WeightSync calls methods named ``sync_…`` between your own, in Ray's order. Call ``super().__init__`` only
@@ -50,6 +53,7 @@ class TrainerShard(Claimable):
     """
 
     model: Any
+    hf_config: Any = None
     source: Source | None = None
     _slot: str | None = None
     _exclude: Collection[str] = ()
@@ -130,7 +134,13 @@ class TrainerShard(Claimable):
         if not hasattr(self, "model"):
             raise StateError(f"{type(self).__name__} has to set self.model or self.source before it is used")
         if self._made is None:
-            self._made = make_source(self.model, self._exclude, names=self._names, offloads=self._offloads)
+            self._made = make_source(
+                self.model,
+                self._exclude,
+                names=self._names,
+                offloads=self._offloads,
+                hf_config=self.hf_config,
+            )
         if self._made.model is not self.model:
             self._made.replace(self.model)
         return self._made

@@ -25,6 +25,7 @@ from tests.contract.source_ranks import publish
 from weightsync.errors import StateError
 from weightsync.memory.tensors import segment_view
 from weightsync.plan import Layout, Members, Plan, RankLayout, Segment, make_plan
+from weightsync.sources import make_source
 from weightsync.sources.megatron import MegatronSource, finish, local_weights
 
 WORLD = 4
@@ -135,7 +136,7 @@ def _publish(case: Case, chunks: list[nn.Module], folder: Path) -> Held:
     from transformers import AutoConfig
 
     model = chunks if case.chunks > 1 else chunks[0]
-    source = MegatronSource(model, hf_config=AutoConfig.from_pretrained(folder))
+    source = make_source(model, hf_config=AutoConfig.from_pretrained(folder))
     layouts: list[RankLayout] = [None] * WORLD  # type: ignore[list-item]
     sent = source.layout()
     dist.all_gather_object(layouts, sent)

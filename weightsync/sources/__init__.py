@@ -20,16 +20,25 @@ SOURCES = {
 
 
 def make_source(
-    model: object, exclude: Collection[str] = (), *, names: Names | None = None, offloads: bool = False
+    model: object,
+    exclude: Collection[str] = (),
+    *,
+    names: Names | None = None,
+    offloads: bool = False,
+    hf_config: object = None,
 ) -> ModelSource:
-    """Import and make the source of `model`. Raises ConfigError if its type has no entry in `SOURCES`."""
-    bases = [f"{each.__module__}.{each.__qualname__}" for each in type(model).__mro__]
+    """Import and make the source of `model`, or of a list of its chunks.
+
+    Raises ConfigError if its type has no entry in `SOURCES`.
+    """
+    chunk = model[0] if isinstance(model, (list, tuple)) and model else model
+    bases = [f"{each.__module__}.{each.__qualname__}" for each in type(chunk).__mro__]
     found = next((SOURCES[base] for base in bases if base in SOURCES), None)
     if found is None:
         remedy = f"set self.source, or give a model of a known type; {nearest(bases[0], SOURCES)}"
         raise ConfigError("self.model", bases[0], remedy)
     module, _, cls = found.partition(":")
     source: ModelSource = getattr(importlib.import_module(module), cls)(
-        model, exclude, names=names, offloads=offloads
+        model, exclude, names=names, offloads=offloads, hf_config=hf_config
     )
     return source

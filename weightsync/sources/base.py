@@ -61,8 +61,9 @@ class ModelSource(Source, Protocol):
         *,
         names: Names | None = None,
         offloads: bool = False,
+        hf_config: Any = None,  # noqa: ANN401 - transformers'
     ) -> None:
-        """`exclude`, `names` and `offloads` are those of `TrainerShard`."""
+        """All arguments are those of `TrainerShard`."""
 
     def replace(self, model: Any) -> None:  # noqa: ANN401 - a framework's
         """Take the weights of `model` from now on. Called before any method, if ``self.model`` is another.

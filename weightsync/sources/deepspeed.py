@@ -49,8 +49,9 @@ class DeepSpeedSource(TensorSource):
         *,
         names: Names | None = None,
         offloads: bool = False,
+        hf_config: Any = None,  # noqa: ANN401 - transformers'
     ) -> None:
-        super().__init__(model, exclude, names=names, offloads=offloads)
+        super().__init__(model, exclude, names=names, offloads=offloads, hf_config=hf_config)
         _check_engine(model)
         self._partitioned: list[tuple[str, Any]] = []
 

@@ -93,8 +93,10 @@ class TensorSource(ABC):
         *,
         names: Names | None = None,
         offloads: bool = False,
+        hf_config: Any = None,  # noqa: ANN401 - transformers'
     ) -> None:
-        """`exclude`, `names` and `offloads` are those of `TrainerShard`."""
+        """All arguments are those of `TrainerShard`. `hf_config` is for models that do not name tensors."""
+        del hf_config
         self.model = model
         self._guard: Guard | None = None
         self._rank = 0

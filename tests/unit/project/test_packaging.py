@@ -82,7 +82,7 @@ def _pins() -> dict[str, list[str]]:
     pins: dict[str, list[str]] = {}
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         if line and line[0] != "#":
-            match = re.fullmatch(r'([\w.-]+)==([^ ;]+)(?:; python_version (?:<|>=) "3\.11")?', line)
+            match = re.fullmatch(r'([\w.-]+)==([^ ;]+)(?:; python_version (?:<|>=) "3\.\d+")?', line)
             assert match, line
             pins.setdefault(_normal(match[1]), []).append(match[2])
     return pins

@@ -19,18 +19,22 @@ from weightsync.sources.megatron.rules import Family
 from weightsync.sources.megatron.weights import local_weights
 from weightsync.sources.selection import Names
 from weightsync.sources.tensors import TensorSource
+from weightsync.sources.tested import warn_untested
 
 __all__ = ["MegatronSource"]
 
-_REMEDY = "set self.source = MegatronSource(self.model, hf_config=...), or give family and vocab_size"
+_REMEDY = (
+    "a model of Megatron's does not say what its checkpoint is called: set self.hf_config to its "
+    "configuration, or self.source = MegatronSource(chunks, family=..., vocab_size=...)"
+)
 
 
 class MegatronSource(TensorSource):
     """Reads a ``GPTModel``, or the chunks of a pipeline stage, in the wrappers that Megatron gave them.
 
-    Set it as a trainer's source, since a model of Megatron's does not say what its checkpoint is called::
+    `TrainerShard` makes one from ``self.model`` and ``self.hf_config``. For a family of your own, set it::
 
-        self.source = MegatronSource(self.chunks, hf_config=AutoConfig.from_pretrained(path))
+        self.source = MegatronSource(self.chunks, family=mine, vocab_size=151936)
 
     Tensors are named as in the checkpoint, but experts are parts of stacks, as engines name them. Rows that
     pad the vocabulary do not travel. If the distributed optimizer overlaps its gather with the forward pass,
@@ -62,7 +66,8 @@ class MegatronSource(TensorSource):
         family: Family | str | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        super().__init__(model, exclude, names=names, offloads=offloads)
+        super().__init__(model, exclude, names=names, offloads=offloads, hf_config=hf_config)
+        warn_untested("megatron-core")
         family = family or getattr(hf_config, "model_type", None)
         if family is None:
             raise ConfigError("family", family, _REMEDY)

@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.contract.source_ranks import plan_for
 from tests.megatron_standin import model_of
+from weightsync import TrainerShard
 from weightsync.errors import ConfigError, StateError
 from weightsync.memory.digests import tensor_digest
 from weightsync.memory.host import SharedBuffer
@@ -122,11 +123,24 @@ def test_a_checkpoints_configuration_gives_family_and_vocabulary() -> None:
 
 
 def test_without_a_family_the_error_says_what_to_set() -> None:
-    with pytest.raises(ConfigError, match=r"family: None .*self\.source = MegatronSource\("):
+    with pytest.raises(ConfigError, match=r"family: None .*self\.hf_config.*self\.source = MegatronSource\("):
         MegatronSource(made())
 
 
-def test_megatrons_models_have_this_source() -> None:
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_megatrons_models_have_this_source(chunks: int) -> None:
     module_class = type("MegatronModule", (nn.Module,), {"__module__": "megatron.core.transformer.module"})
-    with pytest.raises(ConfigError, match=r"self\.source = MegatronSource\("):
-        make_source(module_class(), (), offloads=False)
+    model = module_class() if chunks == 1 else [module_class() for _ in range(chunks)]
+    with pytest.raises(ConfigError, match=r"set self\.hf_config"):
+        make_source(model)
+    config = SimpleNamespace(model_type="llama", vocab_size=VOCAB)
+    assert type(make_source(model, hf_config=config)) is MegatronSource
+
+
+def test_a_shard_passes_the_configuration_on() -> None:
+    shard = TrainerShard()
+    module_class = type("MegatronModule", (type(made()),), {"__module__": "megatron.core.transformer.module"})
+    shard.model = made()
+    shard.model.__class__ = module_class
+    shard.hf_config = SimpleNamespace(model_type="llama", vocab_size=VOCAB)
+    assert shard.sync_layout() == MegatronSource(made(), family="llama", vocab_size=VOCAB).layout()
