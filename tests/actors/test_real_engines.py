@@ -1,4 +1,4 @@
-"""FSDP2 trainers and real engines over Ray: the engine's greedy tokens are those of the trainer's weights."""
+"""Trainers and real engines over Ray: the engine's greedy tokens are those of the trainer's weights."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 import ray
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.actors.fleet import spawn
-from tests.actors.sharp_trainer import SharpTrainer
 from weightsync import PlanError, SyncConfig, WeightSync
 from weightsync.actors.engine import EngineActor
 from weightsync.recipes.grpo import Group
 from weightsync.recipes.model import build_checkpoint
-from weightsync.recipes.recipe import LoopSpec, ModelSpec, MoeSpec
+from weightsync.recipes.recipe import LoopSpec, ModelSpec, MoeSpec, TrainerSpec
+from weightsync.recipes.trainer import GrpoTrainer
 
 PROMPTS = [
     torch.randint(3, 60, (4 + i,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(8)
@@ -34,13 +35,32 @@ def _groups(version: int) -> list[Group]:
     return [Group(PROMPTS[version % 8], tokens, [1.0, 0.0, 0.0, 1.0])]
 
 
-@pytest.fixture(scope="module", params=["dense", pytest.param("moe", marks=pytest.mark.faults)])
+def sharpen(model: Path) -> None:
+    """Give a checkpoint weights that tell prompts apart from the start."""
+    file = model / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if "norm" not in name and "embed" not in name:
+            tensor.mul_(12.0)
+    save_file(tensors, file, {"format": "pt"})
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(("dense", "fsdp2"), id="dense"),
+        pytest.param(("moe", "fsdp2"), id="moe", marks=pytest.mark.faults),
+        pytest.param(("dense", "deepspeed"), id="deepspeed", marks=pytest.mark.faults),
+    ],
+)
 def trained(request: pytest.FixtureRequest, cluster: None, tmp_path_factory: pytest.TempPathFactory):
-    model = build_checkpoint(tmp_path_factory.mktemp("trained") / "model", MODELS[request.param], seed=1)
-    trainers = [spawn(SharpTrainer, rank, 2, str(model), LOOP, str(rank), "cpu") for rank in range(2)]
+    shape, kind = request.param
+    model = build_checkpoint(tmp_path_factory.mktemp("trained") / "model", MODELS[shape], seed=1)
+    sharpen(model)
+    spec = TrainerSpec(kind=kind, count=2)
+    trainers = [spawn(GrpoTrainer, rank, spec, str(model), LOOP, str(rank), "cpu") for rank in range(2)]
     meeting = ray.get(trainers[0].listen.remote())
     ray.get([trainer.join.remote(*meeting) for trainer in trainers])
-    ray.get([trainer.sharpen.remote() for trainer in trainers])
     yield model, trainers
     for trainer in trainers:
         ray.kill(trainer)

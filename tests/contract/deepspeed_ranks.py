@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch import nn
 
 from tests.contract.source_ranks import Model, Share, plan_for, publish
 from weightsync.errors import WeightSyncError
+from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Plan, RankLayout
 from weightsync.sources import ModelSource, make_source
 
@@ -54,25 +56,27 @@ def engine_of(stage: int, threshold: int = 0, offload: str = "none") -> Iterator
     engine.destroy()
 
 
-def run_all(num_ranks: dict[int, list[Case]], folder: str) -> None:
-    """Run each number of ranks in a process that has imported DeepSpeed, which takes seconds of a core."""
+def run_all(num_ranks: int, cases: list[Case], folder: Path) -> None:
+    """Run ranks from a process that has imported DeepSpeed, which takes seconds of a core.
+
+    After all cases, they measure what a large model takes.
+    """
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiling it takes minutes
+    _fork(num_ranks, run_ranks, f"{folder}/meeting", cases, folder / "versions")
+    _fork(num_ranks, measure, f"{folder}/second meeting", folder / "memory")
+
+
+def _fork(num_ranks: int, run: Callable[..., None], meeting: str, *args: object) -> None:
     context = multiprocessing.get_context("fork")
-    for num, cases in num_ranks.items():
-        ranks = [
-            context.Process(
-                target=run_ranks, args=(rank, num, f"{folder}/meeting {num}", cases, f"{folder}/{num}")
-            )
-            for rank in range(num)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        assert [process.exitcode for process in ranks] == [0] * num
+    ranks = [context.Process(target=run, args=(rank, num_ranks, meeting, *args)) for rank in range(num_ranks)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    assert [process.exitcode for process in ranks] == [0] * num_ranks
 
 
 def join_ranks(rank: int, num_ranks: int, meeting: str) -> None:
@@ -133,7 +137,7 @@ def refusal(source: ModelSource) -> str:
     return "none"
 
 
-def run_ranks(rank: int, num_ranks: int, meeting: str, cases: list[Case], out: str) -> None:
+def run_ranks(rank: int, num_ranks: int, meeting: str, cases: list[Case], out: Path) -> None:
     """One process: for each case train and publish three times; rank 0 saves all versions."""
     join_ranks(rank, num_ranks, meeting)
     found: list[list[Version]] = []
@@ -150,5 +154,46 @@ def run_ranks(rank: int, num_ranks: int, meeting: str, cases: list[Case], out: s
                 versions.append(Version(plan, [], {}, tuple(refusals(engine, source))))
             found.append(versions)
     if rank == 0:
-        torch.save(found, Path(out))
+        torch.save(found, out)
     dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a model, of a rank's send buffer, and that the rank's process took besides to publish."""
+
+    model: int
+    send_buffer: int
+    extra: int
+
+
+def measure(rank: int, num_ranks: int, meeting: str, out: Path) -> None:
+    """One process: publish a large model twice, and measure the second time."""
+    import deepspeed
+
+    join_ranks(rank, num_ranks, meeting)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(8)))
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    source = make_source(engine)
+    plan = plan_for(gather(source.layout()), bucket_bytes=8 << 20)
+    nbytes = plan.send_buffer_nbytes(rank)
+    send_buffer = SharedBuffer.create(nbytes)
+    source.attach(plan, rank, send_buffer.handle)
+    source.publish(True)
+    before = _memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+    with mock.patch("weightsync.sources.deepspeed.named_tensors", side_effect=AssertionError("slow")):
+        source.publish(True)  # addresses are as before, so it does not look for tensors again
+    found = gather(Memory(plan.total_nbytes, nbytes, _memory("VmHWM") - before))
+    source.close()
+    send_buffer.close()
+    if rank == 0:
+        torch.save(found, out)
+    dist.destroy_process_group()
+
+
+def _memory(name: str) -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) << 10

@@ -53,15 +53,15 @@ def engine_needs(layout: RankLayout) -> RankLayout:
     return RankLayout(metas, whole, layout.tied)
 
 
-def plan_for(layouts: Sequence[RankLayout]) -> Plan:
+def plan_for(layouts: Sequence[RankLayout], bucket_bytes: int = 512) -> Plan:
     """One engine on a holder of its own."""
     num_ranks = len(layouts)
     return make_plan(
         Layout.from_ranks(layouts),
         {"e0": Layout.from_ranks([engine_needs(layouts[0])])},
         Members(num_ranks + 1, tuple(range(num_ranks)), (("e0", (num_ranks,)),)),
-        bucket_bytes=512,
-        max_staging_bytes=1 << 20,
+        bucket_bytes=bucket_bytes,
+        max_staging_bytes=16 * bucket_bytes + (1 << 20),
     )
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.contract.deepspeed_ranks import Version, run_all
+from tests.contract.deepspeed_ranks import Memory, Version, run_all
 from tests.forked import forking
 from tests.patience import patient
 from weightsync.memory.digests import tensor_digest
 
+pytestmark = pytest.mark.slow
 pytest.importorskip("deepspeed")
 
 CASES = [
@@ -24,28 +26,32 @@ CASES = [
     (0, 0, ""),
 ]
 """ZeRO's stage, elements of the largest parameter that stays whole, and where partitions are offloaded to."""
-NUM_RANKS = {2: CASES[:2], 3: CASES, 5: CASES[:2]}
 
 Found = dict[tuple[int, int, str], list[Version]]
 
 
-@pytest.fixture(scope="module")
-def all_versions(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Found]:
+@pytest.fixture(
+    scope="module",
+    params=[
+        3,
+        pytest.param(2, marks=pytest.mark.faults),
+        pytest.param(5, marks=pytest.mark.faults),
+    ],
+)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+    """The number of ranks, and what they saved."""
     folder = tmp_path_factory.mktemp("deepspeed")
-    process = forking().Process(target=run_all, args=(NUM_RANKS, str(folder)))
+    process = forking().Process(target=run_all, args=(request.param, CASES, folder))
     process.start()
     process.join(patient(200))
     process.kill()
     assert process.exitcode == 0
-    return {
-        num: dict(zip(cases, torch.load(folder / str(num), weights_only=False), strict=True))
-        for num, cases in NUM_RANKS.items()
-    }
+    return request.param, folder
 
 
-@pytest.fixture(params=NUM_RANKS)
-def versions(request: pytest.FixtureRequest, all_versions: dict[int, Found]) -> Found:
-    return all_versions[request.param]
+@pytest.fixture(scope="module")
+def versions(saved: tuple[int, Path]) -> Found:
+    return dict(zip(CASES, torch.load(saved[1] / "versions", weights_only=False), strict=True))
 
 
 def in_engine(version: Version) -> dict[str, torch.Tensor]:
@@ -96,3 +102,12 @@ def test_gathered_parameters_are_refused_and_changed_ones_are(versions) -> None:
             assert "leave deepspeed.zero.GatheredParameters" in within
             assert "was changed while it was gathered" in changed
             assert after == "none"
+
+
+def test_a_rank_gathers_nothing(saved: tuple[int, Path]) -> None:
+    num_ranks, folder = saved
+    ranks: list[Memory] = torch.load(folder / "memory", weights_only=False)
+    assert len(ranks) == num_ranks
+    for rank in ranks:
+        assert rank.send_buffer == pytest.approx(rank.model / num_ranks, rel=0.01)
+        assert rank.extra < rank.model // 8

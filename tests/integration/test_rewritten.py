@@ -50,7 +50,7 @@ class DigestsAgain(HostTable):
 
 @pytest.fixture(autouse=True)
 def _tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsync.sources.module.HostTable", DigestsAgain)
+    monkeypatch.setattr("weightsync.sources.tensors.HostTable", DigestsAgain)
 
 
 def write_between_copy_and_digest(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,8 +66,8 @@ class DeepSpeedSource(TensorSource):
             segments += its
         return LocalWeights(RankLayout(tuple(metas), tuple(segments), tied), self._tensors())
 
-    def _watch(self, weights: LocalWeights) -> AddressGuard:
-        return AddressGuard(self.model.module, weights.tensors, part=_PART)
+    def _watch(self, weights: LocalWeights) -> _Guard:
+        return _Guard(self.model.module, weights.tensors, part=_PART)
 
     def _tensors(self) -> Mapping[str, torch.Tensor]:
         return {
@@ -93,6 +93,13 @@ class DeepSpeedSource(TensorSource):
                 f"trainer {self._rank}: {name} was changed while it was gathered, and its partition was not: "
                 "change it within deepspeed.zero.GatheredParameters(..., modifier_rank=0)"
             )
+
+
+class _Guard(AddressGuard):
+    """Addresses of an engine's module."""
+
+    def as_before(self, model: Any) -> bool:  # noqa: ANN401
+        return super().as_before(model.module)
 
 
 def _check_engine(engine: Any) -> None:  # noqa: ANN401

@@ -1,0 +1,100 @@
+"""The code of docs/trainers.md, with stand-ins for what trains."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.megatron_standin import Place, model_of
+from weightsync import Part, TrainerShard
+from weightsync.sources.megatron import MegatronSource
+
+PAGE = Path(__file__).parents[3] / "docs" / "trainers.md"
+CONFIG = SimpleNamespace(model_type="llama", vocab_size=11)
+
+
+def run(number: int, **names: Any) -> dict[str, Any]:
+    """The names that a block of the page defines, beside `names`."""
+    block = re.findall(r"^```python\n(.+?)^```", PAGE.read_text(encoding="utf-8"), re.S | re.M)[number]
+    names |= {"TrainerShard": TrainerShard, "re": re}
+    exec(compile(block, str(PAGE), "exec"), names)
+    return names
+
+
+class Auto:
+    """A model, or its configuration, in a folder."""
+
+    @staticmethod
+    def from_pretrained(path: str) -> Any:
+        assert path == "folder"
+        return nn.Linear(2, 3)
+
+
+def layout(trainer: TrainerShard) -> dict[str, tuple[int, ...]]:
+    return {meta.name: meta.shape for meta in trainer.sync_layout().tensors}
+
+
+def test_a_plain_module() -> None:
+    found = run(0, AutoModelForCausalLM=Auto, fully_shard=lambda module: module)
+    assert layout(found["Trainer"]("folder")) == {"weight": (3, 2), "bias": (3,)}
+
+
+def test_deepspeeds_engine() -> None:
+    def initialize(model: nn.Module, model_parameters: Any, config: str) -> tuple[Any, ...]:
+        assert list(model_parameters) == list(model.parameters())
+        return model, None, None, None
+
+    deepspeed = SimpleNamespace(initialize=initialize)
+    found = run(1, AutoModelForCausalLM=Auto, deepspeed=deepspeed, config="its own")
+    assert isinstance(found["Trainer"]("folder").model, nn.Linear)
+
+
+def test_megatrons_model_and_its_configuration() -> None:
+    class Configuration:
+        from_pretrained = staticmethod(lambda path: CONFIG)
+
+    chunk = model_of({"output_layer.weight": torch.zeros(16, 8)})
+    chunk.__class__ = type(
+        "MegatronModule", (type(chunk),), {"__module__": "megatron.core.transformer.module"}
+    )
+    trainer = run(2, AutoConfig=Configuration)["Trainer"]([chunk], "folder")
+    assert layout(trainer) == {"lm_head.weight": (11, 8)}
+
+
+def test_a_family_of_ones_own() -> None:
+    family, home = run(3)["qwen2_moe"], "decoder.layers.0.mlp.shared_experts."
+    parameters = {
+        f"{home}linear_fc1.weight": torch.zeros(6, 8),
+        f"{home}linear_fc2.weight": torch.zeros(8, 3),
+        f"{home}gate_weight": torch.zeros(1, 8),
+    }
+    source = MegatronSource(model_of(parameters, groups={"tp": Place(0, 2)}), family=family, vocab_size=11)
+    shapes = {meta.name.removeprefix("model.layers.0.mlp."): meta.shape for meta in source.layout().tensors}
+    assert shapes == {
+        "shared_expert.gate_proj.weight": (6, 8),
+        "shared_expert.up_proj.weight": (6, 8),
+        "shared_expert.down_proj.weight": (8, 6),
+        "shared_expert_gate.weight": (1, 8),
+    }
+
+
+def test_names_and_patterns() -> None:
+    trainer = run(4)["Trainer"]("folder")
+    policy = nn.ModuleDict({"norm": nn.LayerNorm(2), "value_head": nn.Linear(2, 1)})
+    trainer.model = nn.ModuleDict({"base_model": nn.ModuleDict({"model": policy})})
+    assert layout(trainer) == {"norm.weight": (2,), "norm.bias": (2,)}
+
+
+def test_parts_of_stacks() -> None:
+    names = run(5)["names"]
+    gate, up = (names(f"layers.3.moe.experts.{leaf}") for leaf in ("w1", "w3"))
+    assert (gate.tensor, gate.shape) == ("model.layers.3.mlp.experts.gate_up_proj", (128, 1536, 2048))
+    assert (gate.offset, up.offset) == ((0, 0, 0), (0, 768, 0))
+    down = Part("model.layers.3.mlp.experts.down_proj", (128, 2048, 768))
+    assert names("layers.3.moe.experts.w2") == down
+    assert names("norm.weight") == "norm.weight"
