@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -66,8 +65,8 @@ ON_DEMAND = {
 """Cases that differ from others in one size alone; they run with ``-m faults``."""
 
 
-def cases(chosen: Iterable[Case] = CASES) -> list[ParameterSet]:
-    """Return parameters for tests of `chosen` cases."""
+def cases(chosen: Iterable[Case] = CASES) -> list[Any]:
+    """Return pytest parameters for `chosen` cases."""
     return [
         pytest.param(
             case,
