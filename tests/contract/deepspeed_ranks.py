@@ -112,6 +112,18 @@ def gather(mine: Any) -> list[Any]:
     return found
 
 
+def offloaded(engine: Any, plan: Plan, rank: int) -> Version:
+    """Train, release all partitions, publish, and restore them."""
+    train(engine, rank)
+    source = make_source(engine, offloads=True)
+    source.layout()
+    share, _ = publish(source, plan, rank, offload=True)
+    parts = [parameter.ds_tensor for parameter in engine.module.parameters()]
+    assert {part.untyped_storage().nbytes() for part in parts} == {0}
+    source.onload()  # type: ignore[attr-defined]
+    return Version(plan, gather(share), gathered(engine.module))
+
+
 def refusals(engine: Any, source: ModelSource) -> Iterator[str]:
     """What a rank says when it is asked while parameters are gathered or changed."""
     import deepspeed
@@ -151,6 +163,7 @@ def run_ranks(rank: int, num_ranks: int, meeting: str, cases: list[Case], out: P
                 share, _ = publish(source, plan, rank)
                 versions.append(Version(plan, gather(share), gathered(engine.module)))
             if stage == 3:
+                versions.append(offloaded(engine, plan, rank))
                 versions.append(Version(plan, [], {}, tuple(refusals(engine, source))))
             found.append(versions)
     if rank == 0:

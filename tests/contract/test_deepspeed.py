@@ -70,7 +70,7 @@ def in_engine(version: Version) -> dict[str, torch.Tensor]:
 def test_each_version_is_what_deepspeed_gathers(versions) -> None:
     for case, found in versions.items():
         published = [version for version in found if version.shares]
-        assert len(published) == 3
+        assert len(published) == 3 + (case[0] == 3)
         for version in published:
             for name, tensor in in_engine(version).items():
                 assert torch.equal(tensor, version.whole[name].to(tensor.dtype)), (case, name)

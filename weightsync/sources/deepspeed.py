@@ -77,8 +77,11 @@ class DeepSpeedSource(TensorSource):
     def _finish(self) -> None:
         """Require that partitions hold all changes that were made to gathered parameters.
 
-        A forward pass may leave parameters gathered; their partitions are up to date.
+        A forward pass may leave parameters gathered; their partitions are up to date. Those of offloaded
+        weights were looked at before they were released.
         """
+        if self._offloaded:
+            return
         whole = [(name, held) for name, held in self._partitioned if held.ds_status.name == "AVAILABLE"]
         for name, held in whole:
             if getattr(held, _CONTEXT_DEPTH, 0):
