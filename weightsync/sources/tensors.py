@@ -175,7 +175,7 @@ class TensorSource(ABC):
                 (piece, segment_view(live[segment.buffer], segment)[piece.box.slices(segment.box)])
                 for piece, segment in self._sources
             ]
-            self._in_place = InPlace(plan, cuts, next(iter(live.values())).device)
+            self._in_place = InPlace(plan, cuts, live[layout.segments[0].buffer].device)
             return Attached(plan.digest(), Export(layout, self._exported))
         warm_up()
         self._send_buffer = SharedBuffer.open(send_buffer)
