@@ -41,7 +41,12 @@ def engine_of(stage: int, threshold: int = 0, offload: str = "none") -> Iterator
 
     zero: dict[str, object] = {"stage": stage}
     if stage == 3:
-        zero |= {"stage3_param_persistence_threshold": threshold, "offload_param": {"device": offload}}
+        zero |= {"stage3_param_persistence_threshold": threshold}
+        zero |= (
+            {"zero_hpz_partition_size": dist.get_world_size()}
+            if offload == "secondary"
+            else {"offload_param": {"device": offload}}
+        )
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},

@@ -21,11 +21,15 @@ CASES = [
     (3, 60, "none"),
     (3, 100_000, "none"),
     (3, 60, "cpu"),
+    (3, 60, "secondary"),
     (1, 0, ""),
     (2, 0, ""),
     (0, 0, ""),
 ]
-"""ZeRO's stage, elements of the largest parameter that stays whole, and where partitions are offloaded to."""
+"""ZeRO's stage, elements of the largest parameter that stays whole, and where partitions are offloaded to.
+
+"secondary" is ZeRO++ with a second partition within each host.
+"""
 
 Found = dict[tuple[int, int, str], list[Version]]
 
