@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from weightsync.errors import ConfigError
-from weightsync.recipes import launcher
+from weightsync.recipes import inputs, launcher
 from weightsync.recipes.launcher import Launcher
 from weightsync.recipes.recipe import EngineSpec, Recipe
 
@@ -42,3 +42,11 @@ def test_engines_that_start_on_gpus_only_are_refused_before_they_start(
     assert refused.value.field == "engines.main.kind"
     assert f"the recipe wants 2 GPUs, the cluster has {num_gpus}" in str(refused.value)
     assert "--set trainers.count=1 --set engines.main.count=1" in str(refused.value)
+
+
+def test_a_trainer_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "find_spec", lambda name: None)
+    refused = r"trainers\.kind: 'deepspeed' is not valid; .*pip install 'weightsync\[deepspeed\]'"
+    with pytest.raises(ConfigError, match=refused):
+        inputs.runnable_recipe("quickstart", ["trainers.kind=deepspeed"])
+    assert inputs.runnable_recipe("quickstart", ["trainers.kind=plain"]).trainers.kind == "plain"
