@@ -155,7 +155,10 @@ def plan(
         str | None, typer.Option(help="A YAML file, or a model of configs/models, such as qwen3-8b.")
     ] = None,
     trainers: Annotated[
-        str | None, typer.Option(help="fsdp=8, hsdp=4x8 (4 replicas of 8 shards) or tp=8,ep=8,pp=2,dp=1.")
+        str | None,
+        typer.Option(
+            help="fsdp=8, hsdp=4x8 (4 replicas of 8 shards), zero=8 (ZeRO-3) or tp=8,ep=8,pp=2,dp=1."
+        ),
     ] = None,
     engine: Annotated[str | None, typer.Option(help="tp=8, tp=8,ep=8 or tp=4,dp=4,ep=16.")] = None,
     engines: Annotated[int | None, typer.Option(help="How many such engines; 1 if not given.")] = None,

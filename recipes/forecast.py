@@ -22,8 +22,8 @@ from weightsync.plan.estimate import OTHER_HOST, DirectFloor, Receiver, direct_f
 from weightsync.plan.explain import count_text, time_text
 from weightsync.recipes.grids import engine_layout, trainer_layout
 from weightsync.recipes.hosts import HostSpec
-from weightsync.recipes.parallel import EngineParallel, Fsdp, Megatron
-from weightsync.recipes.recipe import MoeSpec, Recipe
+from weightsync.recipes.parallel import EngineParallel, Fsdp, TrainerParallel, Zero
+from weightsync.recipes.recipe import MoeSpec, Recipe, TrainerSpec
 from weightsync.recipes.shapes import MixtureShape, ModelShape, checkpoint_tensors
 
 __all__ = ["Scene", "forecast", "recipe_scene"]
@@ -47,7 +47,7 @@ class Scene:
 
     name: str
     model: ModelShape
-    trainers: Fsdp | Megatron
+    trainers: TrainerParallel
     engines: tuple[EngineParallel, ...] = (EngineParallel(),)
     apart: bool = False
     offloaded: bool = False
@@ -93,13 +93,22 @@ def recipe_scene(recipe: Recipe, cluster: tuple[str, HostSpec] | None, *, offloa
     return Scene(
         name=recipe.name,
         model=shape,
-        trainers=Fsdp(recipe.trainers.count),
+        trainers=_trainers(recipe.trainers),
         engines=tuple(EngineParallel(tp=spec.tensor_parallel_size) for spec in recipe.engine_specs.values()),
         apart=recipe.placement == "disaggregated",
         offloaded=offloaded or recipe.loop.sleep > 0,
         cluster=cluster,
         sync=recipe.sync,
     )
+
+
+def _trainers(spec: TrainerSpec) -> TrainerParallel:
+    kinds: dict[str, TrainerParallel] = {
+        "fsdp2": Fsdp(spec.count),
+        "deepspeed": Zero(spec.count),
+        "plain": Fsdp(shards=1, replicas=spec.count),
+    }
+    return kinds[spec.kind]
 
 
 def _mixture(spec: MoeSpec | None) -> MixtureShape | None:

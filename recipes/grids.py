@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from weightsync.errors import ConfigError
 from weightsync.plan import Layout, TensorMeta
 from weightsync.recipes.cuts import BEHIND, Cut, Kind, RankPosition, lay_out, partition
-from weightsync.recipes.parallel import EngineParallel, Fsdp, Megatron
+from weightsync.recipes.parallel import EngineParallel, Fsdp, Megatron, TrainerParallel, Zero
 from weightsync.recipes.shapes import ModelShape
+from weightsync.recipes.zero import zero_layout
 
 __all__ = ["engine_layout", "trainer_layout"]
 
+_BUFFER = "e_score_correction_bias"
 _ENGINE_VOCAB, _MEGATRON_VOCAB = 64, 128
 """By default vLLM pads a vocabulary to a multiple of this, Megatron to a multiple of this times tp."""
 
@@ -19,17 +21,20 @@ _ENGINE_VOCAB, _MEGATRON_VOCAB = 64, 128
 def trainer_layout(
     tensors: Sequence[TensorMeta],
     model: ModelShape,
-    parallel: Fsdp | Megatron,
+    parallel: TrainerParallel,
 ) -> Layout:
     """Return what trainer ranks hold of `tensors`, some or all of the model's.
 
-    FSDP cuts by rows like ``torch.chunk``: ranks after the last row hold nothing. A router's bias, a buffer,
-    is whole on each rank. Fused parameters are laid out as in Megatron: query, key and value rows of each
-    group together, gate rows before up rows.
+    FSDP cuts by rows like ``torch.chunk``: ranks after the last row hold nothing. ZeRO-3 cuts flattened
+    tensors. A router's bias, a buffer, is whole on each rank of both. Megatron's fused parameters have query,
+    key and value rows of each group together, and gate rows before up rows.
 
     Raises:
         ConfigError: the model cannot be cut so.
     """
+    if isinstance(parallel, Zero):
+        whole = [number for number, meta in enumerate(tensors) if meta.name.endswith(_BUFFER)]
+        return zero_layout(tensors, parallel.num_ranks, model.tied, whole)
     if isinstance(parallel, Fsdp):
         shards = parallel.shards
         positions = [
@@ -93,7 +98,7 @@ def engine_layout(
 
 
 def _rows(kind: Kind, shards: int) -> Cut:
-    if kind.what == "e_score_correction_bias":
+    if kind.what == _BUFFER:
         return Cut()
     return Cut(parts=shards, size=-(-kind.meta.shape[0] // shards))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from weightsync.errors import ConfigError, nearest
 
-__all__ = ["EngineParallel", "Fsdp", "Megatron", "parse_engine", "parse_trainers"]
+__all__ = ["EngineParallel", "Fsdp", "Megatron", "TrainerParallel", "Zero", "parse_engine", "parse_trainers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,13 @@ class Fsdp:
     @property
     def num_ranks(self) -> int:
         return self.shards * self.replicas
+
+
+@dataclass(frozen=True, slots=True)
+class Zero:
+    """DeepSpeed ZeRO-3: each rank has an equal run of every tensor's flattened elements."""
+
+    num_ranks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,20 +72,25 @@ class EngineParallel:
         return self.tp * self.dp
 
 
-def parse_trainers(text: str) -> Fsdp | Megatron:
-    """Parse ``fsdp=8``, ``hsdp=4x8`` (4 replicas of 8 shards) or ``tp=8,ep=8,pp=2,dp=1``.
+TrainerParallel = Fsdp | Megatron | Zero
+
+
+def parse_trainers(text: str) -> TrainerParallel:
+    """Parse ``fsdp=8``, ``hsdp=4x8`` (4 replicas of 8 shards), ``zero=8`` or ``tp=8,ep=8,pp=2,dp=1``.
 
     Any part may be left out.
 
     Raises:
         ConfigError: an unknown key, one given twice, or a number that is none.
     """
-    pairs = _pairs("--trainers", text, ("fsdp", "hsdp", "tp", "ep", "pp", "dp"))
-    alone = next((key for key in ("fsdp", "hsdp") if key in pairs), None)
+    pairs = _pairs("--trainers", text, ("fsdp", "hsdp", "zero", "tp", "ep", "pp", "dp"))
+    alone = next((key for key in ("fsdp", "hsdp", "zero") if key in pairs), None)
     if alone and len(pairs) > 1:
         raise ConfigError("--trainers", text, f"give {alone} alone, or tp, ep, pp and dp")
     if alone == "fsdp":
         return Fsdp(_count("--trainers fsdp", pairs["fsdp"]))
+    if alone == "zero":
+        return Zero(_count("--trainers zero", pairs["zero"]))
     if alone == "hsdp":
         replicas, _, shards = pairs["hsdp"].partition("x")
         if not shards:

@@ -15,6 +15,7 @@ from tests.unit.recipes.small_models import DENSE, GLM, MLA, MOE, SMALL
 from weightsync.errors import ConfigError
 from weightsync.plan import Layout, Members, TensorMeta, make_plan
 from weightsync.plan.coverage import check_live
+from weightsync.plan.runs import run_segments
 from weightsync.recipes.catalog import load, shipped
 from weightsync.recipes.cuts import partition
 from weightsync.recipes.grids import engine_layout, trainer_layout
@@ -162,7 +163,7 @@ def test_latent_attention_is_fused_where_it_is_not_cut() -> None:
         np.testing.assert_array_equal(got[f"{at}.{leaf}.weight"], part(model[f"{at}.{leaf}.weight"], 2, 4))
 
 
-TRAINERS = ["fsdp=1", "fsdp=5", "hsdp=2x3", "tp=2", "tp=2,pp=2", "pp=3,dp=2"]
+TRAINERS = ["fsdp=1", "fsdp=5", "hsdp=2x3", "zero=1", "zero=5", "tp=2", "tp=2,pp=2", "pp=3,dp=2"]
 EXPERT_TRAINERS = ["tp=2,dp=3,ep=6,pp=2", "dp=4,ep=2", "tp=2,dp=2,ep=4,pp=3"]
 
 
@@ -206,6 +207,22 @@ def test_fsdp_cuts_as_torch_chunk_does(shards: int) -> None:
                 )
             else:
                 assert meta.name not in held
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 7])
+def test_zero_cuts_flattened_tensors(num_ranks: int) -> None:
+    tensors = checkpoint_tensors(GLM)
+    layout = trainer_layout(tensors, GLM, parse_trainers(f"zero={num_ranks}"))
+    for rank in range(num_ranks):
+        found = layout.segments(rank)
+        for meta in tensors:
+            size = -(-meta.numel // num_ranks)
+            start, stop = min(rank * size, meta.numel), min((rank + 1) * size, meta.numel)
+            if meta.name.endswith("e_score_correction_bias"):
+                start, stop = 0, meta.numel
+            assert [each for each in found if each.tensor == meta.name] == [
+                *run_segments(meta, start, stop, meta.name)
+            ]
 
 
 def test_hsdp_repeats_the_shards() -> None:

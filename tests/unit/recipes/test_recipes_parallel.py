@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from weightsync.errors import ConfigError
-from weightsync.recipes.parallel import EngineParallel, Fsdp, Megatron, parse_engine, parse_trainers
+from weightsync.recipes.parallel import EngineParallel, Fsdp, Megatron, Zero, parse_engine, parse_trainers
 
 
 @pytest.mark.parametrize(
@@ -11,6 +11,7 @@ from weightsync.recipes.parallel import EngineParallel, Fsdp, Megatron, parse_en
     [
         ("fsdp=8", Fsdp(8), 8),
         ("hsdp=4x8", Fsdp(shards=8, replicas=4), 32),
+        ("zero=8", Zero(8), 8),
         ("tp=8,ep=8,pp=2", Megatron(tp=8, ep=8, pp=2), 16),
         ("pp=3,dp=2", Megatron(pp=3, dp=2), 6),
         ("tp=2,dp=4,ep=8", Megatron(tp=2, dp=4, ep=8), 8),
