@@ -84,7 +84,7 @@ def test_every_command_for_a_cluster_is_one_that_there_is() -> None:
 def test_a_cluster_is_started_and_takes_a_job_where_a_token_was_written() -> None:
     first, *_ = commands("recipes/README.md", "On a Ray cluster")
     said = run(A_TOKEN_IS_THERE + first, 140)
-    assert "ok       ray cluster       127.0.0.1:6379: " in said
+    assert re.search(r"ok +ray cluster +127\.0\.0\.1:6379: ", said)
     assert "succeeded" in said.splitlines()[-2]
 
 
@@ -106,4 +106,4 @@ def test_every_command_for_a_cluster_works(before: str) -> None:
 def test_a_run_takes_the_cluster_of_a_shell_that_knows_no_token() -> None:
     """Ray finds a token by itself for ``auto``, and the cluster has taken it without being told."""
     said = run(A_LOOP_RAN_BEFORE + "ray start --head\nRAY_ADDRESS=auto weightsync doctor\n", 280)
-    assert "ok       ray cluster       auto: " in said
+    assert re.search(r"ok +ray cluster +auto: ", said)
