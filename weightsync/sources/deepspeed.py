@@ -16,12 +16,11 @@ from weightsync.memory.tensors import byte_strides, meta_of, named_tensors
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 from weightsync.plan.runs import run_segments
 from weightsync.sources.local_weights import LocalWeights
-from weightsync.sources.selection import Names
 from weightsync.sources.tensors import TensorSource
 from weightsync.sources.tested import warn_untested
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Mapping, Sequence
 
 __all__ = ["DeepSpeedSource", "is_partitioned"]
 
@@ -42,20 +41,10 @@ class DeepSpeedSource(TensorSource):
     persist whole on every rank: DeepSpeed's optimizer writes the partition first.
     """
 
-    def __init__(
-        self,
-        model: Any,  # noqa: ANN401 - deepspeed.DeepSpeedEngine, which is not imported here
-        exclude: Collection[str] = (),
-        *,
-        names: Names | None = None,
-        offloads: bool = False,
-        hf_config: Any = None,  # noqa: ANN401 - transformers'
-    ) -> None:
-        super().__init__(model, exclude, names=names, offloads=offloads, hf_config=hf_config)
-        _check_engine(model)
-        self._partitioned: list[tuple[str, Any]] = []
+    _partitioned: Sequence[tuple[str, Any]] = ()
 
     def _weights(self) -> LocalWeights:
+        _check_engine(self.model)
         held, tied = named_tensors(self.model.module)
         self._partitioned = [(name, tensor) for name, tensor in held.items() if is_partitioned(tensor)]
         metas: list[TensorMeta] = []

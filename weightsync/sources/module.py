@@ -10,6 +10,7 @@ from weightsync.errors import ConfigError
 from weightsync.memory.addresses import AddressGuard, is_sharded, local_tensor
 from weightsync.memory.tensors import byte_strides, meta_of, named_tensors
 from weightsync.plan import Box, RankLayout, Segment
+from weightsync.sources.deepspeed import is_partitioned
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.tensors import TensorSource
 
@@ -22,7 +23,7 @@ class ModuleSource(TensorSource):
     def _weights(self) -> LocalWeights:
         tensors, tied = named_tensors(self.model)
         for name, tensor in tensors.items():
-            if hasattr(tensor, "ds_tensor"):
+            if is_partitioned(tensor):
                 remedy = (
                     f"{name} is partitioned by ZeRO-3: give the engine that deepspeed.initialize returned"
                 )

@@ -72,3 +72,10 @@ def test_a_source_that_takes_anothers_place_has_to_be_connected() -> None:
         StateError, match=r"self\.source was replaced after connect\(\): call connect\(\) again"
     ):
         shard.sync_publish(True)
+
+
+def test_a_module_that_zero_partitioned_is_refused_without_its_engine() -> None:
+    model = nn.Linear(2, 2)
+    model.weight.ds_tensor = model.weight.data.view(-1)  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"ZeRO-3 partitions weight: give the engine that deepspeed\.init"):
+        make_source(model).layout()
