@@ -77,5 +77,5 @@ def test_a_source_that_takes_anothers_place_has_to_be_connected() -> None:
 def test_a_module_that_zero_partitioned_is_refused_without_its_engine() -> None:
     model = nn.Linear(2, 2)
     model.weight.ds_tensor = model.weight.data.view(-1)  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"weight is partitioned by ZeRO-3: give the engine that deepspeed\.init"):
+    with pytest.raises(ConfigError, match=r"weight is partitioned by ZeRO-3: give the engine"):
         make_source(model).layout()

@@ -72,23 +72,21 @@ def _latent_attention() -> Iterator[Rule]:
     yield Rule("self_attention.linear_proj.weight", "self_attn.o_proj.weight", Cut.COLUMNS)
 
 
-def _mlp(
-    module: str = "mlp", name: str = "mlp", leaves: tuple[str, str, str] = _GATE_UP_DOWN
-) -> Iterator[Rule]:
-    gate, up, down = (f"{name}.{leaf}.weight" for leaf in leaves)
+def _mlp(module: str = "mlp", name: str = "mlp") -> Iterator[Rule]:
+    gate, up, down = (f"{name}.{leaf}.weight" for leaf in _GATE_UP_DOWN)
     yield Rule(f"{module}.linear_fc1.weight", (gate, up), Cut.GATED)
     yield Rule(f"{module}.linear_fc2.weight", down, Cut.COLUMNS)
 
 
-def _experts(name: str = "mlp", leaves: tuple[str, str, str] = _GATE_UP_DOWN) -> Iterator[Rule]:
-    """Yield routed experts and their router, `name` being the block's in the checkpoint.
+def _experts() -> Iterator[Rule]:
+    """Yield routed experts and their router.
 
     Experts are modules of their own, one parameter each in Transformer Engine's grouped layers, or stacked.
     """
-    expert = f"{name}.experts.{{expert}}"
-    gate, up, down = (f"{expert}.{leaf}.weight" for leaf in leaves)
-    yield Rule("mlp.router.weight", f"{name}.gate.weight")
-    yield from _mlp("mlp.experts.local_experts.{expert}", expert, leaves)
+    expert = "mlp.experts.{expert}"
+    gate, up, down = (f"{expert}.{leaf}.weight" for leaf in _GATE_UP_DOWN)
+    yield Rule("mlp.router.weight", "mlp.gate.weight")
+    yield from _mlp("mlp.experts.local_experts.{expert}", expert)
     yield Rule("mlp.experts.linear_fc1.weight{expert}", (gate, up), Cut.GATED)
     yield Rule("mlp.experts.linear_fc2.weight{expert}", down, Cut.COLUMNS)
     yield Rule("mlp.experts.weight1", (gate, up), Cut.STACKED_GATED)
@@ -133,7 +131,6 @@ def _family(name: str, *layer: Iterable[Rule], predicts: bool = False) -> Family
 _DENSE = (*_norms(), *_attention(), *_mlp())
 _DEEPSEEK = (*_norms(), *_latent_attention(), *_mlp(), *_experts(), *_shared_experts(), _expert_bias())
 _GLM = (*_DENSE, *_experts(), *_shared_experts(), _expert_bias())
-_MIXTRAL = (*_norms(), *_attention(), *_experts("block_sparse_moe", ("w1", "w3", "w2")))
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -143,7 +140,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "kimi_k2": _family("kimi_k2", _DEEPSEEK, predicts=True),
         "llama": _family("llama", _DENSE),
         "mistral": _family("mistral", _DENSE),
-        "mixtral": _family("mixtral", _MIXTRAL),
+        "mixtral": _family("mixtral", _DENSE, _experts()),
         "qwen2": _family("qwen2", _DENSE),
         "qwen3": _family("qwen3", _DENSE),
         "qwen3_moe": _family("qwen3_moe", _DENSE, _experts()),
