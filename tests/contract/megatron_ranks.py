@@ -298,7 +298,7 @@ def build(case: Case, folder: Path) -> list[nn.Module]:
             GPTModel(
                 config=config,
                 transformer_layer_spec=spec,
-                vocab_size=-(-VOCAB // step) * step,
+                vocab_size=-(-wanted.vocab_size // step) * step,
                 max_sequence_length=32,
                 pre_process=first,
                 post_process=last,
