@@ -21,8 +21,9 @@ def zero_layout(
     `whole` are positions of tensors that are no parameters: each rank has all of them.
     """
     alike: dict[tuple[TensorMeta, int], list[int]] = {}
+    buffers = set(whole)
     for number, meta in enumerate(tensors):
-        num_parts = 1 if number in {*whole} else num_ranks
+        num_parts = 1 if number in buffers else num_ranks
         alike.setdefault((TensorMeta("", meta.dtype, meta.shape), num_parts), []).append(number)
     ndim = max(len(meta.shape) for meta in tensors)
     columns = [_columns(meta, numbers, parts, num_ranks, ndim) for (meta, parts), numbers in alike.items()]

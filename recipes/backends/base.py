@@ -20,7 +20,7 @@ class Backend(ABC):
 
     Attributes:
         model: what `TrainerShard` reads.
-        optimizer: whose learning rate a schedule sets.
+        optimizer: the optimiser; the learner's schedule sets its learning rate.
     """
 
     model: Any

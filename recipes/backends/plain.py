@@ -1,4 +1,4 @@
-"""Trains replicas of a plain module, whose gradients DDP averages."""
+"""Trains replicas of a plain module. DDP averages their gradients."""
 
 from __future__ import annotations
 

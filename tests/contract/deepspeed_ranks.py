@@ -178,7 +178,7 @@ def run_ranks(rank: int, num_ranks: int, meeting: str, cases: list[Case], out: P
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a model, of a rank's send buffer, and that the rank's process took besides to publish."""
+    """Bytes of a model and of a rank's send buffer, and what publishing took beyond them."""
 
     model: int
     send_buffer: int

@@ -278,7 +278,7 @@ class EngineFeed:
 
         Returns ``sink.finish()``: a digest per tensor of the plan. Raises DeadlineError when the holder sends
         nothing for `timeout_s`, TransportError when it gave up, EngineError for other errors of `sink`. The
-        holder is told of any error, so that it stops waiting, except while an earlier load still runs.
+        holder learns of any error, so that it stops waiting, except while an earlier load still runs.
         """
         # An earlier load that was given up may still be writing a bucket.
         if not self._busy.acquire(timeout=timeout_s):

@@ -53,15 +53,13 @@ class DeepSpeedSource(TensorSource):
             meta, its = _declare(name, tensor)
             metas.append(meta)
             segments += its
-        return LocalWeights(RankLayout(tuple(metas), tuple(segments), tied), self._tensors())
+        return LocalWeights(RankLayout(tuple(metas), tuple(segments), tied), _live(held))
 
     def _watch(self, weights: LocalWeights) -> _Guard:
         return _Guard(self.model.module, weights.tensors, part=_PART)
 
     def _tensors(self) -> Mapping[str, torch.Tensor]:
-        return {
-            name: getattr(held, _PART, held) for name, held in named_tensors(self.model.module)[0].items()
-        }
+        return _live(named_tensors(self.model.module)[0])
 
     def _finish(self) -> None:
         """Require that partitions hold all changes that were made to gathered parameters.
@@ -78,9 +76,9 @@ class DeepSpeedSource(TensorSource):
                     f"trainer {self._rank}: {name} is gathered, so its partition is not what it will be: "
                     "leave deepspeed.zero.GatheredParameters before weights are sent"
                 )
-        differ = [_differs(held) for _, held in whole]
-        if differ and bool(torch.stack(differ).any()):
-            name = whole[torch.stack(differ).tolist().index(True)][0]
+        differ = torch.stack([_differs(held) for _, held in whole]).tolist() if whole else []
+        if True in differ:
+            name, _ = whole[differ.index(True)]
             raise StateError(
                 f"trainer {self._rank}: {name} was changed while it was gathered, and its partition was not: "
                 "change it within deepspeed.zero.GatheredParameters(..., modifier_rank=0)"
@@ -92,6 +90,11 @@ class _Guard(AddressGuard):
 
     def as_before(self, model: Any) -> bool:  # noqa: ANN401
         return super().as_before(model.module)
+
+
+def _live(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors that have the memory of `held`."""
+    return {name: getattr(tensor, _PART, tensor) for name, tensor in held.items()}
 
 
 def _check_engine(engine: Any) -> None:  # noqa: ANN401

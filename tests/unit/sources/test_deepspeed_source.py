@@ -14,7 +14,7 @@ from weightsync.sources.deepspeed import DeepSpeedSource
 
 
 class Engine:
-    """As `deepspeed.initialize` returns it, over a module whose weight one of two ranks has half of."""
+    """A stand-in for DeepSpeed's engine: rank 1 of 2, which holds half of one weight."""
 
     def __init__(self, location: str | None = None, num_tensor_ranks: int = 1) -> None:
         self.module = nn.Linear(3, 2, bias=False)

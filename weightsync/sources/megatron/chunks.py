@@ -111,7 +111,7 @@ def as_chunks(model: nn.Module | Sequence[nn.Module], vocab_size: int | None) ->
 
 
 def _chunk(model: nn.Module, vocab_size: int) -> Chunk:
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not hasattr(config, "num_query_groups") or not hasattr(model, "decoder"):
         raise ConfigError(
             "self.model", type(model).__qualname__, "give Megatron-Core's GPTModel, or chunks of one"
@@ -127,7 +127,7 @@ def _chunk(model: nn.Module, vocab_size: int) -> Chunk:
         expert_tensor=_group(model, "expt_tp", "get_expert_tensor_parallel_group"),
         expert=expert,
         sizes=_sizes(config, vocab_size, expert.size),
-        num_layers=int(config.num_layers),  # type: ignore[union-attr]
+        num_layers=int(config.num_layers),
         num_experts=int(getattr(config, "num_moe_experts", None) or 0),
         is_tied=bool(getattr(model, "share_embeddings_and_output_weights", False)),
     )

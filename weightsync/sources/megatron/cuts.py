@@ -11,7 +11,7 @@ from types import MappingProxyType
 from weightsync.errors import ConfigError, PlanError
 from weightsync.plan import Box
 
-__all__ = ["Array", "Cut", "Group", "Part", "Sizes", "parts"]
+__all__ = ["Array", "Cut", "Group", "HeldBox", "Sizes", "parts"]
 
 
 @unique
@@ -101,7 +101,7 @@ class Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class HeldBox:
     """A box of a checkpoint's tensor in a local parameter.
 
     Attributes:
@@ -121,7 +121,7 @@ class Part:
     expert: int = 0
 
 
-def parts(cut: Cut, array: Array, group: Group, sizes: Sizes) -> tuple[Part, ...]:
+def parts(cut: Cut, array: Array, group: Group, sizes: Sizes) -> tuple[HeldBox, ...]:
     """Return the nonempty boxes that a rank of `group` holds in `array`.
 
     Raises:
@@ -131,26 +131,26 @@ def parts(cut: Cut, array: Array, group: Group, sizes: Sizes) -> tuple[Part, ...
     return tuple(part for part in _CUTTERS[cut](array, group, sizes) if part.box.numel)
 
 
-def _whole(array: Array, group: Group, sizes: Sizes) -> Iterator[Part]:
-    yield Part(0, array.shape, Box.whole(array.shape), 0, array.strides)
+def _whole(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
+    yield HeldBox(0, array.shape, Box.whole(array.shape), 0, array.strides)
 
 
-def _rows(array: Array, group: Group, sizes: Sizes) -> Iterator[Part]:
+def _rows(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
     count = array.shape[0]
     yield _run(array, 0, count * group.size, 0, count, count * group.rank)
 
 
-def _columns(array: Array, group: Group, sizes: Sizes) -> Iterator[Part]:
+def _columns(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
     if len(array.shape) != 2:
         raise PlanError(
             array.name, f"shape {array.shape}: a parameter that is cut by columns has two dimensions"
         )
     rows, count = array.shape
     box = Box((0, count * group.rank), array.shape)
-    yield Part(0, (rows, count * group.size), box, 0, array.strides)
+    yield HeldBox(0, (rows, count * group.size), box, 0, array.strides)
 
 
-def _vocabulary(array: Array, group: Group, sizes: Sizes) -> Iterator[Part]:
+def _vocabulary(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
     count, vocab_size = array.shape[0], sizes.vocab_size
     if count * group.size < vocab_size:
         padded = f"{array.name} has {count * group.size} rows over {group.size} ranks"
@@ -159,13 +159,13 @@ def _vocabulary(array: Array, group: Group, sizes: Sizes) -> Iterator[Part]:
     yield _run(array, 0, vocab_size, 0, min(count, vocab_size - first), first)
 
 
-def _gated(array: Array, group: Group, sizes: Sizes) -> Iterator[Part]:
+def _gated(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
     half = _half(array.name, array.shape[0])
     for tensor in range(2):
         yield _run(array, tensor, half * group.size, tensor * half, half, half * group.rank)
 
 
-def _qkv(array: Array, group: Group, sizes: Sizes) -> Iterator[Part]:
+def _qkv(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
     """Yield the overlaps of this rank's rows with each group's queries, key and value."""
     groups, dim, rows = sizes.num_query_groups, sizes.head_dim, array.shape[0]
     queries = sizes.num_heads // groups
@@ -184,30 +184,30 @@ def _qkv(array: Array, group: Group, sizes: Sizes) -> Iterator[Part]:
             at += count
 
 
-def _q_latent(array: Array, group: Group, sizes: Sizes) -> Iterator[Part]:
+def _q_latent(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
     return _latent(array, group, sizes.q_latent)
 
 
-def _kv_latent(array: Array, group: Group, sizes: Sizes) -> Iterator[Part]:
+def _kv_latent(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
     return _latent(array, group, sizes.kv_latent)
 
 
-def _latent(array: Array, group: Group, rows: int) -> Iterator[Part]:
+def _latent(array: Array, group: Group, rows: int) -> Iterator[HeldBox]:
     count = array.shape[0]
     if rows not in (count, count * group.size):
         raise PlanError(array.name, f"{count} rows on each of {group.size} ranks; the model has {rows}")
     yield _run(array, 0, rows, 0, count, 0 if count == rows else count * group.rank)
 
 
-def _stacked_gated(array: Array, group: Group, sizes: Sizes) -> Iterator[Part]:
+def _stacked_gated(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
     return _stacked_outputs(array, group, sizes.num_local_experts, 2)
 
 
-def _stacked_rows(array: Array, group: Group, sizes: Sizes) -> Iterator[Part]:
+def _stacked_rows(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
     return _stacked_outputs(array, group, sizes.num_local_experts, 1)
 
 
-def _stacked_outputs(array: Array, group: Group, num_experts: int, num_tensors: int) -> Iterator[Part]:
+def _stacked_outputs(array: Array, group: Group, num_experts: int, num_tensors: int) -> Iterator[HeldBox]:
     """Yield each expert's [outputs, inputs] of memory that is [experts, inputs, tensors · outputs]."""
     inputs, width = array.shape
     itemsize = _stack_itemsize(array, width, num_experts * num_tensors)
@@ -217,10 +217,10 @@ def _stacked_outputs(array: Array, group: Group, num_experts: int, num_tensors: 
     for expert in range(num_experts):
         for tensor in range(num_tensors):
             start = (expert * inputs * num_tensors + tensor) * count * itemsize
-            yield Part(tensor, shape, box, start, strides, expert)
+            yield HeldBox(tensor, shape, box, start, strides, expert)
 
 
-def _stacked_columns(array: Array, group: Group, sizes: Sizes) -> Iterator[Part]:
+def _stacked_columns(array: Array, group: Group, sizes: Sizes) -> Iterator[HeldBox]:
     """Yield each expert's [outputs, inputs] of memory that is [experts, inputs, outputs]."""
     height, outputs = array.shape
     itemsize = _stack_itemsize(array, height, sizes.num_local_experts)
@@ -228,10 +228,10 @@ def _stacked_columns(array: Array, group: Group, sizes: Sizes) -> Iterator[Part]
     shape, box = (outputs, count * group.size), Box((0, count * group.rank), (outputs, count))
     for expert in range(sizes.num_local_experts):
         start = expert * count * outputs * itemsize
-        yield Part(0, shape, box, start, (itemsize, outputs * itemsize), expert)
+        yield HeldBox(0, shape, box, start, (itemsize, outputs * itemsize), expert)
 
 
-_CUTTERS: Mapping[Cut, Callable[[Array, Group, Sizes], Iterator[Part]]] = MappingProxyType(
+_CUTTERS: Mapping[Cut, Callable[[Array, Group, Sizes], Iterator[HeldBox]]] = MappingProxyType(
     {
         Cut.WHOLE: _whole,
         Cut.ROWS: _rows,
@@ -248,11 +248,11 @@ _CUTTERS: Mapping[Cut, Callable[[Array, Group, Sizes], Iterator[Part]]] = Mappin
 )
 
 
-def _run(array: Array, tensor: int, rows: int, at: int, count: int, offset: int) -> Part:
+def _run(array: Array, tensor: int, rows: int, at: int, count: int, offset: int) -> HeldBox:
     """Return `count` rows from row `at` of the array: rows from `offset` of a tensor of `rows` rows."""
     shape, inner = (rows, *array.shape[1:]), (0,) * (len(array.shape) - 1)
     box = Box((offset, *inner), (count, *array.shape[1:]))
-    return Part(tensor, shape, box, at * array.strides[0], array.strides)
+    return HeldBox(tensor, shape, box, at * array.strides[0], array.strides)
 
 
 def _half(name: str, rows: int) -> int:
@@ -262,7 +262,7 @@ def _half(name: str, rows: int) -> int:
 
 
 def _stack_itemsize(array: Array, width: int, num_blocks: int) -> int:
-    """Return the bytes per element of contiguous memory, whose `width` is that of `num_blocks` blocks."""
+    """Return the bytes per element of a contiguous stack, of which `width` holds `num_blocks` blocks."""
     itemsize = array.strides[1]
     if array.strides[0] != array.shape[1] * itemsize:
         raise PlanError(array.name, "stacked experts are not contiguous in memory")

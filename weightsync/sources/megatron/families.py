@@ -93,8 +93,8 @@ def _experts() -> Iterator[Rule]:
     yield Rule("mlp.experts.weight2", down, Cut.STACKED_COLUMNS)
 
 
-def _shared_experts(name: str = "shared_experts") -> Iterator[Rule]:
-    yield from _mlp("mlp.shared_experts", f"mlp.{name}")
+def _shared_experts() -> Iterator[Rule]:
+    yield from _mlp("mlp.shared_experts", "mlp.shared_experts")
 
 
 def _expert_bias() -> Rule:

@@ -14,7 +14,7 @@ from weightsync.memory.tensors import byte_strides
 from weightsync.plan import RankLayout, Segment, TensorMeta
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.megatron.chunks import Chunk, as_chunks, held
-from weightsync.sources.megatron.cuts import Array, Group, Part, parts
+from weightsync.sources.megatron.cuts import Array, Group, HeldBox, parts
 from weightsync.sources.megatron.families import find_family
 from weightsync.sources.megatron.rules import Family, Match
 
@@ -108,7 +108,7 @@ class _Declared:
         layer = chunk.layer(name[: match.layer_end]) if match.layer_end else 0
         return [title.replace("{layer}", str(layer)) for title in titles]
 
-    def _declare(self, meta: TensorMeta, part: Part, buffer: str) -> None:
+    def _declare(self, meta: TensorMeta, part: HeldBox, buffer: str) -> None:
         segment = Segment(meta.name, part.box, buffer, part.start, part.strides)
         known = self._metas.setdefault(meta.name, meta)
         owner = self._owner.setdefault(meta.name, buffer)

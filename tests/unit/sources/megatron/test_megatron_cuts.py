@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from weightsync.errors import ConfigError, PlanError
 from weightsync.plan import Box
-from weightsync.sources.megatron.cuts import Array, Cut, Group, Part, Sizes, parts
+from weightsync.sources.megatron.cuts import Array, Cut, Group, HeldBox, Sizes, parts
 
 SMALL = st.integers(1, 4)
 NONE = Sizes(vocab_size=1, num_heads=1, num_query_groups=1, head_dim=1)
@@ -22,7 +22,7 @@ def numbered(*shape: int, start: int = 0) -> np.ndarray:
     return np.arange(start, start + int(np.prod(shape)), dtype=np.int32).reshape(shape)
 
 
-def view(memory: np.ndarray, part: Part) -> np.ndarray:
+def view(memory: np.ndarray, part: HeldBox) -> np.ndarray:
     """View a part as the library's segments are viewed: by bytes."""
     flat = np.ascontiguousarray(memory).reshape(-1)[part.start // 4 :]
     return np.lib.stride_tricks.as_strided(flat, part.box.extent, part.strides)
@@ -103,7 +103,7 @@ def test_latent_rows_are_cut_or_whole(ranks: int, rows: int, is_cut: bool) -> No
             check(cut, np.split(tensor, ranks), sizes, [[tensor]])
         else:
             (part,) = parts(cut, Array("p", tensor.shape, tensor.strides), Group(ranks - 1, ranks), sizes)
-            assert part == Part(0, tensor.shape, Box.whole(tensor.shape), 0, tensor.strides)
+            assert part == HeldBox(0, tensor.shape, Box.whole(tensor.shape), 0, tensor.strides)
 
 
 @given(SMALL, SMALL, SMALL, SMALL, st.booleans())
