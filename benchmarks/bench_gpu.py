@@ -52,7 +52,7 @@ from benchmarks.updates import (
 from weightsync import SyncConfig, WeightSync
 from weightsync.errors import WeightSyncError
 
-__all__ = ["main"]
+__all__ = ["main", "shown"]
 
 _LONG_MARKS = (10, 100, 200)
 
@@ -73,12 +73,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         notes += [trouble] if trouble else []
         for row in rows:
             tables.setdefault(str(row["table"]), []).append(row)
-            print(json.dumps(_shown(row)), flush=True)
+            print(json.dumps(shown(row)), flush=True)
         if args.json:  # write after each part, as a later one may be cut off
             done = [row for found in tables.values() for row in found]
             write_json(args.json, "sync-gpu", done, where, notes)
     for title, rows in tables.items():
-        print_table(title, [_shown(row) for row in rows], where, notes)
+        print_table(title, [shown(row) for row in rows], where, notes)
     if not tables:
         print("\n".join(notes))
 
@@ -208,7 +208,7 @@ def _extra(fleet: Fleet, before: Mapping[str, int]) -> int:
     return max(used - before[gpu] for gpu, used in fleet.used().items()) >> 20
 
 
-def _shown(row: Mapping[str, object]) -> dict[str, object]:
+def shown(row: Mapping[str, object]) -> dict[str, object]:
     """Return a row without columns that only the file has."""
     return {key: value for key, value in row.items() if key != "table" and not isinstance(value, list | dict)}
 

@@ -40,7 +40,17 @@ if TYPE_CHECKING:
     from weightsync.plan import Plan
     from weightsync.protocol.messages import FeedTicket
 
-__all__ = ["Destination", "EngineFront", "EngineRank", "Fleet", "ShardTrainer", "device_used", "start_fleet"]
+__all__ = [
+    "Destination",
+    "EngineFront",
+    "EngineRank",
+    "Fleet",
+    "ShardTrainer",
+    "device_used",
+    "register",
+    "start_engine",
+    "start_fleet",
+]
 
 Model = Sequence[Tensor]
 
@@ -82,7 +92,7 @@ class ShardTrainer(TrainerShard):
         modules = {"": self.model}
         for tensor in model:
             parameter = self._shard(tensor, mesh, device) if num_ranks > 1 else self._whole(tensor, device)
-            _register(modules, tensor.name, parameter)
+            register(modules, tensor.name, parameter)
 
     def change(self, version: int) -> None:
         """Write `version` into every element."""
@@ -238,15 +248,20 @@ def start_fleet(
 ) -> Fleet:
     """Start a rank per GPU; None is a CPU slot, shared by equal ranks."""
     meeting = tempfile.mktemp(prefix="weightsync-bench-")  # gloo creates it; ranks outlive this call
-    num_trainers, num_engines = len(trainer_gpus), len(engine_gpus)
+    num_trainers = len(trainer_gpus)
     trainers = [
         spawn(ShardTrainer, model, i, num_trainers, meeting, source, _slot(i, gpu), gpu=gpu)
         for i, gpu in enumerate(trainer_gpus)
     ]
-    ranks = [
-        spawn(EngineRank, model, i, num_engines, _slot(i, gpu), gpu=gpu) for i, gpu in enumerate(engine_gpus)
-    ]
-    return Fleet(trainers, ranks, spawn(EngineFront, ranks))
+    return start_engine(model, trainers, engine_gpus)
+
+
+def start_engine(
+    model: Model, trainers: Sequence[ActorHandle[Any]], gpus: Sequence[str | None], cls: type = EngineRank
+) -> Fleet:
+    """Start an engine with a rank of `cls` on each of `gpus`, for `trainers` that have been started."""
+    ranks = [spawn(cls, model, i, len(gpus), _slot(i, gpu), gpu=gpu) for i, gpu in enumerate(gpus)]
+    return Fleet(list(trainers), ranks, spawn(EngineFront, ranks))
 
 
 def _slot(rank: int, gpu: str | None) -> str | None:
@@ -260,7 +275,7 @@ async def _gather(calls: Sequence[Awaitable[Any]]) -> list[Any]:
         raise error.cause from error  # the controller expects our own errors, not nested ones
 
 
-def _register(modules: dict[str, nn.Module], name: str, tensor: torch.Tensor) -> None:
+def register(modules: dict[str, nn.Module], name: str, tensor: torch.Tensor) -> None:
     """Register a tensor.
 
     `modules` has all modules by name, as walking a large model is slow.

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 from weightsync.memory.tensors import named_tensors
 
-__all__ = ["KINDS", "save_qwen3"]
+__all__ = ["KINDS", "save_checkpoint", "save_qwen3"]
 
 # 5003 is a prime: the vocabulary is padded, and no rank has a full share.
 _SHAPE = {
@@ -44,10 +44,15 @@ def save_qwen3(path: Path, kind: str, seed: int) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             scale = 0.1 if "norm" in name else 0.02 if "embed" in name else 2 * parameter.shape[-1] ** -0.5
             parameter.copy_(torch.randn(parameter.shape, generator=draw) * scale + ("norm" in name))
-    config.save_pretrained(path)
-    tensors = {key: value for name, t in named_tensors(model)[0].items() for key, value in _on_disk(name, t)}
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    save_checkpoint(path, config, named_tensors(model)[0])
     return model
+
+
+def save_checkpoint(path: Path, config: PretrainedConfig, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Save a model's tensors and `config` in `path`, experts one by one."""
+    config.save_pretrained(path)
+    saved = {key: value for name, t in tensors.items() for key, value in _on_disk(name, t)}
+    save_file(saved, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def _on_disk(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
