@@ -90,11 +90,11 @@ def contexts(early: list[Any]) -> list[bool]:
 def started_early(sync: WeightSync) -> list[bool]:
     """Of each holder, whether its process began on its GPU before it was known who sits there."""
     holders = [*sync.holders().values()]
-    is_spare = [
-        it.__ray_call__.remote(lambda it: isinstance(it, Standby) and it.bound_to() == it.gauge(on=False)[0])
-        for it in holders
-    ]
-    return ray.get(is_spare)
+
+    def was_standby(it: Any) -> bool:
+        return isinstance(it, Standby) and it.bound_to() == it.sample_memory(on=False)[0]
+
+    return ray.get([holder.__ray_call__.remote(was_standby) for holder in holders])
 
 
 def check(engines: dict[str, Engine], wanted: dict[str, torch.Tensor]) -> None:
