@@ -5,22 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from weightsync.faults import inject, set_faults
+from weightsync.faults import Fault, inject, set_faults
+from weightsync.plan import Plan, RankLayout, TensorMeta
+from weightsync.protocol.handles import HostExport
+from weightsync.protocol.messages import Published
 from weightsync.protocol.timing import PhaseClock
 from weightsync.sources.checkpoint_store import CheckpointStore, Reading
-
-if TYPE_CHECKING:
-    from weightsync.faults import Fault
-    from weightsync.plan import Plan, RankLayout, TensorMeta
-    from weightsync.protocol.handles import HostExport
-    from weightsync.protocol.messages import Published
 
 __all__ = ["CheckpointShard", "spawn_shard"]
 

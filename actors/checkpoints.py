@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import ray
@@ -26,14 +26,11 @@ from weightsync.errors import (
     WeightSyncError,
     nearest,
 )
-from weightsync.protocol.handles import Attached
+from weightsync.faults import Fault
+from weightsync.plan import Plan, RankLayout, TensorMeta
+from weightsync.protocol.handles import Attached, BufferHandle
 from weightsync.protocol.messages import Published
 from weightsync.sources.checkpoint_store import Reading
-
-if TYPE_CHECKING:
-    from weightsync.faults import Fault
-    from weightsync.plan import Plan, RankLayout, TensorMeta
-    from weightsync.protocol.handles import BufferHandle
 
 __all__ = ["CheckpointRank", "Checkpoints"]
 

@@ -7,19 +7,15 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from weightsync.actors.claim import Claimable
 from weightsync.actors.placement import Placement
 from weightsync.engines import Engine, HasRankProcesses, Sleeps
 from weightsync.errors import ConfigError
-from weightsync.faults import inject, set_faults, split_by_rank
-
-if TYPE_CHECKING:
-    from weightsync.faults import Fault
-    from weightsync.plan import Plan, RankLayout
-    from weightsync.protocol.handles import Attached
-    from weightsync.protocol.messages import FeedTicket, Loaded
+from weightsync.faults import Fault, inject, set_faults, split_by_rank
+from weightsync.plan import Plan, RankLayout
+from weightsync.protocol.handles import Attached
+from weightsync.protocol.messages import FeedTicket, Loaded
 
 __all__ = ["EngineCalls"]
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -32,11 +32,9 @@ from weightsync.driver.engine_state import EngineRecord, EngineState
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.errors import ConfigError, PlanError, StateError, WeightSyncError, nearest
+from weightsync.faults import FaultPlan
 from weightsync.protocol.peers import TrainerPeer
-
-if TYPE_CHECKING:
-    from weightsync.faults import FaultPlan
-    from weightsync.report import SyncReport
+from weightsync.report import SyncReport
 
 __all__ = ["Membership"]
 

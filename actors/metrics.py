@@ -7,14 +7,12 @@ Ray exports each on its nodes' Prometheus endpoints, under its name here prefixe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
-if TYPE_CHECKING:
-    from weightsync.errors import WeightSyncError
-    from weightsync.plan import Cluster, Plan
-    from weightsync.report import HealReport, SyncReport
+from weightsync.errors import WeightSyncError
+from weightsync.plan import Cluster, Plan
+from weightsync.report import HealReport, SyncReport
 
 __all__ = ["Metrics"]
 

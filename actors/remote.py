@@ -6,7 +6,7 @@ Only this file knows both.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
@@ -14,10 +14,8 @@ from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledE
 from weightsync.actors.claim import Claim
 from weightsync.actors.placement import Placement
 from weightsync.errors import ConfigError, PeerError, PeerLostError, WeightSyncError
+from weightsync.faults import Fault
 from weightsync.protocol.peers import EnginePeer, HolderPeer, TrainerPeer
-
-if TYPE_CHECKING:
-    from weightsync.faults import Fault
 
 __all__ = [
     "Remote",

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weightsync.actors.claim import Claimable
 from weightsync.actors.placement import Placement
 from weightsync.errors import ConfigError, StateError
-from weightsync.faults import inject, set_faults
+from weightsync.faults import Fault, inject, set_faults
+from weightsync.plan import Plan, RankLayout
+from weightsync.protocol.handles import Attached, BufferHandle
+from weightsync.protocol.messages import Published
 from weightsync.protocol.timing import PhaseClock
 from weightsync.sources import ModelSource, Names, Offloads, Source, make_source
-
-if TYPE_CHECKING:
-    from weightsync.faults import Fault
-    from weightsync.plan import Plan, RankLayout
-    from weightsync.protocol.handles import Attached, BufferHandle
-    from weightsync.protocol.messages import Published
 
 __all__ = ["TrainerShard"]
 

@@ -10,7 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -27,13 +27,11 @@ from weightsync.driver.events import EngineFailed, EngineHealed
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.healing import Healer
 from weightsync.errors import ConfigError, DeadlineError, StateError, WeightSyncError, nearest
+from weightsync.faults import FaultPlan
 from weightsync.plan import Cluster, Plan
 from weightsync.plan.explain import count_text
 from weightsync.report import HealReport, Link, SyncReport
-
-if TYPE_CHECKING:
-    from weightsync.faults import FaultPlan
-    from weightsync.sources.checkpoint_store import Reading
+from weightsync.sources.checkpoint_store import Reading
 
 __all__ = ["WeightSync"]
 

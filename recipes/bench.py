@@ -6,11 +6,14 @@ with local_cluster(RunFolder(folder), threads_per_actor=1):
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from weightsync import WeightSync
+from ray.actor import ActorHandle
+
+from weightsync import SyncReport, WeightSync
 from weightsync.plan.explain import count_text
 from weightsync.recipes.bench_report import BenchReport
 from weightsync.recipes.calls import collect
@@ -20,14 +23,6 @@ from weightsync.recipes.launcher import Launcher
 from weightsync.recipes.recipe import Recipe
 from weightsync.recipes.screen import Screen
 from weightsync.recipes.steps import start
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import Any
-
-    from ray.actor import ActorHandle
-
-    from weightsync import SyncReport
 
 __all__ = ["run"]
 

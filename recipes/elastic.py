@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
 
 from weightsync import WeightSync
 from weightsync.recipes.calls import collect
 from weightsync.recipes.launcher import Launcher
 from weightsync.recipes.recipe import Recipe
 from weightsync.recipes.screen import Screen
-
-if TYPE_CHECKING:
-    from ray import ObjectRef
-    from ray.actor import ActorHandle
 
 __all__ = ["Elastic"]
 

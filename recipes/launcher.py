@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 import torch
+from ray.actor import ActorHandle
 from ray.util import get_placement_group, placement_group, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -22,9 +23,6 @@ from weightsync.recipes.calls import collect
 from weightsync.recipes.recipe import Recipe
 from weightsync.recipes.survival import actor_options
 from weightsync.recipes.trainer import GrpoTrainer
-
-if TYPE_CHECKING:
-    from ray.actor import ActorHandle
 
 __all__ = ["Launcher"]
 

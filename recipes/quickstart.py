@@ -8,10 +8,10 @@ with local_cluster(folder, threads_per_actor=1):
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
 
 from weightsync import SyncReport, WeightSync
 from weightsync.actors.detached import end_all
+from weightsync.faults import FaultPlan
 from weightsync.recipes.elastic import Elastic
 from weightsync.recipes.launcher import Launcher
 from weightsync.recipes.recipe import Recipe
@@ -22,10 +22,7 @@ from weightsync.recipes.screen import Screen
 from weightsync.recipes.steps import leave, sleep, start, train, update
 from weightsync.recipes.survival import find_actors, read_back
 from weightsync.recipes.task import ProblemSampler
-
-if TYPE_CHECKING:
-    from weightsync.faults import FaultPlan
-    from weightsync.report import HealReport
+from weightsync.report import HealReport
 
 __all__ = ["run"]
 

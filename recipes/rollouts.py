@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
+
+from ray.actor import ActorHandle
 
 from weightsync.errors import (
     DeadlineError,
@@ -17,16 +19,12 @@ from weightsync.errors import (
 )
 from weightsync.recipes.calls import gather
 from weightsync.recipes.grpo import Group
+from weightsync.recipes.recipe import LoopSpec
 from weightsync.recipes.task import Problem, reward
 
-if TYPE_CHECKING:
-    from ray.actor import ActorHandle
-
-    from weightsync.recipes.recipe import LoopSpec
-
-    Actor: TypeAlias = ActorHandle[Any]
-
 __all__ = ["Rollouts", "roll_out"]
+
+Actor: TypeAlias = "ActorHandle[Any]"
 
 _THEIR_FAULT = (PeerLostError, PeerError, EngineError, DeadlineError)
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.actor import ActorHandle
 
 from weightsync import SyncConfig, WeightSync
 from weightsync.actors.detached import NAMESPACE, actor_name, end, names, run_prefix
@@ -26,10 +28,6 @@ from weightsync.recipes.screen import Screen
 from weightsync.report import bytes_text
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
-    from ray.actor import ActorHandle
-
     from weightsync.sources.checkpoint_store import Reading
 
 __all__ = ["Fleet", "serve"]

@@ -15,19 +15,17 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 import torch
+from ray.actor import ActorHandle
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from weightsync import SyncConfig, WeightSync
 from weightsync.actors.engine import EngineActor
 from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.engines.sglang.api import join_update_group
-
-if TYPE_CHECKING:
-    from ray.actor import ActorHandle
 
 __all__ = ["main"]
 

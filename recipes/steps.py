@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from ray.actor import ActorHandle
 from transformers.utils.logging import disable_progress_bar
 
 from weightsync import SyncReport, WeightSync, WeightSyncError
@@ -13,20 +14,17 @@ from weightsync.errors import DeadlineError, EngineError, PeerLostError
 from weightsync.plan.explain import count_text
 from weightsync.recipes.calls import collect
 from weightsync.recipes.events import present_at_start
+from weightsync.recipes.grpo import Group
+from weightsync.recipes.launcher import Launcher
 from weightsync.recipes.model import build_checkpoint
 from weightsync.recipes.page import page
-from weightsync.recipes.run_folder import replace_text
+from weightsync.recipes.recipe import Recipe
+from weightsync.recipes.run_folder import RunFolder, replace_text
+from weightsync.recipes.run_report import RunReport
 from weightsync.recipes.survival import take_trainers
 from weightsync.recipes.trace import write_trace
 
 if TYPE_CHECKING:
-    from ray.actor import ActorHandle
-
-    from weightsync.recipes.grpo import Group
-    from weightsync.recipes.launcher import Launcher
-    from weightsync.recipes.recipe import Recipe
-    from weightsync.recipes.run_folder import RunFolder
-    from weightsync.recipes.run_report import RunReport
     from weightsync.recipes.screen import Screen
 
 __all__ = ["leave", "sleep", "start", "train", "update"]

@@ -17,14 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import zmq
 
 from weightsync.channel.descriptors import shortage
 from weightsync.channel.private_directory import PrivateDirectory
-from weightsync.channel.sink import PieceView
+from weightsync.channel.sink import PieceView, Sink
 from weightsync.channel.wire import (
     MAX_MESSAGE_NBYTES,
     Cancel,
@@ -56,9 +55,6 @@ from weightsync.plan import Plan
 from weightsync.protocol.handles import BufferHandle, Handle
 from weightsync.protocol.messages import Digests, FeedTicket
 from weightsync.protocol.timing import PhaseClock, Span
-
-if TYPE_CHECKING:
-    from weightsync.channel.sink import Sink
 
 __all__ = ["EngineFeed", "HolderFeed"]
 

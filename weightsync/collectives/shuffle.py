@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -25,15 +25,12 @@ from weightsync.memory.host_copies import HostCopies
 from weightsync.memory.kernels import CopyTable
 from weightsync.plan.buckets import RUN_ALIGN
 from weightsync.plan.copies import Copies
+from weightsync.plan.direct import Reads
+from weightsync.plan.layout import Int32, Int64
 from weightsync.plan.segment import suggest
-from weightsync.plan.shuffle import Messages, ShufflePlan
+from weightsync.plan.shuffle import Lane, Messages, ShufflePlan
+from weightsync.transports import Pending, Transport
 from weightsync.transports.base import Op, Recv, Send
-
-if TYPE_CHECKING:
-    from weightsync.plan.direct import Reads
-    from weightsync.plan.layout import Int32, Int64
-    from weightsync.plan.shuffle import Lane
-    from weightsync.transports import Pending, Transport
 
 __all__ = ["Shuffle", "ShufflePlan", "gather_send", "scatter_recv"]
 

@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -26,11 +25,9 @@ import torch
 
 from weightsync.errors import ConfigError, StateError, VerifyError
 from weightsync.memory.digests import tensor_digest
+from weightsync.memory.kernels import DigestPart, DigestTable
 from weightsync.plan import Box
 from weightsync.transports.base import Broadcast, Pending, Transport
-
-if TYPE_CHECKING:
-    from weightsync.memory.kernels import DigestTable
 
 __all__ = ["TensorStream"]
 
@@ -295,8 +292,6 @@ class _Digester:
 
 def _table(cuts: Sequence[tuple[_Chunk, torch.Tensor]]) -> DigestTable:
     # Imported on use: hosts without a GPU have no CuPy.
-    from weightsync.memory.kernels import DigestPart, DigestTable
-
     parts = [
         DigestPart(
             tensor=i,

@@ -8,7 +8,6 @@ import logging
 import math
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from weightsync.config import SyncConfig
 from weightsync.driver.digest_reduction import DigestReduction
@@ -16,14 +15,11 @@ from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.driver.routing import Router, obstacle
 from weightsync.errors import PlanError, StateError, WeightSyncError
-from weightsync.plan import MAPPED, Layout, Members, Plan, make_plan, same_dtype_tensors
+from weightsync.plan import MAPPED, Layout, Members, Plan, RankLayout, make_plan, same_dtype_tensors
+from weightsync.protocol.handles import Attached
+from weightsync.protocol.messages import Prepared
 from weightsync.protocol.peers import HolderPeer
 from weightsync.protocol.timing import PhaseClock
-
-if TYPE_CHECKING:
-    from weightsync.plan import RankLayout
-    from weightsync.protocol.handles import Attached
-    from weightsync.protocol.messages import Prepared
 
 __all__ = ["Connection", "FlatLayout", "adopt", "connect", "flat_layout"]
 

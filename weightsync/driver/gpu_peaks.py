@@ -6,14 +6,11 @@ import math
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
+from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.protocol.messages import Samples
-
-if TYPE_CHECKING:
-    from weightsync.driver.fleet import Fleet
-    from weightsync.protocol.timing import Span
+from weightsync.protocol.timing import Span
 
 __all__ = ["peaks", "sampled"]
 

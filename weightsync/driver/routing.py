@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,10 +15,8 @@ from weightsync.errors import ConfigError, VerifyError
 from weightsync.plan import Layout, Plan, Reads, Reshard, same_dtype_tensors
 from weightsync.plan.cross_host import arrivals, bundles
 from weightsync.plan.shuffle import ShufflePlan
+from weightsync.protocol.handles import DeviceHandle, Export
 from weightsync.protocol.messages import Part, UpdateTask
-
-if TYPE_CHECKING:
-    from weightsync.protocol.handles import DeviceHandle, Export
 
 __all__ = ["DIRECT", "CrossHostExchange", "Router", "obstacle"]
 

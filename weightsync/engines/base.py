@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-if TYPE_CHECKING:
-    from weightsync.faults import Fault
-    from weightsync.plan import Plan, RankLayout
-    from weightsync.protocol.handles import Attached
-    from weightsync.protocol.messages import FeedTicket, Loaded
+from weightsync.faults import Fault
+from weightsync.plan import Plan, RankLayout
+from weightsync.protocol.handles import Attached
+from weightsync.protocol.messages import FeedTicket, Loaded
 
 __all__ = ["Completion", "Engine", "Generates", "HasRankProcesses", "Rollout", "Sleeps"]
 

@@ -6,17 +6,13 @@ import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weightsync.errors import ConfigError, EngineError, StateError, WeightSyncError
-from weightsync.faults import set_faults, split_by_rank
-from weightsync.protocol.messages import Loaded
-
-if TYPE_CHECKING:
-    from weightsync.faults import Fault
-    from weightsync.plan import Plan, RankLayout
-    from weightsync.protocol.handles import Attached
-    from weightsync.protocol.messages import FeedTicket
+from weightsync.faults import Fault, set_faults, split_by_rank
+from weightsync.plan import Plan, RankLayout
+from weightsync.protocol.handles import Attached
+from weightsync.protocol.messages import FeedTicket, Loaded
 
 __all__ = ["CACHES", "WEIGHTS", "EngineRanks"]
 

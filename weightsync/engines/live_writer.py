@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,15 +13,12 @@ from weightsync.engines.host_writer import HostTables
 from weightsync.errors import StateError, TransportError
 from weightsync.memory.bucket_copies import bucket_rows
 from weightsync.memory.device import export_tensor
-from weightsync.plan import Plan, RankLayout, Segment
+from weightsync.memory.kernels import CopyTable, DigestPart, DigestTable
+from weightsync.plan import Box, Plan, RankLayout, Segment
 from weightsync.plan.explain import count_text
 from weightsync.plan.plan import by_tensor
 from weightsync.protocol.handles import Export
 from weightsync.protocol.messages import Digests
-
-if TYPE_CHECKING:
-    from weightsync.memory.kernels import CopyTable
-    from weightsync.plan import Box, Plan
 
 __all__ = ["LiveWriter", "Missing"]
 
@@ -121,8 +117,6 @@ class _DeviceTables:
         address: Mapping[str, int],
         slots: Sequence[torch.Tensor],
     ) -> None:
-        from weightsync.memory.kernels import DigestPart, DigestTable
-
         self._stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         starts = [slot.data_ptr() for slot in slots]
         self._rows = partial(bucket_rows, plan, segments, address, starts, into=True)
@@ -143,8 +137,6 @@ class _DeviceTables:
 
     def copies(self) -> CopyTable:
         """Return the copy table. Made when needed: if the holder writes, it is not."""
-        from weightsync.memory.kernels import CopyTable
-
         self._copies = self._copies or CopyTable(*self._rows())
         return self._copies
 

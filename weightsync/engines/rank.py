@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -17,14 +17,12 @@ from weightsync.engines.rank_process import RankProcess
 from weightsync.engines.whole_sink import Loader, WholeSink, synchronize
 from weightsync.errors import DeadlineError, EngineError, StateError, TransportError, WeightSyncError
 from weightsync.faults import Fault, set_faults
+from weightsync.memory.kernels import load_digests
 from weightsync.memory.tensors import device_id, meta_of, named_tensors
-from weightsync.plan import RankLayout, Segment, TensorMeta
+from weightsync.plan import Plan, RankLayout, Segment, TensorMeta
 from weightsync.protocol.handles import Attached
-
-if TYPE_CHECKING:
-    from weightsync.plan import Plan
-    from weightsync.protocol.messages import Digests, FeedTicket
-    from weightsync.protocol.timing import Span
+from weightsync.protocol.messages import Digests, FeedTicket
+from weightsync.protocol.timing import Span
 
 __all__ = ["Checkpoint", "Host", "Rank", "checkpoint_of"]
 
@@ -165,8 +163,6 @@ class Rank:
 
     def _load_kernels(self, layout: RankLayout) -> None:
         """Load kernels while the plan is made, so that `attach` need not wait for CuPy."""
-        from weightsync.memory.kernels import load_digests
-
         with suppress(TransportError), torch.cuda.device(self._device):  # `attach` reports the error
             load_digests(meta.itemsize for meta in layout.tensors)
 

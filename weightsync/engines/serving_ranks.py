@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weightsync.engines.base import Rollout
 from weightsync.engines.engine_ranks import EngineRanks
 from weightsync.engines.request_loop import Params, RequestLoop
 from weightsync.engines.sampling import Sampling
 from weightsync.errors import StateError, WeightSyncError
-
-if TYPE_CHECKING:
-    from weightsync.protocol.messages import Loaded
+from weightsync.protocol.messages import Loaded
 
 __all__ = ["ServingRanks"]
 

@@ -26,15 +26,12 @@ from weightsync.errors import (
 from weightsync.memory.addresses import AddressGuard
 from weightsync.memory.offload import Offload
 from weightsync.memory.tensors import byte_strides, device_id, meta_of, named_tensors
-from weightsync.plan import RankLayout, Segment
+from weightsync.plan import Plan, RankLayout, Segment
 from weightsync.protocol.handles import Attached
-from weightsync.protocol.messages import Loaded
+from weightsync.protocol.messages import FeedTicket, Loaded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from weightsync.plan import Plan
-    from weightsync.protocol.messages import FeedTicket
 
 __all__ = ["TorchEngine", "TorchOptions"]
 

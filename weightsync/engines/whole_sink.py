@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
+from weightsync.channel.sink import PieceView
 from weightsync.engines.live_writer import Missing
 from weightsync.memory.digests import tensor_digest
-
-if TYPE_CHECKING:
-    from weightsync.channel.sink import PieceView
-    from weightsync.plan import Box, Plan
-    from weightsync.protocol.messages import Digests
+from weightsync.plan import Box, Plan
+from weightsync.protocol.messages import Digests
 
 __all__ = ["Loader", "WholeSink", "as_loaded", "synchronize"]
 

@@ -6,13 +6,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from weightsync.channel.engine_end import HolderFeed
 from weightsync.errors import ConfigError, StateError
-from weightsync.faults import inject, set_faults
+from weightsync.faults import Fault, inject, set_faults
 from weightsync.holder.broadcasts import Communicators
 from weightsync.holder.cross_host import CrossHostExchange
 from weightsync.holder.refill import Refill, Restore, open_refill
@@ -27,11 +26,13 @@ from weightsync.holder.snapshots import SnapshotContent, SnapshotStore
 from weightsync.holder.staging import HostStaging, Staging
 from weightsync.holder.trainer_parts import copied_parts, digest_parts, parts_in_place
 from weightsync.holder.update import BucketConsumer, open_consumer, run_update
+from weightsync.memory.device import DeviceBuffer
 from weightsync.memory.gpu_usage import MemorySampler, used_nbytes
 from weightsync.memory.tensors import device_id
 from weightsync.plan import Plan, RankLayout, Reads
-from weightsync.protocol.handles import Export, HostExport, Offer
+from weightsync.protocol.handles import DeviceHandle, Export, HostExport, Offer
 from weightsync.protocol.messages import (
+    Digests,
     FeedTicket,
     Group,
     Moved,
@@ -46,12 +47,6 @@ from weightsync.protocol.messages import (
 )
 from weightsync.protocol.timing import PhaseClock
 from weightsync.transports import Pending, Transport, transport_class
-
-if TYPE_CHECKING:
-    from weightsync.faults import Fault
-    from weightsync.memory.device import DeviceBuffer
-    from weightsync.protocol.handles import DeviceHandle
-    from weightsync.protocol.messages import Digests
 
 __all__ = ["Holder"]
 

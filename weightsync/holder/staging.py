@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+import torch
 
 from weightsync.holder.send_buffer import MappedSendBuffer, SendBuffer
+from weightsync.holder.snapshots import FlatSnapshot
 from weightsync.memory.host import SharedBuffer
-from weightsync.plan import Plan, Step
-from weightsync.protocol.handles import Export, Handle
+from weightsync.plan import Plan, Reads, Step
+from weightsync.protocol.handles import DeviceHandle, Export, Handle
 from weightsync.transports import Pending
-
-if TYPE_CHECKING:
-    import torch
-
-    from weightsync.holder.snapshots import FlatSnapshot
-    from weightsync.plan import Reads
-    from weightsync.protocol.handles import DeviceHandle
 
 __all__ = ["HostStaging", "MappedMemory", "Staging"]
 

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from weightsync.plan import Plan, RankLayout, Reads
-    from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export, HostExport, Offer
-    from weightsync.protocol.messages import (
-        Digests,
-        FeedTicket,
-        Group,
-        Loaded,
-        Moved,
-        Part,
-        Prepared,
-        Published,
-        Refilled,
-        Samples,
-        Snapshot,
-        SnapshotHeader,
-        SnapshotPart,
-        UpdateTask,
-    )
+from weightsync.plan import Plan, RankLayout, Reads
+from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export, HostExport, Offer
+from weightsync.protocol.messages import (
+    Digests,
+    FeedTicket,
+    Group,
+    Loaded,
+    Moved,
+    Part,
+    Prepared,
+    Published,
+    Refilled,
+    Samples,
+    Snapshot,
+    SnapshotHeader,
+    SnapshotPart,
+    UpdateTask,
+)
 
 __all__ = ["EnginePeer", "HolderPeer", "TrainerPeer"]
 

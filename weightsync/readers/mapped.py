@@ -7,19 +7,15 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import DeadlineError, PeerLostError, ReadError
-from weightsync.memory.host import num_threads, open_memory
+from weightsync.memory.host import SharedBuffer, num_threads, open_memory
 from weightsync.protocol.handles import Offer
 from weightsync.readers.base import Read, by_peer, host_id, pieces
 from weightsync.readers.ending import Ending
-
-if TYPE_CHECKING:
-    from weightsync.memory.host import SharedBuffer
 
 __all__ = ["MappedReader", "can_map"]
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from weightsync.plan import Plan, RankLayout
+from weightsync.protocol.handles import Attached, BufferHandle
+from weightsync.protocol.messages import Published
+
 if TYPE_CHECKING:
-    from weightsync.plan import Plan, RankLayout
-    from weightsync.protocol.handles import Attached, BufferHandle
-    from weightsync.protocol.messages import Published
     from weightsync.sources.selection import Names
 
 __all__ = ["ModelSource", "Offloads", "Source"]

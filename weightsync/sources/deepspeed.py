@@ -6,7 +6,8 @@ flattened elements on each rank, padded on the last.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -18,9 +19,6 @@ from weightsync.plan.runs import run_segments
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.tensors import TensorSource
 from weightsync.sources.tested import warn_untested
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 __all__ = ["DeepSpeedSource", "is_partitioned"]
 

@@ -294,8 +294,8 @@ def test_copies_are_laid_out_to_connect_where_no_holder_is_to_write(
         return made[-1]
 
     digests = SimpleNamespace(launch=lambda _: None, result=lambda: None)
-    monkeypatch.setattr("weightsync.memory.kernels.CopyTable", copy_table)
-    monkeypatch.setattr("weightsync.memory.kernels.DigestTable", lambda *_: digests)
+    monkeypatch.setattr("weightsync.engines.live_writer.CopyTable", copy_table)
+    monkeypatch.setattr("weightsync.engines.live_writer.DigestTable", lambda *_: digests)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr("weightsync.engines.live_writer.export_tensor", export)
     plan, (layout,) = build(1, 1, 1)

@@ -11,20 +11,18 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weightsync.engines.checks import require_gpus, warn_untested
 from weightsync.engines.engine_ranks import CACHES, WEIGHTS
 from weightsync.engines.rank_process import RankProcess, RankWatch
 from weightsync.engines.request_loop import Params, RequestLoop
+from weightsync.engines.sampling import Sampling
 from weightsync.engines.serving_ranks import ServingRanks
 from weightsync.engines.sglang.api import Server, has_sessions, pack, sampling_params, server_args
 from weightsync.engines.sglang.rank_calls import Replies
 from weightsync.engines.sglang.worker import RankSettings
 from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError, WeightSyncError
-
-if TYPE_CHECKING:
-    from weightsync.engines.sampling import Sampling
 
 __all__ = ["SglangEngine"]
 

@@ -6,6 +6,7 @@ Sources: SGLang's documentation of weight updates for reinforcement learning, an
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import inspect
 import os
@@ -18,12 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from weightsync.engines.sampling import Sampling
 from weightsync.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    import asyncio
-
-    from weightsync.engines.sampling import Sampling
     from weightsync.engines.sglang.rank_calls import Call
 
 __all__ = [

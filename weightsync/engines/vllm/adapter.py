@@ -7,19 +7,17 @@ import os
 import pickle
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from weightsync.engines.checks import warn_untested
 from weightsync.engines.engine_ranks import CACHES, WEIGHTS, EngineRanks
 from weightsync.engines.rank_process import RankProcess, RankWatch
 from weightsync.engines.request_loop import Params, RequestLoop
+from weightsync.engines.sampling import Sampling
 from weightsync.engines.serving_ranks import ServingRanks
 from weightsync.engines.vllm.api import engine_args, sampling_params, set_environment, start, stop
 from weightsync.engines.vllm.stepper import Stepper
 from weightsync.errors import EngineError, WeightSyncError
-
-if TYPE_CHECKING:
-    from weightsync.engines.sampling import Sampling
 
 __all__ = ["VllmEngine", "VllmRanks"]
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from weightsync.engines.engine_ranks import CACHES, WEIGHTS
 from weightsync.engines.vllm.adapter import VllmRanks
 from weightsync.errors import ConfigError, DeadlineError, PeerLostError
-
-if TYPE_CHECKING:
-    from weightsync.faults import Fault
-    from weightsync.plan import Plan
-    from weightsync.protocol.handles import Attached
-    from weightsync.protocol.messages import FeedTicket
+from weightsync.faults import Fault
+from weightsync.plan import Plan
+from weightsync.protocol.handles import Attached
+from weightsync.protocol.messages import FeedTicket
 
 __all__ = ["AdoptedVllm", "AsyncVllm"]
 

@@ -20,14 +20,13 @@ import torch
 
 from weightsync.engines.checks import require_gpus
 from weightsync.engines.loader_fill import FillCount, ToFill
+from weightsync.engines.sampling import Sampling
 from weightsync.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from vllm import EngineArgs, SamplingParams
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.engine.llm_engine import LLMEngine
-
-    from weightsync.engines.sampling import Sampling
 
 __all__ = [
     "LoadAccount",
