@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from weightsync.config import check_fields
+from weightsync.config import Positive, check_fields
 from weightsync.errors import ConfigError
 from weightsync.plan.estimate import LinkRates
 
@@ -39,7 +39,7 @@ class HostSpec:
     """
 
     gpu: str
-    gpus_per_host: int
+    gpus_per_host: Positive
     hbm: Rate
     nvlink: Rate
     host: Rate
@@ -47,8 +47,6 @@ class HostSpec:
 
     def __post_init__(self) -> None:
         check_fields(self, field="cluster")
-        if self.gpus_per_host < 1:
-            raise ConfigError("cluster.gpus_per_host", self.gpus_per_host, "give at least 1")
 
     def num_hosts(self, num_gpus: int) -> int:
         """Return the number of hosts that `num_gpus` GPUs fill, the last perhaps in part."""

@@ -7,17 +7,24 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import yaml
 
-from weightsync.config import SyncConfig, check_fields, load_dataclass
+from weightsync.config import Limit, Positive, SyncConfig, at_least, check_fields, load_dataclass
 from weightsync.errors import ConfigError, nearest
 from weightsync.plan.explain import count_text
 from weightsync.recipes.events import EventSpec, check_events
 from weightsync.recipes.yaml_lines import located, read_yaml
 
 __all__ = ["EngineSpec", "LoopSpec", "ModelSpec", "MoeSpec", "Recipe", "TrainerSpec", "load_recipe"]
+
+_HeadDim = Annotated[int, Limit((32, 64, 128).__contains__, "give 32, 64 or 128, which every engine takes")]
+_VocabSize = Annotated[int, Limit(lambda size: size >= 64 and size % 64 == 0, "give a multiple of 64")]
+_Seed = Annotated[int, Limit(range(1 << 63).__contains__, "give at least 0 and less than 2**63")]
+_GroupSize = Annotated[int, at_least(2)]
+_Rate = Annotated[float, Limit(lambda value: 0 < value < math.inf, "give a finite number above 0")]
+_Fraction = Annotated[float, Limit(lambda value: 0 <= value <= 1, "give a number from 0 to 1")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,14 +37,12 @@ class MoeSpec:
         intermediate_size: size of one expert's MLP; a multiple of the ranks of every engine.
     """
 
-    num_experts: int
-    num_experts_per_tok: int
-    intermediate_size: int
+    num_experts: Positive
+    num_experts_per_tok: Positive
+    intermediate_size: Positive
 
     def __post_init__(self) -> None:
         check_fields(self, field="model.moe")
-        for name in ("num_experts", "num_experts_per_tok", "intermediate_size"):
-            _at_least(1, getattr(self, name), f"model.moe.{name}")
         if self.num_experts_per_tok > self.num_experts:
             remedy = f"give at most model.moe.num_experts, {self.num_experts}"
             raise ConfigError("model.moe.num_experts_per_tok", self.num_experts_per_tok, remedy)
@@ -60,24 +65,22 @@ class ModelSpec:
         moe: experts in place of the MLPs. Without it the model is dense.
     """
 
-    hidden_size: int = 128
-    intermediate_size: int = 256
-    num_hidden_layers: int = 2
+    hidden_size: Positive = 128
+    intermediate_size: Positive = 256
+    num_hidden_layers: Positive = 2
     num_attention_heads: int = 4
-    num_key_value_heads: int = 2
-    head_dim: int = 32
-    vocab_size: int = 64
+    num_key_value_heads: Positive = 2
+    head_dim: Annotated[
+        int, Limit((32, 64, 128).__contains__, "give 32, 64 or 128, which every engine takes")
+    ] = 32
+    vocab_size: Annotated[int, Limit(lambda size: size >= 64 and size % 64 == 0, "give a multiple of 64")] = (
+        64
+    )
     tie_word_embeddings: bool = False
     moe: MoeSpec | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, field="model")
-        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads"):
-            _at_least(1, getattr(self, name), f"model.{name}")
-        if self.vocab_size < 64 or self.vocab_size % 64:
-            raise ConfigError("model.vocab_size", self.vocab_size, "give a multiple of 64")
-        if self.head_dim not in (32, 64, 128):
-            raise ConfigError("model.head_dim", self.head_dim, "give 32, 64 or 128, which every engine takes")
         if self.num_attention_heads < 1 or self.num_attention_heads % self.num_key_value_heads:
             remedy = f"give a multiple of model.num_key_value_heads, {self.num_key_value_heads}"
             raise ConfigError("model.num_attention_heads", self.num_attention_heads, remedy)
@@ -94,11 +97,10 @@ class TrainerSpec:
     """
 
     kind: Literal["fsdp2", "deepspeed", "plain"] = "fsdp2"
-    count: int = 2
+    count: Positive = 2
 
     def __post_init__(self) -> None:
         check_fields(self, field="trainers")
-        _at_least(1, self.count, "trainers.count")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,13 +114,12 @@ class EngineSpec:
     """
 
     kind: Literal["auto", "vllm", "sglang", "torch"] = "auto"
-    count: int = 1
-    tensor_parallel_size: int = 1
+    count: Positive = 1
+    tensor_parallel_size: Positive = 1
 
     def check(self, group: str, model: ModelSpec) -> None:
         """Raise ConfigError for settings that no engine can have, with `model` cut over its ranks."""
-        for name in ("count", "tensor_parallel_size"):
-            _at_least(1, getattr(self, name), f"engines.{group}.{name}")
+        check_fields(self, field=f"engines.{group}")
         ranks, field = self.tensor_parallel_size, f"engines.{group}.tensor_parallel_size"
         if ranks > 1 and self.kind == "torch":
             raise ConfigError(field, ranks, "give 1, or kind: vllm; a torch engine has one rank")
@@ -155,29 +156,19 @@ class LoopSpec:
     """
 
     kind: Literal["grpo", "elastic"] = "grpo"
-    steps: int = 25
-    seed: int = 0
-    prompts_per_step: int = 128
-    group_size: int = 16
-    epochs: int = 4
-    learning_rate: float = 2e-3
-    clip: float = 0.2
-    temperature: float = 1.0
-    target_reward: float = 0.0
+    steps: Positive = 25
+    seed: _Seed = 0
+    prompts_per_step: Positive = 128
+    group_size: _GroupSize = 16
+    epochs: Positive = 4
+    learning_rate: _Rate = 2e-3
+    clip: _Rate = 0.2
+    temperature: _Rate = 1.0
+    target_reward: _Fraction = 0.0
     sleep: Literal[0, 1, 2] = 0
 
     def __post_init__(self) -> None:
         check_fields(self, field="loop")
-        for name in ("steps", "prompts_per_step", "epochs"):
-            _at_least(1, getattr(self, name), f"loop.{name}")
-        _at_least(2, self.group_size, "loop.group_size")
-        if not 0 <= self.seed < 1 << 63:
-            raise ConfigError("loop.seed", self.seed, "give at least 0 and less than 2**63")
-        for name in ("learning_rate", "clip", "temperature"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"loop.{name}", getattr(self, name), "give a finite number above 0")
-        if not 0 <= self.target_reward <= 1:
-            raise ConfigError("loop.target_reward", self.target_reward, "give a number from 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -312,11 +303,6 @@ def _child(parent: object, name: str, path: str) -> object:
     if name not in known:
         raise ConfigError("--set", path, f"{name!r} is unknown; {nearest(name, known)}")
     return known[name]
-
-
-def _at_least(least: int, value: int, name: str) -> None:
-    if value < least:
-        raise ConfigError(name, value, f"give at least {least}")
 
 
 def _check_name(name: str, field: str) -> None:

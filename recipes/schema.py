@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from weightsync.config import Size
+from weightsync.config import is_size
 from weightsync.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -81,8 +81,8 @@ def _object(cls: type[DataclassInstance]) -> Schema:
 def _of(hint: object) -> Schema:
     """The schema of a type, as `weightsync.config.load_dataclass` accepts it."""
     origin, args = get_origin(hint), get_args(hint)
-    if hint == Size:
-        return dict(_SIZE)
+    if origin is Annotated:
+        return dict(_SIZE) if is_size(hint) else _of(args[0])
     if origin is Literal:
         return {"enum": list(args)}
     if origin in (Union, UnionType):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from weightsync.config import check_fields
+from weightsync.config import Natural, Positive, at_least, check_fields
 from weightsync.errors import ConfigError, nearest
 from weightsync.plan import ITEMSIZE, TensorMeta
 
@@ -18,16 +18,14 @@ _Shape = tuple[int, ...]
 class MlaShape:
     """Multi-head latent attention: queries, keys and values in low rank."""
 
-    q_lora_rank: int
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
+    q_lora_rank: Positive
+    kv_lora_rank: Positive
+    qk_nope_head_dim: Positive
+    qk_rope_head_dim: Positive
+    v_head_dim: Positive
 
     def __post_init__(self) -> None:
         check_fields(self, field="model.mla")
-        for name in self.__slots__:
-            _at_least(1, getattr(self, name), f"model.mla.{name}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,18 +38,14 @@ class MixtureShape:
         router_bias: the router has a float32 `e_score_correction_bias`, which is a buffer.
     """
 
-    num_experts: int
-    intermediate_size: int
-    num_shared_experts: int = 0
-    first_k_dense: int = 0
+    num_experts: Positive
+    intermediate_size: Positive
+    num_shared_experts: Natural = 0
+    first_k_dense: Natural = 0
     router_bias: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, field="model.moe")
-        for name in ("num_experts", "intermediate_size"):
-            _at_least(1, getattr(self, name), f"model.moe.{name}")
-        for name in ("num_shared_experts", "first_k_dense"):
-            _at_least(0, getattr(self, name), f"model.moe.{name}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,10 +59,10 @@ class ModelShape:
         published_billions: parameter count that the authors publish; 0 if unknown.
     """
 
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    vocab_size: int
+    hidden_size: Positive
+    num_hidden_layers: Positive
+    num_attention_heads: Positive
+    vocab_size: Positive
     num_key_value_heads: int = 0
     head_dim: int = 0
     intermediate_size: int = 0
@@ -82,11 +76,11 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         check_fields(self, field="model")
-        needed = ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"]
-        needed += [] if self.mla else ["num_key_value_heads", "head_dim"]
+        needed = [] if self.mla else ["num_key_value_heads", "head_dim"]
         needed += ["intermediate_size"] if self.num_dense_layers else []
         for name in needed:
-            _at_least(1, getattr(self, name), f"model.{name}")
+            if getattr(self, name) < 1:
+                raise ConfigError(f"model.{name}", getattr(self, name), at_least(1).remedy)
         if not self.mla and self.num_attention_heads % self.num_key_value_heads:
             remedy = f"give a multiple of model.num_key_value_heads, {self.num_key_value_heads}"
             raise ConfigError("model.num_attention_heads", self.num_attention_heads, remedy)
@@ -174,8 +168,3 @@ def _mlp(at: str, hidden: int, inter: int) -> Iterator[tuple[str, _Shape]]:
     yield f"{at}.gate_proj.weight", (inter, hidden)
     yield f"{at}.up_proj.weight", (inter, hidden)
     yield f"{at}.down_proj.weight", (hidden, inter)
-
-
-def _at_least(least: int, value: int, name: str) -> None:
-    if value < least:
-        raise ConfigError(name, value, f"give at least {least}")

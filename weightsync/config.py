@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import wraps
 from types import NoneType, UnionType
 from typing import (
     TYPE_CHECKING,
     Annotated,
+    Any,
     Literal,
     TypeVar,
     Union,
@@ -32,7 +33,19 @@ from weightsync.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["Size", "SyncConfig", "check_fields", "load_dataclass", "parse_size"]
+__all__ = [
+    "Limit",
+    "Natural",
+    "Positive",
+    "Seconds",
+    "Size",
+    "SyncConfig",
+    "at_least",
+    "check_fields",
+    "is_size",
+    "load_dataclass",
+    "parse_size",
+]
 
 T = TypeVar("T", bound="DataclassInstance")
 
@@ -41,6 +54,28 @@ _Remedies = Mapping[object, str]
 
 Size = Annotated[int, "bytes"]
 """A number of bytes. In YAML also a text such as ``256MiB``, see :func:`parse_size`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A condition that a field's values meet, in its annotation: ``Annotated[int, Limit(…)]``."""
+
+    holds: Callable[[Any], bool]
+    remedy: str
+
+
+def at_least(least: int) -> Limit:
+    """Return the limit of numbers that are not below `least`."""
+    return Limit(least.__le__, f"give at least {least}")
+
+
+Natural = Annotated[int, at_least(0)]
+Positive = Annotated[int, at_least(1)]
+Seconds = Annotated[float, Limit(lambda value: 0 < value < math.inf, "give seconds, more than 0 and finite")]
+Delay = Annotated[float, Limit(lambda value: 0 <= value < math.inf, "give seconds, 0 or more and finite")]
+BucketSize = Annotated[Size, Limit((4096).__le__, "give at least 4KiB")]
+StagingSize = Annotated[Size, Limit((1).__le__, "give at least one byte")]
+OneOrTwo = Annotated[int, Limit((1, 2).__contains__, "give 1 or 2")]
 
 _UNITS: dict[str, int] = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
@@ -83,13 +118,14 @@ def load_dataclass(cls: type[T], data: object, *, field: str) -> T:
 
     Args:
         cls: a dataclass whose annotations are ``int``, ``float``, ``bool``, ``str``, :data:`Size`,
-            ``Literal``, ``X | Y | None``, ``dict[str, X]``, ``tuple[X, ...]`` or another such dataclass.
+            ``Literal``, ``X | Y | None``, ``dict[str, X]``, ``tuple[X, ...]`` or another such dataclass, also
+            with a `Limit`.
         data: the result of ``yaml.safe_load``.
         field: path of `data` in the file, for errors; ``""`` at the top.
 
     Raises:
-        ConfigError: an unknown or missing key, or a value of another type. Only an ``int`` is converted to a
-            ``float``, and a text to a :data:`Size`.
+        ConfigError: an unknown or missing key, or a value of another type or beyond a limit. Only an ``int``
+            is converted to a ``float``, and a text to a :data:`Size`.
     """
     given = _mapping(data, field)
     known = {f.name: f for f in fields(cls) if f.init}
@@ -105,23 +141,27 @@ def load_dataclass(cls: type[T], data: object, *, field: str) -> T:
 
 
 def check_fields(instance: DataclassInstance, *, field: str) -> None:
-    """Check that a dataclass built in Python has the types that :func:`load_dataclass` requires.
+    """Check that a dataclass built in Python has the types and limits that :func:`load_dataclass` requires.
 
     Raises:
-        ConfigError: names the first field whose value has another type.
+        ConfigError: names the first field whose value has another type, or is beyond a limit.
     """
     hints = get_type_hints(type(instance), include_extras=True)
     for spec in fields(instance):
         value, name = getattr(instance, spec.name), _join(field, spec.name)
-        if hints[spec.name] == Size and isinstance(value, str):
+        if is_size(hints[spec.name]) and isinstance(value, str):
             raise ConfigError(name, value, f'give bytes as an int, such as parse_size("{value}")')
         _convert(hints[spec.name], value, name, _PYTHON)
 
 
 def _convert(hint: object, value: object, field: str, remedies: _Remedies) -> object:
     origin, args = get_origin(hint), get_args(hint)
-    if hint == Size:
-        return parse_size(value, field=field)
+    if origin is Annotated:
+        found = parse_size(value, field=field) if is_size(hint) else _convert(args[0], value, field, remedies)
+        for limit in args[1:]:
+            if isinstance(limit, Limit) and not limit.holds(found):
+                raise ConfigError(field, found, limit.remedy)
+        return found
     if origin is Literal:
         return _choice(args, value, field)
     if origin in (Union, UnionType):
@@ -151,6 +191,11 @@ _YAML: _Remedies = {
     float: "give a number; YAML wants the dot in 1.0e-5",
     str: "give a text, in quotes where YAML takes it for something else",
 }
+
+
+def is_size(hint: object) -> bool:
+    """Whether an annotation is a :data:`Size`, with or without limits."""
+    return "bytes" in getattr(hint, "__metadata__", ())
 
 
 def _scalar(hint: object, value: object, field: str, remedies: _Remedies) -> object:
@@ -262,42 +307,25 @@ class SyncConfig:
 
     mode: Literal["auto", "broadcast", "direct"] = "auto"
     transport: Literal["auto", "gloo", "nccl"] = "auto"
-    bucket_bytes: Size = 256 << 20
-    num_slots: int = 2
-    max_staging_bytes: Size = 2 << 30
-    timeout_s: float = 60.0
-    connect_timeout_s: float = 300.0
-    min_engines: int = 1
+    bucket_bytes: BucketSize = 256 << 20
+    num_slots: Positive = 2
+    max_staging_bytes: StagingSize = 2 << 30
+    timeout_s: Seconds = 60.0
+    connect_timeout_s: Seconds = 300.0
+    min_engines: Positive = 1
     pause: Literal["keep", "wait", "abort"] = "keep"
-    keep_versions: int = 2
-    mirrors: int = 1
-    heal_attempts: int = 3
-    heal_backoff_s: float = 1.0
-    respawn_timeout_s: float = 600.0
-    heartbeat_s: float = 10.0
+    keep_versions: OneOrTwo = 2
+    mirrors: Natural = 1
+    heal_attempts: Natural = 3
+    heal_backoff_s: Delay = 1.0
+    respawn_timeout_s: Seconds = 600.0
+    heartbeat_s: Seconds = 10.0
     refill: Literal["auto", "rdma", "tcp", "zeromq"] = "auto"
     nonfinite: Literal["warn", "refuse", "ignore"] = "warn"
     rdma_device: str = ""
 
     def __post_init__(self) -> None:
         check_fields(self, field="sync")
-        if self.bucket_bytes < 4096:
-            raise ConfigError("sync.bucket_bytes", self.bucket_bytes, "give at least 4KiB")
-        if self.max_staging_bytes < 1:
-            raise ConfigError("sync.max_staging_bytes", self.max_staging_bytes, "give at least one byte")
-        for name in ("timeout_s", "connect_timeout_s", "respawn_timeout_s", "heartbeat_s"):
-            seconds: float = getattr(self, name)
-            if not (math.isfinite(seconds) and seconds > 0):
-                raise ConfigError(f"sync.{name}", seconds, "give seconds, more than 0 and finite")
-        if not (math.isfinite(self.heal_backoff_s) and self.heal_backoff_s >= 0):
-            raise ConfigError(
-                "sync.heal_backoff_s", self.heal_backoff_s, "give seconds, 0 or more and finite"
-            )
-        for name, least in (("num_slots", 1), ("min_engines", 1), ("mirrors", 0), ("heal_attempts", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"sync.{name}", getattr(self, name), f"give at least {least}")
-        if self.keep_versions not in (1, 2):
-            raise ConfigError("sync.keep_versions", self.keep_versions, "give 1 or 2")
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> SyncConfig:
