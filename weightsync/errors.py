@@ -34,7 +34,7 @@ arguments would reach the driver as another type, without its fields.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -299,28 +299,11 @@ def _shown(tensors: tuple[str, ...]) -> str:
     return ", ".join(tensors[:3]) + more
 
 
-KINDS = MappingProxyType(
+KINDS: Mapping[str, type[WeightSyncError]] = MappingProxyType(
     {
-        kind.__name__: kind
-        for kind in (
-            WeightSyncError,
-            ConfigError,
-            PlanError,
-            StateError,
-            MovedError,
-            DeadlineError,
-            SlowError,
-            PeerLostError,
-            PeerError,
-            TransportError,
-            ReadError,
-            WireError,
-            EngineError,
-            RankLostError,
-            VerifyError,
-            NonfiniteError,
-            SourceChangedError,
-        )
+        name: kind
+        for name, kind in globals().items()
+        if isinstance(kind, type) and issubclass(kind, WeightSyncError)
     }
 )
 """The errors that messages can carry, by name."""
