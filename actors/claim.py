@@ -19,7 +19,7 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, OwnerDiedError, RayError
 
-from weightsync.actors.daemon import on_daemon
+from weightsync.actors.daemon import await_daemon
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.errors import StateError, WeightSyncError
 
@@ -130,7 +130,7 @@ class Claims:
             return True
         if claim.run not in self._looks:
             who = claim.holder
-            look = on_daemon(lambda: _is_owned(claim.owned[0]), who, "claim", 2 * _LOST_S)
+            look = await_daemon(lambda: _is_owned(claim.owned[0]), who, "claim", 2 * _LOST_S)
             self._looks[claim.run] = asyncio.ensure_future(look)
         try:
             return await asyncio.shield(self._looks[claim.run])

@@ -1,21 +1,21 @@
-"""Runs calls that may never return on daemon threads, which do not block exit."""
+"""Awaits calls that may never return."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future
-from threading import Thread
 from typing import TypeVar
 
 from weightsync.errors import DeadlineError
+from weightsync.protocol.daemon import on_daemon
 
-__all__ = ["on_daemon"]
+__all__ = ["await_daemon"]
 
 T = TypeVar("T")
 
 
-async def on_daemon(
+async def await_daemon(
     call: Callable[[], T],
     who: str,
     phase: str,
@@ -30,28 +30,19 @@ async def on_daemon(
 
     Raises what `call` raises, or DeadlineError, which names `who` and `phase`.
     """
-    result: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            value = call()
-        except BaseException as error:  # noqa: BLE001 (the waiting coroutine raises it)
-            if result.set_running_or_notify_cancel():
-                result.set_exception(error)
-        else:
-            if result.set_running_or_notify_cancel():
-                result.set_result(value)
-            else:
-                when_late(value)
-
-    Thread(target=run, name=f"weightsync {phase} {who}", daemon=True).start()
+    result = on_daemon(call, f"weightsync {phase} {who}")
     waiting, in_time = asyncio.wrap_future(result), False
+
+    def late(ended: Future[T]) -> None:
+        if ended.exception() is None:
+            when_late(ended.result())
+
     try:
         in_time = bool((await asyncio.wait([waiting], timeout=timeout_s))[0])
     finally:
-        # The cancel fails if `call` has just returned. Its result is still unclaimed then.
-        if not in_time and not result.cancel() and result.exception() is None:
-            when_late(result.result())
+        if not in_time:
+            waiting.cancel()  # the loop may have ended when the call does
+            result.add_done_callback(late)
     if not in_time:
         raise DeadlineError(phase, (who,), timeout_s)
     return waiting.result()

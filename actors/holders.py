@@ -12,7 +12,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from weightsync.actors.daemon import on_daemon
+from weightsync.actors.daemon import await_daemon
 from weightsync.actors.detached import actor_name, end, find, names, run_prefix
 from weightsync.actors.placement import Placement
 from weightsync.actors.process import PATIENCE_S, end_pid
@@ -184,7 +184,7 @@ class Holders:
                 pid = ray.get(asked)
             except RayError:
                 return  # it never ran
-            await on_daemon(lambda: end_pid(key[0], pid), f"holder on {key[1]}", "end", 2 * PATIENCE_S)
+            await await_daemon(lambda: end_pid(key[0], pid), f"holder on {key[1]}", "end", 2 * PATIENCE_S)
 
     def _end(self, key: tuple[str, str]) -> None:
         handle = self._on.pop(key).handle

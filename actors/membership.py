@@ -13,7 +13,7 @@ from ray.actor import ActorHandle
 
 from weightsync.actors.checkpoints import Checkpoints
 from weightsync.actors.claim import Claims, TakenError
-from weightsync.actors.daemon import on_daemon
+from weightsync.actors.daemon import await_daemon
 from weightsync.actors.holders import Holders
 from weightsync.actors.placement import Placement, place_ranks
 from weightsync.actors.process import PATIENCE_S, end_process
@@ -134,13 +134,13 @@ class Membership:
         assert self.respawner is not None
         respawner, old, placements = self.respawner, self.engines[name], self._placements.get(name, ())
         end_s = PATIENCE_S * (1 + len(placements))
-        await on_daemon(lambda: end_process(old, placements), f"engine {name}", "end", end_s)
+        await await_daemon(lambda: end_process(old, placements), f"engine {name}", "end", end_s)
         self._controller.engine_group.enter([name], EngineState.DEAD)
         # The dead engine's GPU memory is not freed while a holder maps it.
         at = self._fleet.engines[name].holders
         calls = {f"holder {i}": self._fleet.holders[i].link(None) for i in at}
         await gather_named(calls, "unlink", self._config.timeout_s)
-        handle = await on_daemon(
+        handle = await await_daemon(
             lambda: respawner(name),
             f"respawn() of engine {name}",
             "respawn",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
 from weightsync.plugins.sender import Sender
-from weightsync.transports.roll_call import aside
+from weightsync.protocol.daemon import on_daemon
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -70,7 +70,7 @@ class WeightSyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
                 init_info.bucket_nbytes,
                 init_info.timeout_s,
             )
-            joining = aside(lambda: client.init_weight_transfer_engine(sender.init_info))
+            joining = on_daemon(lambda: client.init_weight_transfer_engine(sender.init_info))
             sender.open()
             joining.result()
             engine._sender = sender
@@ -86,7 +86,7 @@ class WeightSyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
         sender = self._sender
         self._version += 1
         self.client.start_weight_update()
-        updating = aside(lambda: self.client.update_weights({"shapes": shapes}))
+        updating = on_daemon(lambda: self.client.update_weights({"shapes": shapes}))
 
         def abort(done: Future[None]) -> None:
             if error := done.exception():

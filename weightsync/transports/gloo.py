@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as Late
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from torch.distributed.distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Work
+from torch.distributed.distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo
 
 from weightsync.errors import TransportError
+from weightsync.protocol.daemon import on_daemon
 from weightsync.transports.base import Broadcast, Op, Pending, Send
 from weightsync.transports.rendezvous import SLACK_S, close_store, join_store, own_address
-from weightsync.transports.roll_call import RollCall, aside
+from weightsync.transports.roll_call import RollCall
 from weightsync.transports.store import NetworkStore, StoreServer
 from weightsync.transports.watchdog import Watch
 
 __all__ = ["GlooTransport"]
 
-_SLICE = timedelta(milliseconds=50)
+_SLICE_S = 0.05
 """The longest time after which a waiting thread sees an abort."""
 _LEAST_S = 0.1
 """Time that is always left for connecting, even if signing in took until the deadline."""
@@ -44,7 +46,7 @@ class GlooTransport:
         self._store: NetworkStore | None = None
         self._group: Any = None  # a ProcessGroupGloo; its stub lacks the collectives
         self._watch: Watch | None = None
-        self._works: list[_Work] = []
+        self._works: list[Future[object]] = []
         self._timeout = timedelta(0)
         self._rank, self._num_ranks = -1, 0
 
@@ -67,7 +69,7 @@ class GlooTransport:
             options._devices = [ProcessGroupGloo.create_device(hostname=own_address(rendezvous))]
             store = PrefixStore("gloo", self._store)
             # It calls the store several times, each with a separate deadline.
-            making = aside(partial(ProcessGroupGloo, store, rank, num_ranks, options))
+            making = on_daemon(partial(ProcessGroupGloo, store, rank, num_ranks, options))
             self._group = making.result(max(_LEAST_S, deadline - time.monotonic()))
         except (Late, RuntimeError, ValueError) as error:
             late = f"not all ranks are connected after {timeout_s:g} s"
@@ -86,7 +88,7 @@ class GlooTransport:
         """Queue the ops in order; gloo's threads run them."""
         assert self._watch, "open the transport first"
         watch = self._watch
-        self._works = [work for work in self._works if not work.is_done()]
+        self._works = [work for work in self._works if not work.done()]
         number = watch.begin(ops)
         try:
             works = [self._start(op) for op in ops]
@@ -94,7 +96,7 @@ class GlooTransport:
             watch.fail(f"gloo could not start operation {number}: {error}")
             raise
         self._works += works
-        watch.follow(number, lambda: all(work.is_right() for work in works))
+        watch.follow(number, lambda: all(work.done() and not work.exception() for work in works))
         return _GlooPending(works, number, watch)
 
     def abort(self, cause: str) -> None:
@@ -106,95 +108,41 @@ class GlooTransport:
         """Close the connections and the store."""
         if self._watch:
             self._watch.close()
-        if not all(work.is_done() for work in self._works):
-            aside(partial(_hold, self._group, self._works))
+        if not all(work.done() for work in self._works):
+            on_daemon(partial(_hold, self._group, self._works))
         self._group, self._works = None, []
         close_store(self._store, self._server)
 
-    def _start(self, op: Op) -> _Work:
+    def _start(self, op: Op) -> Future[object]:
+        """Start an operation, and wait for its end on a thread: gloo has no other sign of it."""
         if isinstance(op, Broadcast):
             options = BroadcastOptions()
             options.rootRank, options.rootTensor, options.timeout = op.root, 0, self._timeout
-            return _Spread(self._group.broadcast([op.data], options))
+            return on_daemon(self._group.broadcast([op.data], options).wait)
         call = self._group.send if isinstance(op, Send) else self._group.recv
-        return _Handed(call([op.data], op.peer, 0), self._timeout)
+        return on_daemon(partial(call([op.data], op.peer, 0).wait, self._timeout))
 
 
 class _GlooPending:
-    def __init__(self, works: list[_Work], number: int, watch: Watch) -> None:
+    def __init__(self, works: Sequence[Future[object]], number: int, watch: Watch) -> None:
         self._works, self._number, self._watch = works, number, watch
 
     def wait(self) -> None:
         """Wait for the works in turn, in slices, so that an abort is seen."""
         try:
             for work in self._works:
-                while not work.wait_slice():
+                while not wait([work], _SLICE_S).done:
                     self._watch.check()
+                work.result()
         except RuntimeError as error:
             self._watch.fail(f"gloo failed in operation {self._number}: {error}")
         self._watch.done(self._number)
-        self._works = []
+        self._works = ()
 
 
-class _Work(Protocol):
-    def is_done(self) -> bool: ...
-
-    def is_right(self) -> bool:
-        """Whether the operation has ended without failing."""
-
-    def wait_slice(self) -> bool:
-        """Wait for at most one slice; return whether it is done. Raises RuntimeError when it failed."""
-
-
-class _Spread:
-    """A started broadcast."""
-
-    def __init__(self, work: Work) -> None:
-        self._work = work
-
-    def is_done(self) -> bool:
-        return self._work.is_completed()
-
-    def is_right(self) -> bool:
-        try:
-            return self.is_done() and self._work.wait(_SLICE)
-        except RuntimeError:
-            return False
-
-    def wait_slice(self) -> bool:
-        try:
-            self._work.wait(_SLICE)
-        except RuntimeError:
-            if self.is_done():
-                # It failed, or ended just after the slice: a second wait says which.
-                self._work.wait(_SLICE)
-        return self.is_done()
-
-
-class _Handed:
-    """A started send or receive. Only its wait shows its end, and a late one breaks the connection."""
-
-    def __init__(self, work: Work, timeout: timedelta) -> None:
-        self._end = aside(lambda: work.wait(timeout))
-
-    def is_done(self) -> bool:
-        return self._end.done()
-
-    def is_right(self) -> bool:
-        return self._end.done() and self._end.exception() is None
-
-    def wait_slice(self) -> bool:
-        try:
-            self._end.result(_SLICE.total_seconds())
-        except Late:
-            return False
-        return True
-
-
-def _hold(group: ProcessGroupGloo, works: list[_Work]) -> None:
+def _hold(group: ProcessGroupGloo, works: Sequence[Future[object]]) -> None:
     """Keep `group` until its works end. Destroying it would wait for them and block all of Python."""
-    while not all(work.is_done() for work in works):
-        time.sleep(_SLICE.total_seconds())
+    wait(works)
 
 
 def _own_timeout(timeout_s: float) -> timedelta:

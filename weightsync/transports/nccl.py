@@ -13,9 +13,10 @@ import torch
 
 from weightsync.errors import TransportError
 from weightsync.memory import cuda
+from weightsync.protocol.daemon import on_daemon
 from weightsync.transports.base import Broadcast, Op, Pending, Send
 from weightsync.transports.rendezvous import close_store, join_store
-from weightsync.transports.roll_call import RollCall, aside
+from weightsync.transports.roll_call import RollCall
 from weightsync.transports.store import NetworkStore, StoreServer
 from weightsync.transports.watchdog import Gate, Watch
 
@@ -118,12 +119,12 @@ class NcclTransport:
             torch.cuda.set_device(self._device)
             comm.__init__(self._num_ranks, unique_id, self._rank)
 
-        building = aside(build)
+        building = on_daemon(build)
         who = f"NCCL rank {self._rank} of {self._num_ranks}"
         try:
             building.result(timeout_s)
         except Late as error:
-            aside(lambda: _abort_when_possible(comm, building.done))
+            on_daemon(lambda: _abort_when_possible(comm, building.done))
             raise TransportError(
                 f"{who} signed in with its peers, but the communicator was not ready within {timeout_s:g} s: "
                 "one of them was lost while it joined"

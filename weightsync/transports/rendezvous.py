@@ -6,7 +6,8 @@ import socket
 from concurrent.futures import TimeoutError as Late
 
 from weightsync.errors import TransportError, WireError
-from weightsync.transports.roll_call import RollCall, aside
+from weightsync.protocol.daemon import on_daemon
+from weightsync.transports.roll_call import RollCall
 from weightsync.transports.store import NetworkStore, StoreServer
 
 __all__ = ["SLACK_S", "close_store", "join_store", "own_address"]
@@ -22,7 +23,7 @@ def join_store(address: str, rank: int, num_ranks: int, timeout_s: float) -> Net
     """
     store = NetworkStore(address, timeout_s)
     place = address.rpartition("@")[2]
-    joining = aside(lambda: RollCall(store, rank, num_ranks).sign_in(timeout_s))
+    joining = on_daemon(lambda: RollCall(store, rank, num_ranks).sign_in(timeout_s))
     try:
         joining.result(timeout_s + SLACK_S)
     except Late as error:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from threading import Thread
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -21,7 +19,7 @@ from weightsync.errors import TransportError
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ["Absence", "RollCall", "aside", "ranks_text"]
+__all__ = ["Absence", "RollCall", "ranks_text"]
 
 ANSWER_S = 1.0
 """Time to wait for answers. Every rank looks for a roll call several times a second."""
@@ -31,20 +29,6 @@ _POLL_S = 0.01
 logger = logging.getLogger("weightsync.transports")
 
 T = TypeVar("T")
-
-
-def aside(work: Callable[[], T]) -> Future[T]:
-    """Run `work` in a new daemon thread, so that it may hang for ever."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - the future raises it
-            future.set_exception(error)
-
-    Thread(target=run, daemon=True, name="weightsync-aside").start()
-    return future
 
 
 def ranks_text(ranks: Iterable[int], num_ranks: int) -> str:

@@ -11,8 +11,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from weightsync.errors import TransportError
+from weightsync.protocol.daemon import on_daemon
 from weightsync.transports.base import Broadcast, Op
-from weightsync.transports.roll_call import Absence, RollCall, aside, ranks_text
+from weightsync.transports.roll_call import Absence, RollCall, ranks_text
 
 __all__ = ["Gate", "Watch"]
 
@@ -148,7 +149,7 @@ class Watch:
         with self._lock:
             first, self._cause = not self._cause, self._cause or cause
         if first:
-            aside(self._stop).add_done_callback(self._has_stopped)
+            on_daemon(self._stop).add_done_callback(self._has_stopped)
         if not self._stopped.wait(END_S):
             logger.warning("a communicator does not end within %g s: %s", END_S, self._cause)
 
