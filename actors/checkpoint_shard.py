@@ -10,8 +10,8 @@ from typing import Any
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from weightsync.actors.placement import threaded
 from weightsync.faults import Fault, inject, set_faults
 from weightsync.plan import Plan, RankLayout, TensorMeta
 from weightsync.protocol.handles import HostExport
@@ -86,11 +86,5 @@ def spawn_shard(
 
     It reserves no resources and ends with its driver.
     """
-    options: dict[str, Any] = {
-        "num_cpus": 0,
-        "max_restarts": 0,
-        "max_task_retries": 0,
-        "max_concurrency": _NUM_THREADS,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
-    }
+    options = threaded(node, _NUM_THREADS)
     return ray.remote(CheckpointShard).options(**options).remote(files, share, num_shares, exclude)

@@ -23,7 +23,7 @@ from weightsync.actors.daemon import await_daemon
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.errors import StateError, WeightSyncError
 
-__all__ = ["Claim", "Claimable", "Claims", "TakenError"]
+__all__ = ["Claim", "Claimable", "ClaimedPeer", "Claims", "TakenError"]
 
 _LOST_S = 4.0
 """Ray reports a dead object owner within one second, or three on a busy host."""
@@ -74,14 +74,13 @@ class Claimable:
             self._claim = None
 
 
-class Peer(Protocol):
-    """A trainer or engine that can be claimed: `RemoteTrainer` or `RemoteEngine`."""
+class ClaimedPeer(Protocol):
+    """A user's actor, which one WeightSync at a time may drive. `Claimable` documents the methods."""
 
     name: str
     handle: ActorHandle[Any]
 
     async def claim(self, claim: Claim, instead_of: str) -> Claim | None: ...
-
     async def release(self, run: str) -> None: ...
 
 
@@ -92,10 +91,10 @@ class Claims:
         """`name`: the name that the user gave to the WeightSync."""
         self._name = name
         self._mine: Claim | None = None
-        self._held: dict[ActorHandle[Any], Peer] = {}
+        self._held: dict[ActorHandle[Any], ClaimedPeer] = {}
         self._looks: dict[str, asyncio.Task[bool]] = {}
 
-    async def take(self, peer: Peer) -> None:
+    async def take(self, peer: ClaimedPeer) -> None:
         """Claim an actor unless it is claimed already.
 
         Replaces the claim of a dead driver.
@@ -164,7 +163,7 @@ def _is_owned(owned: ObjectRef[Any]) -> bool:
     return True
 
 
-async def _released(peer: Peer, run: str) -> None:
+async def _released(peer: ClaimedPeer, run: str) -> None:
     try:
         await peer.release(run)
     except WeightSyncError:

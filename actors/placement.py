@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from weightsync.errors import ConfigError
 from weightsync.memory.tensors import device_id
 
-__all__ = ["Placement", "Placements", "place_ranks"]
+__all__ = ["Placement", "Placements", "place_ranks", "threaded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,17 @@ def place_ranks(trainers: Mapping[str, Placement], engines: Mapping[str, Sequenc
             order = list(placements)
             holder_of[name] = tuple(order.index(placement.key) for placement in ranks)
     return Placements(tuple(placements.values()), holder_of)
+
+
+def threaded(node: str, num_threads: int) -> dict[str, Any]:
+    """Return Ray's options for an actor with threads on host `node` that reserves nothing."""
+    return {
+        "num_cpus": 0,
+        "max_restarts": 0,
+        "max_task_retries": 0,
+        "max_concurrency": num_threads,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+    }
 
 
 def _gpu() -> str | None:

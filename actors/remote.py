@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
 
-from weightsync.actors.claim import Claim
+from weightsync.actors.claim import ClaimedPeer
 from weightsync.actors.placement import Placement
 from weightsync.errors import ConfigError, PeerError, PeerLostError, WeightSyncError
 from weightsync.faults import Fault
@@ -86,20 +86,13 @@ class _Actor(Protocol):
     async def set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None: ...
 
 
-class _Claimed(_Actor, Protocol):
-    """A user's actor, which one WeightSync at a time may drive. `Claimable` documents the methods."""
-
-    async def claim(self, claim: Claim, instead_of: str) -> Claim | None: ...
-    async def release(self, run: str) -> None: ...
-
-
-class RemoteTrainer(_Claimed, TrainerPeer, Protocol):
+class RemoteTrainer(_Actor, ClaimedPeer, TrainerPeer, Protocol):
     """A TrainerShard actor."""
 
     async def placement(self) -> Placement: ...
 
 
-class RemoteEngine(_Claimed, EnginePeer, Protocol):
+class RemoteEngine(_Actor, ClaimedPeer, EnginePeer, Protocol):
     """An EngineActor or VllmActor. `EngineCalls` documents the methods."""
 
     async def placements(self) -> list[Placement]: ...

@@ -10,10 +10,9 @@ from typing import Any
 import ray
 import torch
 from ray.actor import ActorHandle
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from weightsync.actors.detached import detached
-from weightsync.actors.placement import Placement
+from weightsync.actors.placement import Placement, threaded
 from weightsync.errors import TransportError
 from weightsync.holder.holder import Holder
 from weightsync.memory import cuda
@@ -101,10 +100,4 @@ def _place(name: str, placement: Placement, transport: str) -> tuple[str, str, s
 def _options(node: str, gpu: str | None) -> dict[str, Any]:
     """`gpu`: the value of ``CUDA_VISIBLE_DEVICES``; None leaves what Ray sets."""
     visible = {} if gpu is None else {"runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": gpu}}}
-    return visible | {
-        "num_cpus": 0,
-        "max_restarts": 0,
-        "max_task_retries": 0,
-        "max_concurrency": _NUM_THREADS,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
-    }
+    return visible | threaded(node, _NUM_THREADS)

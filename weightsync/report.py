@@ -90,10 +90,8 @@ class SyncReport:
 
     def to_dict(self) -> dict[str, object]:
         """Return all fields and `gb_per_s`, as values that ``json.dumps`` takes."""
-        values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
-        plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
         spans = {who: [asdict(span) for span in spans] for who, spans in self.spans.items()}
-        return plain | {"spans": spans, "gb_per_s": self.gb_per_s}
+        return _plain(self) | {"spans": spans, "gb_per_s": self.gb_per_s}
 
     def __str__(self) -> str:
         serving = sum(version == self.version for version in self.engines.values())
@@ -139,8 +137,7 @@ class HealReport:
 
     def to_dict(self) -> dict[str, object]:
         """Return all fields, as values that ``json.dumps`` takes."""
-        values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
-        return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
+        return _plain(self)
 
     def __str__(self) -> str:
         new = "" if self.respawned_at is None else f", new process {self.respawned_at - self.died_at:.1f} s"
@@ -155,6 +152,11 @@ class HealReport:
             f"engine {self.engine} serves version {self.version} again after"
             f" {self.serving_at - self.died_at:.1f} s{new}; {how}; it had failed: {self.cause}"
         )
+
+
+def _plain(report: SyncReport | HealReport) -> dict[str, object]:
+    values = {spec.name: getattr(report, spec.name) for spec in fields(report)}
+    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
 
 
 def bytes_text(nbytes: int) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 from collections.abc import Mapping
+from pkgutil import resolve_name
 from typing import Any
 
 from weightsync.channel.sink import Sink
@@ -67,6 +67,5 @@ def make_engine(kind: str, model_path: str, name: str, options: Mapping[str, Any
     """
     if (model_path.count("/") > 1 or os.path.isabs(model_path)) and not os.path.isdir(model_path):
         raise ConfigError("model_path", model_path, "there is no such folder on this host")
-    module, _, cls = ENGINES[kind][1].partition(":")
-    engine: Generates = getattr(importlib.import_module(module), cls)(model_path, name, options)
+    engine: Generates = resolve_name(ENGINES[kind][1])(model_path, name, options)
     return engine

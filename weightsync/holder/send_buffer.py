@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, groupby
 from operator import attrgetter
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -25,22 +25,10 @@ __all__ = [
     "Bounce",
     "MappedSendBuffer",
     "SendBuffer",
-    "Sent",
     "send_buffer_for",
     "snapshot_content",
     "written",
 ]
-
-
-class Sent(Protocol):
-    """`nbytes` bytes to be sent at `offset` of a slot."""
-
-    @property
-    def offset(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    def copy(self, target: torch.Tensor) -> None:
-        """Copy to `target`, uint8[nbytes] in host memory. `Bounce` calls this from several threads."""
 
 
 class Bounce:
@@ -54,7 +42,7 @@ class Bounce:
         self._buffers = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(num_slots)]
         self._threads = ThreadPoolExecutor(num_threads(8), "bounce")
 
-    def send(self, bucket: int, parts: Sequence[Sent], slot: torch.Tensor) -> None:
+    def send(self, bucket: int, parts: Sequence[_Part], slot: torch.Tensor) -> None:
         """Start copying `parts` to `slot` on the current stream. The slot's previous copy must have ended."""
         buffer, first = self._buffers[bucket % len(self._buffers)], min(part.offset for part in parts)
         places = [buffer[part.offset - first :][: part.nbytes] for part in parts]
@@ -86,7 +74,7 @@ class _Part:
     dtypes: tuple[torch.dtype, torch.dtype] | None
 
     def copy(self, target: torch.Tensor) -> None:
-        """Copy to `target`, uint8[nbytes] in host memory, with the cast if there is one."""
+        """Copy to `target`, uint8[nbytes] in host memory, with the cast if there is one. Thread-safe."""
         if self.dtypes is None:
             target.copy_(self.held)
         else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     Context = zmq.Context[zmq.Socket[bytes]]
     Socket = zmq.Socket[bytes]
 
-__all__ = ["Doorman", "Server", "decode_one", "dial", "hang_up", "show_secret"]
+__all__ = ["Doorman", "Server", "decode_one", "dial", "hang_up", "own_address", "show_secret"]
 
 T = TypeVar("T")
 
@@ -132,6 +133,14 @@ def dial(context: Context, endpoint: str, secret: str, max_nbytes: int) -> tuple
     monitor = socket.get_monitor_socket(_LOST)
     socket.connect(endpoint)
     return socket, monitor
+
+
+def own_address(endpoint: str) -> str:
+    """Return this host's address on the network that leads to ``host:port`` or ``secret@host:port``."""
+    host = endpoint.rpartition("@")[2].rpartition(":")[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        return str(probe.getsockname()[0])
 
 
 def hang_up(socket: Socket, monitor: Socket) -> None:

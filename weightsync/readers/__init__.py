@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
+from collections.abc import Mapping, Sequence
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, cast
 
 from weightsync.errors import ConfigError, PeerLostError, ReadError, nearest
@@ -67,7 +67,7 @@ def open_reader(
     readers: list[Reader] = []
     try:
         for way, its in by_way.items():
-            readers.append(_reader_class(way)(targets, its))
+            readers.append(resolve_name(WAYS[way])(targets, its))
     except BaseException:
         for reader in readers:
             reader.close()
@@ -82,8 +82,3 @@ def _way(peer: str, offer: Offer, direct: bool) -> str:
         return "direct" if direct and can_map(offer) else offer.protocol
     except PeerLostError as error:
         raise ReadError(peer, str(error)) from error
-
-
-def _reader_class(way: str) -> Callable[[Sequence[SharedBuffer], Mapping[str, Offer]], Reader]:
-    module, _, name = WAYS[way].partition(":")
-    return cast("Callable[..., Reader]", getattr(import_module(module), name))

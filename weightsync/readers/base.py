@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -92,22 +91,16 @@ def by_peer(reads: Iterable[Read]) -> dict[str, list[Read]]:
 
 def pieces(reads: Sequence[Read], max_nbytes: int) -> Iterator[Read]:
     """Join neighbouring `reads` of one peer, then cut them to at most `max_nbytes`."""
-    for _, run in groupby(_numbered(reads), key=lambda item: item[0]):
-        joined = [read for _, read in run]
-        first, total = joined[0], sum(read.nbytes for read in joined)
-        for at in range(0, total, max_nbytes):
-            nbytes = min(max_nbytes, total - at)
-            yield Read(first.peer, first.source + at, first.target, first.offset + at, nbytes)
-
-
-def _numbered(reads: Sequence[Read]) -> Iterator[tuple[int, Read]]:
-    """Yield each read with the number of its run of neighbours."""
-    run, before = 0, None
+    joined: list[Read] = []
     for read in reads:
-        if before and not _follows(before, read):
-            run += 1
-        yield run, read
-        before = read
+        if joined and _follows(joined[-1], read):
+            joined[-1] = replace(joined[-1], nbytes=joined[-1].nbytes + read.nbytes)
+        else:
+            joined.append(read)
+    for first in joined:
+        for at in range(0, first.nbytes, max_nbytes):
+            nbytes = min(max_nbytes, first.nbytes - at)
+            yield replace(first, source=first.source + at, offset=first.offset + at, nbytes=nbytes)
 
 
 def _follows(before: Read, read: Read) -> bool:

@@ -6,13 +6,13 @@ SIGKILL of that process enforces a deadline: nothing lands after it. A peer that
 from __future__ import annotations
 
 import contextlib
-import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from weightsync.errors import DeadlineError, ReadError
 from weightsync.protocol.handles import Offer, ProtocolName
+from weightsync.protocol.handshake import own_address
 from weightsync.readers.base import Read, by_peer, host_id, pieces
 from weightsync.readers.ending import Ending
 from weightsync.readers.mooncake_process import MooncakeProcess, readable
@@ -58,7 +58,7 @@ class MooncakeReader:
         self._children: dict[str, MooncakeProcess] = {}
         try:
             for peer, offer in offers.items():
-                host = _address_towards(offer.endpoint)
+                host = own_address(offer.endpoint)  # readers' names must be unique among hosts
                 self._children[peer] = MooncakeProcess(offer.protocol, host, "", targets, wait=False)
             for child in self._children.values():
                 child.wait_ready()
@@ -122,11 +122,3 @@ def _nbytes(peer: str, answer: Mapping[str, Any]) -> int:
         raise ReadError(peer, answer["error"])
     nbytes: int = answer["nbytes"]
     return nbytes
-
-
-def _address_towards(endpoint: str) -> str:
-    """Return this host's address as the peer sees it. Readers' names must be unique among hosts."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probing:
-        probing.connect((endpoint.rpartition(":")[0], 9))  # sends nothing
-        address: str = probing.getsockname()[0]
-        return address

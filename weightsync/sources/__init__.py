@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Collection
+from pkgutil import resolve_name
 
 from weightsync.errors import ConfigError, nearest
 from weightsync.sources.base import ModelSource, Offloads, Source
@@ -37,8 +37,7 @@ def make_source(
     if found is None:
         remedy = f"set self.source, or give a model of a known type; {nearest(bases[0], SOURCES)}"
         raise ConfigError("self.model", bases[0], remedy)
-    module, _, cls = found.partition(":")
-    source: ModelSource = getattr(importlib.import_module(module), cls)(
+    source: ModelSource = resolve_name(found)(
         model, exclude, names=names, offloads=offloads, hf_config=hf_config
     )
     return source

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+from pkgutil import resolve_name
 
 from weightsync.errors import ConfigError, nearest
 from weightsync.transports.base import Broadcast, Op, Pending, Recv, Send, Transport
@@ -19,6 +19,5 @@ def transport_class(name: str) -> type[Transport]:
     """Import a transport. Raises ConfigError for an unknown name."""
     if name not in TRANSPORTS:
         raise ConfigError("transport", name, nearest(name, TRANSPORTS))
-    module, _, cls = TRANSPORTS[name].partition(":")
-    found: type[Transport] = getattr(importlib.import_module(module), cls)
+    found: type[Transport] = resolve_name(TRANSPORTS[name])
     return found

@@ -14,8 +14,9 @@ from torch.distributed.distributed_c10d import BroadcastOptions, PrefixStore, Pr
 
 from weightsync.errors import TransportError
 from weightsync.protocol.daemon import on_daemon
+from weightsync.protocol.handshake import own_address
 from weightsync.transports.base import Broadcast, Op, Pending, Send
-from weightsync.transports.rendezvous import SLACK_S, close_store, join_store, own_address
+from weightsync.transports.rendezvous import SLACK_S, close_store, join_store
 from weightsync.transports.roll_call import RollCall
 from weightsync.transports.store import NetworkStore, StoreServer
 from weightsync.transports.watchdog import Watch

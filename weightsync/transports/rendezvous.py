@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from concurrent.futures import TimeoutError as Late
 
 from weightsync.errors import TransportError, WireError
@@ -10,7 +9,7 @@ from weightsync.protocol.daemon import on_daemon
 from weightsync.transports.roll_call import RollCall
 from weightsync.transports.store import NetworkStore, StoreServer
 
-__all__ = ["SLACK_S", "close_store", "join_store", "own_address"]
+__all__ = ["SLACK_S", "close_store", "join_store"]
 
 SLACK_S = 1.0
 """Time after its deadline within which a rank has named the missing ranks."""
@@ -44,11 +43,3 @@ def close_store(store: NetworkStore | None, server: StoreServer | None) -> None:
     for each in (store, server):
         if each:
             each.close()
-
-
-def own_address(rendezvous: str) -> str:
-    """Return this host's address on the network that leads to the rendezvous."""
-    host = rendezvous.rpartition("@")[2].rpartition(":")[0]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        return str(probe.getsockname()[0])
