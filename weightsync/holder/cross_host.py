@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from weightsync.collectives.shuffle import Shuffle
 from weightsync.errors import TransportError
-from weightsync.holder.staging import MappedMemory
 from weightsync.protocol.messages import Part
 from weightsync.transports import Transport
+
+if TYPE_CHECKING:
+    from weightsync.holder.device_staging import DeviceStaging
 
 __all__ = ["CrossHostExchange"]
 
@@ -23,7 +26,7 @@ class CrossHostExchange:
         shuffle: the messages and their memory. None if that memory could not be allocated.
     """
 
-    def __init__(self, part: Part, transport: Transport, memory: MappedMemory) -> None:
+    def __init__(self, part: Part, transport: Transport, memory: DeviceStaging) -> None:
         """Raises the errors of `aim`."""
         self._part, self.transport, self._memory = part, transport, memory
         self.shuffle: Shuffle | None = None

@@ -53,7 +53,13 @@ def take_slots(
 
 
 class DeviceStaging:
-    """Bucket slots on this process's GPU. They are filled from the send buffer or the trainer's memory."""
+    """Bucket slots on this process's GPU. They are filled from the send buffer or the trainer's memory.
+
+    Attributes:
+        source: the trainer's buffers, if they are read in place: uint8, one dimension.
+        target: the engine rank's buffers, if the holder writes them: uint8, one dimension.
+        flat: the engine rank's memory as a flat snapshot. None if the holder does not write it.
+    """
 
     device = "cuda"
 
@@ -81,14 +87,16 @@ class DeviceStaging:
 
     @property
     def mapped(self) -> DeviceStaging:
-        """Itself: it is also the `MappedMemory`, since fills and writes of a slot wait for each other."""
+        """Itself: memory of its trainer and engine rank, whose copies wait for those of the slots."""
         return self
 
     @property
     def writes(self) -> bool:
+        """Whether the holder writes the engine rank's memory. The rank then reads no slots."""
         return self._unpack is not None
 
     def connect(self, trainer: Export) -> None:
+        """Map the trainer's memory, from which `fill` then reads. Raises TransportError."""
         starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
         self.source = memory = self._map(trainer, self._mapped)
         segments = by_tensor(self._plan, trainer.layout)
@@ -116,6 +124,7 @@ class DeviceStaging:
                 self._casts.setdefault(piece.bucket, []).extend(pairs)
 
     def link(self, engine: Export | None) -> None:
+        """Map the engine rank's memory, and unmap the previous one's. Raises TransportError if that fails."""
         self._let_go_of_engine()
         if engine:
             starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
@@ -126,11 +135,13 @@ class DeviceStaging:
             self.flat = FlatSnapshot(self.target)
 
     def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
+        """Map `memory`, trainers' buffers by rank and name, for direct copies. Raises TransportError."""
         self._let_go_of_trainers()
         if len(reads):
             self._direct_copy = DirectCopy(reads, memory, self._address())
 
     def start_direct_copy(self) -> None:
+        """Start the direct copies into the engine rank's memory."""
         if self._direct_copy:
             self._direct_copy.begin(self._writing)
 
@@ -174,11 +185,13 @@ class DeviceStaging:
         self.mark(f"filling of bucket {bucket}", timeout_s).wait()
 
     def write(self, bucket: int) -> None:
+        """Start writing a bucket from its slot to the engine rank. A later `fill` waits for it."""
         assert self._unpack is not None
         self._unpack.launch(bucket, self._writing)
         self._free[bucket % len(self._buffers)] = self._writing.record_event()
 
     def settle(self, timeout_s: float) -> None:
+        """Wait until everything that was started is written. Raises DeadlineError."""
         self._writing.wait_event(self._filling.record_event())  # flat snapshots are loaded there
         _Event(self._writing.record_event(), "writing to the engine", self._index, timeout_s).wait()
 

@@ -234,7 +234,7 @@ class Holder:
                     pending.wait()
 
     def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
-        """Prepare direct copies, as `MappedMemory.route`. Valid until the next `link`."""
+        """Prepare direct copies, as `DeviceStaging.route`. Valid until the next `link`."""
         if self._staging and (mapped := self._staging.mapped):
             with self._moving, self._staging.queue():
                 mapped.route(reads, memory)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from weightsync.holder.send_buffer import MappedSendBuffer, SendBuffer
-from weightsync.holder.snapshots import FlatSnapshot
 from weightsync.memory.host import SharedBuffer
-from weightsync.plan import Plan, Reads, Step
-from weightsync.protocol.handles import DeviceHandle, Export, Handle
+from weightsync.plan import Plan, Step
+from weightsync.protocol.handles import Handle
 from weightsync.transports import Pending
 
-__all__ = ["HostStaging", "MappedMemory", "Staging"]
+if TYPE_CHECKING:
+    from weightsync.holder.device_staging import DeviceStaging  # imports CuPy
+
+__all__ = ["HostStaging", "Staging"]
 
 
 class Staging(Protocol):
@@ -30,7 +32,7 @@ class Staging(Protocol):
         """Handles of the slots, for an engine rank to map."""
 
     @property
-    def mapped(self) -> MappedMemory | None:
+    def mapped(self) -> DeviceStaging | None:
         """The memory of other processes on its device. None in host memory, where nobody exports any."""
 
     def queue(self) -> AbstractContextManager[None]:
@@ -55,49 +57,11 @@ class Staging(Protocol):
         """Free or unmap the memory of this epoch."""
 
 
-class MappedMemory(Protocol):
-    """Memory of its trainer and engine rank that a holder has mapped, and the copies out of and into it."""
-
-    @property
-    def writes(self) -> bool:
-        """Whether the holder writes the engine rank's memory. The rank then reads no slots."""
-
-    @property
-    def flat(self) -> FlatSnapshot | None:
-        """The engine rank's memory as a flat snapshot. None if the holder does not write it."""
-
-    @property
-    def source(self) -> Mapping[str, torch.Tensor]:
-        """The trainer's buffers, if they are read in place: uint8, one dimension."""
-
-    @property
-    def target(self) -> Mapping[str, torch.Tensor]:
-        """The engine rank's buffers, if the holder writes them: uint8, one dimension."""
-
-    def connect(self, trainer: Export) -> None:
-        """Map the trainer's memory, from which `Staging.fill` then reads. Raises TransportError."""
-
-    def link(self, engine: Export | None) -> None:
-        """Map the engine rank's memory, and unmap the previous one's. Raises TransportError if that fails."""
-
-    def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
-        """Map `memory`, trainers' buffers by rank and name, for direct copies. Raises TransportError."""
-
-    def start_direct_copy(self) -> None:
-        """Start the direct copies into the engine rank's memory."""
-
-    def write(self, bucket: int) -> None:
-        """Start writing a bucket from its slot to the engine rank. A later `Staging.fill` waits for it."""
-
-    def settle(self, timeout_s: float) -> None:
-        """Wait until everything that was started is written. Raises DeadlineError."""
-
-
 class HostStaging:
     """Slots in shared memory. A `SharedBuffer` as send buffer is sent from directly."""
 
     device = "cpu"
-    mapped: MappedMemory | None = None
+    mapped = None
 
     def __init__(self, plan: Plan, index: int, send_buffer: SendBuffer | None, receives: bool) -> None:
         self._index, self._send_buffer = index, send_buffer

@@ -6,16 +6,19 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from weightsync.channel.engine_end import HolderFeed
 from weightsync.errors import DeadlineError, EngineError, SlowError, WeightSyncError
 from weightsync.faults import inject, inject_in_move
 from weightsync.holder.cross_host import CrossHostExchange
-from weightsync.holder.staging import MappedMemory, Staging
+from weightsync.holder.staging import Staging
 from weightsync.plan import Plan
 from weightsync.protocol.messages import UpdateTask
 from weightsync.transports import Pending
+
+if TYPE_CHECKING:
+    from weightsync.holder.device_staging import DeviceStaging
 
 __all__ = ["BucketConsumer", "open_consumer", "run_update"]
 
@@ -141,7 +144,7 @@ class WriteConsumer:
 
     def __init__(
         self,
-        memory: MappedMemory,
+        memory: DeviceStaging,
         feed: HolderFeed | None,
         attempt: int,
         timeout_s: float,
