@@ -23,6 +23,7 @@ import torch
 from weightsync.errors import ConfigError, PlanError, StateError
 from weightsync.memory.host_copies import HostCopies
 from weightsync.memory.kernels import CopyTable
+from weightsync.memory.tensors import extent_nbytes
 from weightsync.plan.buckets import RUN_ALIGN
 from weightsync.plan.copies import Copies
 from weightsync.plan.direct import Reads
@@ -307,18 +308,10 @@ def _check_fits(
         name, these = names[number], buffer == number
         if name not in memory:
             raise PlanError(name, f"the {side} memory has no such buffer; {suggest(name, memory)}")
-        low, high, nbytes = int(first[these].min()), int(end[these].max()), _span(memory[name])
+        low, high, nbytes = int(first[these].min()), int(end[these].max()), extent_nbytes(memory[name])
         if low < 0 or high > nbytes:
             raise PlanError(
                 name,
                 f"the plan uses its bytes {low} to {high}, the {side} memory has {nbytes}; give the "
                 "buffer that the layout describes",
             )
-
-
-def _span(tensor: torch.Tensor) -> int:
-    """Return the bytes from the first element to the end of the last."""
-    if not tensor.numel():
-        return 0
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()

@@ -10,7 +10,7 @@ import torch
 from weightsync.errors import TransportError
 from weightsync.memory import cuda
 from weightsync.memory.host import SharedBuffer
-from weightsync.memory.tensors import device_id
+from weightsync.memory.tensors import device_id, extent_nbytes
 from weightsync.protocol.handles import DeviceHandle, Handle
 
 __all__ = ["Buffer", "DeviceBuffer", "PeerMemory", "export_tensor", "open_buffer"]
@@ -87,14 +87,7 @@ def export_tensor(tensor: torch.Tensor) -> DeviceHandle:
     """
     with torch.cuda.device(tensor.device):
         ipc, offset = cuda.export(tensor.data_ptr())
-    return DeviceHandle(device_id(tensor.device), os.getpid(), ipc, offset, _extent_nbytes(tensor))
-
-
-def _extent_nbytes(tensor: torch.Tensor) -> int:
-    if tensor.numel() == 0:
-        return 0
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
+    return DeviceHandle(device_id(tensor.device), os.getpid(), ipc, offset, extent_nbytes(tensor))
 
 
 def _current_device() -> str:

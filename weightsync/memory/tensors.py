@@ -7,7 +7,7 @@ from torch import nn
 
 from weightsync.plan import Segment, TensorMeta
 
-__all__ = ["byte_strides", "device_id", "meta_of", "named_tensors", "segment_view"]
+__all__ = ["byte_strides", "device_id", "extent_nbytes", "meta_of", "named_tensors", "segment_view"]
 
 
 def named_tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], tuple[tuple[str, str], ...]]:
@@ -39,6 +39,14 @@ def meta_of(name: str, tensor: torch.Tensor) -> TensorMeta:
 def byte_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the bytes from one element to the next, per dimension."""
     return tuple(stride * tensor.element_size() for stride in tensor.stride())
+
+
+def extent_nbytes(tensor: torch.Tensor) -> int:
+    """Return the bytes from the first element to the end of the last, gaps included."""
+    if not tensor.numel():
+        return 0
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
 
 
 def device_id(device: torch.device) -> str:

@@ -8,6 +8,7 @@ from math import prod
 
 import numpy as np
 
+from weightsync.plan.copies import repeated
 from weightsync.plan.layout import Int64
 from weightsync.plan.segment import Box
 
@@ -120,6 +121,5 @@ def _fill(loads: Int64, unit: int, num_units: int) -> Int64:
 
 def _interleave(counts: Int64) -> Int64:
     """Repeat each i `counts[i]` times, spread evenly: neighbours in travel order differ in rank."""
-    owner = np.repeat(np.arange(len(counts)), counts)
-    nth = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    owner, nth = repeated(counts)
     return owner[np.argsort((nth + 0.5) / counts[owner], kind="stable")]

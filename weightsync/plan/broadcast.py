@@ -10,7 +10,7 @@ from weightsync.errors import ConfigError, PlanError
 from weightsync.plan.balance import choose
 from weightsync.plan.buckets import RUN_ALIGN, Pieces, arrange, cut, split_large
 from weightsync.plan.coverage import check_live
-from weightsync.plan.layout import Int32, Int64, Layout
+from weightsync.plan.layout import Int32, Int64, Layout, take
 from weightsync.plan.match import Match, Shards, match
 from weightsync.plan.members import Members
 from weightsync.plan.plan import Plan
@@ -62,7 +62,7 @@ def make_plan(
     pieces = split_large(_choose_pieces(source, matched, itemsize), itemsize, capacity)
     bucket = cut(pieces.unit, pieces.nbytes, capacity)
     runs = arrange(bucket, pieces.trainer, pieces.nbytes, np.array(members.trainers, np.int64))
-    pieces = pieces.take(runs.order)
+    pieces = take(pieces, runs.order)
     plan = Plan(
         epoch=epoch,
         members=members,

@@ -36,16 +36,6 @@ class Pieces:
     nbytes: Int64
     unit: Int64
 
-    def take(self, rows: Int64) -> Pieces:
-        return Pieces(
-            self.tensor[rows],
-            self.trainer[rows],
-            self.offset[rows],
-            self.extent[rows],
-            self.nbytes[rows],
-            self.unit[rows],
-        )
-
 
 def split_large(pieces: Pieces, itemsize: Int64, capacity: int) -> Pieces:
     """Split the pieces of tensors larger than `capacity` bytes; each part is a unit.

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import PlanError
-from weightsync.plan.layout import DTYPES, Int64, Layout
+from weightsync.plan.copies import repeated
+from weightsync.plan.layout import DTYPES, Int64, Layout, columns, take
 from weightsync.plan.segment import TensorMeta, suggest
 
 __all__ = ["check_live", "check_tiling", "first_element"]
@@ -155,8 +156,8 @@ def check_live(engine: str, layout: Layout) -> None:
     """
     if not layout.live.metas:
         return
-    pairs = zip(_columns(_segment_runs(engine, layout)), _columns(_padding_runs(layout)), strict=True)
-    runs = _Runs(*(np.concatenate(pair) for pair in pairs))
+    sides = columns(_segment_runs(engine, layout)), columns(_padding_runs(layout))
+    runs = _Runs(*map(np.concatenate, zip(*(side.values() for side in sides), strict=True)))
     last = runs.offset + ((runs.counts - 1) * runs.strides).sum(axis=1) + runs.nbytes
     out = (runs.offset < 0) | (last > layout.live.nbytes[runs.buffer])
     if out.any():
@@ -164,10 +165,6 @@ def check_live(engine: str, layout: Layout) -> None:
         problem = f"bytes {int(runs.offset[row])} to {int(last[row])} lie outside"
         _refuse(engine, layout, int(runs.buffer[row]), problem)
     _check_chain(engine, layout, _expand(_collapse(runs)))
-
-
-def _columns(runs: _Runs) -> tuple[Int64, ...]:
-    return runs.buffer, runs.offset, runs.nbytes, runs.strides, runs.counts
 
 
 def _segment_runs(engine: str, layout: Layout) -> _Runs:
@@ -245,7 +242,7 @@ def _join(runs: _Runs) -> _Runs:
     """Join runs of equal dimensions that lie end to end."""
     dims = [*runs.strides.T, *runs.counts.T]
     order = np.lexsort((runs.offset, *(dim for dim in dims if dim.any() and (dim != 1).any()), runs.buffer))
-    runs = _Runs(*(column[order] for column in _columns(runs)))
+    runs = take(runs, order)
     new = np.ones(len(order), np.bool_)
     new[1:] = (
         (runs.buffer[1:] != runs.buffer[:-1])
@@ -255,21 +252,16 @@ def _join(runs: _Runs) -> _Runs:
     )
     first = np.flatnonzero(new)
     nbytes = np.add.reduceat(runs.nbytes, first) if len(first) else runs.nbytes
-    return _Runs(runs.buffer[first], runs.offset[first], nbytes, runs.strides[first], runs.counts[first])
+    return replace(take(runs, first), nbytes=nbytes)
 
 
 def _expand(runs: _Runs) -> _Runs:
     """Turn every repetition into its own run."""
-    buffer, offset, nbytes, counts = runs.buffer, runs.offset, runs.nbytes, runs.counts
-    strides = runs.strides
-    for dim in range(counts.shape[1]):
-        times = counts[:, dim]
-        rows = np.repeat(np.arange(len(times)), times)
-        nth = np.arange(len(rows)) - np.repeat(np.cumsum(times) - times, times)
-        buffer, nbytes, counts = buffer[rows], nbytes[rows], counts[rows]
-        offset = offset[rows] + nth * strides[rows, dim]
-        strides = strides[rows]
-    return _Runs(buffer, offset, nbytes, strides, counts)
+    for dim in range(runs.counts.shape[1]):
+        rows, nth = repeated(runs.counts[:, dim])
+        runs = take(runs, rows)
+        runs = replace(runs, offset=runs.offset + nth * runs.strides[:, dim])
+    return runs
 
 
 def _check_chain(engine: str, layout: Layout, runs: _Runs) -> None:

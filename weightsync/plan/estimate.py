@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -190,9 +191,9 @@ def direct_floor(
         num_ranks: number of engine ranks, if `receivers` are only some of them.
     """
     parts = [_by_distance(receiver, trainers, gpus_per_host) for receiver in receivers]
-    loads: dict[str, float] = {}
+    loads: defaultdict[str, float] = defaultdict(float)
     for receiver in receivers if rates else ():
-        _add(loads, _seconds(receiver, trainers, gpus_per_host, rates, receiver.times))
+        _add_seconds(loads, receiver, trainers, gpus_per_host, rates, receiver.times)
     slowest = max(loads, key=loads.__getitem__, default="")
     ranks = tuple(
         RankFloor(
@@ -212,7 +213,7 @@ def direct_floor(
         nbytes=(local, near, far),
         num_copies=sum(rank.num_copies * rank.times for rank in ranks),
         cluster=rates.name if rates else None,
-        seconds=loads.get(slowest, 0.0) if rates else None,
+        seconds=loads[slowest] if rates else None,
         bottleneck=slowest,
     )
 
@@ -230,30 +231,34 @@ def _by_distance(receiver: Receiver, trainers: Sequence[int], gpus_per_host: int
     return found[0], found[1], found[2]
 
 
-def _seconds(
-    receiver: Receiver, trainers: Sequence[int], gpus_per_host: int, rates: LinkRates | None, times: int = 1
-) -> dict[str, float]:
-    """Return how long each link is busy with the reads of `receiver`. Bytes are read and written once.
+def _add_seconds(
+    loads: defaultdict[str, float],
+    receiver: Receiver,
+    trainers: Sequence[int],
+    gpus_per_host: int,
+    rates: LinkRates | None,
+    times: int = 1,
+) -> None:
+    """Add how long each link is busy with the reads of `receiver`. Bytes are read and written once.
 
     `times`: how many such receivers load the links of other hosts.
     """
     assert rates
-    loads: dict[str, float] = {}
     here = receiver.gpu
     for there, nbytes in receiver.links(trainers):
         memory = nbytes / rates.hbm / 1e9
         distance = _distance(here, there, gpus_per_host)
         elsewhere = times if distance == OTHER_HOST else 1
-        _add(loads, {f"memory of GPU {here}": memory})
-        _add(loads, {f"memory of GPU {there}": memory * elsewhere})
+        loads[f"memory of GPU {here}"] += memory
+        loads[f"memory of GPU {there}"] += memory * elsewhere
         if distance == SAME_HOST:
             seconds = nbytes / rates.nvlink / 1e9
-            _add(loads, {f"NVLink into GPU {here}": seconds, f"NVLink out of GPU {there}": seconds})
+            loads[f"NVLink into GPU {here}"] += seconds
+            loads[f"NVLink out of GPU {there}"] += seconds
         if distance == OTHER_HOST:
             seconds = nbytes / (rates.nic * gpus_per_host) / 1e9
-            into, out = here // gpus_per_host, there // gpus_per_host
-            _add(loads, {f"NICs into host {into}": seconds, f"NICs out of host {out}": seconds * elsewhere})
-    return loads
+            loads[f"NICs into host {here // gpus_per_host}"] += seconds
+            loads[f"NICs out of host {there // gpus_per_host}"] += seconds * elsewhere
 
 
 def _own_seconds(
@@ -261,12 +266,9 @@ def _own_seconds(
 ) -> float | None:
     if rates is None:
         return None
-    return max(_seconds(receiver, trainers, gpus_per_host, rates).values(), default=0.0)
-
-
-def _add(loads: dict[str, float], more: Mapping[str, float]) -> None:
-    for link, seconds in more.items():
-        loads[link] = loads.get(link, 0.0) + seconds
+    loads: defaultdict[str, float] = defaultdict(float)
+    _add_seconds(loads, receiver, trainers, gpus_per_host, rates)
+    return max(loads.values(), default=0.0)
 
 
 def _distances_text(nbytes: tuple[int, int, int]) -> str:

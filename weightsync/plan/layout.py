@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,12 @@ import numpy.typing as npt
 from weightsync.errors import PlanError
 from weightsync.plan.segment import ITEMSIZE, MOST_NBYTES, Box, RankLayout, Segment, TensorMeta, suggest
 
-__all__ = ["DTYPES", "Buffers", "Int32", "Int64", "Layout"]
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+__all__ = ["DTYPES", "Buffers", "Int32", "Int64", "Layout", "columns", "take"]
+
+T = TypeVar("T", bound="DataclassInstance")
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -93,6 +99,17 @@ class Buffers:
         at = np.minimum(np.searchsorted(self.key, key), len(self.key) - 1)
         found: Int64 = np.where(self.key[at] == key, self.order[at], -1)
         return found
+
+
+def columns(table: DataclassInstance) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays of a dataclass by name, in the order of its fields."""
+    held = {field.name: getattr(table, field.name) for field in fields(table)}
+    return {name: column for name, column in held.items() if isinstance(column, np.ndarray)}
+
+
+def take(table: T, rows: Int64) -> T:
+    """Return `rows` of a dataclass whose arrays have a row for each of its entries."""
+    return replace(table, **{name: column[rows] for name, column in columns(table).items()})
 
 
 _FAR = f"reaches beyond {MOST_NBYTES} bytes (4 PiB); offsets and strides count bytes, boxes count elements"

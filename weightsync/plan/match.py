@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import PlanError
+from weightsync.plan.copies import repeated
 from weightsync.plan.coverage import check_tiling, first_element
 from weightsync.plan.layout import Int64, Layout
 from weightsync.plan.segment import CASTABLE, TensorMeta, suggest
@@ -186,9 +187,7 @@ def _source_rows(source: Layout, matched: Match) -> tuple[Int64, Int64]:
     held = held[np.argsort(key, kind="stable")]
     counts = np.bincount(source.tensor[held], minlength=len(source.tensors))
     first = (np.cumsum(counts) - counts)[matched.source]
-    times = counts[matched.source]
-    tensor: Int64 = np.repeat(np.arange(len(times)), times)
-    nth = np.arange(len(tensor)) - np.repeat(np.cumsum(times) - times, times)
+    tensor, nth = repeated(counts[matched.source])
     return held[first[tensor] + nth], tensor
 
 

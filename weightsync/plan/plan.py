@@ -11,7 +11,7 @@ import numpy as np
 
 from weightsync.plan.buckets import PIECE_ALIGN, RUN_ALIGN, align
 from weightsync.plan.explain import Cluster, Explanation
-from weightsync.plan.layout import Int32, Int64
+from weightsync.plan.layout import Int32, Int64, columns
 from weightsync.plan.members import Members
 from weightsync.plan.segment import Box, RankLayout, Segment, TensorMeta
 
@@ -166,17 +166,7 @@ class Plan:
             "slots": self.slots,
         }
         state = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
-        for column in (
-            self.piece_tensor,
-            self.piece_offset,
-            self.piece_extent,
-            self.step_piece,
-            self.step_trainer,
-            self.step_offset,
-            self.step_nbytes,
-            self.step_send_buffer,
-            self.bucket_step,
-        ):
+        for column in columns(self).values():
             state.update(f"{column.shape}".encode())
             state.update(np.ascontiguousarray(column, dtype="<i8").tobytes())
         return state.hexdigest()

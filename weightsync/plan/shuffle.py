@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from weightsync.plan.buckets import PIECE_ALIGN, RUN_ALIGN, align, arrange, cut
 from weightsync.plan.copies import Copies, repeated, tiles
 from weightsync.plan.coverage import check_live
 from weightsync.plan.direct import Reads, Reshard, addresses
-from weightsync.plan.layout import Int64, Layout
+from weightsync.plan.layout import Int64, Layout, columns
 from weightsync.plan.segment import RankLayout
 
 __all__ = ["Bundle", "Lane", "Messages", "ShufflePlan", "messages"]
@@ -245,10 +245,8 @@ def _lanes(bundles: Sequence[Bundle], max_message_bytes: int) -> tuple[Lane, ...
 
 def _hash_reads(state: hashlib._Hash, reads: Reads) -> None:
     state.update(json.dumps([reads.src_names, reads.dst_names]).encode())
-    for field in fields(reads):
-        column = getattr(reads, field.name)
-        if isinstance(column, np.ndarray):
-            state.update(np.ascontiguousarray(column).tobytes())
+    for column in columns(reads).values():
+        state.update(np.ascontiguousarray(column).tobytes())
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
