@@ -1,7 +1,6 @@
 """Finds NaN and Inf in weights, and counts them in host memory.
 
-Elements are checked eight bytes at a time. `MASKS` has the bits that are all set only in NaN and Inf, so
-``~element & mask`` is zero for those. For all others, adding ``0x7fff…`` to it carries into the sign bit.
+`MASKS` has the bits that are all set only in NaN and Inf.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from weightsync.plan.segment import ITEMSIZE
 __all__ = ["MASKS", "NonfiniteTable", "count_nonfinite", "word_mask"]
 
 Int64 = npt.NDArray[np.int64]
-Uint64 = npt.NDArray[np.uint64]
+_Words = npt.NDArray[np.unsignedinteger[Any]]
 
 MASKS = MappingProxyType(
     {
@@ -33,8 +33,7 @@ MASKS = MappingProxyType(
     }
 )
 
-_KINDS = (*MASKS,)
-_Kernel = Callable[[Uint64, Uint64, Int64, Int64], None]
+_Kernel = Callable[[_Words, _Words, _Words, _Words, Int64, Int64], None]
 
 
 class NonfiniteTable:
@@ -42,9 +41,12 @@ class NonfiniteTable:
 
     def __init__(self, parts: Iterable[tuple[str, int, int]]) -> None:
         """`parts`: dtype, first byte (a multiple of the dtype's size), number of bytes."""
-        rows = [(start, nbytes if dtype in MASKS else 0, _kind(dtype)) for dtype, start, nbytes in parts]
-        self._table = np.array(rows, np.int64).reshape(-1, 3)
-        _kernel()(np.zeros(0, np.uint64), _bits(), self._table[:0], np.zeros(0, np.int64))  # compiles it
+        rows = [
+            (start, nbytes if dtype in MASKS else 0, ITEMSIZE[dtype], MASKS.get(dtype, 0))
+            for dtype, start, nbytes in parts
+        ]
+        self._table = np.array(rows, np.int64).reshape(-1, 4)
+        _kernel()
 
     def __len__(self) -> int:
         return len(self._table)
@@ -52,10 +54,11 @@ class NonfiniteTable:
     def count(self, memory: torch.Tensor, counts: Int64, first: int, end: int) -> None:
         """Count NaN and Inf in parts `first` to `end` of `memory`, into ``counts[first:end]``.
 
-        `memory` is uint8[n] on the host, n a multiple of 8; `counts` is int64[len(self)].
+        `memory` is uint8[n] on the host, aligned to 8 bytes; `counts` is int64[len(self)].
         """
-        words = host_bytes(memory).view(np.uint64)
-        _kernel()(words, _bits(), self._table[first:end], counts[first:end])
+        held = host_bytes(memory)
+        by1, by2, by4, by8 = (held[: len(held) // size * size].view(f"u{size}") for size in (1, 2, 4, 8))
+        _kernel()(by1, by2, by4, by8, self._table[first:end], counts[first:end])
 
 
 def count_nonfinite(data: torch.Tensor) -> int:
@@ -66,10 +69,7 @@ def count_nonfinite(data: torch.Tensor) -> int:
     if data.is_cuda:
         return int((~torch.isfinite(data.float() if data.itemsize == 1 else data)).sum())
     memory = data.detach().contiguous().reshape(-1).view(torch.uint8)
-    if memory.data_ptr() % 8 or len(memory) % 8:
-        padded = torch.zeros(-(-len(memory) // 8) * 8, dtype=torch.uint8)
-        padded[: len(memory)] = memory
-        memory = padded
+    memory = memory.clone() if memory.data_ptr() % 8 else memory
     counts = np.zeros(1, np.int64)
     NonfiniteTable([(dtype, 0, data.nbytes)]).count(memory, counts, 0, 1)
     return int(counts[0])
@@ -84,70 +84,40 @@ def word_mask(dtype: str) -> int:
     return mask >> 32 if mask > 0xFFFF_FFFF else mask
 
 
-def _kind(dtype: str) -> int:
-    return _KINDS.index(dtype) if dtype in MASKS else 0
-
-
-def _in_each(dtype: str, value: int) -> int:
-    """Return eight bytes with `value` in each element."""
-    return sum(value << shift for shift in range(0, 64, 8 * ITEMSIZE[dtype]))
-
-
-@functools.cache
-def _bits() -> Uint64:
-    """Return mask, addend and sign bits of each of `_KINDS`: uint64[num_kinds, 3]."""
-    signs = [(dtype, 1 << (8 * ITEMSIZE[dtype] - 1)) for dtype in _KINDS]
-    rows = [
-        (_in_each(dtype, MASKS[dtype]), _in_each(dtype, sign - 1), _in_each(dtype, sign))
-        for dtype, sign in signs
-    ]
-    return np.array(rows, np.uint64)
-
-
 @functools.cache
 def _kernel() -> _Kernel:
-    """Return the counting kernel, compiled with Numba on first use."""
+    """Return the counting kernel, compiled with Numba on the first call."""
     from numba import njit
 
-    zero, one, eight = np.uint64(0), np.uint64(1), np.uint64(8)
-    block_words = np.int64(2048)
+    block = 4096
 
     @njit(nogil=True, cache=False)  # type: ignore[untyped-decorator]
-    def in_word(word: int, mask: int, add: int, signs: int) -> int:
-        found, total = ~((~word & mask) + add) & signs, 0
-        while found != zero:
-            found &= found - one
-            total += 1
+    def in_words(words: _Words, mask: int) -> int:
+        total = 0
+        for at in range(0, len(words), block):
+            part = words[at : at + block]
+            found = False
+            for k in range(len(part)):  # finds whether there are any, at the speed of memory
+                found |= (part[k] & mask) == mask
+            if found:
+                for k in range(len(part)):
+                    total += (part[k] & mask) == mask
         return total
 
-    def count(words: Uint64, bits: Uint64, table: Int64, counts: Int64) -> None:
+    def count(by1: _Words, by2: _Words, by4: _Words, by8: _Words, table: Int64, counts: Int64) -> None:
         for row in range(len(table)):
-            kind = bits[table[row, 2]]
-            mask, add, signs = kind[0], kind[1], kind[2]
-            start, stop, total = table[row, 0], table[row, 0] + table[row, 1], 0
-            at, end = start // 8, stop // 8
-            head, rest = np.uint64(start % 8), np.uint64(stop % 8)
-            low = (one << (eight * rest)) - one
-            if head != zero and start < stop:
-                high = ~((one << (eight * head)) - one)
-                if at == end:  # the part ends in its first word
-                    high &= low
-                    rest = zero
-                total += in_word(words[at] & high, mask, add, signs)
-                at += 1
-            while at < end:
-                num = min(block_words, end - at)
-                block = words[at : at + num]
-                finite = signs
-                for k in range(num):
-                    finite &= (~block[k] & mask) + add
-                if finite != signs:
-                    for k in range(num):
-                        total += in_word(block[k], mask, add, signs)
-                at += num
-            if rest != zero and start < stop:
-                total += in_word(words[end] & low, mask, add, signs)
-            counts[row] = total
+            size, mask = table[row, 2], table[row, 3]
+            first, end = table[row, 0] // size, (table[row, 0] + table[row, 1]) // size
+            if size == 1:
+                counts[row] = in_words(by1[first:end], np.uint8(mask))
+            elif size == 2:
+                counts[row] = in_words(by2[first:end], np.uint16(mask))
+            elif size == 4:
+                counts[row] = in_words(by4[first:end], np.uint32(mask))
+            else:
+                counts[row] = in_words(by8[first:end], np.uint64(mask))
 
     compiled: _Kernel = njit(nogil=True, cache=False)(count)
+    by1, by2, by4, by8 = (np.zeros(0, f"u{size}") for size in (1, 2, 4, 8))
+    compiled(by1, by2, by4, by8, np.zeros((0, 4), np.int64), np.zeros(0, np.int64))
     return compiled
