@@ -16,10 +16,11 @@ from weightsync.errors import TransportError
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.handshake import own_address
 from weightsync.transports.base import Broadcast, Op, Pending, Send
-from weightsync.transports.rendezvous import SLACK_S, close_store, join_store
+from weightsync.transports.rendezvous import SLACK_S, join_store
 from weightsync.transports.roll_call import RollCall
-from weightsync.transports.store import NetworkStore, StoreServer
+from weightsync.transports.store import StoreServer
 from weightsync.transports.watchdog import Watch
+from weightsync.transports.watched import WatchedTransport
 
 __all__ = ["GlooTransport"]
 
@@ -35,7 +36,7 @@ Ours counts only for the oldest of several pending operations.
 """
 
 
-class GlooTransport:
+class GlooTransport(WatchedTransport):
     """A gloo process group that is independent of torch's default group.
 
     gloo cannot stop a running operation. After an abort it continues in gloo's threads, and may write its
@@ -43,13 +44,10 @@ class GlooTransport:
     """
 
     def __init__(self) -> None:
-        self._server: StoreServer | None = None
-        self._store: NetworkStore | None = None
+        super().__init__()
         self._group: Any = None  # a ProcessGroupGloo; its stub lacks the collectives
-        self._watch: Watch | None = None
         self._works: list[Future[object]] = []
         self._timeout = timedelta(0)
-        self._rank, self._num_ranks = -1, 0
 
     def offer(self, host: str) -> str:
         """Serve the rendezvous on a free port and return ``secret@host:port``."""
@@ -58,7 +56,7 @@ class GlooTransport:
 
     def open(self, rendezvous: str, rank: int, num_ranks: int, timeout_s: float) -> None:
         """Sign in, then connect to every rank on the interface that leads to `rendezvous`."""
-        assert self._watch is None, "a transport opens once"
+        assert self._opened is None, "a transport opens once"
         self._rank, self._num_ranks = rank, num_ranks
         self._timeout = _own_timeout(timeout_s)
         deadline = time.monotonic() + timeout_s + SLACK_S
@@ -78,16 +76,14 @@ class GlooTransport:
             raise TransportError(
                 f"gloo rank {rank} of {num_ranks} could not join at {place}: {cause}"
             ) from error
-        self._watch = Watch(roll, rank, num_ranks, timeout_s, stop=_nothing, probe=_nothing)
+        self._opened = Watch(roll, rank, num_ranks, timeout_s, stop=_nothing, probe=_nothing)
 
     def set_timeout(self, timeout_s: float) -> None:
-        assert self._watch, "open the transport first"
+        super().set_timeout(timeout_s)
         self._timeout = _own_timeout(timeout_s)
-        self._watch.set_timeout(timeout_s)
 
     def start(self, ops: Sequence[Op]) -> Pending:
         """Queue the ops in order; gloo's threads run them."""
-        assert self._watch, "open the transport first"
         watch = self._watch
         self._works = [work for work in self._works if not work.done()]
         number = watch.begin(ops)
@@ -100,19 +96,12 @@ class GlooTransport:
         watch.follow(number, lambda: all(work.done() and not work.exception() for work in works))
         return _GlooPending(works, number, watch)
 
-    def abort(self, cause: str) -> None:
-        """End every wait. Running operations continue, as the class says."""
-        if self._watch:
-            self._watch.end(cause)
-
     def close(self) -> None:
         """Close the connections and the store."""
-        if self._watch:
-            self._watch.close()
         if not all(work.done() for work in self._works):
             on_daemon(partial(_hold, self._group, self._works))
         self._group, self._works = None, []
-        close_store(self._store, self._server)
+        super().close()
 
     def _start(self, op: Op) -> Future[object]:
         """Start an operation, and wait for its end on a thread: gloo has no other sign of it."""

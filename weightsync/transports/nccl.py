@@ -15,10 +15,11 @@ from weightsync.errors import TransportError
 from weightsync.memory import cuda
 from weightsync.protocol.daemon import on_daemon
 from weightsync.transports.base import Broadcast, Op, Pending, Send
-from weightsync.transports.rendezvous import close_store, join_store
+from weightsync.transports.rendezvous import join_store
 from weightsync.transports.roll_call import RollCall
-from weightsync.transports.store import NetworkStore, StoreServer
+from weightsync.transports.store import StoreServer
 from weightsync.transports.watchdog import Gate, Watch
+from weightsync.transports.watched import WatchedTransport
 
 __all__ = ["NcclTransport"]
 
@@ -32,7 +33,7 @@ _LEAVE_S = 0.5
 _ABORT_S = 10.0
 
 
-class NcclTransport:
+class NcclTransport(WatchedTransport):
     """An NCCL communicator on the device that was current at `open`.
 
     All communicators of a device share one stream, so operations of one wait for those of the others.
@@ -43,13 +44,11 @@ class NcclTransport:
     """Whether equal parts, one from each rank, that are contiguous in memory go as one all-gather."""
 
     def __init__(self) -> None:
-        self._server: StoreServer | None = None
-        self._store: NetworkStore | None = None
+        super().__init__()
         self._nccl: Any = None  # the module cupy.cuda.nccl; CuPy has no types
         self._comm: Any = None  # its NcclCommunicator
-        self._watch: Watch | None = None
         self._gate = Gate()
-        self._rank, self._num_ranks, self._device = -1, 0, -1
+        self._device = -1
 
     def offer(self, host: str) -> str:
         """Serve the rendezvous on a free port and return ``secret@host:port/unique id in hex``."""
@@ -59,7 +58,7 @@ class NcclTransport:
 
     def open(self, rendezvous: str, rank: int, num_ranks: int, timeout_s: float) -> None:
         """Sign in, so that missing ranks are known, then build the communicator."""
-        assert self._watch is None, "a transport opens once"
+        assert self._opened is None, "a transport opens once"
         _compare_versions()
         self._nccl = cuda.nccl()
         address, _, unique_id = rendezvous.partition("/")
@@ -67,15 +66,10 @@ class NcclTransport:
         self._store = join_store(address, rank, num_ranks, timeout_s)
         self._comm = self._communicator(bytes.fromhex(unique_id), timeout_s)
         roll = RollCall(self._store, rank, num_ranks)
-        self._watch = Watch(roll, rank, num_ranks, timeout_s, stop=self._stop, probe=self._probe)
-
-    def set_timeout(self, timeout_s: float) -> None:
-        assert self._watch, "open the transport first"
-        self._watch.set_timeout(timeout_s)
+        self._opened = Watch(roll, rank, num_ranks, timeout_s, stop=self._stop, probe=self._probe)
 
     def start(self, ops: Sequence[Op]) -> Pending:
         """Queue the ops as one NCCL group on the device's stream."""
-        assert self._watch, "open the transport first"
         assert all(op.data.is_cuda for op in ops), "NCCL moves device memory"
         watch, stream = self._watch, _stream(self._device)
         number = watch.begin(ops)
@@ -98,17 +92,10 @@ class NcclTransport:
         watch.follow(number, pending.is_over)
         return pending
 
-    def abort(self, cause: str) -> None:
-        """Abort the communicator: its kernels and host calls return."""
-        if self._watch:
-            self._watch.end(cause)
-
     def close(self) -> None:
         """Abort the communicator and close the store. An abort needs no peer, so it cannot hang."""
-        if self._watch:
-            self._watch.close()
+        super().close()
         self._comm = None
-        close_store(self._store, self._server)
 
     def _communicator(self, unique_id: bytes, timeout_s: float) -> Any:  # noqa: ANN401 - cupy has no types
         nccl = self._nccl

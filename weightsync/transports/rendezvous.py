@@ -7,9 +7,9 @@ from concurrent.futures import TimeoutError as Late
 from weightsync.errors import TransportError, WireError
 from weightsync.protocol.daemon import on_daemon
 from weightsync.transports.roll_call import RollCall
-from weightsync.transports.store import NetworkStore, StoreServer
+from weightsync.transports.store import NetworkStore
 
-__all__ = ["SLACK_S", "close_store", "join_store"]
+__all__ = ["SLACK_S", "join_store"]
 
 SLACK_S = 1.0
 """Time after its deadline within which a rank has named the missing ranks."""
@@ -36,10 +36,3 @@ def join_store(address: str, rank: int, num_ranks: int, timeout_s: float) -> Net
         store.close()
         raise
     return store
-
-
-def close_store(store: NetworkStore | None, server: StoreServer | None) -> None:
-    """Close this rank's connection to the store, and the server on rank 0."""
-    for each in (store, server):
-        if each:
-            each.close()
