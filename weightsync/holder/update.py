@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from weightsync.channel.engine_end import HolderFeed
 from weightsync.errors import DeadlineError, EngineError, SlowError, WeightSyncError
@@ -25,30 +26,34 @@ __all__ = ["BucketConsumer", "open_consumer", "run_update"]
 logger = logging.getLogger("weightsync.holder.update")
 
 
-class BucketConsumer(Protocol):
-    """The end of a holder's pipeline in one attempt. Goes on without an engine rank that fails."""
+class BucketConsumer(ABC):
+    """The end of a holder's pipeline in one attempt. Goes on without an engine rank that fails.
+
+    Attributes:
+        waited_s: seconds spent waiting for the engine rank.
+        slow: why the engine rank was given up, if it did not keep up.
+    """
+
+    waited_s: float = 0.0
+    slow: SlowError | None = None
 
     @property
+    @abstractmethod
     def taking(self) -> bool:
         """Whether the engine rank takes part and has not been given up."""
 
-    @property
-    def waited_s(self) -> float:
-        """Seconds spent waiting for the engine rank."""
-
-    @property
-    def slow(self) -> SlowError | None:
-        """Why the engine rank was given up, if it did not keep up."""
-
-    def wait_free(self, bucket: int) -> None:
+    def wait_free(self, bucket: int) -> None:  # noqa: B027 - by default `Staging.fill` waits on the device
         """Wait until the slot that `bucket` goes to may be filled."""
 
+    @abstractmethod
     def offer(self, bucket: int) -> None:
         """Deliver a bucket that is complete in its slot."""
 
+    @abstractmethod
     def finish(self, num_buckets: int) -> None:
         """Wait until the engine rank has all `num_buckets`."""
 
+    @abstractmethod
     def cancel(self, cause: str) -> None:
         """Tell the engine rank that no more buckets come."""
 
@@ -74,7 +79,7 @@ def open_consumer(
     return FeedConsumer(taker, attempt, num_slots, timeout_s, limit_s, whole)
 
 
-class FeedConsumer:
+class FeedConsumer(BucketConsumer):
     """Lets the engine rank read the slots. Does nothing without a feed, or after the rank's first failure.
 
     `timeout_s` limits one wait for the engine rank, `limit_s` all of them together; waits for other holders
@@ -93,8 +98,6 @@ class FeedConsumer:
         self._feed, self._attempt, self._timeout_s, self._whole = feed, attempt, timeout_s, whole
         self._limit_s, self._num_slots = limit_s, num_slots
         self._read = 0
-        self.waited_s = 0.0
-        self.slow: SlowError | None = None
 
     @property
     def taking(self) -> bool:
@@ -139,8 +142,11 @@ class FeedConsumer:
             self._feed.cancel(self._attempt, cause)
 
 
-class WriteConsumer:
-    """Writes buckets, or just those in `only`, into the engine rank's memory if it takes part."""
+class WriteConsumer(BucketConsumer):
+    """Writes buckets, or just those in `only`, into the engine rank's memory if it takes part.
+
+    It never waits for the engine rank.
+    """
 
     def __init__(
         self,
@@ -150,17 +156,12 @@ class WriteConsumer:
         timeout_s: float,
         only: frozenset[int] | None = None,
     ) -> None:
-        self.waited_s: float = 0.0  # this consumer never waits for the engine rank
-        self.slow: SlowError | None = None
         self._memory, self._feed, self._only = memory, feed, only
         self._attempt, self._timeout_s = attempt, timeout_s
 
     @property
     def taking(self) -> bool:
         return self._feed is not None and not self._feed.dropped
-
-    def wait_free(self, bucket: int) -> None:
-        """Do nothing: `Staging.fill` waits for the slot on the device."""
 
     def offer(self, bucket: int) -> None:
         if self.taking and (self._only is None or bucket in self._only):
