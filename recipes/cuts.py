@@ -102,17 +102,16 @@ def lay_out(
     tensors: Sequence[TensorMeta],
     cut: Callable[[Kind], Cut],
     positions: Sequence[RankPosition],
-    num_ranks: int,
-    tied: tuple[tuple[str, str], ...] = (),
+    tied: tuple[tuple[str, str], ...],
 ) -> Layout:
-    """Return the layout of `num_ranks` ranks. Ranks without a position hold nothing."""
+    """Return the layout of the ranks at `positions`."""
     columns = _Columns()
     for kind in _kinds(tensors):
         how = cut(kind)
         place = _Place(kind, how, columns)
         for position in positions:
             place.add(position)
-    return columns.layout(tuple(tensors), num_ranks, tied)
+    return columns.layout(tuple(tensors), len(positions), tied)
 
 
 def _kinds(tensors: Sequence[TensorMeta]) -> Iterator[Kind]:
@@ -140,14 +139,13 @@ def _kinds(tensors: Sequence[TensorMeta]) -> Iterator[Kind]:
 
 @dataclass(slots=True)
 class _Columns:
-    """Collects the arguments of `Layout.from_columns`."""
+    """Collects the arguments of `Layout.from_columns`.
 
-    tensor: list[Int64] = field(default_factory=list)
-    rank: list[Int64] = field(default_factory=list)
-    offset: list[Int64] = field(default_factory=list)
-    extent: list[Int64] = field(default_factory=list)
-    buffer: list[Int64] = field(default_factory=list)
-    start: list[Int64] = field(default_factory=list)
+    Attributes:
+        parts: columns of some segments: tensor, rank, offset, extent, buffer, byte offset.
+    """
+
+    parts: list[tuple[Int64, ...]] = field(default_factory=list)
     names: dict[str, int] = field(default_factory=dict)
     live: list[tuple[int, TensorMeta]] = field(default_factory=list)
     padding: list[tuple[int, str, int, int]] = field(default_factory=list)
@@ -155,13 +153,7 @@ class _Columns:
     def layout(
         self, tensors: tuple[TensorMeta, ...], num_ranks: int, tied: tuple[tuple[str, str], ...]
     ) -> Layout:
-        empty = np.zeros(0, np.int64)
-        tensor, rank, buffer, start = (
-            np.concatenate([empty, *column]) for column in (self.tensor, self.rank, self.buffer, self.start)
-        )
-        offset, extent = (
-            np.concatenate([np.zeros((0, 2), np.int64), *column]) for column in (self.offset, self.extent)
-        )
+        tensor, rank, offset, extent, buffer, start = map(np.concatenate, zip(*self.parts, strict=True))
         # Sort the parts of a fused parameter together, as engines receive them in this order.
         order = np.lexsort((tensor, rank))
         return Layout.from_columns(
@@ -202,22 +194,21 @@ class _Place:
         kind, cut, columns = self._kind, self._cut, self._columns
         taken = np.flatnonzero(self._taken(position))
         place, places = position.sparse if kind.is_expert else position.dense
-        offset, extent, size = self._box(place * cut.parts // places)
+        offset, extent, full = self._box(place * cut.parts // places)
         width = extent[1] * kind.meta.itemsize
         first = position.experts[0] if position.experts else 0
         base = (cut.start + cut.depth * (kind.expert[taken] - first)) * width
         if len(taken) and cut.live is not None:
-            self._declare(position, taken, (size - extent[0]) * width)
+            self._declare(position, taken, (full - extent[0]) * width)
         if not all(extent):
             return
         rows = extent[0] // cut.blocks
         for block in range(cut.blocks):
-            columns.tensor.append(kind.rows[taken])
-            columns.rank.append(np.full(len(taken), position.rank))
-            columns.offset.append(np.tile((offset[0] + block * rows, offset[1]), (len(taken), 1)))
-            columns.extent.append(np.tile((rows, extent[1]), (len(taken), 1)))
-            columns.buffer.append(self._numbers[taken])
-            columns.start.append(base + block * cut.pitch * width)
+            rank = np.full(len(taken), position.rank)
+            low = np.tile((offset[0] + block * rows, offset[1]), (len(taken), 1))
+            size = np.tile((rows, extent[1]), (len(taken), 1))
+            start = base + block * cut.pitch * width
+            columns.parts.append((kind.rows[taken], rank, low, size, self._numbers[taken], start))
 
     def _taken(self, position: RankPosition) -> npt.NDArray[np.bool_]:
         kind = self._kind

@@ -18,11 +18,7 @@ _ENGINE_VOCAB, _MEGATRON_VOCAB = 64, 128
 """By default vLLM pads a vocabulary to a multiple of this, Megatron to a multiple of this times tp."""
 
 
-def trainer_layout(
-    tensors: Sequence[TensorMeta],
-    model: ModelShape,
-    parallel: TrainerParallel,
-) -> Layout:
+def trainer_layout(tensors: Sequence[TensorMeta], model: ModelShape, parallel: TrainerParallel) -> Layout:
     """Return what trainer ranks hold of `tensors`, some or all of the model's.
 
     FSDP cuts by rows like ``torch.chunk``: ranks after the last row hold nothing. ZeRO-3 cuts flattened
@@ -41,7 +37,7 @@ def trainer_layout(
             RankPosition(rank=rank, dense=(rank % shards, shards), sparse=(rank % shards, shards))
             for rank in range(parallel.num_ranks)
         ]
-        return lay_out(tensors, lambda kind: _rows(kind, shards), positions, parallel.num_ranks, model.tied)
+        return lay_out(tensors, lambda kind: _rows(kind, shards), positions, model.tied)
     _check(model, parallel.tp, parallel.tp if parallel.ep == 1 else 1, "--trainers tp")
     if parallel.pp > model.num_hidden_layers:
         raise ConfigError("--trainers pp", parallel.pp, f"the model has {model.num_hidden_layers} layers")
@@ -50,16 +46,10 @@ def trainer_layout(
         raise ConfigError("--trainers tp", parallel.tp, remedy)
     num_experts = _num_experts(model, parallel.ep, "--trainers ep")
     positions = [_megatron_position(rank, model, parallel, num_experts) for rank in range(parallel.num_ranks)]
-    return lay_out(
-        tensors, lambda kind: _megatron_cut(kind, model, parallel), positions, parallel.num_ranks, model.tied
-    )
+    return lay_out(tensors, lambda kind: _megatron_cut(kind, model, parallel), positions, model.tied)
 
 
-def engine_layout(
-    tensors: Sequence[TensorMeta],
-    model: ModelShape,
-    parallel: EngineParallel,
-) -> Layout:
+def engine_layout(tensors: Sequence[TensorMeta], model: ModelShape, parallel: EngineParallel) -> Layout:
     """Return what the ranks of one engine take of `tensors`, with vLLM's live parameters.
 
     These are fused ``qkv_proj`` and ``gate_up_proj`` (and MLA's ``fused_qkv_a_proj``), experts stacked in
@@ -88,13 +78,7 @@ def engine_layout(
         )
         for rank in range(parallel.num_ranks)
     ]
-    return lay_out(
-        tensors,
-        lambda kind: _engine_cut(kind, model, tp, per_group),
-        positions,
-        parallel.num_ranks,
-        model.tied,
-    )
+    return lay_out(tensors, lambda kind: _engine_cut(kind, model, tp, per_group), positions, model.tied)
 
 
 def _rows(kind: Kind, shards: int) -> Cut:

@@ -44,16 +44,14 @@ _MOST_ENGINE_RANKS = 1_000_000
 def runnable_recipe(given: str, overrides: Sequence[str]) -> Recipe:
     """Load a recipe by path or name, if this machine can start its trainers and engines."""
     recipe = load_recipe(recipe_file(given), overrides)
-    _check_trainers(recipe)
-    _check_engines(recipe)
-    return recipe
-
-
-def _check_trainers(recipe: Recipe) -> None:
     kind = recipe.trainers.kind
     if kind == "deepspeed" and not find_spec(kind):
         remedy = "DeepSpeed is not installed: pip install 'weightsync[deepspeed]', or use kind: fsdp2"
         raise ConfigError("trainers.kind", kind, remedy)
+    for group, spec in recipe.engines.items():
+        at = f"engines.{group}"
+        check_ranks(f"{at}.kind", spec.kind, f"{at}.tensor_parallel_size", spec.tensor_parallel_size)
+    return recipe
 
 
 def check_cluster(recipe: Recipe) -> None:
@@ -159,9 +157,3 @@ def writable(option: str, path: Path) -> None:
 def shipped_recipes(*, plans: bool) -> dict[str, Path]:
     """Return shipped fault plans, which start with chaos, or else the recipes."""
     return {file.stem: file for file in SHIPPED.glob("*.yaml") if file.stem.startswith("chaos") is plans}
-
-
-def _check_engines(recipe: Recipe) -> None:
-    for group, spec in recipe.engines.items():
-        at = f"engines.{group}"
-        check_ranks(f"{at}.kind", spec.kind, f"{at}.tensor_parallel_size", spec.tensor_parallel_size)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.handles import Attached, BufferHandle
 from weightsync.protocol.messages import Published
-
-if TYPE_CHECKING:
-    from weightsync.sources.selection import Names
 
 __all__ = ["ModelSource", "Offloads", "Source"]
 
@@ -49,22 +45,14 @@ class Source(Protocol):
 class ModelSource(Source, Protocol):
     """A source that `TrainerShard` makes for ``self.model``, by the model's type.
 
+    It is made with the model, `exclude`, `names`, `offloads` and `hf_config`, which are those of
+    `TrainerShard`.
+
     Attributes:
         model: the model. Its weights may change between calls.
     """
 
     model: Any
-
-    def __init__(
-        self,
-        model: Any,  # noqa: ANN401 - a framework's
-        exclude: Collection[str] = (),
-        *,
-        names: Names | None = None,
-        offloads: bool = False,
-        hf_config: Any = None,  # noqa: ANN401 - transformers'
-    ) -> None:
-        """All arguments are those of `TrainerShard`."""
 
     def replace(self, model: Any) -> None:  # noqa: ANN401 - a framework's
         """Take the weights of `model` from now on. Called before any method, if ``self.model`` is another.
