@@ -126,7 +126,7 @@ class TorchLatency(EngineActor):
         """Return the answer of its only rank, see `rank_probe`."""
         engine: Any = self._engine
         with torch.no_grad():
-            return [rank_probe.answer(engine._model, command, _of_rank(args, 0))]
+            return [rank_probe.answer(engine.model, command, _of_rank(args, 0))]
 
 
 def _on_worker(worker: Any, command: str, args: Args) -> Any:  # noqa: ANN401 (vLLM's Worker)

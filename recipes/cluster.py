@@ -20,6 +20,7 @@ __all__ = ["existing_cluster", "local_cluster"]
 
 _ACTOR = ":actor_name:"
 _HEAD_LINES = 20
+_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 OBJECT_STORE_BYTES = 256 << 20  # rollouts and reports only; weights never pass through it
 
 
@@ -38,7 +39,7 @@ def local_cluster(folder: RunFolder, *, threads_per_actor: int) -> Iterator[None
 
     Raises ConfigError for a cluster that cannot be reached.
     """
-    with _environment(_quiet() | _credentials()):
+    with _environment(_QUIET | _credentials()):
         import ray
 
         from weightsync.actors.detached import (
@@ -67,10 +68,6 @@ def local_cluster(folder: RunFolder, *, threads_per_actor: int) -> Iterator[None
             ray.shutdown()
             if session:
                 folder.write("logs", lambda logs: _keep_logs(session / "logs", job, logs))
-
-
-def _quiet() -> dict[str, str]:
-    return {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 
 def _credentials() -> dict[str, str]:

@@ -157,14 +157,10 @@ def _ticks(least: float, most: float, about: int) -> list[float]:
     rough = (most - least) / max(about, 1)
     if rough <= 0:
         return [least]
-    power = 10.0 ** _exponent(rough)
+    power = 10.0 ** int(f"{rough:e}".partition("e")[2])
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
     first = -(-least // step) * step
     return [round(first + number * step, 10) for number in range(int((most - first) / step + 1.0001))]
-
-
-def _exponent(value: float) -> int:
-    return int(f"{value:e}".partition("e")[2])
 
 
 def _fit(text: str, width: float) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
 from types import NoneType, UnionType
 from typing import (
@@ -135,7 +135,7 @@ def load_dataclass(cls: type[T], data: object, *, field: str) -> T:
     hints = get_type_hints(cls, include_extras=True)
     values = {key: _convert(hints[key], value, _join(field, key), _YAML) for key, value in given.items()}
     for name, spec in known.items():
-        if name not in values and _is_required(spec):
+        if name not in values and spec.default is MISSING and spec.default_factory is MISSING:
             raise ConfigError(_join(field, name), None, "it is required")
     return cls(**values)
 
@@ -245,10 +245,6 @@ def _sequence(value: object, field: str) -> list[object] | tuple[object, ...]:
 
 def _join(field: str, key: object) -> str:
     return f"{field}.{key}" if field else str(key)
-
-
-def _is_required(spec: Field[object]) -> bool:
-    return spec.default is MISSING and spec.default_factory is MISSING
 
 
 def _names_checked(cls: type[T]) -> type[T]:

@@ -51,14 +51,14 @@ class Vllm(Settable, VllmEngine):
         EngineRanks.__init__(self, "e0")
         llm = FakeLlm()
         llm.calls, self.calls, self._sleeps = calls, calls, True
-        self._loop = RequestLoop("e0", lambda: Stepper(llm), stop)
+        self.loop = RequestLoop("e0", lambda: Stepper(llm), stop)
 
     def on_ranks(self, method: str, *args: object) -> list[Any]:
         self.calls.append(method)
         return [(None, ())]
 
     def close(self) -> None:
-        self._loop.close()
+        self.loop.close()
 
 
 class Saver(FakeServer):
@@ -71,7 +71,7 @@ class Sglang(Settable, SglangEngine):
     def __init__(self, calls: list[str]) -> None:
         EngineRanks.__init__(self, "e0")
         self.server = server = Saver()
-        self._loop = RequestLoop("e0", lambda: server, FakeServer.stop)
+        self.loop = RequestLoop("e0", lambda: server, FakeServer.stop)
         server.calls, self.calls, self._sleeps = calls, calls, [True, True]
 
     def on_ranks(self, method: str, *args: object, **_: object) -> list[Any]:
@@ -79,7 +79,7 @@ class Sglang(Settable, SglangEngine):
         return [(None, ())]
 
     def close(self) -> None:
-        self._loop.close()
+        self.loop.close()
 
 
 class AsyncLlm:

@@ -10,7 +10,6 @@ import numpy as np
 from weightsync.driver.connect import Connection
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import gather_named
-from weightsync.plan import Plan
 from weightsync.protocol.messages import Digests, combine
 
 __all__ = ["Rewritten", "rewritten"]
@@ -43,9 +42,6 @@ async def rewritten(
     if connection.checkpoint:  # one process per host publishes for all ranks of the host
         published = {"another process": combine([*published.values()])}
         found = {"another process": combine([*found.values()])} if not outcome.failures else {}
-    changed = {name: _names(connection.plan, digests != published[name]) for name, digests in found.items()}
+    names = np.array([meta.name for meta in connection.plan.tensors])
+    changed = {name: frozenset(names[digests != published[name]].tolist()) for name, digests in found.items()}
     return {name: tensors for name, tensors in changed.items() if tensors}
-
-
-def _names(plan: Plan, chosen: np.ndarray) -> frozenset[str]:
-    return frozenset(plan.tensors[i].name for i in np.flatnonzero(chosen))

@@ -92,14 +92,19 @@ class _Request:
 
 
 class RequestLoop:
-    """Runs requests. Starts frozen and without a version. Methods may be called from any thread."""
+    """Runs requests. Starts frozen and without a version. Methods may be called from any thread.
+
+    Attributes:
+        frozen: whether no request runs.
+        server: what `start` returned. Use it only on the loop's thread, see `call`.
+    """
 
     def __init__(self, name: str, start: Callable[[], S], stop: Callable[[S], None]) -> None:
         """Start the engine on its own thread, where `stop` ends it. Raises the errors of `start`."""
         self._name = name
         self._version: int | None = None
         # Shut: requests are held. Frozen: none runs.
-        self._shut = self._frozen = True
+        self._shut = self.frozen = True
         self._held: list[_Request] = []
         self._running: dict[str, _Request] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -115,13 +120,8 @@ class RequestLoop:
             target=self._run, args=(start, stop, started), name=f"engine-{name}", daemon=True
         )
         self._thread.start()
-        self._server = started.result()
-        self._result(self._submit(self._server.pause("retract")))
-
-    @property
-    def frozen(self) -> bool:
-        """Whether no request runs."""
-        return self._frozen
+        self.server = started.result()
+        self._result(self._submit(self.server.pause("retract")))
 
     @property
     def num_running(self) -> int:
@@ -132,11 +132,6 @@ class RequestLoop:
     def num_held(self) -> int:
         """Number of requests that wait for `resume`."""
         return len(self._held)
-
-    @property
-    def server(self) -> Server:
-        """The server that `start` returned. Use it only on the loop's thread, see `call`."""
-        return self._server
 
     @property
     def serving(self) -> int:
@@ -209,12 +204,12 @@ class RequestLoop:
         with self._lock:
             if not self._ended:
                 self._ended = why
-                self._server.loop.call_soon_threadsafe(self._server.loop.stop)
+                self.server.loop.call_soon_threadsafe(self.server.loop.stop)
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         with self._lock:
             if not self._ended and not self.is_lost:
-                return asyncio.run_coroutine_threadsafe(work, self._server.loop)
+                return asyncio.run_coroutine_threadsafe(work, self.server.loop)
         work.close()
         self.require_ranks()
         assert self._ended
@@ -250,14 +245,14 @@ class RequestLoop:
 
     async def _alone(self, work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
         async with self._turn:
-            if self._frozen:
-                return await work(self._server)
+            if self.frozen:
+                return await work(self.server)
             # Without a pause, SGLang would wait for running requests and admit no others.
-            await self._server.pause("in_place")
+            await self.server.pause("in_place")
             try:
-                return await work(self._server)
+                return await work(self.server)
             finally:
-                await self._server.go_on()
+                await self.server.go_on()
 
     async def _admit(self, requests: Sequence[_Request]) -> None:
         if self._version is None:
@@ -281,12 +276,12 @@ class RequestLoop:
                 self._abort(name)
 
         try:
-            await self._server.run(name, request.prompt, request.params.settings, take)
+            await self.server.run(name, request.prompt, request.params.settings, take)
             self._complete(request)
         except Exception as error:  # noqa: BLE001 - the waiting caller's thread raises it
             failed = EngineError(self._name, "generate", f"{type(error).__name__}: {error}")
             request.fail(failed)
-            if self._server.broken:
+            if self.server.broken:
                 self._end(failed)
         finally:
             del self._running[name]
@@ -300,7 +295,7 @@ class RequestLoop:
         return self._version or 0  # without a version, requests get an error instead
 
     async def _freeze(self, mode: str, timeout_s: float, begun: Future[None]) -> None:
-        if self._frozen or begun.cancelled():
+        if self.frozen or begun.cancelled():
             return
         self._shut = True
         if mode == "abort":
@@ -317,22 +312,22 @@ class RequestLoop:
             await self._open()
             return
         async with self._turn:
-            await self._server.pause("retract")
-            self._frozen = True
+            await self.server.pause("retract")
+            self.frozen = True
 
     def _too_late(self, mode: str, timeout_s: float) -> DeadlineError:
         return DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s)
 
     async def _resume(self, version: int) -> None:
-        if self._server.forgets and not await self._server.forget():
+        if self.server.forgets and not await self.server.forget():
             raise EngineError(self._name, "commit", "the engine keeps what earlier weights cached")
         self._version = version
         await self._go_on()
 
     async def _go_on(self) -> None:
         async with self._turn:
-            self._frozen = False
-            await self._server.go_on()
+            self.frozen = False
+            await self.server.go_on()
         await self._open()
 
     async def _open(self) -> None:
@@ -352,7 +347,7 @@ class RequestLoop:
         for name in names:
             if not self._running[name].aborted:
                 self._running[name].aborted = True
-                self._server.abort(name)
+                self.server.abort(name)
 
 
 def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:

@@ -17,40 +17,39 @@ __all__ = ["ServingRanks"]
 
 
 class ServingRanks(EngineRanks):
-    """Loads, checks and generates for adapters that generate tokens. Subclasses create `_loop`."""
+    """Loads, checks and generates for adapters that generate tokens.
 
-    _loop: RequestLoop
+    Attributes:
+        loop: the thread that owns the engine. Subclasses create it.
+    """
 
-    @property
-    def loop(self) -> RequestLoop:
-        """The thread that owns the engine."""
-        return self._loop
+    loop: RequestLoop
 
     def check(self) -> None:
         """Raise RankLostError once a rank is lost."""
-        self._loop.require_ranks()
+        self.loop.require_ranks()
 
     def load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
         """Take one attempt's buckets. After a failure, requests are refused until `resume`."""
-        if not self._loop.frozen:
+        if not self.loop.frozen:
             raise StateError(f"engine {self._name} is serving: pause it first")
         self.require_awake("pause it first")  # before the `try`: this does not invalidate requests
         try:
             return super().load(attempt, timeout_s)
         except WeightSyncError:
-            self._loop.invalidate()
+            self.loop.invalidate()
             raise
 
     def serving(self) -> int:
         """Return the version being served, 0 while paused."""
-        return self._loop.serving
+        return self.loop.serving
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
         """Complete token-id prompts. Requests of concurrent calls share the engine's batches."""
         self.require_awake("update or wake it first")
         settings = Sampling.of(sampling)
         params = [self._params(settings, index) for index in range(len(prompts))]
-        return Rollout.of(self._loop.complete(prompts, params))
+        return Rollout.of(self.loop.complete(prompts, params))
 
     @abstractmethod
     def _params(self, settings: Sampling, index: int) -> Params:

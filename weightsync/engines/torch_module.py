@@ -62,7 +62,11 @@ class TorchOptions:
 
 
 class TorchEngine:
-    """An engine of one rank. Modes ``keep`` and ``wait`` let a running `generate` end."""
+    """An engine of one rank. Modes ``keep`` and ``wait`` let a running `generate` end.
+
+    Attributes:
+        model: the live model: updates write into its parameters and buffers.
+    """
 
     def __init__(self, model_path: str, name: str, options: Mapping[str, Any]) -> None:
         """Build the model of `model_path`'s config; its weights are not read."""
@@ -73,9 +77,9 @@ class TorchEngine:
         self._name = name
         self._device, self._sleeps = torch.device(settings.device), settings.enable_sleep_mode
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, settings.dtype))
-        self._model = model.to(self._device).eval()
+        self.model: PreTrainedModel = model.to(self._device).eval()
         # Otherwise the checkpoint's sampling defaults would apply where a call sets nothing.
-        self._model.generation_config = GenerationConfig()
+        self.model.generation_config = GenerationConfig()
         self._gate = _Gate()
         self._whole = False
         self._feed: EngineFeed | None = None
@@ -87,16 +91,11 @@ class TorchEngine:
         self._layout: RankLayout
         self._asleep: Offload | None = None
 
-    @property
-    def model(self) -> PreTrainedModel:
-        """The live model: updates write into its parameters and buffers."""
-        return self._model
-
     def layout(self) -> Sequence[RankLayout]:
         """Return a layout in which each live tensor is whole and is its own buffer."""
-        if not (self._guard and self._guard.as_before(self._model)):
-            self._tensors, tied = named_tensors(self._model)
-            self._guard = AddressGuard(self._model, self._tensors)
+        if not (self._guard and self._guard.as_before(self.model)):
+            self._tensors, tied = named_tensors(self.model)
+            self._guard = AddressGuard(self.model, self._tensors)
             self._layout = self._describe(tied)
         return [self._layout]
 
@@ -135,7 +134,7 @@ class TorchEngine:
             raise ConfigError("options.enable_sleep_mode", False, remedy)
         if self._asleep is None:
             self.pause(mode, timeout_s)
-            self._writer, tensors = None, named_tensors(self._model)[0].values()
+            self._writer, tensors = None, named_tensors(self.model)[0].values()
             try:
                 self._asleep = Offload(tensors, keep=tensors if level == 1 else ())
             except (RuntimeError, StateError) as error:  # no page-locked memory, or tensors of foreign memory
@@ -173,8 +172,8 @@ class TorchEngine:
         self._whole = False
         writer = self._writer = self._writer or self._open_writer()
         assert self._written is not None
-        unmoved = self._written.as_before(self._model)
-        writer.begin(None if unmoved else named_tensors(self._model)[0])
+        unmoved = self._written.as_before(self.model)
+        writer.begin(None if unmoved else named_tensors(self.model)[0])
         return writer
 
     def resume(self, version: int) -> None:
@@ -233,7 +232,7 @@ class TorchEngine:
         with torch.random.fork_rng(gpus, enabled=settings.seed is not None):
             if settings.seed is not None:
                 torch.manual_seed(settings.seed)
-            made = self._model.generate(
+            made = self.model.generate(
                 ids, attention_mask=mask, generation_config=config, stopping_criteria=[self._is_cut]
             )
         return [_until_stop(row, settings.stop_token_ids) for row in made[:, width:].tolist()]

@@ -58,7 +58,13 @@ Other holders wait a move's time for each bucket. The rest is left for sending t
 
 
 class Holder:
-    """Moves bytes for at most one trainer rank and one engine rank."""
+    """Moves bytes for at most one trainer rank and one engine rank.
+
+    Attributes:
+        staging: the bucket slots. None before `prepare`.
+        cross_host: its part in the cross-host exchange. None if it has none.
+        snapshot_store: its snapshots of committed versions. None before `serve_snapshots`.
+    """
 
     def __init__(
         self,
@@ -82,14 +88,14 @@ class Holder:
         self._plan: Plan | None = None
         self._plan_digest, self._index, self._trainer = "", -1, -1
         self._groups: Communicators | None = None
-        self._exchange: CrossHostExchange | None = None
+        self.cross_host: CrossHostExchange | None = None
         self._send_buffer: SendBuffer | None = None
         self._read: RankLayout | None = None
-        self._staging: Staging | None = None
+        self.staging: Staging | None = None
         self._slots: Sequence[DeviceBuffer] = ()
         self._retired: Sequence[DeviceBuffer] = ()
         self._feed: HolderFeed | None = None
-        self._snapshots: SnapshotStore | None = None
+        self.snapshot_store: SnapshotStore | None = None
         self._refill: Refill | Restore | None = None
         self._moving, self._preparing = threading.Lock(), threading.Lock()
         self._watched = threading.Event()
@@ -99,24 +105,9 @@ class Holder:
         return self.name
 
     @property
-    def staging(self) -> Staging | None:
-        """The bucket slots. None before `prepare`."""
-        return self._staging
-
-    @property
     def transports(self) -> Mapping[Group, Transport]:
         """The communicators of its broadcasts, by members. Empty before `prepare`, and without buckets."""
         return self._groups.transports if self._groups else {}
-
-    @property
-    def cross_host(self) -> CrossHostExchange | None:
-        """Its part in the cross-host exchange. None if it has none."""
-        return self._exchange
-
-    @property
-    def snapshot_store(self) -> SnapshotStore | None:
-        """Its snapshots of committed versions. None before `serve_snapshots`."""
-        return self._snapshots
 
     def ready(self) -> tuple[str, str]:
         """Return its name and transport. Raises the device's error, which is permanent."""
@@ -154,10 +145,10 @@ class Holder:
         send_buffer, self._send_buffer = self._send_buffer, None
         self._send_buffer = send_buffer_for(plan, -1 if in_place else trainer, source, before, send_buffer)
         engine = next((name for name, holders in engines.items() if index in holders), None)
-        self._staging = self._stage(plan, index, engine is not None)
+        self.staging = self._stage(plan, index, engine is not None)
         self._plan, self._plan_digest, self._index, self._trainer = plan, digest, index, trainer
         if engine is not None:
-            self._feed = self._open_feed(engine, self._staging)
+            self._feed = self._open_feed(engine, self.staging)
         # On devices every holder has slots to receive into, and one NCCL communicator is cheaper than many.
         self._groups = Communicators(plan, index, bool(self._device), self._transport)
         offers = self._groups.offers(self._host)
@@ -181,12 +172,12 @@ class Holder:
         with self._moving:
             if unknown:
                 self._plan, self._plan_digest, self._index, self._trainer = plan, digest, -1, -1
-                self._staging = self._stage(plan, -1, receives=True)
-            elif self._staging is None or len(self._staging.slots) < plan.slots:
-                self._staging = self._stage(plan, self._index, receives=True)
+                self.staging = self._stage(plan, -1, receives=True)
+            elif self.staging is None or len(self.staging.slots) < plan.slots:
+                self.staging = self._stage(plan, self._index, receives=True)
             if self._feed:
                 self._feed.close()
-            self._feed = self._open_feed(engine, self._staging)
+            self._feed = self._open_feed(engine, self.staging)
             return self._feed.ticket
 
     def link(self, engine: Export | None, trainer: Export | None = None) -> None:
@@ -194,8 +185,8 @@ class Holder:
 
         Unmaps the previous engine rank's memory. Raises TransportError.
         """
-        if self._staging and (memory := self._staging.mapped):
-            with self._moving, self._staging.queue():
+        if self.staging and (memory := self.staging.mapped):
+            with self._moving, self.staging.queue():
                 if trainer:
                     memory.connect(trainer)
                     self._read = trainer.layout
@@ -223,7 +214,7 @@ class Holder:
         Each communicator sends a byte from each rank. Then the first bucket is sent as in an update and
         discarded. Raises TransportError or DeadlineError.
         """
-        plan, staging = self._plan, self._staging
+        plan, staging = self._plan, self.staging
         assert plan is not None
         assert staging is not None
         assert self._groups
@@ -235,26 +226,26 @@ class Holder:
 
     def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
         """Prepare direct copies, as `DeviceStaging.route`. Valid until the next `link`."""
-        if self._staging and (mapped := self._staging.mapped):
-            with self._moving, self._staging.queue():
+        if self.staging and (mapped := self.staging.mapped):
+            with self._moving, self.staging.queue():
                 mapped.route(reads, memory)
-                if self._exchange:  # the engine rank's memory may have changed
-                    self._exchange.aim()
+                if self.cross_host:  # the engine rank's memory may have changed
+                    self.cross_host.aim()
 
     def exchange(self, part: Part) -> str:
         """Allocate messages; return the rendezvous if this is the first member. Raises TransportError."""
-        assert self._staging
-        assert self._staging.mapped
-        with self._moving, self._staging.queue():
-            self._exchange = CrossHostExchange(part, self._transport(), self._staging.mapped)
-        return self._exchange.offer(self._host)
+        assert self.staging
+        assert self.staging.mapped
+        with self._moving, self.staging.queue():
+            self.cross_host = CrossHostExchange(part, self._transport(), self.staging.mapped)
+        return self.cross_host.offer(self._host)
 
     def meet(self, rendezvous: str, timeout_s: float) -> None:
         """Open the communicator of the cross-host exchange and use each path once. Raises TransportError."""
-        assert self._staging
-        assert self._exchange
-        with self._moving, self._staging.queue():
-            self._exchange.open(rendezvous, timeout_s)
+        assert self.staging
+        assert self.cross_host
+        with self._moving, self.staging.queue():
+            self.cross_host.open(rendezvous, timeout_s)
 
     def move(self, attempt: int, feeding: bool, task: UpdateTask, timeout_s: float) -> Moved:
         """Run this holder's part of one update. If `feeding`, deliver the bytes to the engine rank.
@@ -263,7 +254,7 @@ class Holder:
         the cause, so that no other holder waits. An engine rank that fails or stops answering is left out and
         does not delay the others: `Moved.slow` says so if it was too slow, else its own `load` raises.
         """
-        plan, staging = self._plan, self._staging
+        plan, staging = self._plan, self.staging
         if plan is None or staging is None:
             raise StateError(f"{self.name} has no plan: connect first")
         clock = PhaseClock()
@@ -278,11 +269,11 @@ class Holder:
         only = task.cast if task.copies_directly else None
         consumer = open_consumer(staging, self._feed, feeding, attempt, plan.slots, *limits_s, only=only)
         start = partial(self._start, plan, staging, timeout_s=timeout_s)
-        for each in (self._groups, self._exchange):
+        for each in (self._groups, self.cross_host):
             if each:
                 each.set_timeout(timeout_s)  # until the first update they have the time for connecting
         try:
-            run_update(plan, task, self._index, staging, self._exchange, start, consumer)
+            run_update(plan, task, self._index, staging, self.cross_host, start, consumer)
         except Exception as error:
             # Errors of the device and of NCCL too: other holders would wait until their deadline.
             cause = f"{self.name}: {type(error).__name__}: {error}"
@@ -296,7 +287,7 @@ class Holder:
 
         Returns digests as `Source.publish` does. Raises StateError when it serves no trainer rank.
         """
-        plan, staging, trainer, send_buffer = self._plan, self._staging, self._trainer, self._send_buffer
+        plan, staging, trainer, send_buffer = self._plan, self.staging, self._trainer, self._send_buffer
         if plan is None or staging is None or trainer < 0:
             raise StateError(f"{self.name} serves no trainer rank: connect first")
         with self._moving, staging.queue():
@@ -311,8 +302,8 @@ class Holder:
 
     def serve_snapshots(self, protocol: str, rdma_device: str) -> None:
         """Prepare to serve snapshots. Raises ConfigError if `choose_protocol` cannot provide `protocol`."""
-        if self._snapshots is None:
-            self._snapshots = SnapshotStore(self.name, self._host, protocol, rdma_device)
+        if self.snapshot_store is None:
+            self.snapshot_store = SnapshotStore(self.name, self._host, protocol, rdma_device)
 
     def snapshot(self, header: SnapshotHeader, is_flat: bool, expected: Digests) -> Offer:
         """Snapshot the published weights or, if `is_flat`, the engine rank's."""
@@ -334,7 +325,7 @@ class Holder:
         self._served_snapshots().map(part, offer)
 
     def _snapshot_content(self, is_flat: bool) -> SnapshotContent:
-        mapped = self._staging.mapped if self._staging else None
+        mapped = self.staging.mapped if self.staging else None
         found = (mapped and mapped.flat) if is_flat else snapshot_content(self._send_buffer)
         if not found:
             raise StateError(f"{self.name} has nothing to keep: it is being connected again")
@@ -346,7 +337,7 @@ class Holder:
 
     def snapshots(self) -> list[SnapshotPart]:
         """Return its complete snapshots, after pending writes finish."""
-        return self._snapshots.snapshots() if self._snapshots else []
+        return self.snapshot_store.snapshots() if self.snapshot_store else []
 
     def refill(
         self, attempt: int, snapshot: Snapshot, direct: bool, timeout_s: float, limit_s: float
@@ -356,14 +347,14 @@ class Holder:
         `timeout_s` is for one bucket, `limit_s` for all. Raises ReadError or DeadlineError naming the holder
         that failed when no other holder has the same part; TransportError when it was stopped.
         """
-        plan, staging = self._plan, self._staging
+        plan, staging = self._plan, self.staging
         if plan is None or staging is None or self._feed is None:
             raise StateError(f"{self.name} has no engine to refill: connect first")
         with self._moving, staging.queue():
             limits_s = timeout_s, limit_s
             consumer = open_consumer(staging, self._feed, True, attempt, plan.slots, *limits_s, whole=True)
             try:
-                snapshots = self._snapshots if direct else None
+                snapshots = self.snapshot_store if direct else None
                 self._refill = open_refill(plan, snapshot, snapshots, staging, consumer, direct, timeout_s)
                 return self._refill.run()
             except Exception as error:
@@ -381,7 +372,7 @@ class Holder:
 
     def abort(self, cause: str) -> None:
         """Leave the communicators at once. A running `move` then raises TransportError."""
-        for each in (self._groups, self._exchange):
+        for each in (self._groups, self.cross_host):
             if each:
                 each.abort(cause)
 
@@ -402,20 +393,20 @@ class Holder:
     def close(self) -> None:
         """Leave the communicators and free the memory."""
         self._leave()
-        for taken in (*self._slots, *self._retired, self._send_buffer, self._snapshots):
+        for taken in (*self._slots, *self._retired, self._send_buffer, self.snapshot_store):
             if taken:
                 taken.close()
         self._slots = self._retired = ()
-        self._send_buffer = self._plan = self._snapshots = None
+        self._send_buffer = self._plan = self.snapshot_store = None
 
     def _open_feed(self, engine: str, staging: Staging) -> HolderFeed:
         beside = None if self._device else written(self._send_buffer)
         return HolderFeed(self.name, engine, staging.slots, beside, self._trainer)
 
     def _served_snapshots(self) -> SnapshotStore:
-        if self._snapshots is None:
+        if self.snapshot_store is None:
             raise StateError(f"{self.name} has no snapshots yet: connect first")
-        return self._snapshots
+        return self.snapshot_store
 
     def _start(self, plan: Plan, staging: Staging, bucket: int, timeout_s: float) -> list[Pending]:
         """Queue the copies of this holder's share of a bucket, and its broadcasts."""
@@ -435,12 +426,12 @@ class Holder:
 
     def _leave(self) -> None:
         self.drop_engine()
-        for each in (self._groups, self._exchange):
+        for each in (self._groups, self.cross_host):
             if each:
                 each.close()
         with self._moving:  # a move that the driver gave up may run until its deadline
             if self._feed:
                 self._feed.close()
-            if self._staging:
-                self._staging.close()
-        self._groups = self._exchange = self._feed = self._staging = self._read = None
+            if self.staging:
+                self.staging.close()
+        self._groups = self.cross_host = self._feed = self.staging = self._read = None

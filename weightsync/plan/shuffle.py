@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import numpy as np
 
@@ -203,12 +204,9 @@ def _parts(
                 local.append((receiver, part))
             else:
                 parts[sender, receiver] = part
-    bundles: list[Bundle] = [(sender, {to: part}) for (sender, to), part in sorted(parts.items(), key=_pair)]
-    return bundles, tuple(sorted(local, key=lambda entry: entry[0]))
-
-
-def _pair(entry: tuple[tuple[int, int], Reads]) -> tuple[int, int]:
-    return entry[0]
+    ordered = sorted(parts.items(), key=itemgetter(0))
+    bundles: list[Bundle] = [(sender, {to: part}) for (sender, to), part in ordered]
+    return bundles, tuple(sorted(local, key=itemgetter(0)))
 
 
 def _lanes(bundles: Sequence[Bundle], max_message_bytes: int) -> tuple[Lane, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 
 import numpy as np
@@ -60,7 +60,8 @@ class MappedReader:
         """Run `reads`, as `Reader.read` says."""
         with self._ending.reading(), ThreadPoolExecutor(self._num_threads) as threads:
             deadline = time.monotonic() + timeout_s
-            copies = {threads.submit(self._copy, piece, deadline): piece.peer for piece in _cut(reads)}
+            cut = [piece for its in by_peer(reads).values() for piece in pieces(its, PIECE_NBYTES)]
+            copies = {threads.submit(self._copy, piece, deadline): piece.peer for piece in cut}
             try:
                 _finish(copies, deadline, timeout_s)
             finally:
@@ -83,11 +84,6 @@ class MappedReader:
     def _release(self) -> None:
         self._targets.clear()
         self._sources.clear()
-
-
-def _cut(reads: Sequence[Read]) -> Iterator[Read]:
-    for its in by_peer(reads).values():
-        yield from pieces(its, PIECE_NBYTES)
 
 
 def _finish(copies: Mapping[Future[bool], str], deadline: float, timeout_s: float) -> None:

@@ -61,7 +61,7 @@ class SglangEngine(ServingRanks):
         self._asking = threading.Lock()
         self._watch: RankWatch | None = None
         _ignore_sigquit()
-        self._loop = RequestLoop(name, lambda: Server(arguments), _stop)
+        self.loop = RequestLoop(name, lambda: Server(arguments), _stop)
         self._replies = Replies(name, self._num_ranks)
         try:
             ranks: list[RankProcess | None] = self.on_ranks("join", os.getpid())
@@ -69,19 +69,19 @@ class SglangEngine(ServingRanks):
             self.close()
             raise
         self._replies.connected()
-        self._watch = RankWatch(name, [rank for rank in ranks if rank], self._loop.fail)
+        self._watch = RankWatch(name, [rank for rank in ranks if rank], self.loop.fail)
 
     def pause(self, mode: str, timeout_s: float) -> None:
         """Stop making tokens. ``abort`` ends running requests early, with the tokens that they have."""
         deadline = time.monotonic() + timeout_s
-        frozen = self._loop.frozen
-        self._loop.freeze(mode, timeout_s)
+        frozen = self.loop.frozen
+        self.loop.freeze(mode, timeout_s)
         self._wake(WEIGHTS)
         try:
             self.on_ranks("settle", wait_s=max(0.0, deadline - time.monotonic()))
         except FutureTimeoutError as error:
             if not frozen:
-                self._loop.undo_freeze()
+                self.loop.undo_freeze()
             raise DeadlineError(f"pause ({mode})", (f"engine {self._name}",), timeout_s) from error
 
     def resume(self, version: int) -> None:
@@ -89,7 +89,7 @@ class SglangEngine(ServingRanks):
         self.require_whole()
         self._wake(WEIGHTS, CACHES)
         self.on_ranks("settle", version=str(version))
-        self._loop.resume(version)
+        self.loop.resume(version)
 
     def init_weights_update_group(self, **fields: object) -> None:
         """Make SGLang's own call, for loops that send weights themselves. Raises EngineError."""
@@ -123,7 +123,7 @@ class SglangEngine(ServingRanks):
         """End SGLang's processes and the connections. Safe to call twice."""
         if self._watch:
             self._watch.close()
-        if not self._loop.close(_END_S):
+        if not self.loop.close(_END_S):
             logger.warning("[engine %s] does not end", self._name)
         self._replies.close()
 
@@ -143,7 +143,7 @@ class SglangEngine(ServingRanks):
         return f"options.{_SLEEP_OPTIONS[lacking]}", backup if lacking else saver
 
     def _release(self, level: int) -> None:
-        if self._loop.num_running:  # SGLang's process would end
+        if self.loop.num_running:  # SGLang's process would end
             raise StateError(f"engine {self._name} holds frozen requests: resume it first")
         tags = {"tags": [WEIGHTS, CACHES]}
         self._own("release_memory_occupation", "ReleaseMemoryOccupationReqInput", tags)
@@ -175,7 +175,7 @@ class SglangEngine(ServingRanks):
 
     def _asked(self, method: str, work: Any, wait_s: float | None = None) -> Any:  # noqa: ANN401 - SGLang's
         try:
-            return self._loop.call(work, wait_s)
+            return self.loop.call(work, wait_s)
         except (WeightSyncError, FutureTimeoutError):
             raise
         except Exception as error:  # any error of SGLang

@@ -75,10 +75,10 @@ class VllmEngine(ServingRanks, VllmRanks):
         worker = "weightsync.WeightSyncWorker"
         arguments = engine_args(model_path, options, worker)
         self._sleeps = arguments.enable_sleep_mode
-        self._loop = RequestLoop(name, lambda: Stepper(start(arguments)), _stop)
+        self.loop = RequestLoop(name, lambda: Stepper(start(arguments)), _stop)
         ranks: list[RankProcess | None] = self.on_ranks("join", os.getpid())
         self._num_ranks = len(ranks)
-        self._watch = RankWatch(name, [rank for rank in ranks if rank], self._loop.fail)
+        self._watch = RankWatch(name, [rank for rank in ranks if rank], self.loop.fail)
 
     def call(self, work: Callable[[Any], T]) -> T:
         """Run `work` with vLLM's LLMEngine between two steps, on the thread that owns it."""
@@ -86,7 +86,7 @@ class VllmEngine(ServingRanks, VllmRanks):
         async def between_steps(stepper: Stepper) -> T:
             return work(stepper.engine)
 
-        return self._loop.call(between_steps)
+        return self.loop.call(between_steps)
 
     @property
     def rank_processes(self) -> Sequence[RankProcess]:
@@ -95,7 +95,7 @@ class VllmEngine(ServingRanks, VllmRanks):
 
     def pause(self, mode: str, timeout_s: float) -> None:
         """Stop making tokens, see `Engine.pause`."""
-        self._loop.freeze(mode, timeout_s)
+        self.loop.freeze(mode, timeout_s)
         self._wake(WEIGHTS)
         self.on_ranks("settle")
 
@@ -103,14 +103,14 @@ class VllmEngine(ServingRanks, VllmRanks):
         """Serve `version`. Raises StateError while the weights are dummies or a mix."""
         self.require_whole()
         self._wake(WEIGHTS, CACHES)
-        self._loop.resume(version)
+        self.loop.resume(version)
 
     def close(self) -> None:
         """End vLLM and its processes. Safe to call twice."""
         self._watch.close()
-        if self._loop.is_lost or not self._loop.close(_END_S):
+        if self.loop.is_lost or not self.loop.close(_END_S):
             self._watch.end()  # else vLLM would wait for the answer of a stopped rank
-            if not self._loop.close(_END_S):
+            if not self.loop.close(_END_S):
                 logger.warning("[engine %s] does not end", self._name)
 
     def _params(self, settings: Sampling, index: int) -> Params:
