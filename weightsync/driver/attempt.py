@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from weightsync.driver.gather import GRACE_S, Outcome
-from weightsync.errors import DeadlineError, PeerLostError, RankLostError, WeightSyncError
+from weightsync.errors import DeadlineError, PeerLostError, RankLostError
 from weightsync.protocol.messages import Moved
 
 __all__ = ["Attempt"]
@@ -17,7 +17,6 @@ _FINAL = (PeerLostError, RankLostError, DeadlineError)
 """Errors of an engine that need no word from its holder; others may repeat the holder's own error."""
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 
 class Attempt(Generic[T]):
@@ -49,7 +48,11 @@ class Attempt(Generic[T]):
         finally:
             for task in (*self._moves.values(), *self._loads.values()):
                 task.cancel()
-        return self._outcome(self._moves), self._outcome(self._loads)
+        took_s = round(time.monotonic() - self._begun, 3)
+        return (
+            Outcome.of(self._moves, lambda name: DeadlineError("move", (name,), took_s)),
+            Outcome.of(self._loads, lambda name: DeadlineError("move", (f"engine {name}",), took_s)),
+        )
 
     async def _wait(self) -> None:
         moves, loads = self._moves.values(), self._loads.values()
@@ -92,16 +95,3 @@ class Attempt(Generic[T]):
         finally:
             load.cancel()
             moving.cancel()
-
-    def _outcome(self, tasks: Mapping[str, asyncio.Task[R]]) -> Outcome[R]:
-        answers: dict[str, R] = {}
-        failures: dict[str, WeightSyncError] = {}
-        for name, task in tasks.items():
-            if not task.done() or task.cancelled():
-                who = f"engine {name}" if name in self._loads else name
-                failures[name] = DeadlineError("move", (who,), round(time.monotonic() - self._begun, 3))
-            elif isinstance(error := task.exception(), WeightSyncError):
-                failures[name] = error
-            else:
-                answers[name] = task.result()
-        return Outcome(answers, failures)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -24,6 +24,22 @@ class Outcome(Generic[T]):
 
     answers: dict[str, T]
     failures: dict[str, WeightSyncError]
+
+    @classmethod
+    def of(cls, tasks: Mapping[str, asyncio.Task[T]], late: Callable[[str], WeightSyncError]) -> Outcome[T]:
+        """Collect the outcome of `tasks`. `late` makes the error of one that has not ended, or was cancelled.
+
+        Errors other than WeightSyncError are bugs and propagate.
+        """
+        outcome: Outcome[T] = cls({}, {})
+        for name, task in tasks.items():
+            if not task.done() or task.cancelled():
+                outcome.failures[name] = late(name)
+            elif isinstance(error := task.exception(), WeightSyncError):
+                outcome.failures[name] = error
+            else:
+                outcome.answers[name] = task.result()
+        return outcome
 
     def require(self) -> dict[str, T]:
         """Return all answers, or raise the failure nearest to the cause, see `remoteness`.
@@ -72,18 +88,12 @@ async def gather_named(
         raise
     for task in pending:
         task.cancel()
-    answers: dict[str, T] = {}
-    failures: dict[str, WeightSyncError] = {}
-    for name, task in tasks.items():
-        if task in pending and lost:
-            failures[name] = TransportError(f"{phase} of {name} is given up: {lost}")
-        elif task in pending:
-            failures[name] = DeadlineError(phase, (name,), timeout_s)
-        elif isinstance(error := task.exception(), WeightSyncError):
-            failures[name] = error
-        else:
-            answers[name] = task.result()
-    return Outcome(answers, failures)
+
+    def late(name: str) -> WeightSyncError:
+        given_up = TransportError(f"{phase} of {name} is given up: {lost}") if lost else None
+        return given_up or DeadlineError(phase, (name,), timeout_s)
+
+    return Outcome.of(tasks, late)
 
 
 async def _wait(

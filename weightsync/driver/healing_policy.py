@@ -69,22 +69,14 @@ class Decision:
     delay_s: float
 
 
-class _Kind(enum.Enum):
-    GONE = enum.auto()
-    HUNG = enum.auto()
-    BROKEN = enum.auto()
-    PEER = enum.auto()
-    HOPELESS = enum.auto()
+_Wishes = tuple[tuple[Action, ...], tuple[Action, ...]]
+"""The actions for the first attempt, and for later ones, best first."""
 
-
-# By kind: the actions for the first attempt, and for later ones, best first.
-_WISHES: dict[_Kind, tuple[tuple[Action, ...], tuple[Action, ...]]] = {
-    _Kind.GONE: ((Action.RESPAWN,), (Action.RESPAWN,)),
-    _Kind.HUNG: ((Action.RESPAWN, Action.REFILL), (Action.RESPAWN, Action.REFILL)),
-    _Kind.BROKEN: ((Action.REFILL,), (Action.RESPAWN, Action.REFILL)),
-    _Kind.PEER: ((Action.REFILL,), (Action.REFILL,)),
-    _Kind.HOPELESS: ((), ()),
-}
+_GONE: _Wishes = (Action.RESPAWN,), (Action.RESPAWN,)
+_HUNG: _Wishes = (Action.RESPAWN, Action.REFILL), (Action.RESPAWN, Action.REFILL)
+_BROKEN: _Wishes = (Action.REFILL,), (Action.RESPAWN, Action.REFILL)
+_PEER: _Wishes = (Action.REFILL,), (Action.REFILL,)
+_HOPELESS: _Wishes = (), ()
 
 
 def decide(
@@ -112,33 +104,32 @@ def decide(
         min_engines: how many of these are enough.
     """
     assert attempt >= 1
-    kind = _kind(failure)
     possible = {Action.REFILL: can_refill, Action.RESPAWN: can_respawn}
-    wishes = _WISHES[kind][attempt > 1] if attempt <= max_attempts else ()
+    wishes = _wishes(failure)[attempt > 1] if attempt <= max_attempts else ()
     for action in wishes:
         if possible[action]:
             return Decision(action, _delay(attempt, backoff_s))
     return Decision(Action.DROP if num_live >= min_engines else Action.RAISE, 0.0)
 
 
-def _kind(failure: WeightSyncError) -> _Kind:
+def _wishes(failure: WeightSyncError) -> _Wishes:
     if isinstance(failure, PeerLostError):
-        return _Kind.PEER if _is_peer(failure.peer) else _Kind.GONE
+        return _PEER if _is_peer(failure.peer) else _GONE
     if isinstance(failure, RankLostError):
-        return _Kind.GONE
+        return _GONE
     if isinstance(failure, DeadlineError) and failure.phase == "respawn":
-        return _Kind.HOPELESS  # a second engine would need resources that the first start still holds
+        return _HOPELESS  # a second engine would need resources that the first start still holds
     if isinstance(failure, SlowError):
-        return _Kind.BROKEN
+        return _BROKEN
     if isinstance(failure, DeadlineError):
-        return _Kind.PEER if all(map(_is_peer, failure.missing)) else _Kind.HUNG
+        return _PEER if all(map(_is_peer, failure.missing)) else _HUNG
     if isinstance(failure, (TransportError, SourceChangedError)) or (
         isinstance(failure, PeerError) and _is_peer(failure.peer)
     ):
-        return _Kind.PEER
+        return _PEER
     if isinstance(failure, (ConfigError, PlanError)):
-        return _Kind.HOPELESS
-    return _Kind.BROKEN
+        return _HOPELESS
+    return _BROKEN
 
 
 def _is_peer(name: str) -> bool:

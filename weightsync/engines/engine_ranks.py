@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from weightsync.errors import ConfigError, EngineError, StateError, WeightSyncError
@@ -14,12 +14,21 @@ from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import FeedTicket, Loaded
 
-__all__ = ["CACHES", "WEIGHTS", "EngineRanks"]
+__all__ = ["CACHES", "WEIGHTS", "EngineRanks", "answers_of"]
 
 logger = logging.getLogger("weightsync.engines")
 
 WEIGHTS, CACHES = "weights", "kv_cache"
 """Parts of memory that sleep, by the names of vLLM and SGLang, in the order in which they wake."""
+
+
+def answers_of(outcomes: Iterable[Any]) -> list[Any]:
+    """Return the answers of all ranks. Raises the first WeightSyncError among them."""
+    answers = list(outcomes)
+    for answer in answers:
+        if isinstance(answer, WeightSyncError):
+            raise answer
+    return answers
 
 
 class EngineRanks(ABC):
@@ -106,13 +115,13 @@ class EngineRanks(ABC):
                 self.on_ranks("blank")
 
     @contextlib.contextmanager
-    def _naming(self, phase: str) -> Iterator[None]:
-        """Turn errors of vLLM or SGLang into an EngineError: memory may be half allocated."""
+    def _naming(self, phase: str, *others: type[Exception]) -> Iterator[None]:
+        """Turn errors of vLLM or SGLang into an EngineError. Ours and `others` stay as they are."""
         try:
             yield
-        except WeightSyncError:
-            raise
         except Exception as error:  # any error of vLLM or SGLang, such as a lack of memory
+            if isinstance(error, (WeightSyncError, *others)):
+                raise
             raise EngineError(self._name, phase, f"{type(error).__name__}: {error}") from error
 
     @abstractmethod

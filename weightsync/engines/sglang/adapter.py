@@ -14,7 +14,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from weightsync.engines.checks import require_gpus, warn_untested
-from weightsync.engines.engine_ranks import CACHES, WEIGHTS
+from weightsync.engines.engine_ranks import CACHES, WEIGHTS, answers_of
 from weightsync.engines.rank_process import RankProcess, RankWatch
 from weightsync.engines.request_loop import Params, RequestLoop
 from weightsync.engines.sampling import Sampling
@@ -167,19 +167,11 @@ class SglangEngine(ServingRanks):
         with self._asking:
             calls = self._replies.calls(self._settings, method, pack(args))
             self._asked(method, lambda server: server.on_ranks(calls, version), wait_s)
-            outcomes = self._replies.collect(calls, _ANSWER_S)
-        for outcome in outcomes:
-            if isinstance(outcome, WeightSyncError):
-                raise outcome
-        return outcomes
+            return answers_of(self._replies.collect(calls, _ANSWER_S))
 
     def _asked(self, method: str, work: Any, wait_s: float | None = None) -> Any:  # noqa: ANN401 - SGLang's
-        try:
+        with self._naming(method, FutureTimeoutError):
             return self.loop.call(work, wait_s)
-        except (WeightSyncError, FutureTimeoutError):
-            raise
-        except Exception as error:  # any error of SGLang
-            raise EngineError(self._name, method, f"{type(error).__name__}: {error}") from error
 
 
 def _ignore_sigquit() -> None:

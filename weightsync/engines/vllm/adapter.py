@@ -10,14 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from weightsync.engines.checks import warn_untested
-from weightsync.engines.engine_ranks import CACHES, WEIGHTS, EngineRanks
+from weightsync.engines.engine_ranks import CACHES, WEIGHTS, EngineRanks, answers_of
 from weightsync.engines.rank_process import RankProcess, RankWatch
 from weightsync.engines.request_loop import Params, RequestLoop
 from weightsync.engines.sampling import Sampling
 from weightsync.engines.serving_ranks import ServingRanks
 from weightsync.engines.vllm.api import engine_args, sampling_params, set_environment, start, stop
 from weightsync.engines.vllm.stepper import Stepper
-from weightsync.errors import EngineError, WeightSyncError
 
 __all__ = ["VllmEngine", "VllmRanks"]
 
@@ -31,17 +30,9 @@ class VllmRanks(EngineRanks):
         """Call `method` of `Rank` on each rank. Raises EngineError if vLLM could not call all of them."""
         # vLLM passes bytes between its processes without its insecure mode, so pickle here.
         blob = pickle.dumps((method, args))
-        try:
+        with self._naming(method):
             replies = self._ask(blob)
-        except WeightSyncError:
-            raise
-        except Exception as error:  # any error of vLLM, as when a worker's process is gone
-            raise EngineError(self._name, method, f"{type(error).__name__}: {error}") from error
-        outcomes = [pickle.loads(reply) for reply in replies]
-        for outcome in outcomes:
-            if isinstance(outcome, WeightSyncError):
-                raise outcome
-        return outcomes
+        return answers_of(pickle.loads(reply) for reply in replies)
 
     @abstractmethod
     def _ask(self, blob: bytes) -> Sequence[bytes]:
