@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -26,9 +26,7 @@ from weightsync.plan.explain import count_text
 from weightsync.recipes.calls import collect
 from weightsync.recipes.screen import Screen
 from weightsync.report import bytes_text
-
-if TYPE_CHECKING:
-    from weightsync.sources.checkpoint_store import Reading
+from weightsync.sources.checkpoint_store import Reading
 
 __all__ = ["Fleet", "serve"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray.actor import ActorHandle
 from transformers.utils.logging import disable_progress_bar
@@ -21,11 +21,9 @@ from weightsync.recipes.page import page
 from weightsync.recipes.recipe import Recipe
 from weightsync.recipes.run_folder import RunFolder, replace_text
 from weightsync.recipes.run_report import RunReport
+from weightsync.recipes.screen import Screen
 from weightsync.recipes.survival import take_trainers
 from weightsync.recipes.trace import write_trace
-
-if TYPE_CHECKING:
-    from weightsync.recipes.screen import Screen
 
 __all__ = ["leave", "sleep", "start", "train", "update"]
 

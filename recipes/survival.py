@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray.actor import ActorHandle
 
 from weightsync.actors.detached import actor_name, detached, find
 from weightsync.errors import StateError
+from weightsync.recipes.recipe import Recipe
 from weightsync.recipes.run_report import RunReport, read_report
-
-if TYPE_CHECKING:
-    from weightsync.recipes.recipe import Recipe
 
 __all__ = ["actor_options", "find_actors", "read_back", "take_trainers"]
 

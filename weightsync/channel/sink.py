@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
+
+import torch
 
 from weightsync.plan import Box
-
-if TYPE_CHECKING:
-    import torch
-
-    from weightsync.protocol.messages import Digests
+from weightsync.protocol.messages import Digests
 
 __all__ = ["PieceView", "Sink"]
 
@@ -32,5 +30,5 @@ class Sink(Protocol):
         """Make the weights live after the last piece. Returns a digest per tensor of the plan."""
 
 
-PieceView: TypeAlias = "tuple[int, Box, torch.Tensor]"
+PieceView: TypeAlias = tuple[int, Box, torch.Tensor]
 """A tensor's number in the plan, a box of it, and its data: shape ``box.extent``, the plan's dtype."""

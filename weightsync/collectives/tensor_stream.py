@@ -291,7 +291,6 @@ class _Digester:
 
 
 def _table(cuts: Sequence[tuple[_Chunk, torch.Tensor]]) -> DigestTable:
-    # Imported on use: hosts without a GPU have no CuPy.
     parts = [
         DigestPart(
             tensor=i,

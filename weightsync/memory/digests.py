@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from weightsync.memory.digest_factors import COLUMNS, GOLDEN, column_factors, word_nbytes
+from weightsync.memory.kernels import DigestPart, DigestTable
 from weightsync.memory.tensors import byte_strides
 from weightsync.plan import Box
 from weightsync.protocol.messages import Digests
@@ -73,9 +74,6 @@ def warm_up() -> None:
 
 
 def _device_digest(data: torch.Tensor, shape: tuple[int, ...], box: Box) -> int:
-    # Imported on use: hosts without a GPU have no CuPy.
-    from weightsync.memory.kernels import DigestPart, DigestTable
-
     part = DigestPart(
         tensor=0,
         address=data.data_ptr(),

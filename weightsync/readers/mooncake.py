@@ -8,17 +8,15 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weightsync.errors import DeadlineError, ReadError
+from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.handles import Offer, ProtocolName
 from weightsync.protocol.handshake import own_address
 from weightsync.readers.base import Read, by_peer, host_id, pieces
 from weightsync.readers.ending import Ending
 from weightsync.readers.mooncake_process import MooncakeProcess, readable
-
-if TYPE_CHECKING:
-    from weightsync.memory.host import SharedBuffer
 
 __all__ = ["MooncakeReader", "MooncakeServer"]
 

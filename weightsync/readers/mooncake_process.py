@@ -11,13 +11,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weightsync.errors import TransportError
+from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.handles import ProtocolName
-
-if TYPE_CHECKING:
-    from weightsync.memory.host import SharedBuffer
 
 __all__ = ["MooncakeProcess", "probe", "readable"]
 

@@ -8,7 +8,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -17,14 +16,12 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from weightsync.errors import DeadlineError, ReadError, WireError
+from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.handshake import decode_one, dial, hang_up
 from weightsync.readers.base import Read, by_peer, pieces
 from weightsync.readers.ending import Ending
 from weightsync.readers.zeromq_server import Request, answers
-
-if TYPE_CHECKING:
-    from weightsync.memory.host import SharedBuffer
 
 __all__ = ["ZeroMqReader"]
 

@@ -7,17 +7,15 @@ Secrets are checked as in `weightsync.protocol.handshake`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
 
 from weightsync.errors import WireError
+from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.handshake import Server, decode_one
 from weightsync.readers.base import host_id
-
-if TYPE_CHECKING:
-    from weightsync.memory.host import SharedBuffer
 
 __all__ = ["Answer", "Request", "ZeroMqServer", "answers"]
 

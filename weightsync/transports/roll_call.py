@@ -10,14 +10,12 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
+from torch.distributed.distributed_c10d import Store
 
 from weightsync.errors import TransportError
-
-if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import Store
 
 __all__ = ["Absence", "RollCall", "ranks_text"]
 

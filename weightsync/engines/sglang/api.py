@@ -15,15 +15,13 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from weightsync.engines.sampling import Sampling
+from weightsync.engines.sglang.rank_calls import Call
 from weightsync.errors import ConfigError, nearest
-
-if TYPE_CHECKING:
-    from weightsync.engines.sglang.rank_calls import Call
 
 __all__ = [
     "Loads",
