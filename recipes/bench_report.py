@@ -21,7 +21,7 @@ __all__ = ["BenchReport", "BenchRow"]
 _HEAD = ("who", "what", "median", "least", "most", "bytes", "GB/s", "floor", "reached")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class BenchRow:
     """One phase or span of a process, over all measured updates.
 
@@ -45,15 +45,7 @@ class BenchRow:
         cls, who: str, what: str, seconds: Sequence[float], nbytes: int = 0, floor_s: float = 0.0
     ) -> BenchRow:
         """Make a row from the seconds of each update."""
-        return cls(
-            who=who,
-            what=what,
-            median=statistics.median(seconds),
-            least=min(seconds),
-            most=max(seconds),
-            nbytes=nbytes,
-            floor_s=floor_s,
-        )
+        return cls(who, what, statistics.median(seconds), min(seconds), max(seconds), nbytes, floor_s)
 
     @property
     def gb_per_s(self) -> float:
