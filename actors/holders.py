@@ -45,7 +45,7 @@ class Holders:
     def standby(self, node: str, num_gpus: int, num_engines: int) -> None:
         """Start processes on that host ahead of time.
 
-        `settle` binds them to a GPU or slot, or ends them.
+        `place` binds them to a GPU or slot, or ends them.
         """
         here = sum(each == node for each, _ in self._standbys)
         if not self._on and not self._run:
@@ -53,12 +53,12 @@ class Holders:
             self._standbys += [(node, spawn_standby(node, gpu)) for gpu in gpus[here:]]
 
     def expect(self, placement: Placement) -> None:
-        """Tell standbys, before `settle`, that an engine rank has started at `placement`."""
+        """Tell standbys, before `place`, that an engine rank has started at `placement`."""
         for node, standby in self._standbys:
             if node == placement.node:
                 standby.expect.remote(placement.device)
 
-    async def settle(self, placements: Sequence[Placement]) -> list[RemoteHolder]:
+    async def place(self, placements: Sequence[Placement]) -> list[RemoteHolder]:
         """Return a holder that answers for each placement, in order. Ends all other holders."""
         transport = self._choose_transport(placements)
         if transport != self._transport:

@@ -49,10 +49,10 @@ class LoopThread:
             except BaseException as error:  # noqa: BLE001 (the waiting thread raises it)
                 future.set_exception(error)
 
-        self.beside(run())
+        self.run_concurrently(run())
         return future
 
-    def beside(self, work: Coroutine[object, object, T]) -> Future[T]:
+    def run_concurrently(self, work: Coroutine[object, object, T]) -> Future[T]:
         """Run `work` concurrently with submitted work."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
@@ -63,7 +63,7 @@ class LoopThread:
 
     def close(self) -> None:
         """Cancel all running work and end the thread."""
-        self.beside(_cancel_others()).result()
+        self.run_concurrently(_cancel_others()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -257,7 +257,7 @@ class Membership:
             f"trainer {i}": placement for i, (_, placement) in enumerate(ranks)
         }
         placed = place_ranks(placements, of_engines.answers)
-        holders = await self._holders.settle(placed.placements)
+        holders = await self._holders.place(placed.placements)
         for holder in holders:
             self._watches.holder(holder, self._when_lost(holder))
         self._fleet.holders[:] = holders

@@ -153,8 +153,8 @@ class WeightSync:
             ConfigError, PlanError: a file cannot be used; names the file and the tensor.
         """
         on = nodes or [ray.get_runtime_context().get_node_id()]
-        self._loop.beside(self._members.register_checkpoint(name, files, on, exclude)).result()
-        return self._loop.beside(self._members.checkpoints.read(name))
+        self._loop.run_concurrently(self._members.register_checkpoint(name, files, on, exclude)).result()
+        return self._loop.run_concurrently(self._members.checkpoints.read(name))
 
     def unregister_checkpoint(self, name: str) -> None:
         """Free the memory of a checkpoint. Engines that serve it are not affected.
@@ -271,7 +271,7 @@ class WeightSync:
                 raise DeadlineError("heal", [f"engine {name}" for name in busy], timeout_s)
             await self._controller.snapshot_index.settled()
 
-        self._loop.beside(settled()).result()
+        self._loop.run_concurrently(settled()).result()
 
     def inject(self, plan: FaultPlan) -> None:
         """Inject faults, each when its version is made. See `weightsync.testing`.
@@ -414,11 +414,11 @@ class WeightSync:
     def close(self) -> None:
         """End the holders, also named ones. Trainers and engines keep running. Safe to call twice."""
         if self._loop.shut():
-            self._loop.beside(
+            self._loop.run_concurrently(
                 self._controller.snapshot_index.stop()
             ).result()  # it would warn about holders that end
             self._members.close()
-            self._loop.beside(self._members.release()).result()
+            self._loop.run_concurrently(self._members.release()).result()
             self._loop.close()
 
     def __enter__(self) -> WeightSync:

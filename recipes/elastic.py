@@ -38,14 +38,14 @@ class Elastic:
                 engine = self._launcher.engine(event.engine)
                 self._coming[event.engine] = engine, engine.info.remote()
                 continue
-            self.settle([event.engine])
+            self.wait_healed([event.engine])
             engine = self._sync.serving()[event.engine]
             if event.action == "remove":
                 self._sync.remove_engine(event.engine)
             ray.kill(engine)
         self._join()
 
-    def settle(self, awaited: Collection[str]) -> None:
+    def wait_healed(self, awaited: Collection[str]) -> None:
         """Wait until the `awaited` engines have joined and all are healed."""
         self._join(awaited)
         self._sync.settle(self._recipe.sync.connect_timeout_s)

@@ -107,8 +107,8 @@ def report_in(folder: Path) -> Path:
     """Return the report in `folder`. The error names the nearest folder that has one."""
     path = folder / "report.json"
     if not path.is_file():
-        beside = [each.parent.name for each in folder.parent.glob("*/report.json")]
-        hint = f"; {nearest(folder.name, beside)}" if beside else ""
+        others = [each.parent.name for each in folder.parent.glob("*/report.json")]
+        hint = f"; {nearest(folder.name, others)}" if others else ""
         raise ConfigError("DIR", str(folder), f"give the folder of a run{hint}")
     return path
 

@@ -94,7 +94,7 @@ def run(
             screen.step(row, loop.steps)
         if chaos is not None or recipe.events:
             with screen.stage("heal"):
-                elastic.settle(recipe.engine_specs)
+                elastic.wait_healed(recipe.engine_specs)
             report.engines |= elastic.infos
             screen.line(f"served by {', '.join(sync.serving())}")
         report.status = "done" if report.final_reward >= loop.target_reward else "below target"

@@ -205,7 +205,7 @@ class Staging(HostStaging):
     def write(self, bucket: int) -> None:
         self._unpack.run(bucket)
 
-    def settle(self, timeout_s: float) -> None:
+    def wait_written(self, timeout_s: float) -> None:
         """Copies on the host have ended when their call returns."""
 
 

@@ -99,7 +99,7 @@ class Staging(HostStaging):
     def mapped(self) -> Staging:  # type: ignore[override]
         return self
 
-    def settle(self, timeout_s: float) -> None:
+    def wait_written(self, timeout_s: float) -> None:
         """Copies on the host have ended when their call returns."""
 
     def connect(self, trainer: Export) -> None:

@@ -364,7 +364,7 @@ class Imaged(Loop):
     def writes(self, name: str) -> None:
         """From now on its holder does; an update would copy into slots that nobody reads."""
         mapped = self.holders[1 + [*self.engines].index(name)].staging.mapped  # type: ignore[union-attr]
-        mapped.writes, mapped.settle = True, lambda _: None  # type: ignore[misc, method-assign, union-attr]
+        mapped.writes, mapped.wait_written = True, lambda _: None  # type: ignore[misc, method-assign, union-attr]
         self.engines[name].written = lambda: None  # type: ignore[method-assign]
 
 

@@ -153,7 +153,7 @@ class Shuffle:
             TransportError: a rank is lost or late. `target` may hold old and new bytes.
         """
         self._go(self.num_rounds, lambda: True)
-        self._settle()
+        self._synchronize()
 
     def move(self, wanted: Callable[[], bool]) -> None:
         """Send and receive all rounds without waiting for a GPU's current stream.
@@ -170,7 +170,7 @@ class Shuffle:
     def rehearse(self) -> None:
         """Use every path once, as `run` does, without writing to the target."""
         self._go(min(self.num_rounds, _SLOTS), lambda: False)
-        self._settle()
+        self._synchronize()
 
     def _go(self, num_rounds: int, wanted: Callable[[], bool]) -> None:
         before: Pending | None = None
@@ -191,7 +191,7 @@ class Shuffle:
         before = {lane.bundle: data for lane, data in self._in.messages(round - 1)} if self._relays else {}
         return [Send(before[lane.bundle], lane.receiver) for lane in self._relays if lane.bundle in before]
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 

@@ -99,7 +99,7 @@ class TensorStream:
         try:
             yield outgoing.put
             outgoing.finish()
-            self._settle()
+            self._wait_verified()
         except BaseException as error:
             self._transport.abort(f"rank 0 gave up: {type(error).__name__}: {error}")
             raise
@@ -116,9 +116,9 @@ class TensorStream:
         """
         assert self._rank > 0, "rank 0 sends"
         yield from _Incoming(self._transport, self._device, f"rank {self._rank}", self._digester).batches()
-        self._settle()
+        self._wait_verified()
 
-    def _settle(self) -> None:
+    def _wait_verified(self) -> None:
         """Wait until every receiver has said that it verified all tensors."""
         word = torch.zeros(self._num_ranks, 1, dtype=torch.uint8, device=self._device)
         for rank in range(1, self._num_ranks):

@@ -52,7 +52,7 @@ class Refiller:
 
         `connected` is called once no update runs, since an update may connect again.
         """
-        async with self._beside(name, lambda: self._engine_group.drop(self._fleet.engines[name])):
+        async with self._sharing(name, lambda: self._engine_group.drop(self._fleet.engines[name])):
             if not self._fleet.engines[name].attached:
                 await adopt(self._fleet, connected(), name, self._config)
 
@@ -69,7 +69,7 @@ class Refiller:
             StateError: no holder has a snapshot of that version, or the engine is not attached.
             WeightSyncError: the cause of a failure; the engine is STALE or DEAD.
         """
-        async with self._beside(name, lambda: self._stop(self._fleet.engines[name])):
+        async with self._sharing(name, lambda: self._stop(self._fleet.engines[name])):
             await self._snapshot_index.copied()  # an update may have run since
             member, connection, version = self._fleet.engines[name], connected(), committed()
             snapshot = self._snapshot_index.snapshot(version, connection, name)
@@ -92,7 +92,7 @@ class Refiller:
             return refilled
 
     @asynccontextmanager
-    async def _beside(self, name: str, end: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+    async def _sharing(self, name: str, end: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
         stopped = False
 
         async def stop() -> None:

@@ -190,7 +190,7 @@ class DeviceStaging:
         self._unpack.launch(bucket, self._writing)
         self._free[bucket % len(self._buffers)] = self._writing.record_event()
 
-    def settle(self, timeout_s: float) -> None:
+    def wait_written(self, timeout_s: float) -> None:
         """Wait until everything that was started is written. Raises DeadlineError."""
         self._writing.wait_event(self._filling.record_event())  # flat snapshots are loaded there
         _Event(self._writing.record_event(), "writing to the engine", self._index, timeout_s).wait()

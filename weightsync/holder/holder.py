@@ -400,8 +400,8 @@ class Holder:
         self._send_buffer = self._plan = self.snapshot_store = None
 
     def _open_feed(self, engine: str, staging: Staging) -> HolderFeed:
-        beside = None if self._device else written(self._send_buffer)
-        return HolderFeed(self.name, engine, staging.slots, beside, self._trainer)
+        send_buffer = None if self._device else written(self._send_buffer)
+        return HolderFeed(self.name, engine, staging.slots, send_buffer, self._trainer)
 
     def _served_snapshots(self) -> SnapshotStore:
         if self.snapshot_store is None:

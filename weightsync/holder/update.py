@@ -171,14 +171,14 @@ class WriteConsumer(BucketConsumer):
 
     def finish(self, num_buckets: int) -> None:
         """Wait until everything is written, then tell the engine rank."""
-        self._memory.settle(self._timeout_s)
+        self._memory.wait_written(self._timeout_s)
         if self._feed and self.taking:
             self._feed.written(self._attempt)
 
     def cancel(self, cause: str) -> None:
         if self._feed:
             try:
-                self._memory.settle(self._timeout_s)
+                self._memory.wait_written(self._timeout_s)
             except Exception as error:  # noqa: BLE001 - the first cause is the one to tell
                 logger.warning("what was begun may still be written: %s", error)
             self._feed.cancel(self._attempt, cause)

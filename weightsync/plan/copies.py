@@ -213,7 +213,7 @@ def join(lane: Int64, table: Int64) -> tuple[Int64, Int64]:
     lane, table = lane[order], table[order]
     while (lane[1:] == lane[:-1]).any():
         num_copies = len(table)
-        first = np.flatnonzero(~_beside(lane, table))
+        first = np.flatnonzero(~_adjacent(lane, table))
         if len(first) < len(table):
             lane, table = lane[first], flattened(_widened(table, first))
         first, pitch = _below(lane, table)
@@ -224,7 +224,7 @@ def join(lane: Int64, table: Int64) -> tuple[Int64, Int64]:
     return lane, table
 
 
-def _beside(lane: Int64, table: Int64) -> Bool:
+def _adjacent(lane: Int64, table: Int64) -> Bool:
     """Whether each copy's rows continue the rows of the copy before it."""
     before, after = table[:-1], table[1:]
     on = np.zeros(len(table), np.bool_)

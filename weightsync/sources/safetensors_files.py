@@ -118,8 +118,8 @@ def _indexed(index: Path) -> Iterator[tuple[Path, Sequence[str]]]:
 
 
 def _remedy(path: Path) -> str:
-    beside = [each.name for each in path.parent.glob("*.safetensors")]
-    return f"there is no {path.name} in {path.parent}" + (f"; {nearest(path.name, beside)}" if beside else "")
+    others = [each.name for each in path.parent.glob("*.safetensors")]
+    return f"there is no {path.name} in {path.parent}" + (f"; {nearest(path.name, others)}" if others else "")
 
 
 def _header(path: Path) -> dict[str, tuple[TensorMeta, int]]:
