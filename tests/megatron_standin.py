@@ -33,7 +33,9 @@ class _Model(nn.Module):
     def __init__(self, config: Any, groups: Mapping[str, Place], is_tied: bool) -> None:
         super().__init__()
         self.config = config
-        self.pg_collection = SimpleNamespace(**{"tp": Place(), "ep": Place(), "expt_tp": Place(), **groups})
+        self.pg_collection = SimpleNamespace(
+            **{"tp": Place(), "ep": Place(), "expt_tp": Place(), "pp": Place(), **groups}
+        )
         self.share_embeddings_and_output_weights = is_tied
         self.decoder = nn.Module()
 

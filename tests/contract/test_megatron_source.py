@@ -227,6 +227,13 @@ def test_a_tied_head_is_an_alias_on_the_stages_that_hold_the_embedding(held: dic
     assert {each.layout.tied for each in held["dense"]} == {()}
 
 
+def test_ranks_say_which_stage_they_are(held: dict[str, list[Held]]) -> None:
+    stages = [each.sent.stage for each in held["tied virtual stages"]]
+    assert [stage and (stage.number, stage.shared) for stage in stages] == [
+        (number, ("model.embed_tokens.weight",)) for number in (0, 0, 1, 1)
+    ]
+
+
 def test_names_of_several_chunks_begin_with_the_chunks_number(held: dict[str, list[Held]]) -> None:
     buffers = {segment.buffer for segment in held["virtual stages"][0].layout.segments}
     assert {name.split(".")[0] for name in buffers} == {"0", "1"}

@@ -6,7 +6,7 @@ from weightsync.plan.explain import Cluster, Explanation
 from weightsync.plan.layout import Layout
 from weightsync.plan.members import Members, broadcast_groups
 from weightsync.plan.plan import Bucket, Piece, Plan, Step
-from weightsync.plan.segment import ITEMSIZE, MAPPED, Box, RankLayout, Segment, TensorMeta
+from weightsync.plan.segment import ITEMSIZE, MAPPED, Box, RankLayout, Segment, Stage, TensorMeta, Unmatched
 
 __all__ = [
     "ITEMSIZE",
@@ -23,8 +23,10 @@ __all__ = [
     "Reads",
     "Reshard",
     "Segment",
+    "Stage",
     "Step",
     "TensorMeta",
+    "Unmatched",
     "broadcast_groups",
     "make_plan",
     "same_dtype_tensors",

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from weightsync.errors import PlanError
 from weightsync.plan.segment import ITEMSIZE, MOST_NBYTES, Box, RankLayout, Segment, TensorMeta, suggest
+from weightsync.plan.stages import check_stages
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -164,10 +165,13 @@ class Layout:
             ranks: one for each rank, in order.
 
         Raises:
-            PlanError: the ranks disagree on a tensor, or a segment does not fit its tensor or in memory.
+            ConfigError: a setting fits no name of any rank.
+            PlanError: the ranks disagree on a tensor, two stages hold one, or a segment does not fit its
+                tensor or in memory.
         """
         tied = _join_tied(ranks)
         metas = _join_tensors(ranks, dict(tied))
+        check_stages(ranks)
         index = {name: number for number, name in enumerate(metas)}
         segments = [segment for layout in ranks for segment in layout.segments]
         for segment in segments:

@@ -74,10 +74,12 @@ def _check_used(source: Layout, pairs: Int64, wanted: Sequence[TensorMeta]) -> N
 
 def _check_pair(ours: TensorMeta, theirs: TensorMeta) -> None:
     if ours.shape != theirs.shape:
+        has_more_rows = ours.shape[1:] == theirs.shape[1:] and ours.shape[:1] > theirs.shape[:1]
+        hint = "; if rows pad the vocabulary, give the source the checkpoint's vocab_size"
         raise PlanError(
             theirs.name,
             f"shape {ours.shape} at the source, {theirs.shape} at the engine; "
-            "both must declare the global shape of the checkpoint",
+            f"both must declare the global shape of the checkpoint{hint if has_more_rows else ''}",
         )
     if ours.dtype != theirs.dtype and not {ours.dtype, theirs.dtype} <= CASTABLE:
         raise PlanError(

@@ -21,7 +21,10 @@ __all__ = [
     "Box",
     "RankLayout",
     "Segment",
+    "Stage",
     "TensorMeta",
+    "Unmatched",
+    "most_alike",
     "suggest",
 ]
 
@@ -179,11 +182,16 @@ class TensorMeta:
 
 def suggest(word: str, known: Iterable[str], num_shown: int = 5) -> str:
     """Like `nearest`, for the names of a whole model. Compares few names and shows fewer."""
+    return nearest(word, most_alike(word, known, num_shown))
+
+
+def most_alike(word: str, known: Iterable[str], num_shown: int = 5) -> tuple[str, ...]:
+    """Return the names that are most like `word`, `num_shown` at most."""
     names = sorted(known)
     if len(names) > num_shown:
         alike = nlargest(10 * num_shown, names, key=lambda name: _num_shared(word, name))
         names = get_close_matches(word, alike, n=num_shown, cutoff=0.0)
-    return nearest(word, names)
+    return tuple(names)
 
 
 def _num_shared(one: str, other: str) -> int:
@@ -229,6 +237,35 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class Unmatched:
+    """A setting that fits none of a rank's names.
+
+    Attributes:
+        setting, value: the setting and what it has, such as ``exclude`` and ``value_head.*``.
+        near: the rank's names that are most like it.
+    """
+
+    setting: str
+    value: str
+    near: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The part of a model that a rank knows.
+
+    Attributes:
+        number: the stage. Ranks of one number may be replicas of each other.
+        shared: names of tensors that other stages may hold, too, as of an embedding.
+        unmatched: settings that fit none of this rank's names: wrong if they fit no other rank's either.
+    """
+
+    number: int = 0
+    shared: tuple[str, ...] = ()
+    unmatched: tuple[Unmatched, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class RankLayout:
     """Everything that one rank declares.
 
@@ -241,6 +278,7 @@ class RankLayout:
         padding: (buffer, byte_offset, nbytes) that no tensor covers and that is not written.
         device: where the buffers are: ``cuda:<UUID>``, or empty for host memory; `MAPPED` for host
             memory that the holder maps, and that is not published.
+        stage: which part of the model it knows, if it is not all.
     """
 
     tensors: tuple[TensorMeta, ...]
@@ -249,3 +287,4 @@ class RankLayout:
     buffers: tuple[TensorMeta, ...] = ()
     padding: tuple[tuple[str, int, int], ...] = ()
     device: str = ""
+    stage: Stage | None = None

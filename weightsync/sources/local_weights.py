@@ -17,14 +17,15 @@ class LocalWeights:
     """One rank's layout and its live tensors.
 
     Attributes:
-        layout: each segment's `buffer` is a name in `tensors`.
+        layout: each segment's `buffer` is a name in `tensors`. It has a `stage` if other ranks hold tensors
+            that this rank does not know.
         tensors: live tensors by the trainer's own names. A DTensor stands for its local part.
-        partial: whether other ranks hold tensors that this rank does not know, such as a pipeline's.
+        excluded: patterns of `exclude` that have left tensors out of the layout already.
         num_experts: experts of a layer on all ranks, if ``experts.3.up_proj.weight`` and its like are to
             become parts of stacks.
     """
 
     layout: RankLayout
     tensors: Mapping[str, torch.Tensor]
-    partial: bool = False
+    excluded: frozenset[str] = frozenset()
     num_experts: int = 0

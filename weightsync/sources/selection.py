@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from weightsync.errors import ConfigError, nearest
-from weightsync.plan import Box, RankLayout, Segment, TensorMeta
+from weightsync.plan import Box, RankLayout, Segment, Stage, TensorMeta, Unmatched
+from weightsync.plan.segment import most_alike
 
 __all__ = ["Names", "Part", "Selection"]
 
@@ -81,20 +82,32 @@ class Selection:
         """
         self._exclude, self._names = tuple(exclude), names
 
-    def check(self, layout: RankLayout) -> None:
-        """Check the selection against all of a model's tensors.
+    def check(self, layout: RankLayout, excluded: Collection[str] = ()) -> tuple[Unmatched, ...]:
+        """Check the selection against a rank's tensors, and return what matches none of them.
 
-        Raises ConfigError if a prefix begins or a pattern matches none, or if two tensors get one name.
+        A rank that knows a part of the model alone, of which ``layout.stage`` tells, can do no more. Patterns
+        in `excluded` have left tensors out before.
+
+        Raises ConfigError if two tensors get one name, or if something is unmatched and the rank knows all.
         """
         given = [meta.name for meta in layout.tensors] + [alias for alias, _ in layout.tied]
+        self._check_distinct(given)
+        unmatched = (*self._unmatched_prefixes(given), *self._unmatched_patterns(layout, excluded))
+        if unmatched and not layout.stage:
+            first = unmatched[0]
+            raise ConfigError(first.setting, first.value, nearest(first.value, first.near))
+        return unmatched
+
+    def _unmatched_prefixes(self, given: Sequence[str]) -> Iterator[Unmatched]:
         for prefix in self._names if isinstance(self._names, Mapping) else ():
             if not any(name.startswith(prefix) for name in given):
-                raise ConfigError("names", prefix, nearest(prefix, given))
-        self._check_distinct(given)
-        named = [meta.name for meta in self._named(layout).tensors]
+                yield Unmatched("names", prefix, most_alike(prefix, given))
+
+    def _unmatched_patterns(self, layout: RankLayout, excluded: Collection[str]) -> Iterator[Unmatched]:
+        named = [meta.name for meta in self._named(layout).tensors] if self._exclude else []
         for pattern in self._exclude:
-            if not any(fnmatchcase(name, pattern) for name in named):
-                raise ConfigError("exclude", pattern, nearest(pattern, named))
+            if pattern not in excluded and not any(fnmatchcase(name, pattern) for name in named):
+                yield Unmatched("exclude", pattern, most_alike(pattern, named))
 
     def of(self, layout: RankLayout) -> RankLayout:
         """Return `layout` with a checkpoint's names, without what is excluded."""
@@ -119,7 +132,13 @@ class Selection:
             tensors=tuple(metas.values()),
             segments=tuple(parts[segment.tensor].segment(segment) for segment in layout.segments),
             tied=tuple((self._tied_name(alias), self._tied_name(name)) for alias, name in layout.tied),
+            stage=layout.stage and self._stage(layout.stage),
         )
+
+    def _stage(self, stage: Stage) -> Stage:
+        made = map(self._name, stage.shared)
+        shared = tuple(each.tensor if isinstance(each, Part) else each for each in made)
+        return dataclasses.replace(stage, shared=shared)
 
     def _part(self, meta: TensorMeta) -> Part:
         found = self._name(meta.name)

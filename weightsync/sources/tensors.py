@@ -141,9 +141,10 @@ class TensorSource(ABC):
         if self._offloaded:
             self._require_as_offloaded(weights.tensors)
         self._finish()
-        if not weights.partial:
-            self._selection.check(weights.layout)
+        unmatched = self._selection.check(weights.layout, weights.excluded)
         layout, device = self._selected(weights), ""
+        if layout.stage:
+            layout = dataclasses.replace(layout, stage=dataclasses.replace(layout.stage, unmatched=unmatched))
         if not self._offloads:
             buffers = dict.fromkeys(segment.buffer for segment in layout.segments)
             device, self._exported = _share({name: local_tensor(weights.tensors[name]) for name in buffers})

@@ -30,6 +30,7 @@ class Chunk:
         model: the ``GPTModel``, without wrappers.
         tensor, expert_tensor, expert: this rank's place in those groups.
         sizes: sizes of the model.
+        stage: number of the pipeline stage.
         num_layers, num_experts: layers of the whole model, and experts of a layer on all ranks.
         is_tied: whether the output layer has the embedding's weights.
     """
@@ -39,6 +40,7 @@ class Chunk:
     expert_tensor: Group
     expert: Group
     sizes: Sizes
+    stage: int
     num_layers: int
     num_experts: int
     is_tied: bool
@@ -127,6 +129,7 @@ def _chunk(model: nn.Module, vocab_size: int) -> Chunk:
         expert_tensor=_group(model, "expt_tp", "get_expert_tensor_parallel_group"),
         expert=expert,
         sizes=_sizes(config, vocab_size, expert.size),
+        stage=_group(model, "pp", "get_pipeline_model_parallel_group").rank,
         num_layers=int(config.num_layers),
         num_experts=int(getattr(config, "num_moe_experts", None) or 0),
         is_tied=bool(getattr(model, "share_embeddings_and_output_weights", False)),

@@ -11,7 +11,7 @@ from torch import nn
 from weightsync.errors import ConfigError, PlanError
 from weightsync.memory.addresses import is_sharded
 from weightsync.memory.tensors import byte_strides
-from weightsync.plan import RankLayout, Segment, TensorMeta
+from weightsync.plan import RankLayout, Segment, Stage, TensorMeta
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.megatron.chunks import Chunk, as_chunks, held
 from weightsync.sources.megatron.cuts import Array, Group, HeldBox, parts
@@ -54,9 +54,7 @@ def local_weights(
     declared = _Declared(found, tuple(exclude))
     for number, name, buffer, tensor in held(model):
         declared.add(chunks[number], name, buffer, tensor)
-    return declared.weights(
-        is_tied=any(chunk.is_tied for chunk in chunks), num_experts=max(chunk.num_experts for chunk in chunks)
-    )
+    return declared.weights(chunks)
 
 
 class _Declared:
@@ -68,6 +66,7 @@ class _Declared:
         self._segments: dict[str, list[Segment]] = {}
         self._owner: dict[str, str] = {}
         self._tensors: dict[str, torch.Tensor] = {}
+        self._excluded: set[str] = set()
 
     def add(self, chunk: Chunk, name: str, buffer: str, tensor: torch.Tensor) -> None:
         """Declare what the parameter `name` of `chunk` holds, which is `buffer` in the stage."""
@@ -86,19 +85,23 @@ class _Declared:
                 self._declare(TensorMeta(title, dtype, part.shape), part, buffer)
                 self._tensors[buffer] = tensor
 
-    def weights(self, *, is_tied: bool, num_experts: int) -> LocalWeights:
-        """Return everything declared. `is_tied`: the output layer has the embedding's weights."""
+    def weights(self, chunks: Sequence[Chunk]) -> LocalWeights:
+        """Return everything declared, of these chunks."""
         alias, canonical = self._family.tensor(_OUTPUT), self._family.tensor(_EMBEDDING)
         tied: tuple[tuple[str, str], ...] = ()
-        if is_tied and alias and canonical and canonical in self._metas:
+        if any(chunk.is_tied for chunk in chunks) and alias and canonical and canonical in self._metas:
             tied = ((alias, canonical),)
         segments = tuple(segment for each in self._segments.values() for segment in each)
-        # Partial also on a single rank: `exclude` may name parameters, which the layout does not.
-        layout = RankLayout(tuple(self._metas.values()), segments, tied)
-        return LocalWeights(layout, self._tensors, partial=True, num_experts=num_experts)
+        # The embedding is also on the last stage, if the head is tied to it or layers predict more tokens.
+        stage = Stage(chunks[0].stage, shared=(canonical,) if canonical else ())
+        layout = RankLayout(tuple(self._metas.values()), segments, tied, stage=stage)
+        num_experts = max(chunk.num_experts for chunk in chunks)
+        return LocalWeights(layout, self._tensors, frozenset(self._excluded), num_experts)
 
     def _excludes(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self._exclude)
+        found = {pattern for pattern in self._exclude if fnmatchcase(name, pattern)}
+        self._excluded |= found
+        return bool(found)
 
     def _names(self, chunk: Chunk, name: str, match: Match) -> list[str]:
         """Return the checkpoint's names for one parameter, in which ``{expert}`` is still open."""
