@@ -7,7 +7,7 @@ from importlib import metadata
 
 __all__ = ["TESTED", "installed", "untested", "warn_untested"]
 
-TESTED = {"deepspeed": ("0.19.8",), "megatron-core": ("0.16.1",)}
+TESTED = {"deepspeed": ("0.19.8",), "mbridge": ("0.15.1",), "megatron-core": ("0.16.1",)}
 """Distributions, and their versions that the tests have run with."""
 
 

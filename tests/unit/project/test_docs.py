@@ -43,7 +43,7 @@ RUN_BY = {
     + ["tests/contract/test_vllm_transfer.py"] * 2
     + [BY_HAND],
     "docs/shuffle.md": ["tests/contract/test_shuffle_docs.py"],
-    "docs/trainers.md": ["tests/unit/sources/test_trainers_page.py"] * 6,
+    "docs/trainers.md": ["tests/unit/sources/test_trainers_page.py"] * 7,
 }
 
 

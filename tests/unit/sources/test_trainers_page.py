@@ -83,15 +83,27 @@ def test_a_family_of_ones_own() -> None:
     }
 
 
+def test_a_bridges_names() -> None:
+    model = model_of({"output_layer.weight": torch.zeros(16, 8)})
+    head = type("AutoMapping", (), {"hf_param": "head.weight"})()
+    registry = SimpleNamespace(megatron_to_hf_lookup={"output_layer.weight": head}.get)
+    bridge = SimpleNamespace(
+        get_model=lambda: [model],
+        hf_pretrained=CONFIG,
+        _model_bridge=SimpleNamespace(mapping_registry=lambda: registry),
+    )
+    assert layout(run(4)["Trainer"](bridge)) == {"head.weight": (11, 8)}
+
+
 def test_names_and_patterns() -> None:
-    trainer = run(4)["Trainer"]("folder")
+    trainer = run(5)["Trainer"]("folder")
     policy = nn.ModuleDict({"norm": nn.LayerNorm(2), "value_head": nn.Linear(2, 1)})
     trainer.model = nn.ModuleDict({"base_model": nn.ModuleDict({"model": policy})})
     assert layout(trainer) == {"norm.weight": (2,), "norm.bias": (2,)}
 
 
 def test_parts_of_stacks() -> None:
-    names = run(5)["names"]
+    names = run(6)["names"]
     gate, up = (names(f"layers.3.moe.experts.{leaf}") for leaf in ("w1", "w3"))
     assert (gate.tensor, gate.shape) == ("model.layers.3.mlp.experts.gate_up_proj", (128, 1536, 2048))
     assert (gate.offset, up.offset) == ((0, 0, 0), (0, 768, 0))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from weightsync.errors import ConfigError, nearest
+from weightsync.sources.megatron.bridge import bridged_family
 from weightsync.sources.megatron.cuts import Cut
 from weightsync.sources.megatron.rules import Family, Rule
 
@@ -16,16 +18,19 @@ _LAYER = ("decoder.layers.{layer}.", "model.layers.{layer}.")
 _MTP = ("mtp.layers.{layer}.", "model.layers.{layer}.")
 
 
-def find_family(family: Family | str) -> Family:
-    """Return a family by the ``model_type`` of its checkpoints, or `family` itself.
+def find_family(family: Any) -> Family:  # noqa: ANN401 - or a bridge of another library
+    """Return a family by the ``model_type`` of its checkpoints, `family` itself, or that of a bridge.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is none of that name, or the bridge cannot be used.
     """
     if isinstance(family, Family):
         return family
+    if not isinstance(family, str):
+        cuts = {rule.parameter: rule.cut for each in FAMILIES.values() for rule in each.rules}
+        return bridged_family(family, cuts)
     if family not in FAMILIES:
-        remedy = f"or give a Family of your own, as docs/trainers.md shows; {nearest(str(family), FAMILIES)}"
+        remedy = f"or give a Family of your own, as docs/trainers.md shows; {nearest(family, FAMILIES)}"
         raise ConfigError("family", family, f"give a known model_type, {remedy}")
     return FAMILIES[family]
 

@@ -111,14 +111,20 @@ class Family:
         Raises:
             ConfigError: no rule names it.
         """
+        if match := self.find(parameter):
+            return match
+        hint = suggest(parameter, [rule.parameter for rule in self.rules])
+        remedy = f"add a rule, as docs/trainers.md shows, or name it in exclude; {hint}"
+        raise ConfigError(f"a rule of the family {self.name}", parameter, remedy)
+
+    def find(self, parameter: str) -> Match | None:
+        """Return the rule for a parameter's name in one ``GPTModel``, or None."""
         for pattern, rule in self._patterns:
             if found := pattern.fullmatch(parameter):
                 groups = found.groupdict()
                 layer_end = found.end("layer") if groups.get("layer") else 0
                 return Match(rule, layer_end, int(groups.get("expert") or 0))
-        hint = suggest(parameter, [rule.parameter for rule in self.rules])
-        remedy = f"add a rule, as docs/trainers.md shows, or name it in exclude; {hint}"
-        raise ConfigError(f"a rule of the family {self.name}", parameter, remedy)
+        return None
 
     def tensor(self, parameter: str) -> str | None:
         """Return the checkpoint's name of a parameter outside of all layers, or None if no rule names it."""

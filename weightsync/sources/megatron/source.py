@@ -12,6 +12,7 @@ from torch import nn
 from weightsync.errors import ConfigError, StateError
 from weightsync.memory.addresses import AddressGuard
 from weightsync.sources.local_weights import LocalWeights
+from weightsync.sources.megatron.bridge import config_of
 from weightsync.sources.megatron.chunks import as_modules, held
 from weightsync.sources.megatron.families import find_family
 from weightsync.sources.megatron.ready import finish
@@ -48,11 +49,12 @@ class MegatronSource(TensorSource):
         names: what the checkpoint's names become, see `Names`.
         offloads: as in `TensorSource`.
         hf_config: the checkpoint's configuration, with `model_type` and `vocab_size`.
-        family: instead of its ``model_type``, another, or a `Family` of your own.
+        family: instead of its ``model_type``, another, a `Family` of your own, or a bridge of mbridge or
+            Megatron-Bridge, whose names are taken. With a bridge, `hf_config` is the bridge's by default.
         vocab_size: instead of its ``vocab_size``, the checkpoint's number of tokens, without padding.
 
     Raises:
-        ConfigError: the family or the vocabulary is not known.
+        ConfigError: the family or the vocabulary is not known, or the bridge cannot be used.
     """
 
     def __init__(
@@ -63,11 +65,13 @@ class MegatronSource(TensorSource):
         names: Names | None = None,
         offloads: bool = False,
         hf_config: Any = None,  # noqa: ANN401 - transformers' PretrainedConfig, or another with both attributes
-        family: Family | str | None = None,
+        family: Family | str | Any = None,  # noqa: ANN401 - a bridge of another library
         vocab_size: int | None = None,
     ) -> None:
         super().__init__(model, exclude, names=names, offloads=offloads, hf_config=hf_config)
         warn_untested("megatron-core")
+        if family is not None and not isinstance(family, (Family, str)):
+            hf_config = hf_config or config_of(family)
         family = family or getattr(hf_config, "model_type", None)
         if family is None:
             raise ConfigError("family", family, _REMEDY)
