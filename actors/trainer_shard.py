@@ -45,6 +45,8 @@ class TrainerShard(Claimable):
         exclude: patterns of tensors that no engine wants, such as ``value_head.*``, as of `fnmatch`.
         names: how the model's names become a checkpoint's, which engines take: a mapping from prefix to
             prefix, such as ``{"base_model.model.": ""}``, or a function of one name. `exclude` comes after.
+        frozen: patterns of tensors that do not change, such as ``visual.*``: they travel with the first
+            update, and after it their digests are compared alone. An update raises StateError if one changed.
         offloads: True if the trainer shares its GPU with an engine and calls `offload`. Weights then travel
             through host memory.
     """
@@ -55,6 +57,7 @@ class TrainerShard(Claimable):
     _slot: str | None = None
     _exclude: Collection[str] = ()
     _names: Names | None = None
+    _frozen: Collection[str] = ()
     _offloads: bool = False
     _made: ModelSource | None = None
     _attached: Source | None = None
@@ -65,8 +68,10 @@ class TrainerShard(Claimable):
         exclude: Collection[str] = (),
         offloads: bool = False,
         names: Names | None = None,
+        frozen: Collection[str] = (),
     ) -> None:
         self._slot, self._exclude, self._offloads, self._names = slot, exclude, offloads, names
+        self._frozen = frozen
 
     def offload(self) -> None:
         """Release the GPU memory of all parameters and persistent buffers of ``self.model``.
@@ -123,6 +128,7 @@ class TrainerShard(Claimable):
             for name, given in (
                 ("exclude", self._exclude),
                 ("names", self._names),
+                ("frozen", self._frozen),
                 ("offloads", self._offloads),
             ):
                 if given:
@@ -135,6 +141,7 @@ class TrainerShard(Claimable):
                 self.model,
                 self._exclude,
                 names=self._names,
+                frozen=self._frozen,
                 offloads=self._offloads,
                 hf_config=self.hf_config,
             )

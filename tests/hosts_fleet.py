@@ -185,13 +185,14 @@ class Staging(HostStaging):
             self._unpack = HostCopies(rows, bounds, [*slots, *self.target.values()])
             self.flat = FlatSnapshot(self.target)
 
-    def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
+    def route(self, reads: Sequence[Reads], memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
         near = {key: exported[handle.ipc] for key, handle in memory.items()}
         address = {key: tensor.data_ptr() for key, tensor in near.items()}
-        copies = reads.copies(address, starts(self.target))
+        (whole,) = reads
+        copies = whole.copies(address, starts(self.target))
         self._direct_copy = HostCopies(copies, (0, len(copies)), [*near.values(), *self.target.values()])
 
-    def start_direct_copy(self) -> None:
+    def start_direct_copy(self, frozen: bool = True) -> None:
         assert self._direct_copy
         self._direct_copy.run(0)
 

@@ -38,7 +38,7 @@ class SyncReport:
 
     Attributes:
         version: the version that was committed.
-        nbytes: bytes of the model, counted once for all engines.
+        nbytes: bytes of the model, counted once for all engines, without frozen tensors that stayed.
         seconds: wall clock time of the whole call.
         phases: seconds of ``publish``, ``pause``, ``move``, ``verify`` and ``commit``, by the driver's clock.
             If trainers are read in place, ``publish`` includes ``pause``.

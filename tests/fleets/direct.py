@@ -107,7 +107,7 @@ class Staging(HostStaging):
 
     def link(self, engine: Export | None) -> None: ...
 
-    def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
+    def route(self, reads: Sequence[Reads], memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
         if self.unreachable:
             raise TransportError("no peer access")
         self._reads, self._memory = reads, memory
@@ -116,8 +116,9 @@ class Staging(HostStaging):
         self.begun.append(bucket)
         return super().fill(bucket, timeout_s)
 
-    def start_direct_copy(self) -> None:
-        self.shared.copy(self._reads, self._memory, self.engine.export)
+    def start_direct_copy(self, frozen: bool = True) -> None:
+        for reads in self._reads if frozen else self._reads[:1]:
+            self.shared.copy(reads, self._memory, self.engine.export)
 
     def write(self, bucket: int) -> None:
         self.written.append(bucket)
@@ -136,7 +137,7 @@ class Direct(Loop):
         super().__init__(config)
         self.unreachable, self.on_host, self.begun = set[int](), set[int](), list[int]()
         shared = Shared()
-        self.source = Source(self.model)
+        self.source = Source(self.model, frozen=self.frozen)
         self.source.shared = shared
         self.fleet.trainers[0] = (LocalPeer(self.source), 0)
         for name, plain in self.engines.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 
 import torch
@@ -24,6 +24,8 @@ from weightsync.testing import DictEngine, LocalPeer
 class Loop:
     """One model, a trainer and two engines, each with its own holder."""
 
+    frozen: Sequence[str] = ()
+
     def __init__(self, config: SyncConfig, num_engines: int = 2) -> None:
         self.model = self.make()
         zeros = {name: torch.zeros_like(t) for name, t in self.model.state_dict().items()}
@@ -34,7 +36,7 @@ class Loop:
             Holder(f"holder {i}", "127.0.0.1", make_staging=partial(self.stage, i))
             for i in range(num_engines + 1)
         ]
-        self.source = ModuleSource(self.model)
+        self.source = ModuleSource(self.model, frozen=self.frozen)
         members = {
             name: EngineMember(LocalPeer(e), (i + 1,)) for i, (name, e) in enumerate(self.engines.items())
         }

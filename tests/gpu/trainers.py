@@ -26,16 +26,18 @@ def _join(meeting: str, rank: int, num_ranks: int) -> None:
 
 
 class DeepSpeedTrainer(TrainerShard):
-    """A ZeRO-3 rank of a checkpoint's model, in bfloat16."""
+    """A ZeRO-3 rank of a checkpoint's model, in bfloat16, with frozen norms."""
 
     def __init__(self, path: str, rank: int, num_ranks: int, meeting: str) -> None:
         import deepspeed
         from transformers import AutoModelForCausalLM
 
-        super().__init__()
+        super().__init__(frozen=["*norm.weight"])
         _join(meeting, rank, num_ranks)
         self._rank = rank
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).cuda()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.endswith("norm.weight"))
         self._config = model.config
         settings = {
             "train_micro_batch_size_per_gpu": 1,

@@ -118,8 +118,8 @@ def test_an_engine_that_read_what_was_not_sent_is_stale_and_takes_broadcasts_fro
         assert isinstance(staging, Staging)
         start_direct_copy = staging.start_direct_copy
 
-        def half() -> None:
-            start_direct_copy()
+        def half(frozen: bool) -> None:
+            start_direct_copy(frozen)
             next(iter(loop.engines["e1"].tensors.values())).view(torch.uint8)[0] ^= 1
 
         staging.start_direct_copy = half  # type: ignore[method-assign]

@@ -104,8 +104,8 @@ def test_after_a_wrong_read_all_connect_with_buckets() -> None:
         staging = loop.stagings()[2]
         start_direct_copy = staging.start_direct_copy
 
-        def wrong() -> None:
-            start_direct_copy()
+        def wrong(frozen: bool) -> None:
+            start_direct_copy(frozen)
             next(iter(loop.engines["e1"].tensors.values())).view(torch.uint8)[0] ^= 1
 
         staging.start_direct_copy = wrong  # type: ignore[method-assign]

@@ -174,9 +174,9 @@ def before_reading(loop: Direct, name: str, happens: Callable[[], None]) -> Call
     assert isinstance(staging, Staging)
     copy = staging.start_direct_copy
 
-    def late() -> None:
+    def late(frozen: bool) -> None:
         happens()
-        copy()
+        copy(frozen)
 
     staging.start_direct_copy = late  # type: ignore[method-assign]
     return lambda: setattr(staging, "start_direct_copy", copy)
@@ -218,8 +218,8 @@ def test_who_read_before_the_write_commits_and_who_read_after_it_is_not_demoted(
         assert isinstance(staging, Staging)
         copy = staging.start_direct_copy
 
-        def first() -> None:
-            copy()
+        def first(frozen: bool) -> None:
+            copy(frozen)
             running.call_soon_threadsafe(read.set)
 
         def wait_and_write() -> None:
@@ -243,9 +243,9 @@ def test_what_an_engine_has_wrong_besides_is_its_own() -> None:
         assert isinstance(staging, Staging)
         copy = staging.start_direct_copy
 
-        def bad() -> None:
+        def bad(frozen: bool) -> None:
             write(loop)
-            copy()
+            copy(frozen)
             loop.engines["e1"].tensors["0.bias"].view(torch.uint8)[0] ^= 1
 
         staging.start_direct_copy = bad  # type: ignore[method-assign]
@@ -267,8 +267,8 @@ def test_what_a_trainer_writes_once_it_may_go_on_is_no_excuse() -> None:
         assert isinstance(staging, Staging)
         copy = staging.start_direct_copy
 
-        def bad() -> None:
-            copy()
+        def bad(frozen: bool) -> None:
+            copy(frozen)
             loop.engines["e1"].tensors["1.weight"].view(torch.uint8)[0] ^= 1
 
         staging.start_direct_copy = bad  # type: ignore[method-assign]

@@ -123,7 +123,7 @@ class HolderFeed:
         self._send(GoingOn(attempt))
 
     def written(self, attempt: int) -> None:
-        """Tell the engine rank that all buckets are in its memory."""
+        """Tell the engine rank that all further buckets are in its memory."""
         self._send(Written(attempt))
 
     @property

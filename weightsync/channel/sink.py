@@ -24,7 +24,10 @@ class Sink(Protocol):
         """
 
     def written(self) -> None:
-        """Called instead of `take`: the holder has written all pieces into the exported memory."""
+        """Called instead of `take` for all further pieces: they are in memory.
+
+        The holder has written them into exported memory, or they are of frozen tensors and have not changed.
+        """
 
     def finish(self) -> Digests:
         """Make the weights live after the last piece. Returns a digest per tensor of the plan."""

@@ -63,7 +63,7 @@ class GoingOn(msgspec.Struct, frozen=True, tag="going-on"):
 
 
 class Written(msgspec.Struct, frozen=True, tag="written"):
-    """Holder → engine rank: every bucket is in the memory that the rank exported."""
+    """Holder → engine rank: all further buckets are in its memory: written there, or frozen and unchanged."""
 
     attempt: int
 

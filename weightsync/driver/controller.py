@@ -74,11 +74,13 @@ class Controller:
         self._refiller = Refiller(
             config, fleet, self.events, self.engine_group, self.snapshot_index, self._update_lock
         )
-        self._epoch = self._num_buckets = self._nbytes = 0
+        self._epoch = self._num_buckets = self._nbytes = self._frozen_nbytes = 0
         self._published: Mapping[str, Published] = {}
         self._spans: dict[str, Sequence[Span]] = {}
         self._nonfinite: Mapping[str, int] = {}
         self._expected: Digests | None = None
+        self._frozen: Digests | None = None
+        self._sends_frozen = True
         self._connection: Connection | None = None
 
     @property
@@ -93,10 +95,12 @@ class Controller:
     async def connect(self) -> None:
         """Plan and connect the current fleet. Raises the errors of `driver.connect.connect`."""
         self.connected = False
+        self._frozen = None
         self._epoch += 1
         demoted = self._connection.router.demoted if self._connection else {}
         self._connection = made = await connect(self._fleet, self._config, self._epoch, demoted)
         self._nbytes = made.plan.total_nbytes  # 7 ms for 20,000 tensors
+        self._frozen_nbytes = sum(made.plan.tensors[i].nbytes for i in made.plan.frozen)
         await self.snapshot_index.reserve(made)
         self.connected = True
         num_buckets = made.plan.num_buckets
@@ -192,6 +196,7 @@ class Controller:
     ) -> SyncReport:
         assert self._connection is not None
         self.engine_group.failures = {}
+        self._sends_frozen = not self._have_frozen(takers)
         self.engine_group.begin(takers, version)
         if self._connection.in_place:
             with clock.phase("publish"):
@@ -270,6 +275,31 @@ class Controller:
         self._published = published
         self._spans = {name: each.spans for name, each in published.items() if each.spans}
         self._expected = combine([each.digests for each in published.values()])
+        self._check_frozen(self._expected)
+
+    def _have_frozen(self, takers: Mapping[str, EngineMember]) -> bool:
+        """Whether all `takers` have the frozen tensors in memory that keeps what an update leaves out."""
+        assert self._connection is not None
+        now = EngineRecord(EngineState.SERVING, self.version)
+        layouts = self._connection.layouts
+        return self._frozen is not None and all(
+            member.record == now and name in layouts and all(rank.buffers for rank in layouts[name])
+            for name, member in takers.items()
+        )
+
+    def _check_frozen(self, published: Digests) -> None:
+        """Raise StateError if a frozen tensor is not what it was in the last version that committed."""
+        assert self._connection is not None
+        plan = self._connection.plan
+        if self._frozen is None:
+            return
+        changed = np.flatnonzero(published[list(plan.frozen)] != self._frozen)
+        if len(changed):
+            name = plan.tensors[plan.frozen[changed[0]]].name
+            raise StateError(
+                f"{name} is frozen, and changed since version {self.version}: take it out of frozen=, "
+                "or call connect() to send the frozen tensors again"
+            )
 
     def _counted(self, version: int, published: Iterable[Published]) -> Mapping[str, int]:
         """Add up NaN and Inf elements per tensor. Raises NonfiniteError where ``nonfinite`` is refuse."""
@@ -329,6 +359,8 @@ class Controller:
             num_serving = await self.engine_group.resume(verified, version)
         if num_serving:
             self.version = version
+            frozen = self._connection.plan.frozen
+            self._frozen = self._expected[list(frozen)] if frozen else None
             self.snapshot_index.begin(version, self._connection, self._expected)
         if num_serving < least:
             raise next(iter(self.engine_group.failures.values()))
@@ -349,9 +381,13 @@ class Controller:
                 raise
 
         assert self._connection is not None
-        tasks = self._connection.router.tasks({name: member.holders for name, member in members.items()})
+        holders = {name: member.holders for name, member in members.items()}
+        tasks = self._connection.router.tasks(holders, self._sends_frozen)
         plan, any_task = self._connection.plan, next(iter(tasks.values()))
-        self._num_buckets = plan.num_buckets if any_task.broadcasts_all else len(any_task.cast)
+        num_buckets = plan.num_buckets if self._sends_frozen else plan.num_changing_buckets
+        self._num_buckets = (
+            num_buckets if any_task.broadcasts_all else sum(b < num_buckets for b in any_task.cast)
+        )
         moves = {f"holder {i}": move(i, self._fleet.holders[i], task) for i, task in tasks.items()}
         loads = {name: self.engine_group.load(member, attempt) for name, member in members.items()}
         feeds = {name: [f"holder {i}" for i in member.holders] for name, member in members.items()}
@@ -394,7 +430,7 @@ class Controller:
         records = {name: member.record for name, member in self._fleet.engines.items()}
         return SyncReport(
             version=self.version,
-            nbytes=self._nbytes,
+            nbytes=self._nbytes - (0 if refilled or self._sends_frozen else self._frozen_nbytes),
             seconds=clock.total(),
             phases=clock.seconds,
             spans={"driver": tuple(clock.spans)} | ({} if refilled else self._spans),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 
@@ -78,7 +79,7 @@ class Router:
         self.read: dict[str, list[dict[int, int]]] = {}
         self.exchange: CrossHostExchange | None = None
         self._far: dict[str, dict[int, Reads]] = {}
-        self._paired: dict[Layout, tuple[dict[str, str], Reshard | None]] = {}
+        self._paired: dict[tuple[Layout, bool], tuple[dict[str, str], list[Reshard]]] = {}
 
     async def add(self, name: str, engine: Layout, exports: Sequence[Export | None]) -> None:
         """Route an engine whose holders have mapped its ranks' `exports`.
@@ -127,10 +128,11 @@ class Router:
         """Whether every engine reads directly, now or later, or the plan has buckets."""
         return self._plan.slots > 0 or all(route in (DIRECT, _LATER) for route in self.routes.values())
 
-    def tasks(self, takers: Mapping[str, Sequence[int]]) -> dict[int, UpdateTask]:
+    def tasks(self, takers: Mapping[str, Sequence[int]], frozen: bool = True) -> dict[int, UpdateTask]:
         """Return the update task of each holder, for an update of the engines `takers`.
 
-        `takers` gives each engine's holders. Holders that are not in the result have nothing to do.
+        `takers` gives each engine's holders. Without `frozen`, frozen tensors stay as they are. Holders that
+        are not in the result have nothing to do.
         """
         direct = {name for name in takers if self.routes.get(name) == DIRECT}
         broadcasts_all = direct != set(takers)
@@ -141,28 +143,30 @@ class Router:
         exchanging = set(self.exchange.members) if self.exchange and crosses else set[int]()
         members = range(self._plan.members.num_holders) if broadcasts_all or cast else pulling | exchanging
         return {
-            holder: UpdateTask(holder in pulling, broadcasts_all, cast, holder in exchanging)
+            holder: UpdateTask(holder in pulling, broadcasts_all, cast, holder in exchanging, frozen)
             for holder in sorted(members)
         }
 
     async def _route(self, name: str, engine: Layout, exports: Sequence[Export | None]) -> str:
         """Have each rank's holder map the memory it reads. Returns why it cannot, or ""."""
-        if engine not in self._paired:  # engines of equal layout share the pairing
-            names, reasons = same_dtype_tensors(self._source, name, engine)
-            made = Reshard(self._source, name, engine, only=names) if names else None
-            self._paired[engine] = reasons, made
-        reasons, reshard = self._paired[engine]
-        if reshard is None:
-            return next(iter(reasons.values()))
-        local, far = {}, {}
         holders = self._fleet.engines[name].holders
-        for rank, (holder, export) in enumerate(zip(holders, exports, strict=True)):
-            near = self._distances(holder, _device(export))
-            reads = reshard.reads(rank, near, start=self._start(holder, near))
-            is_far = np.array(near)[reads.trainer] == _OTHER_HOST
-            local[holder] = reads.take(np.flatnonzero(~is_far))
+        distances = [
+            self._distances(holder, _device(export)) for holder, export in zip(holders, exports, strict=True)
+        ]
+        # What crosses hosts is sent as a whole, frozen tensors too.
+        reasons, reshards = self._pair(name, engine, apart=not any(_OTHER_HOST in near for near in distances))
+        if not reshards:
+            return next(iter(reasons.values()))
+        local: dict[int, list[Reads]] = {}
+        far: dict[int, Reads] = {}
+        for rank, (holder, near) in enumerate(zip(holders, distances, strict=True)):
+            parts = [reshard.reads(rank, near, start=self._start(holder, near)) for reshard in reshards]
+            is_far = np.array(near)[parts[0].trainer] == _OTHER_HOST
             if is_far.any():
-                far[holder] = reads.take(np.flatnonzero(is_far))
+                (whole,) = parts
+                far[holder] = whole.take(np.flatnonzero(is_far))
+                parts = [whole.take(np.flatnonzero(~is_far))]
+            local[holder] = parts
         if self.exchange:
             if max(far, default=-1) >= self._plan.members.num_holders:
                 return _LATER
@@ -175,10 +179,25 @@ class Router:
         outcome = await gather_named(calls, "route", self._config.connect_timeout_s)
         for error in outcome.failures.values():
             return str(error)
-        self.read[name] = [reads.by_trainer() for reads in local.values()]
+        self.read[name] = [
+            dict(sum((Counter(reads.by_trainer()) for reads in parts), Counter())) for parts in local.values()
+        ]
         self._far[name] = far
         self._cast[name] = self._buckets(reasons.keys())
         return ""
+
+    def _pair(self, name: str, engine: Layout, apart: bool) -> tuple[dict[str, str], list[Reshard]]:
+        """Pair an engine's layout with the trainers', for all that equal it.
+
+        Returns why tensors are left out, and one `Reshard`. With `apart`, frozen tensors have a second one.
+        """
+        if (engine, apart) not in self._paired:
+            names, reasons = same_dtype_tensors(self._source, name, engine)
+            frozen = names & {self._plan.tensors[i].name for i in self._plan.frozen} if apart else frozenset()
+            parts = [names - frozen, frozen] if frozen < names else [names]
+            made = [Reshard(self._source, name, engine, only=part) for part in parts if part]
+            self._paired[engine, apart] = reasons, made
+        return self._paired[engine, apart]
 
     def _distances(self, holder: int, device: str) -> list[int]:
         """Return the distance of each trainer from an engine rank, as `Reshard.reads` takes it."""
@@ -196,11 +215,15 @@ class Router:
         """
         return 0 if _OTHER_HOST in near else holder * len(self._exports) // len(self._fleet.holders)
 
-    def _memory(self, reads: Reads) -> dict[tuple[int, str], DeviceHandle]:
-        pairs = set(zip(reads.trainer.tolist(), reads.src_buffer.tolist(), strict=True))
+    def _memory(self, parts: Sequence[Reads]) -> dict[tuple[int, str], DeviceHandle]:
+        pairs = {
+            (trainer, reads.src_names[buffer])
+            for reads in parts
+            for trainer, buffer in set(zip(reads.trainer.tolist(), reads.src_buffer.tolist(), strict=True))
+        }
         memory = {}
-        for trainer, buffer in sorted(pairs):
-            export, name = self._exports[trainer], reads.src_names[buffer]
+        for trainer, name in sorted(pairs):
+            export = self._exports[trainer]
             assert export is not None
             memory[trainer, name] = export.buffers[name]
         return memory

@@ -85,7 +85,7 @@ class LiveWriter:
             return None
 
     def written(self) -> None:
-        """Note that the holder has written all buckets."""
+        """Note that all further buckets are in memory."""
         self._next = self._plan.num_buckets
 
     def take(self, bucket: int, pieces: Sequence[PieceView]) -> None:

@@ -134,16 +134,19 @@ class DeviceStaging:
             self._unpack = CopyTable(*rows, _NUM_BLOCKS)
             self.flat = FlatSnapshot(self.target)
 
-    def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
-        """Map `memory`, trainers' buffers by rank and name, for direct copies. Raises TransportError."""
+    def route(self, reads: Sequence[Reads], memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
+        """Map `memory`, trainers' buffers by rank and name, for direct copies. Raises TransportError.
+
+        `reads` are those of tensors that change and, if they are kept apart, those of frozen ones.
+        """
         self._let_go_of_trainers()
-        if len(reads):
+        if any(map(len, reads)):
             self._direct_copy = DirectCopy(reads, memory, self._address())
 
-    def start_direct_copy(self) -> None:
-        """Start the direct copies into the engine rank's memory."""
+    def start_direct_copy(self, frozen: bool = True) -> None:
+        """Start the direct copies into the engine rank's memory, with those of frozen tensors or without."""
         if self._direct_copy:
-            self._direct_copy.begin(self._writing)
+            self._direct_copy.begin(self._writing, frozen)
 
     @contextmanager
     def queue(self) -> Iterator[None]:

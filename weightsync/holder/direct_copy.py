@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -26,12 +26,13 @@ class DirectCopy:
 
     def __init__(
         self,
-        reads: Reads,
+        reads: Sequence[Reads],
         memory: Mapping[tuple[int, str], DeviceHandle],
         address: Mapping[str, int],
     ) -> None:
         """
         Args:
+            reads: those of tensors that change and, if they are kept apart, those of frozen ones.
             memory: the trainers' buffers, by rank and name.
             address: where the engine rank's buffers start, on the current device.
 
@@ -44,15 +45,20 @@ class DirectCopy:
             for key, handle in memory.items():
                 self._memory.append(PeerMemory(handle))
                 start[key] = self._memory[-1].address
-            self._kernel = CopyTable(reads.copies(start, address), (0, len(reads)), NUM_BLOCKS)
+            self._kernels = [
+                CopyTable(part.copies(start, address), (0, len(part)), NUM_BLOCKS) if len(part) else None
+                for part in reads
+            ]
             _touch(list(start.values()))
         except BaseException:
             self.close()
             raise
 
-    def begin(self, stream: torch.cuda.Stream) -> None:
-        """Start all copies on `stream`, without waiting for them."""
-        self._kernel.launch(0, stream)
+    def begin(self, stream: torch.cuda.Stream, frozen: bool) -> None:
+        """Start the copies on `stream`, those of frozen tensors if `frozen`, without waiting for them."""
+        for kernel in self._kernels if frozen else self._kernels[:1]:
+            if kernel:
+                kernel.launch(0, stream)
 
     def close(self) -> None:
         """Unmap the trainers' memory. No copy may be running."""

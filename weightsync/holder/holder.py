@@ -224,7 +224,7 @@ class Holder:
                 for pending in self._start(plan, staging, 0, timeout_s):
                     pending.wait()
 
-    def route(self, reads: Reads, memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
+    def route(self, reads: Sequence[Reads], memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
         """Prepare direct copies, as `DeviceStaging.route`. Valid until the next `link`."""
         if self.staging and (mapped := self.staging.mapped):
             with self._moving, self.staging.queue():

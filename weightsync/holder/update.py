@@ -50,8 +50,8 @@ class BucketConsumer(ABC):
         """Deliver a bucket that is complete in its slot."""
 
     @abstractmethod
-    def finish(self, num_buckets: int) -> None:
-        """Wait until the engine rank has all `num_buckets`."""
+    def finish(self, num_buckets: int, is_all: bool = True) -> None:
+        """Wait until the engine rank has all `num_buckets`. If they are not all, it has the others."""
 
     @abstractmethod
     def cancel(self, cause: str) -> None:
@@ -104,13 +104,18 @@ class FeedConsumer(BucketConsumer):
         return self._feed is not None
 
     def wait_free(self, bucket: int) -> None:
-        self.finish(bucket - self._num_slots + 1)
+        self._wait_read(bucket - self._num_slots + 1)
 
     def offer(self, bucket: int) -> None:
         if self._feed:
             self._feed.offer(self._attempt, bucket, self._whole)
 
-    def finish(self, num_buckets: int) -> None:
+    def finish(self, num_buckets: int, is_all: bool = True) -> None:
+        self._wait_read(num_buckets)
+        if self._feed and not is_all:
+            self._feed.written(self._attempt)
+
+    def _wait_read(self, num_buckets: int) -> None:
         while self._feed and self._read < num_buckets:
             begun = time.monotonic()
             try:
@@ -169,7 +174,7 @@ class WriteConsumer(BucketConsumer):
         if self._feed and self.taking:
             self._feed.go_on(self._attempt)
 
-    def finish(self, num_buckets: int) -> None:
+    def finish(self, num_buckets: int, is_all: bool = True) -> None:
         """Wait until everything is written, then tell the engine rank."""
         self._memory.wait_written(self._timeout_s)
         if self._feed and self.taking:
@@ -199,23 +204,26 @@ def run_update(
     buckets, a `WriteConsumer` can do with some. Errors pass unchanged.
     """
     writes = task.copies_directly and consumer.taking
+    num_buckets = plan.num_buckets if task.frozen else plan.num_changing_buckets
     if writes or task.exchanges:
         inject("move", bucket=0, num_buckets=1)
     if writes:
         assert staging.mapped
-        staging.mapped.start_direct_copy()
+        staging.mapped.start_direct_copy(task.frozen)
     if task.exchanges:
         assert exchange
         exchange.move(lambda: task.copies_directly and consumer.taking)
     _pump(
-        range(plan.num_buckets) if task.broadcasts_all else sorted(task.cast),
+        range(num_buckets)
+        if task.broadcasts_all
+        else sorted(each for each in task.cast if each < num_buckets),
         # Selected buckets may share a slot, so the next one starts after the last was offered.
         plan.slots if task.broadcasts_all else 1,
         start,
         lambda bucket: inject_in_move(plan, bucket, index, staging.at if staging.slots else None),
         consumer,
     )
-    consumer.finish(plan.num_buckets)
+    consumer.finish(num_buckets, is_all=task.frozen)
 
 
 def _pump(

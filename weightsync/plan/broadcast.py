@@ -10,7 +10,7 @@ from weightsync.errors import ConfigError, PlanError
 from weightsync.plan.balance import choose
 from weightsync.plan.buckets import RUN_ALIGN, Pieces, arrange, cut, split_large
 from weightsync.plan.coverage import check_live
-from weightsync.plan.layout import Int32, Int64, Layout, take
+from weightsync.plan.layout import Bool, Int32, Int64, Layout, take
 from weightsync.plan.match import Match, Shards, match
 from weightsync.plan.members import Members
 from weightsync.plan.plan import Plan
@@ -60,7 +60,8 @@ def make_plan(
     _check_limits(bucket_bytes, slots, itemsize)
     capacity = bucket_bytes // RUN_ALIGN * RUN_ALIGN
     pieces = split_large(_choose_pieces(source, matched, itemsize), itemsize, capacity)
-    bucket = cut(pieces.unit, pieces.nbytes, capacity)
+    frozen = matched.frozen(source)
+    pieces, bucket = _frozen_last(pieces, np.isin(pieces.tensor, frozen), capacity)
     runs = arrange(bucket, pieces.trainer, pieces.nbytes, np.array(members.trainers, np.int64))
     pieces = take(pieces, runs.order)
     plan = Plan(
@@ -79,6 +80,7 @@ def make_plan(
         step_nbytes=runs.nbytes,
         step_send_buffer=runs.send_buffer_offset,
         bucket_step=np.flatnonzero(np.diff(runs.bucket, prepend=-1, append=-1)).astype(np.int32),
+        frozen=frozen,
     )
     needed = slots * plan.max_bucket_nbytes
     if needed > max_staging_bytes:
@@ -99,6 +101,17 @@ def _choose_pieces(source: Layout, matched: Match, itemsize: Int64) -> Pieces:
     rank = source.rank[shards.rows].astype(np.int64)
     chosen = choose(shards.start, shards.size, rank, nbytes, source.num_ranks)
     return Pieces(shards.tensor, rank[chosen], offset, extent, nbytes, shards.tensor)
+
+
+def _frozen_last(pieces: Pieces, is_frozen: Bool, capacity: int) -> tuple[Pieces, Int64]:
+    """Cut buckets, with buckets of frozen pieces after all others. Returns pieces in travel order."""
+    pieces = take(pieces, np.argsort(is_frozen, kind="stable"))
+    bucket = cut(pieces.unit, pieces.nbytes, capacity)
+    first = len(is_frozen) - int(is_frozen.sum())
+    if 0 < first < len(is_frozen):
+        later = cut(pieces.unit[first:], pieces.nbytes[first:], capacity)
+        bucket[first:] = bucket[first - 1] + 1 + later
+    return pieces, bucket
 
 
 def _check_members(source: Layout, engines: Mapping[str, Layout], members: Members) -> None:

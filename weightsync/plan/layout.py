@@ -138,6 +138,7 @@ class Layout:
         dtype: int32[T], as numbered by `DTYPES`.
         itemsize: int64[T], bytes per element.
         live: the declared live parameters and their padding.
+        frozen: names of tensors that do not change after the first update.
     """
 
     tensors: tuple[TensorMeta, ...]
@@ -156,6 +157,7 @@ class Layout:
     dtype: Int32
     itemsize: Int64
     live: Buffers
+    frozen: frozenset[str] = frozenset()
 
     @classmethod
     def from_ranks(cls, ranks: Sequence[RankLayout]) -> Layout:
@@ -207,6 +209,7 @@ class Layout:
             strides=padded((s.strides for s in segments), ndim, 0),
             buffers=tuple((rank, meta) for rank, layout in enumerate(ranks) for meta in layout.buffers),
             padding=tuple((rank, *entry) for rank, layout in enumerate(ranks) for entry in layout.padding),
+            frozen=_join_frozen(ranks),
         )
 
     @classmethod
@@ -226,6 +229,7 @@ class Layout:
         tied: tuple[tuple[str, str], ...] = (),
         buffers: tuple[tuple[int, TensorMeta], ...] = (),
         padding: tuple[tuple[int, str, int, int], ...] = (),
+        frozen: frozenset[str] = frozenset(),
     ) -> Layout:
         """Make a layout from arrays, for layouts that are too large to list segment by segment.
 
@@ -269,6 +273,7 @@ class Layout:
             dtype=np.array([DTYPES[meta.dtype] for meta in tensors], np.int32),
             itemsize=itemsize,
             live=Buffers.build(buffers, padding, known),
+            frozen=frozen,
         )
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
@@ -313,6 +318,17 @@ def _join_tied(ranks: Sequence[RankLayout]) -> tuple[tuple[str, str], ...]:
         if canonical in joined:
             raise PlanError(alias, f"tied to {canonical}, itself an alias; tie to {joined[canonical]}")
     return tuple(sorted(joined.items()))
+
+
+def _join_frozen(ranks: Sequence[RankLayout]) -> frozenset[str]:
+    joined = frozenset(name for layout in ranks for name in layout.frozen)
+    for rank, layout in enumerate(ranks) if joined else ():
+        for meta in layout.tensors:
+            if meta.name in joined and meta.name not in layout.frozen:
+                raise PlanError(
+                    meta.name, f"frozen, but not on rank {rank}; give every rank the same frozen patterns"
+                )
+    return joined
 
 
 def _join_tensors(ranks: Sequence[RankLayout], tied: dict[str, str]) -> dict[str, TensorMeta]:

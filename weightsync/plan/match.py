@@ -25,6 +25,11 @@ class Match:
     source: Int64
     tied: tuple[tuple[str, str], ...]
 
+    def frozen(self, source: Layout) -> tuple[int, ...]:
+        """Return the numbers of the tensors that `source`, the paired layout, says are frozen."""
+        names = source.frozen
+        return tuple(t for t, number in enumerate(self.source.tolist()) if source.names[number] in names)
+
 
 def match(source: Layout, engines: Sequence[tuple[str, Layout]]) -> Match:
     """Pair each tensor of the engines with the source's.

@@ -79,6 +79,8 @@ class Plan:
         step_nbytes: int64[S], bytes of the step.
         step_send_buffer: int64[S], first byte in the trainer's send buffer.
         bucket_step: int32[num_buckets + 1], each bucket's first step.
+        frozen: indices into `tensors` of those that do not change after the first update. The last buckets
+            have them, and no others.
     """
 
     epoch: int
@@ -96,11 +98,18 @@ class Plan:
     step_nbytes: Int64
     step_send_buffer: Int64
     bucket_step: Int32
+    frozen: tuple[int, ...] = ()
 
     @property
     def num_buckets(self) -> int:
         """Number of buckets."""
         return len(self.bucket_step) - 1
+
+    @property
+    def num_changing_buckets(self) -> int:
+        """Number of buckets that come before those of frozen tensors."""
+        firsts = self.piece_tensor[self.step_piece[self.bucket_step[:-1]]]
+        return self.num_buckets - int(np.isin(firsts, self.frozen).sum())
 
     @property
     def num_pieces(self) -> int:
@@ -164,6 +173,7 @@ class Plan:
             "tied": self.tied,
             "bucket_bytes": self.bucket_bytes,
             "slots": self.slots,
+            "frozen": self.frozen,
         }
         state = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
         for column in columns(self).values():

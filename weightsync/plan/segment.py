@@ -279,6 +279,7 @@ class RankLayout:
         device: where the buffers are: ``cuda:<UUID>``, or empty for host memory; `MAPPED` for host
             memory that the holder maps, and that is not published.
         stage: which part of the model it knows, if it is not all.
+        frozen: names of tensors that do not change after the first update.
     """
 
     tensors: tuple[TensorMeta, ...]
@@ -288,3 +289,4 @@ class RankLayout:
     padding: tuple[tuple[str, int, int], ...] = ()
     device: str = ""
     stage: Stage | None = None
+    frozen: tuple[str, ...] = ()

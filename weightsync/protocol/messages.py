@@ -62,12 +62,14 @@ class UpdateTask:
         broadcasts_all: every bucket is broadcast, since not all engines read directly.
         cast: buckets that are also broadcast to engines which read directly, since a dtype differs.
         exchanges: the holder takes part in the cross-host exchange.
+        frozen: frozen tensors move, too. If not, the engines have them.
     """
 
     copies_directly: bool = False
     broadcasts_all: bool = True
     cast: frozenset[int] = frozenset()
     exchanges: bool = False
+    frozen: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ def make_source(
     exclude: Collection[str] = (),
     *,
     names: Names | None = None,
+    frozen: Collection[str] = (),
     offloads: bool = False,
     hf_config: object = None,
 ) -> ModelSource:
@@ -38,6 +39,6 @@ def make_source(
         remedy = f"set self.source, or give a model of a known type; {nearest(bases[0], SOURCES)}"
         raise ConfigError("self.model", bases[0], remedy)
     source: ModelSource = resolve_name(found)(
-        model, exclude, names=names, offloads=offloads, hf_config=hf_config
+        model, exclude, names=names, frozen=frozen, offloads=offloads, hf_config=hf_config
     )
     return source

@@ -45,7 +45,7 @@ class Source(Protocol):
 class ModelSource(Source, Protocol):
     """A source that `TrainerShard` makes for ``self.model``, by the model's type.
 
-    It is made with the model, `exclude`, `names`, `offloads` and `hf_config`, which are those of
+    It is made with the model, `exclude`, `names`, `frozen`, `offloads` and `hf_config`, which are those of
     `TrainerShard`.
 
     Attributes:

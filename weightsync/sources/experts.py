@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
@@ -58,6 +58,15 @@ def stack_experts(layout: RankLayout, num_experts: int) -> RankLayout:
         layout,
         tensors=tuple(metas.values()),
         segments=tuple(_moved(segment, *places[segment.tensor]) for segment in layout.segments),
+        frozen=_all_frozen(layout, places),
+    )
+
+
+def _all_frozen(layout: RankLayout, places: Mapping[str, tuple[TensorMeta, object]]) -> tuple[str, ...]:
+    """Return the names of tensors of which every part is frozen."""
+    changing = {places[meta.name][0].name for meta in layout.tensors if meta.name not in layout.frozen}
+    return tuple(
+        dict.fromkeys(places[name][0].name for name in layout.frozen if places[name][0].name not in changing)
     )
 
 

@@ -74,13 +74,16 @@ Names = Mapping[str, str] | Callable[[str], str | Part]
 class Selection:
     """Renames a layout's tensors, and then leaves some of them out."""
 
-    def __init__(self, exclude: Collection[str] = (), names: Names | None = None) -> None:
+    def __init__(
+        self, exclude: Collection[str] = (), names: Names | None = None, frozen: Collection[str] = ()
+    ) -> None:
         """
         Args:
             exclude: patterns of names that are left out, as of `fnmatch`: ``value_head.*``.
             names: what comes before: see `Names`. Of several prefixes of a name the longest counts.
+            frozen: patterns of names that do not change after the first update.
         """
-        self._exclude, self._names = tuple(exclude), names
+        self._exclude, self._names, self._frozen = tuple(exclude), names, tuple(frozen)
 
     def check(self, layout: RankLayout, excluded: Collection[str] = ()) -> tuple[Unmatched, ...]:
         """Check the selection against a rank's tensors, and return what matches none of them.
@@ -104,22 +107,27 @@ class Selection:
                 yield Unmatched("names", prefix, most_alike(prefix, given))
 
     def _unmatched_patterns(self, layout: RankLayout, excluded: Collection[str]) -> Iterator[Unmatched]:
-        named = [meta.name for meta in self._named(layout).tensors] if self._exclude else []
-        for pattern in self._exclude:
-            if pattern not in excluded and not any(fnmatchcase(name, pattern) for name in named):
-                yield Unmatched("exclude", pattern, most_alike(pattern, named))
+        patterns = [("exclude", each) for each in self._exclude if each not in excluded]
+        patterns += [("frozen", each) for each in self._frozen]
+        named = [meta.name for meta in self._named(layout).tensors] if patterns else []
+        for setting, pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in named):
+                yield Unmatched(setting, pattern, most_alike(pattern, named))
 
     def of(self, layout: RankLayout) -> RankLayout:
-        """Return `layout` with a checkpoint's names, without what is excluded."""
+        """Return `layout` with a checkpoint's names, without what is excluded, and what is frozen."""
         layout = self._named(layout)
+        frozen = tuple(meta.name for meta in layout.tensors if _fits(meta.name, self._frozen))
+        layout = dataclasses.replace(layout, frozen=frozen)
         if not self._exclude:
             return layout
-        kept = {meta.name for meta in layout.tensors if not self._excludes(meta.name)}
+        kept = {meta.name for meta in layout.tensors if not _fits(meta.name, self._exclude)}
         return dataclasses.replace(
             layout,
             tensors=tuple(meta for meta in layout.tensors if meta.name in kept),
             segments=tuple(segment for segment in layout.segments if segment.tensor in kept),
             tied=tuple(pair for pair in layout.tied if pair[1] in kept),
+            frozen=tuple(name for name in frozen if name in kept),
         )
 
     def _named(self, layout: RankLayout) -> RankLayout:
@@ -164,5 +172,6 @@ class Selection:
                 remedy = f"{owner[made]} gets this name, too: give each tensor a name of its own"
                 raise ConfigError(f"names: {name}", made, remedy)
 
-    def _excludes(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self._exclude)
+
+def _fits(name: str, patterns: Collection[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -92,6 +92,7 @@ class TensorSource(ABC):
         exclude: Collection[str] = (),
         *,
         names: Names | None = None,
+        frozen: Collection[str] = (),
         offloads: bool = False,
         hf_config: Any = None,  # noqa: ANN401 - transformers'
     ) -> None:
@@ -100,7 +101,7 @@ class TensorSource(ABC):
         self.model = model
         self._guard: Guard | None = None
         self._rank = 0
-        self._selection = Selection(exclude, names)
+        self._selection = Selection(exclude, names, frozen)
         self._offloads = offloads
         self._offloaded: Offloaded | None = None
         self._in_send_buffer: Published | None = None

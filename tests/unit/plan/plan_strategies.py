@@ -52,9 +52,11 @@ class World:
     engines: dict[str, list[Rank]]
     tied: list[tuple[str, str]] = field(default_factory=list)
     roots: tuple[int, ...] = ()
+    frozen: frozenset[str] = frozenset()
 
     def source(self) -> Layout:
-        return Layout.from_ranks([rank.layout(self.tensors, self.tied) for rank in self.trainers])
+        ranks = [rank.layout(self.tensors, self.tied) for rank in self.trainers]
+        return replace(Layout.from_ranks(ranks), frozen=self.frozen)
 
     def targets(self) -> dict[str, Layout]:
         return {

@@ -57,6 +57,22 @@ def check_shape(plan: Plan) -> None:
 
 
 @FEW
+@given(worlds(), BUCKETS, st.data())
+def test_frozen_tensors_have_the_last_buckets_to_themselves(
+    world: World, bucket_bytes: int, data: st.DataObject
+) -> None:
+    names = [meta.name for meta in world.tensors]
+    world = replace(world, frozen=data.draw(st.frozensets(st.sampled_from(names))))
+    plan = world.plan(bucket_bytes)
+    check_shape(plan)
+    execute(world, plan)
+    assert {plan.tensors[i].name for i in plan.frozen} == world.frozen
+    for bucket in plan.buckets():
+        is_frozen = {piece.tensor in plan.frozen for piece in bucket.pieces}
+        assert is_frozen == {bucket.index >= plan.num_changing_buckets}
+
+
+@FEW
 @given(worlds(), BUCKETS)
 def test_what_is_carried_out_equals_gather_then_slice(world: World, bucket_bytes: int) -> None:
     plan = world.plan(bucket_bytes)

@@ -47,6 +47,7 @@ class MegatronSource(TensorSource):
         exclude: patterns of names that are left out, such as ``value_head.*``: Megatron's for parameters, or
             the checkpoint's for tensors.
         names: what the checkpoint's names become, see `Names`.
+        frozen: patterns of names in the checkpoint, as in `TrainerShard`.
         offloads: as in `TensorSource`.
         hf_config: the checkpoint's configuration, with `model_type` and `vocab_size`.
         family: instead of its ``model_type``, another, a `Family` of your own, or a bridge of mbridge or
@@ -63,12 +64,13 @@ class MegatronSource(TensorSource):
         exclude: Collection[str] = (),
         *,
         names: Names | None = None,
+        frozen: Collection[str] = (),
         offloads: bool = False,
         hf_config: Any = None,  # noqa: ANN401 - transformers' PretrainedConfig, or another with both attributes
         family: Family | str | Any = None,  # noqa: ANN401 - a bridge of another library
         vocab_size: int | None = None,
     ) -> None:
-        super().__init__(model, exclude, names=names, offloads=offloads, hf_config=hf_config)
+        super().__init__(model, exclude, names=names, frozen=frozen, offloads=offloads, hf_config=hf_config)
         warn_untested("megatron-core")
         if family is not None and not isinstance(family, (Family, str)):
             hf_config = hf_config or config_of(family)
