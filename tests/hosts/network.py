@@ -1,0 +1,117 @@
+"""Hosts on one machine: namespaces with a network, processes, shared memory and a temporary folder each.
+
+Everything is made inside the caller's network namespace, which should be one of its own: then nothing is left
+when the caller ends. Needs root.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.patience import patient
+
+__all__ = ["Host", "Network"]
+
+_ROOT = Path(__file__).parents[2]
+_SUBNET = "10.77.0"
+_INIT = (
+    "hostname {name}; mount -t proc proc /proc; mount -t tmpfs shm /dev/shm; mount -t tmpfs tmp /tmp; "
+    "ip link set lo up; exec sleep infinity"
+)
+_FLAGS = ["--net", "--mount", "--pid", "--uts", "--ipc"]
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host.
+
+    Attributes:
+        name: its hostname, and the name of its link on the bridge.
+        address: on the bridge's network.
+        init: the process that holds its namespaces.
+    """
+
+    name: str
+    address: str
+    init: subprocess.Popen[bytes]
+
+    @property
+    def pid(self) -> int:
+        """The first process of the host's own, as seen from outside."""
+        return int(Path(f"/proc/{self.init.pid}/task/{self.init.pid}/children").read_text())
+
+    def start(self, command: Sequence[str], **options: object) -> subprocess.Popen[str]:
+        """Start a command on the host, in the project's folder."""
+        enter = ["nsenter", f"--target={self.pid}", *_FLAGS, f"--wd={_ROOT}"]
+        return subprocess.Popen([*enter, *command], text=True, **options)  # type: ignore[call-overload, no-any-return]
+
+    def start_ray(self, head: str = "") -> None:
+        """Start a Ray node, with a resource of this host's name. Without `head`'s address it is the head."""
+        role = [f"--address={head}:6379"] if head else ["--head", "--port=6379", "--include-dashboard=false"]
+        command = [
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            *role,
+            f"--node-ip-address={self.address}",
+            "--num-cpus=1",
+            f'--resources={{"{self.name}": 8}}',
+            "--object-store-memory=100000000",
+            "--disable-usage-stats",
+        ]
+        started = self.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        said, _ = started.communicate(timeout=patient(60))
+        if started.returncode:
+            raise RuntimeError(f"Ray did not start on {self.name}: {said[-2000:]}")
+
+    def nbytes(self) -> int:
+        """Return the bytes that this host has received from the others since it began."""
+        return int(Path(f"/sys/class/net/{self.name}/statistics/tx_bytes").read_text())
+
+    def link(self, up: bool) -> None:
+        """Connect or cut its link. No packet says so to anybody."""
+        _run("ip", "link", "set", self.name, "up" if up else "down")
+
+    def set_rate(self, mbit_per_s: int) -> None:
+        """Limit what this host receives."""
+        _run(
+            *("tc", "qdisc", "replace", "dev", self.name, "root", "tbf"),
+            *("rate", f"{mbit_per_s}mbit", "burst", "256kb", "latency", "100ms"),
+        )
+
+
+class Network:
+    """A bridge in the current network namespace, and hosts that it joins."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        _run("mount", "-t", "sysfs", "sysfs", "/sys")  # that of this network namespace
+        _run("ip", "link", "add", "bridge", "type", "bridge")
+        _run("ip", "link", "set", "bridge", "up")
+        self.hosts = {name: self._add(name, f"{_SUBNET}.{i}") for i, name in enumerate(names, start=1)}
+
+    def _add(self, name: str, address: str) -> Host:
+        command = ["unshare", *_FLAGS, "--fork", "--kill-child", "sh", "-c", _INIT.format(name=name)]
+        host = Host(name, address, subprocess.Popen(command))
+        children = Path(f"/proc/{host.init.pid}/task/{host.init.pid}/children")
+        deadline = time.monotonic() + patient(10)
+        while not children.read_text():
+            assert time.monotonic() < deadline, f"{name} did not start"
+            time.sleep(0.01)  # the kernel has no event for it
+        _run("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(host.pid))
+        _run("ip", "link", "set", name, "master", "bridge", "up")
+        inside = ["nsenter", f"--target={host.pid}", "--net", "ip"]
+        _run(*inside, "addr", "add", f"{address}/24", "dev", "eth0")
+        _run(*inside, "link", "set", "eth0", "up")
+        return host
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr}")

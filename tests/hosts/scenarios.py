@@ -1,0 +1,119 @@
+"""What is tried on several hosts: python -m tests.hosts.scenarios NAME HEAD, on the first, under `lab`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from tests.actors.fleet import Engine, Trainer
+from tests.patience import patient
+from weightsync import SyncConfig, SyncReport, WeightSync
+from weightsync.errors import DeadlineError
+from weightsync.readers.base import host_id
+
+WIDTH = 1024
+OTHERS = ("west", "east")
+NBYTES = 4 * (WIDTH * WIDTH + WIDTH + 8 * WIDTH + 8)
+CONFIG = SyncConfig(bucket_bytes=1 << 20, timeout_s=patient(20), connect_timeout_s=patient(30))
+Weights = Mapping[str, torch.Tensor]
+
+
+def say(*words: object) -> None:
+    """Write a line, at once."""
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
+def ask(*words: object) -> int:
+    """Have the outside do something. Returns its answer."""
+    say("ASK", *words)
+    return int(sys.stdin.readline())
+
+
+def put(host: str, cls: type, *args: object) -> Any:
+    """Start an actor on a host."""
+    return ray.remote(cls).options(num_cpus=0, resources={host: 1}).remote(*args)
+
+
+def update(
+    sync: WeightSync, trainer: Any, version: int, *, names: Sequence[str] = OTHERS, check: bool = True
+) -> SyncReport:
+    """Bring a version to the engines `names` and, with `check`, compare what they hold."""
+    ray.get(trainer.train.remote(version))
+    report = sync.update_weights(version)
+    say(report)
+    assert [name for name, served in report.engines.items() if served == version] == list(names)
+    published: Weights = ray.get(trainer.weights.remote())
+    for name in names if check else ():
+        held: Weights = ray.get(sync.engines()[name].weights.remote())
+        assert all(torch.equal(tensor, published[key]) for key, tensor in held.items()), name
+    return report
+
+
+def fleet(sync: WeightSync) -> Any:
+    """Register a trainer on the first host and an engine on each other. Returns the trainer."""
+    trainer = put("head", Trainer, WIDTH, "t")
+    sync.register_trainers([trainer])
+    sync.register_engines({name: put(name, Engine, WIDTH, name, name) for name in OTHERS})
+    sync.connect()
+    return trainer
+
+
+def broadcast() -> None:
+    """A trainer and engines on hosts of their own: the model crosses each link once."""
+    with WeightSync(replace(CONFIG, mirrors=0)) as sync:
+        trainer = fleet(sync)
+        asked = [holder.__ray_call__.remote(lambda _: host_id()) for holder in sync.holders().values()]
+        assert len(set(ray.get(asked))) == 3
+        for version in (1, 2):
+            before = {name: ask("nbytes", name) for name in OTHERS}
+            update(sync, trainer, version, check=False)
+            crossed = {name: ask("nbytes", name) - nbytes for name, nbytes in before.items()}
+            say(f"version {version}: {NBYTES} bytes, {crossed} crossed")
+            assert all(NBYTES <= nbytes < 1.3 * NBYTES for nbytes in crossed.values()), crossed
+        update(sync, trainer, 3)
+
+
+def vanish() -> None:
+    """A host whose link is cut is named after the deadline, the rest goes on, and it can join again."""
+    with WeightSync(CONFIG) as sync:
+        trainer = fleet(sync)
+        update(sync, trainer, 1)
+        ask("link", "west", "down")
+        began = time.monotonic()
+        ray.get(trainer.train.remote(2))
+        with pytest.raises(DeadlineError) as raised:  # its holder was to receive, so nobody has version 2
+            sync.update_weights(2)
+        say(f"{time.monotonic() - began:.1f} s: {raised.value}")
+        assert sync.version == 1
+        sync.connect()
+        report = update(sync, trainer, 3, names=["east"])
+        assert report.states["west"] == "DEAD"
+        ask("link", "west", "up")
+        sync.remove_engine("west")
+        sync.add_engine("west", put("west", Engine, WIDTH, "west", "again"))
+        update(sync, trainer, 4)
+
+
+SCENARIOS = {scenario.__name__: scenario for scenario in (broadcast, vanish)}
+
+
+def main(name: str, head: str) -> None:
+    env = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    ray.init(address=f"{head}:6379", log_to_driver=False, runtime_env={"env_vars": env})
+    try:
+        SCENARIOS[name]()
+    finally:
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

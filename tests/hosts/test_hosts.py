@@ -1,0 +1,44 @@
+"""Hosts with networks of their own, on this machine: bytes cross links, and links are cut."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.patience import patient
+
+UNSHARE = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+
+
+def why_not() -> str:
+    """Return why this machine cannot have such hosts, or ""."""
+    if os.geteuid():
+        return "needs root, for network namespaces"
+    command = [*UNSHARE, "ip", "link", "add", "near", "type", "veth", "peer", "name", "far"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patient(10), check=False)
+    except OSError as error:
+        return f"needs util-linux and iproute2: {error}"
+    return f"no network namespaces here: {done.stderr.strip()}" if done.returncode else ""
+
+
+@pytest.mark.hosts
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("scenario", ["broadcast", "vanish"])
+def test_several_hosts(scenario: str) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    done = subprocess.run(
+        [*UNSHARE, sys.executable, "-m", "tests.hosts.lab", scenario],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=patient(380),
+        check=False,
+    )
+    sys.stdout.write(done.stdout)
+    assert done.returncode == 0, done.stderr[-4000:]
