@@ -22,7 +22,7 @@ from weightsync.plan.estimate import OTHER_HOST, DirectFloor, Receiver, direct_f
 from weightsync.plan.explain import count_text, time_text
 from weightsync.recipes.grids import engine_layout, trainer_layout
 from weightsync.recipes.hosts import HostSpec
-from weightsync.recipes.parallel import EngineParallel, Fsdp, TrainerParallel, Zero
+from weightsync.recipes.parallel import EngineParallel, Fsdp, Megatron, TrainerParallel, Zero
 from weightsync.recipes.recipe import MoeSpec, Recipe, TrainerSpec
 from weightsync.recipes.shapes import MixtureShape, ModelShape, checkpoint_tensors
 
@@ -82,7 +82,7 @@ def recipe_scene(recipe: Recipe, cluster: tuple[str, HostSpec] | None, *, offloa
     return Scene(
         name=recipe.name,
         model=shape,
-        trainers=_trainers(recipe.trainers),
+        trainers=_trainers(recipe.trainers, is_mixture=recipe.model.moe is not None),
         engines=tuple(EngineParallel(tp=spec.tensor_parallel_size) for spec in recipe.engine_specs.values()),
         apart=recipe.placement == "disaggregated",
         offloaded=offloaded or recipe.loop.sleep > 0,
@@ -91,10 +91,11 @@ def recipe_scene(recipe: Recipe, cluster: tuple[str, HostSpec] | None, *, offloa
     )
 
 
-def _trainers(spec: TrainerSpec) -> TrainerParallel:
+def _trainers(spec: TrainerSpec, *, is_mixture: bool) -> TrainerParallel:
     kinds: dict[str, TrainerParallel] = {
         "fsdp2": Fsdp(spec.count),
         "deepspeed": Zero(spec.count),
+        "megatron": Megatron(dp=spec.count, ep=spec.count) if is_mixture else Megatron(tp=spec.count),
         "plain": Fsdp(shards=1, replicas=spec.count),
     }
     return kinds[spec.kind]

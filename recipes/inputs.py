@@ -45,8 +45,9 @@ def runnable_recipe(given: str, overrides: Sequence[str]) -> Recipe:
     """Load a recipe by path or name, if this machine can start its trainers and engines."""
     recipe = load_recipe(recipe_file(given), overrides)
     kind = recipe.trainers.kind
-    if kind == "deepspeed" and not find_spec(kind):
-        remedy = "DeepSpeed is not installed: pip install 'weightsync[deepspeed]', or use kind: fsdp2"
+    library = {"deepspeed": "DeepSpeed", "megatron": "Megatron-Core"}.get(kind)
+    if library and not find_spec(kind):
+        remedy = f"{library} is not installed: pip install 'weightsync[{kind}]', or use kind: fsdp2"
         raise ConfigError("trainers.kind", kind, remedy)
     for group, spec in recipe.engines.items():
         at = f"engines.{group}"

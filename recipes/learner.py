@@ -25,7 +25,7 @@ class Learner:
     Needs ``torch.distributed`` initialised. `kind` is that of `TrainerSpec`.
 
     Attributes:
-        model: what `TrainerShard` reads.
+        model, hf_config: what `TrainerShard` reads.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Learner:
         self.loop, self._device = loop, device
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
         self._backend = make_backend(kind, model.to(device), loop, device)
-        self.model = self._backend.model
+        self.model, self.hf_config = self._backend.model, self._backend.hf_config
         self._schedule = torch.optim.lr_scheduler.LinearLR(
             self._backend.optimizer, start_factor=1.0, end_factor=0.0, total_iters=loop.steps
         )
@@ -44,7 +44,7 @@ class Learner:
 
         The groups must have been sampled with the current weights.
         """
-        batch = collate(groups, pad=WORDS.index(PAD)).to(self._device)
+        batch = collate(self._backend.share(groups), pad=WORDS.index(PAD)).to(self._device)
         old: Tensor | None = None
         for _ in range(self.loop.epochs):
             new = self._logprobs(batch.tokens)

@@ -85,6 +85,17 @@ class ModelSpec:
             remedy = f"give a multiple of model.num_key_value_heads, {self.num_key_value_heads}"
             raise ConfigError("model.num_attention_heads", self.num_attention_heads, remedy)
 
+    def check_cut(self, ranks: int, field: str) -> None:
+        """Raise ConfigError if the model cannot be cut over `ranks`, the value of `field`."""
+        mlp = self.moe.intermediate_size if self.moe else self.intermediate_size
+        cut = {"num_attention_heads": self.num_attention_heads, "vocab_size": self.vocab_size}
+        for name, size in (cut | {"moe.intermediate_size" if self.moe else "intermediate_size": mlp}).items():
+            if size % ranks:
+                raise ConfigError(field, ranks, f"give a divisor of model.{name}, {size}")
+        if self.num_key_value_heads % ranks and ranks % self.num_key_value_heads:
+            remedy = f"give a divisor or a multiple of model.num_key_value_heads, {self.num_key_value_heads}"
+            raise ConfigError(field, ranks, remedy)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerSpec:
@@ -92,15 +103,26 @@ class TrainerSpec:
 
     Attributes:
         kind: what trains. ``fsdp2`` shards each tensor by rows, ``deepspeed`` gives each rank a run of each
-            tensor's elements (ZeRO-3), ``plain`` has the whole model on each rank (DDP).
+            tensor's elements (ZeRO-3), ``megatron`` cuts a dense model by tensor parallelism and a
+            mixture by its experts, ``plain`` has the whole model on each rank (DDP).
         count: number of ranks, each an actor.
     """
 
-    kind: Literal["fsdp2", "deepspeed", "plain"] = "fsdp2"
+    kind: Literal["fsdp2", "deepspeed", "megatron", "plain"] = "fsdp2"
     count: Positive = 2
 
     def __post_init__(self) -> None:
         check_fields(self, field="trainers")
+
+    def check(self, model: ModelSpec) -> None:
+        """Raise ConfigError if `model` cannot be cut over these ranks."""
+        if self.kind != "megatron":
+            return
+        if model.moe is None:
+            model.check_cut(self.count, "trainers.count")
+        elif model.moe.num_experts % self.count:
+            remedy = f"give a divisor of model.moe.num_experts, {model.moe.num_experts}"
+            raise ConfigError("trainers.count", self.count, remedy)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,16 +145,7 @@ class EngineSpec:
         ranks, field = self.tensor_parallel_size, f"engines.{group}.tensor_parallel_size"
         if ranks > 1 and self.kind == "torch":
             raise ConfigError(field, ranks, "give 1, or kind: vllm; a torch engine has one rank")
-        mlp = model.moe.intermediate_size if model.moe else model.intermediate_size
-        cut = {"num_attention_heads": model.num_attention_heads, "vocab_size": model.vocab_size}
-        for name, size in (
-            cut | {"moe.intermediate_size" if model.moe else "intermediate_size": mlp}
-        ).items():
-            if size % ranks:
-                raise ConfigError(field, ranks, f"give a divisor of model.{name}, {size}")
-        if model.num_key_value_heads % ranks and ranks % model.num_key_value_heads:
-            remedy = f"give a divisor or a multiple of model.num_key_value_heads, {model.num_key_value_heads}"
-            raise ConfigError(field, ranks, remedy)
+        model.check_cut(ranks, field)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,6 +212,7 @@ class Recipe:
         _check_name(self.name, "name")
         if not self.engines:
             raise ConfigError("engines", {}, "give at least one group, such as main: {kind: auto, count: 2}")
+        self.trainers.check(self.model)
         for group, spec in self.engines.items():
             _check_name(group, f"engines.{group}")
             spec.check(group, self.model)

@@ -49,7 +49,7 @@ class GrpoTrainer(TrainerShard):
             backend, store=store, rank=self._rank, world_size=self._spec.count, timeout=PATIENCE
         )
         self._learner = Learner(self._model_path, self._loop, self._device, self._spec.kind)
-        self.model = self._learner.model
+        self.model, self.hf_config = self._learner.model, self._learner.hf_config
         if self._loop.sleep:
             self.offload()
 

@@ -1,4 +1,4 @@
-"""What trains a policy's ranks: FSDP2, DeepSpeed ZeRO-3, or replicas of a plain module."""
+"""What trains a policy's ranks: FSDP2, DeepSpeed ZeRO-3, Megatron-Core, or replicas of a plain module."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ __all__ = ["BACKENDS", "Backend", "make_backend"]
 BACKENDS = {
     "fsdp2": "weightsync.recipes.backends.fsdp2:Fsdp2",
     "deepspeed": "weightsync.recipes.backends.deepspeed:DeepSpeed",
+    "megatron": "weightsync.recipes.backends.megatron:Megatron",
     "plain": "weightsync.recipes.backends.plain:Plain",
 }
 """The backend of each ``trainers.kind``, imported on use."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from weightsync.recipes.grpo import Group
 from weightsync.recipes.recipe import LoopSpec
 
 __all__ = ["MAX_GRAD_NORM", "Backend", "adamw"]
@@ -20,13 +22,19 @@ class Backend(ABC):
 
     Attributes:
         model: what `TrainerShard` reads.
+        hf_config: the checkpoint's configuration, if the model does not name its tensors.
         optimizer: the optimiser; the learner's schedule sets its learning rate.
     """
 
     model: Any
+    hf_config: Any = None
     optimizer: Optimizer
     _module: nn.Module
     """What runs a forward pass."""
+
+    def share(self, groups: Sequence[Group]) -> Sequence[Group]:
+        """Return what this rank trains on, given its share of a step's groups."""
+        return groups
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits, float32[batch, length, vocabulary], for `tokens`, int64[batch, length]."""

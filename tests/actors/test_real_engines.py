@@ -51,6 +51,8 @@ def sharpen(model: Path) -> None:
         pytest.param(("dense", "fsdp2"), id="dense"),
         pytest.param(("moe", "fsdp2"), id="moe", marks=pytest.mark.faults),
         pytest.param(("dense", "deepspeed"), id="deepspeed", marks=pytest.mark.faults),
+        pytest.param(("dense", "megatron"), id="megatron", marks=pytest.mark.faults),
+        pytest.param(("moe", "megatron"), id="megatron-moe", marks=pytest.mark.faults),
     ],
 )
 def trained(request: pytest.FixtureRequest, cluster: None, tmp_path_factory: pytest.TempPathFactory):

@@ -49,8 +49,11 @@ def test_groups_of_engines_with_other_numbers_of_ranks_serve_the_same_version(tm
     assert report["heals"] == []
 
 
-def test_trainers_and_engines_take_turns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["fsdp2", "megatron"])
+def test_trainers_and_engines_take_turns(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("megatron" if kind == "megatron" else "torch")
     few = ("--set", "loop.steps=4", "--set", "loop.target_reward=0", "--set", "loop.sleep=2")
+    few = (*few, "--set", f"trainers.kind={kind}")
     report = run(tmp_path / "run", "colocated_grpo", *few, "--set", "engines.main.kind=torch")
     assert report["steps"][-1]["engines"] == {"main-0": 5, "main-1": 5}
     assert [step["rollout_versions"] for step in report["steps"]] == [[1], [2], [3], [4]]

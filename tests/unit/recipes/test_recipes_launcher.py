@@ -44,9 +44,10 @@ def test_engines_that_start_on_gpus_only_are_refused_before_they_start(
     assert "--set trainers.count=1 --set engines.main.count=1" in str(refused.value)
 
 
-def test_a_trainer_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["deepspeed", "megatron"])
+def test_a_trainer_that_is_not_installed_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "find_spec", lambda name: None)
-    refused = r"trainers\.kind: 'deepspeed' is not valid; .*pip install 'weightsync\[deepspeed\]'"
+    refused = rf"trainers\.kind: '{kind}' is not valid; .*pip install 'weightsync\[{kind}\]'"
     with pytest.raises(ConfigError, match=refused):
-        inputs.runnable_recipe("quickstart", ["trainers.kind=deepspeed"])
+        inputs.runnable_recipe("quickstart", [f"trainers.kind={kind}"])
     assert inputs.runnable_recipe("quickstart", ["trainers.kind=plain"]).trainers.kind == "plain"

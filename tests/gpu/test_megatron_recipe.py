@@ -1,0 +1,51 @@
+"""The recipes' loop with Megatron-Core on a GPU: what it learns, and that engines serve it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.actors.test_quickstart import weightsync
+from tests.unit.recipes.test_recipes_learner import MODEL, compare_one_step
+from weightsync.recipes.model import build_checkpoint
+from weightsync.recipes.recipe import ModelSpec, MoeSpec
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.timeout(420),
+    pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core"),
+]
+
+MOE = MoeSpec(num_experts=4, num_experts_per_tok=2, intermediate_size=32)
+
+
+@pytest.mark.parametrize("model", [MODEL, replace(MODEL, moe=MOE)], ids=["dense", "moe"])
+def test_two_ranks_on_the_gpu_learn_what_one_learns_on_the_cpu(model: ModelSpec, tmp_path: Path) -> None:
+    build_checkpoint(tmp_path / "model", model, seed=0)
+    compare_one_step(tmp_path, "cuda")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("model.moe={num_experts: 4, num_experts_per_tok: 2, intermediate_size: 128}",),
+        ("loop.sleep=2",),
+    ],
+    ids=["dense", "moe", "turns"],
+)
+def test_the_quickstart_trains_with_it(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    one = ("trainers.kind=megatron", "trainers.count=1", "engines.main.count=1", "engines.main.kind=torch")
+    few = ("loop.steps=4", "loop.target_reward=0")
+    sets = [word for each in (*one, *few, *overrides) for word in ("--set", each)]
+    done = weightsync("run", "quickstart", *sets, "--out", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 engine on 1 GPU" in done.stdout
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert all(step["verified"] for step in report["steps"])
+    assert report["steps"][-1]["engines"] == {"main-0": 5}
