@@ -18,6 +18,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 OURS = ("weightsync", "actors", "recipes", "benchmarks", "tests")
 THIRD_PARTY = {
+    "_dynamo": "torch",
+    "_exit": "os",
     "_get_original_loader": "vllm",
     "_k_scale_float": "vllm",
     "_registry": "vllm",

@@ -11,6 +11,7 @@ python -I -S tests/actors/zygote.py SOCKET WORKER ARGUMENT …        # what the
 from __future__ import annotations
 
 import array
+import atexit
 import json
 import os
 import signal
@@ -40,6 +41,7 @@ def serve(path: str) -> None:
     """Fork for each that asks, until standard input ends. Those that ask during the warm-up wait."""
     import selectors
 
+    atexit.register(_end)  # the first one is called last, also in forks
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that nobody has to wait for children
     with socket.socket(socket.AF_UNIX) as server, selectors.DefaultSelector() as selector:
         server.bind(path)
@@ -85,6 +87,13 @@ def _become(client: socket.socket) -> None:
     sys.exit()
 
 
+def _end() -> None:
+    """End before Python clears all modules: that copies the zygote's pages, for a second of a core."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # nobody reads a worker's status
+
+
 def main() -> None:
     path, *argv = sys.argv[1:]
     if argv:
@@ -94,7 +103,7 @@ def main() -> None:
 
 
 def _warm_up() -> None:
-    """Import and compile what most actors need, and what Ray itself imports.
+    """Import and compile what most actors need, and import what Ray itself does.
 
     Not Ray: its forks hang.
     """
@@ -104,24 +113,11 @@ def _warm_up() -> None:
     import pydantic.v1  # noqa: F401
     import requests  # noqa: F401
     import starlette.requests  # noqa: F401
-    import torch
     import uvloop  # noqa: F401
-    from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM  # noqa: F401
 
-    from weightsync import testing  # noqa: F401
-    from weightsync.engines import torch_module  # noqa: F401
-    from weightsync.holder import holder  # noqa: F401
-    from weightsync.memory.digests import warm_up
-    from weightsync.memory.host_table import HostPart, HostTable
-    from weightsync.memory.nonfinite import NonfiniteTable
-    from weightsync.plan import Box
-    from weightsync.sources import checkpoint_store, module  # noqa: F401
+    from tests.warm import keep_from_collection
 
-    warm_up()
-    memory = torch.zeros(8, dtype=torch.uint8)
-    part = HostPart(tensor=0, address=memory.data_ptr(), box=Box((0,), (8,)), shape=(8,), itemsize=1)
-    HostTable([part], 1)
-    NonfiniteTable([("float32", 0, 8)])
+    keep_from_collection()
     if "ray" in sys.modules:
         raise RuntimeError("a module of weightsync imports ray")
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.contract.source_ranks import Model, Share, plan_for, publish
+from tests.forked import fork, import_deepspeed
 from weightsync.errors import WeightSyncError
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Plan, RankLayout
@@ -67,21 +67,12 @@ def run_all(num_ranks: int, cases: list[Case], folder: Path) -> None:
     After all cases, they measure what a large model takes.
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
+    import_deepspeed()
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiling it takes minutes
-    _fork(num_ranks, run_ranks, f"{folder}/meeting", cases, folder / "versions")
-    _fork(num_ranks, measure, f"{folder}/second meeting", folder / "memory")
-
-
-def _fork(num_ranks: int, run: Callable[..., None], meeting: str, *args: object) -> None:
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=run, args=(rank, num_ranks, meeting, *args)) for rank in range(num_ranks)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    assert [process.exitcode for process in ranks] == [0] * num_ranks
+    fork(num_ranks, run_ranks, num_ranks, f"{folder}/meeting", cases, folder / "versions")
+    fork(num_ranks, measure, num_ranks, f"{folder}/second meeting", folder / "memory")
 
 
 def join_ranks(rank: int, num_ranks: int, meeting: str) -> None:

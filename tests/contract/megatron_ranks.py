@@ -73,6 +73,9 @@ def run_all(meeting: str, cases: Sequence[Case], folders: Mapping[str, Path], re
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import megatron.core.models.gpt  # noqa: F401
+    from tests.warm import keep_from_collection
+
+    keep_from_collection()
     fork = multiprocessing.get_context("fork")
     ranks = [
         fork.Process(target=_run_rank, args=(n, meeting, cases, folders, results), daemon=True)

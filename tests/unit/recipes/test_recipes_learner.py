@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
-from tests.forked import forking
+from tests.forked import fork, forking, import_deepspeed
 from weightsync.memory.tensors import segment_view
 from weightsync.recipes.backends import BACKENDS
 from weightsync.recipes.grpo import Group
@@ -103,6 +103,13 @@ def learn(
     dist.destroy_process_group()
 
 
+def learn_all(world: int, *given: object) -> None:
+    """Fork the ranks once there is what all of them import."""
+    if "deepspeed" in given:
+        import_deepspeed()
+    fork(world, learn, world, *given)
+
+
 def results(
     folder: Path,
     world: int,
@@ -111,11 +118,12 @@ def results(
     loop: LoopSpec = LOOP,
     device: str = "cpu",
 ) -> list[Result]:
-    context = forking() if device == "cpu" else multiprocessing.get_context("spawn")
-    ranks = [
-        context.Process(target=learn, args=(rank, world, folder, num_steps, kind, loop, device))
-        for rank in range(world)
-    ]
+    given = (world, folder, num_steps, kind, loop, device)
+    if device == "cpu":
+        ranks = [forking().Process(target=learn_all, args=given)]
+    else:
+        spawned = multiprocessing.get_context("spawn")
+        ranks = [spawned.Process(target=learn, args=(rank, *given)) for rank in range(world)]
     for process in ranks:
         process.start()
     for process in ranks:
