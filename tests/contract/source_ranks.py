@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from weightsync.sources.module import ModuleSource
 ENGINE_DTYPE = {"head.weight": "bfloat16"}
 
 Share = tuple[bytes, list[int]]
+Case = tuple[str, int]
+"""How the model is cut, and over how many ranks."""
 
 
 class Model(nn.Module):
@@ -102,9 +105,30 @@ def shard(model: Model, kind: str, num_ranks: int) -> None:
         fully_shard(model, mesh=over)
 
 
-def run_rank(rank: int, num_ranks: int, meeting: str, kind: str, results: object) -> None:
-    """One process: shard the model or not, use it, publish; rank 0 reports the plan and all shares."""
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=num_ranks)
+def run_ranks(rank: int, cases: Sequence[Case], meeting: str, results: Any) -> None:
+    """One process: join the ranks of each case that has so many; rank 0 reports each case's plan and shares.
+
+    A case that fails is reported as an error, and ends the process.
+    """
+    torch.set_num_threads(1)
+    for number, (kind, num_ranks) in enumerate(cases):
+        if rank >= num_ranks:
+            continue
+        dist.init_process_group(
+            "gloo", init_method=f"file://{meeting}-{number}", rank=rank, world_size=num_ranks
+        )
+        try:
+            found = _run(rank, kind, num_ranks)
+        except Exception as error:
+            results.put(((kind, num_ranks), RuntimeError(f"rank {rank}: {error!r}")))
+            raise
+        if rank == 0:
+            results.put(((kind, num_ranks), found))
+        dist.destroy_process_group()
+
+
+def _run(rank: int, kind: str, num_ranks: int) -> tuple[Plan, list[Share]]:
+    """Shard the model or not, use it, and publish it."""
     model = Model()
     shard(model, kind, num_ranks)
     offload = kind.startswith("offloaded")
@@ -123,6 +147,4 @@ def run_rank(rank: int, num_ranks: int, meeting: str, kind: str, results: object
         assert torch.equal(model(torch.zeros(1, dtype=torch.long)), before)
     shares: list[Share] = [None] * num_ranks  # type: ignore[list-item]
     dist.all_gather_object(shares, share)
-    if rank == 0:
-        results.put((plan, shares))  # type: ignore[attr-defined]
-    dist.destroy_process_group()
+    return plan, shares

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.contract.source_ranks import Model, Share, engine_needs, plan_for, publish, run_rank
+from tests.contract.source_ranks import Case, Model, Share, engine_needs, plan_for, publish, run_ranks
 from tests.forked import forking
 from tests.patience import patient
 from weightsync.errors import ConfigError
@@ -14,7 +14,7 @@ from weightsync.memory.tensors import named_tensors
 from weightsync.plan import Plan
 from weightsync.sources.module import ModuleSource
 
-CASES = [
+CASES: list[Case] = [
     ("plain", 1),
     ("plain", 2),
     ("fsdp2", 2),
@@ -27,24 +27,36 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0].replace(' ', '-')}-{case[1]}")
-def published(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Plan, list[Share]]:
-    kind, num_ranks = request.param
+@pytest.fixture(scope="module")
+def all_published(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, tuple[Plan, list[Share]]]:
+    """What each case published. The same processes run all of them."""
     context = forking()
     results = context.Queue()
     meeting = str(tmp_path_factory.mktemp("meeting") / "file")
     ranks = [
-        context.Process(target=run_rank, args=(rank, num_ranks, meeting, kind, results), daemon=True)
-        for rank in range(num_ranks)
+        context.Process(target=run_ranks, args=(rank, CASES, meeting, results), daemon=True)
+        for rank in range(max(num_ranks for _, num_ranks in CASES))
     ]
     for rank in ranks:
         rank.start()
-    found = results.get(timeout=patient(90))
+    found: dict[Case, tuple[Plan, list[Share]]] = {}
+    for _ in CASES:
+        case, each = results.get(timeout=patient(90))
+        if isinstance(each, Exception):
+            for rank in ranks:
+                rank.kill()
+            raise each
+        found[case] = each
     for rank in ranks:
         rank.join(patient(30))
     return found
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0].replace(' ', '-')}-{case[1]}")
+def published(
+    request: pytest.FixtureRequest, all_published: dict[Case, tuple[Plan, list[Share]]]
+) -> tuple[Plan, list[Share]]:
+    return all_published[request.param]
 
 
 def wanted(plan: Plan) -> dict[str, torch.Tensor]:
