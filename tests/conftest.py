@@ -36,6 +36,21 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Setting
     return pytest_timeout.pytest_timeout_set_timer(item, patiently)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Give whole files to processes, and all that want a Ray cluster to one, which then starts one alone."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            folder = "tests/actors"
+            return folder if nodeid.startswith(f"{folder}/") else str(super()._split_scope(nodeid))
+
+    return ByFile(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and not _has_gpu():

@@ -101,10 +101,12 @@ class Import:
         return f"{self.where}: {self.importer} imports {self.module}"
 
 
+@functools.cache
 def inside(module: str, packages: tuple[str, ...]) -> bool:
     return any(module == package or module.startswith(f"{package}.") for package in packages)
 
 
+@functools.cache
 def room(module: str) -> tuple[int, str]:
     """Return the floor and the room of one of our modules."""
     for floor, rooms in enumerate(FLOORS):
@@ -268,6 +270,23 @@ def test_nothing_breaks_the_arrows() -> None:
     assert violations(ROOT) == []
 
 
+@dataclass(frozen=True)
+class Copied:
+    """A copy of our sources, and its violations."""
+
+    root: Path
+    before: list[str]
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Copied:
+    root = tmp_path_factory.mktemp("copied")
+    left_out = shutil.ignore_patterns("__pycache__", *FOLDERS)
+    for folder in FOLDERS:
+        shutil.copytree(ROOT / folder, root / folder, ignore=left_out)
+    return Copied(root, violations(root))
+
+
 @pytest.mark.parametrize(
     ("path", "line", "rule"),
     [
@@ -299,14 +318,12 @@ def test_nothing_breaks_the_arrows() -> None:
         ("recipes/recipe.py", "from weightsync import WeightSync", None),
     ],
 )
-def test_a_planted_violation_is_caught(tmp_path: Path, path: str, line: str, rule: str | None) -> None:
-    left_out = shutil.ignore_patterns("__pycache__", *FOLDERS)
-    for folder in FOLDERS:
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=left_out)
-    target = tmp_path / path
-    target.write_text(f"{target.read_text()}\n{line}\n")
-    before = violations(ROOT)
-    caught = [each for each in violations(tmp_path) if each not in before]
+def test_a_planted_violation_is_caught(copied: Copied, path: str, line: str, rule: str | None) -> None:
+    target = copied.root / path
+    source = target.read_text()
+    target.write_text(f"{source}\n{line}\n")
+    caught = [each for each in violations(copied.root) if each not in copied.before]
+    target.write_text(source)
     assert any(each.startswith(path) and rule in each for each in caught) if rule else caught == []
 
 

@@ -1,21 +1,16 @@
-"""A holder's process that offers a buffer over several protocols, and can be stopped and killed: `Peer`.
-
-Run as a program it is the holder: it prints its offers, pickled, and ends with its stdin.
-"""
+"""A holder's process that offers a buffer over several protocols, and can be stopped and killed: `Peer`."""
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import os
-import pickle
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 
 import torch
 
+from tests.forked import forking
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.handles import Offer
 from weightsync.readers import serve
@@ -28,13 +23,15 @@ def pattern(nbytes: int, key: int) -> torch.Tensor:
     return (torch.arange(-(-nbytes // 8)) * _FACTOR + key).view(torch.uint8)[:nbytes]
 
 
-def main(key: int, nbytes: int, protocols: Sequence[str]) -> None:
+def hold(pipe: Connection, key: int, nbytes: int, protocols: Sequence[str]) -> None:
+    """Be the holder, which says what it offers, until the other end of `pipe` is closed."""
+    os.setsid()
     buffer = SharedBuffer.create(nbytes)
     buffer.tensor.copy_(pattern(nbytes, key))
     servers = [serve(buffer, f"holder {key}", "127.0.0.1", protocol) for protocol in protocols]
-    offers = {server.offer.protocol: server.offer for server in servers}
-    print(base64.b64encode(pickle.dumps(offers)).decode(), flush=True)  # noqa: T201
-    sys.stdin.read()
+    pipe.send({server.offer.protocol: server.offer for server in servers})
+    with contextlib.suppress(EOFError):
+        pipe.recv()
     for server in servers:
         server.close()
     buffer.close()
@@ -45,43 +42,35 @@ class Peer:
 
     def __init__(self, key: int, nbytes: int, protocols: Sequence[str]) -> None:
         self.key = key
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, str(key), str(nbytes), *protocols],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
+        context = forking()
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=hold, args=(theirs, key, nbytes, protocols))
+        self._process.start()
+        theirs.close()
         self._offers: dict[str, Offer] = {}
 
     def offer(self, protocol: str) -> Offer:
         if not self._offers:
-            assert self._process.stdout
-            self._offers = pickle.loads(base64.b64decode(self._process.stdout.readline()))
+            self._offers = self._pipe.recv()
         return self._offers[protocol]
 
     @property
     def pid(self) -> int:
+        assert self._process.pid
         return self._process.pid
 
     def signal(self, number: signal.Signals) -> None:
-        os.killpg(self._process.pid, number)
+        os.killpg(self.pid, number)
 
     def leave(self) -> None:
         """It ends by itself."""
-        assert self._process.stdin
-        self._process.stdin.close()
-        self._process.wait()
+        self._pipe.close()
+        self._process.join()
 
     def end(self) -> None:
         """What is left of it is killed."""
+        self._process.kill()  # which may not lead its group yet
         with contextlib.suppress(ProcessLookupError):
             self.signal(signal.SIGKILL)
-        self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe
-            pipe.close()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+        self._process.join()
+        self._pipe.close()

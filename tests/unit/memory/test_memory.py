@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.forked import forking
 from tests.patience import patient
 from weightsync.errors import PeerLostError, TransportError
 from weightsync.memory import host as memory
@@ -17,7 +18,7 @@ from weightsync.memory.host import SharedBuffer, map_pages
 from weightsync.protocol.handles import BufferHandle
 
 
-def _own(pipe: multiprocessing.connection.Connection) -> None:
+def _own(pipe: Connection) -> None:
     buffer = SharedBuffer.create(4096)
     buffer.tensor[:3] = torch.tensor([1, 2, 3], dtype=torch.uint8)
     handle = buffer.handle
@@ -28,7 +29,7 @@ def _own(pipe: multiprocessing.connection.Connection) -> None:
 
 @pytest.fixture
 def neighbour():
-    context = multiprocessing.get_context("spawn")
+    context = forking()
     ours, theirs = context.Pipe()
     process = context.Process(target=_own, args=(theirs,), daemon=True)
     process.start()
