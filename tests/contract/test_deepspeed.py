@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from tests.forked import forking
 from tests.patience import patient
 from weightsync.memory.digests import tensor_digest
 
-pytestmark = pytest.mark.slow
-pytest.importorskip("deepspeed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed"),
+]
 
 CASES = [
     (3, 0, "none"),

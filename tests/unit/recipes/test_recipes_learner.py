@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 from dataclasses import replace
@@ -148,8 +149,8 @@ def alone(folder: Path) -> Result:
 
 @pytest.mark.parametrize("kind", BACKENDS)
 def test_two_ranks_learn_what_one_learns(folder: Path, alone: Result, kind: str) -> None:
-    if kind in ("deepspeed", "megatron"):
-        pytest.importorskip(kind)
+    if kind in ("deepspeed", "megatron") and not importlib.util.find_spec(kind):
+        pytest.skip(f"needs {kind}")
     ranks = results(folder, world=2, num_steps=2, kind=kind)
     compare(ranks, alone)
     assert {result[1] for result in ranks} == {kind != "plain"}
