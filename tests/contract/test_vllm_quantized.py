@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tests.models import build_tiny_qwen3, pack_int4
-from weightsync.engines.vllm.api import Reload, set_environment, stop
+from weightsync.engines.vllm.api import Reload, set_environment, start, stop
 
 pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed"),
@@ -85,30 +85,36 @@ class Served:
 
     def __init__(self, folder: Path, load_format: str) -> None:
         set_environment()
-        from vllm import LLM, SamplingParams
+        from vllm import EngineArgs, SamplingParams
 
-        self._llm: Any = LLM(
-            str(folder),
-            load_format=load_format,
-            dtype="bfloat16",
-            max_model_len=64,
-            skip_tokenizer_init=True,
-            enforce_eager=True,
+        self._engine = start(
+            EngineArgs(
+                str(folder),
+                load_format=load_format,
+                dtype="bfloat16",
+                max_model_len=64,
+                skip_tokenizer_init=True,
+                enforce_eager=True,
+            )
         )
         self._params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
-        executor = self._llm.llm_engine.engine_core.engine_core.model_executor
-        self.runner = executor.driver_worker.worker.model_runner
+        core: Any = self._engine.engine_core
+        self.runner = core.engine_core.model_executor.driver_worker.worker.model_runner
 
     def says(self) -> list[int]:
-        self._llm.reset_prefix_cache()
-        (done,) = self._llm.generate([{"prompt_token_ids": [5, 6, 7]}], self._params, use_tqdm=False)
-        return list(done.outputs[0].token_ids)
+        self._engine.reset_prefix_cache()
+        self._engine.add_request("0", {"prompt_token_ids": [5, 6, 7]}, self._params)
+        said: list[int] = []
+        while self._engine.has_unfinished_requests():
+            for done in self._engine.step():
+                said = list(done.outputs[0].token_ids)
+        return said
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         reload_model(self.runner.get_model(), tensors)
 
     def close(self) -> None:
-        stop(self._llm.llm_engine)
+        stop(self._engine)
 
 
 @pytest.fixture
