@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -108,6 +109,11 @@ def counts() -> Counts:
         num_files=len(os.listdir("/proc/self/fd")),
         num_segments=sum("memfd:weightsync" in line for line in maps),
     )
+
+
+def socket_folders() -> set[Path]:
+    """Return the folders with sockets of ours, also those of other tests' processes."""
+    return {*Path(tempfile.gettempdir()).glob("weightsync-*")}
 
 
 class Slowing(Engine):

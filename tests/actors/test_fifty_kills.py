@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 import pytest
 import ray
 
 from tests.actors.faulty import Faulty, end, healthy
-from tests.actors.fleet import Counts, counts, until
+from tests.actors.fleet import Counts, counts, socket_folders, until
 from tests.patience import patient
 
 NUM_KILLS = 50
-
-
-def _sockets() -> int:
-    return len(list(Path(tempfile.gettempdir()).glob("weightsync-*")))
 
 
 def _look(fleet: Faulty) -> dict[str, Counts]:
@@ -32,7 +25,7 @@ def _look(fleet: Faulty) -> dict[str, Counts]:
 @pytest.mark.timeout(900)
 def test_fifty_kills_leave_memory_files_and_sockets_as_they_were(cluster: None) -> None:
     fleet = Faulty()
-    before, sockets = {}, 0
+    before, folders = {}, socket_folders()
     for number in range(1, NUM_KILLS + 1):
         fleet.update_all()
         fleet.settle()
@@ -42,10 +35,11 @@ def test_fifty_kills_leave_memory_files_and_sockets_as_they_were(cluster: None) 
         fleet.settle()
         assert healthy(fleet)
         if number == 10:
-            before, sockets = _look(fleet), _sockets()
+            before = _look(fleet)
     after = _look(fleet)
-    assert _sockets() == sockets
     fleet.close()
+    left = socket_folders() - folders
+    assert until(lambda: not left & socket_folders(), patient(60)), left
     for name, then in before.items():
         now = after[name]
         assert now.num_segments == then.num_segments, name

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 import pytest
 import ray
 
-from tests.actors.fleet import Counting, Counts, Engine, counts, spawn
+from tests.actors.fleet import Counting, Counts, Engine, counts, socket_folders, spawn, until
+from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 
 NUM_UPDATES = 500
-
-
-def _sockets() -> int:
-    return len(list(Path(tempfile.gettempdir()).glob("weightsync-*")))
 
 
 @pytest.mark.faults
@@ -35,13 +29,14 @@ def test_five_hundred_updates_leave_memory_files_and_sockets_as_they_were() -> N
             names = ["trainer", *engines, *(f"holder {i}" for i in range(len(holders)))]
             return dict(zip(names, ray.get(asked), strict=True)) | {"driver": counts()}
 
-        before, sockets = {}, _sockets()
+        before, folders = {}, socket_folders()
         for version in range(1, NUM_UPDATES + 1):
             assert sync.update_weights(version).engines == {"e0": version, "e1": version}
             if version == 10:
-                before, sockets = look(), _sockets()
+                before = look()
         after = look()
-    assert _sockets() == sockets
+    left = socket_folders() - folders
+    assert until(lambda: not left & socket_folders(), patient(60)), left
     for name, then in before.items():
         now = after[name]
         assert now.num_segments == then.num_segments, name
