@@ -19,8 +19,6 @@ from weightsync.protocol.messages import Published
 from weightsync.protocol.timing import PhaseClock
 from weightsync.sources.checkpoint_store import CheckpointStore, Reading
 
-__all__ = ["CheckpointShard", "spawn_shard"]
-
 _NUM_THREADS = 4  # `read` occupies one until it ends
 
 

@@ -32,8 +32,6 @@ from weightsync.protocol.handles import Attached, BufferHandle
 from weightsync.protocol.messages import Published
 from weightsync.sources.checkpoint_store import Reading
 
-__all__ = ["CheckpointRank", "Checkpoints"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Checkpoint:

@@ -23,8 +23,6 @@ from weightsync.actors.daemon import await_daemon
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.errors import StateError, WeightSyncError
 
-__all__ = ["Claim", "Claimable", "ClaimedPeer", "Claims", "TakenError"]
-
 _LOST_S = 4.0
 """Ray reports a dead object owner within one second, or three on a busy host."""
 _POLL_S = 0.1

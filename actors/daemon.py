@@ -10,8 +10,6 @@ from typing import TypeVar
 from weightsync.errors import DeadlineError
 from weightsync.protocol.daemon import on_daemon
 
-__all__ = ["await_daemon"]
-
 T = TypeVar("T")
 
 

@@ -11,8 +11,6 @@ from ray.util import list_named_actors
 
 from weightsync.errors import ConfigError, StateError
 
-__all__ = ["NAMESPACE", "actor_name", "detached", "end", "end_all", "find", "names", "run_prefix"]
-
 NAMESPACE = "weightsync"
 _PATIENCE_S = 10.0
 

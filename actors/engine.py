@@ -10,8 +10,6 @@ from weightsync.actors.engine_calls import EngineCalls
 from weightsync.engines import Generates, Rollout, choose_engine, make_engine
 from weightsync.engines.sampling import check_prompts
 
-__all__ = ["EngineActor"]
-
 
 class EngineActor(EngineCalls):
     """An actor that starts and drives one inference engine.

@@ -17,8 +17,6 @@ from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import FeedTicket, Loaded
 
-__all__ = ["EngineCalls"]
-
 
 class EngineCalls(Claimable):
     """Base of engine actors.

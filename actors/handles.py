@@ -8,8 +8,6 @@ from ray.actor import ActorClass, ActorHandle
 
 from weightsync.errors import ConfigError
 
-__all__ = ["check_engines", "check_trainers"]
-
 _KINDS = {
     "sync_placement": "TrainerShard",
     "sync_placements": "EngineActor or VllmActor",

@@ -22,9 +22,6 @@ from weightsync.config import SyncConfig
 from weightsync.driver.gather import gather_named
 from weightsync.errors import ConfigError, DeadlineError
 
-__all__ = ["Holders"]
-
-
 _DEVICES = ("slot:", "cuda:")
 
 

@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 from weightsync.errors import StateError
 
-__all__ = ["LoopThread"]
-
 T = TypeVar("T")
 
 

@@ -36,8 +36,6 @@ from weightsync.faults import FaultPlan
 from weightsync.protocol.peers import TrainerPeer
 from weightsync.report import SyncReport
 
-__all__ = ["Membership"]
-
 logger = logging.getLogger("weightsync.membership")
 
 

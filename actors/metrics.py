@@ -14,8 +14,6 @@ from weightsync.errors import WeightSyncError
 from weightsync.plan import Cluster, Plan
 from weightsync.report import HealReport, SyncReport
 
-__all__ = ["Metrics"]
-
 # Ray computes a histogram's sum from its buckets, so narrow buckets make sums and quantiles accurate.
 _SECONDS = [step * 10.0**power for power in range(-4, 3) for step in (1, 1.5, 2, 3, 5, 7)]
 

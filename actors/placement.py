@@ -13,8 +13,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from weightsync.errors import ConfigError
 from weightsync.memory.tensors import device_id
 
-__all__ = ["Placement", "Placements", "place_ranks", "threaded"]
-
 
 @dataclass(frozen=True, slots=True)
 class Placement:

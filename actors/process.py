@@ -15,8 +15,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from weightsync.actors.placement import Placement
 
-__all__ = ["PATIENCE_S", "end_pid", "end_process"]
-
 PATIENCE_S = 15.0
 """Seconds that ending one process may take."""
 

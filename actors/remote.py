@@ -17,17 +17,6 @@ from weightsync.errors import ConfigError, PeerError, PeerLostError, WeightSyncE
 from weightsync.faults import Fault
 from weightsync.protocol.peers import EnginePeer, HolderPeer, TrainerPeer
 
-__all__ = [
-    "Remote",
-    "RemoteEngine",
-    "RemoteHolder",
-    "RemoteTrainer",
-    "answer",
-    "remote_engine",
-    "remote_holder",
-    "remote_trainer",
-]
-
 
 async def answer(peer: str, reference: Awaitable[Any]) -> Any:  # noqa: ANN401 (whatever the actor returns)
     """Await an actor's answer.

@@ -16,8 +16,6 @@ from weightsync.protocol.messages import Published
 from weightsync.protocol.timing import PhaseClock
 from weightsync.sources import ModelSource, Names, Offloads, Source, make_source
 
-__all__ = ["TrainerShard"]
-
 
 class TrainerShard(Claimable):
     """Base class of a trainer actor. Set ``self.model``, a module or what a training library made of it::

@@ -9,8 +9,6 @@ from typing import Any
 from weightsync.actors.engine_calls import EngineCalls
 from weightsync.engines.vllm.adopted import AdoptedVllm
 
-__all__ = ["VllmActor"]
-
 
 class VllmActor(EngineCalls):
     """Base class of an actor around your own vLLM. Set ``self.llm``, an ``AsyncLLM``::

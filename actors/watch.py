@@ -12,8 +12,6 @@ from weightsync.actors.remote import RemoteEngine, RemoteHolder
 from weightsync.driver.gather import gather_named
 from weightsync.errors import WeightSyncError
 
-__all__ = ["Watches"]
-
 Lost = Callable[[WeightSyncError], None]
 
 

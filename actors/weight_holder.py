@@ -18,8 +18,6 @@ from weightsync.holder.holder import Holder
 from weightsync.memory import cuda
 from weightsync.memory.tensors import device_id
 
-__all__ = ["Standby", "spawn_holder", "spawn_standby"]
-
 # watch(), a move or refill, snapshot() and replicate() take one each. The rest are for other calls.
 _NUM_THREADS = 8
 

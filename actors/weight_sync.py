@@ -33,8 +33,6 @@ from weightsync.plan.explain import count_text
 from weightsync.report import HealReport, Link, SyncReport
 from weightsync.sources.checkpoint_store import Reading
 
-__all__ = ["WeightSync"]
-
 _POLL_S = 0.02
 
 

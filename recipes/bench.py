@@ -24,8 +24,6 @@ from weightsync.recipes.recipe import Recipe
 from weightsync.recipes.screen import Screen
 from weightsync.recipes.steps import start
 
-__all__ = ["run"]
-
 NUM_WARM = 2
 """Updates that are not measured: they touch memory for the first time."""
 

@@ -16,8 +16,6 @@ from weightsync.recipes.hosts import HostSpec
 from weightsync.recipes.run_report import packages_here, this_host
 from weightsync.report import Link, SyncReport, bytes_text
 
-__all__ = ["BenchReport", "BenchRow"]
-
 _HEAD = ("who", "what", "median", "least", "most", "bytes", "GB/s", "floor", "reached")
 
 

@@ -9,8 +9,6 @@ from typing import Any
 from weightsync.actors.remote import answer
 from weightsync.driver.gather import Outcome, gather_named
 
-__all__ = ["collect", "gather"]
-
 
 def collect(calls: Mapping[str, Awaitable[Any]], phase: str, timeout_s: float) -> dict[str, Any]:
     """Wait for all `calls` and return their answers by actor name.

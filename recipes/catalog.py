@@ -14,8 +14,6 @@ from weightsync.recipes.yaml_lines import located, read_yaml
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["find", "load", "shipped"]
-
 T = TypeVar("T", bound="DataclassInstance")
 
 

@@ -50,8 +50,6 @@ from weightsync.recipes.schema import recipe_schema
 from weightsync.recipes.screen import Screen
 from weightsync.recipes.shapes import ModelShape
 
-__all__ = ["app", "main"]
-
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 ASKED_FOR = ("report.json", "trace.json")
 """A run without these files has failed. A page can be made again, and logs are extra."""

@@ -16,8 +16,6 @@ from pathlib import Path
 from weightsync.errors import ConfigError
 from weightsync.recipes.run_folder import RunFolder
 
-__all__ = ["existing_cluster", "local_cluster"]
-
 _ACTOR = ":actor_name:"
 _HEAD_LINES = 20
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}

@@ -14,8 +14,6 @@ from weightsync.errors import ConfigError
 from weightsync.plan import Layout, TensorMeta
 from weightsync.plan.layout import Int64
 
-__all__ = ["BEHIND", "Cut", "Kind", "RankPosition", "lay_out", "partition"]
-
 _NAME = re.compile(
     r"(?P<home>(?:model\.layers\.(?P<layer>\d+)\.)?(?:\w+\.)*?)"
     r"(?:experts\.(?P<expert>\d+)\.)?(?P<leaf>\w+)\.(?P<what>\w+)"

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Row", "is_fit", "table"]
-
 
 @dataclass(frozen=True, slots=True)
 class Row:

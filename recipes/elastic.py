@@ -15,8 +15,6 @@ from weightsync.recipes.launcher import Launcher
 from weightsync.recipes.recipe import Recipe
 from weightsync.recipes.screen import Screen
 
-__all__ = ["Elastic"]
-
 
 class Elastic:
     """Carries out the events of `recipe`. Training does not wait for engines that start.

@@ -9,8 +9,6 @@ from typing import Literal
 from weightsync.config import check_fields
 from weightsync.errors import ConfigError, nearest
 
-__all__ = ["EventSpec", "check_events", "present_at_start"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EventSpec:

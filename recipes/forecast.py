@@ -26,8 +26,6 @@ from weightsync.recipes.parallel import EngineParallel, Fsdp, Megatron, TrainerP
 from weightsync.recipes.recipe import MoeSpec, Recipe, TrainerSpec
 from weightsync.recipes.shapes import MixtureShape, ModelShape, checkpoint_tensors
 
-__all__ = ["Scene", "forecast", "recipe_scene"]
-
 MOST_COPIES = 10_000_000
 """Planning this many takes about six seconds, and twice that if they read other hosts."""
 _LEAST_RANKS = 2

@@ -11,8 +11,6 @@ from weightsync.recipes.parallel import EngineParallel, Fsdp, Megatron, TrainerP
 from weightsync.recipes.shapes import ModelShape
 from weightsync.recipes.zero import zero_layout
 
-__all__ = ["engine_layout", "trainer_layout"]
-
 _BUFFER = "e_score_correction_bias"
 _ENGINE_VOCAB, _MEGATRON_VOCAB = 64, 128
 """By default vLLM pads a vocabulary to a multiple of this, Megatron to a multiple of this times tp."""

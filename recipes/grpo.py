@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Batch", "Group", "collate", "group_advantages", "policy_loss", "token_logprobs"]
-
 
 @dataclass(frozen=True, slots=True)
 class Group:

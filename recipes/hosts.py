@@ -9,8 +9,6 @@ from weightsync.config import Positive, check_fields
 from weightsync.errors import ConfigError
 from weightsync.plan.estimate import LinkRates
 
-__all__ = ["HostSpec", "Rate"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:

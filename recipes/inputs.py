@@ -20,23 +20,6 @@ from weightsync.recipes.recipe import Recipe, load_recipe
 from weightsync.recipes.yaml_lines import located, read_yaml
 from weightsync.sources.safetensors_files import contents
 
-__all__ = [
-    "SHIPPED",
-    "at_least_one",
-    "check_cluster",
-    "check_models",
-    "check_ranks",
-    "load_fault_plan",
-    "many_engines",
-    "recipe_file",
-    "refuse",
-    "report_in",
-    "required",
-    "runnable_recipe",
-    "shipped_recipes",
-    "writable",
-]
-
 SHIPPED = Path(__file__).resolve().parent
 _MOST_ENGINE_RANKS = 1_000_000
 

@@ -24,8 +24,6 @@ from weightsync.recipes.recipe import Recipe
 from weightsync.recipes.survival import actor_options
 from weightsync.recipes.trainer import GrpoTrainer
 
-__all__ = ["Launcher"]
-
 _SHARE = 0.4
 """Fraction of a GPU for its trainer and for its engine; their holder reserves none."""
 

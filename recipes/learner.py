@@ -14,8 +14,6 @@ from weightsync.recipes.grpo import Group, collate, policy_loss, token_logprobs
 from weightsync.recipes.recipe import LoopSpec
 from weightsync.recipes.task import PAD, WORDS
 
-__all__ = ["Learner"]
-
 
 class Learner:
     """Trains one rank's share of each step's groups. Every rank must call every method.

@@ -24,8 +24,6 @@ from weightsync.errors import ConfigError
 from weightsync.recipes.recipe import ModelSpec
 from weightsync.recipes.task import EOS, PAD, WORDS
 
-__all__ = ["build_checkpoint", "build_tokenizer"]
-
 MAX_POSITIONS = 128
 
 

@@ -21,8 +21,6 @@ from weightsync.recipes.run_report import NUM_LAST, RunReport, StepRow
 from weightsync.recipes.svg import Axis, Bar, Row, columns, lanes, line
 from weightsync.report import bytes_text
 
-__all__ = ["page", "write_page"]
-
 _NARROW, _WIDE = 336, 980
 _PHASES = ("publish", "pause", "move", "load", "verify", "commit")
 _SERVED = ("the version just committed", "an older one")

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from weightsync.errors import ConfigError, nearest
 
-__all__ = ["EngineParallel", "Fsdp", "Megatron", "TrainerParallel", "Zero", "parse_engine", "parse_trainers"]
-
 
 @dataclass(frozen=True, slots=True)
 class Fsdp:

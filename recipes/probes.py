@@ -27,8 +27,6 @@ from weightsync.recipes.cluster import existing_cluster
 from weightsync.recipes.doctor import Row
 from weightsync.sources import tested
 
-__all__ = ["diagnose"]
-
 _PATIENCE_S = 30.0
 
 version_of = tested.installed

@@ -24,8 +24,6 @@ from weightsync.recipes.survival import find_actors, read_back
 from weightsync.recipes.task import ProblemSampler
 from weightsync.report import HealReport
 
-__all__ = ["run"]
-
 
 def run(
     recipe: Recipe, folder: RunFolder, screen: Screen, chaos: FaultPlan | None = None, *, trace: bool = False

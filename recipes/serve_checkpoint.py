@@ -28,8 +28,6 @@ from weightsync.recipes.screen import Screen
 from weightsync.report import bytes_text
 from weightsync.sources.checkpoint_store import Reading
 
-__all__ = ["Fleet", "serve"]
-
 _PATIENCE_S = 1800.0
 """Seconds for engines to start and for files to be read."""
 _PROMPT = [[1, 2, 3]]

@@ -27,8 +27,6 @@ from weightsync.actors.engine import EngineActor
 from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.engines.sglang.api import join_update_group
 
-__all__ = ["main"]
-
 GROUP, ROWS, WAIT_S = "three-calls", 16, 300
 CONFIG = LlamaConfig(
     vocab_size=4096,

@@ -9,8 +9,6 @@ from weightsync.config import Natural, Positive, at_least, check_fields
 from weightsync.errors import ConfigError, nearest
 from weightsync.plan import ITEMSIZE, TensorMeta
 
-__all__ = ["MixtureShape", "MlaShape", "ModelShape", "checkpoint_tensors"]
-
 _Shape = tuple[int, ...]
 
 

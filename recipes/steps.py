@@ -25,8 +25,6 @@ from weightsync.recipes.screen import Screen
 from weightsync.recipes.survival import take_trainers
 from weightsync.recipes.trace import write_trace
 
-__all__ = ["leave", "sleep", "start", "train", "update"]
-
 
 def start(
     recipe: Recipe,

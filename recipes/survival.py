@@ -13,8 +13,6 @@ from weightsync.errors import StateError
 from weightsync.recipes.recipe import Recipe
 from weightsync.recipes.run_report import RunReport, read_report
 
-__all__ = ["actor_options", "find_actors", "read_back", "take_trainers"]
-
 
 def actor_options(recipe: Recipe, who: str) -> dict[str, Any]:
     """Return Ray's options for an actor such as ``trainer 0`` or ``engine main-0``.

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
-__all__ = ["Axis", "Bar", "Row", "columns", "lanes", "line"]
-
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 12, 10, 26
 _BAR, _GAP, _LABEL = 16, 10, 18
 _CHARACTER = 7.4

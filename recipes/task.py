@@ -11,8 +11,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["EOS", "PAD", "WORDS", "Problem", "ProblemSampler", "encode", "reward"]
-
 PAD, EOS = "<pad>", "<eos>"
 WORDS = (PAD, EOS, *"0123456789", "max", "=")
 """The words in the order of their token ids."""

@@ -9,8 +9,6 @@ from pathlib import Path
 from weightsync.recipes.run_folder import replace_text
 from weightsync.report import HealReport, SyncReport
 
-__all__ = ["write_trace"]
-
 _GROUPS = ("driver", "trainer", "holder", "engine")
 _Event = dict[str, object]
 

@@ -15,8 +15,6 @@ from weightsync.recipes.grpo import Group
 from weightsync.recipes.learner import Learner
 from weightsync.recipes.recipe import LoopSpec, TrainerSpec
 
-__all__ = ["GrpoTrainer"]
-
 PATIENCE = timedelta(seconds=60)
 
 

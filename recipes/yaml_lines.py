@@ -11,8 +11,6 @@ import yaml
 
 from weightsync.errors import ConfigError
 
-__all__ = ["located", "read_yaml"]
-
 
 def read_yaml(path: Path, field: str) -> tuple[object, dict[str, str]]:
     """Return the value and its places, ``{"sync.timeout_s": "recipes/x.yaml:12", "faults[0]": …}``.

@@ -10,8 +10,6 @@ from weightsync.plan import Layout, TensorMeta
 from weightsync.plan.layout import Int64, padded
 from weightsync.plan.runs import run_segments
 
-__all__ = ["zero_layout"]
-
 
 def zero_layout(
     tensors: Sequence[TensorMeta], num_ranks: int, tied: tuple[tuple[str, str], ...], whole: Sequence[int]

@@ -33,20 +33,6 @@ from weightsync.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = [
-    "Limit",
-    "Natural",
-    "Positive",
-    "Seconds",
-    "Size",
-    "SyncConfig",
-    "at_least",
-    "check_fields",
-    "is_size",
-    "load_dataclass",
-    "parse_size",
-]
-
 T = TypeVar("T", bound="DataclassInstance")
 
 _Remedies = Mapping[object, str]

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from weightsync.plan import Plan, Step
 
-__all__ = ["Fault", "FaultPlan", "has_faults", "inject", "inject_in_move", "set_faults", "split_by_rank"]
-
 _ANSWER_S = 0.05
 """Delay of a fault at ``idle``, so that the call that set it is answered first."""
 

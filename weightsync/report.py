@@ -8,8 +8,6 @@ from typing import Literal
 
 from weightsync.protocol.timing import Span
 
-__all__ = ["Distance", "HealReport", "Link", "SyncReport", "bytes_text"]
-
 Distance = Literal["same GPU or slot", "same host", "other host"]
 
 

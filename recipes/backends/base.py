@@ -12,8 +12,6 @@ from torch.optim import AdamW, Optimizer
 from weightsync.recipes.grpo import Group
 from weightsync.recipes.recipe import LoopSpec
 
-__all__ = ["MAX_GRAD_NORM", "Backend", "adamw"]
-
 MAX_GRAD_NORM = 1.0
 
 

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from weightsync.recipes.backends.base import MAX_GRAD_NORM, Backend, adamw
 from weightsync.recipes.recipe import LoopSpec
 
-__all__ = ["DeepSpeed"]
-
 
 class DeepSpeed(Backend):
     """One ZeRO-3 rank."""

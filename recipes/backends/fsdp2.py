@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor
 from weightsync.recipes.backends.base import MAX_GRAD_NORM, Backend, adamw
 from weightsync.recipes.recipe import LoopSpec
 
-__all__ = ["Fsdp2"]
-
 
 class Fsdp2(Backend):
     """One FSDP2 rank."""

@@ -32,8 +32,6 @@ with warnings.catch_warnings():
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-__all__ = ["Megatron", "load"]
-
 
 class Megatron(Backend):
     """One rank: of tensor parallelism over all ranks, or of a mixture, of expert and data parallelism."""

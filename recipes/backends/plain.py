@@ -10,8 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 from weightsync.recipes.backends.base import MAX_GRAD_NORM, Backend, adamw
 from weightsync.recipes.recipe import LoopSpec
 
-__all__ = ["Plain"]
-
 
 class Plain(Backend):
     """One replica."""

@@ -6,8 +6,6 @@ import errno
 import os
 import resource
 
-__all__ = ["shortage"]
-
 
 def shortage(num: int = 1) -> str:
     """Return why `num` descriptors cannot be opened, and the remedy; empty if they can.

@@ -56,8 +56,6 @@ from weightsync.protocol.handles import BufferHandle, Handle
 from weightsync.protocol.messages import Digests, FeedTicket
 from weightsync.protocol.timing import PhaseClock, Span
 
-__all__ = ["EngineFeed", "HolderFeed"]
-
 logger = logging.getLogger("weightsync.channel.engine_end")
 
 _POLL_MS = 50

@@ -7,8 +7,6 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-__all__ = ["PrivateDirectory"]
-
 
 class PrivateDirectory:
     """A directory of mode 0700, removed when this process ends, even by SIGKILL."""

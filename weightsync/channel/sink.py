@@ -10,8 +10,6 @@ import torch
 from weightsync.plan import Box
 from weightsync.protocol.messages import Digests
 
-__all__ = ["PieceView", "Sink"]
-
 
 class Sink(Protocol):
     """One rank's writer for one update, called by `EngineFeed.receive` in the engine rank."""

@@ -12,22 +12,6 @@ import msgspec
 
 from weightsync.errors import KINDS, WeightSyncError, Where, WireError
 
-__all__ = [
-    "MAX_MESSAGE_NBYTES",
-    "Cancel",
-    "Done",
-    "Failed",
-    "GoingOn",
-    "Hello",
-    "Message",
-    "Ready",
-    "SentError",
-    "Welcome",
-    "Written",
-    "decode",
-    "encode",
-]
-
 MAX_MESSAGE_NBYTES = 64 << 10
 
 

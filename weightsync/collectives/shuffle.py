@@ -33,8 +33,6 @@ from weightsync.plan.shuffle import Lane, Messages, ShufflePlan
 from weightsync.transports import Pending, Transport
 from weightsync.transports.base import Op, Recv, Send
 
-__all__ = ["Shuffle", "ShufflePlan", "gather_send", "scatter_recv"]
-
 Memory = Mapping[str, torch.Tensor]
 
 _SLOTS = 2

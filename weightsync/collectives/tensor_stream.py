@@ -29,8 +29,6 @@ from weightsync.memory.kernels import DigestPart, DigestTable
 from weightsync.plan import Box
 from weightsync.transports.base import Broadcast, Pending, Transport
 
-__all__ = ["TensorStream"]
-
 _ALIGN = 16
 _SIZES_NBYTES = 16
 _SLOTS = 2

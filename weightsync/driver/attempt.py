@@ -11,8 +11,6 @@ from weightsync.driver.gather import GRACE_S, Outcome
 from weightsync.errors import DeadlineError, PeerLostError, RankLostError
 from weightsync.protocol.messages import Moved
 
-__all__ = ["Attempt"]
-
 _FINAL = (PeerLostError, RankLostError, DeadlineError)
 """Errors of an engine that need no word from its holder; others may repeat the holder's own error."""
 

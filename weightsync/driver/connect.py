@@ -21,8 +21,6 @@ from weightsync.protocol.messages import Prepared
 from weightsync.protocol.peers import HolderPeer
 from weightsync.protocol.timing import PhaseClock
 
-__all__ = ["Connection", "FlatLayout", "adopt", "connect", "flat_layout"]
-
 logger = logging.getLogger("weightsync.driver.connect")
 
 

@@ -42,8 +42,6 @@ from weightsync.protocol.peers import HolderPeer
 from weightsync.protocol.timing import PhaseClock, Span
 from weightsync.report import Link, SyncReport
 
-__all__ = ["Controller"]
-
 logger = logging.getLogger("weightsync.driver.controller")
 
 T = TypeVar("T")

@@ -11,8 +11,6 @@ from weightsync.plan import Plan, RankLayout
 from weightsync.plan.plan import by_tensor
 from weightsync.protocol.messages import Digests
 
-__all__ = ["DigestReduction"]
-
 
 class DigestReduction:
     """Adds up digests so that each replica is checked.

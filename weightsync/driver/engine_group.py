@@ -33,8 +33,6 @@ from weightsync.errors import (
 from weightsync.protocol.messages import Digests, Loaded
 from weightsync.protocol.peers import EnginePeer
 
-__all__ = ["EngineGroup", "Halts"]
-
 logger = logging.getLogger("weightsync.driver.controller")
 
 T = TypeVar("T")

@@ -11,8 +11,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-__all__ = ["EngineRecord", "EngineState"]
-
 
 class EngineState(enum.Enum):
     """One engine's state. EMPTY and STALE engines hold no version and serve nothing.

@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 from weightsync.errors import WeightSyncError
 from weightsync.report import HealReport
 
-__all__ = ["EngineFailed", "EngineHealed", "Events", "HolderSilent"]
-
 E = TypeVar("E")
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from weightsync.driver.engine_state import EngineRecord, EngineState
 from weightsync.protocol.peers import EnginePeer, HolderPeer, TrainerPeer
 
-__all__ = ["EngineMember", "Fleet"]
-
 
 @dataclass(slots=True)
 class EngineMember:

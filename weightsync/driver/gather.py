@@ -10,8 +10,6 @@ from typing import Generic, TypeVar
 
 from weightsync.errors import DeadlineError, PeerLostError, TransportError, WeightSyncError
 
-__all__ = ["GRACE_S", "Outcome", "gather_named", "remoteness"]
-
 GRACE_S = 2.0
 """How much later the driver's deadline is than a peer's own, which says what was late."""
 

@@ -12,8 +12,6 @@ from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.protocol.messages import Samples
 from weightsync.protocol.timing import Span
 
-__all__ = ["peaks", "sampled"]
-
 
 @asynccontextmanager
 async def sampled(

@@ -18,8 +18,6 @@ from weightsync.plan.explain import count_text
 from weightsync.protocol.timing import PhaseClock
 from weightsync.report import HealReport, SyncReport
 
-__all__ = ["Healer"]
-
 logger = logging.getLogger("weightsync.driver.healing")
 
 

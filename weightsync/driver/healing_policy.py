@@ -42,8 +42,6 @@ from weightsync.errors import (
     WeightSyncError,
 )
 
-__all__ = ["Action", "Decision", "decide"]
-
 _LONGEST_S = 60.0
 
 

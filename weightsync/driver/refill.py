@@ -21,8 +21,6 @@ from weightsync.protocol.messages import Loaded, Refilled, Snapshot
 from weightsync.protocol.peers import EnginePeer
 from weightsync.protocol.timing import PhaseClock
 
-__all__ = ["GaveWayError", "Refiller"]
-
 
 class GaveWayError(StateError):
     """An update interrupted the work. The engine takes part in it if it is attached."""

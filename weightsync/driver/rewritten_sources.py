@@ -12,8 +12,6 @@ from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.protocol.messages import Digests, combine
 
-__all__ = ["Rewritten", "rewritten"]
-
 logger = logging.getLogger("weightsync.driver.controller")
 
 Rewritten = Mapping[str, frozenset[str]]

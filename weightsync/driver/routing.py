@@ -19,8 +19,6 @@ from weightsync.plan.shuffle import ShufflePlan
 from weightsync.protocol.handles import DeviceHandle, Export
 from weightsync.protocol.messages import Part, UpdateTask
 
-__all__ = ["DIRECT", "CrossHostExchange", "Router", "obstacle"]
-
 logger = logging.getLogger("weightsync.driver.routing")
 
 DIRECT = "direct"

@@ -18,8 +18,6 @@ from weightsync.errors import DeadlineError, PeerLostError, WeightSyncError
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import Digests, Snapshot, SnapshotHeader, SnapshotPart
 
-__all__ = ["SnapshotIndex"]
-
 logger = logging.getLogger("weightsync.driver.snapshot_index")
 
 

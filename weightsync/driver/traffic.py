@@ -13,8 +13,6 @@ from weightsync.plan.estimate import LinkRates
 from weightsync.plan.explain import size_text, time_text
 from weightsync.report import Distance, Link, SyncReport
 
-__all__ = ["RankEfficiency", "efficiency", "links"]
-
 
 def links(connection: Connection, fleet: Fleet) -> list[Link]:
     """List the links of an update of all engines.

@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-__all__ = ["UpdateLock"]
-
 Stop = Callable[[], Awaitable[None]]
 
 

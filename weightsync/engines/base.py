@@ -11,8 +11,6 @@ from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import FeedTicket, Loaded
 
-__all__ = ["Completion", "Engine", "Generates", "HasRankProcesses", "Rollout", "Sleeps"]
-
 
 @dataclass(frozen=True, slots=True)
 class Completion:

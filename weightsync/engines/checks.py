@@ -12,8 +12,6 @@ import torch
 from weightsync.errors import ConfigError
 from weightsync.plan.explain import count_text
 
-__all__ = ["installed", "require_gpus", "untested", "warn_untested"]
-
 _TESTED: Mapping[str, tuple[str, str]] = {
     "vllm": ("0.24", "0.32"),
     "sglang": ("0.5.17", "0.5.17"),

@@ -14,8 +14,6 @@ from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import FeedTicket, Loaded
 
-__all__ = ["CACHES", "WEIGHTS", "EngineRanks", "answers_of"]
-
 logger = logging.getLogger("weightsync.engines")
 
 WEIGHTS, CACHES = "weights", "kv_cache"

@@ -14,8 +14,6 @@ from weightsync.memory.tensors import segment_view
 from weightsync.plan import Box, Plan, Segment
 from weightsync.protocol.messages import Digests
 
-__all__ = ["HostTables"]
-
 CHUNK_NBYTES = 4 << 20
 """Bytes of a large tensor that one thread copies at a time."""
 

@@ -20,8 +20,6 @@ from weightsync.plan.plan import by_tensor
 from weightsync.protocol.handles import Export
 from weightsync.protocol.messages import Digests
 
-__all__ = ["LiveWriter", "Missing"]
-
 logger = logging.getLogger("weightsync.engines.live_writer")
 
 

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FillCount", "ToFill"]
-
 
 @dataclass(frozen=True, slots=True)
 class ToFill:

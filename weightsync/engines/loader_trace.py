@@ -21,8 +21,6 @@ from weightsync.memory.tensors import meta_of
 from weightsync.plan import Box, Layout, RankLayout, Segment, TensorMeta
 from weightsync.plan.coverage import check_live
 
-__all__ = ["Traced", "UnprovableError", "joined", "padding_runs", "segment_of", "trace"]
-
 _Dim = tuple[int, int, int]
 """A dimension of a copy: number of steps, and the steps of source and target, in elements."""
 

@@ -24,8 +24,6 @@ from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import Digests, FeedTicket
 from weightsync.protocol.timing import Span
 
-__all__ = ["Checkpoint", "Host", "Rank", "checkpoint_of"]
-
 Checkpoint = tuple[tuple[TensorMeta, ...], tuple[tuple[str, str], ...]]
 """Names, dtypes and shapes of a checkpoint, and its (alias, canonical) ties."""
 

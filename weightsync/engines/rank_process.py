@@ -13,8 +13,6 @@ import psutil
 
 from weightsync.errors import RankLostError
 
-__all__ = ["RankProcess", "RankWatch", "process_state"]
-
 _ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 

@@ -14,8 +14,6 @@ from typing import Any, Protocol, TypeVar
 from weightsync.engines.base import Completion
 from weightsync.errors import DeadlineError, EngineError, RankLostError, StateError, WeightSyncError
 
-__all__ = ["Params", "RequestLoop", "Server"]
-
 T = TypeVar("T")
 S = TypeVar("S", bound="Server")
 

@@ -9,8 +9,6 @@ from typing import Any
 from weightsync.config import load_dataclass
 from weightsync.errors import ConfigError
 
-__all__ = ["Sampling", "check_prompts"]
-
 _REMEDY = "give a list of token ids for each prompt, such as [tokenizer(text)['input_ids']]"
 _MOST_SHOWN = 40
 

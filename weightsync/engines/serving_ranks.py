@@ -13,8 +13,6 @@ from weightsync.engines.sampling import Sampling
 from weightsync.errors import StateError, WeightSyncError
 from weightsync.protocol.messages import Loaded
 
-__all__ = ["ServingRanks"]
-
 
 class ServingRanks(EngineRanks):
     """Loads, checks and generates for adapters that generate tokens.

@@ -33,8 +33,6 @@ from weightsync.protocol.messages import FeedTicket, Loaded
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["TorchEngine", "TorchOptions"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchOptions:

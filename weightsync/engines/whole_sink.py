@@ -14,8 +14,6 @@ from weightsync.memory.digests import tensor_digest
 from weightsync.plan import Box, Plan
 from weightsync.protocol.messages import Digests
 
-__all__ = ["Loader", "WholeSink", "as_loaded", "synchronize"]
-
 _BATCH_NBYTES = 64 << 20
 
 

@@ -11,8 +11,6 @@ from weightsync.plan import Plan, broadcast_groups
 from weightsync.protocol.messages import Group
 from weightsync.transports import Broadcast, Pending, Transport
 
-__all__ = ["Communicators"]
-
 
 class Communicators:
     """The communicators of one holder, by `broadcast_groups`. None if the plan has no buckets.

@@ -15,8 +15,6 @@ from weightsync.transports import Transport
 if TYPE_CHECKING:
     from weightsync.holder.device_staging import DeviceStaging
 
-__all__ = ["CrossHostExchange"]
-
 
 class CrossHostExchange:
     """One holder's end of the exchange, made once per connect.

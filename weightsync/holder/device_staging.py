@@ -22,8 +22,6 @@ from weightsync.plan.plan import by_tensor
 from weightsync.protocol.handles import DeviceHandle, Export, Handle
 from weightsync.transports import Pending
 
-__all__ = ["DeviceStaging", "take_slots"]
-
 _NUM_BLOCKS = 64
 """Thread blocks of a copy: close to full speed, and NCCL still finds free multiprocessors."""
 _MIN_TARGETS = 2

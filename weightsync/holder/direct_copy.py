@@ -12,8 +12,6 @@ from weightsync.plan import Reads
 from weightsync.plan.copies import Copies
 from weightsync.protocol.handles import DeviceHandle
 
-__all__ = ["NUM_BLOCKS", "DirectCopy"]
-
 NUM_BLOCKS = 264
 """Thread blocks of the kernel. It has the device to itself, since the engine is paused.
 

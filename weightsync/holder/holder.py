@@ -48,8 +48,6 @@ from weightsync.protocol.messages import (
 from weightsync.protocol.timing import PhaseClock
 from weightsync.transports import Pending, Transport, transport_class
 
-__all__ = ["Holder"]
-
 _PATIENCE = 0.5, 0.9
 """Fractions of a move's time: for one wait for an engine rank, and for all such waits together.
 

@@ -21,8 +21,6 @@ from weightsync.protocol.messages import Refilled, Snapshot, SnapshotHeader
 from weightsync.readers import Read, Reader, open_reader
 from weightsync.transports import Pending
 
-__all__ = ["BucketSink", "FlatSink", "Portion", "Refill", "RefillSink", "Restore", "open_refill"]
-
 logger = logging.getLogger("weightsync.holder.refill")
 
 _PATIENCE = 0.3

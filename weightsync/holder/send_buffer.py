@@ -21,15 +21,6 @@ from weightsync.plan import MAPPED, Piece, Plan
 from weightsync.plan.plan import by_tensor
 from weightsync.protocol.handles import BufferHandle, HostExport
 
-__all__ = [
-    "Bounce",
-    "MappedSendBuffer",
-    "SendBuffer",
-    "send_buffer_for",
-    "snapshot_content",
-    "written",
-]
-
 
 class Bounce:
     """One page-locked buffer per slot. Threads fill one while another is copied to the device.

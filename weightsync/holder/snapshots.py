@@ -19,16 +19,6 @@ from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import Digests, SnapshotHeader, SnapshotPart
 from weightsync.readers import Read, Reader, Server, choose_protocol, open_reader, serve
 
-__all__ = [
-    "HEADER_NBYTES",
-    "Copy",
-    "FlatSnapshot",
-    "Held",
-    "SnapshotContent",
-    "SnapshotStore",
-    "read_headers",
-]
-
 
 class FlatSnapshot:
     """An engine rank's live buffers as one run of bytes, ordered by name."""

@@ -17,8 +17,6 @@ from weightsync.transports import Pending
 if TYPE_CHECKING:
     from weightsync.holder.device_staging import DeviceStaging  # imports CuPy
 
-__all__ = ["HostStaging", "Staging"]
-
 
 class Staging(Protocol):
     """The bucket slots of one holder. `Holder` calls the methods, from one thread at a time."""

@@ -17,8 +17,6 @@ from weightsync.plan import Box, Plan, RankLayout
 from weightsync.plan.plan import by_tensor
 from weightsync.protocol.messages import Digests
 
-__all__ = ["Part", "copied_parts", "digest_parts", "parts_in_place"]
-
 Part: TypeAlias = tuple[int, Box, torch.Tensor]
 """A tensor's number in the plan, a box of it, and the box's elements in any dtype."""
 

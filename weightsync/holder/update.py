@@ -21,8 +21,6 @@ from weightsync.transports import Pending
 if TYPE_CHECKING:
     from weightsync.holder.device_staging import DeviceStaging
 
-__all__ = ["BucketConsumer", "open_consumer", "run_update"]
-
 logger = logging.getLogger("weightsync.holder.update")
 
 

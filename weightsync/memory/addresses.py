@@ -15,8 +15,6 @@ from torch._C._dynamo.guards import TensorGuards
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["AddressGuard", "is_sharded", "local_tensor"]
-
 _NUM_AT_ONCE = 512
 _Place = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
 

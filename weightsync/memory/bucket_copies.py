@@ -9,8 +9,6 @@ import numpy as np
 from weightsync.plan import Box, Piece, Plan, Segment
 from weightsync.plan.copies import BoxCopy, Copies, box_copies
 
-__all__ = ["bucket_rows"]
-
 
 def _meeting_boxes(
     box: Box,

@@ -19,19 +19,6 @@ import torch
 
 from weightsync.errors import TransportError
 
-__all__ = [
-    "close_handle",
-    "export",
-    "free",
-    "launch",
-    "load",
-    "malloc",
-    "nccl",
-    "nccl_versions",
-    "open_handle",
-    "view",
-]
-
 _EXTRAS = "install weightsync with the extra cuda12 or cuda13, whichever torch.version.cuda says"
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 

@@ -13,8 +13,6 @@ from weightsync.memory.host import SharedBuffer
 from weightsync.memory.tensors import device_id, extent_nbytes
 from weightsync.protocol.handles import DeviceHandle, Handle
 
-__all__ = ["Buffer", "DeviceBuffer", "PeerMemory", "export_tensor", "open_buffer"]
-
 _GRANULE = 2 << 20
 
 

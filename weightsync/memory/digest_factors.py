@@ -8,8 +8,6 @@ import numpy as np
 
 from weightsync.protocol.messages import Digests
 
-__all__ = ["COLUMNS", "GOLDEN", "column_factors", "row_factors", "word_nbytes"]
-
 COLUMNS = 4096
 """Words per row."""
 GOLDEN = 0x9E3779B97F4A7C15

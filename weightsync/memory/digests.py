@@ -29,8 +29,6 @@ from weightsync.memory.tensors import byte_strides
 from weightsync.plan import Box
 from weightsync.protocol.messages import Digests
 
-__all__ = ["digest_kernel", "host_bytes", "runs", "tensor_digest", "warm_up"]
-
 _Words = npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 _Kernel = Callable[[_Words, npt.NDArray[np.int64], int, Digests], int]
 

@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 from weightsync.protocol.messages import Samples
 
-__all__ = ["MemorySampler", "used_nbytes"]
-
 _EVERY_S = 0.005
 
 

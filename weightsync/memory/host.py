@@ -18,8 +18,6 @@ import torch
 from weightsync.errors import PeerLostError, TransportError
 from weightsync.protocol.handles import BufferHandle
 
-__all__ = ["SharedBuffer", "map_pages", "num_threads", "open_memory"]
-
 _madvise = ctypes.CDLL(None).madvise  # unlike mmap.madvise it releases the GIL
 POPULATE_READ, POPULATE_WRITE = 22, 23  # since Linux 5.14
 PART_NBYTES = 256 << 20

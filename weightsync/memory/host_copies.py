@@ -10,8 +10,6 @@ import torch
 
 from weightsync.plan.copies import Copies
 
-__all__ = ["HostCopies"]
-
 
 class HostCopies:
     """Copies between addresses in host tensors. Copies of one group must not overlap."""

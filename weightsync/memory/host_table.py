@@ -19,8 +19,6 @@ from weightsync.memory.host import num_threads
 from weightsync.plan import Box
 from weightsync.protocol.messages import Digests
 
-__all__ = ["HostPart", "HostTable"]
-
 _Int64 = npt.NDArray[np.int64]
 _Kernel = Callable[[int, int, _Int64, _Int64, Digests, Digests], None]
 

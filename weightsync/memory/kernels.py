@@ -21,8 +21,6 @@ from weightsync.plan import Box
 from weightsync.plan.copies import BoxCopy, Copies, box_copies, tiles
 from weightsync.protocol.messages import Digests
 
-__all__ = ["CopyTable", "DigestPart", "DigestTable", "digest_tiles", "load_digests"]
-
 Int64 = npt.NDArray[np.int64]
 
 NUM_THREADS = 512  # kThreads in kernels.cu

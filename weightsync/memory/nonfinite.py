@@ -17,8 +17,6 @@ import torch
 from weightsync.memory.digests import host_bytes
 from weightsync.plan.segment import ITEMSIZE
 
-__all__ = ["MASKS", "NonfiniteTable", "count_nonfinite", "word_mask"]
-
 Int64 = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.unsignedinteger[Any]]
 

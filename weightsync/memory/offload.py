@@ -8,8 +8,6 @@ import torch
 
 from weightsync.errors import StateError
 
-__all__ = ["Offload"]
-
 
 class Offload:
     """Tensors without memory, from construction until `undo`. The tensor objects stay the same.

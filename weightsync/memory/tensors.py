@@ -7,8 +7,6 @@ from torch import nn
 
 from weightsync.plan import Segment, TensorMeta
 
-__all__ = ["byte_strides", "device_id", "extent_nbytes", "meta_of", "named_tensors", "segment_view"]
-
 
 def named_tensors(module: nn.Module) -> tuple[dict[str, torch.Tensor], tuple[tuple[str, str], ...]]:
     """Return parameters and persistent buffers in the order of ``state_dict``, tied ones once.

@@ -12,8 +12,6 @@ from weightsync.plan.copies import repeated
 from weightsync.plan.layout import Int64
 from weightsync.plan.segment import Box
 
-__all__ = ["Stretch", "choose", "partition"]
-
 _WHOLE_NBYTES = 1 << 20
 """A box is not split if the parts would be smaller than this."""
 

@@ -16,8 +16,6 @@ from weightsync.plan.members import Members
 from weightsync.plan.plan import Plan
 from weightsync.plan.segment import MOST_NBYTES, TensorMeta
 
-__all__ = ["make_plan"]
-
 
 def make_plan(
     source: Layout,

@@ -9,8 +9,6 @@ import numpy as np
 from weightsync.plan.layout import Int64
 from weightsync.plan.segment import Box
 
-__all__ = ["PIECE_ALIGN", "RUN_ALIGN", "Arrangement", "Pieces", "align", "arrange", "cut", "split_large"]
-
 PIECE_ALIGN = 16
 """Bytes: the widest load of a GPU thread."""
 RUN_ALIGN = 256

@@ -9,18 +9,6 @@ import numpy as np
 
 from weightsync.plan.layout import Bool, Int64, padded
 
-__all__ = [
-    "BoxCopy",
-    "Copies",
-    "Copy",
-    "box_copies",
-    "flattened",
-    "join",
-    "repeated",
-    "strided_copies",
-    "tiles",
-]
-
 Copy = tuple[int, int, int, int, int, int]
 """src, dst, rows, row_nbytes, src_pitch, dst_pitch: see `Copies`."""
 

@@ -14,8 +14,6 @@ from weightsync.plan.copies import repeated
 from weightsync.plan.layout import DTYPES, Int64, Layout, columns, take
 from weightsync.plan.segment import TensorMeta, suggest
 
-__all__ = ["check_live", "check_tiling", "first_element"]
-
 
 def first_element(offset: Int64, shape: Int64) -> Int64:
     """Return the row-major index of each box's first element. offset, shape: int64[n, D] -> int64[n]."""

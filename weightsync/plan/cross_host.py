@@ -13,8 +13,6 @@ from weightsync.plan.direct import Reads
 from weightsync.plan.layout import Bool, Int64
 from weightsync.plan.shuffle import Bundle
 
-__all__ = ["LEAST_SHARE_NBYTES", "arrivals", "bundles"]
-
 _SAME = ("trainer", "src_buffer", "src", "rows", "row_nbytes", "src_pitch", "dst_pitch")
 """Columns that shared reads have in common; `dst_pitch` too, since messages cut rows by it."""
 LEAST_SHARE_NBYTES = 1 << 20

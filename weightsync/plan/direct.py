@@ -14,8 +14,6 @@ from weightsync.plan.copies import Copies, join, repeated, strided_copies, tiles
 from weightsync.plan.layout import Int32, Int64, Layout
 from weightsync.plan.match import Match, Shards, match
 
-__all__ = ["CHUNK_NBYTES", "Reads", "Reshard", "addresses", "same_dtype_tensors"]
-
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Reads(Copies):

@@ -12,8 +12,6 @@ from weightsync.plan.cross_host import arrivals, bundles
 from weightsync.plan.direct import Reads
 from weightsync.plan.explain import count_text, size_text, time_text
 
-__all__ = ["DirectFloor", "LinkRates", "RankFloor", "Receiver", "direct_floor", "distances"]
-
 SAME_GPU, SAME_HOST, OTHER_HOST = range(3)
 _MOST_SHOWN = 4
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Cluster", "Explanation", "count_text", "size_text", "time_text"]
-
 
 def count_text(count: int, noun: str) -> str:
     """Format a count with a regular noun: ``1 engine``, ``2 engines``, ``0 copies``."""

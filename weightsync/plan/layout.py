@@ -16,8 +16,6 @@ from weightsync.plan.stages import check_stages
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["DTYPES", "Buffers", "Int32", "Int64", "Layout", "columns", "take"]
-
 T = TypeVar("T", bound="DataclassInstance")
 
 Int32 = npt.NDArray[np.int32]

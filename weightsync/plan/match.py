@@ -14,8 +14,6 @@ from weightsync.plan.coverage import check_tiling, first_element
 from weightsync.plan.layout import Int64, Layout
 from weightsync.plan.segment import CASTABLE, TensorMeta, suggest
 
-__all__ = ["Match", "Shards", "match"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Match:

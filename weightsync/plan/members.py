@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from weightsync.errors import ConfigError
 
-__all__ = ["Members", "broadcast_groups"]
-
 
 @dataclass(frozen=True, slots=True)
 class Members:

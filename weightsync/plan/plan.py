@@ -15,8 +15,6 @@ from weightsync.plan.layout import Int32, Int64, columns
 from weightsync.plan.members import Members
 from weightsync.plan.segment import Box, RankLayout, Segment, TensorMeta
 
-__all__ = ["Bucket", "Piece", "Plan", "Step", "by_tensor"]
-
 
 @dataclass(frozen=True, slots=True)
 class Piece:

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 
 from weightsync.plan.segment import Box, Segment, TensorMeta
 
-__all__ = ["run_boxes", "run_segments"]
-
 
 def run_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """Yield boxes that hold elements `start` to `stop` of a row-major tensor, in their order.

@@ -13,21 +13,6 @@ from types import MappingProxyType
 
 from weightsync.errors import PlanError, nearest
 
-__all__ = [
-    "CASTABLE",
-    "ITEMSIZE",
-    "MAPPED",
-    "MOST_NBYTES",
-    "Box",
-    "RankLayout",
-    "Segment",
-    "Stage",
-    "TensorMeta",
-    "Unmatched",
-    "most_alike",
-    "suggest",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Box:

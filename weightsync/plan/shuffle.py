@@ -19,8 +19,6 @@ from weightsync.plan.direct import Reads, Reshard, addresses
 from weightsync.plan.layout import Int64, Layout, columns
 from weightsync.plan.segment import RankLayout
 
-__all__ = ["Bundle", "Lane", "Messages", "ShufflePlan", "messages"]
-
 _SMALL = 64 << 10
 """Bundles of at most this many bytes travel in one message, if there is room."""
 _PARTS = 8

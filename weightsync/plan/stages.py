@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from weightsync.errors import ConfigError, PlanError, nearest
 from weightsync.plan.segment import RankLayout, Stage
 
-__all__ = ["check_stages"]
-
 
 def check_stages(ranks: Sequence[RankLayout]) -> None:
     """Check what all ranks of one side say of their stages. Ranks that say nothing are not asked.

@@ -9,8 +9,6 @@ import torch
 from weightsync.collectives.tensor_stream import TensorStream
 from weightsync.transports import transport_class
 
-__all__ = ["Sender", "device_of"]
-
 
 class Sender:
     """Rank 0, which sends. Give its `init_info` to the workers, call `open` while they join, then `send`.

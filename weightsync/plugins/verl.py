@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterable, Iterable
 
 
-__all__ = ["WeightSyncCheckpointEngine"]
-
-
 @dataclass(frozen=True, slots=True)
 class _Place:
     """A rank of a communicator. Ranks with the same `epoch` are in the same communicator."""

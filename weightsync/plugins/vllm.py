@@ -28,8 +28,6 @@ from weightsync.transports import Transport, transport_class
 if TYPE_CHECKING:
     Named = Iterable[tuple[str, torch.Tensor]]
 
-__all__ = ["WeightSyncInitInfo", "WeightSyncTransferEngine", "WeightSyncUpdateInfo"]
-
 
 @dataclass
 class WeightSyncInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not followed

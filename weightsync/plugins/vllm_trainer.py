@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     import torch
     from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient, WeightSource
 
-__all__ = ["WeightSyncTrainerEngine", "WeightSyncTrainerInitInfo"]
-
 
 @dataclass
 class WeightSyncTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM is not followed

@@ -10,17 +10,6 @@ import msgspec
 
 from weightsync.plan import RankLayout
 
-__all__ = [
-    "Attached",
-    "BufferHandle",
-    "DeviceHandle",
-    "Export",
-    "Handle",
-    "HostExport",
-    "Offer",
-    "ProtocolName",
-]
-
 
 class BufferHandle(msgspec.Struct, frozen=True, tag="host"):
     """A name of a buffer of `nbytes`, for other processes of the same user and host.

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     Context = zmq.Context[zmq.Socket[bytes]]
     Socket = zmq.Socket[bytes]
 
-__all__ = ["Doorman", "Server", "decode_one", "dial", "hang_up", "own_address", "show_secret"]
-
 T = TypeVar("T")
 
 HANDSHAKE_MS = 5000

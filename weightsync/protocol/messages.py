@@ -14,24 +14,6 @@ from weightsync.plan.shuffle import ShufflePlan
 from weightsync.protocol.handles import BufferHandle, Handle, Offer
 from weightsync.protocol.timing import Span
 
-__all__ = [
-    "Digests",
-    "FeedTicket",
-    "Group",
-    "Loaded",
-    "Moved",
-    "Part",
-    "Prepared",
-    "Published",
-    "Refilled",
-    "Samples",
-    "Snapshot",
-    "SnapshotHeader",
-    "SnapshotPart",
-    "UpdateTask",
-    "combine",
-]
-
 Group = tuple[int, ...]
 """The holders of one communicator, ascending. A holder's rank is its index."""
 

@@ -24,8 +24,6 @@ from weightsync.protocol.messages import (
     UpdateTask,
 )
 
-__all__ = ["EnginePeer", "HolderPeer", "TrainerPeer"]
-
 
 class TrainerPeer(Protocol):
     """A trainer rank, as the driver calls it. `weightsync.sources.Source` documents the methods."""

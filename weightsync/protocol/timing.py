@@ -8,8 +8,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["PhaseClock", "Span"]
-
 logger = logging.getLogger("weightsync.protocol.timing")
 
 

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from weightsync.memory.host import SharedBuffer
     from weightsync.protocol.handles import Offer
 
-__all__ = ["Read", "Reader", "Server", "by_peer", "check_reads", "host_id", "pieces"]
-
 
 @dataclass(frozen=True, slots=True)
 class Read:

@@ -13,8 +13,6 @@ from weightsync.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from weightsync.protocol.handles import ProtocolName
 
-__all__ = ["choose_protocol", "rdma_devices"]
-
 logger = logging.getLogger("weightsync.readers")
 
 DEVICES = Path("/sys/class/infiniband")

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 
 from weightsync.errors import TransportError
 
-__all__ = ["Ending"]
-
 
 class Ending:
     """The state shared by a reader's read and its close.

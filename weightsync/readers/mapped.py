@@ -17,8 +17,6 @@ from weightsync.protocol.handles import Offer
 from weightsync.readers.base import Read, by_peer, host_id, pieces
 from weightsync.readers.ending import Ending
 
-__all__ = ["MappedReader", "can_map"]
-
 PIECE_NBYTES = 16 << 20
 """The most bytes of one copy. A DeadlineError is late by at most the time of one copy."""
 MAX_THREADS = 4

@@ -18,8 +18,6 @@ from weightsync.readers.base import Read, by_peer, host_id, pieces
 from weightsync.readers.ending import Ending
 from weightsync.readers.mooncake_process import MooncakeProcess, readable
 
-__all__ = ["MooncakeReader", "MooncakeServer"]
-
 PIECE_NBYTES = 16 << 20
 
 

@@ -20,8 +20,6 @@ import time
 from collections import deque
 from typing import Any
 
-__all__ = ["main"]
-
 WINDOW = 4
 """Pieces that are read at a time."""
 MIN_PAUSE_S, MAX_PAUSE_S = 50e-6, 1e-3

@@ -17,8 +17,6 @@ from weightsync.errors import TransportError
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.handles import ProtocolName
 
-__all__ = ["MooncakeProcess", "probe", "readable"]
-
 logger = logging.getLogger("weightsync.readers")
 
 START_S = 30.0

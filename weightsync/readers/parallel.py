@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from weightsync.memory.host import SharedBuffer
     from weightsync.protocol.handles import Offer
 
-__all__ = ["ParallelReader"]
-
 
 class ParallelReader:
     """Runs the readers of several ways in parallel. If one fails, all are closed."""

@@ -23,8 +23,6 @@ from weightsync.readers.base import Read, by_peer, pieces
 from weightsync.readers.ending import Ending
 from weightsync.readers.zeromq_server import Request, answers
 
-__all__ = ["ZeroMqReader"]
-
 CHUNK_NBYTES = 1 << 20
 WINDOW = 4
 """Chunks requested from one peer at a time."""

@@ -17,8 +17,6 @@ from weightsync.protocol.handles import Offer
 from weightsync.protocol.handshake import Server, decode_one
 from weightsync.readers.base import host_id
 
-__all__ = ["Answer", "Request", "ZeroMqServer", "answers"]
-
 MAX_FRAME_NBYTES = 256
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]

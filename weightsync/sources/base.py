@@ -8,8 +8,6 @@ from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.handles import Attached, BufferHandle
 from weightsync.protocol.messages import Published
 
-__all__ = ["ModelSource", "Offloads", "Source"]
-
 
 class Source(Protocol):
     """One trainer rank's weights, in the process that owns them.

@@ -24,8 +24,6 @@ from weightsync.protocol.handles import HostExport
 from weightsync.protocol.messages import Published
 from weightsync.sources.safetensors_files import contents
 
-__all__ = ["CheckpointStore", "Reading"]
-
 _MEMORY = "/dev/shm"
 _CHUNK_NBYTES = 4 << 20
 """Bytes that are read, and then digested while they are still in the processor's cache."""

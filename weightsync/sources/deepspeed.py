@@ -20,8 +20,6 @@ from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.tensors import TensorSource
 from weightsync.sources.tested import warn_untested
 
-__all__ = ["DeepSpeedSource", "is_partitioned"]
-
 _PART = "ds_tensor"
 _CONTEXT_DEPTH = "_ds_z3_gathered_param_context_depth"
 """DeepSpeed's mark of parameters that a user has gathered."""

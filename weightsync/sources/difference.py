@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from weightsync.plan import Box, RankLayout
 
-__all__ = ["difference"]
-
 
 def difference(before: RankLayout, now: RankLayout) -> str | None:
     """Return the first difference, as a sentence that begins with the tensor's name, or None.

@@ -15,8 +15,6 @@ from dataclasses import replace
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 from weightsync.plan.balance import Stretch
 
-__all__ = ["stack_experts", "stacked"]
-
 _EXPERT = re.compile(r"(?P<base>.+\.experts)\.(?P<number>\d+)\.(?P<leaf>gate|up|down)_proj\.weight")
 
 

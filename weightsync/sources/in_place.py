@@ -14,8 +14,6 @@ from weightsync.memory.tensors import byte_strides
 from weightsync.plan import Piece, Plan
 from weightsync.protocol.messages import Published, combine
 
-__all__ = ["InPlace"]
-
 _SCRATCH_NBYTES = 64 << 20
 _ALIGN = 16
 

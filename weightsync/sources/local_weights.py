@@ -9,8 +9,6 @@ import torch
 
 from weightsync.plan import RankLayout
 
-__all__ = ["LocalWeights"]
-
 
 @dataclass(frozen=True, slots=True)
 class LocalWeights:

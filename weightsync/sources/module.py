@@ -14,8 +14,6 @@ from weightsync.sources.deepspeed import is_partitioned
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.tensors import TensorSource
 
-__all__ = ["ModuleSource"]
-
 
 class ModuleSource(TensorSource):
     """Reads a module's parameters and persistent buffers, under their names in its ``state_dict``."""

@@ -12,8 +12,6 @@ from weightsync.memory.offload import Offload
 from weightsync.memory.tensors import segment_view
 from weightsync.plan import Segment
 
-__all__ = ["Offloaded", "Stored"]
-
 
 @dataclass(frozen=True, slots=True)
 class Stored:

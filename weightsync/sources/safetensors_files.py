@@ -12,8 +12,6 @@ from weightsync.plan import Box, TensorMeta
 from weightsync.plan.balance import Stretch
 from weightsync.sources.experts import stacked
 
-__all__ = ["Contents", "contents"]
-
 _INDEX = ".safetensors.index.json"
 _DTYPES = {
     "BF16": "bfloat16",

@@ -11,8 +11,6 @@ from weightsync.errors import ConfigError, nearest
 from weightsync.plan import Box, RankLayout, Segment, Stage, TensorMeta, Unmatched
 from weightsync.plan.segment import most_alike
 
-__all__ = ["Names", "Part", "Selection"]
-
 
 @dataclass(frozen=True, slots=True)
 class Part:

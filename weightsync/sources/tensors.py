@@ -33,9 +33,6 @@ from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.offloaded import Offloaded, Stored
 from weightsync.sources.selection import Names, Selection
 
-__all__ = ["Guard", "TensorSource"]
-
-
 logger = logging.getLogger("weightsync.sources")
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from importlib import metadata
 
-__all__ = ["TESTED", "installed", "untested", "warn_untested"]
-
 TESTED = {"deepspeed": ("0.19.8",), "mbridge": ("0.15.1",), "megatron-core": ("0.16.1",)}
 """Distributions, and their versions that the tests have run with."""
 

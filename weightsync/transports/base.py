@@ -8,8 +8,6 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["Broadcast", "Op", "Pending", "Recv", "Send", "Transport"]
-
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:

@@ -22,8 +22,6 @@ from weightsync.transports.store import StoreServer
 from weightsync.transports.watchdog import Watch
 from weightsync.transports.watched import WatchedTransport
 
-__all__ = ["GlooTransport"]
-
 _SLICE_S = 0.05
 """The longest time after which a waiting thread sees an abort."""
 _LEAST_S = 0.1

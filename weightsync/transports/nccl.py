@@ -21,8 +21,6 @@ from weightsync.transports.store import StoreServer
 from weightsync.transports.watchdog import Gate, Watch
 from weightsync.transports.watched import WatchedTransport
 
-__all__ = ["NcclTransport"]
-
 logger = logging.getLogger("weightsync.transports")
 
 _POLL_S = 5e-5

@@ -9,8 +9,6 @@ from weightsync.protocol.daemon import on_daemon
 from weightsync.transports.roll_call import RollCall
 from weightsync.transports.store import NetworkStore
 
-__all__ = ["SLACK_S", "join_store"]
-
 SLACK_S = 1.0
 """Time after its deadline within which a rank has named the missing ranks."""
 

@@ -17,8 +17,6 @@ from torch.distributed.distributed_c10d import Store
 
 from weightsync.errors import TransportError
 
-__all__ = ["Absence", "RollCall", "ranks_text"]
-
 ANSWER_S = 1.0
 """Time to wait for answers. Every rank looks for a roll call several times a second."""
 SEE_OFF_S = 0.4

@@ -20,8 +20,6 @@ from zmq.utils.monitor import recv_monitor_message
 from weightsync.errors import WireError
 from weightsync.protocol.handshake import Server, decode_one, dial, hang_up
 
-__all__ = ["NetworkStore", "StoreServer"]
-
 MAX_MESSAGE_NBYTES = 1 << 20
 _POLL_MS = 50
 _WAIT_S = 0.01

@@ -15,8 +15,6 @@ from weightsync.protocol.daemon import on_daemon
 from weightsync.transports.base import Broadcast, Op
 from weightsync.transports.roll_call import Absence, RollCall, ranks_text
 
-__all__ = ["Gate", "Watch"]
-
 
 class Gate:
     """Counts calls inside a library, and can be shut against new ones."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from weightsync.transports.store import NetworkStore, StoreServer
 from weightsync.transports.watchdog import Watch
 
-__all__ = ["WatchedTransport"]
-
 
 class WatchedTransport:
     """Base class of transports. A subclass sets the fields in `offer` and `open`."""

@@ -24,8 +24,6 @@ from weightsync.engines.sglang.rank_calls import Replies
 from weightsync.engines.sglang.worker import RankSettings
 from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError, WeightSyncError
 
-__all__ = ["SglangEngine"]
-
 logger = logging.getLogger("weightsync.engines.sglang")
 
 _END_S = 20.0

@@ -23,17 +23,6 @@ from weightsync.engines.sampling import Sampling
 from weightsync.engines.sglang.rank_calls import Call
 from weightsync.errors import ConfigError, nearest
 
-__all__ = [
-    "Loads",
-    "Server",
-    "has_sessions",
-    "join_update_group",
-    "pack",
-    "sampling_params",
-    "server_args",
-    "stored_otherwise",
-]
-
 _LOADER = "weightsync.engines.sglang.worker.receive"
 # These would put weights or ranks out of our reach.
 _FIXED = (

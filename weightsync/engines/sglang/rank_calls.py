@@ -27,8 +27,6 @@ from weightsync.plan import RankLayout
 from weightsync.protocol.handles import Attached
 from weightsync.protocol.timing import Span
 
-__all__ = ["Call", "Replies", "reply"]
-
 logger = logging.getLogger("weightsync.engines.sglang")
 
 _SEND_MS = 5000

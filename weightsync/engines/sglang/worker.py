@@ -14,8 +14,6 @@ from weightsync.engines.sglang.api import Loads, stored_otherwise
 from weightsync.engines.sglang.rank_calls import Call, reply
 from weightsync.errors import EngineError
 
-__all__ = ["RankSettings", "receive"]
-
 logger = logging.getLogger("weightsync.engines.sglang")
 
 _ranks: dict[int, Rank] = {}

@@ -18,8 +18,6 @@ from weightsync.engines.serving_ranks import ServingRanks
 from weightsync.engines.vllm.api import engine_args, sampling_params, set_environment, start, stop
 from weightsync.engines.vllm.stepper import Stepper
 
-__all__ = ["VllmEngine", "VllmRanks"]
-
 T = TypeVar("T")
 
 

@@ -15,8 +15,6 @@ from weightsync.plan import Plan
 from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import FeedTicket
 
-__all__ = ["AdoptedVllm", "AsyncVllm"]
-
 T = TypeVar("T")
 
 _WORKER = "weightsync.WeightSyncWorker"

@@ -28,20 +28,6 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.engine.llm_engine import LLMEngine
 
-__all__ = [
-    "LoadAccount",
-    "ModelRunner",
-    "Reload",
-    "engine_args",
-    "loader_names",
-    "require_updatable",
-    "sampling_params",
-    "set_environment",
-    "start",
-    "stop",
-    "stored_otherwise",
-]
-
 _FIXED = ("model", "load_format", "worker_extension_cls")
 _SPECULATIVE = ("speculative", "spec_", "draft")
 _NO_DRAFT = (

@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-__all__ = ["Steppable", "Stepper"]
-
 
 class Steppable(Protocol):
     """The methods of vLLM's ``LLMEngine`` that are used here."""

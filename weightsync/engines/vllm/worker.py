@@ -17,8 +17,6 @@ from weightsync.engines.vllm.api import (
     stored_otherwise,
 )
 
-__all__ = ["WeightSyncWorker"]
-
 
 class WeightSyncWorker:
     """Mixed into vLLM's worker class, so it must not define names that the worker has."""

@@ -16,8 +16,6 @@ from weightsync.sources.megatron.cuts import Cut
 from weightsync.sources.megatron.rules import Family, Match, Rule
 from weightsync.sources.tested import warn_untested
 
-__all__ = ["BridgedFamily", "bridged_family", "config_of"]
-
 _LAYER, _EXPERT = 1_000_003, 1_000_033
 """Numbers that a bridge is asked about. They are found again in its answer, and no model has so many."""
 

@@ -12,8 +12,6 @@ from torch import nn
 from weightsync.errors import ConfigError
 from weightsync.sources.megatron.cuts import Group, Sizes
 
-__all__ = ["Chunk", "as_chunks", "as_modules", "held"]
-
 _REFUSED = {
     "attention_output_gate": "its checkpoints interleave query and gate heads in another order",
     "moe_mlp_glu_interleave_size": "it interleaves the rows of gate and up",

@@ -11,8 +11,6 @@ from types import MappingProxyType
 from weightsync.errors import ConfigError, PlanError
 from weightsync.plan import Box
 
-__all__ = ["Array", "Cut", "Group", "HeldBox", "Sizes", "parts"]
-
 
 @unique
 class Cut(Enum):

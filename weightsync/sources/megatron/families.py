@@ -11,8 +11,6 @@ from weightsync.sources.megatron.bridge import bridged_family
 from weightsync.sources.megatron.cuts import Cut
 from weightsync.sources.megatron.rules import Family, Rule
 
-__all__ = ["FAMILIES", "find_family"]
-
 _GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 _LAYER = ("decoder.layers.{layer}.", "model.layers.{layer}.")
 _MTP = ("mtp.layers.{layer}.", "model.layers.{layer}.")

@@ -13,8 +13,6 @@ from torch import nn
 from weightsync.errors import StateError
 from weightsync.sources.megatron.chunks import as_modules
 
-__all__ = ["finish"]
-
 _HOOK = "DistributedDataParallel._make_forward_pre_hook."
 """Begins the name of the hook with which Megatron's wrapper gathers parameters on use."""
 

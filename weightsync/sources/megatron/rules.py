@@ -11,8 +11,6 @@ from weightsync.errors import ConfigError
 from weightsync.plan.segment import suggest
 from weightsync.sources.megatron.cuts import Cut
 
-__all__ = ["Family", "Match", "Rule"]
-
 _FIELDS = ("layer", "expert")
 
 

@@ -22,8 +22,6 @@ from weightsync.sources.selection import Names
 from weightsync.sources.tensors import TensorSource
 from weightsync.sources.tested import warn_untested
 
-__all__ = ["MegatronSource"]
-
 _REMEDY = (
     "a model of Megatron's does not say what its checkpoint is called: set self.hf_config to its "
     "configuration, or self.source = MegatronSource(chunks, family=..., vocab_size=...)"

@@ -18,8 +18,6 @@ from weightsync.sources.megatron.cuts import Array, Group, HeldBox, parts
 from weightsync.sources.megatron.families import find_family
 from weightsync.sources.megatron.rules import Family, Match
 
-__all__ = ["local_weights"]
-
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
