@@ -6,7 +6,8 @@ Copies go from shards, as in a trainer or an engine, to one packed buffer:
 
 - contiguous: one segment;
 - rows: separate segments of 4 MiB;
-- columns: segments of 32 MiB, a quarter of each row of a matrix: rows of 1, 4 or 6 KiB.
+- columns: segments of 32 MiB, a quarter of each row of a matrix: rows of 1, 4 or 6 KiB;
+- swapped: matrices of 768 rows from matrices of 768 columns, as of experts whose dimensions are swapped.
 
 GB/s of copies count bytes read and written, those of digests bytes read. Medians over calls between CUDA
 events on an idle stream, of random data. Consecutive calls use different memory, more than the L2 cache.
@@ -32,7 +33,16 @@ from weightsync.plan.copies import BoxCopy, Copies, box_copies
 
 MIB = 1 << 20
 SIZES = (256 * MIB, 4096 * MIB)
-LAYOUTS = {"contiguous": 0, "rows": 0, "columns 1 KiB": 1024, "columns 4 KiB": 4096, "columns 6 KiB": 6144}
+LAYOUTS = {
+    "contiguous": 0,
+    "rows": 0,
+    "columns 1 KiB": 1024,
+    "columns 4 KiB": 4096,
+    "columns 6 KiB": 6144,
+    "swapped": 0,
+}
+CONTIGUOUS = [layout for layout in LAYOUTS if layout != "swapped"]
+"""Layouts whose rows are contiguous. The table of the other has a row for each column."""
 NUM_BLOCKS = (16, 32, 66, 132, 264, 528)
 PARTS = 4
 REPEATS = 9
@@ -72,6 +82,11 @@ def segments(layout: str, shards: torch.Tensor, packed: torch.Tensor) -> list[Pa
     if layout == "rows":
         size = 4 * MIB // 2
         return list(zip(_split(shards, size)[::PARTS], _split(packed, size), strict=True))
+    if layout == "swapped":
+        numel = len(packed) // (768 * 2048) * 768 * 2048
+        return list(
+            zip(shards[:numel].view(-1, 2048, 768).mT, packed[:numel].view(-1, 768, 2048), strict=True)
+        )
     width = LAYOUTS[layout] // 2
     targets = _split(packed[: len(packed) // width * width].view(-1, width), 32 * MIB // 2 // width)
     sources = shards[: sum(map(len, targets)) * width * PARTS].view(-1, width * PARTS)
@@ -145,7 +160,7 @@ def copy_rows(pools: Pools) -> Iterator[Row]:
     for nbytes in SIZES:
         plain = [each_call([(shards[: len(packed)], packed)]) for shards, packed in pools.turns(nbytes)]
         memcpy = 2 * nbytes / seconds(plain) / 1e9
-        for layout in LAYOUTS:
+        for layout in LAYOUTS if nbytes == SIZES[0] else CONTIGUOUS:
             turns = [segments(layout, *turn) for turn in pools.turns(nbytes)]
             moved = 2 * sum(target.nbytes for _, target in turns[0])
             row: dict[str, object] = {"layout": layout, "MiB": nbytes // MIB, "segments": len(turns[0])}
@@ -197,7 +212,7 @@ def digest_part(number: int, source: torch.Tensor, itemsize: int) -> DigestPart:
 
 def digest_rows(pools: Pools) -> Iterator[Row]:
     for nbytes in SIZES:
-        for layout in LAYOUTS:
+        for layout in CONTIGUOUS:
             turns = [segments(layout, *turn) for turn in pools.turns(nbytes)]
             read = sum(source.nbytes for source, _ in turns[0])
             row: dict[str, object] = {"layout": layout, "MiB": nbytes // MIB}

@@ -49,7 +49,7 @@ class Megatron(Backend):
         )
         config = _config(self.hf_config)
         gpt = _build(config, self.hf_config).to(device)
-        load(gpt, self.hf_config, model.state_dict())
+        _load(gpt, self.hf_config, model.state_dict())
         settings = DistributedDataParallelConfig(use_distributed_optimizer=False)
         self.model = self._module = DistributedDataParallel(config, settings, gpt)
         self.optimizer = adamw(gpt, loop)
@@ -98,6 +98,7 @@ class Megatron(Backend):
             squares[int(self._is_share(parameter))] += parameter.grad.square().sum()
         dist.all_reduce(squares[1:])
         norm = squares.sum().sqrt()
+        dist.broadcast(norm, src=0)  # one number for all, or replicas would drift apart by rounding
         nn.utils.clip_grads_with_norm_(parameters, MAX_GRAD_NORM, norm)
         return norm.item()
 
@@ -109,7 +110,7 @@ class Megatron(Backend):
 
 
 @torch.no_grad()
-def load(gpt: nn.Module, hf_config: Any, checkpoint: Mapping[str, Tensor]) -> None:  # noqa: ANN401
+def _load(gpt: nn.Module, hf_config: Any, checkpoint: Mapping[str, Tensor]) -> None:  # noqa: ANN401
     """Write a checkpoint's tensors into the parts of them that this rank has."""
     held = local_weights(gpt, hf_config.model_type, vocab_size=hf_config.vocab_size)
     layout = stack_experts(held.layout, held.num_experts) if held.num_experts else held.layout

@@ -249,6 +249,17 @@ def test_the_plan_in_the_readme_is_what_is_printed() -> None:
     assert result.stdout == shown[2]
 
 
+@pytest.mark.parametrize(
+    "sets", [(), ("--set", "model.moe={num_experts: 4, num_experts_per_tok: 2, intermediate_size: 64}")]
+)
+def test_a_recipe_that_trains_with_megatron_is_planned_as_it_is_cut(sets: tuple[str, ...]) -> None:
+    result = RUNNER.invoke(cli.app, ["plan", "quickstart", "--set", "trainers.kind=megatron", *sets])
+    assert result.exit_code == 0, result.output
+    assert "2 trainer ranks" in result.stdout
+    (roots,) = re.findall(r"2 roots send up to .* \(imbalance (.+)\)", result.stdout)
+    assert float(roots) < 1.2, "one rank sends what both could"
+
+
 PLANS = re.findall(
     r"^\.venv/bin/weightsync (plan .+)$", (ROOT / "recipes/README.md").read_text(encoding="utf-8"), re.M
 )
