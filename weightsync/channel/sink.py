@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
-
-import torch
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from weightsync.plan import Box
 from weightsync.protocol.messages import Digests
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Sink(Protocol):
@@ -31,5 +32,5 @@ class Sink(Protocol):
         """Make the weights live after the last piece. Returns a digest per tensor of the plan."""
 
 
-PieceView: TypeAlias = tuple[int, Box, torch.Tensor]
+PieceView: TypeAlias = "tuple[int, Box, torch.Tensor]"
 """A tensor's number in the plan, a box of it, and its data: shape ``box.extent``, the plan's dtype."""
