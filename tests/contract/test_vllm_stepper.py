@@ -116,12 +116,21 @@ def test_wait_lets_running_requests_end_and_holds_new_ones(llm, loop, threads) -
     assert held.result(TIMEOUT_S) == [Completion([0], (2, 2))]
 
 
-def test_keep_freezes_between_two_steps(llm, loop, threads) -> None:
+def test_keep_freezes_between_two_steps(llm, loop, threads, monkeypatch: pytest.MonkeyPatch) -> None:
     loop.resume(1)
     running = threads.submit(loop.complete, [[1]], of(3))
     llm.permits.release()
     assert llm.stepped.acquire(timeout=TIMEOUT_S)
+    asked, call = threading.Event(), loop.server.loop.call_soon_threadsafe
+
+    def noted(*args: object, **named: object) -> object:
+        handle = call(*args, **named)
+        asked.set()
+        return handle
+
+    monkeypatch.setattr(loop.server.loop, "call_soon_threadsafe", noted)
     paused = threads.submit(loop.freeze, "keep", TIMEOUT_S)
+    assert asked.wait(TIMEOUT_S)  # else a third step could begin before it
     llm.permits.release()  # the step that may have begun
     paused.result(TIMEOUT_S)
     assert llm.calls == ["sleep 0 keep", "reset True", "wake ['scheduling']", "sleep 0 keep"]
