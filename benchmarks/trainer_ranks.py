@@ -122,7 +122,7 @@ class MegatronRank(TrainerRank):
             share_embeddings_and_output_weights=shape.tie_word_embeddings,
             position_embedding_type="rope",
         )
-        self.model.bfloat16()  # norms are made in float32
+        self.model.bfloat16().cuda()  # norms are made in float32, on the host
         self.hf_config = Qwen3MoeConfig(vocab_size=shape.vocab_size)
         live = local_weights(self.model, "qwen3_moe", vocab_size=shape.vocab_size).tensors
         self._hold(make_source(self.model, hf_config=self.hf_config).layout(), live)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -361,11 +361,18 @@ class TensorSource(ABC):
 
 def _pair(plan: Plan, trainer: int, layout: RankLayout) -> tuple[tuple[Piece, Segment], ...]:
     """Return the pieces that `trainer` sends, each with its segment in `layout`."""
-    held = by_tensor(plan, layout)
-    return tuple(
-        (piece, next(segment for segment in held[piece.tensor] if segment.box.contains(piece.box)))
-        for piece in plan.trainer_pieces(trainer)
-    )
+    held = [deque(segments) for segments in by_tensor(plan, layout)]
+    return tuple((piece, _holding(held[piece.tensor], piece.box)) for piece in plan.trainer_pieces(trainer))
+
+
+def _holding(segments: deque[Segment], box: Box) -> Segment:
+    """Return the segment that contains `box`, and have the next search begin with it.
+
+    A stack of experts has hundreds of segments. Pieces come in about their order.
+    """
+    while not segments[0].box.contains(box):
+        segments.rotate(-1)
+    return segments[0]
 
 
 def _chunks(plan: Plan, piece: Piece, segment: Segment, *, whole: bool) -> Iterator[_Copy]:
