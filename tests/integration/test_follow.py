@@ -22,8 +22,10 @@ PASSED = {
     "kind", [pytest.param(kind, marks=[pytest.mark.faults] * (kind != "update")) for kind in PASSED]
 )
 def test_the_way_is_printed_by_process(kind: str) -> None:
-    command = [sys.executable, "-m", "tests.follow", kind]
-    page = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, "-X", "faulthandler", "-m", "tests.follow", kind]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    page = done.stdout
     *processes, numbers = page.split("\n\n")
     heads = [each.splitlines()[0] for each in processes]
     assert heads[0] == "driver"
