@@ -279,11 +279,9 @@ class Controller:
         """Whether all `takers` have the frozen tensors in memory that keeps what an update leaves out."""
         assert self._connection is not None
         now = EngineRecord(EngineState.SERVING, self.version)
-        layouts = self._connection.layouts
-        return self._frozen is not None and all(
-            member.record == now and name in layouts and all(rank.buffers for rank in layouts[name])
-            for name, member in takers.items()
-        )
+        # An engine that came after connect has one of these layouts.
+        keeps = all(rank.buffers for ranks in self._connection.layouts.values() for rank in ranks)
+        return self._frozen is not None and keeps and all(each.record == now for each in takers.values())
 
     def _check_frozen(self, published: Digests) -> None:
         """Raise StateError if a frozen tensor is not what it was in the last version that committed."""
