@@ -23,6 +23,13 @@ _INIT = (
     "hostname {name}; mount -t proc proc /proc; mount -t tmpfs shm /dev/shm; mount -t tmpfs tmp /tmp; "
     "ip link set lo up; exec sleep infinity"
 )
+_HEAD = [
+    "--head",
+    "--port=6379",
+    "--include-dashboard=false",
+    # Ray would take a host for lost whose link is cut for half a minute.
+    '--system-config={"health_check_failure_threshold": 1000}',
+]
 _FLAGS = ["--net", "--mount", "--pid", "--uts", "--ipc"]
 
 
@@ -52,7 +59,7 @@ class Host:
 
     def start_ray(self, head: str = "") -> None:
         """Start a Ray node, with a resource of this host's name. Without `head`'s address it is the head."""
-        role = [f"--address={head}:6379"] if head else ["--head", "--port=6379", "--include-dashboard=false"]
+        role = [f"--address={head}:6379"] if head else _HEAD
         command = [
             sys.executable,
             "-m",

@@ -50,7 +50,7 @@ def update(
     ray.get(trainer.train.remote(version))
     report = sync.update_weights(version)
     say(report)
-    assert [name for name, served in report.engines.items() if served == version] == list(names)
+    assert {name for name, served in report.engines.items() if served == version} == {*names}
     published: Weights = ray.get(trainer.weights.remote())
     for name in names if check else ():
         held: Weights = ray.get(sync.engines()[name].weights.remote())
