@@ -7,7 +7,7 @@ Copies go from shards, as in a trainer or an engine, to one packed buffer:
 - contiguous: one segment;
 - rows: separate segments of 4 MiB;
 - columns: segments of 32 MiB, a quarter of each row of a matrix: rows of 1, 4 or 6 KiB;
-- swapped: matrices of 768 rows from matrices of 768 columns, as of experts whose dimensions are swapped.
+- swapped: transposed matrices, as for experts that a trainer stores input-major.
 
 GB/s of copies count bytes read and written, those of digests bytes read. Medians over calls between CUDA
 events on an idle stream, of random data. Consecutive calls use different memory, more than the L2 cache.
@@ -42,7 +42,7 @@ LAYOUTS = {
     "swapped": 0,
 }
 CONTIGUOUS = [layout for layout in LAYOUTS if layout != "swapped"]
-"""Layouts whose rows are contiguous. The table of the other has a row for each column."""
+"""Layouts with contiguous rows. A transposed copy needs one row of the table per column."""
 NUM_BLOCKS = (16, 32, 66, 132, 264, 528)
 PARTS = 4
 REPEATS = 9

@@ -11,7 +11,7 @@ from multiprocessing.context import ForkServerContext
 
 
 def forking() -> ForkServerContext:
-    """Return a context whose processes have `tests.warm` loaded, without threads or CUDA."""
+    """Return a context whose processes start with `tests.warm` imported, without threads or CUDA."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.warm"])
     return context

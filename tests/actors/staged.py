@@ -41,7 +41,7 @@ class Given:
 
 
 class Staged(TrainerShard):
-    """One rank, which says what it is told."""
+    """A trainer rank that declares the layout it is given."""
 
     def __init__(self, slot: str) -> None:
         super().__init__(slot)

@@ -164,7 +164,7 @@ class Rig:
         )
 
     def _greedy(self, model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
-        """Return what `greedy` does, asked once for each model, whose weights stay."""
+        """Return what `greedy` returns. Each model is asked once, since its weights do not change."""
         key = self.models.index(model), tuple(prompt), num_tokens
         if key not in self._wanted:
             (self._wanted[key],) = greedy(model, [prompt], num_tokens)

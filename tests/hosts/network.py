@@ -27,7 +27,7 @@ _HEAD = [
     "--head",
     "--port=6379",
     "--include-dashboard=false",
-    # Ray would take a host for lost whose link is cut for half a minute.
+    # By default Ray declares a host dead when its link has been down for half a minute.
     '--system-config={"health_check_failure_threshold": 1000}',
 ]
 _FLAGS = ["--net", "--mount", "--pid", "--uts", "--ipc"]

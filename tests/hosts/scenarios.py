@@ -82,7 +82,7 @@ def broadcast() -> None:
 
 
 def vanish() -> None:
-    """A host whose link is cut is named after the deadline, the rest goes on, and it can join again."""
+    """Cut one host's link: the update names it, the other host goes on, and it joins again later."""
     with WeightSync(CONFIG) as sync:
         trainer = fleet(sync)
         update(sync, trainer, 1)

@@ -18,7 +18,7 @@ FROZEN = ["0.weight", "0.bias"]
 
 
 class Frozen(Loop):
-    """A fleet on the host whose first layer is frozen."""
+    """A fleet in host memory; the first layer of its model is frozen."""
 
     frozen = ("0.*",)
 

@@ -103,13 +103,13 @@ def _choose_pieces(source: Layout, matched: Match, itemsize: Int64) -> Pieces:
 
 def _frozen_last(pieces: Pieces, is_frozen: Bool, capacity: int) -> tuple[Pieces, Int64]:
     """Cut buckets, with buckets of frozen pieces after all others. Returns pieces in travel order."""
+    if not is_frozen.any():
+        return pieces, cut(pieces.unit, pieces.nbytes, capacity)
     pieces = take(pieces, np.argsort(is_frozen, kind="stable"))
-    bucket = cut(pieces.unit, pieces.nbytes, capacity)
-    first = len(is_frozen) - int(is_frozen.sum())
-    if 0 < first < len(is_frozen):
-        later = cut(pieces.unit[first:], pieces.nbytes[first:], capacity)
-        bucket[first:] = bucket[first - 1] + 1 + later
-    return pieces, bucket
+    first = int(np.count_nonzero(~is_frozen))
+    bucket = cut(pieces.unit[:first], pieces.nbytes[:first], capacity)
+    later = cut(pieces.unit[first:], pieces.nbytes[first:], capacity)
+    return pieces, np.append(bucket, later + (bucket[-1] + 1 if first else 0))
 
 
 def _check_members(source: Layout, engines: Mapping[str, Layout], members: Members) -> None:

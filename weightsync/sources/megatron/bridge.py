@@ -120,11 +120,8 @@ def _ask_mbridge(bridge: Any, title: str) -> Callable[[str], Sequence[str]]:  # 
     def ask(parameter: str) -> Sequence[str]:
         try:
             names: Sequence[str] = bridge._weight_name_mapping_mcore_to_hf(parameter)
-        except (
-            NotImplementedError,
-            AssertionError,
-            IndexError,
-        ):  # its answers to names that it does not know
+        # What mbridge raises for a name that it does not know.
+        except (NotImplementedError, AssertionError, IndexError):
             return ()
         return names
 
