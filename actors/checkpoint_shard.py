@@ -67,9 +67,9 @@ class CheckpointShard:
         """Free the memory now; the process takes a moment to end."""
         self._checked.close()
 
-    def sync_set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+    def sync_set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None:
         """Set the faults of this process, see `weightsync.faults.set_faults`."""
-        set_faults(who, faults, seed)
+        set_faults(process, faults, seed)
 
     @property
     def _checked(self) -> CheckpointStore:

@@ -224,10 +224,10 @@ class CheckpointRank:
             published = await self._call(name, "publish")
         return published
 
-    async def set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+    async def set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None:
         """Set the faults of every checkpoint's actor on this host."""
         for name in self._checkpoints.names:
-            await self._call(name, "sync_set_faults", who, faults, seed)
+            await self._call(name, "sync_set_faults", process, faults, seed)
 
     async def forget(self, name: str) -> None:
         """Make the holder unmap this checkpoint."""

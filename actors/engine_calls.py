@@ -81,12 +81,12 @@ class EngineCalls(Claimable):
         """Wait forever. Ray fails the call as soon as this process ends."""
         await asyncio.Event().wait()
 
-    async def sync_set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+    async def sync_set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None:
         """Set the faults of the engine's processes, see `HasRankProcesses.set_faults`."""
         if isinstance(self._engine, HasRankProcesses):
-            await asyncio.to_thread(self._engine.set_faults, who, faults, seed)
+            await asyncio.to_thread(self._engine.set_faults, process, faults, seed)
         else:
-            set_faults(who, split_by_rank(faults, 1)[0], seed)
+            set_faults(process, split_by_rank(faults, 1)[0], seed)
 
     async def sync_ping(self) -> None:
         """Answer the heartbeat. Raises RankLostError if a rank's process ended or is stopped."""

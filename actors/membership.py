@@ -156,11 +156,11 @@ class Membership:
         """Wait for the engine, then assign or start a holder for each rank."""
         if self._controller.plan is None:
             raise StateError("call connect() first")
-        engine, who = remote_engine(f"engine {name}", handle), f"engine {name}"
+        engine, process = remote_engine(f"engine {name}", handle), f"engine {name}"
         started = await gather_named(
-            {who: self._placements_of(engine)}, "start", self._config.connect_timeout_s
+            {process: self._placements_of(engine)}, "start", self._config.connect_timeout_s
         )
-        placements = started.require()[who]
+        placements = started.require()[process]
         async with self._controller.shared(name):
             left = self._placements.get(name, [])
             holders = tuple(
@@ -333,7 +333,7 @@ class Membership:
         named = self._fleet.named_holders()
         return {name: holder.handle for name, holder in named.items() if isinstance(holder, Remote)}
 
-    def who(self) -> list[str]:
+    def processes(self) -> list[str]:
         """Return the names of all processes as errors and fault plans use them."""
         trainers = [f"trainer {i}" for i in range(len(self.trainers))]
         holders = [*self._fleet.named_holders()]
@@ -348,13 +348,15 @@ class Membership:
         named |= self._fleet.named_holders()
         named |= {f"engine {name}": member.peer for name, member in self._fleet.engines.items()}
         if not version:
-            calls = {who: peer.set_faults(who, (), plan.seed) for who, peer in named.items()}
+            calls = {process: peer.set_faults(process, (), plan.seed) for process, peer in named.items()}
             (await gather_named(calls, "set_faults", self._config.timeout_s)).require()
         calls = {}
-        for who, peer in named.items():
-            due = [fault for fault in plan.for_(who) if fault.version == (version or None)]
+        for process, peer in named.items():
+            due = [fault for fault in plan.for_(process) if fault.version == (version or None)]
             if due:
-                calls[who] = peer.set_faults(who, [replace(fault, version=None) for fault in due], plan.seed)
+                calls[process] = peer.set_faults(
+                    process, [replace(fault, version=None) for fault in due], plan.seed
+                )
         (await gather_named(calls, "set_faults", self._config.timeout_s)).require()
 
     def close(self) -> None:

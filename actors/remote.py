@@ -72,7 +72,7 @@ class _Actor(Protocol):
     name: str
     handle: ActorHandle[Any]
 
-    async def set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None: ...
+    async def set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None: ...
 
 
 class RemoteTrainer(_Actor, ClaimedPeer, TrainerPeer, Protocol):

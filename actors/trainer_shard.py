@@ -147,6 +147,6 @@ class TrainerShard(Claimable):
             self._made.replace(self.model)
         return self._made
 
-    def sync_set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+    def sync_set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None:
         """Set the faults of this process, see `weightsync.faults.set_faults`."""
-        set_faults(who, faults, seed)
+        set_faults(process, faults, seed)

@@ -280,7 +280,7 @@ class WeightSync:
         """
         if self._controller.plan is None:
             raise StateError("call connect() before inject()")
-        plan.check_who(self._members.who())
+        plan.check_processes(self._members.processes())
         self._faults, self._armed = plan, set()
         self._loop.submit(lambda: self._members.set_faults(plan, 0)).result()
 

@@ -83,7 +83,7 @@ def load_fault_plan(chaos: str, recipe: Recipe) -> FaultPlan:
     places = {f"chaos.{key}": at for key, at in read_yaml(path, "chaos")[1].items()}
     with located(places, str(path)):
         plan = FaultPlan.from_yaml(path)
-        plan.check_who(recipe.members)
+        plan.check_processes(recipe.members)
     return plan
 
 

@@ -414,4 +414,4 @@ def test_every_recipe_loads(path: Path) -> None:
 
 def test_the_chaos_that_is_shipped_is_for_the_quickstart() -> None:
     plan = FaultPlan.from_yaml(ROOT / "recipes" / "chaos.yaml")
-    plan.check_who(load_recipe(ROOT / "recipes" / "quickstart.yaml").members)
+    plan.check_processes(load_recipe(ROOT / "recipes" / "quickstart.yaml").members)

@@ -1,7 +1,7 @@
 """Injects faults: a plan names processes, actions and places; each process acts itself.
 
     plan = FaultPlan.from_yaml(Path("recipes/chaos.yaml"))
-    sync.inject(plan)                       # each process: set_faults(who, plan.for_(who), plan.seed)
+    sync.inject(plan)                       # each process: set_faults(process, plan.for_(process), plan.seed)
 
 An update calls :func:`inject` at each place where a fault may happen. Without faults, that costs one look at
 a module's variable.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _ANSWER_S = 0.05
 """Delay of a fault at ``idle``, so that the call that set it is answered first."""
 
-_WHO = re.compile(r"(engine) .+|(holder|trainer) \d+")
+_PROCESS = re.compile(r"(engine) .+|(holder|trainer) \d+")
 _PLACES = {
     "engine": ("idle", "pause", "move", "verify", "commit", "refill"),
     "holder": ("idle", "move", "commit", "refill"),
@@ -45,7 +45,7 @@ class Fault:
     """One thing that goes wrong.
 
     Attributes:
-        who: ``engine main-0``, ``holder 1`` or ``trainer 0``.
+        process: ``engine main-0``, ``holder 1`` or ``trainer 0``.
         action: ``kill`` ends the process as ``kill -9`` does, ``hang`` stops it with all its threads
             until it gets SIGCONT, ``error`` raises a RuntimeError, ``corrupt`` flips one bit of the
             current data, ``drop`` keeps a message from being sent, ``slow`` waits for `seconds`.
@@ -59,7 +59,7 @@ class Fault:
         times: how often it happens. A process that replaces this one has no faults.
     """
 
-    who: str
+    process: str
     action: Literal["kill", "hang", "error", "corrupt", "drop", "slow"]
     at: Literal["idle", "publish", "pause", "move", "verify", "commit", "refill"]
     bucket: int | Literal["first", "middle", "last"] | None = None
@@ -114,19 +114,21 @@ class FaultPlan:
             raise ConfigError("chaos", str(path), remedy) from error
         return cls.from_dict(data)
 
-    def for_(self, who: str) -> tuple[Fault, ...]:
+    def for_(self, process: str) -> tuple[Fault, ...]:
         """Return the faults of one process."""
-        return tuple(fault for fault in self.faults if fault.who == who)
+        return tuple(fault for fault in self.faults if fault.process == process)
 
-    def check_who(self, known: Collection[str]) -> None:
+    def check_processes(self, known: Collection[str]) -> None:
         """Raise ConfigError for a fault of a process that is not in `known`."""
         for index, fault in enumerate(self.faults):
-            if fault.who not in known:
-                raise ConfigError(f"chaos.faults[{index}].who", fault.who, nearest(fault.who, known))
+            if fault.process not in known:
+                raise ConfigError(
+                    f"chaos.faults[{index}].process", fault.process, nearest(fault.process, known)
+                )
 
 
-def set_faults(who: str, faults: Sequence[Fault], seed: int) -> None:
-    """Add `faults` to this process, which is `who`; with an empty list, remove all."""
+def set_faults(process: str, faults: Sequence[Fault], seed: int) -> None:
+    """Add `faults` to this process, whose name is `process`; with an empty list, remove all."""
     global _faults
     if not faults:
         if _faults is not None:
@@ -134,7 +136,7 @@ def set_faults(who: str, faults: Sequence[Fault], seed: int) -> None:
         _faults = None
         return
     if _faults is None:
-        _faults = _Faults(who, seed)
+        _faults = _Faults(process, seed)
     _faults.add(faults)
 
 
@@ -148,7 +150,7 @@ def split_by_rank(
     """
     for fault in faults:
         if fault.rank is not None and fault.rank >= num_ranks:
-            raise ConfigError("fault.rank", fault.rank, f"{fault.who} has ranks 0 to {num_ranks - 1}")
+            raise ConfigError("fault.rank", fault.rank, f"{fault.process} has ranks 0 to {num_ranks - 1}")
     if num_ranks == 1 and not apart:
         return tuple(faults), ((),)
     there = [fault for fault in faults if fault.rank is not None or fault.at in _RANK_PLACES[1:]]
@@ -207,10 +209,10 @@ def inject_in_move(plan: Plan, bucket: int, index: int, view: Callable[[Step], t
 class _Faults:
     """The faults of this process, and how often each will still happen."""
 
-    def __init__(self, who: str, seed: int) -> None:
-        self._who = who
+    def __init__(self, process: str, seed: int) -> None:
+        self._process = process
         self._left: list[list[Fault]] = []
-        self._random = random.Random(f"{seed} {who}")
+        self._random = random.Random(f"{seed} {process}")
         self._lock = threading.Lock()
         self._timers: list[threading.Timer] = []
 
@@ -251,7 +253,7 @@ class _Faults:
             # Raised in this thread, so that the process stops before the call returns.
             signal.raise_signal(signal.SIGSTOP)
         elif fault.action == "error":
-            raise RuntimeError(f"injected into {self._who} at {fault.at}")
+            raise RuntimeError(f"injected into {self._process} at {fault.at}")
         elif fault.action == "slow":
             time.sleep(fault.seconds)
         elif fault.action == "corrupt":
@@ -273,12 +275,14 @@ def _flip(data: torch.Tensor, spot: float) -> None:
 
 def _check(fault: Fault, field: str) -> None:
     check_fields(fault, field=field)
-    match = _WHO.fullmatch(fault.who)
+    match = _PROCESS.fullmatch(fault.process)
     if match is None:
-        raise ConfigError(f"{field}.who", fault.who, "give 'engine NAME', 'holder 0' or 'trainer 0'")
+        raise ConfigError(f"{field}.process", fault.process, "give 'engine NAME', 'holder 0' or 'trainer 0'")
     places = _PLACES[match[1] or match[2]]
     if fault.at not in places:
-        raise ConfigError(f"{field}.at", fault.at, f"{fault.who} is not there; {nearest(fault.at, places)}")
+        raise ConfigError(
+            f"{field}.at", fault.at, f"{fault.process} is not there; {nearest(fault.at, places)}"
+        )
     if fault.at == "idle":
         if fault.action not in ("kill", "hang"):
             raise ConfigError(f"{field}.action", fault.action, "at idle, give kill or hang")
@@ -288,7 +292,7 @@ def _check(fault: Fault, field: str) -> None:
         raise ConfigError(f"{field}.bucket", fault.bucket, f"there are none at {fault.at}: leave it out")
     if fault.rank is not None:
         if match[1] is None:
-            raise ConfigError(f"{field}.rank", fault.rank, f"{fault.who} has none: leave it out")
+            raise ConfigError(f"{field}.rank", fault.rank, f"{fault.process} has none: leave it out")
         if fault.at not in _RANK_PLACES:
             raise ConfigError(f"{field}.rank", fault.rank, f"no rank is at {fault.at}: leave it out")
     if isinstance(fault.bucket, int) and fault.bucket < 0:

@@ -117,12 +117,12 @@ class Faulty:
     def inject(self, *faults: Fault) -> None:
         self.sync.inject(FaultPlan(faults))
 
-    def pid(self, who: str) -> int:
+    def pid(self, process: str) -> int:
         """Of ``engine e0``, ``holder 0`` or ``trainer 0``."""
-        kind, name = who.split(" ")
+        kind, name = process.split(" ")
         if kind == "engine":
             return pid(self.sync.engines()[name])
-        return pid(self.trainers[int(name)] if kind == "trainer" else self.sync.holders()[who])
+        return pid(self.trainers[int(name)] if kind == "trainer" else self.sync.holders()[process])
 
     def replace_trainers(self) -> None:
         """Others for those that do not answer."""

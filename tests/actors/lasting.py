@@ -55,7 +55,7 @@ def second(sync: WeightSync) -> None:
     say(sync)
     update(sync, 4)
     sync.settle(patient(20))
-    slow = Fault(who="engine e1", action="slow", at="move", bucket="middle", seconds=5.0, version=5)
+    slow = Fault(process="engine e1", action="slow", at="move", bucket="middle", seconds=5.0, version=5)
     sync.inject(FaultPlan((slow,)))
     train(sync, 5)
     sync.update_weights_async(5)
@@ -110,7 +110,7 @@ def die(sync: WeightSync, phase: str) -> None:
         intercept(CALLS[phase], lambda call: lambda *args: dying(call(*args)))
     version = sync.version + 1
     if phase == "refill":
-        sync.inject(FaultPlan((Fault(who="engine e1", action="error", at="move", version=version),)))
+        sync.inject(FaultPlan((Fault(process="engine e1", action="error", at="move", version=version),)))
     update(sync, version)
 
 
@@ -121,8 +121,8 @@ async def dying(work: Coroutine[object, object, object]) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def member(cls: type, who: str, *args: object) -> Any:
-    name = actor_name(RUN, who)
+def member(cls: type, process: str, *args: object) -> Any:
+    name = actor_name(RUN, process)
     actor = ray.remote(cls).options(num_cpus=0, max_restarts=0, **detached(name))
     return find(name) or actor.remote(*args)
 
@@ -156,8 +156,8 @@ def say(sync: WeightSync) -> None:
     engines = sync.engines()
     held = {name: weights(sync, name) for name in engines}
     wanted = trained(sync.version)
-    everybody = {f"trainer {i}": handle for i, handle in enumerate(sync.trainers())}
-    everybody |= engines | sync.holders()
+    actors = {f"trainer {i}": handle for i, handle in enumerate(sync.trainers())}
+    actors |= engines | sync.holders()
     said = {
         "version": sync.version,
         "serving": sorted(sync.serving()),
@@ -165,7 +165,7 @@ def say(sync: WeightSync) -> None:
         "states": {name: state.value for name, state in sync.engine_states().items()},
         "exact": {n: all(torch.equal(wanted[t], found[t]) for t in wanted) for n, found in held.items()},
         "loads": {n: ray.get(e.__ray_call__.remote(lambda self: self.num_loads)) for n, e in engines.items()},
-        "pids": {who: ray.get(handle.__ray_call__.remote(_pid)) for who, handle in everybody.items()},
+        "pids": {process: ray.get(handle.__ray_call__.remote(_pid)) for process, handle in actors.items()},
     }
     write(json.dumps(said))
 

@@ -133,7 +133,7 @@ def phases(sync: WeightSync, gain: Callable[[str], None], lose: Callable[[str], 
         update(sync, trainer, sync.version + 1)
         num_heals, version = len(sync.heals), sync.version + 1
         if phase == "refill":
-            sync.inject(FaultPlan((Fault(who="engine far", action="error", at="move", version=version),)))
+            sync.inject(FaultPlan((Fault(process="engine far", action="error", at="move", version=version),)))
         undo = intercept(method, lambda call, name=phase: losing(call, lambda: lose(name)))
         before: Weights = ray.get(trainer.weights.remote())
         ray.get(trainer.train.remote(version))

@@ -21,47 +21,47 @@ SLOW_S = 0.5
 
 @dataclass(frozen=True)
 class Case:
-    who: str
+    process: str
     at: Any
     action: Any
     bucket: Any = None
 
     def __str__(self) -> str:
-        return "-".join(filter(None, (self.who.replace(" ", ""), self.at, self.bucket, self.action)))
+        return "-".join(filter(None, (self.process.replace(" ", ""), self.at, self.bucket, self.action)))
 
     @property
     def fault(self) -> Fault:
-        return Fault(who=self.who, at=self.at, action=self.action, bucket=self.bucket, seconds=SLOW_S)
+        return Fault(process=self.process, at=self.at, action=self.action, bucket=self.bucket, seconds=SLOW_S)
 
     @property
     def served(self) -> str:
         """The engine that it is about."""
-        return {"holder 0": "e0", "holder 2": "e1"}.get(self.who) or self.who.split(" ")[1]
+        return {"holder 0": "e0", "holder 2": "e1"}.get(self.process) or self.process.split(" ")[1]
 
 
 def _cases() -> Iterator[Case]:
     rough = ("kill", "hang", "error")
-    for who in ("engine e0", "engine e1", "holder 0", "holder 1", "holder 2", "trainer 0", "trainer 1"):
-        kind, few = who.split(" ")[0], who in ("engine e0", "trainer 1")
+    for process in ("engine e0", "engine e1", "holder 0", "holder 1", "holder 2", "trainer 0", "trainer 1"):
+        kind, few = process.split(" ")[0], process in ("engine e0", "trainer 1")
         for action in ("kill", "hang"):
-            yield Case(who, "idle", action)
+            yield Case(process, "idle", action)
         if few:
             continue
         places = {"engine": ("pause", "verify", "commit"), "holder": ("commit",), "trainer": ("publish",)}
         for at in places[kind]:
-            if who != "holder 2":  # it keeps nothing
-                yield from (Case(who, at, action) for action in rough)
+            if process != "holder 2":  # it keeps nothing
+                yield from (Case(process, at, action) for action in rough)
         if kind == "trainer":
             continue
-        for at in ("move",) if who == "holder 1" else ("move", "refill"):
+        for at in ("move",) if process == "holder 1" else ("move", "refill"):
             for bucket in THIRDS:
-                yield from (Case(who, at, action, bucket) for action in rough)
+                yield from (Case(process, at, action, bucket) for action in rough)
                 # What corrupts finds bytes that came from elsewhere, so not in each of their buckets.
-                if who != "holder 1" and (who, at) != ("holder 0", "move"):
-                    yield Case(who, at, "corrupt", bucket)
-        yield Case(who, "move", "slow")
+                if process != "holder 1" and (process, at) != ("holder 0", "move"):
+                    yield Case(process, at, "corrupt", bucket)
+        yield Case(process, "move", "slow")
         if kind == "engine":
-            yield Case(who, "move", "drop")
+            yield Case(process, "move", "drop")
 
 
 FEW = [
@@ -125,9 +125,9 @@ def _suffer(fleet: Faulty, case: Case) -> None:
     fleet.update_all()
     fleet.settle()
     fleet.log.clear()
-    victim, num_heals = fleet.pid(case.who), len(fleet.sync.heals)
+    victim, num_heals = fleet.pid(case.process), len(fleet.sync.heals)
     if case.at == "refill":  # which comes of an engine that failed
-        fleet.inject(Fault(who=f"engine {case.served}", at="verify", action="error"), case.fault)
+        fleet.inject(Fault(process=f"engine {case.served}", at="verify", action="error"), case.fault)
     else:
         fleet.inject(case.fault)
     if case.at == "idle":
@@ -137,7 +137,7 @@ def _suffer(fleet: Faulty, case: Case) -> None:
     fleet.check()
     fleet.settle()
     _assert_it_struck(fleet, case, victim)
-    if case.who.startswith("trainer") and case.action != "error":
+    if case.process.startswith("trainer") and case.action != "error":
         end(victim)
         fleet.replace_trainers()
     fleet.update_all()
@@ -151,8 +151,8 @@ def test_an_engine_that_dies_with_its_holder_is_healed_without_an_update(fleets:
     fleet.update_all()
     fleet.settle()
     num_heals = len(fleet.sync.heals)
-    for who in ("holder 2", "engine e1"):
-        end(fleet.pid(who))
+    for process in ("holder 2", "engine e1"):
+        end(fleet.pid(process))
     assert until(lambda: len(fleet.sync.heals) > num_heals, patient(20))
     fleet.settle()
     assert healthy(fleet)
@@ -163,14 +163,14 @@ def test_an_engine_that_dies_with_its_holder_is_healed_without_an_update(fleets:
 
 def _be_noticed(fleet: Faulty, case: Case, victim: int, num_heals: int) -> None:
     assert until(lambda: process_state(victim) in ("", "stopped"), patient(3))
-    if case.who.startswith("engine"):
+    if case.process.startswith("engine"):
         assert until(lambda: len(fleet.sync.heals) > num_heals, patient(20))
         assert healthy(fleet)
         assert fleet.sync.heals[-1].engine == case.served
         return
     outcome = fleet.update()
-    if case.who.startswith("trainer"):
-        assert case.who in str(outcome)
+    if case.process.startswith("trainer"):
+        assert case.process in str(outcome)
 
 
 def _update(fleet: Faulty, case: Case) -> None:
@@ -181,12 +181,12 @@ def _update(fleet: Faulty, case: Case) -> None:
             assert healthy(fleet)
             assert set(fleet.sync.engine_versions().values()) == {fleet.version}, fleet.log.text()
     else:
-        assert case.who.startswith(("holder", "trainer")), outcome
+        assert case.process.startswith(("holder", "trainer")), outcome
 
 
 def _waits_for_the_next_version(case: Case) -> bool:
     """It did not pause, and serves on what it has; or its own holder, which it is filled through, is lost."""
-    through = case.at == "refill" and case.who.startswith("holder") and case.action in ("kill", "hang")
+    through = case.at == "refill" and case.process.startswith("holder") and case.action in ("kill", "hang")
     return through or (case.at, case.action) == ("pause", "error")
 
 
@@ -194,7 +194,7 @@ def _assert_it_struck(fleet: Faulty, case: Case, victim: int) -> None:
     if case.action in ("kill", "hang"):
         assert process_state(victim) in ("", "stopped")
     wanted = {
-        "error": f"injected into {case.who} at {case.at}",
+        "error": f"injected into {case.process} at {case.at}",
         "corrupt": "wrong bytes",
         "drop": "no answer within",
     }

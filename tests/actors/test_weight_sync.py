@@ -159,7 +159,7 @@ def test_closing_while_a_version_is_still_being_copied_warns_of_nothing(
 ) -> None:
     sync = make()
     sync.connect()
-    sync.inject(FaultPlan((Fault(who="holder 0", action="slow", at="commit", seconds=60.0),)))
+    sync.inject(FaultPlan((Fault(process="holder 0", action="slow", at="commit", seconds=60.0),)))
     copies: list[asyncio.Task[object]] = []
     end_holders = Membership.close
 

@@ -63,7 +63,7 @@ def test_versions_are_whole_numbers_and_the_next_one_where_none_is_given(sync: W
 
 def test_a_second_update_says_in_its_future_that_one_runs(sync: WeightSync) -> None:
     sync.connect()
-    sync.inject(FaultPlan((Fault(who="engine e0", action="slow", at="commit", seconds=2.0),)))
+    sync.inject(FaultPlan((Fault(process="engine e0", action="slow", at="commit", seconds=2.0),)))
     first = sync.update_weights_async()
     second = sync.update_weights_async()
     assert not first.done()

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM runs on the GPU here"),
 ]
-WHO = f"engine {VICTIM}"
+ENGINE = f"engine {VICTIM}"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Case:
 
     @property
     def fault(self) -> Fault:
-        return Fault(who=WHO, action=self.action, at=self.at, bucket=self.bucket, rank=self.rank)
+        return Fault(process=ENGINE, action=self.action, at=self.at, bucket=self.bucket, rank=self.rank)
 
 
 CASES = [
@@ -73,7 +73,7 @@ def ready(fleet: Ranked) -> Ranked:
 def test_a_rank_that_is_lost_is_named_and_its_engine_comes_back(ready: Ranked, case: Case) -> None:
     victims, num_heals, begun = ready.pids(), len(ready.sync.heals), time.monotonic()
     if case.at == "refill":  # which comes of an engine that failed
-        ready.inject(Fault(who=WHO, at="verify", action="error", rank=1), case.fault)
+        ready.inject(Fault(process=ENGINE, at="verify", action="error", rank=1), case.fault)
     else:
         ready.inject(case.fault)
     if case.at == "idle":
@@ -107,7 +107,9 @@ def test_a_request_to_a_rank_that_is_stopped_is_told_so(ready: Ranked) -> None:
 
 def test_a_rank_that_only_does_not_go_on_is_ended_by_the_deadline(ready: Ranked) -> None:
     victims, num_heals = ready.pids(), len(ready.sync.heals)
-    ready.inject(Fault(who=WHO, action="slow", at="move", bucket="middle", rank=1, seconds=patient(60)))
+    ready.inject(
+        Fault(process=ENGINE, action="slow", at="move", bucket="middle", rank=1, seconds=patient(60))
+    )
     report = ready.update()
     assert report.engines == {"e0": ready.version, VICTIM: 0}
     assert "no answer within" in report.failures[VICTIM]

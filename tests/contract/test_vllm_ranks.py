@@ -15,7 +15,7 @@ from weightsync.engines import Engine, make_engine
 from weightsync.errors import ConfigError, RankLostError
 from weightsync.faults import Fault
 
-WHO, TIMEOUT_S = "engine e0", 10.0
+ENGINE, TIMEOUT_S = "engine e0", 10.0
 
 
 @pytest.fixture
@@ -42,8 +42,8 @@ def test_a_rank_that_is_stopped_is_named_to_all_who_ask_and_the_engine_ends(engi
     assert len(engine.layout()) == 2
     engine.check()
     with pytest.raises(ConfigError, match="engine e0 has ranks 0 to 1"):
-        engine.set_faults(WHO, [Fault(who=WHO, action="hang", at="idle", rank=2)], 0)
-    engine.set_faults(WHO, [Fault(who=WHO, action="hang", at="idle", rank=1)], 0)
+        engine.set_faults(ENGINE, [Fault(process=ENGINE, action="hang", at="idle", rank=2)], 0)
+    engine.set_faults(ENGINE, [Fault(process=ENGINE, action="hang", at="idle", rank=1)], 0)
     with pytest.raises(
         RankLostError, match=r"engine e0, rank 1, is lost: its process \d+ is stopped"
     ) as told:

@@ -26,11 +26,11 @@ from weightsync.faults import has_faults, inject, set_faults
 from weightsync.testing import Fault, FaultPlan
 
 VICTIM = "engine main-0"
-KILL = {"who": VICTIM, "action": "kill", "at": "move"}
+KILL = {"process": VICTIM, "action": "kill", "at": "move"}
 
 
 def fault(**changes: Any) -> Fault:
-    return Fault(**{"who": VICTIM, "action": "drop", "at": "move"} | changes)
+    return Fault(**{"process": VICTIM, "action": "drop", "at": "move"} | changes)
 
 
 @pytest.fixture(autouse=True)
@@ -44,12 +44,12 @@ def test_a_plan_reads_from_a_file_as_it_is_built_in_python(tmp_path: Path) -> No
     path.write_text(
         "seed: 3\n"
         "faults:\n"
-        "  - {who: engine main-0, action: kill, at: move, bucket: middle, version: 8}\n"
-        "  - {who: holder 1, action: slow, at: refill, bucket: 3, seconds: 2, times: 4}\n",
+        "  - {process: engine main-0, action: kill, at: move, bucket: middle, version: 8}\n"
+        "  - {process: holder 1, action: slow, at: refill, bucket: 3, seconds: 2, times: 4}\n",
         encoding="utf-8",
     )
-    kill = Fault(who="engine main-0", action="kill", at="move", bucket="middle", version=8)
-    slow = Fault(who="holder 1", action="slow", at="refill", bucket=3, seconds=2.0, times=4)
+    kill = Fault(process="engine main-0", action="kill", at="move", bucket="middle", version=8)
+    slow = Fault(process="holder 1", action="slow", at="refill", bucket=3, seconds=2.0, times=4)
     plan = FaultPlan.from_yaml(path)
     assert plan == FaultPlan((kill, slow), seed=3)
     assert plan.for_("holder 1") == (slow,)
@@ -63,11 +63,11 @@ def test_a_plan_reads_from_a_file_as_it_is_built_in_python(tmp_path: Path) -> No
         ({"action": "kil"}, "action", "did you mean 'kill'? valid: corrupt, drop, error"),
         ({"at": "moving"}, "at", "did you mean 'move'?"),
         ({"when": 3}, "when", "the key is unknown"),
-        ({"who": "main-0"}, "who", "engine NAME"),
-        ({"who": "holder one"}, "who", "holder 0"),
-        ({"who": "trainer 0"}, "at", "trainer 0 is not there; valid: idle, publish"),
-        ({"who": "engine e0", "at": "publish"}, "at", "engine e0 is not there"),
-        ({"who": "holder 0", "at": "pause"}, "at", "holder 0 is not there"),
+        ({"process": "main-0"}, "process", "engine NAME"),
+        ({"process": "holder one"}, "process", "holder 0"),
+        ({"process": "trainer 0"}, "at", "trainer 0 is not there; valid: idle, publish"),
+        ({"process": "engine e0", "at": "publish"}, "at", "engine e0 is not there"),
+        ({"process": "holder 0", "at": "pause"}, "at", "holder 0 is not there"),
         ({"at": "idle", "action": "slow"}, "action", "give kill or hang"),
         ({"at": "idle", "version": 3}, "version", "leave it out"),
         ({"at": "commit", "bucket": 3}, "bucket", "leave it out"),
@@ -77,7 +77,7 @@ def test_a_plan_reads_from_a_file_as_it_is_built_in_python(tmp_path: Path) -> No
         ({"version": 0}, "version", "at least 1"),
         ({"rank": -1}, "rank", "at least 0"),
         ({"rank": 0, "at": "commit"}, "rank", "no rank is at commit"),
-        ({"rank": 0, "who": "holder 0"}, "rank", "holder 0 has none"),
+        ({"rank": 0, "process": "holder 0"}, "rank", "holder 0 has none"),
         ({"times": 0}, "times", "at least 1"),
         ({"seconds": 0}, "seconds", "more than 0"),
         ({"seconds": float("inf")}, "seconds", "finite"),
@@ -99,7 +99,7 @@ def test_a_mistake_is_refused_by_its_place_in_the_plan(
         ([KILL], "chaos"),
         ({"faults": [KILL], "sead": 1}, "chaos.sead"),
         ({"faults": KILL}, "chaos.faults"),
-        ({"faults": [{"who": VICTIM, "at": "move"}]}, "chaos.faults[0].action"),
+        ({"faults": [{"process": VICTIM, "at": "move"}]}, "chaos.faults[0].action"),
     ],
 )
 def test_a_plan_that_is_none_is_refused(data: Any, field: str) -> None:
@@ -134,18 +134,18 @@ def test_an_engines_faults_are_shared_out_among_its_processes() -> None:
 
 
 def test_a_victim_that_nobody_is_called_is_told_the_names() -> None:
-    plan = FaultPlan((fault(), fault(who="engine main-9")))
-    plan.check_who(["engine main-0", "engine main-9"])
+    plan = FaultPlan((fault(), fault(process="engine main-9")))
+    plan.check_processes(["engine main-0", "engine main-9"])
     with pytest.raises(ConfigError) as caught:
-        plan.check_who(["engine main-0", "holder 0"])
-    assert caught.value.field == "chaos.faults[1].who"
+        plan.check_processes(["engine main-0", "holder 0"])
+    assert caught.value.field == "chaos.faults[1].process"
     assert caught.value.remedy.endswith("valid: engine main-0, holder 0")
 
 
-def rearm(who: str, faults: list[Fault], seed: int) -> None:
+def rearm(process: str, faults: list[Fault], seed: int) -> None:
     """With these alone."""
-    set_faults(who, (), seed)
-    set_faults(who, faults, seed)
+    set_faults(process, (), seed)
+    set_faults(process, faults, seed)
 
 
 def test_nothing_strikes_where_nothing_is_armed() -> None:
@@ -234,13 +234,13 @@ def test_corruption_flips_one_bit_and_the_same_one_for_the_same_seed(
 
 
 def test_seeds_and_victims_differ_in_what_they_corrupt() -> None:
-    def spot(who: str, seed: int) -> int:
+    def spot(process: str, seed: int) -> int:
         data = torch.zeros(1 << 16, dtype=torch.uint8)
-        rearm(who, [fault(action="corrupt")], seed)
+        rearm(process, [fault(action="corrupt")], seed)
         inject("move", data=data)
         return int(data.nonzero())
 
-    spots = {spot(who, seed) for who in ("engine main-0", "engine main-1") for seed in range(8)}
+    spots = {spot(process, seed) for process in ("engine main-0", "engine main-1") for seed in range(8)}
     assert len(spots) > 12
 
 
@@ -326,7 +326,8 @@ def victims() -> Iterator[list[subprocess.Popen[bytes]]]:
 def test_a_killed_process_is_gone_without_a_word(victims: list[subprocess.Popen[bytes]], at: str) -> None:
     victims.append(
         _victim(
-            f"set_faults('engine e', [Fault(who='engine e', action='kill', at={at!r})], 0)\ninject('move')"
+            f"set_faults('engine e', [Fault(process='engine e', action='kill', at={at!r})], 0)\n"
+            "inject('move')"
         )
     )
     assert victims[0].wait(patient(60)) == -signal.SIGKILL
@@ -337,7 +338,8 @@ def test_a_hung_process_stops_with_all_its_threads(victims: list[subprocess.Pope
     victims.append(
         _victim(
             "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
-            f"set_faults('engine e', [Fault(who='engine e', action='hang', at={at!r})], 0)\ninject('move')"
+            f"set_faults('engine e', [Fault(process='engine e', action='hang', at={at!r})], 0)\n"
+            "inject('move')"
         )
     )
     pid = victims[0].pid
@@ -359,7 +361,7 @@ def test_the_module_imports_neither_torch_nor_yaml() -> None:
 
 
 def test_the_places_are_those_that_a_fault_may_name() -> None:
-    for who, places in faults._PLACES.items():
+    for role, places in faults._PLACES.items():
         for at in places:
-            number = "0" if who != "engine" else "main-0"
-            FaultPlan((fault(who=f"{who} {number}", at=at, action="kill"),))
+            number = "0" if role != "engine" else "main-0"
+            FaultPlan((fault(process=f"{role} {number}", at=at, action="kill"),))

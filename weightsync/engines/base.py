@@ -132,7 +132,7 @@ class HasRankProcesses(Protocol):
     def check(self) -> None:
         """Raise RankLostError once the process of a rank ended or is stopped. Never waits."""
 
-    def set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+    def set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None:
         """Set each process's part of `faults`, see `weightsync.faults.split_by_rank`.
 
         Raises ConfigError for a rank that the engine does not have.

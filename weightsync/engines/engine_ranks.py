@@ -69,14 +69,14 @@ class EngineRanks(ABC):
         self._whole = True
         return [Loaded(*each) for each in loaded]
 
-    def set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+    def set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None:
         """Set each process's part of `faults`."""
         apart = self._apart or self._num_ranks > 1
         here, ranks = split_by_rank(faults, self._num_ranks, apart)
         if apart:
-            self.on_ranks("set_faults", who, ranks, seed)
+            self.on_ranks("set_faults", process, ranks, seed)
         if here or not faults:
-            set_faults(who, here, seed)
+            set_faults(process, here, seed)
 
     @abstractmethod
     def pause(self, mode: str, timeout_s: float) -> None:

@@ -74,10 +74,10 @@ class Rank:
         """Return this process as a rank of the engine, see `RankProcess.join`."""
         return RankProcess.join(self._rank, engine_pid)
 
-    def set_faults(self, who: str, faults: Sequence[Sequence[Fault]], seed: int) -> None:
+    def set_faults(self, process: str, faults: Sequence[Sequence[Fault]], seed: int) -> None:
         """Set this rank's part of `faults`, which has a list per rank."""
         if faults[self._rank] or not any(faults):
-            set_faults(who, faults[self._rank], seed)
+            set_faults(process, faults[self._rank], seed)
 
     def layout(self) -> RankLayout:
         """Return where the loader puts each tensor, if proven, else a layout of whole tensors.

@@ -120,9 +120,9 @@ class Holder:
         self._watched = watched = threading.Event()
         watched.wait()
 
-    def set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+    def set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None:
         """Set the faults to inject here, as `weightsync.faults.set_faults` does."""
-        set_faults(who, faults, seed)
+        set_faults(process, faults, seed)
 
     def prepare(self, plan: Plan, index: int, source: str) -> Prepared:
         """Allocate memory for `plan` as holder `index`, and release what an earlier plan used.

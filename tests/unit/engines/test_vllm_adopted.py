@@ -112,7 +112,7 @@ def test_a_core_that_is_dead_is_lost(adopted) -> None:
 
 def test_faults_of_its_ranks_strike_in_their_processes(adopted) -> None:
     llm, engine = adopted
-    fault = Fault(who="engine e0", action="error", at="move", rank=1)
+    fault = Fault(process="engine e0", action="error", at="move", rank=1)
     engine.set_faults("engine e0", [fault], 0)
     assert llm.asked[-1] == ("set_faults", ("engine e0", ((), (fault,)), 0))
 

@@ -78,10 +78,10 @@ def test_a_bad_override_is_named(given: list[str], says: str) -> None:
 
 def test_a_bad_fault_plan_is_named_by_its_line(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
-    kill = "{who: engine main-0, action: kill, at: move}"
+    kill = "{process: engine main-0, action: kill, at: move}"
     for line, field in (
-        ("  - {who: engine main-0, action: kil, at: move}", "chaos.faults[1].action: 'kil'"),
-        ("  - {who: engine mian-0, action: kill, at: move}", "chaos.faults[1].who: 'engine mian-0'"),
+        ("  - {process: engine main-0, action: kil, at: move}", "chaos.faults[1].action: 'kil'"),
+        ("  - {process: engine mian-0, action: kill, at: move}", "chaos.faults[1].process: 'engine mian-0'"),
     ):
         path.write_text(f"faults:\n  - {kill}\n{line}\n", encoding="utf-8")
         says = answer("run", "quickstart", "--chaos", str(path))

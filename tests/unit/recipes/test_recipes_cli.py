@@ -91,7 +91,7 @@ def test_the_exit_code_is_what_the_run_says(monkeypatch: pytest.MonkeyPatch, cod
         (["quickstart", "--chaos", "no/such.yaml"], "chaos: 'no/such.yaml' is not valid"),
         (
             ["quickstart", "--chaos", "chaos", "--set", "engines.main.count=1"],
-            "chaos.faults[0].who: 'engine main-1' is not valid; did you mean 'engine main-0'?",
+            "chaos.faults[0].process: 'engine main-1' is not valid; did you mean 'engine main-0'?",
         ),
         (["no/such.yaml"], "no/such.yaml"),
         (["quickstart", "--set", "loop.stepz=1"], "did you mean 'steps'?"),
@@ -115,12 +115,12 @@ def test_bad_input_is_one_line_and_starts_nothing(
         ({"action": "kil"}, "chaos.faults[0].action: 'kil' is not valid; did you mean 'kill'?"),
         ({"acton": "kill"}, "chaos.faults[0].acton: 'kill' is not valid; the key is unknown; did you mean"),
         (
-            {"who": "engine mian-0"},
-            "chaos.faults[0].who: 'engine mian-0' is not valid; did you mean 'engine main-0'?"
+            {"process": "engine mian-0"},
+            "chaos.faults[0].process: 'engine mian-0' is not valid; did you mean 'engine main-0'?"
             " valid: engine main-0, engine main-1, holder 0, holder 1, trainer 0, trainer 1",
         ),
-        ({"who": "holder 2"}, "chaos.faults[0].who: 'holder 2' is not valid"),
-        ({"who": "main-0"}, "chaos.faults[0].who: 'main-0' is not valid; give 'engine NAME'"),
+        ({"process": "holder 2"}, "chaos.faults[0].process: 'holder 2' is not valid"),
+        ({"process": "main-0"}, "chaos.faults[0].process: 'main-0' is not valid; give 'engine NAME'"),
         ({"bucket": "center"}, "chaos.faults[0].bucket: 'center' is not valid"),
     ],
 )
@@ -128,7 +128,7 @@ def test_a_bad_fault_plan_is_one_line_and_starts_nothing(
     executed: list[Call], tmp_path: Path, change: dict[str, str], says: str
 ) -> None:
     path = tmp_path / "plan.yaml"
-    fault = {"who": "engine main-0", "action": "kill", "at": "move"} | change
+    fault = {"process": "engine main-0", "action": "kill", "at": "move"} | change
     path.write_text(json.dumps({"faults": [fault]}), encoding="utf-8")
     result = RUNNER.invoke(cli.app, ["run", "quickstart", "--chaos", str(path)])
     assert result.exit_code == 2
@@ -139,10 +139,10 @@ def test_a_bad_fault_plan_is_one_line_and_starts_nothing(
 
 def test_a_fault_plan_comes_with_the_run(executed: list[Call], tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
-    path.write_text("faults: [{who: trainer 1, action: hang, at: publish}]\n", encoding="utf-8")
+    path.write_text("faults: [{process: trainer 1, action: hang, at: publish}]\n", encoding="utf-8")
     assert RUNNER.invoke(cli.app, ["run", "quickstart", "--chaos", str(path)]).exit_code == 0
     ((_, _, chaos, _),) = executed
-    assert chaos == FaultPlan((Fault(who="trainer 1", action="hang", at="publish"),))
+    assert chaos == FaultPlan((Fault(process="trainer 1", action="hang", at="publish"),))
 
 
 def test_the_shipped_fault_plan_strikes_in_the_middle_of_the_quickstart(executed: list[Call]) -> None:
@@ -151,7 +151,7 @@ def test_the_shipped_fault_plan_strikes_in_the_middle_of_the_quickstart(executed
     assert folder == Path("runs/quickstart-chaos"), "the results of the run without faults stay"
     assert chaos is not None
     assert recipe == load_recipe(SHIPPED / "quickstart.yaml")
-    assert [(fault.who, fault.action, fault.at, fault.version) for fault in chaos.faults] == [
+    assert [(fault.process, fault.action, fault.at, fault.version) for fault in chaos.faults] == [
         ("engine main-1", "kill", "move", 8),
         ("engine main-0", "corrupt", "move", 14),
     ]

@@ -59,10 +59,10 @@ class AdoptedVllm(VllmRanks):
         self._name = tickets[0].engine
         return super().attach(plan, tickets, timeout_s)
 
-    def set_faults(self, who: str, faults: Sequence[Fault], seed: int) -> None:
+    def set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None:
         """Set each process's part of `faults`, also before the ranks are connected."""
         self._num_ranks = len(self.on_ranks("settle"))
-        super().set_faults(who, faults, seed)
+        super().set_faults(process, faults, seed)
 
     def pause(self, mode: str, timeout_s: float) -> None:
         """Stop making tokens, and drop caches, so that frozen requests are recomputed."""
