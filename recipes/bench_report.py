@@ -16,7 +16,7 @@ from weightsync.recipes.hosts import HostSpec
 from weightsync.recipes.run_report import packages_here, this_host
 from weightsync.report import Link, SyncReport, bytes_text
 
-_HEAD = ("who", "what", "median", "least", "most", "bytes", "GB/s", "floor", "reached")
+_HEAD = ("process", "what", "median", "least", "most", "bytes", "GB/s", "floor", "reached")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class BenchRow:
         floor_s: seconds that its links need at least, by the rates given; 0 without rates.
     """
 
-    who: str
+    process: str
     what: str
     median: float
     least: float
@@ -40,10 +40,10 @@ class BenchRow:
 
     @classmethod
     def of(
-        cls, who: str, what: str, seconds: Sequence[float], nbytes: int = 0, floor_s: float = 0.0
+        cls, process: str, what: str, seconds: Sequence[float], nbytes: int = 0, floor_s: float = 0.0
     ) -> BenchRow:
         """Make a row from the seconds of each update."""
-        return cls(who, what, statistics.median(seconds), min(seconds), max(seconds), nbytes, floor_s)
+        return cls(process, what, statistics.median(seconds), min(seconds), max(seconds), nbytes, floor_s)
 
     @property
     def gb_per_s(self) -> float:
@@ -53,7 +53,7 @@ class BenchRow:
     def cells(self) -> tuple[str, ...]:
         """The cells of the row as text, empty where unknown."""
         return (
-            self.who,
+            self.process,
             self.what,
             *map(time_text, (self.median, self.least, self.most)),
             bytes_text(self.nbytes) if self.nbytes else "",
@@ -145,13 +145,13 @@ def _rank_rows(
     taken: dict[str, int] = {}
     for link in links:
         taken[link.target] = taken.get(link.target, 0) + link.nbytes
-    for who, spans in updates[-1].spans.items():
-        if who == "driver":
+    for process, spans in updates[-1].spans.items():
+        if process == "driver":
             continue
         for what in dict.fromkeys(span.name for span in spans):
-            seconds = [_seconds(update.spans[who], what) for update in updates]
-            of_links = (taken.get(who, 0), floors.get(who, 0.0)) if what == "load" else ()
-            yield BenchRow.of(who, what, seconds, *of_links)
+            seconds = [_seconds(update.spans[process], what) for update in updates]
+            of_links = (taken.get(process, 0), floors.get(process, 0.0)) if what == "load" else ()
+            yield BenchRow.of(process, what, seconds, *of_links)
 
 
 def _seconds(spans: Sequence[Span], what: str) -> float:

@@ -24,7 +24,7 @@ def test_the_updates_of_a_small_fleet_are_measured(tmp_path: Path) -> None:
     assert "floors are those of 4xh200" in done.stdout
     assert "this fleet ran on CPUs: comparing it with the floors of 4xh200 means nothing" in done.stdout
     made = json.loads(out.read_text())
-    rows = {(row["who"], row["what"]): row for row in made["rows"]}
+    rows = {(row["process"], row["what"]): row for row in made["rows"]}
     assert {("trainer 0", "publish"), ("holder 0", "move"), ("driver", "update")} <= set(rows)
     load = rows["engine main-0 rank 0", "load"]
     assert load["nbytes"] == made["nbytes"]

@@ -49,7 +49,7 @@ def bench(*, cluster: bool) -> BenchReport:
 
 
 def rows(report: BenchReport) -> dict[tuple[str, str], BenchRow]:
-    return {(row.who, row.what): row for row in report.rows}
+    return {(row.process, row.what): row for row in report.rows}
 
 
 def test_each_rank_has_the_median_of_each_of_its_spans_which_add_up() -> None:
@@ -76,7 +76,17 @@ def test_the_floor_of_a_rank_is_that_of_its_slowest_link() -> None:
     assert rows(report)[RANK, "load"].floor_s == pytest.approx(0.01)
     lines = str(report).splitlines()
     assert lines[0] == "it: 3 updates of 5 GB, all verified, on CPUs"
-    assert lines[2].split() == ["who", "what", "median", "least", "most", "bytes", "GB/s", "floor", "reached"]
+    assert lines[2].split() == [
+        "process",
+        "what",
+        "median",
+        "least",
+        "most",
+        "bytes",
+        "GB/s",
+        "floor",
+        "reached",
+    ]
     (line,) = (line for line in lines if line.startswith(f"{RANK}  load"))
     assert line.endswith("50.0 ms  20.0 ms  100.0 ms  4.82 GB  96.4  10.0 ms      20%")
     assert lines[-1] == "floors are those of 4xh200"
