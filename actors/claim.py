@@ -126,8 +126,8 @@ class Claims:
         if claim.process == _HERE:
             return True
         if claim.run not in self._looks:
-            who = claim.holder
-            look = await_daemon(lambda: _is_owned(claim.owned[0]), who, "claim", 2 * _LOST_S)
+            holder = claim.holder
+            look = await_daemon(lambda: _is_owned(claim.owned[0]), holder, "claim", 2 * _LOST_S)
             self._looks[claim.run] = asyncio.ensure_future(look)
         try:
             return await asyncio.shield(self._looks[claim.run])

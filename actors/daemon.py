@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 async def await_daemon(
     call: Callable[[], T],
-    who: str,
+    name: str,
     phase: str,
     timeout_s: float,
     when_late: Callable[[T], None] = lambda _: None,
@@ -26,9 +26,9 @@ async def await_daemon(
     up. If the deadline passes or the wait is cancelled, the thread continues, and `when_late` gets what
     `call` returns in the end.
 
-    Raises what `call` raises, or DeadlineError, which names `who` and `phase`.
+    Raises what `call` raises, or DeadlineError, which names `name` and `phase`.
     """
-    result = on_daemon(call, f"weightsync {phase} {who}")
+    result = on_daemon(call, f"weightsync {phase} {name}")
     waiting, in_time = asyncio.wrap_future(result), False
 
     def late(ended: Future[T]) -> None:
@@ -42,5 +42,5 @@ async def await_daemon(
             waiting.cancel()  # the loop may have ended when the call does
             result.add_done_callback(late)
     if not in_time:
-        raise DeadlineError(phase, (who,), timeout_s)
+        raise DeadlineError(phase, (name,), timeout_s)
     return waiting.result()

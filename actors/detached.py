@@ -25,9 +25,9 @@ def run_prefix(run: object) -> str:
     return f"weightsync/{run}/"
 
 
-def actor_name(run: str, *who: str) -> str:
+def actor_name(run: str, *parts: str) -> str:
     """Return the name of one of a run's actors."""
-    return run_prefix(run) + "/".join(who)
+    return run_prefix(run) + "/".join(parts)
 
 
 def detached(name: str) -> dict[str, str]:

@@ -225,9 +225,9 @@ def _row(rounds: Sequence[Layers | Round], ping: float, nbytes: int) -> dict[str
 
 def _slowest(what: str, reports: Sequence[SyncReport]) -> dict[str, object]:
     """Return the slowest engine rank's time for `what` in each update."""
-    ranks = [who for who in reports[0].spans if who.startswith("engine ")]
+    ranks = [rank for rank in reports[0].spans if rank.startswith("engine ")]
     seconds = [
-        max(sum(span.seconds for span in report.spans[who] if span.name == what) for who in ranks)
+        max(sum(span.seconds for span in report.spans[rank] if span.name == what) for rank in ranks)
         for report in reports
     ]
     return {f"rank {what} ms": statistics.median(seconds) * 1e3}

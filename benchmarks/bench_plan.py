@@ -123,8 +123,8 @@ def members() -> Members:
     return Members(ranks.stop, tuple(range(NUM_TRAINERS)), engines)
 
 
-def plan(source: Layout, engines: Mapping[str, Layout], who: Members) -> Plan:
-    return make_plan(source, engines, who, bucket_bytes=256 << 20, max_staging_bytes=1 << 30)
+def plan(source: Layout, engines: Mapping[str, Layout], fleet: Members) -> Plan:
+    return make_plan(source, engines, fleet, bucket_bytes=256 << 20, max_staging_bytes=1 << 30)
 
 
 def growth_exponent(sizes: list[int], seconds: list[float]) -> float:
@@ -135,9 +135,9 @@ def growth_exponent(sizes: list[int], seconds: list[float]) -> float:
 
 def run(count: int) -> dict[str, object]:
     metas = tensors(count)
-    source, who = trainer_layout(metas), members()
-    engines = {name: engine_layout(tensors(count)) for name, _ in who.engines}
-    timing, made = measure(lambda: plan(source, engines, who))
+    source, fleet = trainer_layout(metas), members()
+    engines = {name: engine_layout(tensors(count)) for name, _ in fleet.engines}
+    timing, made = measure(lambda: plan(source, engines, fleet))
     digest, _ = measure(made.digest)
     bucket, _ = measure(lambda: made.bucket(made.num_buckets // 2))
     return {

@@ -102,10 +102,10 @@ class _Stages(logging.Handler):
         stage(f"connecting: {record.getMessage()}")
 
 
-def check(wrong: int, who: str, version: int) -> None:
+def check(wrong: int, name: str, version: int) -> None:
     """Raise `WrongWeightsError` if any element differs."""
     if wrong:
-        raise WrongWeightsError(f"{who}: {wrong} elements are not those of version {version}")
+        raise WrongWeightsError(f"{name}: {wrong} elements are not those of version {version}")
 
 
 def timed_rounds(

@@ -65,5 +65,5 @@ def _update(sync: WeightSync, trainers: Mapping[str, ActorHandle[Any]], recipe: 
     sync.settle(patience_s)
     if recipe.loop.sleep:
         sync.sleep(level=recipe.loop.sleep)
-    collect({who: trainer.scramble.remote() for who, trainer in trainers.items()}, "scramble", patience_s)
+    collect({name: trainer.scramble.remote() for name, trainer in trainers.items()}, "scramble", patience_s)
     return sync.update_weights(sync.version + 1)

@@ -92,15 +92,17 @@ class Launcher:
 
     def engine(self, name: str) -> ActorHandle[Any]:
         """Start or restart the engine of that name, with dummy weights."""
-        spec, who = self._recipe.engine_specs[name], f"engine {name}"
+        spec, process = self._recipe.engine_specs[name], f"engine {name}"
         options: dict[str, Any] = {"tensor_parallel_size": spec.tensor_parallel_size}
         kind = choose_engine(spec.kind)[0]
         if self._bundles:
             options |= _ON_GPU.get(kind, {})
         if self._recipe.loop.sleep:
             options |= dict.fromkeys(_SLEEPS[kind], True)
-        actor = ray.remote(EngineActor).options(**self.options(who))
-        engine: ActorHandle[Any] = actor.remote(spec.kind, str(self.model), name, options, self._slot(who))
+        actor = ray.remote(EngineActor).options(**self.options(process))
+        engine: ActorHandle[Any] = actor.remote(
+            spec.kind, str(self.model), name, options, self._slot(process)
+        )
         return engine
 
     def trainers(self) -> dict[str, ActorHandle[Any]]:
@@ -108,13 +110,17 @@ class Launcher:
         recipe, device = self._recipe, "cuda" if self._bundles else "cpu"
         timeout_s, trainers = recipe.sync.connect_timeout_s, {}
         for rank in range(recipe.trainers.count):
-            who = f"trainer {rank}"
-            actor = ray.remote(GrpoTrainer).options(**self.options(who))
-            model, slot = str(self.model), self._slot(who)
-            trainers[who] = actor.remote(rank, recipe.trainers, model, recipe.loop, slot, device)
+            process = f"trainer {rank}"
+            actor = ray.remote(GrpoTrainer).options(**self.options(process))
+            model, slot = str(self.model), self._slot(process)
+            trainers[process] = actor.remote(rank, recipe.trainers, model, recipe.loop, slot, device)
         listens = {"trainer 0": trainers["trainer 0"].listen.remote()}
         (meeting,) = collect(listens, "listen", timeout_s).values()
-        collect({who: trainer.join.remote(*meeting) for who, trainer in trainers.items()}, "join", timeout_s)
+        collect(
+            {process: trainer.join.remote(*meeting) for process, trainer in trainers.items()},
+            "join",
+            timeout_s,
+        )
         return trainers
 
     def close(self) -> None:
@@ -122,12 +128,12 @@ class Launcher:
         if self._bundles:
             remove_placement_group(self._bundles)
 
-    def options(self, who: str) -> dict[str, Any]:
+    def options(self, process: str) -> dict[str, Any]:
         """Return Ray's options for an actor on its device.
 
         It sees the GPUs of all its ranks.
         """
-        options, devices = actor_options(self._recipe, who), self._recipe.devices[who]
+        options, devices = actor_options(self._recipe, process), self._recipe.devices[process]
         if self._bundles is None:
             # A cluster with GPUs shows all of them to an actor that reserves none.
             hidden = {"runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}}} if self._num_gpus else {}
@@ -138,8 +144,8 @@ class Launcher:
         visible = ",".join(_visible_devices(self._bundles, devices))
         return options | {"num_gpus": 0, "runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": visible}}}
 
-    def _slot(self, who: str) -> str | None:
-        return None if self._bundles else self._recipe.slots[self._recipe.devices[who][0]]
+    def _slot(self, process: str) -> str | None:
+        return None if self._bundles else self._recipe.slots[self._recipe.devices[process][0]]
 
 
 def _reserve(recipe: Recipe) -> PlacementGroup:

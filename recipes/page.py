@@ -156,8 +156,8 @@ def _phases(report: RunReport) -> list[tuple[str, float, float]]:
 
 def _slowest(ranks: Mapping[str, Sequence[Span]]) -> dict[str, Sequence[Span]]:
     """Return the slowest of `ranks`, in their order."""
-    most = sorted(ranks, key=lambda who: -sum(span.seconds for span in ranks[who]))[:_MOST_ROWS]
-    return {who: spans for who, spans in ranks.items() if who in most and spans}
+    most = sorted(ranks, key=lambda name: -sum(span.seconds for span in ranks[name]))[:_MOST_ROWS]
+    return {name: spans for name, spans in ranks.items() if name in most and spans}
 
 
 def _timeline(ranks: Mapping[str, Sequence[Span]]) -> _Chart:
@@ -165,18 +165,18 @@ def _timeline(ranks: Mapping[str, Sequence[Span]]) -> _Chart:
     begin, end = min(s.began for s in spans), max(s.began + s.seconds for s in spans)
     rows = [
         Row(
-            who,
+            name,
             [
                 Bar(
                     _phase(span.name),
                     (span.began - begin) * 1e3,
                     span.seconds * 1e3,
-                    f"{who}, {span.name}: {_milliseconds(span.seconds)}",
+                    f"{name}, {span.name}: {_milliseconds(span.seconds)}",
                 )
                 for span in each
             ],
         )
-        for who, each in ranks.items()
+        for name, each in ranks.items()
     ]
     axis = Axis(max((end - begin) * 1e3, 1e-3), "{:g} ms")
     title = "What each rank did in the last update"

@@ -261,8 +261,8 @@ class Recipe:
     def slots(self) -> dict[int, str]:
         """Slot names of devices without a GPU, as `EngineActor` names its ranks' slots."""
         names = {device: str(device) for device in range(self.num_devices)}
-        for who, (first, *others) in self.devices.items():
-            if who.startswith("engine "):
+        for process, (first, *others) in self.devices.items():
+            if process.startswith("engine "):
                 names |= {device: f"{first}.{rank}" for rank, device in enumerate(others, start=1)}
         return names
 

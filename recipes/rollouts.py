@@ -103,9 +103,9 @@ def _generate(
     for error in outcome.failures.values():
         if not isinstance(error, _THEIR_FAULT):
             raise error
-    bare = {who: who.removeprefix("engine ") for who in calls}
-    made = {bare[who]: (rollout.version, rollout.tokens) for who, rollout in outcome.answers.items()}
-    return made, {bare[who]: error for who, error in outcome.failures.items()}
+    bare = {process: process.removeprefix("engine ") for process in calls}
+    made = {bare[process]: (rollout.version, rollout.tokens) for process, rollout in outcome.answers.items()}
+    return made, {bare[process]: error for process, error in outcome.failures.items()}
 
 
 def _groups(problems: Sequence[Problem], tokens: Sequence[list[int]], size: int) -> list[Group]:

@@ -118,7 +118,7 @@ def _switch(sync: WeightSync, name: str, screen: Screen) -> None:
         for engine, handle in sync.serving().items()
     }
     made = collect(calls, "generate", _PATIENCE_S)
-    tokens = ", ".join(f"{who} {rollout.tokens[0][0]}" for who, rollout in made.items())
+    tokens = ", ".join(f"{name} {rollout.tokens[0][0]}" for name, rollout in made.items())
     screen.line(f"first token of {name}: {time.monotonic() - begun:.3f} s ({tokens})")
 
 

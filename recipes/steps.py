@@ -42,8 +42,8 @@ def start(
     with screen.stage("build the model"):
         build_checkpoint(launcher.model, recipe.model, seed=recipe.loop.seed)
     names = present_at_start(recipe.engine_specs, recipe.events)
-    who = f"{count_text(recipe.trainers.count, 'trainer')} and {count_text(len(names), 'engine')}"
-    with screen.stage(f"start {who} on {launcher}"):
+    started = f"{count_text(recipe.trainers.count, 'trainer')} and {count_text(len(names), 'engine')}"
+    with screen.stage(f"start {started} on {launcher}"):
         engines = {name: left.get(f"engine {name}") or launcher.engine(name) for name in names}
         trainers = take_trainers(left, recipe) or launcher.trainers()
         calls = {name: engine.info.remote() for name, engine in engines.items()}

@@ -14,19 +14,19 @@ from weightsync.recipes.recipe import Recipe
 from weightsync.recipes.run_report import RunReport, read_report
 
 
-def actor_options(recipe: Recipe, who: str) -> dict[str, Any]:
+def actor_options(recipe: Recipe, process: str) -> dict[str, Any]:
     """Return Ray's options for an actor such as ``trainer 0`` or ``engine main-0``.
 
     It reserves nothing.
     """
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
-    return options | (detached(actor_name(recipe.name, who)) if recipe.resume else {})
+    return options | (detached(actor_name(recipe.name, process)) if recipe.resume else {})
 
 
 def find_actors(recipe: Recipe) -> Mapping[str, ActorHandle[Any]]:
     """Return the living actors of an earlier driver, such as ``engine main-0``, by name."""
-    everybody = [who for who in recipe.members if recipe.resume and not who.startswith("holder ")]
-    return {who: actor for who in everybody if (actor := find(actor_name(recipe.name, who)))}
+    outlast = [process for process in recipe.members if recipe.resume and not process.startswith("holder ")]
+    return {process: actor for process in outlast if (actor := find(actor_name(recipe.name, process)))}
 
 
 def take_trainers(left: Mapping[str, ActorHandle[Any]], recipe: Recipe) -> dict[str, ActorHandle[Any]]:
@@ -34,14 +34,14 @@ def take_trainers(left: Mapping[str, ActorHandle[Any]], recipe: Recipe) -> dict[
 
     Raises StateError if some of the recipe's trainers are missing.
     """
-    trainers = [who for who in recipe.members if who.startswith("trainer ")]
-    gone = [who for who in trainers if left and who not in left]
+    trainers = [process for process in recipe.members if process.startswith("trainer ")]
+    gone = [process for process in trainers if left and process not in left]
     if gone:
         raise StateError(
             f"{', '.join(gone)} of run {recipe.name} is gone, and with it the state of the training: what"
             " is left of the run is ended now, and the same command starts it from the beginning"
         )
-    return {who: left[who] for who in trainers if left}
+    return {process: left[process] for process in trainers if left}
 
 
 def read_back(path: Path, report: RunReport) -> None:

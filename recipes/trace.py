@@ -21,22 +21,24 @@ def write_trace(path: Path, updates: Sequence[SyncReport], heals: Sequence[HealR
     """
     tracks: dict[str, list[_Event]] = {}
     for update in updates:
-        for who, spans in update.spans.items():
-            tracks.setdefault(who, []).extend(
+        for process, spans in update.spans.items():
+            tracks.setdefault(process, []).extend(
                 _span(span.name, span.began, span.seconds, version=update.version) for span in spans
             )
     for heal in heals:
         tracks.setdefault(f"engine {heal.engine}, heals", []).extend(_heal(heal))
-    events = [event for number, who in enumerate(tracks) for event in _track(who, number, tracks[who])]
+    events = [
+        event for number, process in enumerate(tracks) for event in _track(process, number, tracks[process])
+    ]
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
     replace_text(path, text + "\n")
 
 
-def _track(who: str, number: int, events: Sequence[_Event]) -> Iterator[_Event]:
-    group = next(place for place, name in enumerate(_GROUPS) if who.startswith(name))
+def _track(process: str, number: int, events: Sequence[_Event]) -> Iterator[_Event]:
+    group = next(place for place, name in enumerate(_GROUPS) if process.startswith(name))
     place: _Event = {"pid": group, "tid": number}
     yield {"ph": "M", "name": "process_name", "args": {"name": _GROUPS[group]}} | place
-    yield {"ph": "M", "name": "thread_name", "args": {"name": who}} | place
+    yield {"ph": "M", "name": "thread_name", "args": {"name": process}} | place
     yield from (event | place for event in events)
 
 

@@ -5,7 +5,7 @@
     ├── PlanError             two layouts that do not fit: names the parameter            (also ValueError)
     ├── StateError            a call that this state does not allow                       (also RuntimeError)
     │   └── MovedError        weights that are read in place are elsewhere: an update connects again by itself
-    ├── DeadlineError         a wait ended: names the phase and who did not come          (also TimeoutError)
+    ├── DeadlineError         a wait ended: names the phase and what did not come         (also TimeoutError)
     │   └── SlowError         an engine did not keep up with a move: names the engine
     ├── PeerLostError         a process that we need is gone
     ├── PeerError             a process that we need raised something that is not in this tree

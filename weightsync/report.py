@@ -88,7 +88,7 @@ class SyncReport:
 
     def to_dict(self) -> dict[str, object]:
         """Return all fields and `gb_per_s`, as values that ``json.dumps`` takes."""
-        spans = {who: [asdict(span) for span in spans] for who, spans in self.spans.items()}
+        spans = {name: [asdict(span) for span in spans] for name, spans in self.spans.items()}
         return _plain(self) | {"spans": spans, "gb_per_s": self.gb_per_s}
 
     def __str__(self) -> str:

@@ -24,11 +24,11 @@ NOWHERE = Path("nowhere")
 def seen(recipe: Recipe, launcher: Launcher) -> dict[str, str]:
     """What CUDA_VISIBLE_DEVICES says to each of the recipe's actors, if it gets its place."""
     visible = ray.remote(lambda: os.environ.get("CUDA_VISIBLE_DEVICES"))
-    options = {who: launcher.options(who) for who in recipe.devices}
+    options = {process: launcher.options(process) for process in recipe.devices}
     for each in options.values():
         each.pop("max_restarts")  # of actors only; all of them at once, each with its share
-    asked = {who: visible.options(**each).remote() for who, each in options.items()}
-    return {who: ray.get(answer, timeout=patient(60)) for who, answer in asked.items()}
+    asked = {process: visible.options(**each).remote() for process, each in options.items()}
+    return {process: ray.get(answer, timeout=patient(60)) for process, answer in asked.items()}
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
         launcher = Launcher(shared, NOWHERE)
         where = seen(shared, launcher)
         assert where["engine wide-0"] == f"{where['trainer 0']},{where['trainer 1']}", where
-        assert len({where[who] for who in ("trainer 0", "trainer 1", "engine narrow-0")}) == 3, where
+        assert len({where[process] for process in ("trainer 0", "trainer 1", "engine narrow-0")}) == 3, where
         launcher.close()
         apart = Recipe(name="apart", engines=ENGINES, trainers=TRAINERS, placement="disaggregated")
         launcher = Launcher(apart, NOWHERE)

@@ -52,8 +52,8 @@ def test_a_short_run_does_its_work_and_reports_it(tmp_path: Path) -> None:
 
 
 def holds_the_spans_of_three_updates(events: list[dict[str, Any]]) -> None:
-    who = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert sorted(who.values()) == [
+    tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert sorted(tracks.values()) == [
         "driver",
         *(f"engine main-{i} rank 0" for i in (0, 1)),
         *(f"holder {i}" for i in (0, 1)),
@@ -61,7 +61,7 @@ def holds_the_spans_of_three_updates(events: list[dict[str, Any]]) -> None:
     ]
     for version in (1, 2, 3):
         spans = {
-            (who[e["pid"], e["tid"]], e["name"]): (e["ts"], e["ts"] + e["dur"])
+            (tracks[e["pid"], e["tid"]], e["name"]): (e["ts"], e["ts"] + e["dur"])
             for e in events
             if e["ph"] == "X" and e["args"]["version"] == version
         }

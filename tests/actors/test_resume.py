@@ -93,13 +93,15 @@ def test_the_next_driver_goes_on_where_the_last_was_killed(address: str) -> None
         assert found["exact"] == {"e0": True, "e1": True}
         assert found["loads"] == {"e0": 1, "e1": 6}
         others = before["pids"].keys() - {"e0"}
-        assert {who: found["pids"][who] for who in others} == {who: before["pids"][who] for who in others}
+        assert {name: found["pids"][name] for name in others} == {
+            name: before["pids"][name] for name in others
+        }
         updated = third.reports()
         assert updated["version"] == 5
         assert updated["exact"] == {"e0": True, "e1": True}
         ended = third.reports()
-    who = [name.removeprefix("weightsync/lasting/") for name in ended["left"]]
-    assert who == ["engine e0", "engine e1", "trainer 0", "trainer 1"]
+    names = [name.removeprefix("weightsync/lasting/") for name in ended["left"]]
+    assert names == ["engine e0", "engine e1", "trainer 0", "trainer 1"]
     assert ended["after"] == []
     _gone(*before["pids"].values())
 

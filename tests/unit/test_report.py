@@ -50,7 +50,7 @@ def test_to_dict_is_json_and_complete() -> None:
     data = json.loads(json.dumps(REPORT.to_dict()))
     speed = data.pop("gb_per_s")
     assert speed == REPORT.gb_per_s
-    spans = {who: tuple(Span(**span) for span in spans) for who, spans in data.pop("spans").items()}
+    spans = {name: tuple(Span(**span) for span in spans) for name, spans in data.pop("spans").items()}
     assert SyncReport(**data, spans=spans) == replace(
         REPORT, phases=dict(REPORT.phases), connect_phases=dict(REPORT.connect_phases)
     )

@@ -187,8 +187,8 @@ class _Outgoing:
 class _Incoming:
     """The receiving end: of two buckets, one is unpacked while the other arrives."""
 
-    def __init__(self, transport: Transport, device: torch.device, who: str, digester: _Digester) -> None:
-        self._transport, self._device, self._who = transport, device, who
+    def __init__(self, transport: Transport, device: torch.device, name: str, digester: _Digester) -> None:
+        self._transport, self._device, self._name = transport, device, name
         self._digests = digester
         self._slots = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(_SLOTS)]
         self._part: torch.Tensor | None = None  # a tensor that is split between buckets
@@ -200,7 +200,7 @@ class _Incoming:
             except BaseException as error:
                 # Also ends the reader thread's wait for the next bucket.
                 cause = "it took no more" if isinstance(error, GeneratorExit) else str(error)
-                self._transport.abort(f"{self._who} gave up: {cause}")
+                self._transport.abort(f"{self._name} gave up: {cause}")
                 raise
 
     def _batches(self, reader: Executor) -> Iterator[list[tuple[str, torch.Tensor]]]:
@@ -237,7 +237,7 @@ class _Incoming:
         found = zip(head.chunks, head.digests, self._digests(data, cuts), strict=True)
         wrong = [chunk.name for chunk, sent, came in found if sent != came]
         if wrong:
-            raise VerifyError(self._who, head.version, wrong)
+            raise VerifyError(self._name, head.version, wrong)
         whole = (self._join(chunk, cut) for chunk, cut in cuts)
         return [each for each in whole if each]
 

@@ -226,7 +226,8 @@ async def _serve_snapshots(holders: Mapping[str, HolderPeer], config: SyncConfig
     """Have holders serve snapshots now, so that a wrong setting fails at connect."""
     if config.keep_versions > 1:
         calls = {
-            who: holder.serve_snapshots(config.refill, config.rdma_device) for who, holder in holders.items()
+            process: holder.serve_snapshots(config.refill, config.rdma_device)
+            for process, holder in holders.items()
         }
         (await gather_named(calls, "prepare", config.connect_timeout_s)).require()
 
@@ -331,14 +332,14 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
         raise PlanError(named, "its layout is new to the plan")
     holders = {f"holder {i}": fleet.holders[i] for i in member.holders}
     await _serve_snapshots(holders, config)
-    calls = {who: holder.adopt(plan, name) for who, holder in holders.items()}
+    calls = {process: holder.adopt(plan, name) for process, holder in holders.items()}
     tickets = list((await gather_named(calls, "adopt", timeout_s)).require().values())
     engines = {named: member.peer.attach(plan, tickets, timeout_s)}
     attached = (await _meet(fleet, engines, holders, timeout_s))[named]
     _compare(plan, {named: [each.plan_digest for each in attached]})
     links = {
-        who: holder.link(each.export)
-        for (who, holder), each in zip(holders.items(), attached, strict=True)
+        process: holder.link(each.export)
+        for (process, holder), each in zip(holders.items(), attached, strict=True)
         if each.export
     }
     (await gather_named(links, "link", timeout_s)).require()

@@ -267,7 +267,7 @@ class Controller:
         count = self._config.nonfinite != "ignore"
         calls = {f"trainer {i}": t.publish(count) for i, (t, _) in enumerate(self._fleet.trainers)}
         outcome = await gather_named(calls, "publish", self._config.timeout_s)
-        others = {who: e for who, e in outcome.failures.items() if not isinstance(e, MovedError)}
+        others = {name: e for name, e in outcome.failures.items() if not isinstance(e, MovedError)}
         published = Outcome(outcome.answers, others or outcome.failures).require()
         self._nonfinite = self._counted(version, published.values()) if count else {}
         self._published = published

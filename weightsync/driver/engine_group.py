@@ -211,8 +211,8 @@ class EngineGroup:
             if own:
                 self._blame(name, "verify", VerifyError(name, version, own))
             elif tensors:
-                writers = [(who, [t for t in tensors if t in those]) for who, those in changed.items()]
-                error = SourceChangedError(version, [(who, those) for who, those in writers if those])
+                writers = [(writer, [t for t in tensors if t in those]) for writer, those in changed.items()]
+                error = SourceChangedError(version, [(writer, those) for writer, those in writers if those])
                 self._blame(name, "verify", error)
         return [name for name, tensors in wrong.items() if not tensors]
 

@@ -44,11 +44,11 @@ class Outcome(Generic[T]):
 
         One DeadlineError names all late peers, without those that answered and only missed others.
         """
-        late = {who: error for who, error in self.failures.items() if isinstance(error, DeadlineError)}
-        silent = {who for who, error in late.items() if who in error.missing}
+        late = {name: error for name, error in self.failures.items() if isinstance(error, DeadlineError)}
+        silent = {name for name, error in late.items() if name in error.missing}
         missed = {name for error in late.values() for name in error.missing}
         names = sorted(missed - (self.failures.keys() - silent) - self.answers.keys())
-        other = [error for who, error in self.failures.items() if who not in late]
+        other = [error for name, error in self.failures.items() if name not in late]
         nearest = min(other, key=remoteness, default=None)
         if nearest and not (names and isinstance(nearest, TransportError)):
             raise nearest

@@ -133,7 +133,9 @@ class Refiller:
                 {name: member}, "refill", load, self._engine_group.drop, limit_s
             )
             # The load has ended, so each holder has ended or been told to: a silent one hangs.
-            read = await gather_named({who: _answer(task) for who, task in reads.items()}, "refill", GRACE_S)
+            read = await gather_named(
+                {holder: _answer(task) for holder, task in reads.items()}, "refill", GRACE_S
+            )
         finally:
             for task in reads.values():
                 task.cancel()

@@ -298,13 +298,13 @@ class CrossHostExchange:
             return
         named = {f"holder {each}": self._fleet.holders[each] for each in self.members}
         takes = {
-            who: holder.exchange(Part(self.members, rank, self._plan.of(rank)))
-            for rank, (who, holder) in enumerate(named.items())
+            name: holder.exchange(Part(self.members, rank, self._plan.of(rank)))
+            for rank, (name, holder) in enumerate(named.items())
         }
         timeout_s = self._config.connect_timeout_s
         offers = (await gather_named(takes, "exchange", timeout_s)).require()
         (offer,) = filter(None, offers.values())
-        meets = {who: holder.meet(offer, timeout_s) for who, holder in named.items()}
+        meets = {name: holder.meet(offer, timeout_s) for name, holder in named.items()}
         (await gather_named(meets, "meet", timeout_s + GRACE_S)).require()
 
 

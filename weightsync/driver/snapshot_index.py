@@ -123,15 +123,15 @@ class SnapshotIndex:
         # A holder that is copying answers when the copy is done.
         outcome = await gather_named(calls, "kept", self._config.connect_timeout_s)
         found = {
-            who: {snapshot_part.header: snapshot_part for snapshot_part in outcome.answers.get(name, ())}
-            for who, name in enumerate(calls)
+            number: {snapshot_part.header: snapshot_part for snapshot_part in outcome.answers.get(name, ())}
+            for number, name in enumerate(calls)
         }
         versions = {header.version for shares in found.values() for header in shares}
         for version in sorted(versions, reverse=True):
             now = _Version(version)
             for header, homes in self._parts(version, connection, everyone=True):
                 order = [*homes, *(found.keys() - set(homes))]
-                shares = [found[who][header] for who in order if header in found[who]]
+                shares = [found[number][header] for number in order if header in found[number]]
                 now.offers[header.layout][header.part] = [snapshot_part.offer for snapshot_part in shares]
                 if shares:
                     self.expected = shares[0].expected

@@ -68,8 +68,8 @@ class CrossHostExchange:
         try:
             self.shuffle.move(wanted)
         except TransportError as error:
-            who = ", ".join(map(str, self._part.members))
-            raise TransportError(f"{error} (messages between hosts; ranks are holders {who})") from error
+            holders = ", ".join(map(str, self._part.members))
+            raise TransportError(f"{error} (messages between hosts; ranks are holders {holders})") from error
 
     def abort(self, cause: str) -> None:
         """Leave the communicator at once, even during `move`."""

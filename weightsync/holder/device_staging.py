@@ -266,11 +266,11 @@ class _Event:
 
     def __init__(self, event: torch.cuda.Event, phase: str, holder: int, timeout_s: float) -> None:
         self._event, self._phase, self._timeout_s = event, phase, timeout_s
-        self._who = f"the device of holder {holder}"
+        self._name = f"the device of holder {holder}"
 
     def wait(self) -> None:
         deadline = time.monotonic() + self._timeout_s
         while not self._event.query():  # type: ignore[no-untyped-call]
             if time.monotonic() > deadline:
-                raise DeadlineError(self._phase, (self._who,), self._timeout_s)
+                raise DeadlineError(self._phase, (self._name,), self._timeout_s)
             time.sleep(0)

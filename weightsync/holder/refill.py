@@ -287,11 +287,11 @@ class Restore:
                 under_way.popleft().wait()
         while under_way:
             under_way.popleft().wait()
-        who = self._held.holder
+        holder = self._held.holder
         if (found := self._held.header) != self._header:
-            raise ReadError(who, f"it holds {found or 'no snapshot'}, not {self._header}")
+            raise ReadError(holder, f"it holds {found or 'no snapshot'}, not {self._header}")
         self._consumer.finish(0)
-        return Refilled({who: len(data)}, {who: self._held.way}, time.perf_counter() - begun)
+        return Refilled({holder: len(data)}, {holder: self._held.way}, time.perf_counter() - begun)
 
     def stop(self, cause: str) -> None:
         """Stop `run`, from any thread. It then raises TransportError(`cause`)."""

@@ -61,6 +61,6 @@ def broadcast_groups(members: Members, *, together: bool = False) -> dict[int, t
     communicator, but they receive bytes that they do not need.
     """
     if together:
-        everybody = tuple(sorted({*members.senders, *members.receivers}))
-        return dict.fromkeys(members.senders, everybody)
+        ranks = tuple(sorted({*members.senders, *members.receivers}))
+        return dict.fromkeys(members.senders, ranks)
     return {sender: tuple(sorted({sender, *members.receivers})) for sender in members.senders}

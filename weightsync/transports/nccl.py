@@ -105,17 +105,17 @@ class NcclTransport(WatchedTransport):
             comm.__init__(self._num_ranks, unique_id, self._rank)
 
         building = on_daemon(build)
-        who = f"NCCL rank {self._rank} of {self._num_ranks}"
+        name = f"NCCL rank {self._rank} of {self._num_ranks}"
         try:
             building.result(timeout_s)
         except Late as error:
             on_daemon(lambda: _abort_when_possible(comm, building.done))
             raise TransportError(
-                f"{who} signed in with its peers, but the communicator was not ready within {timeout_s:g} s: "
-                "one of them was lost while it joined"
+                f"{name} signed in with its peers, but the communicator was not ready within {timeout_s:g} s:"
+                " one of them was lost while it joined"
             ) from error
         except nccl.NcclError as error:
-            raise TransportError(f"{who} could not join: {error}") from error
+            raise TransportError(f"{name} could not join: {error}") from error
         return comm
 
     def _issue(self, ops: Sequence[Op], stream: int) -> None:

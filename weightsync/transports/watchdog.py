@@ -228,13 +228,13 @@ class Watch:
 
     def _verdict(self, absence: Absence) -> str:
         missing = absence.silent if absence.fault else absence.silent + absence.behind
-        who = ranks_text(missing, self._num_ranks)
+        ranks = ranks_text(missing, self._num_ranks)
         if absence.fault:
-            lost = f"{who} is lost in operation {absence.operation}: " if missing else ""
+            lost = f"{ranks} is lost in operation {absence.operation}: " if missing else ""
             return f"{lost}{absence.fault}"
         operation = f"operation {absence.operation} within {self._timeout_s:g} s"
         if missing:
-            return f"{who} did not come to {operation}"
+            return f"{ranks} did not come to {operation}"
         return f"every rank came to {operation} of rank {absence.caller}, and it did not finish"
 
     def _host_gone(self, number: int, how: str) -> str:

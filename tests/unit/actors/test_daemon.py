@@ -16,9 +16,9 @@ def test_it_returns_what_the_call_does_and_raises_what_it_raises() -> None:
     def fail() -> None:
         raise KeyError("no host is free")
 
-    assert asyncio.run(await_daemon(lambda: 7, "who", "phase", 60)) == 7
+    assert asyncio.run(await_daemon(lambda: 7, "name", "phase", 60)) == 7
     with pytest.raises(KeyError, match="no host is free"):
-        asyncio.run(await_daemon(fail, "who", "phase", 60))
+        asyncio.run(await_daemon(fail, "name", "phase", 60))
 
 
 @pytest.mark.parametrize("how", ["deadline", "cancelled"])
@@ -36,7 +36,7 @@ def test_what_comes_late_is_handed_over_and_nobody_waits_for_the_thread(how: str
 
     async def work() -> None:
         waiting = asyncio.ensure_future(
-            await_daemon(call, "who", "phase", 0.05 if how == "deadline" else 60, when_late)
+            await_daemon(call, "name", "phase", 0.05 if how == "deadline" else 60, when_late)
         )
         if how == "cancelled":
             await asyncio.sleep(0)
@@ -61,7 +61,7 @@ def test_what_came_just_as_the_wait_was_cancelled_is_late_too() -> None:
             returned.set()
             return 7
 
-        waiting = asyncio.ensure_future(await_daemon(call, "who", "phase", 60, late.append))
+        waiting = asyncio.ensure_future(await_daemon(call, "name", "phase", 60, late.append))
         await asyncio.sleep(0)
         assert returned.wait(patient(60))  # the loop has not heard of it yet
         waiting.cancel()

@@ -29,8 +29,8 @@ def rows_plan(
         ]
     )
     engine = Layout.from_ranks([RankLayout((meta,), ())] * len(receivers))
-    who = Members(1 + max(num_trainers - 1, *receivers), tuple(range(num_trainers)), (("e", receivers),))
-    return make_plan(source, {"e": engine}, who, bucket_bytes=bucket_bytes, max_staging_bytes=1 << 30)
+    fleet = Members(1 + max(num_trainers - 1, *receivers), tuple(range(num_trainers)), (("e", receivers),))
+    return make_plan(source, {"e": engine}, fleet, bucket_bytes=bucket_bytes, max_staging_bytes=1 << 30)
 
 
 def test_every_trainer_has_a_share_of_each_bucket_of_a_large_tensor() -> None:
@@ -52,8 +52,8 @@ def test_whole_tensors_stay_together_when_they_fit() -> None:
     layout = Layout.from_ranks(
         [RankLayout(tuple(metas), tuple(Segment(m.name, Box((0,), m.shape), m.name, 0, (1,)) for m in metas))]
     )
-    who = Members(1, (0,), (("e", (0,)),))
-    made = make_plan(layout, {"e": layout}, who, bucket_bytes=1024, max_staging_bytes=1 << 20)
+    fleet = Members(1, (0,), (("e", (0,)),))
+    made = make_plan(layout, {"e": layout}, fleet, bucket_bytes=1024, max_staging_bytes=1 << 20)
     assert [[p.tensor for p in b.pieces] for b in made.buckets()] == [[0, 1], [2, 3], [4], [5]]
 
 
@@ -100,10 +100,10 @@ def test_figures_add_up(world: World, bucket_bytes: int) -> None:
 
 def planning(count: int) -> tuple[float, Plan]:
     """This thread's CPU seconds to plan `count` tensors: what else runs does not count."""
-    source, who = trainer_layout(tensors(count)), members()
-    engines = dict.fromkeys((name for name, _ in who.engines), engine_layout(tensors(count)))
+    source, fleet = trainer_layout(tensors(count)), members()
+    engines = dict.fromkeys((name for name, _ in fleet.engines), engine_layout(tensors(count)))
     start = time.thread_time()
-    made = plan(source, engines, who)
+    made = plan(source, engines, fleet)
     return time.thread_time() - start, made
 
 

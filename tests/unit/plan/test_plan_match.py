@@ -51,8 +51,8 @@ def test_the_order_in_which_engines_are_registered_is_of_no_matter() -> None:
     engines = {"e0": whole(C, A, B), "e1": whole(A, B, C)}
     ranks = (("e0", (0,)), ("e1", (1,)))
     first, second = (
-        make_plan(whole(A, B, C), layouts, who, bucket_bytes=256, max_staging_bytes=1 << 20)
-        for layouts, who in [
+        make_plan(whole(A, B, C), layouts, fleet, bucket_bytes=256, max_staging_bytes=1 << 20)
+        for layouts, fleet in [
             (engines, Members(2, (0,), ranks)),
             (dict(reversed(engines.items())), Members(2, (0,), ranks[::-1])),
         ]

@@ -78,7 +78,7 @@ def test_what_fails_after_the_result_does_not_change_it() -> None:
 
 def test_everything_is_read_as_it_was_written(tmp_path: Path) -> None:
     report = run_report()
-    report.spans = {who: list(spans) for who, spans in report.spans.items()}
+    report.spans = {name: list(spans) for name, spans in report.spans.items()}
     report.write(tmp_path / "report.json")
     assert read_report(tmp_path / "report.json") == report
 

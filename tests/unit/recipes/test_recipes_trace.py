@@ -34,7 +34,7 @@ def test_every_rank_has_a_track_with_the_spans_of_each_update(tmp_path: Path) ->
         if e["ph"] == "X"
         if e["args"]["version"] == 8
     }
-    assert found.keys() == {(who, span.name) for who, spans in SPANS.items() for span in spans}
+    assert found.keys() == {(name, span.name) for name, spans in SPANS.items() for span in spans}
     load = found["engine e0 rank 1", "load"]
     assert (load["ts"], load["dur"]) == ((1.7e9 + 1) * 1e6, 0.25e6)
     assert len([e for e in events if e["ph"] == "X"]) == 2 * sum(map(len, SPANS.values()))
