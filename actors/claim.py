@@ -92,7 +92,7 @@ class Claims:
         self._held: dict[ActorHandle[Any], ClaimedPeer] = {}
         self._looks: dict[str, asyncio.Task[bool]] = {}
 
-    async def take(self, peer: ClaimedPeer) -> None:
+    async def acquire(self, peer: ClaimedPeer) -> None:
         """Claim an actor unless it is claimed already.
 
         Replaces the claim of a dead driver.

@@ -110,7 +110,7 @@ class Holders:
         while self._standbys:
             ray.kill(self._standbys.pop()[1])
 
-    def take(self, placement: Placement, left: Placement | None, index: int) -> RemoteHolder:
+    def place_late(self, placement: Placement, left: Placement | None, index: int) -> RemoteHolder:
         """Return the holder for a late rank: existing, left by its predecessor, or new.
 
         Without a GPU, a process alone in its own slot leaves its holder to its replacement.

@@ -176,7 +176,7 @@ class Membership:
     def _place_rank(self, placement: Placement, left: Placement | None) -> int:
         """Return the fleet index of the holder for `placement`, starting it if needed."""
         known = self._fleet.holders
-        holder = self._holders.take(placement, left, len(known))
+        holder = self._holders.place_late(placement, left, len(known))
         if holder not in known:
             known.append(holder)
             self._fleet.nodes.append(placement.node)
@@ -216,11 +216,11 @@ class Membership:
         return error if self.trainers else self.checkpoints.with_file(error)
 
     async def _placement_of(self, trainer: RemoteTrainer) -> Placement:
-        await self._claims.take(trainer)
+        await self._claims.acquire(trainer)
         return await trainer.placement()
 
     async def _placements_of(self, engine: RemoteEngine) -> list[Placement]:
-        await self._claims.take(engine)
+        await self._claims.acquire(engine)
         return await engine.placements()
 
     async def _place(self) -> None:

@@ -34,7 +34,7 @@ class SglangLatency(EngineActor):
         self._num_ranks = int(options["tensor_parallel_size"])
         self._answers = tempfile.TemporaryDirectory(prefix="weightsync-bench-")
 
-    async def take(self, payloads: Sequence[bytes], load_format: str | None) -> None:
+    async def update_from_tensors(self, payloads: Sequence[bytes], load_format: str | None) -> None:
         """Make one SGLang call with each rank's payload, in a session if supported."""
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
@@ -52,7 +52,7 @@ class SglangLatency(EngineActor):
 
     async def empty(self) -> None:
         """Make the same call to all ranks with nothing to do."""
-        await self.take(self._payloads("nothing", (), answers=False), rank_probe.LOADER)
+        await self.update_from_tensors(self._payloads("nothing", (), answers=False), rank_probe.LOADER)
 
     async def forget(self) -> None:
         """Drop the prefix cache. Raises RuntimeError if SGLang does not."""
@@ -61,7 +61,7 @@ class SglangLatency(EngineActor):
 
     async def probe(self, command: str, args: Args = ()) -> list[Any]:
         """Return the answer of each rank, see `rank_probe`."""
-        await self.take(self._payloads(command, args, answers=True), rank_probe.LOADER)
+        await self.update_from_tensors(self._payloads(command, args, answers=True), rank_probe.LOADER)
         return [pickle.loads(self._answer(rank).read_bytes()) for rank in range(self._num_ranks)]
 
     def _payloads(self, command: str, args: Args, *, answers: bool) -> list[bytes]:

@@ -78,7 +78,7 @@ class LatencyTrainer(ShardTrainer):
                 payloads = self._to_first(_serialized(payload))
             if payloads:
                 with _synced(clock, "engine"):
-                    ray.get(engine.take.remote(payloads, "flattened_bucket" if flat else None))
+                    ray.get(engine.update_from_tensors.remote(payloads, "flattened_bucket" if flat else None))
             dist.barrier()  # the other ranks keep their tensors until here
             num_calls += 1
         if torch.cuda.is_available():

@@ -40,20 +40,20 @@ class FakeServer:
         name: str,
         prompt: Sequence[int],
         params: Mapping[str, int],
-        take: Callable[[Sequence[int]], object],
+        on_tokens: Callable[[Sequence[int]], object],
     ) -> None:
         if not prompt:
             raise ValueError("the prompt is empty")
         tokens: list[int] = []
         while len(tokens) < params["n"]:
             if name in self.aborted:
-                take(tokens[-1:])  # as SGLang tells of a request that waits
+                on_tokens(tokens[-1:])  # as SGLang tells of a request that waits
                 return
             if self.paused or not self.permits.acquire(blocking=False):
                 await asyncio.sleep(0.001)
                 continue
             tokens.append(len(tokens))
-            take(tokens)
+            on_tokens(tokens)
             self.made.release()
 
     def abort(self, name: str) -> None:

@@ -37,10 +37,10 @@ class Settable:
 
     has_memory = True
 
-    def _take(self, part: str) -> None:
+    def _allocate(self, part: str) -> None:
         if not self.has_memory:
             raise MemoryError
-        super()._take(part)  # type: ignore[misc]
+        super()._allocate(part)  # type: ignore[misc]
 
     def started_with(self, sleeps: object) -> None:
         self._sleeps = sleeps

@@ -107,7 +107,7 @@ class EngineRanks(ABC):
         """Allocate the memory of those `parts` that are asleep."""
         for part in [each for each in self._asleep if each in parts]:
             with self._naming("wake"):
-                self._take(part)
+                self._allocate(part)
             self._asleep.remove(part)
             if part == WEIGHTS and not self._whole:
                 self.on_ranks("blank")
@@ -131,7 +131,7 @@ class EngineRanks(ABC):
         """Release all memory. Called while paused."""
 
     @abstractmethod
-    def _take(self, part: str) -> None:
+    def _allocate(self, part: str) -> None:
         """Allocate one part again."""
 
     def require_whole(self) -> None:

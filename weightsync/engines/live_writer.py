@@ -49,7 +49,7 @@ class LiveWriter:
         self._next = 0
         self._missing = Missing(plan)
         for piece in (piece for bucket in plan.buckets() for piece in bucket.pieces):
-            self._missing.take(piece.tensor, piece.box)
+            self._missing.count(piece.tensor, piece.box)
         on_device = all(memory.is_cuda for memory in (*slots, *live.values()))
         self._device = _DeviceTables(plan, segments, self._address, slots) if on_device else None
         self._host = None if on_device else HostTables(plan, segments, live, views)
@@ -154,7 +154,7 @@ class Missing:
         self._tensors = plan.tensors
         self._left = [meta.numel for meta in plan.tensors]
 
-    def take(self, tensor: int, box: Box) -> bool:
+    def count(self, tensor: int, box: Box) -> bool:
         """Count one piece. Returns whether its tensor is now complete."""
         self._left[tensor] -= box.numel
         return self._left[tensor] == 0

@@ -38,9 +38,9 @@ class Server(Protocol):
         name: str,
         prompt: Sequence[int],
         params: Any,  # noqa: ANN401 - the engine's
-        take: Callable[[Sequence[int]], object],
+        on_tokens: Callable[[Sequence[int]], object],
     ) -> None:
-        """Run a request until it ends. `take` is called with all tokens so far whenever there are more."""
+        """Run a request until it ends. Calls `on_tokens` with all tokens so far whenever there are more."""
 
     def abort(self, name: str) -> None: ...
 
@@ -69,7 +69,7 @@ class _Request:
     cut: bool = False
     done: Future[Completion] = field(default_factory=Future)
 
-    def take(self, tokens: Sequence[int], version: int) -> bool:
+    def append(self, tokens: Sequence[int], version: int) -> bool:
         """Store all tokens so far; new ones are of `version`. Returns whether a stop token is among those."""
         new = tokens[len(self.tokens) :]  # `tokens` may be shorter if the request was aborted as it waited
         stop = next((i for i, token in enumerate(new, 1) if token in self.params.stops), None)
@@ -268,13 +268,13 @@ class RequestLoop:
             task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, name: str, request: _Request) -> None:
-        def take(tokens: Sequence[int]) -> None:
-            if not request.done.done() and request.take(tokens, self._of_now()):
+        def append(tokens: Sequence[int]) -> None:
+            if not request.done.done() and request.append(tokens, self._of_now()):
                 self._complete(request)
                 self._abort(name)
 
         try:
-            await self.server.run(name, request.prompt, request.params.settings, take)
+            await self.server.run(name, request.prompt, request.params.settings, append)
             self._complete(request)
         except Exception as error:  # noqa: BLE001 - the waiting caller's thread raises it
             failed = EngineError(self._name, "generate", f"{type(error).__name__}: {error}")

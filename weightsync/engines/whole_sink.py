@@ -70,7 +70,7 @@ class WholeSink:
             # New memory, since the loader keeps tensors until a module is complete.
             self._parts[tensor] = torch.empty(shape, dtype=data.dtype, device=self._device)
         self._parts[tensor][box.slices()].copy_(data)
-        if self._missing.take(tensor, box):
+        if self._missing.count(tensor, box):
             self._add(tensor, self._parts.pop(tensor))
 
     def _add(self, tensor: int, data: torch.Tensor) -> None:

@@ -78,7 +78,7 @@ class MooncakeReader:
                 if not ready:
                     raise DeadlineError("refill", sorted(waited), timeout_s)
                 for fd in ready:
-                    if answer := self._children[children[fd]].take():
+                    if answer := self._children[children[fd]].receive():
                         done[children[fd]] = _nbytes(children[fd], answer)
                         waited.remove(children[fd])
             return {peer: done[peer] for peer in found}

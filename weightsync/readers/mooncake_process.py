@@ -62,7 +62,7 @@ class MooncakeProcess:
         """Wait until the memory is registered. Raises TransportError when Mooncake does not start."""
         answer, deadline = None, time.monotonic() + START_S
         while not answer and readable([self.answers], deadline):
-            answer = self.take()
+            answer = self.receive()
         if not answer or "error" in answer:
             self.close()
             raise TransportError(str(answer["error"]) if answer else "Mooncake's process does not answer")
@@ -74,8 +74,8 @@ class MooncakeProcess:
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
         self._process.stdin.flush()
 
-    def take(self) -> dict[str, Any] | None:
-        """Return the answer; None until its line is complete. An ended process gives an error."""
+    def receive(self) -> dict[str, Any] | None:
+        """Receive the answer; None until its line is complete. An ended process gives an error."""
         data = os.read(self.answers, 1 << 16)
         if not data:
             return {"error": f"Mooncake's process ended, status {self._process.wait()}"}

@@ -68,7 +68,7 @@ class ZeroMqReader:
                 self._ending.check()
                 for peer in self._peers.values():
                     if peer.socket in ready:
-                        peer.take(self._targets)
+                        peer.receive(self._targets)
                     elif peer.monitor in ready:
                         peer.heed()
             return {name: sum(read.nbytes for read in its) for name, its in found.items()}
@@ -105,7 +105,7 @@ class _Peer:
         for _ in range(WINDOW):
             self._ask()
 
-    def take(self, targets: Sequence[npt.NDArray[np.uint8]]) -> None:
+    def receive(self, targets: Sequence[npt.NDArray[np.uint8]]) -> None:
         """Copy one answer into its target, and request the next chunk."""
         head, *data = self.socket.recv_multipart(copy=False)
         try:

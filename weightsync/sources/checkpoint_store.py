@@ -76,7 +76,7 @@ class CheckpointStore:
         numbers = sorted({stretch.buffer for stretch in self._mine})
         warm_up()
         with ThreadPoolExecutor(num_threads(_MOST_THREADS), initializer=_give_way) as threads:
-            buffers = threads.map(lambda i: self._take(i, i in mapped), numbers)
+            buffers = threads.map(lambda i: self._open(i, i in mapped), numbers)
             self._memory = dict(zip(numbers, buffers, strict=True))
             self._held = _packed(self._mine, mapped)
             chunks = [
@@ -127,7 +127,7 @@ class CheckpointStore:
             buffer.close()
         self._memory, self._held = {}, []
 
-    def _take(self, file: int, is_mapped: bool) -> SharedBuffer:
+    def _open(self, file: int, is_mapped: bool) -> SharedBuffer:
         if is_mapped:
             return SharedBuffer.of_file(self._files[file])
         return SharedBuffer.create(sum(_aligned(each.nbytes) for each in self._mine if each.buffer == file))

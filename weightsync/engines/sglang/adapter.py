@@ -146,7 +146,7 @@ class SglangEngine(ServingRanks):
         tags = {"tags": [WEIGHTS, CACHES]}
         self._own("release_memory_occupation", "ReleaseMemoryOccupationReqInput", tags)
 
-    def _take(self, part: str) -> None:
+    def _allocate(self, part: str) -> None:
         self._own("resume_memory_occupation", "ResumeMemoryOccupationReqInput", {"tags": [part]})
 
     def _own(self, method: str, request: str, fields: Mapping[str, object]) -> Any:  # noqa: ANN401 - SGLang's

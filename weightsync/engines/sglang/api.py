@@ -151,9 +151,9 @@ class Server:
         name: str,
         prompt: Sequence[int],
         params: Mapping[str, Any],
-        take: Callable[[Sequence[int]], object],
+        on_tokens: Callable[[Sequence[int]], object],
     ) -> None:
-        """Give `take` all tokens so far whenever there are more, until the request ends or is aborted.
+        """Run a request until it ends or is aborted, see `Server.run`.
 
         Raises ValueError or RuntimeError if SGLang refuses the request.
         """
@@ -166,7 +166,7 @@ class Server:
             reason = out["meta_info"].get("finish_reason") or {}
             if reason.get("status_code"):  # not set if we aborted it
                 raise RuntimeError(reason.get("message", "SGLang refused it"))
-            take(out["output_ids"])
+            on_tokens(out["output_ids"])
 
     def abort(self, name: str) -> None:
         """End a request early: its stream ends soon."""

@@ -111,7 +111,7 @@ class VllmEngine(ServingRanks, VllmRanks):
     def _release(self, level: int) -> None:
         self.call(lambda engine: engine.sleep(level, "keep"))
 
-    def _take(self, part: str) -> None:
+    def _allocate(self, part: str) -> None:
         self.call(lambda engine: engine.wake_up([part]))
 
     def _ask(self, blob: bytes) -> Sequence[bytes]:

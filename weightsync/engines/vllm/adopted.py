@@ -97,7 +97,7 @@ class AdoptedVllm(VllmRanks):
     def _release(self, level: int) -> None:
         self._wait(self._llm.sleep(level, "keep"))
 
-    def _take(self, part: str) -> None:
+    def _allocate(self, part: str) -> None:
         self._wait(self._llm.wake_up([part]))
 
     def _ask(self, blob: bytes) -> Sequence[bytes]:

@@ -36,12 +36,12 @@ class Stepper:
         self._paused, self._scheduled = True, False
 
     async def run(
-        self, name: str, prompt: Sequence[int], params: object, take: Callable[[Sequence[int]], object]
+        self, name: str, prompt: Sequence[int], params: object, on_tokens: Callable[[Sequence[int]], object]
     ) -> None:
         """Run a request, see `Server.run`. Raises ValueError, or the error of a step that failed."""
         self.engine.add_request(name, {"type": "token", "prompt_token_ids": list(prompt)}, params)
         ended = self.loop.create_future()
-        self._requests[name] = take, ended
+        self._requests[name] = on_tokens, ended
         self._step_soon()
         await ended
 
