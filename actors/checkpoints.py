@@ -193,6 +193,9 @@ class CheckpointRank:
         layout: RankLayout = await self._call(self._checkpoints.wanted, "layout", *self._place)
         return layout
 
+    async def trial_handle(self) -> None:
+        """Return None: holders map host memory."""
+
     async def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
         """Let the holder map the wanted checkpoint, once read, and others read by then.
 

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from weightsync.actors.claim import Claimable
 from weightsync.actors.placement import Placement
-from weightsync.engines import Engine, HasRankProcesses, Sleeps
+from weightsync.engines import Engine, ExportsMemory, HasRankProcesses, Sleeps
 from weightsync.errors import ConfigError
 from weightsync.faults import Fault, inject, set_faults, split_by_rank
 from weightsync.plan import Plan, RankLayout
@@ -46,6 +46,12 @@ class EngineCalls(Claimable):
     @cached_property
     def _asking(self) -> asyncio.Lock:
         return asyncio.Lock()
+
+    async def sync_can_export(self) -> Sequence[bool]:
+        """Return for each rank whether it can export its live memory, see `ExportsMemory`."""
+        if not isinstance(self._engine, ExportsMemory):
+            return [False]
+        return await asyncio.to_thread(self._engine.can_export)
 
     async def sync_attach(
         self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float

@@ -11,10 +11,10 @@ from weightsync.actors.placement import Placement
 from weightsync.errors import ConfigError, StateError
 from weightsync.faults import Fault, inject, set_faults
 from weightsync.plan import Plan, RankLayout
-from weightsync.protocol.handles import Attached, BufferHandle
+from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle
 from weightsync.protocol.messages import Published
 from weightsync.protocol.timing import PhaseClock
-from weightsync.sources import ModelSource, Names, Offloads, Source, make_source
+from weightsync.sources import ExportsWeights, ModelSource, Names, Offloads, Source, make_source
 
 
 class TrainerShard(Claimable):
@@ -104,6 +104,11 @@ class TrainerShard(Claimable):
         source = self._current_source()
         source.close()
         return source.layout()
+
+    def sync_trial_handle(self) -> DeviceHandle | None:
+        """Return a handle that holders may try to map, see `ExportsWeights`."""
+        source = self._current_source()
+        return source.trial_handle() if isinstance(source, ExportsWeights) else None
 
     def sync_attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
         """Map the holder's send buffer, or let it read this rank's memory in place."""

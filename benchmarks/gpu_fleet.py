@@ -30,7 +30,7 @@ from weightsync.actors.claim import Claimable
 from weightsync.actors.placement import Placement
 from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.channel.engine_end import EngineFeed
-from weightsync.engines.live_writer import LiveWriter
+from weightsync.engines.live_writer import LiveWriter, can_export
 from weightsync.memory.tensors import device_id
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 from weightsync.protocol.handles import Attached
@@ -165,6 +165,9 @@ class EngineRank(Destination):
     def layout(self) -> RankLayout:
         return self._layout
 
+    def can_export(self) -> bool:
+        return can_export(self.live)
+
     def attach(self, plan: Plan, ticket: FeedTicket, timeout_s: float) -> Attached:
         if self._feed is not None:
             self._feed.close()
@@ -191,6 +194,9 @@ class EngineFront(Claimable):
 
     async def sync_layout(self) -> Sequence[RankLayout]:
         return await _gather([rank.layout.remote() for rank in self._ranks])
+
+    async def sync_can_export(self) -> Sequence[bool]:
+        return await _gather([rank.can_export.remote() for rank in self._ranks])
 
     async def sync_attach(
         self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float

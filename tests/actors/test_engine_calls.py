@@ -37,3 +37,13 @@ def test_an_engine_works_out_its_layout_once_though_two_ask_at_a_time() -> None:
 
     asyncio.run(ask())
     assert adapter.num_asked == 1
+
+
+class Exporting(Adapter):
+    def can_export(self) -> list[bool]:
+        return [True, False]
+
+
+def test_an_engine_that_does_not_say_whether_it_exports_is_taken_not_to() -> None:
+    assert asyncio.run(Calls(Adapter()).sync_can_export()) == [False]
+    assert asyncio.run(Calls(Exporting()).sync_can_export()) == [True, False]

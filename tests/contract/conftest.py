@@ -116,7 +116,9 @@ class Rig:
         self.feed = HolderFeed("h1", "e0", tuple(slot.handle for slot in self.slots), None, -1)
         joined = self.threads.submit(self.engine.attach, plan, [self.feed.ticket], TIMEOUT_S)
         self.feed.accept(plan.digest(), TIMEOUT_S)
-        assert [each.plan_digest for each in joined.result(TIMEOUT_S)] == [plan.digest()]
+        attached = joined.result(TIMEOUT_S)
+        assert [each.plan_digest for each in attached] == [plan.digest()]
+        self.exported = [each.export is not None for each in attached]
 
     def load(self, model: PreTrainedModel, num_buckets: int | None = None) -> Digests:
         """Feed the weights of `model`; give up after `num_buckets`, if given."""

@@ -12,7 +12,7 @@ import torch
 
 from tests.contract.conftest import TIMEOUT_S, Rig
 from tests.models import greedy
-from weightsync.engines import Rollout, make_engine
+from weightsync.engines import ExportsMemory, Rollout, make_engine
 from weightsync.errors import ConfigError, DeadlineError, EngineError, StateError
 from weightsync.memory.digests import tensor_digest
 from weightsync.memory.tensors import named_tensors
@@ -41,6 +41,13 @@ def test_layout_is_the_checkpoint(rig: Rig) -> None:
     assert rank.tied == tied
     assert bool(rank.device) == rig.on_gpu
     assert bool(rank.buffers) == (rig.kind != "vllm" or rig.on_gpu)
+
+
+def test_it_says_before_it_is_attached_whether_it_exports_its_memory(rig: Rig) -> None:
+    assert isinstance(rig.engine, ExportsMemory)
+    could = list(rig.engine.can_export())
+    rig.connect(rig.plan)
+    assert could == rig.exported
 
 
 def test_serves_what_was_sent_and_then_what_was_sent_next(rig: Rig) -> None:

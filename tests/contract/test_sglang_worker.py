@@ -180,6 +180,7 @@ def answered(replies: Replies, method: str, *outcomes: object) -> object:
         ("join", RankProcess(0, 7, 99)),
         ("layout", LAYOUT),
         ("addresses", {"w": 1 << 47}),
+        ("can_export", True),
         ("attach", Attached("ab", None)),
         ("attach", Attached("ab", Export(LAYOUT, {"live": DeviceHandle("cuda:GPU-1", 7, b"ipc", 512, 12)}))),
         ("settle", None),

@@ -16,6 +16,7 @@ import torch
 
 from tests.patience import patient
 from weightsync.errors import TransportError
+from weightsync.holder.direct_copy import try_mapping
 from weightsync.memory import cuda
 from weightsync.memory.device import DeviceBuffer, export_tensor
 from weightsync.protocol.handles import DeviceHandle
@@ -119,6 +120,18 @@ def test_it_works_from_a_thread_that_never_touched_the_device() -> None:
     thread.start()
     thread.join(patient(60))
     assert sums == [2000]
+
+
+def test_memory_is_tried_once_and_unmapped() -> None:
+    weight = torch.ones(1 << 20, device="cuda")
+    handle = export_tensor(weight)
+    gone = msgspec.structs.replace(handle, ipc=bytes(len(handle.ipc)))
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(1) as others:
+        tried = others.apply_async(try_mapping, ({"trainer 0": handle, "trainer 1": handle},))
+        assert tried.get(patient(100)) == ""
+        failed = others.apply_async(try_mapping, ({"trainer 0": handle, "trainer 1": gone},))
+        assert failed.get(patient(100)).startswith("trainer 1: cannot map another process's memory")
 
 
 def test_memory_comes_back() -> None:

@@ -9,12 +9,13 @@ from pkgutil import resolve_name
 from typing import Any
 
 from weightsync.channel.sink import Sink
-from weightsync.engines.base import Engine, Generates, HasRankProcesses, Rollout, Sleeps
+from weightsync.engines.base import Engine, ExportsMemory, Generates, HasRankProcesses, Rollout, Sleeps
 from weightsync.errors import ConfigError, nearest
 
 __all__ = [
     "ENGINES",
     "Engine",
+    "ExportsMemory",
     "Generates",
     "HasRankProcesses",
     "Rollout",

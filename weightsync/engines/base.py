@@ -58,7 +58,7 @@ class Engine(Protocol):
 
     The driver calls most methods through the actor. Methods block and are called from worker threads. An
     engine serves nothing until its first ``resume(version)``. What only some engines can do are protocols of
-    their own: `Generates`, `Sleeps`, `HasRankProcesses`.
+    their own: `Generates`, `ExportsMemory`, `Sleeps`, `HasRankProcesses`.
     """
 
     def layout(self) -> Sequence[RankLayout]:
@@ -108,6 +108,21 @@ class Generates(Engine, Protocol):
 
         `sampling` has max_tokens, temperature (0 is greedy), seed and stop_token_ids. Raises StateError while
         the engine holds no committed version, and while it is asleep.
+        """
+
+
+@runtime_checkable
+class ExportsMemory(Protocol):
+    """An engine that knows before ``attach`` whether its ranks will export their live memory.
+
+    Other engines may export it too, but the plan then has buckets.
+    """
+
+    def can_export(self) -> Sequence[bool]:
+        """Return for each rank whether ``attach`` would export its live memory now.
+
+        The driver calls it in each connect, after ``layout``, if every layout has a device and buffers and
+        the trainers' memory can be read.
         """
 
 

@@ -57,6 +57,10 @@ class EngineRanks(ABC):
             layouts = self.on_ranks("reload")
         return layouts
 
+    def can_export(self) -> Sequence[bool]:
+        """Return for each rank whether `attach` would export its live memory now."""
+        return self.on_ranks("can_export", WEIGHTS in self._asleep)
+
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
         """Connect each rank to its holder."""
         return self.on_ranks("attach", plan, tuple(tickets), timeout_s, WEIGHTS in self._asleep)

@@ -17,7 +17,7 @@ from weightsync.memory.kernels import CopyTable, DigestPart, DigestTable
 from weightsync.plan import Box, Plan, RankLayout, Segment
 from weightsync.plan.explain import count_text
 from weightsync.plan.plan import by_tensor
-from weightsync.protocol.handles import Export
+from weightsync.protocol.handles import DeviceHandle, Export
 from weightsync.protocol.messages import Digests
 
 logger = logging.getLogger("weightsync.engines.live_writer")
@@ -75,8 +75,7 @@ class LiveWriter:
         if self._device is None:
             return None
         try:
-            handles = {name: export_tensor(each) for name, each in self._live.items() if each.numel()}
-            return Export(self._layout, handles)
+            return Export(self._layout, _handles(self._live))
         except TransportError as error:
             logger.warning("buckets are copied by the engine: %s", error)
             self._device.copies()
@@ -103,6 +102,18 @@ class LiveWriter:
         tables = self._device or self._host
         assert tables
         return tables.digests()
+
+
+def can_export(live: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the live memory can be shared. `LiveWriter.export` logs why not."""
+    try:
+        return all(each.is_cuda for each in live.values()) and bool(_handles(live))
+    except TransportError:
+        return False
+
+
+def _handles(live: Mapping[str, torch.Tensor]) -> dict[str, DeviceHandle]:
+    return {name: export_tensor(each) for name, each in live.items() if each.numel()}
 
 
 class _DeviceTables:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from weightsync.channel.engine_end import EngineFeed
-from weightsync.engines.live_writer import LiveWriter
+from weightsync.engines.live_writer import LiveWriter, can_export
 from weightsync.engines.loader_trace import UnprovableError, trace
 from weightsync.engines.rank_process import RankProcess
 from weightsync.engines.whole_sink import Loader, WholeSink, synchronize
@@ -100,6 +100,10 @@ class Rank:
     def addresses(self) -> dict[str, int]:
         """Return the address of each live parameter. They do not change, since CUDA graphs use them."""
         return {name: each.data_ptr() for name, each in self._host.model().named_parameters()}
+
+    def can_export(self, asleep: bool) -> bool:
+        """Whether `attach` would export the live memory now. While `asleep`, there is none."""
+        return not asleep and bool(self.layout().buffers) and can_export(self._live)
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float, asleep: bool) -> Attached:
         """Connect to the holder. `tickets` has all ranks'. While `asleep`, the weights have no memory."""

@@ -12,7 +12,7 @@ import torch
 from weightsync.channel.engine_end import EngineFeed
 from weightsync.config import load_dataclass
 from weightsync.engines.base import Rollout
-from weightsync.engines.live_writer import LiveWriter
+from weightsync.engines.live_writer import LiveWriter, can_export
 from weightsync.engines.sampling import Sampling
 from weightsync.errors import (
     ConfigError,
@@ -101,6 +101,11 @@ class TorchEngine:
         metas = tuple(meta_of(name, tensor) for name, tensor in self._tensors.items())
         segments = tuple(Segment.whole(meta, byte_strides(self._tensors[meta.name])) for meta in metas)
         return RankLayout(metas, segments, tied, buffers=metas, device=device_id(self._device))
+
+    def can_export(self) -> Sequence[bool]:
+        """Return whether `attach` would export the live memory. An engine that can sleep does not."""
+        self.layout()
+        return [not self._sleeps and can_export(self._tensors)]
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
         """Connect to the holder; export the live memory unless the engine sleeps."""

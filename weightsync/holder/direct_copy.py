@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from weightsync.errors import TransportError
 from weightsync.memory.device import PeerMemory
 from weightsync.memory.kernels import CopyTable
 from weightsync.plan import Reads
@@ -62,6 +63,23 @@ class DirectCopy:
         """Unmap the trainers' memory. No copy may be running."""
         while self._memory:
             self._memory.pop().close()
+
+
+def try_mapping(memory: Mapping[str, DeviceHandle]) -> str:
+    """Map each handle on the current device, read a byte and unmap it.
+
+    Returns the name of the first that fails, with the reason, or "".
+    """
+    for name, handle in memory.items():
+        try:
+            mapped = PeerMemory(handle)
+            try:
+                _touch([mapped.address])
+            finally:
+                mapped.close()
+        except TransportError as error:
+            return f"{name}: {error}"
+    return ""
 
 
 def _touch(starts: list[int]) -> None:

@@ -124,6 +124,20 @@ class Holder:
         """Set the faults to inject here, as `weightsync.faults.set_faults` does."""
         set_faults(process, faults, seed)
 
+    def try_mapping(self, memory: Mapping[str, DeviceHandle]) -> str:
+        """Map, read and unmap `memory` of trainers, by their names. Returns why that fails, or "".
+
+        Leaves an earlier plan first, since trainers may have freed memory that it has mapped.
+        """
+        if not self._device:
+            return f"{self.name} has its buckets in host memory"
+        from weightsync.holder.direct_copy import try_mapping
+
+        with self._preparing:
+            self._leave()
+        reason = try_mapping(memory)
+        return f"{self.name} cannot map the memory of {reason}" if reason else ""
+
     def prepare(self, plan: Plan, index: int, source: str) -> Prepared:
         """Allocate memory for `plan` as holder `index`, and release what an earlier plan used.
 

@@ -6,10 +6,10 @@ from collections.abc import Collection
 from pkgutil import resolve_name
 
 from weightsync.errors import ConfigError, nearest
-from weightsync.sources.base import ModelSource, Offloads, Source
+from weightsync.sources.base import ExportsWeights, ModelSource, Offloads, Source
 from weightsync.sources.selection import Names
 
-__all__ = ["SOURCES", "ModelSource", "Names", "Offloads", "Source", "make_source"]
+__all__ = ["SOURCES", "ExportsWeights", "ModelSource", "Names", "Offloads", "Source", "make_source"]
 
 SOURCES = {
     "deepspeed.runtime.engine.DeepSpeedEngine": "weightsync.sources.deepspeed:DeepSpeedSource",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 from weightsync.plan import Plan, RankLayout
-from weightsync.protocol.handles import Attached, BufferHandle
+from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle
 from weightsync.protocol.messages import Published
 
 
@@ -56,6 +56,18 @@ class ModelSource(Source, Protocol):
         """Take the weights of `model` from now on. Called before any method, if ``self.model`` is another.
 
         `publish` raises StateError if its layout is not that of the previous model.
+        """
+
+
+@runtime_checkable
+class ExportsWeights(Protocol):
+    """A source whose memory can be tried before the plan is made."""
+
+    def trial_handle(self) -> DeviceHandle | None:
+        """Return a handle of any memory that `attach` would export, or None if there is none.
+
+        The driver calls it in each connect after `layout`, if that has a device. Holders map the memory, read
+        a byte and unmap it before `attach`.
         """
 
 

@@ -150,6 +150,10 @@ class TensorSource(ABC):
         self._guard = self._watch(weights)
         return self._layout
 
+    def trial_handle(self) -> DeviceHandle | None:
+        """Return the handle of one tensor that `layout` exported, if it exported any."""
+        return next(iter(self._exported.values()), None)
+
     def _selected(self, weights: LocalWeights) -> RankLayout:
         chosen = self._selection.of(weights.layout)
         return stack_experts(chosen, weights.num_experts) if weights.num_experts else chosen

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from weightsync.channel.sink import PieceView
 from weightsync.driver.digest_reduction import DigestReduction
 from weightsync.engines import host_writer as host_live
-from weightsync.engines.live_writer import LiveWriter
+from weightsync.engines.live_writer import LiveWriter, can_export
 from weightsync.errors import PlanError, StateError, TransportError
 from weightsync.memory.digests import tensor_digest
 from weightsync.memory.tensors import segment_view
@@ -273,6 +273,24 @@ def test_memory_that_moved_is_not_written() -> None:
     live["norm"].data = live["norm"].clone()  # the same tensor, with other memory
     with pytest.raises(StateError, match="norm is in other memory"):
         writer.begin(live)
+
+
+def test_memory_can_be_exported_if_all_of_it_is_on_a_gpu_and_no_export_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def memory(numel: int = 1, *, is_cuda: bool = True) -> SimpleNamespace:
+        return SimpleNamespace(is_cuda=is_cuda, numel=lambda: numel)
+
+    monkeypatch.setattr("weightsync.engines.live_writer.export_tensor", lambda _: "handle")
+    assert can_export({"w": memory(), "none": memory(0)})
+    assert not can_export({"w": memory(), "v": memory(is_cuda=False)})
+    assert not can_export({"none": memory(0)})
+
+    def refuse(_: object) -> str:
+        raise TransportError("it is in no memory that can be shared")
+
+    monkeypatch.setattr("weightsync.engines.live_writer.export_tensor", refuse)
+    assert not can_export({"w": memory()})
 
 
 @pytest.mark.parametrize(

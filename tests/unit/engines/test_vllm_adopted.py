@@ -72,6 +72,20 @@ def test_it_goes_on_with_the_version_that_it_took(adopted) -> None:
     engine.check()
 
 
+def test_its_ranks_are_asked_whether_they_export_and_told_whether_they_sleep(adopted) -> None:
+    llm, engine = adopted
+    engine.can_export()
+    assert llm.asked[-1] == ("can_export", (False,))
+    llm.vllm_config = SimpleNamespace(model_config=SimpleNamespace(enable_sleep_mode=True))
+    llm.sleep = _at_once
+    engine.sleep(1, "keep", patient(1))
+    engine.can_export()
+    assert llm.asked[-1] == ("can_export", (True,))
+
+
+async def _at_once(*_: object) -> None: ...
+
+
 def test_a_load_that_failed_leaves_it_paused(adopted) -> None:
     llm, engine = adopted
     engine.pause("keep", patient(1))

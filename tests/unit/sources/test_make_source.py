@@ -49,6 +49,21 @@ def test_a_given_source_is_used_and_says_that_it_cannot_offload() -> None:
     shard.onload()
 
 
+def test_a_handle_to_try_comes_from_sources_that_have_memory_to_map() -> None:
+    class Exporting:
+        def trial_handle(self) -> str:
+            return "its handle"
+
+    shard = TrainerShard()
+    shard.source = Exporting()  # type: ignore[assignment]
+    assert shard.sync_trial_handle() == "its handle"
+    shard.source = object()  # type: ignore[assignment]
+    assert shard.sync_trial_handle() is None
+    shard.source = ModuleSource(nn.Linear(2, 2))
+    shard.sync_layout()
+    assert shard.sync_trial_handle() is None, "its weights are in host memory"
+
+
 def test_a_shard_without_model_and_source_says_what_to_set() -> None:
     with pytest.raises(StateError, match=r"TrainerShard has to set self\.model or self\.source"):
         TrainerShard().sync_layout()

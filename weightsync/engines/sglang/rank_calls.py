@@ -37,6 +37,7 @@ _RESULTS: dict[str, Any] = {
     "layout": RankLayout,
     "reload": RankLayout,
     "addresses": dict[str, int],
+    "can_export": bool,
     "attach": Attached,
     "load": tuple[np.ndarray, tuple[Span, ...]],
 }
