@@ -78,6 +78,9 @@ class Source:
     def layout(self) -> RankLayout:
         return self._layout
 
+    def trial_handle(self) -> DeviceHandle | None:
+        return next(iter(export(self._layout, flat(self.rank)).buffers.values()), None)
+
     def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
         assert send_buffer
         self._plan, self._send_buffer = plan, SharedBuffer.open(send_buffer)
@@ -121,6 +124,9 @@ class Engine(DictEngine):
             )
             for index, rank in enumerate(self.ranks)
         ]
+
+    def can_export(self) -> Sequence[bool]:
+        return [self.shares] * len(self.ranks)
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
         self.close()
@@ -208,6 +214,14 @@ class Staging(HostStaging):
 
     def wait_written(self, timeout_s: float) -> None:
         """Copies on the host have ended when their call returns."""
+
+
+class MappingHolder(Holder):
+    """A holder that can map what this process exported."""
+
+    def try_mapping(self, memory: Mapping[str, DeviceHandle]) -> str:
+        mapped(memory)
+        return ""
 
 
 class Hosts:
@@ -322,7 +336,7 @@ class Hosts:
         self.fleet.engines[name] = EngineMember(LocalPeer(self.engines[name]), holders)
 
     def _hold(self) -> Holder:
-        holder = Holder(f"holder {len(self.holders)}", "127.0.0.1", make_staging=Staging)
+        holder = MappingHolder(f"holder {len(self.holders)}", "127.0.0.1", make_staging=Staging)
         self.holders.append(holder)
         return holder
 

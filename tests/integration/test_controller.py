@@ -45,7 +45,15 @@ def test_each_version_arrives_bit_for_bit_and_the_report_says_so() -> None:
             assert report.verified
             assert report.engines == {"e0": version, "e1": version}
             assert list(report.phases) == ["publish", "pause", "move", "verify", "commit"]
-            assert list(report.connect_phases) == ["layouts", "plan", "prepare", "join", "attach", "warm_up"]
+            assert list(report.connect_phases) == [
+                "layouts",
+                "trial",
+                "plan",
+                "prepare",
+                "join",
+                "attach",
+                "warm_up",
+            ]
             assert report.nbytes == sum(t.nbytes for t in loop.model.state_dict().values())
             digests.add(report.digest)
             assert loop.engines["e0"].generate([[1]], {}).version == version

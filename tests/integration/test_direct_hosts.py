@@ -197,6 +197,13 @@ def test_what_messages_may_take_is_bounded_and_without_room_for_them_there_are_b
     crowd = {"e0": "b", "e1": "b"}
     drive(crowded, "aaa", crowd, replace(CONFIG, max_staging_bytes=8200), alone=["e1"])
 
+    async def too_small(loop: Hosts) -> None:
+        with pytest.raises(ConfigError, match=r"sync\.max_staging_bytes: 2000 .*sync\.mode.*engines e0"):
+            await loop.controller.connect()
+        assert not any(holder.transports for holder in loop.holders), "there was no second opening"
+
+    drive(too_small, "aaa", {"e0": "bb"}, replace(CONFIG, max_staging_bytes=2000))
+
     async def refused(loop: Hosts) -> None:
         with pytest.raises(ConfigError, match=r"sync\.mode.*engine e0: sync\.max_staging_bytes"):
             await loop.controller.connect()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
 import math
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,15 +12,14 @@ from weightsync.config import SyncConfig
 from weightsync.driver.digest_reduction import DigestReduction
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
-from weightsync.driver.routing import Router, obstacle
-from weightsync.errors import PlanError, StateError, WeightSyncError
+from weightsync.driver.routing import Router
+from weightsync.driver.trial import Trial, run_trial
+from weightsync.errors import PlanError, StateError, TransportError, WeightSyncError
 from weightsync.plan import MAPPED, Layout, Members, Plan, RankLayout, make_plan, same_dtype_tensors
 from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import Prepared
 from weightsync.protocol.peers import HolderPeer
 from weightsync.protocol.timing import PhaseClock
-
-logger = logging.getLogger("weightsync.driver.connect")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,35 +77,31 @@ async def connect(
 ) -> Connection:
     """Connect a fleet: layouts, plan, memory, communicators, comparison of plan digests, warm-up.
 
-    If every engine can read directly, the plan has no buckets and no communicators for broadcasts. Engines
-    in `demoted` cannot read directly, see `Router`.
+    A trial shows first which engines can read directly. If all can, the plan has no buckets and no
+    communicators for broadcasts. Engines in `demoted` cannot read directly, see `Router`.
 
     Raises:
         PlanError, ConfigError: the two sides do not fit, or a member computed another plan.
         DeadlineError: names the members that did not answer within ``config.connect_timeout_s``.
         StateError: no engine is alive.
+        TransportError: a mapping failed; or an engine that could read directly in the trial no longer can,
+            and the plan has no buckets.
     """
     clock = PhaseClock()
     with clock.phase("layouts"):
         layouts = await _layouts(fleet, config.connect_timeout_s)
-    if _may_read(layouts, config, demoted or {}):
-        made = await _open(fleet, config, layouts, epoch, 0, {}, clock)
-        if made.router.suffices:
-            return made
-        logger.info("[driver] connecting again, with buckets: %s", made.router.routes)
-    return await _open(fleet, config, layouts, epoch, config.num_slots, demoted or {}, clock)
+    with clock.phase("trial"):
+        trial = await run_trial(fleet, config, layouts.trainers, layouts.engines, demoted or {})
+    num_slots = config.num_slots if _needs_buckets(layouts, trial) else 0
+    return await _open(fleet, config, layouts, epoch, num_slots, demoted or {}, trial, clock)
 
 
-def _may_read(layouts: _Layouts, config: SyncConfig, demoted: Mapping[str, str]) -> bool:
-    """Whether the layouts allow every engine to read all of its tensors directly."""
-    trainers_export = all(rank.device not in ("", MAPPED) for rank in layouts.trainers)
-    for name, ranks in layouts.engines.items():
-        engine_exports = all(rank.device not in ("", MAPPED) and rank.buffers for rank in ranks)
-        why = demoted.get(name, "")
-        if obstacle(config, why, trainers_export=trainers_export, engine_exports=engine_exports):
-            return False
+def _needs_buckets(layouts: _Layouts, trial: Trial) -> bool:
+    """Whether an engine takes broadcasts, of all tensors or of those of another dtype."""
+    if any(trial.obstacles.values()):
+        return True
     # One engine is enough: a tensor has the same dtype in all engines of a plan.
-    return not same_dtype_tensors(layouts.source, *next(iter(layouts.joined.items())))[1]
+    return bool(same_dtype_tensors(layouts.source, *next(iter(layouts.joined.items())))[1])
 
 
 async def _open(
@@ -117,6 +111,7 @@ async def _open(
     epoch: int,
     num_slots: int,
     demoted: Mapping[str, str],
+    trial: Trial,
     clock: PhaseClock,
 ) -> Connection:
     timeout_s = config.connect_timeout_s
@@ -153,9 +148,14 @@ async def _open(
         exports = [each.export for each in attached]
         router = Router(fleet, config, plan, layouts.source, exports, demoted)
         for name, ranks in served.items():
-            await router.add(name, layouts.joined[name], [each.export for each in ranks])
-        if router.suffices:  # else all connect again, with buckets
-            await router.meet()
+            exported = [each.export for each in ranks]
+            await router.add(name, layouts.joined[name], exported, trial.failures.get(name, ""))
+            if not router.suffices:
+                raise TransportError(
+                    f"engine {name} could read the trainers' memory directly in a trial, and now cannot: "
+                    f"{router.routes[name]}; connect() again, or set sync.mode to broadcast"
+                )
+        await router.meet()
     for member in fleet.live().values():
         member.attached = True
     content, in_place = plan.content(), any(exports)

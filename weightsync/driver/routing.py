@@ -26,12 +26,15 @@ _LATER = "its holder came after connecting, and meets those of other hosts with 
 _SAME_DEVICE, _SAME_HOST, _OTHER_HOST = range(3)
 
 
-def obstacle(config: SyncConfig, demoted: str, *, trainers_export: bool, engine_exports: bool) -> str:
+def obstacle(
+    config: SyncConfig, demoted: str, failed: str, *, trainers_export: bool, engine_exports: bool
+) -> str:
     """Return why an engine may not read the trainers' memory directly, or "".
 
     Args:
         demoted: why the engine was demoted before, or "".
-        trainers_export: every trainer rank exports its memory. Before they are asked, whether they can.
+        failed: why holders could not map trainers' memory in a trial, or "".
+        trainers_export: every trainer rank exports its memory. Before `attach`, whether it can.
         engine_exports: the same of the engine's ranks.
     """
     if config.mode == "broadcast":
@@ -42,7 +45,7 @@ def obstacle(config: SyncConfig, demoted: str, *, trainers_export: bool, engine_
         return "the trainers' weights are not read in place"
     if not engine_exports:
         return "its memory is not written by its holders: quantised, offloaded, or not to be shared"
-    return ""
+    return failed
 
 
 class Router:
@@ -79,23 +82,30 @@ class Router:
         self._far: dict[str, dict[int, Reads]] = {}
         self._paired: dict[tuple[Layout, bool], tuple[dict[str, str], list[Reshard]]] = {}
 
-    async def add(self, name: str, engine: Layout, exports: Sequence[Export | None]) -> None:
+    async def add(
+        self, name: str, engine: Layout, exports: Sequence[Export | None], failed: str = ""
+    ) -> None:
         """Route an engine whose holders have mapped its ranks' `exports`.
 
-        Engines of equal layout share `engine`, which is paired with the trainers' layout once. Raises
-        ConfigError if ``sync.mode`` is direct and the engine cannot read directly.
+        Engines of equal layout share `engine`, which is paired with the trainers' layout once. `failed` is
+        that of `obstacle`. Raises ConfigError if ``sync.mode`` is direct and the engine cannot read directly.
         """
         self._far.pop(name, None)
         reason = obstacle(
             self._config,
             self.demoted.get(name, ""),
+            failed,
             trainers_export=all(self._exports),
             engine_exports=all(exports),
         )
         self._decide(name, reason or await self._route(name, engine, exports))
 
     async def meet(self) -> None:
-        """Connect the hosts, after all engines were added. Raises the errors of `connect`."""
+        """Connect the hosts, after all engines were added. Raises the errors of `connect`.
+
+        If messages do not fit in ``sync.max_staging_bytes``, engines that need them take broadcasts. Raises
+        ConfigError if the plan has no buckets for these.
+        """
         far = {name: needs for name, needs in self._far.items() if self.routes[name] == DIRECT}
         needs = {holder: reads for its in far.values() for holder, reads in its.items()}
         try:
@@ -103,6 +113,9 @@ class Router:
         except ConfigError as error:
             for name in far:
                 self._decide(name, str(error))
+            if not self.suffices:
+                remedy = f"{error.remedy}, or set sync.mode to broadcast (engines {', '.join(far)})"
+                raise ConfigError(error.field, error.value, remedy) from error
             self.exchange = CrossHostExchange(self._fleet, self._config, self._plan, {})
         await self.exchange.open()
 
