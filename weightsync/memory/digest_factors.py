@@ -1,4 +1,7 @@
-"""The factors for rows and words in a digest; see `weightsync.memory.digests`."""
+"""The factors for rows, words and lanes in a digest; see `weightsync.memory.digests`.
+
+A lane is 4 bytes of one row: one, two or four words.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from weightsync.protocol.messages import Digests
 
 COLUMNS = 4096
 """Words per row."""
+LANE_NBYTES = 4
 GOLDEN = 0x9E3779B97F4A7C15
 """SplitMix64's step: 2**64 over the golden ratio."""
 
@@ -29,12 +33,29 @@ def _splitmix64(state: Digests) -> Digests:
 
 
 @functools.cache
-def column_factors() -> Digests:
-    """Return the factor of each word of a row: uint64[4096]."""
+def lane_factors(word: int) -> Digests:
+    """Return the factor of each lane of a row, for `word` bytes per word: uint64[1024 * word]."""
     # Counted down from the top, so that no row has the same state.
-    states = np.uint64(2**64 - 1) - np.arange(COLUMNS, dtype=np.uint64)
+    states = np.uint64(2**64 - 1) - np.arange(COLUMNS * word // LANE_NBYTES, dtype=np.uint64)
     odd: Digests = _splitmix64(states) | np.uint64(1)
     return odd
+
+
+@functools.cache
+def column_factors(word: int) -> Digests:
+    """Return the factor of each word of a row, for `word` bytes per word: uint64[4096].
+
+    The words of a lane have its factor times 1, 2**16 (2-byte words) or powers of 2**8 (bytes). So the sum
+    over them is the lane's factor times the 4 bytes, taken as one number, plus `lane_ones`.
+    """
+    shifts = np.arange(0, 8 * LANE_NBYTES, 8 * word, dtype=np.uint64)
+    factors: Digests = (lane_factors(word)[:, None] << shifts).reshape(-1)
+    return factors
+
+
+def lane_ones(word: int) -> int:
+    """Return a lane whose words, of `word` bytes, are all 1."""
+    return sum(1 << shift for shift in range(0, 8 * LANE_NBYTES, 8 * word))
 
 
 def row_factors(num_rows: int) -> Digests:

@@ -4,10 +4,12 @@ With the bits of element i as the unsigned word ``w[i]`` (8-byte elements count 
 
     digest = sum over i of  row[i // 4096] * column[i % 4096] * (w[i] + 1)   modulo 2**64
 
-`row` and `column` are odd pseudo-random 64-bit numbers. Digests of disjoint shards add up to the digest of
-the whole. One changed bit always changes the sum, since an odd factor times a power of two below 2**64 is
-not zero modulo 2**64. Exchanged elements or rows change it except for one chance in 2**32. It detects
-faults, not forgeries.
+`row` and `column` are odd pseudo-random 64-bit numbers. Smaller words share one number per lane of 4 bytes,
+shifted by the bits of the words before, so that one product serves the whole lane.
+
+Digests of disjoint shards add up to the digest of the whole. One changed bit always changes the sum, since an
+odd factor times a power of two below 2**64 is not zero modulo 2**64. Exchanged elements or rows change it
+except for one chance in 2**32. It detects faults, not forgeries.
 
 Sources: multilinear hashing (Carter and Wegman 1979; Lemire and Kaser, "Strongly universal string
 hashing is fast", 2014) for the sum of products; SplitMix64 (Steele, Lea and Flood 2014) for the numbers.
@@ -23,14 +25,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weightsync.memory.digest_factors import COLUMNS, GOLDEN, column_factors, word_nbytes
+from weightsync.memory.digest_factors import (
+    GOLDEN,
+    LANE_NBYTES,
+    column_factors,
+    lane_factors,
+    lane_ones,
+    word_nbytes,
+)
 from weightsync.memory.kernels import DigestPart, DigestTable
 from weightsync.memory.tensors import byte_strides
 from weightsync.plan import Box
 from weightsync.protocol.messages import Digests
 
 _Words = npt.NDArray[np.uint8] | npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
-_Kernel = Callable[[_Words, npt.NDArray[np.int64], int, Digests], int]
+_Kernel = Callable[[_Words, npt.NDArray[np.int64], int, Digests, int], int]
 
 _WORD_TYPES = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
@@ -50,10 +59,22 @@ def tensor_digest(data: torch.Tensor, shape: Sequence[int], box: Box | None = No
         return _device_digest(data, tuple(shape), box)
     itemsize = data.element_size()
     flat = data.detach().cpu().contiguous().reshape(-1)
-    words: _Words = host_bytes(flat).view(_WORD_TYPES[word_nbytes(itemsize)])
+    word = word_nbytes(itemsize)
     starts, run = runs(tuple(shape), box)
-    per_element = max(1, itemsize // 4)
-    return int(digest_kernel()(words, starts * per_element, run * per_element, column_factors()))
+    per_element = itemsize // word
+    starts, run = starts * per_element, run * per_element
+    if in_lanes(starts, run, word, flat.data_ptr()):
+        starts, run = starts * word // LANE_NBYTES, run * word // LANE_NBYTES
+        words: _Words = host_bytes(flat).view(np.uint32)
+        return int(digest_kernel()(words, starts, run, lane_factors(word), lane_ones(word)))
+    words = host_bytes(flat).view(_WORD_TYPES[word])
+    return int(digest_kernel()(words, starts, run, column_factors(word), 1))
+
+
+def in_lanes(starts: npt.NDArray[np.int64], run: int, word: int, address: int) -> bool:
+    """Whether all runs of words begin and end with a lane of their row, and are aligned to lanes."""
+    per_lane = LANE_NBYTES // word
+    return run % per_lane == 0 and address % LANE_NBYTES == 0 and not (starts % per_lane).any()
 
 
 def host_bytes(data: torch.Tensor) -> npt.NDArray[np.uint8]:
@@ -105,27 +126,30 @@ def runs(shape: tuple[int, ...], box: Box) -> tuple[npt.NDArray[np.int64], int]:
 
 @functools.cache
 def digest_kernel() -> _Kernel:
-    """Return the kernel, made with Numba. Torch's integer operations took three to six times as long."""
+    """Return the kernel, made with Numba. Torch's integer operations took three to six times as long.
+
+    It takes words, the start of each run in the tensor, the words per run, the factors of a row's words, and
+    the number to add to each word. Lanes are words of 4 bytes, with other factors and another number.
+    """
     from numba import njit
 
-    width, mask, shift = np.int64(COLUMNS), np.int64(COLUMNS - 1), np.int64(12)
     golden, one = np.uint64(GOLDEN), np.uint64(1)
     first, second = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
     s30, s27, s31 = np.uint64(30), np.uint64(27), np.uint64(31)
 
-    def digest(words: _Words, starts: npt.NDArray[np.int64], run: int, columns: Digests) -> int:
-        total = np.uint64(0)
+    def digest(words: _Words, starts: npt.NDArray[np.int64], run: int, columns: Digests, ones: int) -> int:
+        total, width, offset = np.uint64(0), np.int64(len(columns)), np.uint64(ones)
         at = 0
         for start in starts:
             index, left = start, run
             while left > 0:
-                column = index & mask
+                column = index % width
                 count = min(width - column, left)
                 factors, part = columns[column : column + count], words[at : at + count]
                 inner = np.uint64(0)
                 for k in range(count):
-                    inner += factors[k] * (np.uint64(part[k]) + one)
-                z = np.uint64((index >> shift) + 1) * golden
+                    inner += factors[k] * (np.uint64(part[k]) + offset)
+                z = np.uint64(index // width + 1) * golden
                 z = (z ^ (z >> s30)) * first
                 z = (z ^ (z >> s27)) * second
                 total += inner * ((z ^ (z >> s31)) | one)

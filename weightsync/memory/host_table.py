@@ -13,14 +13,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weightsync.memory.digest_factors import column_factors, word_nbytes
-from weightsync.memory.digests import digest_kernel, runs
+from weightsync.memory.digest_factors import (
+    COLUMNS,
+    LANE_NBYTES,
+    column_factors,
+    lane_factors,
+    lane_ones,
+    word_nbytes,
+)
+from weightsync.memory.digests import digest_kernel, in_lanes, runs
 from weightsync.memory.host import num_threads
 from weightsync.plan import Box
 from weightsync.protocol.messages import Digests
 
 _Int64 = npt.NDArray[np.int64]
-_Kernel = Callable[[int, int, _Int64, _Int64, Digests, Digests], None]
+_Kernel = Callable[[int, int, _Int64, _Int64, Digests, _Int64, Digests], None]
 
 _PART_COST = 64
 """The fixed cost of a part, in bytes that take as long."""
@@ -70,9 +77,12 @@ class HostTable:
             if part.box.extent != part.shape:
                 first, run = runs(part.shape, part.box)
             per_element = part.itemsize // word
-            starts.append(first * per_element)
+            first, run, kind = first * per_element, run * per_element, _WORDS[word]
+            if word < LANE_NBYTES and in_lanes(first, run, word, part.address):
+                first, run, kind = first * word // LANE_NBYTES, run * word // LANE_NBYTES, _LANES[word]
+            starts.append(first)
             end = num_starts + len(first)
-            rows.append((part.address, part.target, nbytes, word, num_starts, end, run * per_element))
+            rows.append((part.address, part.target, nbytes, kind, num_starts, end, run))
             num_starts = end
         self._rows = np.array(rows, np.int64).reshape(-1, 7)
         self._starts = np.concatenate(starts)
@@ -84,7 +94,7 @@ class HostTable:
 
     def run(self, first: int, end: int) -> None:
         """Copy and digest parts `first` to `end`."""
-        _kernel()(first, end, self._rows, self._starts, column_factors(), self._shares)
+        _kernel()(first, end, self._rows, self._starts, *_factors(), self._shares)
 
     def run_all(self) -> None:
         """Copy and digest all parts, in several threads if there are several ranges."""
@@ -104,6 +114,20 @@ class HostTable:
 
 
 _ZERO: _Int64 = np.zeros(1, np.int64)
+_WORDS, _LANES = {1: 1, 2: 2, 4: 3}, {1: 4, 2: 5}
+"""How a part is digested, by the bytes of its words: in words or, if these are aligned, in lanes."""
+
+
+@functools.cache
+def _factors() -> tuple[Digests, _Int64]:
+    """Return each kind's factors, uint64[6, 4096], and its number of factors and its ones, int64[6, 2]."""
+    factors, sizes = np.zeros((6, COLUMNS), np.uint64), np.zeros((6, 2), np.int64)
+    for word, kind in _WORDS.items():
+        factors[kind], sizes[kind] = column_factors(word), (COLUMNS, 1)
+    for word, kind in _LANES.items():
+        lanes = lane_factors(word)
+        factors[kind, : len(lanes)], sizes[kind] = lanes, (len(lanes), lane_ones(word))
+    return factors, sizes
 
 
 @functools.cache
@@ -112,7 +136,7 @@ def _kernel() -> _Kernel:
     from numba import carray, njit, types
     from numba.extending import intrinsic
 
-    digest = digest_kernel()
+    digest, bytewise, pairwise = digest_kernel(), _WORDS[1], _WORDS[2]
     memcpy = ctypes.CDLL(None).memcpy
     memcpy.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t]
     memcpy.restype = ctypes.c_size_t
@@ -130,21 +154,30 @@ def _kernel() -> _Kernel:
 
     at8, at16, at32 = (pointer(each) for each in (types.uint8, types.uint16, types.uint32))
 
-    def work(low: int, high: int, rows: _Int64, starts: _Int64, columns: Digests, shares: Digests) -> None:
+    def work(
+        low: int,
+        high: int,
+        rows: _Int64,
+        starts: _Int64,
+        factors: Digests,
+        sizes: _Int64,
+        shares: Digests,
+    ) -> None:
         for i in range(low, high):
-            address, target, nbytes, word = rows[i, 0], rows[i, 1], rows[i, 2], rows[i, 3]
+            address, target, nbytes, kind = rows[i, 0], rows[i, 1], rows[i, 2], rows[i, 3]
             first, run = starts[rows[i, 4] : rows[i, 5]], rows[i, 6]
             if target:
                 memcpy(target, address, nbytes)
-            if word == 0:
+            if kind == 0:
                 continue
+            columns, ones = factors[kind, : sizes[kind, 0]], sizes[kind, 1]
             # The digest is of the original, not of the copy, so that it reveals a wrong copy.
-            if word == 1:
-                shares[i] = digest(carray(at8(address), nbytes), first, run, columns)
-            elif word == 2:
-                shares[i] = digest(carray(at16(address), nbytes // 2), first, run, columns)
+            if kind == bytewise:
+                shares[i] = digest(carray(at8(address), nbytes), first, run, columns, ones)
+            elif kind == pairwise:
+                shares[i] = digest(carray(at16(address), nbytes // 2), first, run, columns, ones)
             else:
-                shares[i] = digest(carray(at32(address), nbytes // 4), first, run, columns)
+                shares[i] = digest(carray(at32(address), nbytes // 4), first, run, columns, ones)
 
     compiled: _Kernel = njit(nogil=True, cache=False)(work)
     return compiled

@@ -103,59 +103,46 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) copy_tiles(const CopyT
 }
 #endif
 
-// The digest of weightsync/memory/digests.py, over words of kWordNbytes. The 4096 column factors are in
-// shared memory in pairs: first pair of each 16-byte unit, then second pair of each ...; so the
-// lanes of a warp, on neighbouring units, read neighbouring pairs and no bank twice.
+// The digest of weightsync/memory/digests.py. A lane is 4 bytes, whatever the word: one factor and one product
+// serve all its words. The factors of a row's lanes are in shared memory in pairs: first pair of each
+// 16-byte unit, then second pair of each; so the threads of a warp, on neighbouring units, read neighbouring
+// pairs and no bank twice.
 // With kFlags, tensors are flagged in which any word has all bits of its tile's mask.
 template <typename Word, bool kFlags>
 struct Digest {
     static constexpr int kColumns = 4096;
-    static constexpr int kWords = 16 / sizeof(Word);
-    static constexpr int kUnits = kColumns / kWords;  // in 4096 words
+    static constexpr int kPerLane = 4 / sizeof(Word);
+    static constexpr int kUnits = kColumns / kPerLane / 4;  // in 4096 words
+    static constexpr uint32 kOnes = sizeof(Word) == 1 ? 0x01010101u : sizeof(Word) == 2 ? 0x00010001u : 1u;
     static constexpr uint32 kSigns = sizeof(Word) == 1 ? 0x80808080u : sizeof(Word) == 2 ? 0x80008000u : 0x80000000u;
 
     const ulonglong2* pairs;
+    const uint64* zeros;  // each unit's digest if all its words were zero: the sum of factor * 1
     const uint64* rows;
 
-    static __device__ void fill(ulonglong2* pairs, const ulonglong2* columns) {
-        for (int i = threadIdx.x; i < kColumns / 2; i += kThreads) {
-            const int pair = i / kUnits, unit = i % kUnits;
-            pairs[i] = columns[unit * (kWords / 2) + pair];
+    static __device__ void fill(ulonglong2* pairs, uint64* zeros, const ulonglong2* columns) {
+        for (int unit = threadIdx.x; unit < kUnits; unit += kThreads) {
+            const ulonglong2 first = columns[2 * unit], second = columns[2 * unit + 1];
+            pairs[unit] = first;
+            pairs[kUnits + unit] = second;
+            zeros[unit] = (first.x + first.y + second.x + second.y) * kOnes;
         }
     }
 
-    // Adds factor * (word + 1): the products of the factor's halves, kept apart until the end.
-    static __device__ __forceinline__ void add(uint64& low, uint32& high, uint64 factor, uint32 word) {
-        if constexpr (sizeof(Word) == 4) {
-            low += factor;  // word + 1 may not fit
-        } else {
-            word += 1;
-        }
-        low += static_cast<uint64>(static_cast<uint32>(factor)) * word;
-        high += static_cast<uint32>(factor >> 32) * word;
-    }
-
-    template <int kIndex>
-    static __device__ __forceinline__ uint32 word(const uint4& unit) {
-        constexpr int kByte = kIndex * sizeof(Word), kShift = kByte % 4 * 8;
-        const uint32 part = kByte < 4 ? unit.x : kByte < 8 ? unit.y : kByte < 12 ? unit.z : unit.w;
-        return static_cast<Word>(part >> kShift);
-    }
-
-    template <int kPair = 0>
-    __device__ __forceinline__ void add_pairs(uint64& low, uint32& high, const uint4& unit, uint32 column) const {
-        if constexpr (kPair < kWords / 2) {
-            const ulonglong2 factors = pairs[kPair * kUnits + column];
-            add(low, high, factors.x, word<2 * kPair>(unit));
-            add(low, high, factors.y, word<2 * kPair + 1>(unit));
-            add_pairs<kPair + 1>(low, high, unit, column);
-        }
+    // Adds factor * lane: the products of the factor's halves, kept apart until the end.
+    static __device__ __forceinline__ void add(uint64& low, uint32& high, uint64 factor, uint32 lane) {
+        low += static_cast<uint64>(static_cast<uint32>(factor)) * lane;
+        high += static_cast<uint32>(factor >> 32) * lane;
     }
 
     __device__ __forceinline__ uint64 of_unit(const uint4& unit, uint32 column) const {
-        uint64 low = 0;
+        const ulonglong2 first = pairs[column], second = pairs[kUnits + column];
+        uint64 low = zeros[column];
         uint32 high = 0;
-        add_pairs(low, high, unit, column);
+        add(low, high, first.x, unit.x);
+        add(low, high, first.y, unit.y);
+        add(low, high, second.x, unit.z);
+        add(low, high, second.y, unit.w);
         return low + (static_cast<uint64>(high) << 32);
     }
 
@@ -211,9 +198,10 @@ struct Digest {
             const uint64 word = reinterpret_cast<const Word*>(tile.address + row * tile.pitch)[at];
             if (kFlags && mask && (word & mask) == mask) flags[tile.tensor] = 1;
             const uint64 index = static_cast<uint64>(tile.index + row * tile.index_pitch) / sizeof(Word) + at;
-            const uint32 column = index % kColumns, place = column % kWords;
-            const ulonglong2 factors = pairs[place / 2 * kUnits + column / kWords];
-            sum += (place % 2 ? factors.y : factors.x) * (word + 1) * __ldg(rows + index / kColumns);
+            const uint32 column = index % kColumns, lane = column / kPerLane, place = lane % 4;
+            const ulonglong2 factors = pairs[place / 2 * kUnits + lane / 4];
+            const uint64 factor = (place % 2 ? factors.y : factors.x) << (column % kPerLane * (8 * sizeof(Word)));
+            sum += factor * (word + 1) * __ldg(rows + index / kColumns);
         }
         return sum;
     }
@@ -232,21 +220,33 @@ __device__ __forceinline__ void add_warp(uint64* total, uint64 sum) {
     if (threadIdx.x % 32 == 0) atomicAdd(total, sum);
 }
 
+// Neighbouring tiles that a block takes together: mostly of one tensor, whose sum it then adds up once.
+// At most 16, and few enough that every block gets its part of the work.
+__device__ __forceinline__ uint32 chunk_of(int64 num_tiles) {
+    uint32 chunk = 1;
+    while (chunk < 16 && num_tiles >= static_cast<int64>(gridDim.x) * chunk * 16) chunk *= 2;
+    return chunk;
+}
+
 template <typename Word, bool kFlags>
 __device__ __forceinline__ void digest_tiles(
     const DigestTile* tiles, int64 num_tiles, const ulonglong2* columns, const uint64* rows, uint64* totals,
     uint64* flags) {
-    __shared__ ulonglong2 pairs[Digest<Word, kFlags>::kColumns / 2];
-    Digest<Word, kFlags>::fill(pairs, columns);
+    __shared__ ulonglong2 pairs[2 * Digest<Word, kFlags>::kUnits];
+    __shared__ uint64 zeros[Digest<Word, kFlags>::kUnits];
+    Digest<Word, kFlags>::fill(pairs, zeros, columns);
     __syncthreads();
-    const Digest<Word, kFlags> digest{pairs, rows};
+    const Digest<Word, kFlags> digest{pairs, zeros, rows};
     constexpr uint32 kNone = ~0u;
     uint32 tensor = kNone;
     uint64 sum = 0;
-    DigestTile next = tiles[blockIdx.x];  // there are at least as many tiles as blocks
-    for (int64 i = blockIdx.x; i < num_tiles; i += gridDim.x) {
+    const uint32 chunk = chunk_of(num_tiles);
+    int64 i = static_cast<int64>(blockIdx.x) * chunk;
+    DigestTile next = tiles[min(i, num_tiles - 1)];
+    while (i < num_tiles) {
         const DigestTile tile = next;
-        next = tiles[min(i + gridDim.x, num_tiles - 1)];
+        i += (i + 1) % chunk ? 1 : 1 + static_cast<int64>(gridDim.x - 1) * chunk;
+        next = tiles[min(i, num_tiles - 1)];
         if (tile.tensor != tensor) {
             if (tensor != kNone) add_warp(totals + tensor, sum);
             tensor = tile.tensor;

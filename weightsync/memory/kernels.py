@@ -16,7 +16,7 @@ import torch
 
 from weightsync.errors import PlanError
 from weightsync.memory import cuda
-from weightsync.memory.digest_factors import COLUMNS, column_factors, row_factors, word_nbytes
+from weightsync.memory.digest_factors import COLUMNS, lane_factors, row_factors, word_nbytes
 from weightsync.plan import Box
 from weightsync.plan.copies import BoxCopy, Copies, box_copies, tiles
 from weightsync.protocol.messages import Digests
@@ -94,7 +94,7 @@ class DigestTable:
         self._tables = {word: _upload(table) for word, table in digest_tiles(parts).items()}
         self._kernel = _FLAG if any(part.mask for part in parts) else _DIGEST
         load_digests(self._tables, self._kernel)
-        self._columns = _upload(column_factors().view(np.int64))
+        self._columns = {word: _upload(lane_factors(word).view(np.int64)) for word in self._tables}
         self._rows = _upload(row_factors(_num_rows(parts)).view(np.int64))
         self._totals = _upload(np.zeros((2, num_tensors), np.int64))  # digests and flags
         self._num_blocks = num_blocks or _default_num_blocks()
@@ -104,10 +104,10 @@ class DigestTable:
         """Start digesting all parts on `stream`, without waiting for the result."""
         with torch.cuda.stream(stream):
             self._totals.zero_()
-        factors = (self._columns, self._rows, *self._totals)
         for word, table in self._tables.items():
             args = (np.uint64(table.data_ptr()), np.int64(len(table)))
-            pointers = (np.uint64(each.data_ptr()) for each in factors)
+            memory = (self._columns[word], self._rows, *self._totals)
+            pointers = (np.uint64(each.data_ptr()) for each in memory)
             num_blocks = min(self._num_blocks, len(table))
             cuda.launch(f"{self._kernel}{word}", stream, num_blocks, NUM_THREADS, (*args, *pointers))
         self._done.record(stream)

@@ -43,7 +43,7 @@ def execute(parts: list[DigestPart], whole: torch.Tensor, num_tensors: int) -> l
                 first = (index + row * index_pitch) // word_nbytes
                 number = np.arange(first, first + len(words))
                 factors = row_factors(number[-1] // COLUMNS + 1)[number // COLUMNS]
-                factors = factors * column_factors()[number % COLUMNS]
+                factors = factors * column_factors(word_nbytes)[number % COLUMNS]
                 products = factors * (words.astype(np.uint64) + np.uint64(1))
                 totals[tensor : tensor + 1] += products.sum(dtype=np.uint64)
     return totals.tolist()
