@@ -211,6 +211,10 @@ class CheckpointRank:
                     await self._map(name)
         return Attached(self._mapped[wanted], None)
 
+    async def ready(self) -> bool:
+        """Return False: a checkpoint is in host memory."""
+        return False
+
     async def publish(self, count: bool) -> Published:
         """Make the published checkpoint the holder's source.
 

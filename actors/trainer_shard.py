@@ -115,16 +115,24 @@ class TrainerShard(Claimable):
         self._attached = self._current_source()
         return self._attached.attach(plan, trainer, send_buffer)
 
+    def sync_ready(self) -> bool:
+        """Finish writing weights that holders read in place. Returns whether they may read them now."""
+        source = self._attached_source()
+        return source.ready() if isinstance(source, ExportsWeights) else False
+
     def sync_publish(self, count: bool) -> Published:
         """Publish this rank's share: copy it to its holder, or on a GPU in place."""
         clock = PhaseClock()
         with clock.phase("publish"):
             inject("publish")
-            source = self._current_source()
-            if source is not self._attached:
-                raise StateError("self.source was replaced after connect(): call connect() again")
-            published = source.publish(count)
+            published = self._attached_source().publish(count)
         return replace(published, spans=clock.spans)
+
+    def _attached_source(self) -> Source:
+        source = self._current_source()
+        if source is not self._attached:
+            raise StateError("self.source was replaced after connect(): call connect() again")
+        return source
 
     def _current_source(self) -> Source:
         if self.source is not None:

@@ -87,6 +87,9 @@ class Source:
         self._pieces = plan.trainer_pieces(trainer)
         return Attached(plan.digest(), export(self._layout, flat(self.rank)))
 
+    def ready(self) -> bool:
+        return not any(piece.nbytes for piece in self._pieces if self._plan and self._plan.slots)
+
     def publish(self, count: bool) -> Published:
         assert self._plan
         shares = np.zeros(len(self._plan.tensors), np.uint64)

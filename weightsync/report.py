@@ -39,7 +39,7 @@ class SyncReport:
         nbytes: bytes of the model, counted once for all engines, without frozen tensors that stayed.
         seconds: wall clock time of the whole call.
         phases: seconds of ``publish``, ``pause``, ``move``, ``verify`` and ``commit``, by the driver's clock.
-            If trainers are read in place, ``publish`` includes ``pause``.
+            If trainers are read in place, ``publish`` includes ``pause``, and ``move`` their digests.
         verified: True: engines that hold other bytes than the trainers published do not serve `version`.
         engines: the version that each engine serves.
         states: the state of each engine.

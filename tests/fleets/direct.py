@@ -18,7 +18,7 @@ from weightsync.memory.addresses import local_tensor
 from weightsync.memory.tensors import named_tensors
 from weightsync.plan import Plan, RankLayout, Reads
 from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export
-from weightsync.protocol.messages import FeedTicket
+from weightsync.protocol.messages import FeedTicket, Published
 from weightsync.sources.module import ModuleSource
 from weightsync.testing import DictEngine, LocalPeer
 from weightsync.transports import Pending
@@ -58,6 +58,16 @@ class Source(ModuleSource):
     """A source that publishes on the host and exports weights like a GPU's."""
 
     shared: Shared
+    _copied: Published | None = None
+
+    def ready(self) -> bool:
+        """Fill the send buffer, which broadcasts read in place of the model, before digests are asked for."""
+        self._copied = super().publish(count=True)
+        return True
+
+    def publish(self, count: bool) -> Published:
+        copied, self._copied = self._copied, None
+        return copied or super().publish(count)
 
     def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
         attached = super().attach(plan, trainer, send_buffer)

@@ -7,7 +7,7 @@ import signal
 import statistics
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from tests.gpu.fleet import Engine, Trainer, spawn
 from tests.patience import patient
 from weightsync import PeerLostError, SyncConfig, SyncReport, WeightSync
 from weightsync.driver.engine_state import EngineState
+from weightsync.faults import Fault, FaultPlan
 
 pytestmark = [
     pytest.mark.gpu,
@@ -203,6 +204,21 @@ def test_a_holder_killed_in_an_update_is_named_and_the_next_update_works(
         assert set(sync.engine_states().values()) == {EngineState.SERVING}
         assert [pid_of(holder) for holder in holders[:-1]] == before
         fleet.check()
+    fleet.close()
+
+
+def test_a_trainer_killed_while_it_is_read_leaves_nothing_unproven_serving(
+    bundles: PlacementGroup, num_gpus: int, path: str
+) -> None:
+    fleet = Fleet(bundles, path, num_gpus, list(range(num_gpus)))
+    with WeightSync(replace(MANY_BUCKETS, mode="direct")) as sync:
+        fleet.register(sync)
+        sync.connect()
+        sync.update_weights(1)
+        sync.inject(FaultPlan((Fault(process="trainer 0", action="kill", at="publish", version=2),)))
+        with pytest.raises(PeerLostError, match="trainer 0"):
+            sync.update_weights(2)
+        assert set(sync.engine_states().values()) <= {EngineState.STALE, EngineState.DEAD}
     fleet.close()
 
 

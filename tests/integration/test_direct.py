@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.fleets.direct import Direct, Engine, Staging, drive
 from tests.fleets.loop import CONFIG, Loop
+from tests.patience import patient
 from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.fleet import EngineMember
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, PeerLostError
 from weightsync.plan import Plan
 from weightsync.protocol.handles import Attached
-from weightsync.protocol.messages import FeedTicket
+from weightsync.protocol.messages import FeedTicket, Published
 from weightsync.report import Link
 from weightsync.testing import LocalPeer
 
@@ -135,6 +138,90 @@ def test_an_engine_that_read_what_was_not_sent_is_stale_and_takes_broadcasts_fro
         assert loop.holds_the_models_weights("e1")
 
     drive(work)
+
+
+def test_an_engine_that_was_wrong_once_is_written_again_in_the_same_update(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its bytes may have been read while a trainer wrote: digests that came meanwhile do not tell."""
+
+    async def work(loop: Direct) -> None:
+        await loop.controller.connect()
+        staging = loop.holders[2].staging
+        assert isinstance(staging, Staging)
+        start_direct_copy = staging.start_direct_copy
+
+        def wrong_once(frozen: bool) -> None:
+            start_direct_copy(frozen)
+            next(iter(loop.engines["e1"].tensors.values())).view(torch.uint8)[0] ^= 1
+            staging.start_direct_copy = start_direct_copy  # type: ignore[method-assign]
+
+        staging.start_direct_copy = wrong_once  # type: ignore[method-assign]
+        loop.train()
+        with caplog.at_level(logging.WARNING):
+            report = await loop.controller.update(1)
+        assert "moves again, since bytes differed: engines e1" in caplog.text
+        assert (report.engines, set(report.routes.values())) == ({"e0": 1, "e1": 1}, {"direct"})
+        assert all(map(loop.holds_the_models_weights, loop.engines))
+
+    drive(work)
+
+
+def test_bytes_that_no_trainer_vouches_for_are_not_served() -> None:
+    async def work(loop: Direct) -> None:
+        await loop.controller.connect()
+        await loop.controller.update(1)
+        publish, moved = loop.source.publish, asyncio.Event()
+        running = asyncio.get_running_loop()
+        staging = loop.holders[1].staging
+        assert isinstance(staging, Staging)
+        start_direct_copy = staging.start_direct_copy
+
+        def notice(frozen: bool) -> None:
+            start_direct_copy(frozen)
+            running.call_soon_threadsafe(moved.set)
+
+        def die(count: bool) -> Published:
+            asyncio.run_coroutine_threadsafe(moved.wait(), running).result(patient(20))  # type: ignore[arg-type]
+            raise PeerLostError("trainer 0", "killed")
+
+        staging.start_direct_copy = notice  # type: ignore[method-assign]
+        loop.source.publish = die  # type: ignore[method-assign]
+        loop.train()
+        with pytest.raises(PeerLostError, match="trainer 0"):
+            await loop.controller.update(2)
+        assert {each.record.state for each in loop.fleet.engines.values()} == {EngineState.STALE}
+        assert loop.controller.version == 1
+        loop.source.publish = publish  # type: ignore[method-assign]
+        assert (await loop.controller.update(2)).engines == {"e0": 2, "e1": 2}
+        assert all(map(loop.holds_the_models_weights, loop.engines))
+
+    drive(work)
+
+
+@pytest.mark.parametrize("setting", [{"nonfinite": "refuse"}, {}], ids=["refuse", "frozen"])
+def test_what_may_refuse_a_version_is_known_before_a_byte_moves(setting: dict[str, Any]) -> None:
+    class Ordered(Direct):
+        frozen = () if setting else ("1.*",)
+
+    loop = Ordered(replace(CONFIG, **setting))
+    order: list[str] = []
+
+    async def work() -> None:
+        await loop.controller.connect()
+        staging = loop.holders[1].staging
+        assert isinstance(staging, Staging)
+        copy, publish = staging.start_direct_copy, loop.source.publish
+        staging.start_direct_copy = lambda frozen: (order.append("copy"), copy(frozen))[1]  # type: ignore[method-assign]
+        loop.source.publish = lambda count: (publish(count), order.append("digests"))[0]  # type: ignore[method-assign]
+        loop.source.ready = lambda: order.append("ready") or True  # type: ignore[func-returns-value, method-assign]
+        await loop.controller.update(1)
+
+    try:
+        asyncio.run(work())
+    finally:
+        loop.close()
+    assert order == ["digests", "copy"]
 
 
 def test_what_is_published_on_the_host_is_broadcast_and_direct_is_refused() -> None:

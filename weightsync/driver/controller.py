@@ -1,10 +1,12 @@
-"""Lifecycle of an update: publish, pause, move, verify, commit. In place, pausing is part of publish."""
+"""Lifecycle of an update: publish, pause, move, verify, commit.
+
+Where trainers are read in place, engines pause meanwhile, and trainers' digests are taken while bytes move.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
@@ -19,25 +21,25 @@ from weightsync.driver.engine_group import EngineGroup
 from weightsync.driver.engine_state import EngineRecord, EngineState
 from weightsync.driver.events import EngineFailed, Events, HolderSilent
 from weightsync.driver.fleet import EngineMember, Fleet
-from weightsync.driver.gather import GRACE_S, Outcome, gather_named, remoteness
+from weightsync.driver.gather import GRACE_S, gather_named, remoteness
 from weightsync.driver.gpu_peaks import peaks, sampled
 from weightsync.driver.refill import Refiller
 from weightsync.driver.rewritten_sources import Rewritten, rewritten
 from weightsync.driver.routing import DIRECT
 from weightsync.driver.snapshot_index import SnapshotIndex
 from weightsync.driver.traffic import links
+from weightsync.driver.trainers import Publication, Trainers
 from weightsync.driver.update_lock import UpdateLock
 from weightsync.errors import (
     ConfigError,
     MovedError,
-    NonfiniteError,
     PeerLostError,
     StateError,
     VerifyError,
     WeightSyncError,
 )
 from weightsync.plan import Plan
-from weightsync.protocol.messages import Digests, Loaded, Moved, Published, Refilled, UpdateTask, combine
+from weightsync.protocol.messages import Digests, Loaded, Moved, Refilled, UpdateTask
 from weightsync.protocol.peers import HolderPeer
 from weightsync.protocol.timing import PhaseClock, Span
 from weightsync.report import Link, SyncReport
@@ -73,10 +75,9 @@ class Controller:
             config, fleet, self.events, self.engine_group, self.snapshot_index, self._update_lock
         )
         self._epoch = self._num_buckets = self._nbytes = self._frozen_nbytes = 0
-        self._published: Mapping[str, Published] = {}
+        self._trainers = Trainers(config, fleet)
+        self._publication: Publication | None = None
         self._spans: dict[str, Sequence[Span]] = {}
-        self._nonfinite: Mapping[str, int] = {}
-        self._expected: Digests | None = None
         self._frozen: Digests | None = None
         self._sends_frozen = True
         self._connection: Connection | None = None
@@ -195,11 +196,12 @@ class Controller:
         assert self._connection is not None
         self.engine_group.failures = {}
         self._sends_frozen = not self._have_frozen(takers)
+        self._spans, self._publication = {}, None
         self.engine_group.begin(takers, version)
         if self._connection.in_place:
             with clock.phase("publish"):
                 await self.snapshot_index.copied()
-                paused = await self._publish_and_pause(takers, version)
+                paused = await self._ready_and_pause(takers, version)
             return await self._deliver(version, takers, paused, clock, when_held)
         with clock.phase("publish"):
             await self.snapshot_index.copied()
@@ -264,16 +266,19 @@ class Controller:
         return self._connection
 
     async def _publish(self, version: int) -> None:
-        count = self._config.nonfinite != "ignore"
-        calls = {f"trainer {i}": t.publish(count) for i, (t, _) in enumerate(self._fleet.trainers)}
-        outcome = await gather_named(calls, "publish", self._config.timeout_s)
-        others = {name: e for name, e in outcome.failures.items() if not isinstance(e, MovedError)}
-        published = Outcome(outcome.answers, others or outcome.failures).require()
-        self._nonfinite = self._counted(version, published.values()) if count else {}
-        self._published = published
-        self._spans = {name: each.spans for name, each in published.items() if each.spans}
-        self._expected = combine([each.digests for each in published.values()])
-        self._check_frozen(self._expected)
+        publication = await self._trainers.publish(version)
+        self._check_frozen(publication.digests)
+        self._publication = publication
+
+    async def _ready(self, version: int) -> None:
+        """Have weights ready to be read in place. Publishes them, too, if that must not come later.
+
+        What refuses a version, NaN or a frozen tensor that changed, has to be known before a byte moves.
+        """
+        assert self._connection is not None
+        may_be_late = self._config.nonfinite != "refuse" and not self._connection.plan.frozen
+        if not (may_be_late and await self._trainers.ready()):
+            await self._publish(version)
 
     def _have_frozen(self, takers: Mapping[str, EngineMember]) -> bool:
         """Whether all `takers` have the frozen tensors in memory that keeps what an update leaves out."""
@@ -297,28 +302,16 @@ class Controller:
                 "or call connect() to send the frozen tensors again"
             )
 
-    def _counted(self, version: int, published: Iterable[Published]) -> Mapping[str, int]:
-        """Add up NaN and Inf elements per tensor. Raises NonfiniteError where ``nonfinite`` is refuse."""
-        counts: Counter[str] = Counter()
-        for each in published:
-            counts.update(each.nonfinite)
-        if counts:
-            error = NonfiniteError(version, sorted(counts.items()))
-            if self._config.nonfinite == "refuse":
-                raise error
-            logger.warning("[driver] %s", error)
-        return dict(counts)
-
-    async def _publish_and_pause(self, takers: Mapping[str, EngineMember], version: int) -> Sequence[str]:
-        """Publish and pause in parallel: publishing in place takes no longer than pausing."""
-        published, paused = await asyncio.gather(
-            self._publish(version), self.engine_group.pause(takers), return_exceptions=True
+    async def _ready_and_pause(self, takers: Mapping[str, EngineMember], version: int) -> Sequence[str]:
+        """Ask trainers and pause engines in parallel: neither takes long."""
+        ready, paused = await asyncio.gather(
+            self._ready(version), self.engine_group.pause(takers), return_exceptions=True
         )
         if isinstance(paused, BaseException):
             raise paused
-        if isinstance(published, BaseException):
+        if isinstance(ready, BaseException):
             await self.engine_group.go_on(paused)
-            raise published
+            raise ready
         return paused
 
     async def _deliver(
@@ -330,15 +323,19 @@ class Controller:
         when_held: Callable[[], None] = lambda: None,
     ) -> SyncReport:
         assert self._connection is not None
-        assert self._expected is not None
         least = self._config.min_engines
         if len(paused) < least:
             await self.engine_group.go_on(paused)
             raise next(iter(self.engine_group.failures.values()))
         with clock.phase("move"):
-            loaded = await self._move([name for name in takers if name in paused])
+            was_published = self._publication is not None
+            loaded = await self._move_and_publish([name for name in takers if name in paused], version)
+        assert self._publication is not None
+        expected = self._publication.digests
         with clock.phase("verify"):
-            wrong = self.engine_group.compare(self._connection, loaded, self._expected)
+            wrong = self.engine_group.compare(self._connection, loaded, expected)
+            if not was_published and any(wrong.values()):
+                wrong = await self._move_again(version, wrong)
             # While trainers that are read in place still wait: writes after that are no fault.
             changed = await self._changed(wrong)
             verified = self.engine_group.judge(version, wrong, changed)
@@ -356,11 +353,52 @@ class Controller:
         if num_serving:
             self.version = version
             frozen = self._connection.plan.frozen
-            self._frozen = self._expected[list(frozen)] if frozen else None
-            self.snapshot_index.begin(version, self._connection, self._expected)
+            self._frozen = expected[list(frozen)] if frozen else None
+            self.snapshot_index.begin(version, self._connection, expected)
         if num_serving < least:
             raise next(iter(self.engine_group.failures.values()))
         return self._report(clock)
+
+    async def _move_and_publish(self, takers: Sequence[str], version: int) -> Mapping[str, Sequence[Loaded]]:
+        """Move a version; publish it meanwhile if it is not published. Returns the engines' answers."""
+        if self._publication is not None:
+            return await self._move(takers)
+        loaded, published = await asyncio.gather(
+            self._move(takers), self._publish(version), return_exceptions=True
+        )
+        if isinstance(loaded, BaseException):
+            raise loaded
+        if isinstance(published, BaseException):
+            self._give_up(loaded, "nobody said what the bytes that it took should be")
+            raise published
+        return loaded
+
+    async def _move_again(self, version: int, wrong: dict[str, list[str]]) -> dict[str, list[str]]:
+        """Publish, then move to engines with `wrong` tensors. Returns what is wrong then.
+
+        Digests that were taken while bytes moved do not tell a wrong copy from a trainer that wrote.
+        """
+        assert self._connection is not None
+        names = [name for name, tensors in wrong.items() if tensors]
+        logger.warning(
+            "[driver · v%d] moves again, since bytes differed: engines %s", version, ", ".join(names)
+        )
+        assert self._publication is not None
+        expected = self._publication.digests
+        try:
+            if ((await self._trainers.publish(version)).digests != expected).any():
+                return wrong  # a trainer wrote: `_changed` finds what
+            again = self.engine_group.compare(self._connection, await self._move(names), expected)
+            return {name: tensors for name, tensors in wrong.items() if not tensors} | again
+        except WeightSyncError:
+            self._give_up(wrong, "the update that it took part in broke")
+            raise
+
+    def _give_up(self, names: Iterable[str], reason: str) -> None:
+        """Mark engines STALE that took bytes which cannot be verified."""
+        self.engine_group.enter(names, EngineState.STALE)
+        for name in names:
+            self.events.publish(EngineFailed(name, StateError(reason)))
 
     async def _move(self, takers: Sequence[str]) -> Mapping[str, Sequence[Loaded]]:
         """Run one attempt: holders move bytes, engines load. Returns each engine's answers by rank."""
@@ -393,9 +431,7 @@ class Controller:
         if moved.failures:
             # After a failed move no engine is known to hold a whole version.
             self.connected = False
-            self.engine_group.enter(loaded, EngineState.STALE)
-            for name in loaded:
-                self.events.publish(EngineFailed(name, StateError("the move that it took part in broke")))
+            self._give_up(loaded, "the move that it took part in broke")
             raise min(moved.failures.values(), key=remoteness)
         self._spans |= {name: [each.span] for name, each in moved.answers.items()}
         for name, ranks in loaded.items():
@@ -410,7 +446,8 @@ class Controller:
         reads = any(self._connection.router.routes.get(name) == DIRECT for name in faulty)
         if not faulty or (len(faulty) == 1 < len(wrong) and not reads):
             return {}
-        published = {name: each.digests for name, each in self._published.items()}
+        assert self._publication is not None
+        published = {name: each.digests for name, each in self._publication.answers.items()}
         return await rewritten(self._fleet, self._connection, published, self._config.timeout_s)
 
     async def _abort(self, cause: str) -> None:
@@ -420,7 +457,8 @@ class Controller:
 
     def _report(self, clock: PhaseClock, refilled: Refilled | None = None) -> SyncReport:
         assert self._connection is not None
-        digests = self.snapshot_index.expected if refilled else self._expected
+        made = None if refilled else self._publication
+        digests = made.digests if made else self.snapshot_index.expected
         assert digests is not None
         plan = self._connection.plan
         records = {name: member.record for name, member in self._fleet.engines.items()}
@@ -429,7 +467,7 @@ class Controller:
             nbytes=self._nbytes - (0 if refilled or self._sends_frozen else self._frozen_nbytes),
             seconds=clock.total(),
             phases=clock.seconds,
-            spans={"driver": tuple(clock.spans)} | ({} if refilled else self._spans),
+            spans={"driver": tuple(clock.spans)} | ({**made.spans, **self._spans} if made else {}),
             verified=True,  # engines that failed the comparison were excluded above, or the update raised
             engines={name: record.version for name, record in records.items()},
             states={name: record.state.value for name, record in records.items()},
@@ -439,7 +477,7 @@ class Controller:
             epoch=plan.epoch,
             connect_phases=self._connection.seconds,
             routes=dict(self._connection.router.routes),
-            nonfinite={} if refilled else self._nonfinite,
+            nonfinite=made.nonfinite if made else {},
             bytes_from=refilled.bytes_from if refilled else {},
             ways=refilled.ways if refilled else {},
         )

@@ -41,7 +41,7 @@ _NEXT = {
         EngineState.SERVING,
     },
     EngineState.ASLEEP: {EngineState.PAUSED},
-    EngineState.WRITING: {EngineState.SERVING},
+    EngineState.WRITING: {EngineState.WRITING, EngineState.SERVING},
     EngineState.REFILLING: {EngineState.SERVING},
     EngineState.STALE: {EngineState.PAUSED},
     EngineState.DEAD: set(),

@@ -26,11 +26,15 @@ from weightsync.protocol.messages import (
 
 
 class TrainerPeer(Protocol):
-    """A trainer rank, as the driver calls it. `weightsync.sources.Source` documents the methods."""
+    """A trainer rank, as the driver calls it. `weightsync.sources.Source` documents the methods.
+
+    `trial_handle` and `ready` are those of `weightsync.sources.ExportsWeights`: None and False for others.
+    """
 
     async def layout(self) -> RankLayout: ...
     async def trial_handle(self) -> DeviceHandle | None: ...
     async def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached: ...
+    async def ready(self) -> bool: ...
     async def publish(self, count: bool) -> Published: ...
 
 

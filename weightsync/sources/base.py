@@ -61,13 +61,20 @@ class ModelSource(Source, Protocol):
 
 @runtime_checkable
 class ExportsWeights(Protocol):
-    """A source whose memory can be tried before the plan is made."""
+    """A source whose memory holders can read in place, before `publish` has digested it."""
 
     def trial_handle(self) -> DeviceHandle | None:
         """Return a handle of any memory that `attach` would export, or None if there is none.
 
         The driver calls it in each connect after `layout`, if that has a device. Holders map the memory, read
         a byte and unmap it before `attach`.
+        """
+
+    def ready(self) -> bool:
+        """Finish writing the weights. Returns whether they are read in place.
+
+        Called before `publish`, which then runs while holders already read. If it returns False, holders wait
+        for `publish`. Raises what `publish` raises.
         """
 
 

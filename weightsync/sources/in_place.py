@@ -46,6 +46,10 @@ class InPlace:
             self._table = DigestTable(parts, len(plan.tensors))
             self._batches = self._batch(casts)
 
+    def synchronize(self) -> None:
+        """Wait until the weights are written."""
+        torch.cuda.synchronize(self._device)
+
     def publish(self, count: bool) -> Published:
         """Wait until the weights are written, and digest them. They must not have moved."""
         with torch.cuda.device(self._device):

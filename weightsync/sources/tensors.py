@@ -106,6 +106,7 @@ class TensorSource(ABC):
         self._exported: dict[str, DeviceHandle] = {}
         self._send_buffer: SharedBuffer | None = None
         self._in_place: InPlace | None = None
+        self._is_ready = False
         self._plan: Plan | None = None
         self._sources: tuple[tuple[Piece, Segment], ...] = ()
         self._table = HostTable((), 0)
@@ -219,6 +220,16 @@ class TensorSource(ABC):
             for copy in self._copies
         )
 
+    def ready(self) -> bool:
+        """Finish writing weights that are read in place. Returns False for others. Raises as `publish`."""
+        self._is_ready = False
+        if self._in_place:
+            self._follow()
+            self._finish()
+            self._in_place.synchronize()
+            self._is_ready = True
+        return self._is_ready
+
     def publish(self, count: bool) -> Published:
         """Copy the current weights to the send buffer, and digest them, or only digest in place.
 
@@ -231,8 +242,10 @@ class TensorSource(ABC):
                 offloaded, or it is not whole; names this rank and the tensor.
         """
         assert self._plan is not None
-        self._follow()
-        self._finish()
+        if not self._is_ready:
+            self._follow()
+            self._finish()
+        self._is_ready = False
         if self._in_place:
             return self._in_place.publish(count)
         return self._in_send_buffer if self._in_send_buffer is not None else self._to_send_buffer(count)

@@ -54,6 +54,9 @@ def test_a_handle_to_try_comes_from_sources_that_have_memory_to_map() -> None:
         def trial_handle(self) -> str:
             return "its handle"
 
+        def ready(self) -> bool:
+            return True
+
     shard = TrainerShard()
     shard.source = Exporting()  # type: ignore[assignment]
     assert shard.sync_trial_handle() == "its handle"
