@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -43,10 +44,12 @@ def copy(rows: list[Copy], num_blocks: int | None = None) -> None:
 
 
 @st.composite
-def layouts(draw: st.DrawFn, extent: tuple[int, ...]) -> tuple[int, tuple[int, ...], int]:
+def layouts(
+    draw: st.DrawFn, extent: tuple[int, ...], order: Sequence[int]
+) -> tuple[int, tuple[int, ...], int]:
     """(first element, strides, elements of the memory) of a box cut out of a larger tensor."""
     strides, stride = [0] * len(extent), 1
-    for axis in reversed(range(len(extent))):
+    for axis in reversed(order):
         strides[axis] = stride
         stride *= extent[axis] + draw(st.sampled_from([0, 0, 0, 1, 8, 16]))
     start = draw(st.sampled_from([0, 0, 1, 2, 4, 8, 16]))
@@ -58,8 +61,23 @@ def layouts(draw: st.DrawFn, extent: tuple[int, ...]) -> tuple[int, tuple[int, .
 def test_any_box_to_any_layout(data: st.DataObject) -> None:
     sizes = st.sampled_from([1, 2, 3, 8, 16, 33, 64, 128])
     extent = tuple(data.draw(st.lists(sizes, max_size=3)))
+    check_any_layout(data, extent, [tuple(range(len(extent)))] * 2)
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_any_box_to_any_transposed_layout(data: st.DataObject) -> None:
+    sizes = st.sampled_from([31, 32, 33, 64, 96, 128, 130, 200, 256, 258])
+    small = st.sampled_from([1, 2, 3])
+    extent = tuple(data.draw(st.permutations([data.draw(sizes), data.draw(sizes), data.draw(small)])))
+    orders = st.permutations(range(len(extent)))
+    check_any_layout(data, extent, [data.draw(orders), data.draw(orders)])
+
+
+def check_any_layout(data: st.DataObject, extent: tuple[int, ...], orders: Sequence[Sequence[int]]) -> None:
+    """Copy a box between two memories, whose dimensions are in these orders from the outermost on."""
     itemsize = data.draw(st.sampled_from([1, 2, 4, 8]))
-    sides = [data.draw(layouts(extent)) for _ in range(2)]
+    sides = [data.draw(layouts(extent, order)) for order in orders]
     memories = [random_bytes(sides[0][2] * itemsize), torch.empty(0), torch.empty(0)]
     memories[1] = torch.full((sides[1][2] * itemsize + 256,), POISON, dtype=torch.uint8, device="cuda")
     memories[2] = memories[1].clone()
@@ -84,6 +102,38 @@ def test_large_boxes_both_ways(columns: tuple[int, int]) -> None:
     expected = torch.zeros_like(whole)
     expected[:, slice(*columns)] = part
     assert torch.equal(other, expected)
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
+@pytest.mark.parametrize(("inputs", "outputs"), [(2048, 768), (768, 2048), (1000, 1407)])
+def test_stacks_of_transposed_matrices_both_ways(inputs: int, outputs: int, itemsize: int) -> None:
+    dtype = DTYPES[itemsize]
+    stack = random_bytes(6 * inputs * outputs * itemsize).view(dtype).view(6, inputs, outputs)
+    turned = torch.empty(6, outputs, inputs, dtype=dtype, device="cuda")
+    copy(copies_of(stack.mT, turned))
+    assert torch.equal(turned, stack.mT)
+    back = torch.zeros_like(stack)
+    copy(copies_of(turned[1:5], back.mT[1:5]), 5)
+    assert torch.equal(back[1:5], stack[1:5])
+    assert not back[[0, 5]].any()
+
+
+def test_a_group_is_transposed_and_copied_in_its_own_launch() -> None:
+    source, target = (
+        random_bytes(3 << 20).view(torch.int16),
+        torch.zeros(3 << 19, dtype=torch.int16, device="cuda"),
+    )
+    sources, targets = source.view(3, 512, 1024), target.view(3, 1024, 512)
+    rows = [copies_of(sources[i].mT, targets[i]) for i in range(3)]
+    rows[1] += copies_of(source[:100], tail := torch.zeros(100, dtype=torch.int16, device="cuda"))
+    bounds = [0, len(rows[0]), len(rows[0]) + len(rows[1]), sum(map(len, rows))]
+    table = CopyTable(Copies.of([row for group in rows for row in group]), bounds)
+    for group in (1, 2, 0):
+        table.launch(group, torch.cuda.current_stream())
+        torch.cuda.synchronize()
+        done = [torch.equal(targets[i], sources[i].mT) for i in range(3)]
+        assert done == {1: [False, True, False], 2: [False, True, True], 0: [True, True, True]}[group]
+        assert torch.equal(tail, source[:100])
 
 
 def test_each_group_is_its_own_launch() -> None:

@@ -92,7 +92,8 @@ class Shuffle:
     """One rank's part of a plan, prepared once and run any number of times.
 
     It keeps staging memory, at most twice ``plan.max_message_bytes`` for sending and as much for receiving.
-    On a GPU one kernel launch packs a round, one unpacks it, and one makes the copies within the rank.
+    On a GPU one kernel launch packs a round, one unpacks it, and one makes the copies within the rank. What
+    is transposed takes another launch.
 
     Args:
         plan: the same plan on every rank.

@@ -1,7 +1,7 @@
-// Compiled by NVRTC, without headers. Both kernels work through a table of tiles: parts of 2-D
+// Compiled by NVRTC, without headers. All kernels work through a table of tiles: parts of 2-D
 // copies, small enough (see weightsync/memory/kernels.py) that 32-bit numbers count what is in one. A block
-// takes every gridDim-th tile and its threads never wait for each other, so the next tile's loads start
-// before the last one's stores have ended. KERNEL_name compiles only that kernel.
+// takes every gridDim-th tile. Except where a tile is transposed its threads never wait for each other, so
+// the next tile's loads start before the last one's stores have ended. KERNEL_name compiles only that kernel.
 
 using int64 = long long;
 using uint32 = unsigned int;
@@ -101,6 +101,147 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2) copy_tiles(const CopyT
         }
     }
 }
+#endif
+
+// Turns tiles of at most kSide * kSide elements in shared memory, for global accesses along the rows of
+// both sides: row r's element c goes to dst + c * dst_pitch + r * kSize. Rows in shared memory are 16 bytes
+// longer than kSide elements, and another 16 bytes follow each group of kGroup rows. So what 8 lanes read is
+// in different banks: 16 bytes per lane down a column, each in a group of its own.
+template <typename Element>
+struct Transpose {
+    static constexpr int kSize = sizeof(Element);
+    static constexpr int kSide = kSize <= 2 ? 128 : 64;  // `SIDES` in weightsync/memory/kernels.py
+    static constexpr int kGroup = 16 / kSize;
+    static constexpr int kPitch = kSide * kSize + 16;
+    static constexpr int kNbytes = kSide * kPitch + kSide / kGroup * 16;
+
+    // A thread's way through kSide rows: neighbouring lanes are on neighbouring units of a row.
+    template <typename Unit>
+    struct Walk {
+        static constexpr int kUnits = kSide * kSize / sizeof(Unit);  // in a whole row
+        static constexpr int kLanes = sizeof(Unit) == 16 ? 8 : sizeof(Unit) == 8 ? 16 : 32;
+        static constexpr int kRows = kThreads / kLanes;
+        static constexpr int kAcross = kUnits / kLanes, kDown = kSide / kRows;
+        static constexpr int kMost = 8 / kAcross;  // more loads in flight take too many registers
+        static constexpr int kFlying = kDown < kMost ? kDown : kMost;  // rows that are loaded together
+        static_assert(kUnits % kLanes == 0 && kSide % kRows == 0 && kDown % kFlying == 0);
+    };
+
+    static __device__ __forceinline__ uint32 place(uint32 row) { return row * kPitch + row / kGroup * 16; }
+
+    template <typename Unit>
+    static __device__ __forceinline__ void read(const CopyTile& tile, char* shared) {
+        using By = Walk<Unit>;
+        const uint32 rows = tile.rows, per_row = static_cast<uint32>(tile.row_nbytes) / sizeof(Unit);
+        const uint32 lane = threadIdx.x % By::kLanes;
+#pragma unroll 1
+        for (uint32 start = threadIdx.x / By::kLanes; start < rows; start += By::kRows * By::kFlying) {
+            Unit units[By::kFlying][By::kAcross] = {};  // else ptxas keeps them from loop to loop
+#pragma unroll
+            for (int k = 0; k < By::kFlying; ++k) {
+                const uint32 row = start + k * By::kRows;
+                const Unit* src = reinterpret_cast<const Unit*>(tile.src + row * tile.src_pitch) + lane;
+#pragma unroll
+                for (int l = 0; l < By::kAcross; ++l) {
+                    if (row < rows && lane + l * By::kLanes < per_row) units[k][l] = __ldcs(src + l * By::kLanes);
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < By::kFlying; ++k) {
+                const uint32 row = start + k * By::kRows;
+                Unit* to = reinterpret_cast<Unit*>(shared + place(row)) + lane;
+#pragma unroll
+                for (int l = 0; l < By::kAcross; ++l) {
+                    if (row < rows && lane + l * By::kLanes < per_row) to[l * By::kLanes] = units[k][l];
+                }
+            }
+        }
+    }
+
+    // Returns the elements of a column from `row` on. They are in one group of rows.
+    template <typename Unit>
+    static __device__ __forceinline__ Unit down(const char* shared, uint32 row, uint32 column) {
+        union {
+            Element elements[sizeof(Unit) / kSize];
+            Unit unit;
+        } turned;
+        const char* at = shared + place(row) + column * kSize;
+#pragma unroll
+        for (int k = 0; k < sizeof(Unit) / kSize; ++k) {
+            turned.elements[k] = *reinterpret_cast<const Element*>(at + k * kPitch);
+        }
+        return turned.unit;
+    }
+
+    template <typename Unit>
+    static __device__ __forceinline__ void write(const CopyTile& tile, const char* shared) {
+        using By = Walk<Unit>;
+        const uint32 columns = static_cast<uint32>(tile.row_nbytes) / kSize;
+        const uint32 per_column = static_cast<uint32>(tile.rows) * kSize / sizeof(Unit);
+#pragma unroll 1
+        for (uint32 column = threadIdx.x / By::kLanes; column < columns; column += By::kRows) {
+            Unit* dst = reinterpret_cast<Unit*>(tile.dst + column * tile.dst_pitch);
+#pragma unroll
+            for (int l = 0; l < By::kAcross; ++l) {
+                const uint32 at = threadIdx.x % By::kLanes + l * By::kLanes;
+                if (at < per_column) __stcs(dst + at, down<Unit>(shared, at * (sizeof(Unit) / kSize), column));
+            }
+        }
+    }
+
+    // Each side takes the widest units that its addresses and its part of a row allow.
+    static __device__ __forceinline__ void turn(const CopyTile& tile, char* shared) {
+        const int64 from = tile.src | tile.src_pitch | tile.row_nbytes;
+        if (from % 16 == 0) {
+            read<uint4>(tile, shared);
+        } else if (kSize == 8 || from % 8 == 0) {
+            read<uint2>(tile, shared);
+        } else if constexpr (kSize <= 4) {
+            if (kSize == 4 || from % 4 == 0) {
+                read<uint32>(tile, shared);
+            } else {
+                read<Element>(tile, shared);
+            }
+        }
+        __syncthreads();
+        const int64 to = tile.dst | tile.dst_pitch | tile.rows * kSize;
+        if (to % 16 == 0) {
+            write<uint4>(tile, shared);
+        } else if (kSize == 8 || to % 8 == 0) {
+            write<uint2>(tile, shared);
+        } else if constexpr (kSize <= 4) {
+            if (kSize == 4 || to % 4 == 0) {
+                write<uint32>(tile, shared);
+            } else {
+                write<Element>(tile, shared);
+            }
+        }
+        __syncthreads();  // the next tile takes the same shared memory
+    }
+};
+
+#define TRANSPOSE(name, Element)                                                                              \
+    extern "C" __global__ void __launch_bounds__(kThreads, 2) name(const CopyTile* tiles, int64 num_tiles) { \
+        __shared__ __align__(16) char shared[Transpose<Element>::kNbytes];                                    \
+        CopyTile next = tiles[blockIdx.x]; /* there are at least as many tiles as blocks */                   \
+        for (int64 i = blockIdx.x; i < num_tiles; i += gridDim.x) {                                           \
+            const CopyTile tile = next;                                                                       \
+            next = tiles[min(i + gridDim.x, num_tiles - 1)];                                                  \
+            Transpose<Element>::turn(tile, shared);                                                           \
+        }                                                                                                     \
+    }
+
+#ifdef KERNEL_transpose_tiles_1
+TRANSPOSE(transpose_tiles_1, unsigned char)
+#endif
+#ifdef KERNEL_transpose_tiles_2
+TRANSPOSE(transpose_tiles_2, unsigned short)
+#endif
+#ifdef KERNEL_transpose_tiles_4
+TRANSPOSE(transpose_tiles_4, uint32)
+#endif
+#ifdef KERNEL_transpose_tiles_8
+TRANSPOSE(transpose_tiles_8, uint2)
 #endif
 
 // The digest of weightsync/memory/digests.py. A lane is 4 bytes, whatever the word: one factor and one product

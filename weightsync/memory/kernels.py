@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,13 +19,17 @@ from weightsync.memory import cuda
 from weightsync.memory.digest_factors import COLUMNS, lane_factors, row_factors, word_nbytes
 from weightsync.plan import Box
 from weightsync.plan.copies import BoxCopy, Copies, box_copies, tiles
+from weightsync.plan.transposes import Transposes
 from weightsync.protocol.messages import Digests
 
 Int64 = npt.NDArray[np.int64]
 
 NUM_THREADS = 512  # kThreads in kernels.cu
 TILE_NBYTES = 32 << 10
+SIDES = {1: 128, 2: 128, 4: 64, 8: 64}
+"""Rows and columns of a transposed tile, at most, by bytes per element: kSide in kernels.cu."""
 _COPY = "copy_tiles"
+_TRANSPOSE = "transpose_tiles_"
 _DIGEST = "digest_words_"
 _FLAG = "flag_words_"
 _BLOCKS_PER_PROCESSOR = 2
@@ -33,9 +37,10 @@ _MAX_TENSOR_NBYTES = 64 << 30
 
 
 class CopyTable:
-    """Groups of 2-D copies on the current device, one launch per group.
+    """Groups of 2-D copies on the current device, one launch per group, or two if it transposes matrices.
 
-    Addresses may be in mapped memory of other processes. Copies of one group must not overlap.
+    Copies that together transpose a matrix are found, in the order of `box_copies` and of `Reads`, and made
+    tile by tile. Addresses may be in mapped memory of other processes. Copies of one group must not overlap.
     """
 
     def __init__(self, copies: Copies, bounds: Sequence[int], num_blocks: int | None = None) -> None:
@@ -46,18 +51,49 @@ class CopyTable:
                 that fit. Fewer leave room for other work on the device.
         """
         cuda.load(_COPY)
-        table, number = tiles(copies, TILE_NBYTES)
-        self._bounds: list[int] = np.searchsorted(number, bounds).tolist()
-        self._table = _upload(table)
+        self._tables = [
+            _TileTable(kernel, table, np.searchsorted(number, bounds).tolist())
+            for kernel, table, number in copy_tiles(copies, bounds)
+        ]
         self._num_blocks = num_blocks or _default_num_blocks()
 
     def launch(self, group: int, stream: torch.cuda.Stream) -> None:
         """Start the copies of group `group` on `stream`, without waiting for them."""
+        for table in self._tables:
+            table.launch(group, stream, self._num_blocks)
+
+
+class _TileTable:
+    """Groups of tiles on the current device for one kernel."""
+
+    def __init__(self, kernel: str, table: Int64, bounds: Sequence[int]) -> None:
+        cuda.load(kernel)
+        self._kernel, self._bounds = kernel, bounds
+        self._table = _upload(table)
+
+    def launch(self, group: int, stream: torch.cuda.Stream, num_blocks: int) -> None:
         first, end = self._bounds[group], self._bounds[group + 1]
         if first == end:
             return
         args = (np.uint64(self._table[first].data_ptr()), np.int64(end - first))
-        cuda.launch(_COPY, stream, min(self._num_blocks, end - first), NUM_THREADS, args)
+        cuda.launch(self._kernel, stream, min(num_blocks, end - first), NUM_THREADS, args)
+
+
+def copy_tiles(copies: Copies, bounds: Sequence[int]) -> Iterator[tuple[str, Int64, Int64]]:
+    """Yield kernels and their tiles, int64[m, 6], for groups of copies between `bounds`.
+
+    Each kernel comes with the number of each tile's copy, or the first copy of its matrix: int64[m],
+    ascending. Columns are those of `Copies`, for transposed tiles as in `Transposes`. A kernel without tiles
+    is left out.
+    """
+    found = Transposes.find(copies, bounds)
+    if len(found.first):
+        copies = Copies(*copies.table(found.others).T)
+    table, number = tiles(copies, TILE_NBYTES)
+    if len(table):
+        yield _COPY, table, found.others[number]
+    for itemsize in np.unique(found.itemsize).tolist():
+        yield f"{_TRANSPOSE}{itemsize}", *found.tiles(itemsize, SIDES[itemsize])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,12 @@ Copy = tuple[int, int, int, int, int, int]
 BoxCopy = tuple[Sequence[int], int, int, Sequence[int], int, Sequence[int]]
 """extent, itemsize, src, src_strides, dst, dst_strides: elements, addresses of the first one, and bytes."""
 
+ITEMSIZES = (1, 2, 4, 8)
+"""Bytes of elements whose transpositions `weightsync.plan.transposes` finds."""
+
+MIN_SIDE = 32
+"""The fewest rows and columns of a matrix for which transposing it in tiles is worth while."""
+
 _ALIGNMENT = 128
 
 
@@ -138,17 +144,20 @@ def strided_copies(
 ) -> tuple[Int64, Int64]:
     """Do as `box_copies` for columns of n boxes, none of them empty. Rows are contiguous on both sides.
 
+    A box's copies follow each other as in the target, from its outermost dimension on. So those that are
+    columns or rows of one transposed matrix are consecutive.
+
     Args:
         extent: int64[n, D], elements; src_strides, dst_strides: int64[n, D], bytes.
         itemsize, src, dst: int64[n].
     """
     row_nbytes, outer = _collapsed_boxes(extent, itemsize, src_strides, dst_strides)
-    every, longest = np.arange(len(extent)), outer[0].argmax(axis=1)
-    rows, src_pitch, dst_pitch = (column[every, longest] for column in outer)
+    every, chosen = np.arange(len(extent)), _row_loop(row_nbytes, *outer)
+    rows, src_pitch, dst_pitch = (column[every, chosen] for column in outer)
     table = np.stack([src, dst, rows, row_nbytes, src_pitch, dst_pitch], axis=1)
     parent: Int64 = every
-    for dim in range(extent.shape[1]):
-        times = np.where(longest[parent] == dim, 1, outer[0][parent, dim])
+    for dim in reversed(range(extent.shape[1])):
+        times = np.where(chosen[parent] == dim, 1, outer[0][parent, dim])
         if (times == 1).all():
             continue
         index, nth = repeated(times)
@@ -156,6 +165,23 @@ def strided_copies(
         table[:, 0] += nth * outer[1][parent, dim]
         table[:, 1] += nth * outer[2][parent, dim]
     return flattened(table), parent
+
+
+def _row_loop(row_nbytes: Int64, counts: Int64, src: Int64, dst: Int64) -> Int64:
+    """Return the loop that becomes the rows of each box's copies: the longest one.
+
+    In a stack of transposed matrices it is the longer one of a matrix, however many there are.
+    """
+    longest: Int64 = counts.argmax(axis=1)
+    boxes = np.flatnonzero(np.isin(row_nbytes, ITEMSIZES))
+    if not len(boxes):
+        return longest
+    itemsize, counts = row_nbytes[boxes, None], counts[boxes]
+    reads, writes = ((side[boxes] == itemsize) & (counts >= MIN_SIDE) for side in (src, dst))
+    transposed = reads.any(axis=1) & writes.any(axis=1)
+    of_matrix = np.where(reads | writes, counts, 0).argmax(axis=1)
+    longest[boxes] = np.where(transposed, of_matrix, longest[boxes])
+    return longest
 
 
 def _collapsed_boxes(
