@@ -15,9 +15,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def weightsync(*args: str, cwd: str | Path = "/", **env: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.run(
         [sys.executable, "-m", "weightsync.recipes.cli", *args],
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
+        env=os.environ | {"PYTHONPATH": path} | env,
         cwd=cwd,
         capture_output=True,
         text=True,

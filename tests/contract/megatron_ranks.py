@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import format_exception
 from types import SimpleNamespace
 from typing import Any
 
@@ -107,7 +108,7 @@ def _run_rank(
             try:
                 mine = _hold(case, folders[case.family])
             except Exception as error:
-                results.put(RuntimeError(f"rank {rank}, {case.name}: {error!r}"))
+                results.put(RuntimeError(f"rank {rank}, {case.name}: {''.join(format_exception(error))}"))
                 raise
             dist.all_gather_object(held, mine)
         found[case.name] = held

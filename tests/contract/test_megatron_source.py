@@ -159,7 +159,8 @@ def held(
     chosen = tuple(
         case
         for case in CASES
-        if (case.name in wanted or case.name not in ON_DEMAND) and (HAS_STACKS or not case.is_stacked)
+        if (case.name in wanted or not (case.name in ON_DEMAND or case.is_stale))
+        and (HAS_STACKS or not case.is_stacked)
     )
     parent = context.Process(target=run_all, args=(meeting, chosen, folders, results))
     parent.start()
