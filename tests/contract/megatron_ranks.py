@@ -92,6 +92,7 @@ def stay_on_the_host() -> None:
     """Have Megatron make on the host what it makes on the current GPU: a few buffers, and copies."""
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     torch.Tensor.cuda = lambda self: self  # type: ignore[assignment, method-assign]
+    torch.cuda.current_stream = lambda: None  # type: ignore[assignment, return-value]  # 0.19 asks, and waits for nothing
 
 
 def _run_rank(

@@ -46,12 +46,8 @@ class InPlace:
             self._table = DigestTable(parts, len(plan.tensors))
             self._batches = self._batch(casts)
 
-    def synchronize(self) -> None:
-        """Wait until the weights are written."""
-        torch.cuda.synchronize(self._device)
-
-    def publish(self, count: bool) -> Published:
-        """Wait until the weights are written, and digest them. They must not have moved."""
+    def begin(self) -> None:
+        """Wait until the weights are written, and start to digest them. They must not have moved."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             stream = torch.cuda.current_stream()
@@ -60,6 +56,10 @@ class InPlace:
                 for cast in casts:
                     cast.target.copy_(cast.source)
                 table.launch(stream)
+
+    def result(self, count: bool) -> Published:
+        """Wait for the digests of the last `begin`."""
+        with torch.cuda.device(self._device):
             tables = [self._table, *(table for _, table in self._batches)]
             digests = combine([table.result() for table in tables])
             flagged = {tensor for table in tables for tensor in table.flagged()} if count else set()

@@ -222,13 +222,18 @@ class TensorSource(ABC):
 
     def ready(self) -> bool:
         """Finish writing weights that are read in place. Returns False for others. Raises as `publish`."""
-        self._is_ready = False
         if self._in_place:
-            self._follow()
-            self._finish()
-            self._in_place.synchronize()
-            self._is_ready = True
+            self._begin()
         return self._is_ready
+
+    def _begin(self) -> None:
+        """Have the weights written. In place, start to digest them: until holders read, the GPU is idle."""
+        self._is_ready = False
+        self._follow()
+        self._finish()
+        if self._in_place:
+            self._in_place.begin()
+            self._is_ready = True
 
     def publish(self, count: bool) -> Published:
         """Copy the current weights to the send buffer, and digest them, or only digest in place.
@@ -243,11 +248,10 @@ class TensorSource(ABC):
         """
         assert self._plan is not None
         if not self._is_ready:
-            self._follow()
-            self._finish()
+            self._begin()
         self._is_ready = False
         if self._in_place:
-            return self._in_place.publish(count)
+            return self._in_place.result(count)
         return self._in_send_buffer if self._in_send_buffer is not None else self._to_send_buffer(count)
 
     def offload(self) -> None:
@@ -362,7 +366,7 @@ class TensorSource(ABC):
 
     def close(self) -> None:
         """Disconnect from the holder. Offloaded tensors leave the send buffer first."""
-        self._in_place = None
+        self._in_place, self._is_ready = None, False
         if self._offloaded and self._in_send_buffer is not None:
             self._offloaded.leave_send_buffer()
             self._in_send_buffer = None
