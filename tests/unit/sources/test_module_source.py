@@ -227,20 +227,28 @@ def test_weights_read_in_place_that_moved_have_to_be_connected_again(
     class Stand:
         """Reads in place what is on no GPU."""
 
+        num_begun = 0
+
         def __init__(self, *_: object) -> None: ...
 
-        def publish(self, count: bool) -> str:
+        def begin(self) -> None:
+            Stand.num_begun += 1
+
+        def result(self, count: bool) -> str:
             return "digests"
 
     monkeypatch.setattr(tensor_source, "InPlace", Stand)
     rig.source.attach(rig.plan, 0, None)
     assert rig.source.publish(True) == "digests"
+    assert rig.source.ready()
+    assert rig.source.publish(True) == "digests"
+    assert Stand.num_begun == 2, "once for each version"
     SAME["what is left out"](rig)
     assert rig.source.publish(True) == "digests"
     SAME["other strides"](rig)
-    for _ in range(2):
+    for call in (rig.source.ready, partial(rig.source.publish, True), partial(rig.source.publish, True)):
         with pytest.raises(MovedError, match=r"trainer 0: body\.0\.weight is in other memory"):
-            rig.source.publish(True)
+            call()
     OTHER["untied"][0](rig)
     with pytest.raises(StateError, match="no longer tied"):
         rig.source.publish(True)
