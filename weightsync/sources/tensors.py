@@ -423,15 +423,21 @@ def _is_ready(cut: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def _share(tensors: Mapping[str, torch.Tensor]) -> tuple[str, dict[str, DeviceHandle]]:
     """Return the device and handles of all `tensors`. Both are empty if they need a send buffer."""
-    devices = {tensor.device for tensor in tensors.values()}
-    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+    devices = {name: tensor.device for name, tensor in tensors.items()}
+    gpu = next((device for device in devices.values() if device.type == "cuda"), None)
+    if gpu is None:
+        return "", {}
+    if strays := [name for name, device in devices.items() if device != gpu]:
+        where = f"{strays[0]} is on {devices[strays[0]]}, not on {gpu}"
+        share = f"{len(strays)} of {len(devices)} tensors"
+        logger.warning("weights are copied through the host: %s (%s)", where, share)
         return "", {}
     try:
         handles = {name: export_tensor(tensor) for name, tensor in tensors.items() if tensor.numel()}
     except TransportError as error:
         logger.warning("weights are copied through the host: %s", error)
         return "", {}
-    return device_id(next(iter(devices))), handles
+    return device_id(gpu), handles
 
 
 def _listed(moved: Sequence[str]) -> str:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -219,6 +220,18 @@ def test_it_says_what_it_attached_again(rig: Rig, caplog: pytest.LogCaptureFixtu
     assert record.getMessage() == (
         "[trainer 0] attached again: steps and 4 more are in other memory than when it was connected"
     )
+
+
+def test_a_tensor_that_is_not_on_the_gpu_of_the_others_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def pretended(tensor: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(device=torch.device("cuda:0" if tensor.ndim else "cpu"))
+
+    source = ModuleSource(Model())
+    monkeypatch.setattr(tensor_source, "local_tensor", pretended)
+    assert source.layout().device == ""
+    assert "through the host: steps is on cpu, not on cuda:0 (1 of 7 tensors)" in caplog.text
 
 
 def test_weights_read_in_place_that_moved_have_to_be_connected_again(
