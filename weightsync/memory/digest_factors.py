@@ -53,6 +53,7 @@ def column_factors(word: int) -> Digests:
     return factors
 
 
+@functools.cache
 def lane_ones(word: int) -> int:
     """Return a lane whose words, of `word` bytes, are all 1."""
     return sum(1 << shift for shift in range(0, 8 * LANE_NBYTES, 8 * word))
