@@ -103,13 +103,11 @@ class Refill:
                 return self._reader
         offers = {peer: offer for peers in self._peers.values() for peer, offer in peers.items()}
         reader = open_reader(self._targets, offers, direct=self._direct)
-        try:
-            self._check(reader)
-        except WeightSyncError:
-            reader.close()
-            raise
         with self._lock:
-            self._reader = reader
+            self._reader = reader  # from now on `stop` ends its reads, that of the headers too
+            if self._stopped:
+                raise TransportError(self._stopped)
+        self._check(reader)
         self._ways |= {_holder(peer): way for peer, way in reader.ways.items()}
         return reader
 
