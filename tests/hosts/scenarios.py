@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from weightsync.readers.base import host_id
 WIDTH = 1024
 OTHERS = ("west", "east")
 NBYTES = 4 * (WIDTH * WIDTH + WIDTH + 8 * WIDTH + 8)
-CONFIG = SyncConfig(bucket_bytes=1 << 20, mirrors=0, timeout_s=patient(5), connect_timeout_s=patient(30))
+CONFIG = SyncConfig(bucket_bytes=1 << 20, timeout_s=patient(5), connect_timeout_s=patient(30))
 Weights = Mapping[str, torch.Tensor]
 
 
@@ -68,7 +69,7 @@ def fleet(sync: WeightSync) -> Any:
 
 def broadcast() -> None:
     """A trainer and engines on hosts of their own: the model crosses each link once."""
-    with WeightSync(CONFIG) as sync:
+    with WeightSync(replace(CONFIG, mirrors=0)) as sync:
         trainer = fleet(sync)
         asked = [holder.__ray_call__.remote(lambda _: host_id()) for holder in sync.holders().values()]
         assert len(set(ray.get(asked))) == 3
