@@ -1,0 +1,253 @@
+"""Costs of the driver alone as a fleet grows, without weights, GPUs and other processes.
+
+    python -m benchmarks.bench_driver [--ranks 1000] [--tensors 70000] [--rounds 5] [--json FILE]
+    python -m benchmarks.bench_driver --actors 50
+
+The controller, the planner and the messages are the real ones. Peers are objects in the same process, which
+answer at once (`benchmarks.driver_peers`): FSDP ranks with rows of every tensor, engines of 8 tensor-parallel
+ranks, and a holder for each rank, on hosts of 8 GPUs. There are as many engine ranks as trainer ranks.
+Tensors are those of `bench_plan`. Fleets of 10, 100 and ``--ranks`` trainer ranks are measured, each in a
+process that may take ``--part-timeout`` seconds and ``--memory-gib`` of memory. If one needs more, that is
+reported with the rows that it had, and the others go on.
+
+``connect``, ``update`` and ``snapshots`` (holders copy what engines already serve) each have a row:
+
+- ``s`` and ``CPU s`` are the driver's. The time in which peers make and pickle their answers, and compute the
+  plan's digest, is taken off both. What is left includes the pickling of every argument (by Ray's pickler,
+  with a copy of its buffers, as into the object store) and the unpickling of every answer, together
+  ``pickling s``. Garbage is not collected while a peer answers. No time passes between a call and its answer.
+- ``MiB out`` and ``MiB in`` are pickled arguments and answers, without what Ray adds to a call.
+- ``peak MiB`` is the process's largest resident memory so far. It includes Ray's modules, the tensors' names,
+  an engine's answers, and one trainer's at a time; all else is the driver's.
+
+``connect: plan`` and ``update: verify`` are those phases of the driver, in which no peer is called. Updates
+are medians of the rounds. A second table has the methods of at least 1 MiB or 10 ms.
+
+With ``--actors N``, a row is taken of N real Ray actors that do nothing, each called once in a round, in
+parallel, through `weightsync.actors.remote`. The first two rounds are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import resource
+import statistics
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.cluster import kill, spawn, start_ray
+from benchmarks.common import environment, print_table, write_json
+from benchmarks.driver_peers import TENSOR_PARALLEL, Instant, Ledger, make_fleet
+from benchmarks.isolate import asked, emit, run_part, stage
+from weightsync.actors.remote import remote_trainer
+from weightsync.config import SyncConfig
+from weightsync.driver.controller import Controller
+from weightsync.driver.gather import gather_named
+from weightsync.report import SyncReport
+
+__all__ = ["main"]
+
+_SIZES = (10, 100)
+_MODULE = "benchmarks.bench_driver"
+_WHOLE, _BY_METHOD, _ACTORS = "the driver's part", "by method", "Ray actors that do nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The driver's time in one phase, and its calls."""
+
+    seconds: Instant
+    ledger: Ledger
+
+    @classmethod
+    async def of(cls, ledger: Ledger, work: Callable[[], Awaitable[object]]) -> Measured:
+        """Await `work`, whose calls are noted in `ledger`, emptied before."""
+        ledger.clear()
+        started = Instant.now()
+        await work()
+        return cls(Instant.now() - started - ledger.peers, ledger.taken())
+
+    def row(self) -> dict[str, object]:
+        costs = self.ledger.costs.values()
+        return {
+            "s": self.seconds.wall,
+            "CPU s": self.seconds.cpu,
+            "pickling s": sum(cost.pickling.wall for cost in costs),
+            "MiB out": sum(cost.nbytes_out for cost in costs) / 2**20,
+            "MiB in": sum(cost.nbytes_in for cost in costs) / 2**20,
+            "calls": sum(cost.calls for cost in costs),
+        }
+
+
+def sizes(ranks: int) -> list[int]:
+    """Return the numbers of trainer ranks to measure, up to `ranks`."""
+    return [*(size for size in _SIZES if size < ranks), ranks]
+
+
+def main() -> None:
+    """Measure fleet by fleet, print and write the result."""
+    args = _parser().parse_args()
+    where = environment(("numpy", "ray"))
+    rows: list[dict[str, object]] = []
+    notes: list[str] = []
+    for spec in _specs(args):
+        found, trouble = run_part(_MODULE, spec, args.part_timeout)
+        notes += [str(row["trouble"]) for row in found if "trouble" in row] + ([trouble] if trouble else [])
+        rows += [row for row in found if "trouble" not in row]
+        if args.json:  # write after each part, as a later one may be cut off
+            write_json(args.json, "driver", rows, where, notes)
+    for title in dict.fromkeys(str(row["table"]) for row in rows):
+        shown = [{k: v for k, v in row.items() if k != "table"} for row in rows if row["table"] == title]
+        print_table(title, shown, where)
+    print("\n".join(notes))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=1000, help="trainer ranks of the largest fleet")
+    parser.add_argument("--engines", type=int, help="engines of 8 ranks; by default what fits --ranks")
+    parser.add_argument("--tensors", type=int, default=70_000)
+    parser.add_argument("--rounds", type=int, default=5, help="updates of each fleet")
+    parser.add_argument("--mode", nargs="+", default=["broadcast", "direct"], choices=["broadcast", "direct"])
+    parser.add_argument("--actors", type=int, default=0, help="real Ray actors to call; none by default")
+    parser.add_argument("--part-timeout", type=float, default=180.0, help="seconds that a fleet may take")
+    parser.add_argument("--memory-gib", type=float, default=8.0, help="memory that a fleet may take")
+    parser.add_argument("--json", type=Path, help="write the rows and where they were measured")
+    return parser
+
+
+def _specs(args: argparse.Namespace) -> list[dict[str, object]]:
+    limits = {"timeout_s": args.part_timeout, "memory_gib": args.memory_gib, "rounds": args.rounds}
+    specs = [
+        {
+            "ranks": ranks,
+            "engines": args.engines or max(1, ranks // TENSOR_PARALLEL),
+            "tensors": args.tensors,
+            "mode": mode,
+            **limits,
+        }
+        for ranks in sizes(args.ranks)
+        for mode in args.mode
+    ]
+    return [{"actors": args.actors, "rounds": args.rounds}, *specs] if args.actors else specs
+
+
+def _run_part(spec: Mapping[str, object]) -> None:
+    if "actors" in spec:
+        measure_actors(int(str(spec["actors"])), int(str(spec["rounds"])))
+        return
+    gib = float(str(spec["memory_gib"]))
+    resource.setrlimit(resource.RLIMIT_DATA, (int(gib * 2**30), resource.RLIM_INFINITY))
+    fleet = {name: spec[name] for name in ("ranks", "engines", "tensors", "mode")}
+    try:
+        asyncio.run(measure_fleet(fleet, int(str(spec["rounds"])), float(str(spec["timeout_s"]))))
+    except MemoryError:
+        label = " ".join(f"{name}={value}" for name, value in fleet.items())
+        emit({"trouble": f"{label}: needed more than {gib:g} GiB of memory"})
+
+
+async def measure_fleet(fleet: Mapping[str, object], num_rounds: int, timeout_s: float) -> None:
+    """Connect and update one fleet, with a row for each phase. `fleet` is what rows say of it."""
+    ledger = Ledger()
+    stage(" ".join(f"{name}={value}" for name, value in fleet.items()))
+    num_tensors, num_ranks, num_engines = (int(str(fleet[name])) for name in ("tensors", "ranks", "engines"))
+    made = make_fleet(num_tensors, num_ranks, num_engines, ledger)
+    # The peers take their time within the driver's deadlines.
+    config = SyncConfig.from_dict(
+        {"mode": fleet["mode"], "timeout_s": timeout_s, "connect_timeout_s": timeout_s}
+    )
+    controller = Controller(config, made)
+    stage("connect")
+    connected = await Measured.of(ledger, controller.connect)
+    phases: list[Mapping[str, float]] = []
+    updates, snapshots = [], []
+    emit_rows(fleet, "connect", [connected])
+    for version in range(1, num_rounds + 1):
+        stage(f"update {version}")
+
+        async def update(version: int = version) -> None:
+            report = await controller.update(version)
+            check(report, version, fleet)
+            phases.append({**report.phases, "plan": report.connect_phases["plan"]})
+
+        updates.append(await Measured.of(ledger, update))
+        snapshots.append(await Measured.of(ledger, controller.snapshot_index.settled))
+    emit_rows(fleet, "update", updates)
+    emit_rows(fleet, "snapshots", snapshots)
+    for phase, name in (("connect: plan", "plan"), ("update: verify", "verify")):
+        emit(
+            {"table": _WHOLE, **fleet, "phase": phase, "s": statistics.median(each[name] for each in phases)}
+        )
+    await controller.snapshot_index.stop()
+
+
+def check(report: SyncReport, version: int, fleet: Mapping[str, object]) -> None:
+    """Assert that every engine took `version`, in the way that was asked for."""
+    assert set(report.engines.values()) == {version}, report.failures
+    assert len(report.engines) == fleet["engines"]
+    assert {route == "direct" for route in report.routes.values()} == {fleet["mode"] == "direct"}
+
+
+def emit_rows(fleet: Mapping[str, object], phase: str, rounds: Sequence[Measured]) -> None:
+    """Send a row with the medians of `rounds`, and one for each method that counts, of the last round."""
+    whole = [each.row() for each in rounds]
+    medians = {name: statistics.median(float(str(row[name])) for row in whole) for name in whole[0]}
+    medians["calls"] = int(medians["calls"])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    emit({"table": _WHOLE, **fleet, "phase": phase, **medians, "peak MiB": peak})
+    for method, cost in rounds[-1].ledger.costs.items():
+        mib = (cost.nbytes_out + cost.nbytes_in) / 2**20
+        if mib >= 1 or cost.pickling.wall >= 0.01:
+            row = {"phase": phase, "method": method, "calls": cost.calls}
+            row |= {"MiB out": cost.nbytes_out / 2**20, "MiB in": cost.nbytes_in / 2**20}
+            emit({"table": _BY_METHOD, **fleet, **row, "pickling s": cost.pickling.wall})
+
+
+class Idle:
+    """An actor that does nothing."""
+
+    def sync_ready(self) -> bool:
+        return True
+
+
+def measure_actors(num_actors: int, num_rounds: int) -> None:
+    """Call Ray actors in parallel, as the driver calls trainers, and send a row."""
+    start_ray(0)
+    handles = [spawn(Idle, num_threads=1) for _ in range(num_actors)]
+    peers = {
+        f"trainer {number}": remote_trainer(f"trainer {number}", each) for number, each in enumerate(handles)
+    }
+
+    async def call_all() -> None:
+        calls = {name: peer.ready() for name, peer in peers.items()}
+        assert all((await gather_named(calls, "ready", 600.0)).require().values())
+
+    async def rounds() -> list[Instant]:
+        stage(f"start of {num_actors} actors")
+        await call_all()
+        await call_all()
+        stage("calls")
+        taken = []
+        for _ in range(num_rounds):
+            started = Instant.now()
+            await call_all()
+            taken.append(Instant.now() - started)
+        return taken
+
+    try:
+        taken = asyncio.run(rounds())
+        wall, cpu = (statistics.median(getattr(each, name) for each in taken) for name in ("wall", "cpu"))
+        row = {"actors": num_actors, "rounds": num_rounds, "round ms": wall * 1e3}
+        row |= {"ms a call": wall * 1e3 / num_actors, "CPU ms a call": cpu * 1e3 / num_actors}
+        emit({"table": _ACTORS, **row})
+    finally:
+        kill(handles)
+
+
+if __name__ == "__main__":
+    _run_part(asked()) if "--part" in sys.argv else main()

@@ -1,0 +1,390 @@
+"""A fleet of peers that answer at once, and a ledger of what the driver's calls to them cost."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+from ray import cloudpickle
+
+from benchmarks.bench_plan import tensors
+from weightsync.driver.fleet import EngineMember, Fleet
+from weightsync.plan import Box, Plan, RankLayout, Reads, Segment, TensorMeta, broadcast_groups
+from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export, Offer
+from weightsync.protocol.messages import (
+    Digests,
+    FeedTicket,
+    Group,
+    Loaded,
+    Moved,
+    Part,
+    Prepared,
+    Published,
+    SnapshotHeader,
+    SnapshotPart,
+    UpdateTask,
+)
+from weightsync.protocol.peers import EnginePeer, HolderPeer, TrainerPeer
+from weightsync.protocol.timing import Span
+
+__all__ = ["TENSOR_PARALLEL", "Cost", "Instant", "Ledger", "Model", "Wire", "make_fleet"]
+
+TENSOR_PARALLEL, PER_HOST = 8, 8
+_IPC_NBYTES = 64
+_NO_HOLDER = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A pickled object and its buffers, which Ray carries beside the pickle."""
+
+    body: bytes
+    buffers: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, value: object, dumps: Callable[..., bytes] = pickle.dumps) -> Message:
+        """Pickle `value`, and copy its buffers as into Ray's object store."""
+        found: list[pickle.PickleBuffer] = []
+        body = dumps(value, protocol=5, buffer_callback=found.append)
+        return cls(body, tuple(bytes(each.raw()) for each in found))
+
+    def again(self) -> Message:
+        """Return the same message in memory of its own, as another process sends it."""
+        return Message(self.body, tuple(bytes(memoryview(each)) for each in self.buffers))
+
+    def load(self) -> object:
+        return pickle.loads(self.body, buffers=self.buffers)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.body) + sum(map(len, self.buffers))
+
+
+@dataclass(frozen=True, slots=True)
+class Instant:
+    """Seconds by the wall clock and by this process's processors."""
+
+    wall: float = 0.0
+    cpu: float = 0.0
+
+    @classmethod
+    def now(cls) -> Instant:
+        return cls(time.perf_counter(), time.process_time())
+
+    def __add__(self, other: Instant) -> Instant:
+        return Instant(self.wall + other.wall, self.cpu + other.cpu)
+
+    def __sub__(self, other: Instant) -> Instant:
+        return Instant(self.wall - other.wall, self.cpu - other.cpu)
+
+
+@dataclass(slots=True)
+class Cost:
+    """What calls of one method cost: bytes out of the driver and into it, and its time for pickling."""
+
+    calls: int = 0
+    nbytes_out: int = 0
+    nbytes_in: int = 0
+    pickling: Instant = field(default_factory=Instant)
+
+
+class Ledger:
+    """The costs of calls by method, and the time that belongs to the peers and not to the driver."""
+
+    def __init__(self) -> None:
+        self.costs: defaultdict[str, Cost] = defaultdict(Cost)
+        self.peers = Instant()
+
+    def taken(self) -> Ledger:
+        """Return what was noted, and start again with nothing."""
+        taken = Ledger()
+        taken.costs, taken.peers = self.costs, self.peers
+        self.clear()
+        return taken
+
+    def clear(self) -> None:
+        self.costs, self.peers = defaultdict(Cost), Instant()
+
+    def call(self, method: str, answer: Callable[..., object], args: Sequence[object]) -> Any:  # noqa: ANN401
+        """Pickle `args`, have the peer answer, and return the answer unpickled."""
+        cost, started = self.costs[method], Instant.now()
+        cost.nbytes_out += Message.of(args, cloudpickle.dumps).nbytes
+        sent = Instant.now()
+        gc.disable()  # objects that a peer makes are freed before the driver goes on
+        value = answer(*args)
+        message = value.again() if isinstance(value, Message) else Message.of(value)
+        del value
+        gc.enable()
+        arrived = Instant.now()
+        loaded = message.load()
+        cost.nbytes_in += message.nbytes
+        cost.calls += 1
+        cost.pickling += Instant.now() - arrived + (sent - started)
+        self.peers += arrived - sent
+        return loaded
+
+
+class Wire:
+    """A peer as the driver calls it: each method's arguments and answer are pickled, and counted."""
+
+    def __init__(self, peer: object, ledger: Ledger) -> None:
+        self._peer, self.ledger = peer, ledger
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+
+        async def call(*args: object) -> Any:  # noqa: ANN401 (whatever the peer returns)
+            return self.ledger.call(method, getattr(self._peer, method), args)
+
+        return call
+
+
+class Model:
+    """Tensors of `bench_plan`, and the digests that both sides report of them.
+
+    Attributes:
+        metas: the tensors.
+        share: each trainer rank's digests; equal on all ranks.
+        published: what a trainer rank answers to `publish`, pickled.
+        loaded: what an engine answers to `load`, pickled. Its ranks' digests add up to the trainers'.
+    """
+
+    def __init__(self, num_tensors: int, num_trainers: int) -> None:
+        self.metas = tensors(num_tensors)
+        self._digest: tuple[Plan, str] | None = None
+        self._engine_answers: dict[str, bytes] = {}
+        self._row_strides = [Box.whole(meta.shape).strides(meta.itemsize) for meta in self.metas]
+        share = self.share = np.random.default_rng(1).integers(0, 1 << 63, num_tensors, np.uint64)
+        self.published = Message.of(Published(share, {}, [_span("publish")]))
+        total: Digests = share * np.uint64(num_trainers)
+        cut = np.array([_cut(meta) is not None for meta in self.metas])
+        ranks = [np.where(cut, share + np.uint64(rank), total) for rank in range(TENSOR_PARALLEL)]
+        rest = np.add.reduce(ranks[1:], axis=0, dtype=np.uint64)
+        ranks[0] = np.where(cut, total - rest, total)
+        self.loaded = Message.of([Loaded(each, [_span("load"), _span("verify")]) for each in ranks])
+
+    def plan_digest(self, plan: Plan) -> str:
+        """Return the digest of `plan`, computed once instead of by each peer."""
+        if self._digest is None or self._digest[0] is not plan:
+            self._digest = plan, plan.digest()
+        return self._digest[1]
+
+    def trainer_layout(self, rank: int, num_ranks: int) -> RankLayout:
+        """Return rows of each tensor, as FSDP2 cuts them: the last ranks have fewer or none."""
+        boxes = (_part(meta, 0, rank, num_ranks) for meta in self.metas)
+        segments = tuple(
+            Segment(meta.name, box, meta.name, 0, strides)
+            for meta, box, strides in zip(self.metas, boxes, self._row_strides, strict=True)
+        )
+        return RankLayout(self.metas, segments, device=_device(rank))
+
+    def engine_layouts(self, first: int) -> list[RankLayout]:
+        """Return rows, columns of down projections, or whole tensors, each a live parameter."""
+        return [self._engine_layout(rank, _device(first + rank)) for rank in range(TENSOR_PARALLEL)]
+
+    def _engine_layout(self, rank: int, device: str) -> RankLayout:
+        boxes = [_part(meta, _cut(meta), rank, TENSOR_PARALLEL) for meta in self.metas]
+        pairs = [*zip(self.metas, boxes, strict=True)]
+        segments = [Segment(meta.name, box, meta.name, 0, box.strides(meta.itemsize)) for meta, box in pairs]
+        buffers = tuple(TensorMeta(meta.name, meta.dtype, box.extent) for meta, box in pairs)
+        return RankLayout(self.metas, tuple(segments), buffers=buffers, device=device)
+
+    def engine_answer(self, first: int, digest: str) -> Message:
+        """Return an engine's layouts, pickled, or its answer to `attach` if `digest` is a plan's.
+
+        Engines are equal but for their devices, whose names have one length. So one answer is pickled, and
+        others have their names in it.
+        """
+        if digest not in self._engine_answers:
+            layouts = self.engine_layouts(_NO_HOLDER)
+            answer = [Attached(digest, _export(each)) for each in layouts] if digest else layouts
+            self._engine_answers[digest] = Message.of(answer).body
+        body = self._engine_answers[digest]
+        for rank in range(TENSOR_PARALLEL):
+            body = body.replace(_device(_NO_HOLDER + rank).encode(), _device(first + rank).encode())
+        return Message(body, ())
+
+
+class TrainerRank:
+    """An FSDP rank on a GPU, read in place."""
+
+    def __init__(self, model: Model, rank: int, num_ranks: int) -> None:
+        self._model, self._rank, self._num_ranks = model, rank, num_ranks
+
+    def layout(self) -> RankLayout:
+        return self._model.trainer_layout(self._rank, self._num_ranks)
+
+    def trial_handle(self) -> DeviceHandle:
+        return _handle(_device(self._rank), 0, 4096)
+
+    def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
+        return Attached(self._model.plan_digest(plan), _export(self.layout()))
+
+    def ready(self) -> bool:
+        return True
+
+    def publish(self, count: bool) -> Message:
+        return self._model.published
+
+
+class EngineRanks:
+    """An engine of tensor-parallel ranks on GPUs, whose memory its holders write."""
+
+    def __init__(self, model: Model, first: int) -> None:
+        self._model, self._first = model, first
+
+    def layout(self) -> Message:
+        return self._model.engine_answer(self._first, "")
+
+    def can_export(self) -> Sequence[bool]:
+        return [True] * TENSOR_PARALLEL
+
+    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Message:
+        return self._model.engine_answer(self._first, self._model.plan_digest(plan))
+
+    def pause(self, mode: str, timeout_s: float) -> None: ...
+
+    def load(self, attempt: int, timeout_s: float) -> Message:
+        return self._model.loaded
+
+    def resume(self, version: int) -> None: ...
+
+
+class Holder:
+    """A holder on a GPU, in one communicator with all others."""
+
+    def __init__(self, model: Model, index: int) -> None:
+        self._model, self._index, self._name = model, index, f"holder {index}"
+
+    def try_mapping(self, memory: Mapping[str, DeviceHandle]) -> str:
+        return ""
+
+    def prepare(self, plan: Plan, index: int, source: str) -> Prepared:
+        groups = broadcast_groups(plan.members, together=True) if plan.slots else {}
+        offers: dict[Group, str] = {g: "tcp://10.0.0.1:29500" for g in groups.values() if g[0] == index}
+        engine = next((name for name, holders in plan.members.engines if index in holders), None)
+        slots = tuple(_handle(_device(index), slot, plan.max_bucket_nbytes) for slot in range(plan.slots))
+        ticket = (
+            FeedTicket(self._name, engine, "ipc:///tmp/feed", bytes(32), slots, None, -1) if engine else None
+        )
+        return Prepared(self._model.plan_digest(plan), None, ticket, offers)
+
+    def join(self, offers: Mapping[Group, str], timeout_s: float) -> None: ...
+
+    def accept(self, timeout_s: float) -> None: ...
+
+    def warm_up(self, timeout_s: float) -> None: ...
+
+    def link(self, engine: Export | None, trainer: Export | None = None) -> None: ...
+
+    def route(self, reads: Sequence[Reads], memory: Mapping[tuple[int, str], DeviceHandle]) -> None: ...
+
+    def exchange(self, part: Part) -> str:
+        return "" if part.rank else "tcp://10.0.0.1:29501"
+
+    def meet(self, rendezvous: str, timeout_s: float) -> None: ...
+
+    def serve_snapshots(self, protocol: str, rdma_device: str) -> None: ...
+
+    def reserve(self, part: int, is_flat: bool) -> Offer:
+        return self._offer()
+
+    def map(self, part: int, offer: Offer) -> None: ...
+
+    def move(self, attempt: int, feeding: bool, task: UpdateTask, timeout_s: float) -> Moved:
+        return Moved(_span("move"))
+
+    def digests(self) -> Digests:
+        """Return its trainer's digests, as published. The driver asks only if an engine's differ."""
+        return self._model.share
+
+    def snapshot(self, header: SnapshotHeader, is_flat: bool, expected: Digests) -> Offer:
+        return self._offer()
+
+    def replicate(self, snapshot_part: SnapshotPart, timeout_s: float) -> Offer:
+        return self._offer()
+
+    def _offer(self) -> Offer:
+        memory = BufferHandle(1000 + self._index, 9, f"{self._name} snapshot", 1 << 30)
+        host = f"host {self._index // PER_HOST}"
+        return Offer(
+            holder=self._name,
+            protocol="zeromq",
+            memory=memory,
+            host_id=host,
+            endpoint="tcp://10.0.0.1:29502",
+            secret="0" * 32,
+        )
+
+
+def make_fleet(num_tensors: int, num_trainers: int, num_engines: int, ledger: Ledger) -> Fleet:
+    """Return a fleet on hosts of 8 GPUs, with a holder for each GPU, whose calls are noted in `ledger`.
+
+    Trainers and engines have hosts of their own.
+    """
+    model = Model(num_tensors, num_trainers)
+    homes = [(f"trainers {rank // PER_HOST}", rank) for rank in range(num_trainers)]
+    engines = {}
+    for number in range(num_engines):
+        first = len(homes)
+        homes += [(f"engine {number}", first + rank) for rank in range(TENSOR_PARALLEL)]
+        peer = cast("EnginePeer", Wire(EngineRanks(model, first), ledger))
+        engines[f"e{number:03}"] = EngineMember(peer, tuple(range(first, first + TENSOR_PARALLEL)))
+    return Fleet(
+        trainers=[
+            (cast("TrainerPeer", Wire(TrainerRank(model, rank, num_trainers), ledger)), rank)
+            for rank in range(num_trainers)
+        ],
+        engines=engines,
+        holders=[cast("HolderPeer", Wire(Holder(model, index), ledger)) for _, index in homes],
+        nodes=[host for host, _ in homes],
+    )
+
+
+def _cut(meta: TensorMeta) -> int | None:
+    """Return the dimension that an engine's ranks cut; None if each has the whole tensor."""
+    if ".dense.7." in meta.name:
+        return None
+    return 1 if ".down_proj." in meta.name else 0
+
+
+def _part(meta: TensorMeta, axis: int | None, rank: int, num_ranks: int) -> Box:
+    if axis is None:
+        return Box.whole(meta.shape)
+    offset, extent = [0] * len(meta.shape), list(meta.shape)
+    size = -(-meta.shape[axis] // num_ranks)
+    offset[axis] = start = min(rank * size, meta.shape[axis])
+    extent[axis] = min(size, meta.shape[axis] - start)
+    return Box(tuple(offset), tuple(extent))
+
+
+def _export(layout: RankLayout) -> Export:
+    """Return handles of a layout's buffers. Each has bytes of its own, which pickle does not share."""
+    itemsize = {meta.name: meta.itemsize for meta in layout.tensors}
+    return Export(
+        layout,
+        {
+            each.buffer: _handle(layout.device, number, each.box.numel * itemsize[each.tensor])
+            for number, each in enumerate(layout.segments)
+        },
+    )
+
+
+def _handle(device: str, number: int, nbytes: int) -> DeviceHandle:
+    ipc = (number + 1).to_bytes(_IPC_NBYTES, "little")
+    return DeviceHandle(device, 4242, ipc, 0, nbytes)
+
+
+def _device(holder: int) -> str:
+    return f"cuda:GPU-{holder:08x}-0000-0000-0000-000000000000"
+
+
+def _span(name: str) -> Span:
+    return Span(name, 1.8e9, 0.01)

@@ -1,0 +1,94 @@
+"""The driver's costs are counted, and the fleet that causes them is one that the driver accepts."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from benchmarks import bench_driver
+from benchmarks.driver_peers import Ledger, Wire, make_fleet
+from weightsync.config import SyncConfig
+from weightsync.driver.controller import Controller
+from weightsync.errors import VerifyError
+
+NUM_TENSORS, NUM_TRAINERS, NUM_ENGINES = 12, 10, 2
+NUM_HOLDERS = NUM_TRAINERS + 8 * NUM_ENGINES
+FLEET = {"ranks": NUM_TRAINERS, "engines": NUM_ENGINES, "tensors": NUM_TENSORS}
+
+
+class Echo:
+    """A peer that returns what it is given."""
+
+    def echo(self, value: object) -> object:
+        return value
+
+
+def test_a_call_is_counted_in_both_directions_and_its_answer_is_a_copy() -> None:
+    ledger = Ledger()
+    peer, given = Wire(Echo(), ledger), np.arange(1000)
+    got = asyncio.run(peer.echo(given))
+    assert (got == given).all()
+    assert not np.shares_memory(got, given)
+    cost = ledger.taken().costs["echo"]
+    assert cost.calls == 1
+    assert given.nbytes < min(cost.nbytes_in, cost.nbytes_out) < given.nbytes + 500
+    assert not ledger.costs
+
+
+@pytest.mark.parametrize("mode", ["broadcast", "direct"])
+def test_a_fleet_connects_and_takes_verified_updates(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asyncio.run(bench_driver.measure_fleet(FLEET | {"mode": mode}, 2, 60.0))
+    phases = ("connect", "update", "snapshots", "connect: plan", "update: verify")
+    shown = capsys.readouterr().out
+    assert [phase for phase in phases if f'"phase": "{phase}", ' not in shown] == []
+
+
+def test_calls_and_bytes_of_an_update_are_those_of_the_fleet() -> None:
+    async def work() -> Ledger:
+        ledger = Ledger()
+        config = SyncConfig.from_dict({"mode": "broadcast"})
+        controller = Controller(config, make_fleet(NUM_TENSORS, NUM_TRAINERS, NUM_ENGINES, ledger))
+        await controller.connect()
+        ledger.clear()
+        await controller.update(1)
+        taken = ledger.taken()
+        await controller.snapshot_index.settled()
+        return taken
+
+    costs = asyncio.run(work()).costs
+    assert {name: cost.calls for name, cost in costs.items()} == {
+        "ready": NUM_TRAINERS,
+        "publish": NUM_TRAINERS,
+        "pause": NUM_ENGINES,
+        "move": NUM_HOLDERS,
+        "load": NUM_ENGINES,
+        "resume": NUM_ENGINES,
+    }
+    digests = 8 * NUM_TENSORS
+    assert NUM_TRAINERS * digests < costs["publish"].nbytes_in < NUM_TRAINERS * (digests + 500)
+    assert 8 * NUM_ENGINES * digests < costs["load"].nbytes_in < 8 * NUM_ENGINES * (digests + 500)
+
+
+def test_wrong_digests_are_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        fleet = make_fleet(NUM_TENSORS, NUM_TRAINERS, NUM_ENGINES, Ledger())
+        # One rank fewer publishes: its share is missing in what engines are compared with.
+        controller = Controller(SyncConfig(min_engines=NUM_ENGINES), fleet)
+        await controller.connect()
+        fleet.trainers.pop()
+        await controller.update(1)
+
+    with pytest.raises(VerifyError):
+        asyncio.run(work())
+
+
+def test_fleets_grow_up_to_what_was_asked() -> None:
+    assert [bench_driver.sizes(ranks) for ranks in (1000, 100, 30, 10, 4)] == [
+        [10, 100, 1000],
+        [10, 100],
+        [10, 30],
+        [10],
+        [4],
+    ]
