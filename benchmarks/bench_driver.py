@@ -31,10 +31,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import resource
 import statistics
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +43,7 @@ from benchmarks.cluster import kill, spawn, start_ray
 from benchmarks.common import environment, print_table, write_json
 from benchmarks.driver_peers import TENSOR_PARALLEL, Instant, Ledger, make_fleet
 from benchmarks.isolate import asked, emit, run_part, stage
-from weightsync.actors.remote import remote_trainer
+from weightsync.actors.remote import RemoteTrainer, remote_trainer
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
 from weightsync.driver.gather import gather_named
@@ -51,6 +52,7 @@ from weightsync.report import SyncReport
 __all__ = ["main"]
 
 _SIZES = (10, 100)
+_NUM_WARM = 2
 _MODULE = "benchmarks.bench_driver"
 _WHOLE, _BY_METHOD, _ACTORS = "the driver's part", "by method", "Ray actors that do nothing"
 
@@ -134,7 +136,7 @@ def _specs(args: argparse.Namespace) -> list[dict[str, object]]:
         for ranks in sizes(args.ranks)
         for mode in args.mode
     ]
-    return [{"actors": args.actors, "rounds": args.rounds}, *specs] if args.actors else specs
+    return [*specs, {"actors": args.actors, "rounds": args.rounds}] if args.actors else specs
 
 
 def _run_part(spec: Mapping[str, object]) -> None:
@@ -218,26 +220,30 @@ class Idle:
 def measure_actors(num_actors: int, num_rounds: int) -> None:
     """Call Ray actors in parallel, as the driver calls trainers, and send a row."""
     start_ray(0)
-    handles = [spawn(Idle, num_threads=1) for _ in range(num_actors)]
-    peers = {
-        f"trainer {number}": remote_trainer(f"trainer {number}", each) for number, each in enumerate(handles)
-    }
+    peers: dict[str, RemoteTrainer] = {}
 
-    async def call_all() -> None:
-        calls = {name: peer.ready() for name, peer in peers.items()}
+    async def call(names: Iterable[str]) -> None:
+        calls = {name: peers[name].ready() for name in names}
         assert all((await gather_named(calls, "ready", 600.0)).require().values())
 
+    async def start() -> None:
+        """Start as many actors at once as there are cores, since each starts a process."""
+        at_once = len(os.sched_getaffinity(0))
+        for first in range(0, num_actors, at_once):
+            stage(f"start of actor {first}")
+            names = [f"trainer {number}" for number in range(first, min(first + at_once, num_actors))]
+            peers.update({name: remote_trainer(name, spawn(Idle, num_threads=1)) for name in names})
+            await call(names)
+
     async def rounds() -> list[Instant]:
-        stage(f"start of {num_actors} actors")
-        await call_all()
-        await call_all()
+        await start()
         stage("calls")
         taken = []
-        for _ in range(num_rounds):
+        for _ in range(num_rounds + _NUM_WARM):
             started = Instant.now()
-            await call_all()
+            await call(peers)
             taken.append(Instant.now() - started)
-        return taken
+        return taken[_NUM_WARM:]
 
     try:
         taken = asyncio.run(rounds())
@@ -246,7 +252,7 @@ def measure_actors(num_actors: int, num_rounds: int) -> None:
         row |= {"ms a call": wall * 1e3 / num_actors, "CPU ms a call": cpu * 1e3 / num_actors}
         emit({"table": _ACTORS, **row})
     finally:
-        kill(handles)
+        kill([each.handle for each in peers.values()])
 
 
 if __name__ == "__main__":
