@@ -66,7 +66,7 @@ class Measured:
 
     @classmethod
     async def of(cls, ledger: Ledger, work: Callable[[], Awaitable[object]]) -> Measured:
-        """Await `work`, whose calls are noted in `ledger`, emptied before."""
+        """Clear `ledger`, await `work`, and return its time and its calls."""
         ledger.clear()
         started = Instant.now()
         await work()

@@ -199,8 +199,8 @@ class Model:
     def engine_answer(self, first: int, digest: str) -> Message:
         """Return an engine's layouts, pickled, or its answer to `attach` if `digest` is a plan's.
 
-        Engines are equal but for their devices, whose names have one length. So one answer is pickled, and
-        others have their names in it.
+        Engines differ only in the names of their devices, which are equally long. One answer is pickled, and
+        each engine's names are put into it.
         """
         if digest not in self._engine_answers:
             layouts = self.engine_layouts(_NO_HOLDER)
@@ -235,7 +235,7 @@ class TrainerRank:
 
 
 class EngineRanks:
-    """An engine of tensor-parallel ranks on GPUs, whose memory its holders write."""
+    """An engine of tensor-parallel ranks on GPUs. Its holders write its memory."""
 
     def __init__(self, model: Model, first: int) -> None:
         self._model, self._first = model, first
@@ -325,7 +325,7 @@ class Holder:
 
 
 def make_fleet(num_tensors: int, num_trainers: int, num_engines: int, ledger: Ledger) -> Fleet:
-    """Return a fleet on hosts of 8 GPUs, with a holder for each GPU, whose calls are noted in `ledger`.
+    """Return a fleet on hosts of 8 GPUs, with a holder for each GPU. `ledger` notes every call.
 
     Trainers and engines have hosts of their own.
     """

@@ -75,7 +75,7 @@ def test_any_box_to_any_transposed_layout(data: st.DataObject) -> None:
 
 
 def check_any_layout(data: st.DataObject, extent: tuple[int, ...], orders: Sequence[Sequence[int]]) -> None:
-    """Copy a box between two memories, whose dimensions are in these orders from the outermost on."""
+    """Copy a box between memories that store its dimensions in these orders, the outermost first."""
     itemsize = data.draw(st.sampled_from([1, 2, 4, 8]))
     sides = [data.draw(layouts(extent, order)) for order in orders]
     memories = [random_bytes(sides[0][2] * itemsize), torch.empty(0), torch.empty(0)]

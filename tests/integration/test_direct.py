@@ -143,7 +143,7 @@ def test_an_engine_that_read_what_was_not_sent_is_stale_and_takes_broadcasts_fro
 def test_an_engine_that_was_wrong_once_is_written_again_in_the_same_update(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Its bytes may have been read while a trainer wrote: digests that came meanwhile do not tell."""
+    """A trainer may have written during the copy: such digests do not show that the copy was wrong."""
 
     async def work(loop: Direct) -> None:
         await loop.controller.connect()

@@ -106,7 +106,7 @@ class TensorSource(ABC):
         self._exported: dict[str, DeviceHandle] = {}
         self._send_buffer: SharedBuffer | None = None
         self._in_place: InPlace | None = None
-        self._is_ready = False
+        self._has_begun = False
         self._plan: Plan | None = None
         self._sources: tuple[tuple[Piece, Segment], ...] = ()
         self._table = HostTable((), 0)
@@ -224,16 +224,16 @@ class TensorSource(ABC):
         """Finish writing weights that are read in place. Returns False for others. Raises as `publish`."""
         if self._in_place:
             self._begin()
-        return self._is_ready
+        return self._has_begun
 
     def _begin(self) -> None:
         """Have the weights written. In place, start to digest them: until holders read, the GPU is idle."""
-        self._is_ready = False
+        self._has_begun = False
         self._follow()
         self._finish()
         if self._in_place:
             self._in_place.begin()
-            self._is_ready = True
+            self._has_begun = True
 
     def publish(self, count: bool) -> Published:
         """Copy the current weights to the send buffer, and digest them, or only digest in place.
@@ -247,9 +247,9 @@ class TensorSource(ABC):
                 offloaded, or it is not whole; names this rank and the tensor.
         """
         assert self._plan is not None
-        if not self._is_ready:
+        if not self._has_begun:
             self._begin()
-        self._is_ready = False
+        self._has_begun = False
         if self._in_place:
             return self._in_place.result(count)
         return self._in_send_buffer if self._in_send_buffer is not None else self._to_send_buffer(count)
@@ -366,7 +366,7 @@ class TensorSource(ABC):
 
     def close(self) -> None:
         """Disconnect from the holder. Offloaded tensors leave the send buffer first."""
-        self._in_place, self._is_ready = None, False
+        self._in_place, self._has_begun = None, False
         if self._offloaded and self._in_send_buffer is not None:
             self._offloaded.leave_send_buffer()
             self._in_send_buffer = None
