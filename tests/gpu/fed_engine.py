@@ -59,7 +59,7 @@ class FedEngine:
         assert {each.plan_digest for each in joined.result(TIMEOUT_S)} == {self.plan.digest()}
 
     def update(self, model: PreTrainedModel) -> list[Digests]:
-        """A whole update to the weights of `model`; each rank's digest shares."""
+        """Make a whole update to the weights of `model`, and return each rank's digest shares."""
         self.version += 1
         self.engine.pause("keep", TIMEOUT_S)
         loaded = self.threads.submit(self.engine.load, self.version, TIMEOUT_S)
@@ -80,7 +80,7 @@ class FedEngine:
                 feed.wait_done(self.version, bucket.index, TIMEOUT_S)
             for slots in self.slots:
                 slots[index].tensor.fill_(0xAA)  # whoever reads it late has garbage now
-        digests = list(loaded.result(TIMEOUT_S))
+        digests = [rank.digests for rank in loaded.result(TIMEOUT_S)]
         self.engine.resume(self.version)
         return digests
 
