@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import ray
@@ -13,9 +12,10 @@ from ray.actor import ActorHandle
 
 from weightsync.actors.placement import threaded
 from weightsync.faults import Fault, inject, set_faults
+from weightsync.memory.last_digests import TrainerDigests
 from weightsync.plan import Plan, RankLayout, TensorMeta
 from weightsync.protocol.handles import HostExport
-from weightsync.protocol.messages import Published
+from weightsync.protocol.messages import Digests, PublishReport
 from weightsync.protocol.timing import PhaseClock
 from weightsync.sources.checkpoint_store import CheckpointStore, Reading
 
@@ -31,6 +31,7 @@ class CheckpointShard:
         self._given = files, share, num_shares, exclude
         self._source: CheckpointStore | None = None
         self._tensors: Sequence[TensorMeta] = ()
+        self._digests: TrainerDigests | None = None
 
     def check(self) -> tuple[Sequence[TensorMeta], Mapping[str, str]]:
         """Check the headers. Returns the checkpoint's tensors and the file of each.
@@ -52,16 +53,20 @@ class CheckpointShard:
 
     def attach(self, plan: Plan, rank: int, num_ranks: int) -> tuple[str, HostExport]:
         """Return the plan's digest and the memory that the rank's holder maps."""
-        self._tensors = plan.tensors
+        self._tensors, self._digests = plan.tensors, TrainerDigests(plan)
         return plan.digest(), self._checked.export(rank, num_ranks)
 
-    def publish(self) -> Published:
-        """Return digests and counts for all ranks on this host."""
+    def publish(self) -> PublishReport:
+        """Return fingerprints and counts for all ranks on this host."""
         clock = PhaseClock()
         with clock.phase("publish"):
             inject("publish")
             published = self._checked.published(self._tensors)
-        return replace(published, spans=clock.spans)
+        return self._attached_digests.report(published, clock.spans)
+
+    def digests(self) -> Digests:
+        """Return the digests for all ranks on this host, uint64[num_tensors]."""
+        return self._attached_digests.table
 
     def close(self) -> None:
         """Free the memory now; the process takes a moment to end."""
@@ -70,6 +75,11 @@ class CheckpointShard:
     def sync_set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None:
         """Set the faults of this process, see `weightsync.faults.set_faults`."""
         set_faults(process, faults, seed)
+
+    @property
+    def _attached_digests(self) -> TrainerDigests:
+        assert self._digests is not None, "attach() comes first"
+        return self._digests
 
     @property
     def _checked(self) -> CheckpointStore:

@@ -29,7 +29,7 @@ from weightsync.errors import (
 from weightsync.faults import Fault
 from weightsync.plan import Plan, RankLayout, TensorMeta
 from weightsync.protocol.handles import Attached, BufferHandle
-from weightsync.protocol.messages import Published
+from weightsync.protocol.messages import Digests, PublishReport
 from weightsync.sources.checkpoint_store import Reading
 
 
@@ -215,10 +215,10 @@ class CheckpointRank:
         """Return False: a checkpoint is in host memory."""
         return False
 
-    async def publish(self, count: bool) -> Published:
+    async def publish(self, count: bool) -> PublishReport:
         """Make the published checkpoint the holder's source.
 
-        The first rank of a host returns digests and counts for all of its ranks.
+        The first rank of a host returns fingerprints and counts for all of its ranks.
         """
         name = self._checkpoints.published
         assert self._plan is not None
@@ -226,10 +226,19 @@ class CheckpointRank:
         if name not in self._mapped:  # read after the last connect
             await self._map(name)
         await self.holder.source(name, {})
-        published = Published(np.zeros(len(self._plan.tensors), np.uint64), {})
         if self._place[0] == 0:
-            published = await self._call(name, "publish")
-        return published
+            report: PublishReport = await self._call(name, "publish")
+            return report
+        nothing = np.zeros(3, np.uint64)
+        return PublishReport(nothing, nothing, {}, ())
+
+    async def digests(self) -> Digests:
+        """Return digests of the published checkpoint as `publish` does: from the first rank of a host."""
+        assert self._plan is not None
+        table: Digests = np.zeros(len(self._plan.tensors), np.uint64)
+        if self._place[0] == 0:
+            table = await self._call(self._checkpoints.published, "digests")
+        return table
 
     async def set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None:
         """Set the faults of every checkpoint's actor on this host."""

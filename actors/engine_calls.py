@@ -13,9 +13,10 @@ from weightsync.actors.placement import Placement
 from weightsync.engines import Engine, ExportsMemory, HasRankProcesses, Sleeps
 from weightsync.errors import ConfigError
 from weightsync.faults import Fault, inject, set_faults, split_by_rank
+from weightsync.memory.last_digests import EngineDigests
 from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.handles import Attached
-from weightsync.protocol.messages import FeedTicket, Loaded
+from weightsync.protocol.messages import Digests, FeedTicket, LoadReport
 
 
 class EngineCalls(Claimable):
@@ -27,6 +28,7 @@ class EngineCalls(Claimable):
     _engine: Engine
     _slot: str | None = None
     _layouts: Sequence[RankLayout] | None = None
+    _digests: EngineDigests | None = None
 
     async def sync_placements(self) -> list[Placement]:
         """Return the placement of each rank: the device that its layout names."""
@@ -57,7 +59,10 @@ class EngineCalls(Claimable):
         self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float
     ) -> Sequence[Attached]:
         """Connect each rank to its holder, see `Engine.attach`."""
-        return await asyncio.to_thread(self._engine.attach, plan, tickets, timeout_s)
+        layouts = await self.sync_layout()
+        attached = await asyncio.to_thread(self._engine.attach, plan, tickets, timeout_s)
+        self._digests = await asyncio.to_thread(EngineDigests, plan, layouts)
+        return attached
 
     async def sync_pause(self, mode: str, timeout_s: float) -> None:
         """Stop making tokens. No rank reads its weights afterwards, see `Engine.pause`."""
@@ -70,9 +75,19 @@ class EngineCalls(Claimable):
             raise ConfigError("sleep", type(self._engine).__name__, "this engine cannot sleep: leave it out")
         await asyncio.to_thread(self._engine.sleep, level, mode, timeout_s)
 
-    async def sync_load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
+    async def sync_load(self, attempt: int, timeout_s: float) -> LoadReport:
         """Take one attempt's weights, see `Engine.load`."""
-        return await asyncio.to_thread(self._engine.load, attempt, timeout_s)
+        loaded = await asyncio.to_thread(self._engine.load, attempt, timeout_s)
+        return self._attached_digests.report(loaded)
+
+    async def sync_digests(self) -> Digests:
+        """Return the digests of the last load, uint64[num_ranks, num_tensors], see `EngineDigests`."""
+        return self._attached_digests.table
+
+    @property
+    def _attached_digests(self) -> EngineDigests:
+        assert self._digests is not None, "sync_attach() comes first"
+        return self._digests
 
     async def sync_resume(self, version: int) -> None:
         """Serve `version`, see `Engine.resume`."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Any
 
 from weightsync.actors.claim import Claimable
 from weightsync.actors.placement import Placement
 from weightsync.errors import ConfigError, StateError
 from weightsync.faults import Fault, inject, set_faults
+from weightsync.memory.last_digests import TrainerDigests
 from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle
-from weightsync.protocol.messages import Published
+from weightsync.protocol.messages import Digests, PublishReport
 from weightsync.protocol.timing import PhaseClock
 from weightsync.sources import ExportsWeights, ModelSource, Names, Offloads, Source, make_source
 
@@ -59,6 +59,7 @@ class TrainerShard(Claimable):
     _offloads: bool = False
     _made: ModelSource | None = None
     _attached: Source | None = None
+    _digests: TrainerDigests | None = None
 
     def __init__(
         self,
@@ -113,6 +114,7 @@ class TrainerShard(Claimable):
     def sync_attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
         """Map the holder's send buffer, or let it read this rank's memory in place."""
         self._attached = self._current_source()
+        self._digests = TrainerDigests(plan)
         return self._attached.attach(plan, trainer, send_buffer)
 
     def sync_ready(self) -> bool:
@@ -120,13 +122,19 @@ class TrainerShard(Claimable):
         source = self._attached_source()
         return source.ready() if isinstance(source, ExportsWeights) else False
 
-    def sync_publish(self, count: bool) -> Published:
+    def sync_publish(self, count: bool) -> PublishReport:
         """Publish this rank's share: copy it to its holder, or on a GPU in place."""
         clock = PhaseClock()
         with clock.phase("publish"):
             inject("publish")
             published = self._attached_source().publish(count)
-        return replace(published, spans=clock.spans)
+        assert self._digests is not None
+        return self._digests.report(published, clock.spans)
+
+    def sync_digests(self) -> Digests:
+        """Return the digests that this rank published last, uint64[num_tensors]."""
+        assert self._digests is not None
+        return self._digests.table
 
     def _attached_source(self) -> Source:
         source = self._current_source()

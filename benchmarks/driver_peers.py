@@ -15,17 +15,18 @@ from ray import cloudpickle
 
 from benchmarks.bench_plan import tensors
 from weightsync.driver.fleet import EngineMember, Fleet
+from weightsync.memory.fingerprints import fingerprint
 from weightsync.plan import Box, Plan, RankLayout, Reads, Segment, TensorMeta, broadcast_groups
 from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export, Offer
 from weightsync.protocol.messages import (
     Digests,
     FeedTicket,
     Group,
-    Loaded,
+    LoadReport,
     Moved,
     Part,
     Prepared,
-    Published,
+    PublishReport,
     SnapshotHeader,
     SnapshotPart,
     UpdateTask,
@@ -153,7 +154,7 @@ class Model:
         metas: the tensors.
         share: each trainer rank's digests; equal on all ranks.
         published: what a trainer rank answers to `publish`, pickled.
-        loaded: what an engine answers to `load`, pickled. Its ranks' digests add up to the trainers'.
+        loaded: what an engine answers to `load`, pickled. Its fingerprints are those of the trainers' sum.
     """
 
     def __init__(self, num_tensors: int, num_trainers: int) -> None:
@@ -162,13 +163,12 @@ class Model:
         self._engine_answers: dict[str, bytes] = {}
         self._row_strides = [Box.whole(meta.shape).strides(meta.itemsize) for meta in self.metas]
         share = self.share = np.random.default_rng(1).integers(0, 1 << 63, num_tensors, np.uint64)
-        self.published = Message.of(Published(share, {}, [_span("publish")]))
+        nothing = np.zeros(3, np.uint64)
+        self.published = Message.of(PublishReport(fingerprint(share), nothing, {}, [_span("publish")]))
         total: Digests = share * np.uint64(num_trainers)
-        cut = np.array([_cut(meta) is not None for meta in self.metas])
-        ranks = [np.where(cut, share + np.uint64(rank), total) for rank in range(TENSOR_PARALLEL)]
-        rest = np.add.reduce(ranks[1:], axis=0, dtype=np.uint64)
-        ranks[0] = np.where(cut, total - rest, total)
-        self.loaded = Message.of([Loaded(each, [_span("load"), _span("verify")]) for each in ranks])
+        rows = np.repeat(fingerprint(total)[None], TENSOR_PARALLEL, axis=0)
+        spans = [[_span("load"), _span("verify")]] * TENSOR_PARALLEL
+        self.loaded = Message.of(LoadReport(rows, spans))
 
     def plan_digest(self, plan: Plan) -> str:
         """Return the digest of `plan`, computed once instead of by each peer."""

@@ -31,10 +31,11 @@ from weightsync.actors.placement import Placement
 from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.channel.engine_end import EngineFeed
 from weightsync.engines.live_writer import LiveWriter, can_export
+from weightsync.memory.last_digests import EngineDigests
 from weightsync.memory.tensors import device_id
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 from weightsync.protocol.handles import Attached
-from weightsync.protocol.messages import Loaded
+from weightsync.protocol.messages import Digests, Loaded, LoadReport
 
 if TYPE_CHECKING:
     from weightsync.plan import Plan
@@ -188,6 +189,7 @@ class EngineFront(Claimable):
     def __init__(self, ranks: Sequence[ActorHandle[Any]]) -> None:
         self._ranks = ranks
         self._version = 0
+        self._digests: EngineDigests | None = None
 
     async def sync_placements(self) -> list[Placement]:
         return await _gather([rank.placement.remote() for rank in self._ranks])
@@ -201,14 +203,22 @@ class EngineFront(Claimable):
     async def sync_attach(
         self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float
     ) -> Sequence[Attached]:
+        self._digests = EngineDigests(plan, await self.sync_layout())
         pairs = zip(self._ranks, tickets, strict=True)
         return await _gather([rank.attach.remote(plan, ticket, timeout_s) for rank, ticket in pairs])
 
     async def sync_pause(self, mode: str, timeout_s: float) -> None:
         """Do nothing: no request runs."""
 
-    async def sync_load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
-        return await _gather([rank.load.remote(attempt, timeout_s) for rank in self._ranks])
+    async def sync_load(self, attempt: int, timeout_s: float) -> LoadReport:
+        assert self._digests is not None
+        return self._digests.report(
+            await _gather([rank.load.remote(attempt, timeout_s) for rank in self._ranks])
+        )
+
+    async def sync_digests(self) -> Digests:
+        assert self._digests is not None
+        return self._digests.table
 
     async def sync_resume(self, version: int) -> None:
         """Do nothing: no request waits."""

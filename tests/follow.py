@@ -24,7 +24,6 @@ from typing import Any
 
 from tests.fleets.direct import Direct
 from tests.fleets.loop import CONFIG, Loop
-from weightsync.testing import LocalPeer
 
 LIBRARY = Path(__file__).parents[1] / "weightsync"
 DRIVER = "driver"
@@ -82,15 +81,14 @@ class Followed:
         )
 
 
-class NamedPeer(LocalPeer):
+class NamedPeer:
     """A peer whose calls are recorded under the name of its process."""
 
-    def __init__(self, target: object, name: str) -> None:
-        super().__init__(target)
-        self._name = name
+    def __init__(self, peer: object, name: str) -> None:
+        self._peer, self._name = peer, name
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
-        call = super().__getattr__(method)
+        call = getattr(self._peer, method)
 
         async def named(*args: object) -> object:
             _process.set(self._name)
@@ -103,16 +101,10 @@ class NamedPeer(LocalPeer):
 def name_processes(loop: Loop) -> None:
     """Name each peer after its process, and each thread after its starting process."""
     fleet = loop.fleet
-    fleet.trainers[:] = [
-        (NamedPeer(peer.target, f"trainer {i}"), at)  # type: ignore[attr-defined]
-        for i, (peer, at) in enumerate(fleet.trainers)
-    ]
-    fleet.holders[:] = [
-        NamedPeer(peer.target, f"holder {i}")  # type: ignore[attr-defined]
-        for i, peer in enumerate(fleet.holders)
-    ]
+    fleet.trainers[:] = [(NamedPeer(peer, f"trainer {i}"), at) for i, (peer, at) in enumerate(fleet.trainers)]
+    fleet.holders[:] = [NamedPeer(peer, f"holder {i}") for i, peer in enumerate(fleet.holders)]
     for name, seat in fleet.engines.items():
-        seat.peer = NamedPeer(seat.peer.target, f"engine {name}")  # type: ignore[attr-defined]
+        seat.peer = NamedPeer(seat.peer, f"engine {name}")
     start = threading.Thread.start
 
     def start_named(self: threading.Thread) -> None:

@@ -30,7 +30,7 @@ from weightsync.plan import Box, Plan, RankLayout, Reads, TensorMeta
 from weightsync.plan.plan import by_tensor
 from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export
 from weightsync.protocol.messages import FeedTicket, Loaded, Published
-from weightsync.testing import DictEngine, LocalPeer
+from weightsync.testing import DictEngine, LocalEngine, LocalPeer, LocalTrainer
 from weightsync.transports import Pending
 
 KV_HEADS, EXPERTS = 1, 1
@@ -268,13 +268,13 @@ class Hosts:
         for name, on in engines.items():
             engine = Engine(name, self.tensors, len(on), len(hosts), name not in alone)
             self.engines[name] = engine
-            members[name] = EngineMember(LocalPeer(engine), tuple(range(len(hosts), len(hosts) + len(on))))
+            members[name] = EngineMember(LocalEngine(engine), tuple(range(len(hosts), len(hosts) + len(on))))
             hosts += on
         self.holders: list[Holder] = []
         for _ in hosts:
             self._hold()
         self.fleet = Fleet(
-            [(LocalPeer(source), number) for number, source in enumerate(self.sources)],
+            [(LocalTrainer(source), number) for number, source in enumerate(self.sources)],
             members,
             [LocalPeer(holder) for holder in self.holders],
             hosts,
@@ -336,7 +336,7 @@ class Hosts:
             self.fleet.nodes += on
             self.fleet.holders += [LocalPeer(self._hold()) for _ in on]
         self.engines[name] = Engine(name, self.tensors, len(holders), holders[0], old.shares)
-        self.fleet.engines[name] = EngineMember(LocalPeer(self.engines[name]), holders)
+        self.fleet.engines[name] = EngineMember(LocalEngine(self.engines[name]), holders)
 
     def _hold(self) -> Holder:
         holder = MappingHolder(f"holder {len(self.holders)}", "127.0.0.1", make_staging=Staging)

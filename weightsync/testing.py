@@ -15,13 +15,14 @@ from weightsync.engines.base import Rollout
 from weightsync.errors import StateError
 from weightsync.faults import Fault, FaultPlan
 from weightsync.memory.digests import tensor_digest
+from weightsync.memory.last_digests import EngineDigests, TrainerDigests
 from weightsync.memory.offload import Offload
 from weightsync.memory.tensors import byte_strides, meta_of
 from weightsync.plan import Plan, RankLayout, Segment
-from weightsync.protocol.handles import Attached
-from weightsync.protocol.messages import Digests, FeedTicket, Loaded
+from weightsync.protocol.handles import Attached, BufferHandle
+from weightsync.protocol.messages import Digests, FeedTicket, Loaded, LoadReport, Published, PublishReport
 
-__all__ = ["DictEngine", "Fault", "FaultPlan", "LocalPeer"]
+__all__ = ["DictEngine", "Fault", "FaultPlan", "LocalEngine", "LocalPeer", "LocalTrainer"]
 
 
 class DictEngine:
@@ -131,3 +132,35 @@ class LocalPeer:
             return await asyncio.to_thread(function, *args)
 
         return call
+
+
+class LocalTrainer(LocalPeer):
+    """Makes a `Source` a trainer rank of the controller."""
+
+    async def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
+        self._digests = TrainerDigests(plan)
+        attached: Attached = await self.__getattr__("attach")(plan, trainer, send_buffer)
+        return attached
+
+    async def publish(self, count: bool) -> PublishReport:
+        published: Published = await self.__getattr__("publish")(count)
+        return self._digests.report(published, ())
+
+    async def digests(self) -> Digests:
+        return self._digests.table
+
+
+class LocalEngine(LocalPeer):
+    """Makes an `Engine` a peer of the controller."""
+
+    async def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
+        self._digests = EngineDigests(plan, await self.__getattr__("layout")())
+        attached: Sequence[Attached] = await self.__getattr__("attach")(plan, tickets, timeout_s)
+        return attached
+
+    async def load(self, attempt: int, timeout_s: float) -> LoadReport:
+        loaded: Sequence[Loaded] = await self.__getattr__("load")(attempt, timeout_s)
+        return self._digests.report(loaded)
+
+    async def digests(self) -> Digests:
+        return self._digests.table

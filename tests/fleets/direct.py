@@ -20,7 +20,7 @@ from weightsync.plan import Plan, RankLayout, Reads
 from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export
 from weightsync.protocol.messages import FeedTicket, Published
 from weightsync.sources.module import ModuleSource
-from weightsync.testing import DictEngine, LocalPeer
+from weightsync.testing import DictEngine, LocalEngine, LocalTrainer
 from weightsync.transports import Pending
 
 Memory = Mapping[str, torch.Tensor]
@@ -149,11 +149,11 @@ class Direct(Loop):
         shared = Shared()
         self.source = Source(self.model, frozen=self.frozen)
         self.source.shared = shared
-        self.fleet.trainers[0] = (LocalPeer(self.source), 0)
+        self.fleet.trainers[0] = (LocalTrainer(self.source), 0)
         for name, plain in self.engines.items():
             engine = Engine(name, plain.tensors)
             engine.shared, self.engines[name] = shared, engine
-            self.fleet.engines[name].peer = LocalPeer(engine)
+            self.fleet.engines[name].peer = LocalEngine(engine)
 
     def stage(
         self, holder: int, plan: Plan, index: int, send_buffer: SendBuffer | None, receives: bool

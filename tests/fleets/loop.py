@@ -18,7 +18,7 @@ from weightsync.holder.send_buffer import SendBuffer
 from weightsync.holder.staging import HostStaging
 from weightsync.plan import Plan
 from weightsync.sources.module import ModuleSource
-from weightsync.testing import DictEngine, LocalPeer
+from weightsync.testing import DictEngine, LocalEngine, LocalPeer, LocalTrainer
 
 
 class Loop:
@@ -38,9 +38,9 @@ class Loop:
         ]
         self.source = ModuleSource(self.model, frozen=self.frozen)
         members = {
-            name: EngineMember(LocalPeer(e), (i + 1,)) for i, (name, e) in enumerate(self.engines.items())
+            name: EngineMember(LocalEngine(e), (i + 1,)) for i, (name, e) in enumerate(self.engines.items())
         }
-        self.fleet = Fleet([(LocalPeer(self.source), 0)], members, [LocalPeer(h) for h in self.holders])
+        self.fleet = Fleet([(LocalTrainer(self.source), 0)], members, [LocalPeer(h) for h in self.holders])
         self.controller = Controller(config, self.fleet)
 
     def make(self) -> nn.Module:

@@ -22,7 +22,7 @@ from weightsync.plan import Plan
 from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import FeedTicket, Published
 from weightsync.report import Link
-from weightsync.testing import LocalPeer
+from weightsync.testing import LocalEngine
 
 
 def test_engines_read_their_parts_and_nothing_is_broadcast() -> None:
@@ -275,7 +275,7 @@ def test_one_that_comes_later_in_anothers_place_reads_directly_too() -> None:
         engine.shared = staging.shared
         dead.close()
         staging.engine = loop.engines["e1"] = engine
-        loop.fleet.engines["e1"] = EngineMember(LocalPeer(engine), (2,))
+        loop.fleet.engines["e1"] = EngineMember(LocalEngine(engine), (2,))
         await loop.controller.adopt("e1")
         begun = loop.broadcasts()
         loop.train()

@@ -24,7 +24,7 @@ from weightsync.memory.tensors import named_tensors
 from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.handles import Attached, DeviceHandle
 from weightsync.protocol.messages import FeedTicket, Prepared
-from weightsync.testing import LocalPeer
+from weightsync.testing import LocalEngine
 
 
 class SourceOnDevice(Source):
@@ -274,7 +274,7 @@ def test_who_comes_later_and_cannot_be_written_needs_a_plan_with_buckets() -> No
         engine.shared = old.shared
         old.close()
         loop.engines["e1"] = engine
-        loop.fleet.engines["e1"] = EngineMember(LocalPeer(engine), (2,))
+        loop.fleet.engines["e1"] = EngineMember(LocalEngine(engine), (2,))
         with pytest.raises(PlanError, match=r"engine e1.*no buckets.*not written by its holders"):
             await loop.controller.adopt("e1")
         loop.cannot_write(2)

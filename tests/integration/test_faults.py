@@ -26,7 +26,7 @@ from weightsync.memory.tensors import named_tensors
 from weightsync.plan import Layout, Members, Plan, RankLayout, make_plan
 from weightsync.protocol.handles import Export
 from weightsync.sources.module import ModuleSource
-from weightsync.testing import DictEngine, LocalPeer
+from weightsync.testing import DictEngine, LocalPeer, LocalTrainer
 
 
 class _Remote(LocalPeer):
@@ -99,7 +99,7 @@ def test_holders_that_were_half_published_to_refill_with_what_was_committed() ->
                 loop.source.publish(count)
                 raise DeadlineError("publish", ("trainer 1",), 1.0)
 
-        loop.fleet.trainers[0] = (LocalPeer(Half()), 0)
+        loop.fleet.trainers[0] = (LocalTrainer(Half()), 0)
         with pytest.raises(DeadlineError):
             await loop.controller.update(2)
         loop.engines["e1"].tensors["0.weight"].zero_()

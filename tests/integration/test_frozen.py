@@ -12,7 +12,7 @@ from tests.fleets.loop import CONFIG, Loop
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.fleet import EngineMember
 from weightsync.errors import ConfigError, StateError
-from weightsync.testing import DictEngine, LocalPeer
+from weightsync.testing import DictEngine, LocalEngine
 
 FROZEN = ["0.weight", "0.bias"]
 
@@ -126,7 +126,7 @@ def test_an_engine_that_comes_later_gets_them() -> None:
         zeros = {name: torch.zeros_like(t) for name, t in loop.model.state_dict().items()}
         loop.engines["e1"].close()
         loop.engines["e1"] = DictEngine("e1", zeros)
-        loop.fleet.engines["e1"] = EngineMember(LocalPeer(loop.engines["e1"]), (2,))
+        loop.fleet.engines["e1"] = EngineMember(LocalEngine(loop.engines["e1"]), (2,))
         await loop.controller.adopt("e1")
         names = written(loop)
         await update(loop, 2)

@@ -16,7 +16,7 @@ from weightsync.driver.engine_state import EngineState
 from weightsync.driver.fleet import EngineMember
 from weightsync.driver.healing import Healer
 from weightsync.errors import DeadlineError, PeerLostError, RankLostError, Where
-from weightsync.testing import LocalPeer
+from weightsync.testing import LocalEngine
 
 CONFIG = SyncConfig(
     bucket_bytes=4096, timeout_s=patient(15), connect_timeout_s=patient(20), heal_backoff_s=0.01
@@ -37,7 +37,7 @@ class Respawned:
             await self.before()
         self._loop.engines[name].serving = False
         old = self._loop.fleet.engines[name]
-        self._loop.fleet.engines[name] = EngineMember(LocalPeer(self._loop.engines[name]), old.holders)
+        self._loop.fleet.engines[name] = EngineMember(LocalEngine(self._loop.engines[name]), old.holders)
 
 
 def _healer(loop: Loop, respawn: Callable[[str], Awaitable[None]], can_respawn: bool = True) -> Healer:

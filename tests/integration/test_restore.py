@@ -12,7 +12,7 @@ from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.fleet import EngineMember
 from weightsync.errors import TransportError
-from weightsync.testing import LocalPeer
+from weightsync.testing import LocalEngine
 
 
 class Left(Loop):
@@ -27,7 +27,7 @@ class Left(Loop):
 
     async def next_controller(self) -> Controller:
         for name, engine in self.engines.items():
-            self.fleet.engines[name] = EngineMember(LocalPeer(engine), self.fleet.engines[name].holders)
+            self.fleet.engines[name] = EngineMember(LocalEngine(engine), self.fleet.engines[name].holders)
         controller = Controller(CONFIG, self.fleet)
         await controller.connect()
         return controller
@@ -121,7 +121,7 @@ def test_what_is_kept_by_another_plan_is_of_no_use() -> None:
         for engine in loop.engines.values():
             engine.pause("keep", 1)
         loop.fleet.engines = {
-            name: EngineMember(LocalPeer(engine), loop.fleet.engines[name].holders)
+            name: EngineMember(LocalEngine(engine), loop.fleet.engines[name].holders)
             for name, engine in loop.engines.items()
         }
         controller = Controller(replace(CONFIG, bucket_bytes=8192), loop.fleet)

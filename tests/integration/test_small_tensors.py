@@ -20,7 +20,7 @@ from weightsync.engines.torch_module import TorchEngine
 from weightsync.errors import StateError, WeightSyncError
 from weightsync.holder.holder import Holder
 from weightsync.sources.module import ModuleSource
-from weightsync.testing import LocalPeer
+from weightsync.testing import LocalEngine, LocalPeer, LocalTrainer
 
 CONFIG = SyncConfig(timeout_s=patient(15), connect_timeout_s=patient(30))
 
@@ -63,8 +63,8 @@ def fleet(
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_config", lambda *_, **__: build(num_tensors))
     source, engine = ModuleSource(build(num_tensors)), TorchEngine("model", "e", {})
     holders = [Holder(f"holder {i}", "127.0.0.1") for i in range(1 if together else 2)]
-    member = EngineMember(LocalPeer(Counted(engine, "load")), (len(holders) - 1,))
-    trainer = LocalPeer(Counted(source, "publish"))
+    member = EngineMember(LocalEngine(Counted(engine, "load")), (len(holders) - 1,))
+    trainer = LocalTrainer(Counted(source, "publish"))
     try:
         yield source, engine, Fleet([(trainer, 0)], {"e": member}, [LocalPeer(h) for h in holders])
     finally:

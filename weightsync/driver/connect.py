@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from weightsync.config import SyncConfig
-from weightsync.driver.digest_reduction import DigestReduction
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.driver.routing import Router
@@ -40,7 +39,6 @@ class Connection:
     Attributes:
         plan: held by every member.
         content: the plan's `Plan.content`.
-        reductions: how the digests of each engine's ranks add up.
         in_place: trainers' memory is read in place, so it may change after an update.
         checkpoint: the weights come from a checkpoint, not from a trainer.
         flat_layouts: if `in_place`, the flat snapshots of each engine whose memory its holders write.
@@ -52,7 +50,6 @@ class Connection:
 
     plan: Plan
     content: str
-    reductions: dict[str, DigestReduction]
     in_place: bool
     checkpoint: bool
     flat_layouts: dict[str, FlatLayout]
@@ -117,9 +114,6 @@ async def _open(
     timeout_s = config.connect_timeout_s
     with clock.phase("plan"):
         plan = _plan(fleet, layouts, config, epoch, num_slots)
-        alike = {layouts.joined[name]: ranks for name, ranks in layouts.engines.items()}
-        shared = {joined: DigestReduction(plan, ranks) for joined, ranks in alike.items()}
-        reductions = {name: shared[joined] for name, joined in layouts.joined.items()}
     with clock.phase("prepare"):
         devices = {
             holder: layout.device
@@ -164,7 +158,6 @@ async def _open(
     return Connection(
         plan,
         content,
-        reductions,
         in_place,
         checkpoint,
         flat_layouts,
@@ -343,7 +336,6 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
         if each.export
     }
     (await gather_named(links, "link", timeout_s)).require()
-    connection.reductions[name] = DigestReduction(plan, layouts)
     flat = next((connection.flat_layouts[twin] for twin in twins if twin in connection.flat_layouts), None)
     connection.flat_layouts.pop(name, None)
     if flat and len(links) == len(holders):

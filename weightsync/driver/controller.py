@@ -12,10 +12,9 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import TypeVar
 
-import numpy as np
-
 from weightsync.config import SyncConfig
 from weightsync.driver.attempt import Attempt
+from weightsync.driver.comparison import Comparison
 from weightsync.driver.connect import Connection, connect
 from weightsync.driver.engine_group import EngineGroup
 from weightsync.driver.engine_state import EngineRecord, EngineState
@@ -39,7 +38,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.plan import Plan
-from weightsync.protocol.messages import Digests, Loaded, Moved, Refilled, UpdateTask
+from weightsync.protocol.messages import Fingerprint, LoadReport, Moved, Refilled, UpdateTask
 from weightsync.protocol.peers import HolderPeer
 from weightsync.protocol.timing import PhaseClock, Span
 from weightsync.report import Link, SyncReport
@@ -71,14 +70,21 @@ class Controller:
         self._update_lock = UpdateLock(min(GRACE_S, config.timeout_s))
         self.engine_group = EngineGroup(config, fleet, self.events, self._update_lock)
         self.snapshot_index = SnapshotIndex(config, fleet, self.events)
+        self._trainers = Trainers(config, fleet)
+        self._comparison = Comparison(config, fleet, self._trainers)
         self._refiller = Refiller(
-            config, fleet, self.events, self.engine_group, self.snapshot_index, self._update_lock
+            config,
+            fleet,
+            self.events,
+            self.engine_group,
+            self.snapshot_index,
+            self._update_lock,
+            self._comparison,
         )
         self._epoch = self._num_buckets = self._nbytes = self._frozen_nbytes = 0
-        self._trainers = Trainers(config, fleet)
         self._publication: Publication | None = None
         self._spans: dict[str, Sequence[Span]] = {}
-        self._frozen: Digests | None = None
+        self._frozen: Fingerprint | None = None
         self._sends_frozen = True
         self._connection: Connection | None = None
 
@@ -267,7 +273,7 @@ class Controller:
 
     async def _publish(self, version: int) -> None:
         publication = await self._trainers.publish(version)
-        self._check_frozen(publication.digests)
+        await self._check_frozen(publication.frozen)
         self._publication = publication
 
     async def _ready(self, version: int) -> None:
@@ -288,19 +294,16 @@ class Controller:
         keeps = all(rank.buffers for ranks in self._connection.layouts.values() for rank in ranks)
         return self._frozen is not None and keeps and all(each.record == now for each in takers.values())
 
-    def _check_frozen(self, published: Digests) -> None:
+    async def _check_frozen(self, published: Fingerprint) -> None:
         """Raise StateError if a frozen tensor is not what it was in the last version that committed."""
         assert self._connection is not None
-        plan = self._connection.plan
-        if self._frozen is None:
+        if self._frozen is None or (published == self._frozen).all():
             return
-        changed = np.flatnonzero(published[list(plan.frozen)] != self._frozen)
-        if len(changed):
-            name = plan.tensors[plan.frozen[changed[0]]].name
-            raise StateError(
-                f"{name} is frozen, and changed since version {self.version}: take it out of frozen=, "
-                "or call connect() to send the frozen tensors again"
-            )
+        name = await self._comparison.changed_frozen(self._connection.plan, self.version)
+        raise StateError(
+            f"{name} is frozen, and changed since version {self.version}: take it out of frozen=, "
+            "or call connect() to send the frozen tensors again"
+        )
 
     async def _ready_and_pause(self, takers: Mapping[str, EngineMember], version: int) -> Sequence[str]:
         """Ask trainers and pause engines in parallel: neither takes long."""
@@ -331,9 +334,9 @@ class Controller:
             was_published = self._publication is not None
             loaded = await self._move_and_publish([name for name in takers if name in paused], version)
         assert self._publication is not None
-        expected = self._publication.digests
+        plan, expected = self._connection.plan, self._publication.fingerprint
         with clock.phase("verify"):
-            wrong = self.engine_group.compare(self._connection, loaded, expected)
+            wrong = await self._comparison.wrong(plan, loaded, expected)
             if not was_published and any(wrong.values()):
                 wrong = await self._move_again(version, wrong)
             # While trainers that are read in place still wait: writes after that are no fault.
@@ -352,14 +355,13 @@ class Controller:
             num_serving = await self.engine_group.resume(verified, version)
         if num_serving:
             self.version = version
-            frozen = self._connection.plan.frozen
-            self._frozen = expected[list(frozen)] if frozen else None
+            self._frozen = self._publication.frozen if plan.frozen else None
             self.snapshot_index.begin(version, self._connection, expected)
         if num_serving < least:
             raise next(iter(self.engine_group.failures.values()))
         return self._report(clock)
 
-    async def _move_and_publish(self, takers: Sequence[str], version: int) -> Mapping[str, Sequence[Loaded]]:
+    async def _move_and_publish(self, takers: Sequence[str], version: int) -> Mapping[str, LoadReport]:
         """Move a version; publish it meanwhile if it is not published. Returns the engines' answers."""
         if self._publication is not None:
             return await self._move(takers)
@@ -384,11 +386,11 @@ class Controller:
             "[driver · v%d] moves again, since bytes differed: engines %s", version, ", ".join(names)
         )
         assert self._publication is not None
-        expected = self._publication.digests
+        plan, expected = self._connection.plan, self._publication.fingerprint
         try:
-            if ((await self._trainers.publish(version)).digests != expected).any():
+            if ((await self._trainers.publish(version)).fingerprint != expected).any():
                 return wrong  # a trainer wrote: `_changed` finds what
-            again = self.engine_group.compare(self._connection, await self._move(names), expected)
+            again = await self._comparison.wrong(plan, await self._move(names), expected)
             return {name: tensors for name, tensors in wrong.items() if not tensors} | again
         except WeightSyncError:
             self._give_up(wrong, "the update that it took part in broke")
@@ -400,7 +402,7 @@ class Controller:
         for name in names:
             self.events.publish(EngineFailed(name, StateError(reason)))
 
-    async def _move(self, takers: Sequence[str]) -> Mapping[str, Sequence[Loaded]]:
+    async def _move(self, takers: Sequence[str]) -> Mapping[str, LoadReport]:
         """Run one attempt: holders move bytes, engines load. Returns each engine's answers by rank."""
         attempt, timeout_s = self.engine_group.next_attempt(), self._config.timeout_s
         self.engine_group.enter(takers, EngineState.WRITING)
@@ -434,8 +436,8 @@ class Controller:
             self._give_up(loaded, "the move that it took part in broke")
             raise min(moved.failures.values(), key=remoteness)
         self._spans |= {name: [each.span] for name, each in moved.answers.items()}
-        for name, ranks in loaded.items():
-            self._spans |= {f"engine {name} rank {i}": each.spans for i, each in enumerate(ranks)}
+        for name, report in loaded.items():
+            self._spans |= {f"engine {name} rank {i}": spans for i, spans in enumerate(report.spans)}
         return loaded
 
     async def _changed(self, wrong: Mapping[str, Sequence[str]]) -> Rewritten:
@@ -447,8 +449,16 @@ class Controller:
         if not faulty or (len(faulty) == 1 < len(wrong) and not reads):
             return {}
         assert self._publication is not None
-        published = {name: each.digests for name, each in self._publication.answers.items()}
-        return await rewritten(self._fleet, self._connection, published, self._config.timeout_s)
+        suspects = frozenset(tensor for tensors in wrong.values() for tensor in tensors)
+        published = {name: each.fingerprint for name, each in self._publication.answers.items()}
+        return await rewritten(
+            self._fleet,
+            self._connection,
+            published,
+            self._comparison.tables,
+            suspects,
+            self._config.timeout_s,
+        )
 
     async def _abort(self, cause: str) -> None:
         """Stop all holders' broadcasts: some may wait for a holder that is lost."""
@@ -458,8 +468,8 @@ class Controller:
     def _report(self, clock: PhaseClock, refilled: Refilled | None = None) -> SyncReport:
         assert self._connection is not None
         made = None if refilled else self._publication
-        digests = made.digests if made else self.snapshot_index.expected
-        assert digests is not None
+        fingerprint = made.fingerprint if made else self.snapshot_index.expected
+        assert fingerprint is not None
         plan = self._connection.plan
         records = {name: member.record for name, member in self._fleet.engines.items()}
         return SyncReport(
@@ -472,7 +482,7 @@ class Controller:
             engines={name: record.version for name, record in records.items()},
             states={name: record.state.value for name, record in records.items()},
             failures={name: _describe(error) for name, error in self.engine_group.failures.items()},
-            digest=f"{int(np.add.reduce(digests, dtype=np.uint64)):016x}",
+            digest=f"{int(fingerprint[0]):016x}",
             num_buckets=plan.num_buckets if refilled else self._num_buckets,
             epoch=plan.epoch,
             connect_phases=self._connection.seconds,

@@ -8,10 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import TypeVar
 
-import numpy as np
-
 from weightsync.config import SyncConfig
-from weightsync.driver.connect import Connection
 from weightsync.driver.engine_state import EngineRecord, EngineState
 from weightsync.driver.events import EngineFailed, Events
 from weightsync.driver.fleet import EngineMember, Fleet
@@ -30,7 +27,7 @@ from weightsync.errors import (
     WeightSyncError,
     Where,
 )
-from weightsync.protocol.messages import Digests, Loaded
+from weightsync.protocol.messages import LoadReport
 from weightsync.protocol.peers import EnginePeer
 
 logger = logging.getLogger("weightsync.driver.controller")
@@ -190,17 +187,6 @@ class EngineGroup:
             if version := self._fleet.engines[name].record.version:
                 await self.resume([name], version)
 
-    def compare(
-        self, connection: Connection, loaded: Mapping[str, Sequence[Loaded]], expected: Digests
-    ) -> dict[str, list[str]]:
-        """Compare every rank's digests with the trainers'. Returns the tensors that differ, by engine."""
-        plan, wrong = connection.plan, {}
-        for name, ranks in loaded.items():
-            digests = connection.reductions[name]([each.digests for each in ranks])
-            differs = (digests != expected).any(axis=0)
-            wrong[name] = [plan.tensors[i].name for i in np.flatnonzero(differs)]
-        return wrong
-
     def judge(self, version: int, wrong: Mapping[str, Sequence[str]], changed: Rewritten) -> list[str]:
         """Record engines with `wrong` tensors as failed; return those that hold `version`.
 
@@ -229,7 +215,7 @@ class EngineGroup:
         calls = {name: _or_lost(member, call(member.peer), when_lost) for name, member in members.items()}
         return await self._gather(calls, phase, timeout_s)
 
-    async def load(self, member: EngineMember, attempt: int) -> Sequence[Loaded]:
+    async def load(self, member: EngineMember, attempt: int) -> LoadReport:
         """Have an engine load, without a deadline. If it is lost, its holders stop waiting for it."""
         return await _or_lost(member, member.peer.load(attempt, self._config.timeout_s), self.drop)
 

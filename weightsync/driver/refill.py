@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import asynccontextmanager
 
 from weightsync.config import SyncConfig
+from weightsync.driver.comparison import Comparison
 from weightsync.driver.connect import Connection, adopt
 from weightsync.driver.engine_group import EngineGroup
 from weightsync.driver.engine_state import EngineState
@@ -17,7 +18,7 @@ from weightsync.driver.gather import GRACE_S, gather_named, remoteness
 from weightsync.driver.snapshot_index import SnapshotIndex
 from weightsync.driver.update_lock import UpdateLock
 from weightsync.errors import DeadlineError, StateError, WeightSyncError
-from weightsync.protocol.messages import Loaded, Refilled, Snapshot
+from weightsync.protocol.messages import LoadReport, Refilled, Snapshot
 from weightsync.protocol.peers import EnginePeer
 from weightsync.protocol.timing import PhaseClock
 
@@ -37,6 +38,7 @@ class Refiller:
         engine_group: EngineGroup,
         snapshot_index: SnapshotIndex,
         update_lock: UpdateLock,
+        comparison: Comparison,
     ) -> None:
         self._config, self._fleet, self._events = config, fleet, events
         self._engine_group, self._snapshot_index, self._update_lock = (
@@ -44,6 +46,7 @@ class Refiller:
             snapshot_index,
             update_lock,
         )
+        self._comparison = comparison
 
     async def adopt(self, connected: Callable[[], Connection], name: str) -> None:
         """Connect an engine that was added or restarted. Raises the errors of `driver.connect.adopt`.
@@ -82,7 +85,7 @@ class Refiller:
                 loaded, refilled = await self._read(name, member, snapshot)
             with clock.phase("verify"):
                 assert self._snapshot_index.expected is not None
-                wrong = self._engine_group.compare(connection, loaded, self._snapshot_index.expected)
+                wrong = await self._comparison.wrong(connection.plan, loaded, self._snapshot_index.expected)
                 verified = self._engine_group.judge(version, wrong, {})
             with clock.phase("commit"):
                 if not await self._engine_group.resume(verified, version):
@@ -113,7 +116,7 @@ class Refiller:
 
     async def _read(
         self, name: str, member: EngineMember, snapshot: Snapshot
-    ) -> tuple[dict[str, Sequence[Loaded]], Refilled]:
+    ) -> tuple[dict[str, LoadReport], Refilled]:
         """Have all holders read and all ranks load, in parallel."""
         attempt, direct = self._engine_group.next_attempt(), self._config.refill == "auto"
         timeout_s, limit_s = self._config.timeout_s, self._config.connect_timeout_s
@@ -125,7 +128,7 @@ class Refiller:
             for rank, i in enumerate(member.holders)
         }
 
-        async def load(peer: EnginePeer) -> Sequence[Loaded]:
+        async def load(peer: EnginePeer) -> LoadReport:
             return await _while_read(name, peer.load(attempt, timeout_s), reads.values(), timeout_s)
 
         try:
@@ -154,10 +157,10 @@ async def _answer(task: asyncio.Task[Refilled]) -> Refilled:
 
 async def _while_read(
     name: str,
-    load: Coroutine[object, object, Sequence[Loaded]],
+    load: Coroutine[object, object, LoadReport],
     reads: Iterable[asyncio.Task[Refilled]],
     timeout_s: float,
-) -> Sequence[Loaded]:
+) -> LoadReport:
     """Await `load`. Raises DeadlineError if it takes over `timeout_s` longer than the last of `reads`."""
     loading = asyncio.ensure_future(load)
     reading = asyncio.ensure_future(asyncio.wait(reads))

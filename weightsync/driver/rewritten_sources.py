@@ -10,7 +10,8 @@ import numpy as np
 from weightsync.driver.connect import Connection
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import gather_named
-from weightsync.protocol.messages import Digests, combine
+from weightsync.memory.fingerprints import fingerprint
+from weightsync.protocol.messages import Digests, Fingerprint, combine
 
 logger = logging.getLogger("weightsync.driver.controller")
 
@@ -19,7 +20,12 @@ Rewritten = Mapping[str, frozenset[str]]
 
 
 async def rewritten(
-    fleet: Fleet, connection: Connection, published: Mapping[str, Digests], timeout_s: float
+    fleet: Fleet,
+    connection: Connection,
+    published: Mapping[str, Fingerprint],
+    tables: Mapping[str, Digests],
+    suspects: frozenset[str],
+    timeout_s: float,
 ) -> Rewritten:
     """Compare the digests of trainers' memory, taken by holders now, with the published ones.
 
@@ -27,7 +33,9 @@ async def rewritten(
     `timeout_s` seconds is skipped.
 
     Args:
-        published: each trainer's digests by its name, in the order of ``fleet.trainers``.
+        published: each trainer's fingerprint by its name, in the order of ``fleet.trainers``.
+        tables: the digests behind it. A trainer may be too busy to give them.
+        suspects: tensors that a trainer without a table is taken to have written, if its fingerprint differs.
     """
     calls = {
         name: fleet.holders[holder].digests()
@@ -38,8 +46,12 @@ async def rewritten(
         logger.warning("[%s] it is not known whether it wrote what was read: %s", name, error)
     found = outcome.answers
     if connection.checkpoint:  # one process per host publishes for all ranks of the host
+        tables = {"another process": combine([*tables.values()])} if len(tables) == len(published) else {}
         published = {"another process": combine([*published.values()])}
         found = {"another process": combine([*found.values()])} if not outcome.failures else {}
     names = np.array([meta.name for meta in connection.plan.tensors])
-    changed = {name: frozenset(names[digests != published[name]].tolist()) for name, digests in found.items()}
-    return {name: tensors for name, tensors in changed.items() if tensors}
+    return {
+        name: frozenset(names[digests != tables[name]].tolist()) if name in tables else suspects
+        for name, digests in found.items()
+        if (fingerprint(digests) != published[name]).any()
+    }

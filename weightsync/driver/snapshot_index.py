@@ -16,7 +16,7 @@ from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.errors import DeadlineError, PeerLostError, WeightSyncError
 from weightsync.protocol.handles import Offer
-from weightsync.protocol.messages import Digests, Snapshot, SnapshotHeader, SnapshotPart
+from weightsync.protocol.messages import Fingerprint, Snapshot, SnapshotHeader, SnapshotPart
 
 logger = logging.getLogger("weightsync.driver.snapshot_index")
 
@@ -36,7 +36,7 @@ class SnapshotIndex:
     published or, where trainers' memory is read in place, what an engine rank serves.
 
     Attributes:
-        expected: the version's digests.
+        expected: the version's fingerprint.
     """
 
     def __init__(self, config: SyncConfig, fleet: Fleet, events: Events) -> None:
@@ -44,7 +44,7 @@ class SnapshotIndex:
         self._copying: asyncio.Task[None] | None = None
         self._replicating: asyncio.Task[None] | None = None
         self._now = _Version()
-        self.expected: Digests | None = None
+        self.expected: Fingerprint | None = None
 
     async def reserve(self, connection: Connection) -> None:
         """Have holders allocate their snapshots' memory now: page-locking takes a second per 2 GB."""
@@ -79,7 +79,7 @@ class SnapshotIndex:
             logger.warning("[driver] a snapshot on the same host is not mapped: %s", error)
             self._tell(error)
 
-    def begin(self, version: int, connection: Connection, expected: Digests) -> None:
+    def begin(self, version: int, connection: Connection, expected: Fingerprint) -> None:
         """Start snapshotting the committed `version`. Its memory must not change until `copied` returns."""
         self._now = _Version()
         if self._config.keep_versions > 1 and (connection.flat_layouts or not connection.in_place):
@@ -167,7 +167,7 @@ class SnapshotIndex:
             for rank, homes in enumerate(zip(*copies, strict=True)):
                 yield SnapshotHeader(version, flat.layout, flat.first + rank), list(homes)
 
-    async def _copy(self, version: int, connection: Connection, expected: Digests) -> None:
+    async def _copy(self, version: int, connection: Connection, expected: Fingerprint) -> None:
         if self._replicating:  # the snapshots that it reads are about to be replaced
             self._replicating.cancel()
         parts = [(header, home) for header, homes in self._parts(version, connection) for home in homes]
@@ -191,7 +191,7 @@ class SnapshotIndex:
         self._replicating = asyncio.create_task(self._replicate(now, homes, num_planned, expected))
 
     async def _replicate(
-        self, now: _Version, homes: dict[SnapshotHeader, list[int]], num_holders: int, expected: Digests
+        self, now: _Version, homes: dict[SnapshotHeader, list[int]], num_holders: int, expected: Fingerprint
     ) -> None:
         nodes = [self._fleet.node(i) for i in range(num_holders)]
         for header, kept_on in homes.items():

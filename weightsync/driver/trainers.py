@@ -12,7 +12,7 @@ from weightsync.config import SyncConfig
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import Outcome, gather_named
 from weightsync.errors import MovedError, NonfiniteError
-from weightsync.protocol.messages import Digests, Published, combine
+from weightsync.protocol.messages import Digests, Fingerprint, PublishReport, combine
 from weightsync.protocol.peers import TrainerPeer
 from weightsync.protocol.timing import Span
 
@@ -27,12 +27,14 @@ class Publication:
 
     Attributes:
         answers: each trainer's answer by its name, in rank order.
-        digests: each tensor's digest, added up over ranks: uint64[num_tensors].
+        fingerprint: that of the tensors' digests, added up over ranks.
+        frozen: the same of frozen tensors alone.
         nonfinite: elements that are NaN or Inf, by tensor.
     """
 
-    answers: Mapping[str, Published]
-    digests: Digests
+    answers: Mapping[str, PublishReport]
+    fingerprint: Fingerprint
+    frozen: Fingerprint
     nonfinite: Mapping[str, int]
 
     @property
@@ -56,19 +58,38 @@ class Trainers:
         count = self._config.nonfinite != "ignore"
         answers = await self._ask(lambda trainer: trainer.publish(count))
         nonfinite = self._counted(version, answers) if count else {}
-        return Publication(answers, combine([each.digests for each in answers.values()]), nonfinite)
+        reports = answers.values()
+        return Publication(
+            answers,
+            combine([each.fingerprint for each in reports]),
+            combine([each.frozen for each in reports]),
+            nonfinite,
+        )
+
+    async def digests(self) -> Mapping[str, Digests]:
+        """Return the tables that ranks published last, by name. Ranks that do not answer are left out."""
+        outcome = await gather_named(
+            self._named(lambda trainer: trainer.digests()), "verify", self._config.timeout_s
+        )
+        for name, error in outcome.failures.items():
+            logger.warning("[%s] its digests are not known: %s", name, error)
+        return outcome.answers
 
     async def ready(self) -> bool:
         """Have all ranks finish writing. Returns whether all are read in place. Raises as `publish`."""
         return all((await self._ask(lambda trainer: trainer.ready())).values())
 
     async def _ask(self, call: Callable[[TrainerPeer], Coroutine[object, object, T]]) -> Mapping[str, T]:
-        calls = {f"trainer {i}": call(trainer) for i, (trainer, _) in enumerate(self._fleet.trainers)}
-        outcome = await gather_named(calls, "publish", self._config.timeout_s)
+        outcome = await gather_named(self._named(call), "publish", self._config.timeout_s)
         others = {name: e for name, e in outcome.failures.items() if not isinstance(e, MovedError)}
         return Outcome(outcome.answers, others or outcome.failures).require()
 
-    def _counted(self, version: int, answers: Mapping[str, Published]) -> Mapping[str, int]:
+    def _named(
+        self, call: Callable[[TrainerPeer], Coroutine[object, object, T]]
+    ) -> dict[str, Coroutine[object, object, T]]:
+        return {f"trainer {i}": call(trainer) for i, (trainer, _) in enumerate(self._fleet.trainers)}
+
+    def _counted(self, version: int, answers: Mapping[str, PublishReport]) -> Mapping[str, int]:
         counts: Counter[str] = Counter()
         for each in answers.values():
             counts.update(each.nonfinite)

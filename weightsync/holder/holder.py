@@ -34,6 +34,7 @@ from weightsync.protocol.handles import DeviceHandle, Export, HostExport, Offer
 from weightsync.protocol.messages import (
     Digests,
     FeedTicket,
+    Fingerprint,
     Group,
     Moved,
     Part,
@@ -317,7 +318,7 @@ class Holder:
         if self.snapshot_store is None:
             self.snapshot_store = SnapshotStore(self.name, self._host, protocol, rdma_device)
 
-    def snapshot(self, header: SnapshotHeader, is_flat: bool, expected: Digests) -> Offer:
+    def snapshot(self, header: SnapshotHeader, is_flat: bool, expected: Fingerprint) -> Offer:
         """Snapshot the published weights or, if `is_flat`, the engine rank's."""
         inject("commit", version=header.version)
         with self._moving if is_flat else nullcontext():

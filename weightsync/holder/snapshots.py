@@ -16,7 +16,7 @@ import torch
 from weightsync.errors import ReadError
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.handles import Offer
-from weightsync.protocol.messages import Digests, SnapshotHeader, SnapshotPart
+from weightsync.protocol.messages import Fingerprint, SnapshotHeader, SnapshotPart
 from weightsync.readers import Read, Reader, Server, choose_protocol, open_reader, serve
 
 
@@ -140,8 +140,8 @@ class SnapshotStore:
             if before:
                 before.buffer.close()
 
-    def snapshot(self, header: SnapshotHeader, expected: Digests, part: SnapshotContent) -> Offer:
-        """Save `part` for others to read. `expected`: digests of the whole version in `header`.
+    def snapshot(self, header: SnapshotHeader, expected: Fingerprint, part: SnapshotContent) -> Offer:
+        """Save `part` for others to read. `expected`: the fingerprint of the whole version in `header`.
 
         Raises TransportError when memory is short.
         """

@@ -23,7 +23,8 @@ def word_nbytes(itemsize: int) -> int:
     return min(itemsize, 4)
 
 
-def _splitmix64(state: Digests) -> Digests:
+def splitmix64(state: Digests) -> Digests:
+    """Return pseudo-random numbers for states: uint64, of the same shape."""
     with np.errstate(over="ignore"):
         z = state * np.uint64(GOLDEN)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -37,7 +38,7 @@ def lane_factors(word: int) -> Digests:
     """Return the factor of each lane of a row, for `word` bytes per word: uint64[1024 * word]."""
     # Counted down from the top, so that no row has the same state.
     states = np.uint64(2**64 - 1) - np.arange(COLUMNS * word // LANE_NBYTES, dtype=np.uint64)
-    odd: Digests = _splitmix64(states) | np.uint64(1)
+    odd: Digests = splitmix64(states) | np.uint64(1)
     return odd
 
 
@@ -61,5 +62,5 @@ def lane_ones(word: int) -> int:
 
 def row_factors(num_rows: int) -> Digests:
     """Return the factors of the first `num_rows` rows: uint64[num_rows]."""
-    odd: Digests = _splitmix64(np.arange(1, num_rows + 1, dtype=np.uint64)) | np.uint64(1)
+    odd: Digests = splitmix64(np.arange(1, num_rows + 1, dtype=np.uint64)) | np.uint64(1)
     return odd

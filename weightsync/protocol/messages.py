@@ -113,11 +113,11 @@ class SnapshotHeader(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPart:
-    """A snapshot of one part, its offer, and the digests of the whole version."""
+    """A snapshot of one part, its offer, and the fingerprint of the whole version."""
 
     header: SnapshotHeader
     offer: Offer
-    expected: Digests
+    expected: Fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +156,12 @@ class Refilled:
 Digests = npt.NDArray[np.uint64]
 """One digest per tensor of a plan, in the plan's order: shape ``[num_tensors]``."""
 
+Fingerprint = npt.NDArray[np.uint64]
+"""What stands for a version's digests, see `weightsync.memory.fingerprints`: shape ``[3]``."""
+
 
 def combine(shares: Sequence[Digests]) -> Digests:
-    """Add up several ranks' digests of the same tensors, uint64 with wrap-around."""
+    """Add up several ranks' digests of the same tensors or fingerprints, uint64 with wrap-around."""
     total: Digests = np.add.reduce(list(shares), axis=0, dtype=np.uint64)
     return total
 
@@ -169,22 +172,37 @@ Samples = Sequence[tuple[float, int]]
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A trainer rank's answer to `publish`, about its shares of the plan's tensors.
+    """What a source says of the version that it published: its shares of the plan's tensors.
 
     Attributes:
         digests: uint64[num_tensors]; the shares of all ranks add up to the tensor's digest.
         nonfinite: number of elements that are NaN or Inf, by tensor name, for tensors that have any.
-        spans: when it began, and its duration.
     """
 
     digests: Digests
     nonfinite: Mapping[str, int]
-    spans: Sequence[Span] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """A trainer rank's answer to `publish`.
+
+    Attributes:
+        fingerprint: that of its digests.
+        frozen: the same of frozen tensors alone.
+        nonfinite: as in `Published`.
+        spans: when it began, and its duration.
+    """
+
+    fingerprint: Fingerprint
+    frozen: Fingerprint
+    nonfinite: Mapping[str, int]
+    spans: Sequence[Span]
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """An engine rank's answer to `load`.
+    """What an engine rank says of the weights that it loaded.
 
     Attributes:
         digests: uint64[num_tensors]; digests of its boxes of the plan's tensors, as found in the engine.
@@ -193,3 +211,16 @@ class Loaded:
 
     digests: Digests
     spans: Sequence[Span]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """An engine's answer to `load`.
+
+    Attributes:
+        fingerprints: uint64[num_ranks, 3]; each row uses one replica of every part of a tensor.
+        spans: those of each rank.
+    """
+
+    fingerprints: Fingerprint
+    spans: Sequence[Sequence[Span]]

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightsync.channel.sink import PieceView
-from weightsync.driver.digest_reduction import DigestReduction
 from weightsync.engines import host_writer as host_live
 from weightsync.engines.live_writer import LiveWriter, can_export
 from weightsync.errors import PlanError, StateError, TransportError
+from weightsync.memory.digest_reduction import DigestReduction
 from weightsync.memory.digests import tensor_digest
 from weightsync.memory.tensors import segment_view
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan

@@ -19,7 +19,7 @@ from weightsync.driver.controller import Controller
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.holder.holder import Holder
 from weightsync.sources.module import ModuleSource
-from weightsync.testing import DictEngine, LocalPeer
+from weightsync.testing import DictEngine, LocalEngine, LocalPeer, LocalTrainer
 
 ROOT = Path(__file__).parents[3]
 FOLDERS = ("docs", "weightsync", "recipes", "benchmarks", "configs", "examples", "tests")
@@ -99,7 +99,7 @@ def test_an_engine_in_thirty_lines_is_updated_and_verified() -> None:
         assert engine.generate([[1, 2]], {}).tokens == [[int(weight.sum()) * 3]]
         assert engine.serving() == version
 
-    update_twice(ModuleSource(model), engine, train, check)
+    update_twice(LocalTrainer(ModuleSource(model)), engine, train, check)
 
 
 def test_a_source_in_thirty_lines_is_sent_and_verified() -> None:
@@ -110,7 +110,8 @@ def test_a_source_in_thirty_lines_is_sent_and_verified() -> None:
     class Sync:
         """The trainer's actor without Ray."""
 
-        layout, attach, publish = shard.sync_layout, shard.sync_attach, shard.sync_publish
+        layout, attach = shard.sync_layout, shard.sync_attach
+        publish, digests = shard.sync_publish, shard.sync_digests
         close = shard.source.close
 
     def train() -> torch.Tensor:
@@ -120,7 +121,7 @@ def test_a_source_in_thirty_lines_is_sent_and_verified() -> None:
     def check(weight: torch.Tensor, version: int) -> None:
         assert torch.equal(engine.tensors["weight"], weight)
 
-    update_twice(Sync, engine, train, check)
+    update_twice(LocalPeer(Sync), engine, train, check)
 
 
 def run(page: str, number: int) -> dict[str, Any]:
@@ -131,11 +132,11 @@ def run(page: str, number: int) -> dict[str, Any]:
 
 
 def update_twice(
-    source: Any, engine: Any, train: Callable[[], torch.Tensor], check: Callable[[torch.Tensor, int], None]
+    trainer: Any, engine: Any, train: Callable[[], torch.Tensor], check: Callable[[torch.Tensor, int], None]
 ) -> None:
     holders = [Holder(f"holder {i}", "127.0.0.1") for i in range(2)]
-    members = {"e0": EngineMember(LocalPeer(engine), (1,))}
-    controller = Controller(CONFIG, Fleet([(LocalPeer(source), 0)], members, [LocalPeer(h) for h in holders]))
+    members = {"e0": EngineMember(LocalEngine(engine), (1,))}
+    controller = Controller(CONFIG, Fleet([(trainer, 0)], members, [LocalPeer(h) for h in holders]))
 
     async def work() -> None:
         await controller.connect()
@@ -147,5 +148,5 @@ def update_twice(
     try:
         asyncio.run(work())
     finally:
-        for part in (source, engine, *holders):
+        for part in (trainer.target, engine, *holders):
             part.close()

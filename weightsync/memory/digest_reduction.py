@@ -21,7 +21,7 @@ class DigestReduction:
     def __init__(self, plan: Plan, layouts: Sequence[RankLayout]) -> None:
         """Find the replicas of every tensor. `layouts` are the engine's, by rank."""
         num_ranks = len(layouts)
-        self._chosen: npt.NDArray[np.bool_] = np.zeros((num_ranks, num_ranks, len(plan.tensors)), np.bool_)
+        chosen = np.zeros((num_ranks, num_ranks, len(plan.tensors)), np.bool_)
         held = [by_tensor(plan, layout) for layout in layouts]
         for tensor in range(len(plan.tensors)):
             replicas: dict[frozenset[object], list[int]] = {}
@@ -31,11 +31,21 @@ class DigestReduction:
                     replicas.setdefault(boxes, []).append(rank)
             for ranks in replicas.values():
                 for turn in range(num_ranks):
-                    self._chosen[turn, ranks[turn % len(ranks)], tensor] = True
+                    chosen[turn, ranks[turn % len(ranks)], tensor] = True
+        # Tensors without replicas are the same in each row, and most tensors have none.
+        self._replicated: npt.NDArray[np.intp] = np.flatnonzero((chosen != chosen[0]).any(axis=(0, 1)))
+        self._first, self._others = chosen[0], chosen[1:, :, self._replicated]
 
     def __call__(self, shares: Sequence[Digests]) -> npt.NDArray[np.uint64]:
         """Return digests of whole tensors, uint64[num_ranks, num_tensors]; every share is in some row."""
         held = np.stack(shares)
-        # Row by row: all rows at once would take num_ranks times the memory.
-        rows = [np.where(chosen, held, np.uint64(0)).sum(axis=0, dtype=np.uint64) for chosen in self._chosen]
-        return np.stack(rows)
+        rows = np.repeat(_added(held, self._first)[None], len(held), axis=0)
+        replicas = held[:, self._replicated]
+        for row, chosen in zip(rows[1:], self._others, strict=True):
+            row[self._replicated] = _added(replicas, chosen)
+        return rows
+
+
+def _added(held: npt.NDArray[np.uint64], chosen: npt.NDArray[np.bool_]) -> npt.NDArray[np.uint64]:
+    total: npt.NDArray[np.uint64] = np.where(chosen, held, np.uint64(0)).sum(axis=0, dtype=np.uint64)
+    return total

@@ -1,0 +1,74 @@
+"""Compares what engines hold with what trainers published, and names the tensors that differ."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import numpy as np
+
+from weightsync.config import SyncConfig
+from weightsync.driver.fleet import EngineMember, Fleet
+from weightsync.driver.gather import gather_named
+from weightsync.driver.trainers import Trainers
+from weightsync.memory.fingerprints import fingerprint
+from weightsync.plan import Plan
+from weightsync.protocol.messages import Digests, Fingerprint, LoadReport, combine
+
+logger = logging.getLogger("weightsync.driver.controller")
+
+UNNAMED = "a tensor whose name is not known"
+
+
+class Comparison:
+    """Compares fingerprints. If some differ, it asks for the digests behind them.
+
+    Attributes:
+        tables: the digests that trainers gave when they were last asked, by their names.
+    """
+
+    def __init__(self, config: SyncConfig, fleet: Fleet, trainers: Trainers) -> None:
+        self._config, self._fleet, self._trainers = config, fleet, trainers
+        self.tables: Mapping[str, Digests] = {}
+
+    async def wrong(
+        self, plan: Plan, loaded: Mapping[str, LoadReport], expected: Fingerprint
+    ) -> dict[str, list[str]]:
+        """Return the tensors that are not as `expected`, by engine: `UNNAMED` if a digest is not known."""
+        wrong: dict[str, list[str]] = {name: [] for name in loaded}
+        differ = [name for name, report in loaded.items() if (report.fingerprints != expected).any()]
+        if differ:
+            held = await self._held({name: self._fleet.engines[name] for name in differ})
+            published = await self._published(expected)
+            for name in differ:
+                wrong[name] = _differing(plan, held.get(name), published) or [UNNAMED]
+        return wrong
+
+    async def changed_frozen(self, plan: Plan, version: int) -> str:
+        """Return the first frozen tensor that trainers no longer have as in `version`, or `UNNAMED`."""
+        serving = {n: each for n, each in self._fleet.live().items() if each.record.version == version}
+        held = next(iter((await self._held(serving)).values()), None)
+        names = {plan.tensors[i].name for i in plan.frozen}
+        changed = _differing(plan, held, await self._published())
+        return next((name for name in changed if name in names), UNNAMED)
+
+    async def _held(self, members: Mapping[str, EngineMember]) -> Mapping[str, Digests]:
+        calls = {name: member.peer.digests() for name, member in members.items()}
+        outcome = await gather_named(calls, "verify", self._config.timeout_s)
+        for name, error in outcome.failures.items():
+            logger.warning("[engine %s] its digests are not known: %s", name, error)
+        return outcome.answers
+
+    async def _published(self, expected: Fingerprint | None = None) -> Digests | None:
+        """Add up the trainers' tables. Returns None if one is missing, or the sum is not as `expected`."""
+        self.tables = await self._trainers.digests()
+        if len(self.tables) < len(self._fleet.trainers):
+            return None
+        table = combine([*self.tables.values()])
+        return table if expected is None or (fingerprint(table) == expected).all() else None
+
+
+def _differing(plan: Plan, held: Digests | None, published: Digests | None) -> list[str]:
+    if held is None or published is None:
+        return []
+    return [plan.tensors[i].name for i in np.flatnonzero((held != published).any(axis=0))]

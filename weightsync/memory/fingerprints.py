@@ -1,0 +1,47 @@
+"""Fingerprints: three words that stand for a table of digests, and add up as its shares do.
+
+With the digest ``d[i]`` of tensor i::
+
+    fingerprint[k] = sum over i of  factor[k, i] * d[i]   modulo 2**64,  k = 0, 1, 2
+
+`factor[0]` is all ones; the others are odd pseudo-random 64-bit numbers. Shares of a table have fingerprints
+that add up to the whole table's, so that a driver compares ranks without their tables.
+
+Tables that differ in one tensor never have the same fingerprint, since the sums of their digests differ. If
+they differ in more, chance makes them equal once in ``2**(2 * (63 - z))``, where ``2**z`` divides every
+difference of two digests. A wrong tensor's digest is off by a number without pattern, so that z is small.
+
+Source: multilinear hashing, as in `weightsync.memory.digests`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from weightsync.memory.digest_factors import splitmix64
+from weightsync.protocol.messages import Digests, Fingerprint
+
+
+def fingerprint(digests: Digests, only: Sequence[int] | None = None) -> Fingerprint:
+    """Return the fingerprint of a table, uint64[..., 3] for digests uint64[..., num_tensors].
+
+    Tensors that are not in `only`, if it is given, count as zero.
+    """
+    factors = _factors(digests.shape[-1])
+    if only is not None:
+        chosen = np.array(only, np.intp)
+        factors, digests = factors[:, chosen], digests[..., chosen]
+    found: Fingerprint = np.einsum("...i,ki->...k", digests, factors)
+    return found
+
+
+@functools.lru_cache(maxsize=4)
+def _factors(num_tensors: int) -> Digests:
+    """Return the factors of a table's tensors: uint64[3, num_tensors]."""
+    numbers = np.arange(num_tensors, dtype=np.uint64)
+    # From states that no row, lane or word of a digest has.
+    drawn = [splitmix64(np.uint64(1 << bit) + numbers) | np.uint64(1) for bit in (61, 62)]
+    return np.stack([np.ones_like(numbers), *drawn])
