@@ -5,7 +5,7 @@
 Every peer is a process that serves the same bytes over ZeroMQ and, if Mooncake loads, over its TCP.
 This process reads an equal part from each peer, all at once,
 
-- ``direct``, ``zeromq``, ``tcp``: through `weightsync.readers`, TCP being Mooncake's;
+- ``mapped``, ``zeromq``, ``tcp``: through `weightsync.readers`, TCP being Mooncake's;
 - ``Mooncake sync``, ``Mooncake async``: by Mooncake alone, in a process that uses only our memory, from the
   same memory as ``tcp``: one `batch_transfer_sync_read` per peer, each in a thread, and
   `batch_transfer_async_read` with as many pieces in flight as ours, polled in the same way.
@@ -99,10 +99,10 @@ def _measure(nbytes: int, num_peers: int, num_rounds: int, mooncake: bool) -> li
         offers: list[dict[str, Offer]] = [peer.recv() for peer in peers]
         reads = [Read(f"peer {i}", i * part, 0, i * part, part) for i in range(num_peers)]
         calls: dict[str, Callable[[], object]] = {}
-        for way in ("direct", *protocols):
-            protocol = "zeromq" if way == "direct" else way
+        for way in ("mapped", *protocols):
+            protocol = "zeromq" if way == "mapped" else way
             its = {f"peer {i}": offer[protocol] for i, offer in enumerate(offers)}
-            reader = open_reader([target], its, direct=way == "direct")
+            reader = open_reader([target], its, may_map=way == "mapped")
             stack.callback(reader.close)
             calls[way] = partial(reader.read, reads, _TIMEOUT_S)
         if mooncake:

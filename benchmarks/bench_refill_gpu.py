@@ -4,7 +4,7 @@
 
 Each GPU has one trainer rank, read in place. With several GPUs, two engines have half of them each. The
 first is refilled from its own holders' snapshots (``own``), the second from its neighbours', mapped
-(``direct``). With one GPU there is one engine.
+(``mapped``). With one GPU there is one engine.
 
 Each round poisons one engine, calls `heal`, and compares every element. ``read`` is the report's move:
 all ranks at once, from the call until every byte is in live memory and digested. ``link`` is
@@ -81,7 +81,7 @@ def _measure(model: tuple[Tensor, ...], gpus: Sequence[str], num_rounds: int) ->
         ranks = [
             spawn(EngineRank, model, i, half, None, gpu=gpu) for i, gpu in enumerate(gpus[half : 2 * half])
         ]
-        engines["direct"] = (ranks, spawn(EngineFront, ranks))
+        engines["mapped"] = (ranks, spawn(EngineFront, ranks))
     links = [spawn(Link, sum(t.nbytes for t in model) // half, gpu=gpu) for gpu in gpus[:half]]
     rows = []
     with WeightSync(config(512, 2, keep_versions=2)) as sync:

@@ -50,7 +50,7 @@ class SyncReport:
         connect_phases: seconds of each phase of that connect. ``join`` is part of ``attach``.
         routes: by engine, ``direct``, or the reason why it takes broadcasts.
         bytes_from: in a refill, the bytes that were read from each holder.
-        ways: in a refill, how each holder was read: ``own``, ``direct``, ``rdma``, ``tcp`` or ``zeromq``.
+        ways: in a refill, how each holder was read: ``own``, ``mapped``, ``rdma``, ``tcp`` or ``zeromq``.
         spans: by process, its work and durations: the phases of ``driver``, ``publish`` of ``trainer 0``,
             ``move`` of ``holder 0``, ``load`` and ``verify`` of ``engine e0 rank 0``. A process that failed
             has none.
@@ -117,7 +117,7 @@ class HealReport:
         respawned_at: when its new process was ready; None if it kept its process.
         serving_at: when it served again; None if it waits for the next update.
         bytes_from: bytes that were read from each holder; empty if an update came first.
-        ways: how each holder was read: ``own``, ``direct``, ``rdma``, ``tcp`` or ``zeromq``.
+        ways: how each holder was read: ``own``, ``mapped``, ``rdma``, ``tcp`` or ``zeromq``.
         gb_per_s: the model's bytes over the seconds of reading and loading, in 1e9 bytes per second.
         verified: whether its digests were compared and equal those of the committed version.
     """

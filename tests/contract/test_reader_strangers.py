@@ -152,7 +152,7 @@ def test_the_secret_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
     source, target = SharedBuffer.create(NBYTES), SharedBuffer.create(NBYTES)
     server = serve(source, "h1", "127.0.0.1", "zeromq")
-    reader = open_reader([target], {"h1": server.offer}, direct=False)
+    reader = open_reader([target], {"h1": server.offer}, may_map=False)
     assert reader.read([Read("h1", 0, 0, 0, NBYTES)], WAIT_S)
     for each in (reader, server, source, target):
         each.close()
@@ -161,7 +161,7 @@ def test_the_secret_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 def reads_well(peer: Peer) -> None:
     target = SharedBuffer.create(NBYTES)
-    reader = open_reader([target], {"peer 1": peer.offer("zeromq")}, direct=False)
+    reader = open_reader([target], {"peer 1": peer.offer("zeromq")}, may_map=False)
     try:
         assert reader.read([Read("peer 1", 0, 0, 0, NBYTES)], WAIT_S) == {"peer 1": NBYTES}
         assert torch.equal(target.tensor, pattern(NBYTES, 1))

@@ -35,7 +35,7 @@ from weightsync.readers.zeromq_server import Answer, Request
 
 NO_MOONCAKE = probe("tcp", "")
 WAYS = [
-    "direct",
+    "mapped",
     "zeromq",
     pytest.param("tcp", marks=pytest.mark.skipif(bool(NO_MOONCAKE), reason=NO_MOONCAKE)),
 ]
@@ -59,11 +59,11 @@ class Targets:
         return self._buffers[-1]
 
     def reader(self, way: str, targets: Sequence[SharedBuffer], peers: Sequence[Peer]) -> Reader:
-        offers = {f"peer {peer.key}": peer.offer("zeromq" if way == "direct" else way) for peer in peers}
+        offers = {f"peer {peer.key}": peer.offer("zeromq" if way == "mapped" else way) for peer in peers}
         return self.open(targets, offers, way)
 
     def open(self, targets: Sequence[SharedBuffer], offers: dict[str, Offer], way: str) -> Reader:
-        reader = open_reader(targets, offers, direct=way == "direct")
+        reader = open_reader(targets, offers, may_map=way == "mapped")
         self._readers.append(reader)
         assert set(reader.ways.values()) == {way}
         return reader
@@ -145,7 +145,7 @@ def test_each_peer_is_read_its_own_way(rig: Targets) -> None:
     reads = [Read(f"peer {i + 1}", i * third, 0, i * third, third) for i in range(3)]
     assert reader.read(reads, patient(20)) == dict.fromkeys(offers, third)
     reader.close()
-    assert reader.ways == {"peer 1": "zeromq", "peer 2": "direct", "peer 3": "direct"}
+    assert reader.ways == {"peer 1": "zeromq", "peer 2": "mapped", "peer 3": "mapped"}
     for i in range(3):
         part = slice(i * third, (i + 1) * third)
         assert torch.equal(target.tensor[part], pattern(NBYTES, i + 1)[part])
@@ -197,14 +197,14 @@ def test_memory_of_a_stopped_neighbour_can_be_read(rig: Targets) -> None:
     target = rig.buffer()
     rig.peers[0].signal(signal.SIGSTOP)
     try:
-        rig.reader("direct", [target], rig.peers[:1]).read([whole(rig.peers[0])], patient(5))
+        rig.reader("mapped", [target], rig.peers[:1]).read([whole(rig.peers[0])], patient(5))
     finally:
         rig.peers[0].signal(signal.SIGCONT)
     assert torch.equal(target.tensor, pattern(NBYTES, 1))
 
 
 def test_a_copy_that_takes_too_long_is_named(rig: Targets) -> None:
-    reader = rig.reader("direct", [rig.buffer()], rig.peers[:1])
+    reader = rig.reader("mapped", [rig.buffer()], rig.peers[:1])
     with pytest.raises(DeadlineError, match="peer 1"):
         reader.read([whole(rig.peers[0])], 1e-4)
 
@@ -233,10 +233,10 @@ def test_a_neighbour_that_is_gone_is_named_when_the_reader_is_opened(
     rig: Targets, mortals: Iterator[Peer]
 ) -> None:
     gone, targets = next(mortals), [rig.buffer()]
-    reader = rig.reader("direct", targets, [gone])
+    reader = rig.reader("mapped", targets, [gone])
     gone.leave()
     with pytest.raises(ReadError, match=f"peer {gone.key} could not be read: process .* is gone"):
-        rig.reader("direct", targets, [gone])
+        rig.reader("mapped", targets, [gone])
     reader.read([whole(gone)], patient(5))  # what is mapped stays
     assert torch.equal(targets[0].tensor, pattern(NBYTES, gone.key))
 
@@ -276,7 +276,7 @@ def test_bytes_that_a_peer_does_not_have_are_refused(rig: Targets, way: str) -> 
             reader.read([read], patient(5))
         assert caught.value.peer == read.peer
     assert reader.read([Read("peer 1", NBYTES - 10, 0, 0, 10)], patient(5)) == {"peer 1": 10}
-    offer = rig.peers[0].offer("zeromq" if way == "direct" else way)
+    offer = rig.peers[0].offer("zeromq" if way == "mapped" else way)
     memory = msgspec.structs.replace(offer.memory, nbytes=NBYTES + 4096)
     offer = dataclasses.replace(offer, memory=memory)
     with pytest.raises(ReadError) as caught:

@@ -63,7 +63,7 @@ def test_killed_engines_come_back_at_the_committed_version(
         assert heals.keys() == set(victims)
         for name, heal in heals.items():
             assert (heal.version, heal.verified) == (2, True)
-            assert set(heal.ways.values()) == {"own" if name == "e0" else "direct"}
+            assert set(heal.ways.values()) == {"own" if name == "e0" else "mapped"}
         assert sync.serving().keys() == fleet.engines.keys()
         fleet.train(2)
         fleet.check()

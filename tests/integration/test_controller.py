@@ -393,7 +393,7 @@ def test_a_version_read_in_place_is_kept_as_the_engines_serve_it_and_refills_the
         mapped = snapshots(loop, 2).held(share.header)
         assert mapped is not None
         assert mapped.holder == "holder 1"
-        for name, task in (("e0", "own"), ("e1", "direct")):
+        for name, task in (("e0", "own"), ("e1", "mapped")):
             loop.writes(name)
             engine = loop.engines[name]
             for tensor in engine.tensors.values():

@@ -49,7 +49,7 @@ def test_it_can_be_stopped_long_before_its_deadline() -> None:
             secret="s",
         )
         sink = Sink()
-        refill = Refill(Snapshot(1, "layout", {0: [offer]}), sink, direct=False, timeout_s=patient(600))
+        refill = Refill(Snapshot(1, "layout", {0: [offer]}), sink, may_map=False, timeout_s=patient(600))
         running = threads.submit(refill.run)
         try:
             connection, _ = silent.accept()

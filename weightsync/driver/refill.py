@@ -118,12 +118,12 @@ class Refiller:
         self, name: str, member: EngineMember, snapshot: Snapshot
     ) -> tuple[dict[str, LoadReport], Refilled]:
         """Have all holders read and all ranks load, in parallel."""
-        attempt, direct = self._engine_group.next_attempt(), self._config.refill == "auto"
+        attempt, may_map = self._engine_group.next_attempt(), self._config.refill == "auto"
         timeout_s, limit_s = self._config.timeout_s, self._config.connect_timeout_s
         self._engine_group.enter([name], EngineState.REFILLING)
         reads = {
             f"holder {i}": asyncio.ensure_future(
-                self._fleet.holders[i].refill(attempt, snapshot.of_rank(rank), direct, timeout_s, limit_s)
+                self._fleet.holders[i].refill(attempt, snapshot.of_rank(rank), may_map, timeout_s, limit_s)
             )
             for rank, i in enumerate(member.holders)
         }

@@ -353,7 +353,7 @@ class Holder:
         return self.snapshot_store.snapshots() if self.snapshot_store else []
 
     def refill(
-        self, attempt: int, snapshot: Snapshot, direct: bool, timeout_s: float, limit_s: float
+        self, attempt: int, snapshot: Snapshot, may_map: bool, timeout_s: float, limit_s: float
     ) -> Refilled:
         """Bring the engine rank to the version of `snapshot`, bucket by bucket.
 
@@ -367,8 +367,8 @@ class Holder:
             limits_s = timeout_s, limit_s
             consumer = open_consumer(staging, self._feed, True, attempt, plan.slots, *limits_s, whole=True)
             try:
-                snapshots = self.snapshot_store if direct else None
-                self._refill = open_refill(plan, snapshot, snapshots, staging, consumer, direct, timeout_s)
+                snapshots = self.snapshot_store if may_map else None
+                self._refill = open_refill(plan, snapshot, snapshots, staging, consumer, may_map, timeout_s)
                 return self._refill.run()
             except Exception as error:
                 consumer.cancel(f"{self.name}: {type(error).__name__}: {error}")

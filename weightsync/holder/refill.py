@@ -30,9 +30,9 @@ _PATIENCE = 0.3
 class Refill:
     """The refill of one engine rank. A peer that fails is replaced by one with the same part."""
 
-    def __init__(self, snapshot: Snapshot, intake: RefillSink, direct: bool, timeout_s: float) -> None:
-        """`timeout_s`: the engine rank's wait for a bucket; `direct`: map snapshots on this host."""
-        self._kept, self._sink, self._direct = snapshot, intake, direct
+    def __init__(self, snapshot: Snapshot, intake: RefillSink, may_map: bool, timeout_s: float) -> None:
+        """`timeout_s`: the engine rank's wait for a bucket; `may_map`: map snapshots on this host."""
+        self._kept, self._sink, self._may_map = snapshot, intake, may_map
         self._timeout_s = timeout_s
         self._peers = {
             part: {f"{offer.holder}:{part}": offer for offer in offers}
@@ -102,7 +102,7 @@ class Refill:
             if self._reader:
                 return self._reader
         offers = {peer: offer for peers in self._peers.values() for peer, offer in peers.items()}
-        reader = open_reader(self._targets, offers, direct=self._direct)
+        reader = open_reader(self._targets, offers, may_map=self._may_map)
         with self._lock:
             self._reader = reader  # from now on `stop` ends its reads, that of the headers too
             if self._stopped:
@@ -305,7 +305,7 @@ def open_refill(
     snapshots: SnapshotStore | None,
     staging: Staging,
     consumer: BucketConsumer,
-    direct: bool,
+    may_map: bool,
     timeout_s: float,
 ) -> Refill | Restore:
     """Return the refill of the engine rank from `snapshot`.
@@ -314,7 +314,7 @@ def open_refill(
     this holder does not write the engine rank's memory.
     """
     if not snapshot.is_flat:
-        return Refill(snapshot, BucketSink(plan, staging, consumer, timeout_s), direct, timeout_s)
+        return Refill(snapshot, BucketSink(plan, staging, consumer, timeout_s), may_map, timeout_s)
     flat = staging.mapped.flat if staging.mapped else None
     if flat is None:
         raise StateError("this engine copies buckets itself, so a flat snapshot of its memory cannot be used")
@@ -322,4 +322,4 @@ def open_refill(
     header = SnapshotHeader(snapshot.version, snapshot.layout, part)
     if snapshots and (held := snapshots.held(header)):
         return Restore(held, header, flat, staging, consumer, timeout_s)
-    return Refill(snapshot, FlatSink(flat, part, staging, consumer, timeout_s), direct, timeout_s)
+    return Refill(snapshot, FlatSink(flat, part, staging, consumer, timeout_s), may_map, timeout_s)

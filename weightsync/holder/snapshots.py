@@ -88,7 +88,7 @@ class Held:
     """A part in memory that this process maps; page-locked if there is a device."""
 
     holder: str
-    way: Literal["own", "direct"]
+    way: Literal["own", "mapped"]
     buffer: SharedBuffer
 
     @property
@@ -136,7 +136,7 @@ class SnapshotStore:
         if before is None or before.buffer.handle != offer.memory:
             buffer = SharedBuffer.open(offer.memory)
             buffer.pin()
-            self._mapped[part] = Held(offer.holder, "direct", buffer)
+            self._mapped[part] = Held(offer.holder, "mapped", buffer)
             if before:
                 before.buffer.close()
 

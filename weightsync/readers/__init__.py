@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 WAYS = {
-    "direct": "weightsync.readers.mapped:MappedReader",
+    "mapped": "weightsync.readers.mapped:MappedReader",
     "zeromq": "weightsync.readers.zeromq:ZeroMqReader",
     "tcp": "weightsync.readers.mooncake:MooncakeReader",
     "rdma": "weightsync.readers.mooncake:MooncakeReader",
@@ -36,7 +36,7 @@ WAYS = {
 
 
 def serve(buffer: SharedBuffer, holder: str, host: str, protocol: str, rdma_device: str = "") -> Server:
-    """Let peers read `buffer`: over `protocol`, or directly on the same host.
+    """Let peers read `buffer`: over `protocol`, or by mapping it on the same host.
 
     `protocol` comes from `choose_protocol`. `host` is this host's address as peers reach it. Any process that
     reaches Mooncake's port can read; ZeroMQ asks for the offer's secret. Raises ConfigError for an unknown
@@ -54,16 +54,16 @@ def serve(buffer: SharedBuffer, holder: str, host: str, protocol: str, rdma_devi
 
 
 def open_reader(
-    targets: Sequence[SharedBuffer], offers: Mapping[str, Offer], *, direct: bool = True
+    targets: Sequence[SharedBuffer], offers: Mapping[str, Offer], *, may_map: bool = True
 ) -> Reader:
     """Open a reader that fills `targets` from the peers in `offers`.
 
-    With `direct`, peers are read directly if their memory can be mapped, else by their offer's protocol.
+    With `may_map`, peers whose memory can be mapped are read that way, others by their offer's protocol.
     Raises ReadError for a peer that is gone, TransportError when Mooncake does not start.
     """
     by_way: dict[str, dict[str, Offer]] = {}
     for peer, offer in offers.items():
-        by_way.setdefault(_way(peer, offer, direct), {})[peer] = offer
+        by_way.setdefault(_way(peer, offer, may_map), {})[peer] = offer
     readers: list[Reader] = []
     try:
         for way, its in by_way.items():
@@ -75,10 +75,10 @@ def open_reader(
     return ParallelReader(targets, offers, readers)
 
 
-def _way(peer: str, offer: Offer, direct: bool) -> str:
+def _way(peer: str, offer: Offer, may_map: bool) -> str:
     from weightsync.readers.mapped import can_map
 
     try:
-        return "direct" if direct and can_map(offer) else offer.protocol
+        return "mapped" if may_map and can_map(offer) else offer.protocol
     except PeerLostError as error:
         raise ReadError(peer, str(error)) from error

@@ -42,7 +42,7 @@ class Reader(Protocol):
 
     @property
     def ways(self) -> Mapping[str, str]:
-        """How each peer is read: "direct" or its offer's protocol."""
+        """How each peer is read: "mapped" or its offer's protocol."""
 
     def read(self, reads: Sequence[Read], timeout_s: float) -> Mapping[str, int]:
         """Run `reads`, all peers in parallel. Returns bytes by peer.

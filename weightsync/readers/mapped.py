@@ -41,14 +41,14 @@ def can_map(offer: Offer) -> bool:
 
 
 class MappedReader:
-    """The reader of way "direct": copies between two mappings, with a few threads.
+    """The reader of way "mapped": copies between two mappings, with a few threads.
 
     A peer that dies or stops does not matter: the memory lives as long as a mapping of it.
     """
 
     def __init__(self, targets: Sequence[SharedBuffer], offers: Mapping[str, Offer]) -> None:
         """Map every peer's memory, read-only. Raises ReadError for one that is gone."""
-        self.ways = dict.fromkeys(offers, "direct")
+        self.ways = dict.fromkeys(offers, "mapped")
         self._targets: list[Bytes] = [target.tensor.numpy() for target in targets]
         self._sources = {peer: _map(peer, offer) for peer, offer in offers.items()}
         self._ending = Ending(self._release)

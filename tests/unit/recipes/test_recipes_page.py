@@ -62,7 +62,7 @@ def run_report(engines: tuple[str, ...] = ("main-0", "main-1"), num_steps: int =
             respawned_at=1.7e9 + 3,
             serving_at=1.7e9 + 4.5,
             bytes_from={"holder 0": 600_000, "holder 1": 650_000},
-            ways={"holder 0": "direct", "holder 1": "tcp"},
+            ways={"holder 0": "mapped", "holder 1": "tcp"},
             gb_per_s=0.1,
             verified=True,
         )
@@ -107,7 +107,7 @@ def test_the_figures_of_the_run_are_on_the_page() -> None:
         "main-1 did not take version 7; the others did main-1 is gone",
         "version 13 had to be tried twice wrong bytes in w",
         "main-1 served version 11 again, 4.50 s after it had failed",
-        "600 kB from holder 0 (direct), 650 kB from holder 1 (tcp); verified",
+        "600 kB from holder 0 (mapped), 650 kB from holder 1 (tcp); verified",
     ):
         assert said in text
 
