@@ -72,7 +72,7 @@ class Launcher:
         needed = count_text(self._recipe.num_devices, "GPU")
         if self._bundles:
             return f"{needed} ({', '.join(self._kinds)})" if self._kinds else needed
-        return f"CPUs ({needed} wanted, {self._num_gpus} there)"
+        return f"CPUs ({needed} wanted, {self._num_gpus} there)" if self._num_gpus else "CPUs (no GPUs here)"
 
     @property
     def has_gpus(self) -> bool:

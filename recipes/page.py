@@ -23,6 +23,11 @@ from weightsync.report import bytes_text
 
 _NARROW, _WIDE = 336, 980
 _PHASES = ("publish", "pause", "move", "load", "verify", "commit")
+_MEANINGS = (
+    "In publish, trainers make their new weights readable; in pause, engines stop answering; in move, bytes "
+    "go into the engines, whose ranks take them in load; in verify, digests of both sides are compared; "
+    "in commit, engines serve the new version."
+)
 _SERVED = ("the version just committed", "an older one")
 _MOST_COLUMNS, _MOST_ROWS = 60, 48
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
@@ -67,6 +72,7 @@ def page(report: RunReport) -> str:
         versions=_versions(report) if report.steps else None,
         seconds=_seconds(report) if any(row.phases for row in report.steps) else None,
         num_columns=_MOST_COLUMNS,
+        meanings=_MEANINGS,
         phases=_phases(report),
         timeline=_timeline(ranks) if ranks else None,
         ranks=ranks,
@@ -83,8 +89,9 @@ def _facts(report: RunReport) -> list[tuple[str, str, str]]:
     if not rows:
         return [("Steps", "0", "no update was committed after a step")]
     seconds = [row.sync_seconds for row in rows]
-    verified = sum(row.verified for row in rows)
     num_failures = sum(len(row.failures) + bool(row.retried) for row in rows) + (report.status == "failed")
+    some_missed = report.num_verified_on_all < report.num_verified
+    on_all = f"{report.num_verified_on_all} on all engines; " if some_missed else ""
     target = f"target {report.target_reward:g}; " if report.target_reward else ""
     return [
         (
@@ -92,7 +99,11 @@ def _facts(report: RunReport) -> list[tuple[str, str, str]]:
             f"{report.final_reward:.3f}",
             f"{target}{report.first_reward:.3f} at first",
         ),
-        ("Updates verified", f"{verified} of {len(rows)}", f"version {rows[-1].version} is the newest"),
+        (
+            "Updates verified",
+            f"{report.num_verified} of {len(rows)}",
+            f"{on_all}version {rows[-1].version} is the newest",
+        ),
         (
             "Update, median",
             _milliseconds(statistics.median(seconds)),

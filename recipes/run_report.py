@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from weightsync.errors import ConfigError, WeightSyncError
+from weightsync.plan.explain import count_text
 from weightsync.protocol.timing import Span
 from weightsync.recipes.run_folder import replace_text
 from weightsync.report import HealReport, Link, SyncReport
@@ -89,6 +90,19 @@ class StepRow:
             retried=retried,
         )
 
+    @property
+    def num_took(self) -> int:
+        """How many of `engines` serve `version`."""
+        return sum(version == self.version for version in self.engines.values())
+
+    @property
+    def proof(self) -> str:
+        """Whether the update was verified, and on how many engines if some did not take it."""
+        said = "verified" if self.verified else "not verified"
+        if self.num_took == len(self.engines):
+            return said
+        return f"{said} on {self.num_took} of {count_text(len(self.engines), 'engine')}"
+
 
 @dataclass(kw_only=True)
 class RunReport:
@@ -136,6 +150,16 @@ class RunReport:
         """Mean of the last five steps' rewards; 0 before the first step."""
         last = self.steps[-NUM_LAST:]
         return sum(row.reward for row in last) / len(last) if last else 0.0
+
+    @property
+    def num_verified(self) -> int:
+        """How many steps' updates were verified, on the engines that took them."""
+        return sum(row.verified for row in self.steps)
+
+    @property
+    def num_verified_on_all(self) -> int:
+        """How many of these were taken by every engine."""
+        return sum(row.verified and row.num_took == len(row.engines) for row in self.steps)
 
     def write(self, path: Path) -> None:
         """Write the report to `path` atomically, so that readers never see part of it."""

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.table import Table
 
-from weightsync.plan.explain import count_text
 from weightsync.recipes.run_report import RunReport, StepRow
 from weightsync.report import bytes_text
 
@@ -41,10 +40,7 @@ class Screen:
         """Print the line of one step."""
         width = len(str(num_steps))
         bar = "█" * round(row.reward * 10)
-        proof = "verified" if row.verified else "NOT VERIFIED"
-        num_there = sum(version == row.version for version in row.engines.values())
-        if num_there < len(row.engines):
-            proof += f" on {num_there} of {count_text(len(row.engines), 'engine')}"
+        proof = row.proof.replace("not verified", "NOT VERIFIED")
         self.line(
             f"step {row.step:{width}}/{num_steps}  reward {row.reward:.3f} {bar:<10}"
             f"  version {row.version:{width}}  {bytes_text(row.bytes)}"
@@ -71,6 +67,8 @@ def _figures(report: RunReport) -> Iterator[tuple[str, str]]:
     median, longest = statistics.median(seconds) * 1e3, max(seconds) * 1e3
     yield "reward, first step", f"{report.first_reward:.3f}"
     yield "reward, mean of the last steps", f"{report.final_reward:.3f} (target {report.target_reward:g})"
-    yield "updates verified", f"{sum(row.verified for row in steps)} of {len(steps)}"
+    some_missed = report.num_verified_on_all < report.num_verified
+    on_all = f"; {report.num_verified_on_all} on all engines" if some_missed else ""
+    yield "updates verified", f"{report.num_verified} of {len(steps)}{on_all}"
     yield "sync, median and longest", f"{median:.0f} ms, {longest:.0f} ms"
     yield "bytes of one update", bytes_text(steps[-1].bytes)

@@ -19,7 +19,7 @@ from weightsync.recipes.recipe import EngineSpec, Recipe
         ({"GPU": 4.0, "accelerator_type:H200": 1.0, "accelerator_type:A100": 1.0}, "2 GPUs (A100, H200)"),
         ({"GPU": 2.0}, "2 GPUs"),
         ({"GPU": 1.0, "accelerator_type:H200": 1.0}, "CPUs (2 GPUs wanted, 1 there)"),
-        ({}, "CPUs (2 GPUs wanted, 0 there)"),
+        ({}, "CPUs (no GPUs here)"),
     ],
 )
 def test_devices_are_named(monkeypatch: pytest.MonkeyPatch, there: dict[str, float], said: str) -> None:

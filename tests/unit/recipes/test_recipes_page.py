@@ -93,7 +93,8 @@ def test_the_figures_of_the_run_are_on_the_page() -> None:
     for said in (
         "quickstart done began",
         "Reward, last 5 steps 0.875 target 0.8; 0.062 at first",
-        "Updates verified 15 of 16 version 17 is the newest",
+        "Updates verified 15 of 16 11 on all engines; version 17 is the newest",
+        "verified on 1 of 2 engines",
         "Update, median 28.5 ms 36 ms the longest",
         "Bytes of an update 1.25 MB 0.125 GB/s while moving",
         "on 2 GPUs (H200), driven from host-a, 2 CPUs; seed 3",
@@ -101,6 +102,7 @@ def test_the_figures_of_the_run_are_on_the_page() -> None:
         "main-0 17 directly out of the trainers' memory",
         "main-1 17 by broadcast: sync.mode is broadcast",
         "main-0: version 2 at",
+        "update by update. In publish, trainers make their new weights readable; in pause,",
         "move 28.5 ms 36 ms",
         "engine main-1 rank 0 load 13 ms 12.5 ms",
         "trainer 0 engine main-0 rank 0 same GPU or slot 625 kB",

@@ -64,6 +64,15 @@ def test_the_summary_counts_what_was_verified(screen: Screen, shown: io.StringIO
     text = shown.getvalue()
     for expected in ("quickstart: done", "1 of 2", "2 vllm", "0.500 (target 0.8)"):
         assert expected in text
+    assert "on all engines" not in text
+
+
+def test_the_summary_says_how_many_updates_all_engines_took(screen: Screen, shown: io.StringIO) -> None:
+    took, left_out = {"main-0": 8, "main-1": 8}, {"main-0": 8, "main-1": 0}
+    steps = [replace(row(verified=True), engines=engines) for engines in (took, left_out, took)]
+    steps.append(replace(row(verified=False), engines=took))
+    screen.summary(RunReport(name="quickstart", seed=0, status="done", steps=steps))
+    assert "3 of 4; 2 on all engines" in shown.getvalue()
 
 
 def test_the_median_of_an_even_number_of_updates_is_the_mean_of_both(
