@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -18,10 +20,10 @@ PAGE = Path(__file__).parents[3] / "docs" / "trainers.md"
 CONFIG = SimpleNamespace(model_type="llama", vocab_size=11)
 
 
-def run(number: int, **names: Any) -> dict[str, Any]:
-    """The names that a block of the page defines, beside `names`."""
+def run(number: int) -> dict[str, Any]:
+    """The names that a block of the page defines, or imports itself."""
     block = re.findall(r"^```python\n(.+?)^```", PAGE.read_text(encoding="utf-8"), re.S | re.M)[number]
-    names |= {"TrainerShard": TrainerShard, "re": re}
+    names: dict[str, Any] = {}
     exec(compile(block, str(PAGE), "exec"), names)
     return names
 
@@ -35,26 +37,37 @@ class Auto:
         return nn.Linear(2, 3)
 
 
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Stand-ins for what the page imports, to be filled by a test."""
+    transformers = SimpleNamespace(AutoModelForCausalLM=Auto)
+    deepspeed = SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "transformers", transformers)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)  # type: ignore[arg-type]
+    monkeypatch.setattr("torch.distributed.fsdp.fully_shard", lambda module: module)
+    return SimpleNamespace(transformers=transformers, deepspeed=deepspeed)
+
+
 def layout(trainer: TrainerShard) -> dict[str, tuple[int, ...]]:
     return {meta.name: meta.shape for meta in trainer.sync_layout().tensors}
 
 
+@pytest.mark.usefixtures("modules")
 def test_a_plain_module() -> None:
-    found = run(0, AutoModelForCausalLM=Auto, fully_shard=lambda module: module)
-    assert layout(found["Trainer"]("folder")) == {"weight": (3, 2), "bias": (3,)}
+    assert layout(run(0)["Trainer"]("folder")) == {"weight": (3, 2), "bias": (3,)}
 
 
-def test_deepspeeds_engine() -> None:
+def test_deepspeeds_engine(modules: SimpleNamespace) -> None:
     def initialize(model: nn.Module, model_parameters: Any, config: str) -> tuple[Any, ...]:
         assert list(model_parameters) == list(model.parameters())
+        assert config == "its own"
         return model, None, None, None
 
-    deepspeed = SimpleNamespace(initialize=initialize)
-    found = run(1, AutoModelForCausalLM=Auto, deepspeed=deepspeed, config="its own")
-    assert isinstance(found["Trainer"]("folder").model, nn.Linear)
+    modules.deepspeed.initialize = initialize
+    assert isinstance(run(1)["Trainer"]("folder", "its own").model, nn.Linear)
 
 
-def test_megatrons_model_and_its_configuration() -> None:
+def test_megatrons_model_and_its_configuration(modules: SimpleNamespace) -> None:
     class Configuration:
         from_pretrained = staticmethod(lambda path: CONFIG)
 
@@ -62,7 +75,8 @@ def test_megatrons_model_and_its_configuration() -> None:
     chunk.__class__ = type(
         "MegatronModule", (type(chunk),), {"__module__": "megatron.core.transformer.module"}
     )
-    trainer = run(2, AutoConfig=Configuration)["Trainer"]([chunk], "folder")
+    modules.transformers.AutoConfig = Configuration
+    trainer = run(2)["Trainer"]([chunk], "folder")
     assert layout(trainer) == {"lm_head.weight": (11, 8)}
 
 
