@@ -77,13 +77,26 @@ def missing_files(page: Path, text: str) -> list[str]:
 
 
 def test_files_that_pages_name_are_there() -> None:
-    pages = [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
+    pages = _pages()
     assert len(pages) > 15
     assert {str(page): gone for page in pages if (gone := missing_files(page, page.read_text()))} == {}
     assert missing_files(ROOT / "README.md", "[a](gone.md), [b](README.md), `gone.py`") == [
         "gone.md",
         "gone.py",
     ]
+
+
+def _pages() -> list[Path]:
+    return [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
+
+
+def test_commands_have_one_form_and_pages_say_what_it_needs() -> None:
+    said = {page: page.read_text(encoding="utf-8") for page in _pages()}
+    assert [str(page) for page, text in said.items() if "bin/weightsync" in text] == []
+    for name in ("README.md", "recipes/README.md"):
+        first = re.search(r"^weightsync (run|report|plan|doctor) ", said[ROOT / name], re.M)
+        assert first
+        assert ". .venv/bin/activate" in said[ROOT / name][: first.start()], f"{name} does not say it in time"
 
 
 def test_an_engine_in_thirty_lines_is_updated_and_verified() -> None:
