@@ -153,6 +153,7 @@ class Model:
     Attributes:
         metas: the tensors.
         share: each trainer rank's digests; equal on all ranks.
+        held: each engine's digests, by rank.
         published: what a trainer rank answers to `publish`, pickled.
         loaded: what an engine answers to `load`, pickled. Its fingerprints are those of the trainers' sum.
     """
@@ -166,9 +167,9 @@ class Model:
         nothing = np.zeros(3, np.uint64)
         self.published = Message.of(PublishReport(fingerprint(share), nothing, {}, [_span("publish")]))
         total: Digests = share * np.uint64(num_trainers)
-        rows = np.repeat(fingerprint(total)[None], TENSOR_PARALLEL, axis=0)
+        self.held = np.repeat(total[None], TENSOR_PARALLEL, axis=0)
         spans = [[_span("load"), _span("verify")]] * TENSOR_PARALLEL
-        self.loaded = Message.of(LoadReport(rows, spans))
+        self.loaded = Message.of(LoadReport(fingerprint(self.held), spans))
 
     def plan_digest(self, plan: Plan) -> str:
         """Return the digest of `plan`, computed once instead of by each peer."""
@@ -233,6 +234,9 @@ class TrainerRank:
     def publish(self, count: bool) -> Message:
         return self._model.published
 
+    def digests(self) -> Digests:
+        return self._model.share
+
 
 class EngineRanks:
     """An engine of tensor-parallel ranks on GPUs. Its holders write its memory."""
@@ -253,6 +257,9 @@ class EngineRanks:
 
     def load(self, attempt: int, timeout_s: float) -> Message:
         return self._model.loaded
+
+    def digests(self) -> Digests:
+        return self._model.held
 
     def resume(self, version: int) -> None: ...
 

@@ -25,7 +25,7 @@ from tests.actors.intercept import CALLS, intercept
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
 from weightsync.actors.detached import actor_name, detached, end_all, find, names, run_prefix
-from weightsync.driver.engine_group import EngineGroup
+from weightsync.driver.comparison import Comparison
 from weightsync.driver.engine_state import EngineState
 from weightsync.faults import Fault, FaultPlan
 
@@ -105,7 +105,7 @@ def die(sync: WeightSync, phase: str) -> None:
     sync.settle(patient(20))
     say(sync)
     if phase == "verify":
-        EngineGroup.compare = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign]
+        Comparison.wrong = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign]
     else:
         intercept(CALLS[phase], lambda call: lambda *args: dying(call(*args)))
     version = sync.version + 1

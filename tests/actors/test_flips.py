@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.fleets.loop import CONFIG, Loop, drive
+from weightsync.memory.fingerprints import fingerprint
 
 NUM_FLIPS = 1000
 
@@ -38,17 +39,20 @@ def test_a_thousand_flipped_bits_of_live_memory_are_all_found() -> None:
         await loop.controller.update(1)
         assert loop.holds_the_models_weights("e0")
         await loop.controller.snapshot_index.settled()
-        engine, expected = loop.engines["e0"], loop.controller.snapshot_index.expected
+        engine = loop.engines["e0"]
+        expected, whole = engine.finish(), loop.controller.snapshot_index.expected
         assert loop.controller.plan is not None
         names = [meta.name for meta in loop.controller.plan.tensors]
-        assert (engine.finish() == expected).all()
+        assert (fingerprint(expected) == whole).all()
         for _ in range(NUM_FLIPS):
             victim = draw.choice(names)
             live = engine.tensors[victim].view(-1).view(torch.uint8)
             byte, bit = draw.randrange(len(live)), draw.randrange(8)
             live[byte] ^= 1 << bit
-            wrong = engine.finish() != expected
+            found = engine.finish()
+            wrong = found != expected
             live[byte] ^= 1 << bit
+            assert (fingerprint(found) != whole).any()
             assert [name for name, is_wrong in zip(names, wrong, strict=True) if is_wrong] == [victim]
         assert (engine.finish() == expected).all()
 
