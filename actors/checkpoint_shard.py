@@ -12,7 +12,7 @@ from ray.actor import ActorHandle
 
 from weightsync.actors.placement import threaded
 from weightsync.faults import Fault, inject, set_faults
-from weightsync.memory.last_digests import TrainerDigests
+from weightsync.memory.fingerprints import publish_report
 from weightsync.plan import Plan, RankLayout, TensorMeta
 from weightsync.protocol.handles import HostExport
 from weightsync.protocol.messages import Digests, PublishReport
@@ -30,8 +30,7 @@ class CheckpointShard:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         self._given = files, share, num_shares, exclude
         self._source: CheckpointStore | None = None
-        self._tensors: Sequence[TensorMeta] = ()
-        self._digests: TrainerDigests | None = None
+        self._plan: Plan | None = None
 
     def check(self) -> tuple[Sequence[TensorMeta], Mapping[str, str]]:
         """Check the headers. Returns the checkpoint's tensors and the file of each.
@@ -53,7 +52,7 @@ class CheckpointShard:
 
     def attach(self, plan: Plan, rank: int, num_ranks: int) -> tuple[str, HostExport]:
         """Return the plan's digest and the memory that the rank's holder maps."""
-        self._tensors, self._digests = plan.tensors, TrainerDigests(plan)
+        self._plan = plan
         return plan.digest(), self._checked.export(rank, num_ranks)
 
     def publish(self) -> PublishReport:
@@ -61,12 +60,12 @@ class CheckpointShard:
         clock = PhaseClock()
         with clock.phase("publish"):
             inject("publish")
-            published = self._checked.published(self._tensors)
-        return self._attached_digests.report(published, clock.spans)
+            published = self._checked.published(self._attached_plan.tensors)
+        return publish_report(published, self._attached_plan.frozen, clock.spans)
 
     def digests(self) -> Digests:
         """Return the digests for all ranks on this host, uint64[num_tensors]."""
-        return self._attached_digests.table
+        return self._checked.published(self._attached_plan.tensors).digests
 
     def close(self) -> None:
         """Free the memory now; the process takes a moment to end."""
@@ -77,9 +76,9 @@ class CheckpointShard:
         set_faults(process, faults, seed)
 
     @property
-    def _attached_digests(self) -> TrainerDigests:
-        assert self._digests is not None, "attach() comes first"
-        return self._digests
+    def _attached_plan(self) -> Plan:
+        assert self._plan is not None, "attach() comes first"
+        return self._plan
 
     @property
     def _checked(self) -> CheckpointStore:

@@ -13,7 +13,7 @@ from weightsync.actors.placement import Placement
 from weightsync.engines import Engine, ExportsMemory, HasRankProcesses, Sleeps
 from weightsync.errors import ConfigError
 from weightsync.faults import Fault, inject, set_faults, split_by_rank
-from weightsync.memory.last_digests import EngineDigests
+from weightsync.memory.engine_digests import EngineDigests
 from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import Digests, FeedTicket, LoadReport
@@ -60,8 +60,10 @@ class EngineCalls(Claimable):
     ) -> Sequence[Attached]:
         """Connect each rank to its holder, see `Engine.attach`."""
         layouts = await self.sync_layout()
-        attached = await asyncio.to_thread(self._engine.attach, plan, tickets, timeout_s)
-        self._digests = await asyncio.to_thread(EngineDigests, plan, layouts)
+        attached, self._digests = await asyncio.gather(
+            asyncio.to_thread(self._engine.attach, plan, tickets, timeout_s),
+            asyncio.to_thread(EngineDigests, plan, layouts),
+        )
         return attached
 
     async def sync_pause(self, mode: str, timeout_s: float) -> None:
@@ -77,8 +79,11 @@ class EngineCalls(Claimable):
 
     async def sync_load(self, attempt: int, timeout_s: float) -> LoadReport:
         """Take one attempt's weights, see `Engine.load`."""
-        loaded = await asyncio.to_thread(self._engine.load, attempt, timeout_s)
-        return self._attached_digests.report(loaded)
+
+        def load() -> LoadReport:
+            return self._attached_digests.report(self._engine.load(attempt, timeout_s))
+
+        return await asyncio.to_thread(load)
 
     async def sync_digests(self) -> Digests:
         """Return the digests of the last load, uint64[num_ranks, num_tensors], see `EngineDigests`."""

@@ -9,7 +9,7 @@ from weightsync.actors.claim import Claimable
 from weightsync.actors.placement import Placement
 from weightsync.errors import ConfigError, StateError
 from weightsync.faults import Fault, inject, set_faults
-from weightsync.memory.last_digests import TrainerDigests
+from weightsync.memory.fingerprints import publish_report
 from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle
 from weightsync.protocol.messages import Digests, PublishReport
@@ -59,7 +59,8 @@ class TrainerShard(Claimable):
     _offloads: bool = False
     _made: ModelSource | None = None
     _attached: Source | None = None
-    _digests: TrainerDigests | None = None
+    _attached_plan: Plan | None = None
+    _digests: Digests | None = None
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class TrainerShard(Claimable):
     def sync_attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
         """Map the holder's send buffer, or let it read this rank's memory in place."""
         self._attached = self._current_source()
-        self._digests = TrainerDigests(plan)
+        self._attached_plan = plan
         return self._attached.attach(plan, trainer, send_buffer)
 
     def sync_ready(self) -> bool:
@@ -128,13 +129,15 @@ class TrainerShard(Claimable):
         with clock.phase("publish"):
             inject("publish")
             published = self._attached_source().publish(count)
-        assert self._digests is not None
-        return self._digests.report(published, clock.spans)
+        assert self._attached_plan is not None
+        self._digests = published.digests
+        return publish_report(published, self._attached_plan.frozen, clock.spans)
 
     def sync_digests(self) -> Digests:
         """Return the digests that this rank published last, uint64[num_tensors]."""
-        assert self._digests is not None
-        return self._digests.table
+        if self._digests is None:
+            raise StateError("nothing was published yet")
+        return self._digests
 
     def _attached_source(self) -> Source:
         source = self._current_source()

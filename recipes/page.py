@@ -24,9 +24,9 @@ from weightsync.report import bytes_text
 _NARROW, _WIDE = 336, 980
 _PHASES = ("publish", "pause", "move", "load", "verify", "commit")
 _MEANINGS = (
-    "In publish, trainers make their new weights readable; in pause, engines stop answering; in move, bytes "
-    "go into the engines, whose ranks take them in load; in verify, digests of both sides are compared; "
-    "in commit, engines serve the new version."
+    "Publish: trainers make their new weights readable. Pause: engines stop answering. Move: the weights go "
+    "to the engines; load is an engine rank's part of it. Verify: the digests of both sides are compared. "
+    "Commit: engines serve the new version."
 )
 _SERVED = ("the version just committed", "an older one")
 _MOST_COLUMNS, _MOST_ROWS = 60, 48
@@ -90,8 +90,6 @@ def _facts(report: RunReport) -> list[tuple[str, str, str]]:
         return [("Steps", "0", "no update was committed after a step")]
     seconds = [row.sync_seconds for row in rows]
     num_failures = sum(len(row.failures) + bool(row.retried) for row in rows) + (report.status == "failed")
-    some_missed = report.num_verified_on_all < report.num_verified
-    on_all = f"{report.num_verified_on_all} on all engines; " if some_missed else ""
     target = f"target {report.target_reward:g}; " if report.target_reward else ""
     return [
         (
@@ -102,7 +100,7 @@ def _facts(report: RunReport) -> list[tuple[str, str, str]]:
         (
             "Updates verified",
             f"{report.num_verified} of {len(rows)}",
-            f"{on_all}version {rows[-1].version} is the newest",
+            "; ".join(filter(None, (report.on_all, f"version {rows[-1].version} is the newest"))),
         ),
         (
             "Update, median",

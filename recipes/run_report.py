@@ -157,9 +157,10 @@ class RunReport:
         return sum(row.verified for row in self.steps)
 
     @property
-    def num_verified_on_all(self) -> int:
-        """How many of these were taken by every engine."""
-        return sum(row.verified and row.num_took == len(row.engines) for row in self.steps)
+    def on_all(self) -> str:
+        """How many of these every engine took; empty if every engine took all of them."""
+        number = sum(row.verified and row.num_took == len(row.engines) for row in self.steps)
+        return f"{number} on all engines" if number < self.num_verified else ""
 
     def write(self, path: Path) -> None:
         """Write the report to `path` atomically, so that readers never see part of it."""

@@ -40,7 +40,7 @@ class Screen:
         """Print the line of one step."""
         width = len(str(num_steps))
         bar = "█" * round(row.reward * 10)
-        proof = row.proof.replace("not verified", "NOT VERIFIED")
+        proof = row.proof if row.verified else row.proof.upper()
         self.line(
             f"step {row.step:{width}}/{num_steps}  reward {row.reward:.3f} {bar:<10}"
             f"  version {row.version:{width}}  {bytes_text(row.bytes)}"
@@ -67,8 +67,7 @@ def _figures(report: RunReport) -> Iterator[tuple[str, str]]:
     median, longest = statistics.median(seconds) * 1e3, max(seconds) * 1e3
     yield "reward, first step", f"{report.first_reward:.3f}"
     yield "reward, mean of the last steps", f"{report.final_reward:.3f} (target {report.target_reward:g})"
-    some_missed = report.num_verified_on_all < report.num_verified
-    on_all = f"; {report.num_verified_on_all} on all engines" if some_missed else ""
-    yield "updates verified", f"{report.num_verified} of {len(steps)}{on_all}"
+    verified = f"{report.num_verified} of {len(steps)}"
+    yield "updates verified", "; ".join(filter(None, (verified, report.on_all)))
     yield "sync, median and longest", f"{median:.0f} ms, {longest:.0f} ms"
     yield "bytes of one update", bytes_text(steps[-1].bytes)

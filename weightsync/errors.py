@@ -245,7 +245,8 @@ class VerifyError(WeightSyncError):
     Attributes:
         engine: its name.
         version: the version that it was to hold.
-        tensors: names of the tensors that differ.
+        tensors: names of the tensors that differ, or ``an unknown tensor`` if the processes that know the
+            digests do not answer.
     """
 
     def __init__(self, engine: str, version: int, tensors: Iterable[str]) -> None:

@@ -11,16 +11,18 @@ import torch
 
 from weightsync.channel.engine_end import EngineFeed
 from weightsync.channel.sink import PieceView
-from weightsync.engines.base import Rollout
+from weightsync.engines.base import Engine, Rollout
 from weightsync.errors import StateError
 from weightsync.faults import Fault, FaultPlan
 from weightsync.memory.digests import tensor_digest
-from weightsync.memory.last_digests import EngineDigests, TrainerDigests
+from weightsync.memory.engine_digests import EngineDigests
+from weightsync.memory.fingerprints import publish_report
 from weightsync.memory.offload import Offload
 from weightsync.memory.tensors import byte_strides, meta_of
 from weightsync.plan import Plan, RankLayout, Segment
 from weightsync.protocol.handles import Attached, BufferHandle
-from weightsync.protocol.messages import Digests, FeedTicket, Loaded, LoadReport, Published, PublishReport
+from weightsync.protocol.messages import Digests, FeedTicket, Loaded, LoadReport, PublishReport
+from weightsync.sources.base import Source
 
 __all__ = ["DictEngine", "Fault", "FaultPlan", "LocalEngine", "LocalPeer", "LocalTrainer"]
 
@@ -137,30 +139,36 @@ class LocalPeer:
 class LocalTrainer(LocalPeer):
     """Makes a `Source` a trainer rank of the controller."""
 
+    def __init__(self, source: Source) -> None:
+        super().__init__(source)
+        self._source = source
+
     async def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
-        self._digests = TrainerDigests(plan)
-        attached: Attached = await self.__getattr__("attach")(plan, trainer, send_buffer)
-        return attached
+        self._frozen = plan.frozen
+        return await asyncio.to_thread(self._source.attach, plan, trainer, send_buffer)
 
     async def publish(self, count: bool) -> PublishReport:
-        published: Published = await self.__getattr__("publish")(count)
-        return self._digests.report(published, ())
+        published = await asyncio.to_thread(self._source.publish, count)
+        self._digests = published.digests
+        return publish_report(published, self._frozen, ())
 
     async def digests(self) -> Digests:
-        return self._digests.table
+        return self._digests
 
 
 class LocalEngine(LocalPeer):
     """Makes an `Engine` a peer of the controller."""
 
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self._engine = engine
+
     async def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
-        self._digests = EngineDigests(plan, await self.__getattr__("layout")())
-        attached: Sequence[Attached] = await self.__getattr__("attach")(plan, tickets, timeout_s)
-        return attached
+        self._digests = EngineDigests(plan, await asyncio.to_thread(self._engine.layout))
+        return await asyncio.to_thread(self._engine.attach, plan, tickets, timeout_s)
 
     async def load(self, attempt: int, timeout_s: float) -> LoadReport:
-        loaded: Sequence[Loaded] = await self.__getattr__("load")(attempt, timeout_s)
-        return self._digests.report(loaded)
+        return self._digests.report(await asyncio.to_thread(self._engine.load, attempt, timeout_s))
 
     async def digests(self) -> Digests:
         return self._digests.table

@@ -225,13 +225,15 @@ def test_close_wakes_who_waits(llm, loop, threads) -> None:
 
 def test_whoever_waits_for_a_lost_rank_is_told_and_so_is_who_comes(llm, loop, threads) -> None:
     loop.resume(1)
-    stuck = threading.Event()
+    hangs, stuck = threading.Event(), threading.Event()
 
     async def hang(_: Stepper) -> None:
+        hangs.set()
         stuck.wait(TIMEOUT_S)
 
     calling = threads.submit(loop.call, hang)
     asked = [threads.submit(loop.complete, [[1]], of(1)), threads.submit(loop.freeze, "keep", TIMEOUT_S)]
+    assert hangs.wait(TIMEOUT_S)
     loop.fail(RankLostError("e0", "watch", "killed", 1))
     for waiting in (calling, *asked):
         with pytest.raises(RankLostError, match="rank 1"):

@@ -17,7 +17,8 @@ from weightsync.protocol.messages import Digests, Fingerprint, LoadReport, combi
 
 logger = logging.getLogger("weightsync.driver.controller")
 
-UNNAMED = "a tensor whose name is not known"
+UNNAMED = "an unknown tensor"
+"""Stands for a name where the process that knows the digests does not answer."""
 
 
 class Comparison:
@@ -34,7 +35,7 @@ class Comparison:
     async def wrong(
         self, plan: Plan, loaded: Mapping[str, LoadReport], expected: Fingerprint
     ) -> dict[str, list[str]]:
-        """Return the tensors that are not as `expected`, by engine: `UNNAMED` if a digest is not known."""
+        """Return the tensors that differ from what is `expected`, by engine, or `UNNAMED`."""
         wrong: dict[str, list[str]] = {name: [] for name in loaded}
         differ = [name for name, report in loaded.items() if (report.fingerprints != expected).any()]
         if differ:
@@ -46,8 +47,8 @@ class Comparison:
 
     async def changed_frozen(self, plan: Plan, version: int) -> str:
         """Return the first frozen tensor that trainers no longer have as in `version`, or `UNNAMED`."""
-        serving = {n: each for n, each in self._fleet.live().items() if each.record.version == version}
-        held = next(iter((await self._held(serving)).values()), None)
+        holding = [(n, each) for n, each in self._fleet.live().items() if each.record.version == version]
+        held = next(iter((await self._held(dict(holding[:1]))).values()), None)  # one is enough
         names = {plan.tensors[i].name for i in plan.frozen}
         changed = _differing(plan, held, await self._published())
         return next((name for name in changed if name in names), UNNAMED)

@@ -7,9 +7,9 @@ With the digest ``d[i]`` of tensor i::
 `factor[0]` is all ones; the others are odd pseudo-random 64-bit numbers. Shares of a table have fingerprints
 that add up to the whole table's, so that a driver compares ranks without their tables.
 
-Tables that differ in one tensor never have the same fingerprint, since the sums of their digests differ. If
-they differ in more, chance makes them equal once in ``2**(2 * (63 - z))``, where ``2**z`` divides every
-difference of two digests. A wrong tensor's digest is off by a number without pattern, so that z is small.
+Tables that differ in one tensor never have the same fingerprint, since their plain sums differ. If they
+differ in more, chance makes them equal at most once in ``2**(2 * (63 - z))``, where ``2**z`` is the largest
+power of two that divides all the differences.
 
 Source: multilinear hashing, as in `weightsync.memory.digests`.
 """
@@ -22,7 +22,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from weightsync.memory.digest_factors import splitmix64
-from weightsync.protocol.messages import Digests, Fingerprint
+from weightsync.protocol.messages import Digests, Fingerprint, Published, PublishReport
+from weightsync.protocol.timing import Span
 
 
 def fingerprint(digests: Digests, only: Sequence[int] | None = None) -> Fingerprint:
@@ -36,6 +37,12 @@ def fingerprint(digests: Digests, only: Sequence[int] | None = None) -> Fingerpr
         factors, digests = factors[:, chosen], digests[..., chosen]
     found: Fingerprint = np.einsum("...i,ki->...k", digests, factors)
     return found
+
+
+def publish_report(published: Published, frozen: Sequence[int], spans: Sequence[Span]) -> PublishReport:
+    """Return what the driver gets of a version. `frozen` are the numbers of the plan's frozen tensors."""
+    digests = published.digests
+    return PublishReport(fingerprint(digests), fingerprint(digests, frozen), published.nonfinite, spans)
 
 
 @functools.lru_cache(maxsize=4)

@@ -161,7 +161,7 @@ Fingerprint = npt.NDArray[np.uint64]
 
 
 def combine(shares: Sequence[Digests]) -> Digests:
-    """Add up several ranks' digests of the same tensors or fingerprints, uint64 with wrap-around."""
+    """Add up several ranks' digests of the same tensors, or their fingerprints: uint64 with wrap-around."""
     total: Digests = np.add.reduce(list(shares), axis=0, dtype=np.uint64)
     return total
 

@@ -29,7 +29,7 @@ from weightsync.protocol.messages import (
 class TrainerPeer(Protocol):
     """A trainer rank, as the driver calls it. `weightsync.sources.Source` documents the methods.
 
-    `digests` returns what it published last, uint64[num_tensors].
+    `digests` returns the digests that it published last, uint64[num_tensors].
 
     `trial_handle` and `ready` are those of `weightsync.sources.ExportsWeights`: None and False for others.
     """
@@ -76,7 +76,7 @@ class HolderPeer(Protocol):
 class EnginePeer(Protocol):
     """An engine, as the driver calls it. `weightsync.engines.Engine` documents the methods.
 
-    `digests` returns what it loaded last, uint64[num_ranks, num_tensors], see `EngineDigests`.
+    `digests` returns those of its last load, uint64[num_ranks, num_tensors], see `EngineDigests`.
     """
 
     async def layout(self) -> Sequence[RankLayout]: ...

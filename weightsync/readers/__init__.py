@@ -58,7 +58,7 @@ def open_reader(
 ) -> Reader:
     """Open a reader that fills `targets` from the peers in `offers`.
 
-    With `may_map`, peers whose memory can be mapped are read that way, others by their offer's protocol.
+    With `may_map`, it maps the memory of peers where it can. It reads others by their offer's protocol.
     Raises ReadError for a peer that is gone, TransportError when Mooncake does not start.
     """
     by_way: dict[str, dict[str, Offer]] = {}

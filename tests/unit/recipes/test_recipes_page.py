@@ -102,7 +102,7 @@ def test_the_figures_of_the_run_are_on_the_page() -> None:
         "main-0 17 directly out of the trainers' memory",
         "main-1 17 by broadcast: sync.mode is broadcast",
         "main-0: version 2 at",
-        "update by update. In publish, trainers make their new weights readable; in pause,",
+        "update by update. Publish: trainers make their new weights readable. Pause:",
         "move 28.5 ms 36 ms",
         "engine main-1 rank 0 load 13 ms 12.5 ms",
         "trainer 0 engine main-0 rank 0 same GPU or slot 625 kB",

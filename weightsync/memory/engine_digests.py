@@ -1,4 +1,4 @@
-"""Digests of the last version, which trainers and engines keep for a driver that asks what differs."""
+"""The digests of an engine's last load, which a driver asks for only to name what differs."""
 
 from __future__ import annotations
 
@@ -9,26 +9,7 @@ import numpy as np
 from weightsync.memory.digest_reduction import DigestReduction
 from weightsync.memory.fingerprints import fingerprint
 from weightsync.plan import Plan, RankLayout
-from weightsync.protocol.messages import Digests, Loaded, LoadReport, Published, PublishReport
-from weightsync.protocol.timing import Span
-
-
-class TrainerDigests:
-    """Digests that a trainer rank published last.
-
-    Attributes:
-        table: its shares of the tensors' digests, uint64[num_tensors].
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self._frozen = plan.frozen
-        self.table: Digests = np.zeros(len(plan.tensors), np.uint64)
-
-    def report(self, published: Published, spans: Sequence[Span]) -> PublishReport:
-        """Keep the table, and return what the driver gets in its place."""
-        self.table = published.digests
-        frozen = fingerprint(self.table, self._frozen)
-        return PublishReport(fingerprint(self.table), frozen, published.nonfinite, spans)
+from weightsync.protocol.messages import Digests, Loaded, LoadReport
 
 
 class EngineDigests:
