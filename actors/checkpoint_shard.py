@@ -50,10 +50,10 @@ class CheckpointShard:
         """Return what rank `rank` of `num_ranks` on this host sends."""
         return self._checked.layout(rank, num_ranks)
 
-    def attach(self, plan: Plan, rank: int, num_ranks: int) -> tuple[str, HostExport]:
-        """Return the plan's digest and the memory that the rank's holder maps."""
+    def attach(self, plan: Plan, rank: int, num_ranks: int) -> tuple[str, int, HostExport]:
+        """Return the plan's digest and number of tensors, and the memory that the rank's holder maps."""
         self._plan = plan
-        return plan.digest(), self._checked.export(rank, num_ranks)
+        return plan.digest(), len(plan.tensors), self._checked.export(rank, num_ranks)
 
     def publish(self) -> PublishReport:
         """Return fingerprints and counts for all ranks on this host."""

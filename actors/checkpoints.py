@@ -27,9 +27,10 @@ from weightsync.errors import (
     nearest,
 )
 from weightsync.faults import Fault
-from weightsync.plan import Plan, RankLayout, TensorMeta
+from weightsync.plan import RankLayout, TensorMeta
 from weightsync.protocol.handles import Attached, BufferHandle
 from weightsync.protocol.messages import Digests, PublishReport
+from weightsync.protocol.peers import SharedPlan
 from weightsync.sources.checkpoint_store import Reading
 
 
@@ -184,7 +185,8 @@ class CheckpointRank:
     def __init__(self, checkpoints: Checkpoints, node: str, rank: int, num_ranks: int) -> None:
         self._checkpoints, self._node = checkpoints, node
         self._place = rank, num_ranks
-        self._plan: Plan | None = None
+        self._plan: SharedPlan | None = None
+        self._num_tensors = 0
         self._mapped: dict[str, str] = {}
         self.holder: RemoteHolder | None = None
         """The holder that sends this share. `Membership` sets it before the first call."""
@@ -196,7 +198,7 @@ class CheckpointRank:
     async def trial_handle(self) -> None:
         """Return None: holders map host memory."""
 
-    async def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
+    async def attach(self, plan: SharedPlan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
         """Let the holder map the wanted checkpoint, once read, and others read by then.
 
         Another checkpoint whose process is gone is skipped: an update that takes it raises the error.
@@ -221,7 +223,6 @@ class CheckpointRank:
         The first rank of a host returns fingerprints and counts for all of its ranks.
         """
         name = self._checkpoints.published
-        assert self._plan is not None
         assert self.holder is not None
         if name not in self._mapped:  # read after the last connect
             await self._map(name)
@@ -234,8 +235,7 @@ class CheckpointRank:
 
     async def digests(self) -> Digests:
         """Return digests of the published checkpoint as `publish` does: from the first rank of a host."""
-        assert self._plan is not None
-        table: Digests = np.zeros(len(self._plan.tensors), np.uint64)
+        table: Digests = np.zeros(self._num_tensors, np.uint64)
         if self._place[0] == 0:
             table = await self._call(self._checkpoints.published, "digests")
         return table
@@ -253,7 +253,8 @@ class CheckpointRank:
 
     async def _map(self, name: str) -> None:
         assert self.holder is not None
-        self._mapped[name], export = await self._call(name, "attach", self._plan, *self._place)
+        attached = await self._call(name, "attach", self._plan, *self._place)
+        self._mapped[name], self._num_tensors, export = attached
         await self.holder.source("", {name: export})
 
     async def _call(self, name: str, method: str, *args: object) -> Any:  # noqa: ANN401 (whatever it returns)

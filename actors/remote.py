@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, cast
 
+import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
 
@@ -40,6 +41,15 @@ def _cause(text: str) -> str:
     """The first line of Ray's message; the last line if the actor's constructor raised."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return f"its constructor raised {lines[-1]}" if "creation task" in lines[0] else lines[0]
+
+
+def share(value: object) -> object:
+    """Put `value` into Ray's object store, which brings it to each host once.
+
+    Give the result to calls of actors as an argument of its own: Ray puts the value in its place. The value
+    stays in the store while the result lives, or an actor that has arrays of it.
+    """
+    return ray.put(value)
 
 
 class Remote:

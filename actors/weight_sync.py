@@ -20,6 +20,7 @@ from weightsync.actors.handles import check_engines, check_trainers
 from weightsync.actors.loop import LoopThread
 from weightsync.actors.membership import Membership
 from weightsync.actors.metrics import Metrics
+from weightsync.actors.remote import share
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
@@ -72,7 +73,7 @@ class WeightSync:
             run_prefix(name)
         self.name = name
         self.config = config or SyncConfig()
-        self._fleet = Fleet([], {}, [])
+        self._fleet = Fleet([], {}, [], share=share)
         self._controller = Controller(self.config, self._fleet)
         self._members = members = Membership(self.config, self._fleet, self._controller, name)
         self._healer = Healer(

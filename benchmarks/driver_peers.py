@@ -31,7 +31,7 @@ from weightsync.protocol.messages import (
     SnapshotPart,
     UpdateTask,
 )
-from weightsync.protocol.peers import EnginePeer, HolderPeer, TrainerPeer
+from weightsync.protocol.peers import EnginePeer, HolderPeer, SharedPlan, TrainerPeer
 from weightsync.protocol.timing import Span
 
 __all__ = ["TENSOR_PARALLEL", "Cost", "Instant", "Ledger", "Model", "Wire", "make_fleet"]
@@ -65,6 +65,28 @@ class Message:
     @property
     def nbytes(self) -> int:
         return len(self.body) + sum(map(len, self.buffers))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """A value in Ray's object store, of which calls carry a reference.
+
+    Attributes:
+        value: what the called peer gets.
+        nbytes: bytes of the pickled value.
+        hosts: the hosts that have it. The first call to a host brings it there.
+    """
+
+    value: object
+    nbytes: int
+    hosts: set[str] = field(default_factory=set)
+
+    def bring(self, host: str) -> int:
+        """Return the bytes that cross to `host` because of one more call to it."""
+        if host in self.hosts:
+            return 0
+        self.hosts.add(host)
+        return self.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +134,24 @@ class Ledger:
     def clear(self) -> None:
         self.costs, self.peers = defaultdict(Cost), Instant()
 
-    def call(self, method: str, answer: Callable[..., object], args: Sequence[object]) -> Any:  # noqa: ANN401
-        """Pickle `args`, have the peer answer, and return the answer unpickled."""
+    def share(self, value: object) -> Stored:
+        """Pickle `value` once for all calls that carry it. Its bytes are counted by the calls."""
+        cost, started = self.costs["share"], Instant.now()
+        stored = Stored(value, Message.of(value, cloudpickle.dumps).nbytes)
+        cost.calls += 1
+        cost.pickling += Instant.now() - started
+        return stored
+
+    def call(self, method: str, answer: Callable[..., object], args: Sequence[object], host: str) -> Any:  # noqa: ANN401
+        """Pickle `args`, have the peer on `host` answer, and return the answer unpickled."""
+        stored = [each for each in args if isinstance(each, Stored)]
         cost, started = self.costs[method], Instant.now()
-        cost.nbytes_out += Message.of(args, cloudpickle.dumps).nbytes
+        sent_along = [each for each in args if not isinstance(each, Stored)]
+        cost.nbytes_out += Message.of(sent_along, cloudpickle.dumps).nbytes
+        cost.nbytes_out += sum(each.bring(host) for each in stored)
         sent = Instant.now()
         gc.disable()  # objects that a peer makes are freed before the driver goes on
-        value = answer(*args)
+        value = answer(*(each.value if isinstance(each, Stored) else each for each in args))
         message = value.again() if isinstance(value, Message) else Message.of(value)
         del value
         gc.enable()
@@ -132,17 +165,22 @@ class Ledger:
 
 
 class Wire:
-    """A peer as the driver calls it: each method's arguments and answer are pickled, and counted."""
+    """A peer as the driver calls it: each method's arguments and answer are pickled, and counted.
 
-    def __init__(self, peer: object, ledger: Ledger) -> None:
-        self._peer, self.ledger = peer, ledger
+    A `Stored` argument counts with the first call that brings it to the peer's host, and with no other: Ray
+    keeps it in an object store on each host. Its reference, some tens of bytes, does not count. All bytes
+    count as the driver's, though Ray may bring them from another host that has them.
+    """
+
+    def __init__(self, peer: object, ledger: Ledger, host: str = "") -> None:
+        self._peer, self.ledger, self._host = peer, ledger, host
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
         if method.startswith("_"):
             raise AttributeError(method)
 
         async def call(*args: object) -> Any:  # noqa: ANN401 (whatever the peer returns)
-            return self.ledger.call(method, getattr(self._peer, method), args)
+            return self.ledger.call(method, getattr(self._peer, method), args, self._host)
 
         return call
 
@@ -342,16 +380,17 @@ def make_fleet(num_tensors: int, num_trainers: int, num_engines: int, ledger: Le
     for number in range(num_engines):
         first = len(homes)
         homes += [(f"engine {number}", first + rank) for rank in range(TENSOR_PARALLEL)]
-        peer = cast("EnginePeer", Wire(EngineRanks(model, first), ledger))
+        peer = cast("EnginePeer", Wire(EngineRanks(model, first), ledger, f"engine {number}"))
         engines[f"e{number:03}"] = EngineMember(peer, tuple(range(first, first + TENSOR_PARALLEL)))
     return Fleet(
         trainers=[
-            (cast("TrainerPeer", Wire(TrainerRank(model, rank, num_trainers), ledger)), rank)
+            (cast("TrainerPeer", Wire(TrainerRank(model, rank, num_trainers), ledger, homes[rank][0])), rank)
             for rank in range(num_trainers)
         ],
         engines=engines,
-        holders=[cast("HolderPeer", Wire(Holder(model, index), ledger)) for _, index in homes],
+        holders=[cast("HolderPeer", Wire(Holder(model, index), ledger, host)) for host, index in homes],
         nodes=[host for host, _ in homes],
+        share=lambda plan: SharedPlan(ledger.share(plan)),
     )
 
 

@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -202,6 +203,41 @@ def test_trainers_may_train_on_while_the_version_travels(make: Make) -> None:
         found = ray.get(sync.engines()["e0"].weights.remote())
         assert all(torch.equal(published[name], found[name]) for name in published)
         assert not holds(sync, "e0")
+
+
+def test_all_actors_get_one_stored_plan_which_is_freed_with_its_connection(make: Make) -> None:
+    sync, asked = make(), list[tuple[str, object]]()
+
+    def noting(call: Call) -> Call:
+        async def asking(remote: Any, method: str, *args: object) -> object:
+            asked.append((remote.name, args[0]))
+            return await call(remote, method, *args)
+
+        return asking
+
+    undo = [intercept(method, noting) for method in ("attach", "adopt")]
+    try:
+        sync.connect()
+        members = ["trainer 0", "engine e0", "engine e1"]
+        assert sorted(name for name, _ in asked) == sorted(members)
+        (stored,) = {id(plan): plan for _, plan in asked}.values()
+        assert isinstance(stored, ray.ObjectRef)
+        assert ray.get(stored).digest() == sync.plan.digest()
+        asked.clear()
+        sync.update_weights(1)
+        engine = sync.engines()["e1"]
+        sync.remove_engine("e1")
+        sync.add_engine("e1", engine)
+        assert {plan for _, plan in asked} == {stored}
+        asked.clear()
+        held = sys.getrefcount(stored)
+        sync.connect()
+        asked.clear()
+        assert until(lambda: sys.getrefcount(stored) == 2, patient(10)), "only this test has it"
+        assert held > 2
+    finally:
+        for each in undo[::-1]:
+            each()
 
 
 def test_nothing_registered_is_refused() -> None:

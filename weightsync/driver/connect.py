@@ -17,7 +17,7 @@ from weightsync.errors import PlanError, StateError, TransportError, WeightSyncE
 from weightsync.plan import MAPPED, Layout, Members, Plan, RankLayout, make_plan, same_dtype_tensors
 from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import Prepared
-from weightsync.protocol.peers import HolderPeer
+from weightsync.protocol.peers import HolderPeer, SharedPlan
 from weightsync.protocol.timing import PhaseClock
 
 
@@ -38,6 +38,7 @@ class Connection:
 
     Attributes:
         plan: held by every member.
+        shared: `plan` as members get it; also those that are adopted later.
         content: the plan's `Plan.content`.
         in_place: trainers' memory is read in place, so it may change after an update.
         checkpoint: the weights come from a checkpoint, not from a trainer.
@@ -49,6 +50,7 @@ class Connection:
     """
 
     plan: Plan
+    shared: SharedPlan
     content: str
     in_place: bool
     checkpoint: bool
@@ -115,19 +117,20 @@ async def _open(
     with clock.phase("plan"):
         plan = _plan(fleet, layouts, config, epoch, num_slots)
     with clock.phase("prepare"):
+        shared_plan = SharedPlan(fleet.share(plan))
         devices = {
             holder: layout.device
             for (_, holder), layout in zip(fleet.trainers, layouts.trainers, strict=True)
         }
         calls = {
-            f"holder {i}": holder.prepare(plan, i, devices.get(i, ""))
+            f"holder {i}": holder.prepare(shared_plan, i, devices.get(i, ""))
             for i, holder in enumerate(fleet.holders)
         }
         prepared = list((await gather_named(calls, "prepare", timeout_s)).require().values())
     with clock.phase("attach"):  # communicators open at the same time: all of these mostly wait
         lending = asyncio.ensure_future(_serve_snapshots(fleet.named_holders(), config))
         joining = asyncio.ensure_future(_join(fleet, prepared, config, clock))
-        attaching = asyncio.ensure_future(_attach(fleet, plan, prepared, timeout_s))
+        attaching = asyncio.ensure_future(_attach(fleet, plan, shared_plan, prepared, timeout_s))
         parts: dict[str, Awaitable[object]] = {
             "serve_snapshots": lending,
             "join": joining,
@@ -157,6 +160,7 @@ async def _open(
     checkpoint = any(rank.device == MAPPED for rank in layouts.trainers)
     return Connection(
         plan,
+        shared_plan,
         content,
         in_place,
         checkpoint,
@@ -234,17 +238,17 @@ async def _join(fleet: Fleet, prepared: Sequence[Prepared], config: SyncConfig, 
 
 
 async def _attach(
-    fleet: Fleet, plan: Plan, prepared: Sequence[Prepared], timeout_s: float
+    fleet: Fleet, plan: Plan, shared: SharedPlan, prepared: Sequence[Prepared], timeout_s: float
 ) -> tuple[Sequence[Attached], Mapping[str, Sequence[Attached]]]:
     """Attach trainers and engine ranks. Returns the trainers' answers in rank order, and each engine's."""
     calls = {
-        f"trainer {rank}": trainer.attach(plan, rank, prepared[holder].send_buffer)
+        f"trainer {rank}": trainer.attach(shared, rank, prepared[holder].send_buffer)
         for rank, (trainer, holder) in enumerate(fleet.trainers)
     }
     engines = {}
     for name, member in fleet.live().items():
         tickets = [ticket for holder in member.holders if (ticket := prepared[holder].ticket)]
-        engines[f"engine {name}"] = member.peer.attach(plan, tickets, timeout_s)
+        engines[f"engine {name}"] = member.peer.attach(shared, tickets, timeout_s)
     trainers, answers = await asyncio.gather(
         gather_named(calls, "attach", timeout_s + GRACE_S),
         _meet(fleet, engines, fleet.named_holders(), timeout_s),
@@ -325,9 +329,9 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
         raise PlanError(named, "its layout is new to the plan")
     holders = {f"holder {i}": fleet.holders[i] for i in member.holders}
     await _serve_snapshots(holders, config)
-    calls = {process: holder.adopt(plan, name) for process, holder in holders.items()}
+    calls = {process: holder.adopt(connection.shared, name) for process, holder in holders.items()}
     tickets = list((await gather_named(calls, "adopt", timeout_s)).require().values())
-    engines = {named: member.peer.attach(plan, tickets, timeout_s)}
+    engines = {named: member.peer.attach(connection.shared, tickets, timeout_s)}
     attached = (await _meet(fleet, engines, holders, timeout_s))[named]
     _compare(plan, {named: [each.plan_digest for each in attached]})
     links = {

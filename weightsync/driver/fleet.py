@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from weightsync.driver.engine_state import EngineRecord, EngineState
 from weightsync.protocol.peers import EnginePeer, HolderPeer, TrainerPeer
+
+
+def _itself(value: object) -> object:
+    return value
 
 
 @dataclass(slots=True)
@@ -30,12 +35,14 @@ class Fleet:
         engines: by name.
         holders: in order; those from the plan's `num_holders` on were added after it was made.
         nodes: the host of each holder, under any name; holders beyond its end share one host.
+        share: makes what calls of peers carry in place of a value that many get; by default the value itself.
     """
 
     trainers: list[tuple[TrainerPeer, int]]
     engines: dict[str, EngineMember]
     holders: list[HolderPeer]
     nodes: list[str] = field(default_factory=list)
+    share: Callable[[object], object] = _itself
 
     def live(self) -> dict[str, EngineMember]:
         """Return every engine that is not DEAD."""

@@ -37,6 +37,16 @@ def test_a_call_is_counted_in_both_directions_and_its_answer_is_a_copy() -> None
     assert not ledger.costs
 
 
+def test_a_stored_value_is_pickled_once_and_counted_once_a_host() -> None:
+    ledger, given = Ledger(), np.arange(1000)
+    stored = ledger.share(given)
+    peers = [Wire(Echo(), ledger, host) for host in ("a", "a", "b")]
+    assert all((asyncio.run(peer.echo(stored)) == given).all() for peer in peers)
+    assert ledger.costs["share"].calls == 1
+    assert ledger.costs["share"].nbytes_out == 0
+    assert 2 * given.nbytes < ledger.costs["echo"].nbytes_out < 2 * (given.nbytes + 500)
+
+
 @pytest.mark.parametrize("mode", ["broadcast", "direct"])
 def test_a_fleet_connects_and_takes_verified_updates(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     asyncio.run(bench_driver.measure_fleet(FLEET | {"mode": mode}, 2, 60.0))
