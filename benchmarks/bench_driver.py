@@ -16,8 +16,9 @@ reported with the rows that it had, and the others go on.
   plan's digest, is taken off both. What is left includes the pickling of every argument (by Ray's pickler,
   with a copy of its buffers, as into the object store) and the unpickling of every answer, together
   ``pickling s``. Garbage is not collected while a peer answers. No time passes between a call and its answer.
-- ``MiB out`` and ``MiB in`` are pickled arguments and answers, without what Ray adds to a call. The plan,
-  which peers get by reference, is pickled once (``share``) and counts once for each host.
+- ``MiB out`` and ``MiB in`` are pickled arguments and answers, without what Ray adds to a call. The plan
+  and the needs of the cross-host exchange, which peers get by reference, are pickled once (``share``) and
+  count once for each host.
 - ``peak MiB`` is the process's largest resident memory so far. It includes Ray's modules, the tensors' names,
   an engine's answers, and one trainer's at a time; all else is the driver's.
 

@@ -17,21 +17,22 @@ from benchmarks.bench_plan import tensors
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.memory.fingerprints import fingerprint
 from weightsync.plan import Box, Plan, RankLayout, Reads, Segment, TensorMeta, broadcast_groups
+from weightsync.plan.cross_host import CrossHostNeeds
 from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export, Offer
 from weightsync.protocol.messages import (
     Digests,
+    Exchange,
     FeedTicket,
     Group,
     LoadReport,
     Moved,
-    Part,
     Prepared,
     PublishReport,
     SnapshotHeader,
     SnapshotPart,
     UpdateTask,
 )
-from weightsync.protocol.peers import EnginePeer, HolderPeer, SharedPlan, TrainerPeer
+from weightsync.protocol.peers import EnginePeer, HolderPeer, TrainerPeer
 from weightsync.protocol.timing import Span
 
 __all__ = ["TENSOR_PARALLEL", "Cost", "Instant", "Ledger", "Model", "Wire", "make_fleet"]
@@ -331,8 +332,17 @@ class Holder:
 
     def route(self, reads: Sequence[Reads], memory: Mapping[tuple[int, str], DeviceHandle]) -> None: ...
 
-    def exchange(self, part: Part) -> str:
-        return "" if part.rank else "tcp://10.0.0.1:29501"
+    def exchange(self, needs: CrossHostNeeds, rank: int) -> Exchange:
+        """Answer as if messages passed between all pairs that may have some. The real plan takes seconds."""
+        senders, host = range(len(needs.trainers)), needs.hosts.get(rank)
+        mates = [other for other, its in needs.hosts.items() if its == host and other != rank]
+        receivers = [other for other in needs.hosts if other != rank] if rank in senders else mates
+        givers = sorted({*senders, *mates} - {rank}) if host else []
+        return Exchange(
+            "" if rank else "tcp://10.0.0.1:29501",
+            {other: (rank << 32 | other).to_bytes(16, "little") for other in receivers},
+            {other: (other << 32 | rank).to_bytes(16, "little") for other in givers},
+        )
 
     def meet(self, rendezvous: str, timeout_s: float) -> None: ...
 
@@ -390,7 +400,7 @@ def make_fleet(num_tensors: int, num_trainers: int, num_engines: int, ledger: Le
         engines=engines,
         holders=[cast("HolderPeer", Wire(Holder(model, index), ledger, host)) for host, index in homes],
         nodes=[host for host, _ in homes],
-        share=lambda plan: SharedPlan(ledger.share(plan)),
+        share=ledger.share,
     )
 
 

@@ -15,6 +15,7 @@ from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineState
 from weightsync.errors import ConfigError, PeerLostError, PlanError, TransportError
 from weightsync.memory.host_copies import HostCopies
+from weightsync.plan.cross_host import CrossHostNeeds
 from weightsync.plan.shuffle import ShufflePlan
 from weightsync.testing import LocalPeer
 
@@ -158,6 +159,24 @@ def test_a_holder_that_does_not_come_to_the_messages_is_told_by_its_rank_within_
         await loop.update(3)
 
     drive(work, "aa", {"e0": "bb"}, replace(CONFIG, timeout_s=patient(1)))
+
+
+def test_a_member_that_plans_other_messages_is_named() -> None:
+    async def work(loop: Hosts) -> None:
+        class Other:
+            """It plans messages of another size."""
+
+            def exchange(self, needs: CrossHostNeeds, rank: int) -> object:
+                return loop.holders[0].exchange(replace(needs, max_message_bytes=2048), rank)
+
+            def __getattr__(self, name: str) -> object:
+                return getattr(loop.holders[0], name)
+
+        loop.fleet.holders[0] = LocalPeer(Other())
+        with pytest.raises(PlanError, match=r"holder 0.*planned other messages to holder 2"):
+            await loop.controller.connect()
+
+    drive(work, "aa", {"e0": "bb"}, CONFIG)
 
 
 def test_an_update_plans_nothing_and_takes_no_memory() -> None:

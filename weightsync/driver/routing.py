@@ -12,12 +12,13 @@ import numpy as np
 from weightsync.config import SyncConfig
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
-from weightsync.errors import ConfigError, VerifyError
+from weightsync.errors import ConfigError, PlanError, VerifyError
 from weightsync.plan import Layout, Plan, Reads, Reshard, same_dtype_tensors
-from weightsync.plan.cross_host import arrivals, bundles
-from weightsync.plan.shuffle import ShufflePlan
+from weightsync.plan.cross_host import CrossHostNeeds, arrivals
+from weightsync.plan.shuffle import check_room
 from weightsync.protocol.handles import DeviceHandle, Export
-from weightsync.protocol.messages import Part, UpdateTask
+from weightsync.protocol.messages import Exchange, UpdateTask
+from weightsync.protocol.peers import SharedNeeds
 
 logger = logging.getLogger("weightsync.driver.routing")
 
@@ -81,6 +82,7 @@ class Router:
         self.exchange: CrossHostExchange | None = None
         self._far: dict[str, dict[int, Reads]] = {}
         self._paired: dict[tuple[Layout, bool], tuple[dict[str, str], list[Reshard]]] = {}
+        self._cut: dict[tuple[Layout, int, tuple[int, ...]], tuple[Reads, Reads]] = {}
 
     async def add(
         self, name: str, engine: Layout, exports: Sequence[Export | None], failed: str = ""
@@ -118,6 +120,7 @@ class Router:
                 raise ConfigError(error.field, error.value, remedy) from error
             self.exchange = CrossHostExchange(self._fleet, self._config, self._plan, {})
         await self.exchange.open()
+        self._cut.clear()
 
     def _decide(self, name: str, reason: str) -> None:
         self.routes[name] = reason or DIRECT
@@ -171,13 +174,15 @@ class Router:
         local: dict[int, list[Reads]] = {}
         far: dict[int, Reads] = {}
         for rank, (holder, near) in enumerate(zip(holders, distances, strict=True)):
-            parts = [reshard.reads(rank, near, start=self._start(holder, near)) for reshard in reshards]
-            is_far = np.array(near)[parts[0].trainer] == _OTHER_HOST
-            if is_far.any():
-                (whole,) = parts
-                far[holder] = whole.take(np.flatnonzero(is_far))
-                parts = [whole.take(np.flatnonzero(~is_far))]
-            local[holder] = parts
+            if _OTHER_HOST in near:
+                (reshard,) = reshards
+                reads, remote = self._split(engine, reshard, rank, near)
+                local[holder] = [reads]
+                if len(remote):
+                    far[holder] = remote
+            else:
+                start = self._start(holder)
+                local[holder] = [reshard.reads(rank, near, start=start) for reshard in reshards]
         if self.exchange:
             if max(far, default=-1) >= self._plan.members.num_holders:
                 return _LATER
@@ -219,12 +224,22 @@ class Router:
             near.append(_SAME_DEVICE if same_device else _SAME_HOST if same_host else _OTHER_HOST)
         return near
 
-    def _start(self, holder: int, near: Sequence[int]) -> int:
-        """Return the first trainer to read from. It differs by holder, to spread the load.
+    def _split(self, engine: Layout, reshard: Reshard, rank: int, near: Sequence[int]) -> tuple[Reads, Reads]:
+        """Return a rank's reads from trainers on its host, and those from other hosts.
 
-        If trainers are on other hosts, all holders start with the same one, so that messages can be shared.
+        All ranks start with the same trainer, so that messages can be shared. Engines of equal layout that
+        are equally far from all trainers have the same objects: members get and plan these once.
         """
-        return 0 if _OTHER_HOST in near else holder * len(self._exports) // len(self._fleet.holders)
+        key = engine, rank, tuple(near)
+        if key not in self._cut:
+            whole = reshard.reads(rank, near, start=0)
+            is_far = np.array(near)[whole.trainer] == _OTHER_HOST
+            self._cut[key] = whole.take(np.flatnonzero(~is_far)), whole.take(np.flatnonzero(is_far))
+        return self._cut[key]
+
+    def _start(self, holder: int) -> int:
+        """Return the first trainer that `holder` reads from. It differs by holder, to spread the load."""
+        return holder * len(self._exports) // len(self._fleet.holders)
 
     def _memory(self, parts: Sequence[Reads]) -> dict[tuple[int, str], DeviceHandle]:
         pairs = {
@@ -265,7 +280,7 @@ class CrossHostExchange:
     """
 
     def __init__(self, fleet: Fleet, config: SyncConfig, plan: Plan, needs: Mapping[int, Reads]) -> None:
-        """Plan the messages. `needs` are the reads from trainers on other hosts, by holder.
+        """Assign the reads from trainers on other hosts, `needs` by holder. Members plan the messages.
 
         `plan` has staging memory, too. Raises ConfigError if ``sync.max_staging_bytes`` leaves no room for
         messages.
@@ -273,22 +288,25 @@ class CrossHostExchange:
         self._fleet, self._config, self._needs = fleet, config, dict(needs)
         read = sorted({t for reads in needs.values() for t in np.unique(reads.trainer).tolist()})
         givers = [fleet.trainers[trainer][1] for trainer in read]
-        self.members = (*givers, *sorted(needs.keys() - set(givers)))
-        rank_of = {holder: rank for rank, holder in enumerate(self.members)}
-        staged = max((plan.staging_nbytes(holder) for holder in self.members), default=0)
+        self.members = members = (*givers, *sorted(needs.keys() - set(givers)))
+        rank_of = {holder: rank for rank, holder in enumerate(members)}
+        staged = max((plan.staging_nbytes(holder) for holder in members), default=0)
         most = min(config.bucket_bytes, (config.max_staging_bytes - staged) // _NUM_SLOTS)
-        dealt = bundles(
+        self._shared = CrossHostNeeds(
+            members,
+            tuple(read),
             {rank_of[holder]: reads for holder, reads in needs.items()},
             {rank_of[holder]: fleet.node(holder) for holder in needs},
-            {trainer: rank for rank, trainer in enumerate(read)},
+            most,
         )
+        dealt = self._shared.bundles()
         self._arrivals: dict[int, dict[tuple[str, int], int]] = {}
         for rank, (packed, passed_on) in arrivals(dealt).items():
             sent = {(f"trainer {read[giver]}", givers[giver]): nbytes for giver, nbytes in packed.items()}
-            more = {(f"holder {(at := self.members[giver])}", at): n for giver, n in passed_on.items()}
-            self._arrivals[self.members[rank]] = sent | more
+            more = {(f"holder {(at := members[giver])}", at): n for giver, n in passed_on.items()}
+            self._arrivals[members[rank]] = sent | more
         try:
-            self._plan = ShufflePlan.from_bundles(dealt, len(givers), max_message_bytes=most)
+            check_room(dealt, most)
         except ConfigError as error:
             raise ConfigError(
                 "sync.max_staging_bytes",
@@ -306,19 +324,32 @@ class CrossHostExchange:
         return self._arrivals.get(holder, {})
 
     async def open(self) -> None:
-        """Allocate memory on every member, then open the communicator. Raises the errors of `connect`."""
+        """Have every member plan its messages and allocate memory, then open the communicator.
+
+        Raises the errors of `connect`.
+        """
         if not self.members:
             return
         named = {f"holder {each}": self._fleet.holders[each] for each in self.members}
-        takes = {
-            name: holder.exchange(Part(self.members, rank, self._plan.of(rank)))
-            for rank, (name, holder) in enumerate(named.items())
-        }
+        shared = SharedNeeds(self._fleet.share(self._shared))
+        takes = {name: holder.exchange(shared, rank) for rank, (name, holder) in enumerate(named.items())}
         timeout_s = self._config.connect_timeout_s
-        offers = (await gather_named(takes, "exchange", timeout_s)).require()
-        (offer,) = filter(None, offers.values())
+        planned = (await gather_named(takes, "exchange", timeout_s)).require()
+        _compare(planned)
+        (offer,) = filter(None, (each.rendezvous for each in planned.values()))
         meets = {name: holder.meet(offer, timeout_s) for name, holder in named.items()}
         (await gather_named(meets, "meet", timeout_s + GRACE_S)).require()
+
+
+def _compare(planned: Mapping[str, Exchange]) -> None:
+    """Raise PlanError unless both ends of all messages planned the same. `planned` is in rank order."""
+    names = [*planned]
+    sent = {(rank, to): d for rank, each in enumerate(planned.values()) for to, d in each.sent.items()}
+    got = {(of, rank): d for rank, each in enumerate(planned.values()) for of, d in each.received.items()}
+    for pair in sorted(sent.keys() | got.keys()):
+        if sent.get(pair) != got.get(pair):
+            sender, receiver = (names[rank] for rank in pair)
+            raise PlanError(sender, f"it planned other messages to {receiver} than {receiver} expects")
 
 
 def _same(ours: Reads | None, theirs: Reads | None) -> bool:

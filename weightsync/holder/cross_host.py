@@ -9,7 +9,8 @@ import torch
 
 from weightsync.collectives.shuffle import Shuffle
 from weightsync.errors import TransportError
-from weightsync.protocol.messages import Part
+from weightsync.plan.cross_host import CrossHostNeeds
+from weightsync.protocol.messages import Exchange
 from weightsync.transports import Transport
 
 if TYPE_CHECKING:
@@ -24,9 +25,10 @@ class CrossHostExchange:
         shuffle: the messages and their memory. None if that memory could not be allocated.
     """
 
-    def __init__(self, part: Part, transport: Transport, memory: DeviceStaging) -> None:
-        """Raises the errors of `aim`."""
-        self._part, self.transport, self._memory = part, transport, memory
+    def __init__(self, needs: CrossHostNeeds, rank: int, transport: Transport, memory: DeviceStaging) -> None:
+        """Plan the messages of rank `rank`. Raises the errors of `aim`."""
+        self._members, self._rank, self._plan = needs.members, rank, needs.plan(rank)
+        self.transport, self._memory = transport, memory
         self.shuffle: Shuffle | None = None
         self.aim()
 
@@ -35,7 +37,7 @@ class CrossHostExchange:
 
         Raises TransportError when memory is short, PlanError when a buffer is not what was planned.
         """
-        plan, rank = self._part.plan, self._part.rank
+        plan, rank = self._plan, self._rank
         source = self._memory.source if rank < plan.num_senders else None
         target = self._memory.target if rank in plan.receivers else None
         self.shuffle = None  # frees memory that the next one can use
@@ -45,14 +47,14 @@ class CrossHostExchange:
             most = plan.max_message_bytes
             raise TransportError(f"no memory for messages of {most} bytes: {error}") from error
 
-    def offer(self, host: str) -> str:
-        """Return the rendezvous if this holder is rank 0, else an empty string."""
-        return "" if self._part.rank else self.transport.offer(host)
+    def offer(self, host: str) -> Exchange:
+        """Return digests of the messages, and the rendezvous if this holder is rank 0."""
+        return Exchange("" if self._rank else self.transport.offer(host), *self._plan.digests(self._rank))
 
     def open(self, rendezvous: str, timeout_s: float) -> None:
         """Join the communicator and use every path once. Raises TransportError."""
         assert self.shuffle
-        self.transport.open(rendezvous, self._part.rank, len(self._part.members), timeout_s)
+        self.transport.open(rendezvous, self._rank, len(self._members), timeout_s)
         self.shuffle.rehearse()
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -68,7 +70,7 @@ class CrossHostExchange:
         try:
             self.shuffle.move(wanted)
         except TransportError as error:
-            holders = ", ".join(map(str, self._part.members))
+            holders = ", ".join(map(str, self._members))
             raise TransportError(f"{error} (messages between hosts; ranks are holders {holders})") from error
 
     def abort(self, cause: str) -> None:

@@ -30,14 +30,15 @@ from weightsync.memory.device import DeviceBuffer
 from weightsync.memory.gpu_usage import MemorySampler, used_nbytes
 from weightsync.memory.tensors import device_id
 from weightsync.plan import Plan, RankLayout, Reads
+from weightsync.plan.cross_host import CrossHostNeeds
 from weightsync.protocol.handles import DeviceHandle, Export, HostExport, Offer
 from weightsync.protocol.messages import (
     Digests,
+    Exchange,
     FeedTicket,
     Fingerprint,
     Group,
     Moved,
-    Part,
     Prepared,
     Refilled,
     Samples,
@@ -245,12 +246,12 @@ class Holder:
                 if self.cross_host:  # the engine rank's memory may have changed
                     self.cross_host.aim()
 
-    def exchange(self, part: Part) -> str:
-        """Allocate messages; return the rendezvous if this is the first member. Raises TransportError."""
+    def exchange(self, needs: CrossHostNeeds, rank: int) -> Exchange:
+        """Plan and allocate the messages of rank `rank`. Raises TransportError."""
         assert self.staging
         assert self.staging.mapped
         with self._moving, self.staging.queue():
-            self.cross_host = CrossHostExchange(part, self._transport(), self.staging.mapped)
+            self.cross_host = CrossHostExchange(needs, rank, self._transport(), self.staging.mapped)
         return self.cross_host.offer(self._host)
 
     def meet(self, rendezvous: str, timeout_s: float) -> None:

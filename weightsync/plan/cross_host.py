@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,7 @@ import numpy.typing as npt
 from weightsync.plan.copies import repeated
 from weightsync.plan.direct import Reads
 from weightsync.plan.layout import Bool, Int64
-from weightsync.plan.shuffle import Bundle
+from weightsync.plan.shuffle import Bundle, ShufflePlan
 
 _SAME = ("trainer", "src_buffer", "src", "rows", "row_nbytes", "src_pitch", "dst_pitch")
 """Columns that shared reads have in common; `dst_pitch` too, since messages cut rows by it."""
@@ -20,11 +21,43 @@ LEAST_SHARE_NBYTES = 1 << 20
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CrossHostNeeds:
+    """Reads from trainers on other hosts. Each member plans its messages from them.
+
+    Attributes:
+        members: the holder of each rank of the communicator. Those of trainers that are read come first.
+        trainers: these trainers; number r has rank r.
+        needs: per receiving rank, its reads. Ranks with equal reads should have the same object: it is sent
+            and planned once.
+        hosts: the host of each receiving rank.
+        max_message_bytes: as in `ShufflePlan.from_layouts`.
+    """
+
+    members: tuple[int, ...]
+    trainers: tuple[int, ...]
+    needs: Mapping[int, Reads]
+    hosts: Mapping[int, str]
+    max_message_bytes: int
+
+    def bundles(self) -> list[Bundle]:
+        """Return `bundles` of these needs."""
+        return bundles(self.needs, self.hosts, {trainer: r for r, trainer in enumerate(self.trainers)})
+
+    def plan(self, rank: int) -> ShufflePlan:
+        """Return the messages of `rank`: its part of the plan that all members have in common."""
+        whole = ShufflePlan.from_bundles(
+            self.bundles(), len(self.trainers), max_message_bytes=self.max_message_bytes, only=rank
+        )
+        return whole.of(rank)
+
+
 def bundles(needs: Mapping[int, Reads], hosts: Mapping[int, str], senders: Mapping[int, int]) -> list[Bundle]:
     """Assign `needs` to ranks that receive them and pass them on in their host.
 
     Reads of the same bytes in the same rows are shared: those of replicas, and of engines with the same cut.
-    The ranks that share them get equal parts; a small read goes to one of them.
+    The ranks that share them get equal parts; a small read goes to one of them. Hosts whose ranks
+    need the same `Reads` objects have the same objects in their bundles.
 
     Args:
         needs: per receiving rank, its reads from trainers on other hosts.
@@ -32,9 +65,16 @@ def bundles(needs: Mapping[int, Reads], hosts: Mapping[int, str], senders: Mappi
         senders: the rank of each trainer that is read.
     """
     found: list[Bundle] = []
+    of_hosts: dict[tuple[int, ...], list[Bundle]] = {}
     for host in sorted(set(hosts.values())):
         ranks = [rank for rank in sorted(needs) if hosts[rank] == host]
-        found += _of_host([(rank, needs[rank]) for rank in ranks], senders)
+        same = tuple(id(needs[rank]) for rank in ranks)
+        if same not in of_hosts:
+            of_hosts[same] = _of_host([needs[rank] for rank in ranks])
+        found += [
+            (senders[trainer], {ranks[place]: reads for place, reads in parts.items()})
+            for trainer, parts in of_hosts[same]
+        ]
     return found
 
 
@@ -52,15 +92,16 @@ def arrivals(dealt: Sequence[Bundle]) -> dict[int, tuple[Counter[int], Counter[i
     return found
 
 
-def _of_host(needs: Sequence[tuple[int, Reads]], senders: Mapping[int, int]) -> list[Bundle]:
-    keys = _keys([reads for _, reads in needs])
+def _of_host(needs: Sequence[Reads]) -> list[Bundle]:
+    """Return the bundles of one host: trainers, and reads by place in `needs`."""
+    keys = _keys(needs)
     num_keys = 1 + max(int(key.max(initial=-1)) for key in keys)
     place = np.full((len(needs), num_keys), -1)  # of each key in each rank's reads
     for number, key in enumerate(keys):
         place[number, key] = np.arange(len(key))
     wanted = np.packbits(place >= 0, axis=0)  # a bit for each rank
     found: list[Bundle] = []
-    for first, (_, reads) in enumerate(needs):
+    for first, reads in enumerate(needs):
         key = keys[first]
         key = key[(place[:first, key] < 0).all(axis=0)]  # reads that no earlier rank has
         rows = place[first, key]
@@ -75,8 +116,7 @@ def _of_host(needs: Sequence[tuple[int, Reads]], senders: Mapping[int, int]) -> 
                 mine = key[group[dealt == turn]]
                 at = (giver + turn) % len(sharing)  # rotate by trainer, so that small shares are spread
                 order = [*sharing[at:], *sharing[:at]]
-                parts = {needs[each][0]: needs[each][1].take(place[each, mine]) for each in order}
-                found.append((senders[giver], parts))
+                found.append((giver, {each: needs[each].take(place[each, mine]) for each in order}))
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
@@ -111,7 +111,7 @@ class ShufflePlan:
 
     @classmethod
     def from_bundles(
-        cls, bundles: Sequence[Bundle], num_senders: int, *, max_message_bytes: int
+        cls, bundles: Sequence[Bundle], num_senders: int, *, max_message_bytes: int, only: int | None = None
     ) -> ShufflePlan:
         """Plan messages whose senders and receivers are known already.
 
@@ -119,6 +119,7 @@ class ShufflePlan:
             bundles: pairs of a sender and, by receiver, the reads of the same bytes.
             num_senders: number of ranks of the source.
             max_message_bytes: as in `from_layouts`.
+            only: plan the messages that this rank sends or receives, and no others.
 
         Raises:
             ConfigError: `max_message_bytes` has no room for 256 bytes from each peer.
@@ -127,7 +128,7 @@ class ShufflePlan:
             num_senders=num_senders,
             receivers=tuple(sorted({rank for _, reads in bundles for rank in reads})),
             max_message_bytes=max_message_bytes,
-            lanes=_lanes(bundles, max_message_bytes),
+            lanes=_lanes(bundles, max_message_bytes, only),
             local=(),
         )
 
@@ -159,6 +160,16 @@ class ShufflePlan:
         local = tuple(each for each in self.local if each[0] == rank)
         return replace(self, lanes=(*self.sends(rank), *self.receives(rank)), local=local)
 
+    def digests(self, rank: int) -> tuple[dict[int, bytes], dict[int, bytes]]:
+        """Return digests of the messages from `rank` to each other rank, and of those to it from each.
+
+        Two ranks plan the same messages if the first's digest for the second, in its first result, is that
+        of the second for the first, in its second result. Each is half of a SHA-256.
+        """
+        header = json.dumps([self.num_senders, self.receivers, self.max_message_bytes]).encode()
+        sent = _digests(header, ((lane.receiver, lane) for lane in self.sends(rank)))
+        return sent, _digests(header, ((lane.sender, lane) for lane in self.receives(rank)))
+
     def digest(self) -> str:
         """Return the SHA-256, in hexadecimal, of everything that the ranks must agree on."""
         header = {
@@ -170,12 +181,11 @@ class ShufflePlan:
         }
         state = hashlib.sha256(json.dumps(header).encode())
         for lane in self.lanes:
-            moved = lane.messages
-            for column in (moved.round, moved.offset, moved.nbytes, moved.bounds, moved.wire):
-                state.update(np.ascontiguousarray(column).tobytes())
-            _hash_reads(state, moved.reads)
+            _hash_messages(state, lane.messages)
+            state.update(_names(lane.messages.reads))
         for _, reads in self.local:
             _hash_reads(state, reads)
+            state.update(_names(reads))
         return state.hexdigest()
 
 
@@ -207,42 +217,89 @@ def _parts(
     return bundles, tuple(sorted(local, key=itemgetter(0)))
 
 
-def _lanes(bundles: Sequence[Bundle], max_message_bytes: int) -> tuple[Lane, ...]:
-    """Cut bundles into lanes. A bundle's share of a round is its share of its busiest end's bytes.
+def check_room(bundles: Sequence[Bundle], max_message_bytes: int) -> int:
+    """Return the most bundles that one rank packs or receives.
 
-    So lanes of one bottleneck end together, and a round's bytes fit on both sides.
+    Raises ConfigError if `max_message_bytes` has no room for 256 bytes of each.
     """
-    parts = [next(iter(reads.values())) for _, reads in bundles]
-    sizes = [int(align(part.rows * part.row_nbytes, PIECE_ALIGN).sum()) for part in parts]
-    ends = [[("packs", sender), *(("receives", rank) for rank in reads)] for sender, reads in bundles]
-    totals: Counter[tuple[str, int]] = Counter()
-    for its, nbytes in zip(ends, sizes, strict=True):
-        totals.update(dict.fromkeys(its, nbytes))
-    peers = Counter(end for its in ends for end in its)
+    peers = Counter(end for bundle in bundles for end in _ends(bundle))
     most = max(peers.values(), default=1)
     if max_message_bytes < RUN_ALIGN * most:
         raise ConfigError("max_message_bytes", max_message_bytes, f"give at least {RUN_ALIGN * most}")
+    return most
+
+
+def _ends(bundle: Bundle) -> list[tuple[str, int]]:
+    sender, reads = bundle
+    return [("packs", sender), *(("receives", rank) for rank in reads)]
+
+
+def _lanes(bundles: Sequence[Bundle], max_message_bytes: int, only: int | None = None) -> tuple[Lane, ...]:
+    """Cut bundles into lanes. A bundle's share of a round is its share of its busiest end's bytes.
+
+    So lanes of one bottleneck end together, and a round's bytes fit on both sides. Hosts with equal needs
+    have bundles of the same reads, whose messages are made once.
+    """
+    parts = {id(part): part for _, reads in bundles for part in [next(iter(reads.values()))]}
+    size_of = {key: int(align(part.rows * part.row_nbytes, PIECE_ALIGN).sum()) for key, part in parts.items()}
+    sizes = [size_of[id(next(iter(reads.values())))] for _, reads in bundles]
+    ends = [_ends(bundle) for bundle in bundles]
+    totals: Counter[tuple[str, int]] = Counter()
+    for its, nbytes in zip(ends, sizes, strict=True):
+        totals.update(dict.fromkeys(its, nbytes))
+    most = check_room(bundles, max_message_bytes)
     least = max(RUN_ALIGN, min(_SMALL, max_message_bytes // 4 // most) // RUN_ALIGN * RUN_ALIGN)
     shared = max_message_bytes - least * most
     lanes = []
+    made: dict[tuple[int, int], Messages] = {}
     for number, (sender, reads) in enumerate(bundles):
+        if only not in (None, sender, *reads):
+            continue
         busiest = max(totals[end] for end in ends[number])
         capacity = (least + shared * sizes[number] // busiest) // RUN_ALIGN * RUN_ALIGN
         piece = max(RUN_ALIGN, capacity // _PARTS // RUN_ALIGN * RUN_ALIGN)
         first = next(iter(reads))
         for rank, part in reads.items():
-            table, index = tiles(part, piece)
-            moved = messages(part.cut(index, table), capacity)
             hop = int(rank != first)
-            lanes.append(Lane(first if hop else sender, rank, moved, number, hop))
+            giver = first if hop else sender
+            if only not in (None, giver, rank):
+                continue
+            if (key := (id(part), capacity)) not in made:
+                table, index = tiles(part, piece)
+                made[key] = messages(part.cut(index, table), capacity)
+            lanes.append(Lane(giver, rank, made[key], number, hop))
     # Between two ranks, messages arrive in the order in which they are sent.
     return tuple(sorted(lanes, key=lambda lane: lane.hop))
 
 
+def _digests(header: bytes, lanes: Iterable[tuple[int, Lane]]) -> dict[int, bytes]:
+    """Return by peer the first 16 bytes of a SHA-256 of `header` and its `lanes`, in their order."""
+    states: dict[int, hashlib._Hash] = {}
+    names: dict[tuple[int, int], bytes] = {}  # thousands, and few different lists of them
+    for peer, lane in lanes:
+        state, reads = states.setdefault(peer, hashlib.sha256(header)), lane.messages.reads
+        state.update(json.dumps([lane.bundle, lane.hop]).encode())
+        _hash_messages(state, lane.messages)
+        key = id(reads.src_names), id(reads.dst_names)
+        if key not in names:
+            names[key] = hashlib.sha256(_names(reads)).digest()
+        state.update(names[key])
+    return {peer: state.digest()[:16] for peer, state in states.items()}
+
+
+def _hash_messages(state: hashlib._Hash, moved: Messages) -> None:
+    for column in (moved.round, moved.offset, moved.nbytes, moved.bounds, moved.wire):
+        state.update(np.ascontiguousarray(column).tobytes())
+    _hash_reads(state, moved.reads)
+
+
 def _hash_reads(state: hashlib._Hash, reads: Reads) -> None:
-    state.update(json.dumps([reads.src_names, reads.dst_names]).encode())
     for column in columns(reads).values():
         state.update(np.ascontiguousarray(column).tobytes())
+
+
+def _names(reads: Reads) -> bytes:
+    return json.dumps([reads.src_names, reads.dst_names]).encode()
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

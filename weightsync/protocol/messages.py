@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import SlowError
-from weightsync.plan.shuffle import ShufflePlan
 from weightsync.protocol.handles import BufferHandle, Handle, Offer
 from weightsync.protocol.timing import Span
 
@@ -89,18 +88,17 @@ class FeedTicket(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """The part of one holder in the cross-host exchange.
+class Exchange:
+    """A holder's answer to `exchange`: it has planned its messages and allocated memory for them.
 
     Attributes:
-        members: the holder of each rank of the communicator.
-        rank: this holder's rank.
-        plan: the messages of this rank.
+        rendezvous: of the communicator, from its first rank; "" from others.
+        sent, received: digests of the messages by the other rank, see `ShufflePlan.digests`.
     """
 
-    members: tuple[int, ...]
-    rank: int
-    plan: ShufflePlan
+    rendezvous: str
+    sent: Mapping[int, bytes]
+    received: Mapping[int, bytes]
 
 
 class SnapshotHeader(msgspec.Struct, frozen=True):

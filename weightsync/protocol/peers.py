@@ -9,12 +9,12 @@ from weightsync.plan import RankLayout, Reads
 from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export, HostExport, Offer
 from weightsync.protocol.messages import (
     Digests,
+    Exchange,
     FeedTicket,
     Fingerprint,
     Group,
     LoadReport,
     Moved,
-    Part,
     Prepared,
     PublishReport,
     Refilled,
@@ -30,6 +30,9 @@ SharedPlan = NewType("SharedPlan", object)
 
 It is the plan itself, or a reference in whose place the called process gets the plan. Only peers can read it.
 """
+
+SharedNeeds = NewType("SharedNeeds", object)
+"""`CrossHostNeeds` as calls of many peers carry them, made by `Fleet.share`, as `SharedPlan`."""
 
 
 class TrainerPeer(Protocol):
@@ -58,7 +61,7 @@ class HolderPeer(Protocol):
     async def accept(self, timeout_s: float) -> None: ...
     async def warm_up(self, timeout_s: float) -> None: ...
     async def route(self, reads: Sequence[Reads], memory: Mapping[tuple[int, str], DeviceHandle]) -> None: ...
-    async def exchange(self, part: Part) -> str: ...
+    async def exchange(self, needs: SharedNeeds, rank: int) -> Exchange: ...
     async def meet(self, rendezvous: str, timeout_s: float) -> None: ...
     async def move(self, attempt: int, feeding: bool, task: UpdateTask, timeout_s: float) -> Moved: ...
     async def digests(self) -> Digests: ...

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.unit.plan.plan_strategies import PAD
 from tests.unit.plan.reshard_strategies import Sides, run, sides
-from weightsync.plan.cross_host import bundles
+from weightsync.plan.cross_host import CrossHostNeeds, bundles
 from weightsync.plan.direct import Reads
 from weightsync.plan.shuffle import ShufflePlan
 
@@ -117,6 +117,26 @@ def test_a_rank_needs_no_more_of_the_plan_than_its_own_part(case: CrossHostExcha
         assert part.sends(rank) == case.plan.sends(rank)
         assert part.receives(rank) == case.plan.receives(rank)
         assert len(part.lanes) == len(part.sends(rank)) + len(part.receives(rank))
+
+
+@few
+@given(crossings())
+def test_each_rank_plans_its_own_part_of_the_same_messages(case: CrossHostExchange) -> None:
+    trainers = tuple(range(case.first))
+    members = (*trainers, *sorted(case.needs))
+    shared = CrossHostNeeds(members, trainers, case.needs, case.hosts, 1 << 18)
+    whole = ShufflePlan.from_bundles(shared.bundles(), case.first, max_message_bytes=1 << 18)
+    ranks = {*trainers, *case.needs}
+    parts = {rank: shared.plan(rank) for rank in ranks}
+    for rank, part in parts.items():
+        assert part.digest() == whole.of(rank).digest()
+    digests = {rank: part.digests(rank) for rank, part in parts.items()}
+    sent = {(rank, to): digest for rank, (its, _) in digests.items() for to, digest in its.items()}
+    received = {(of, rank): digest for rank, (_, its) in digests.items() for of, digest in its.items()}
+    assert sent == received
+    other = replace(shared, max_message_bytes=1 << 19)
+    for rank in case.needs:
+        assert set(other.plan(rank).digests(rank)[1].values()).isdisjoint(sent.values())
 
 
 def test_copies_of_an_engine_on_one_host_get_a_part_each_and_pass_it_on() -> None:
