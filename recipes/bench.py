@@ -23,6 +23,7 @@ from weightsync.recipes.launcher import Launcher
 from weightsync.recipes.recipe import Recipe
 from weightsync.recipes.screen import Screen
 from weightsync.recipes.steps import start
+from weightsync.recipes.time_shares import ON_CPUS
 
 NUM_WARM = 2
 """Updates that are not measured: they touch memory for the first time."""
@@ -55,7 +56,7 @@ def run(
         launcher.close()
     screen.line(str(made))
     if cluster and not launcher.has_gpus:
-        screen.line(f"this fleet ran on CPUs: comparing it with the floors of {cluster[0]} means nothing")
+        screen.line(ON_CPUS.format(cluster[0]))
     return made
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from weightsync import LinkRates, efficiency
 from weightsync.plan.explain import count_text, time_text
-from weightsync.protocol.timing import Span
+from weightsync.protocol.timing import seconds_of
 from weightsync.recipes.hosts import HostSpec
 from weightsync.recipes.run_report import packages_here, this_host
 from weightsync.report import Link, SyncReport, bytes_text
@@ -149,13 +149,9 @@ def _rank_rows(
         if process == "driver":
             continue
         for what in dict.fromkeys(span.name for span in spans):
-            seconds = [_seconds(update.spans[process], what) for update in updates]
+            seconds = [seconds_of(update.spans[process], what) for update in updates]
             of_links = (taken.get(process, 0), floors.get(process, 0.0)) if what == "load" else ()
             yield BenchRow.of(process, what, seconds, *of_links)
-
-
-def _seconds(spans: Sequence[Span], what: str) -> float:
-    return sum(span.seconds for span in spans if span.name == what)
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -49,6 +49,7 @@ from weightsync.recipes.schema import markdown as as_markdown
 from weightsync.recipes.schema import recipe_schema
 from weightsync.recipes.screen import Screen
 from weightsync.recipes.shapes import ModelShape
+from weightsync.recipes.time_shares import ON_CPUS
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 ASKED_FOR = ("report.json", "trace.json")
@@ -233,12 +234,21 @@ def serve_checkpoint(
 @app.command()
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run's folder, such as runs/quickstart.")],
+    cluster: Annotated[
+        str | None, typer.Option(help="What the links can do: a YAML file, or hosts of configs/clusters.")
+    ] = None,
 ) -> None:
-    """Make a run's report.html again from its report.json, and print a summary."""
+    """Make a run's report.html again from its report.json, and print a summary.
+
+    With --cluster, both compare the last update with the least time that its links allow.
+    """
+    host = _cluster(cluster)
     made = read_report(report_in(folder))
-    write_page(made, folder / "report.html")
+    write_page(made, folder / "report.html", host)
     screen = Screen(Console())
-    screen.summary(made)
+    screen.summary(made, host)
+    if host and made.devices.startswith("CPUs"):
+        screen.line(ON_CPUS.format(host[0]))
     screen.line(f"report: {folder / 'report.html'}")
 
 

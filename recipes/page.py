@@ -16,13 +16,17 @@ from markupsafe import Markup
 from weightsync.errors import ConfigError
 from weightsync.plan.explain import count_text
 from weightsync.protocol.timing import Span
+from weightsync.recipes.hosts import HostSpec
 from weightsync.recipes.run_folder import replace_text
 from weightsync.recipes.run_report import NUM_LAST, RunReport, StepRow
 from weightsync.recipes.svg import Axis, Bar, Row, columns, lanes, line
+from weightsync.recipes.time_shares import TimeShares, last_update
 from weightsync.report import bytes_text
 
 _NARROW, _WIDE = 336, 980
 _PHASES = ("publish", "pause", "move", "load", "verify", "commit")
+_FLOOR = 7
+"""Colour of the floor, which no phase has."""
 _MEANINGS = (
     "Publish: trainers make their new weights readable. Pause: engines stop answering. Move: the weights go "
     "to the engines; load is an engine rank's part of it. Verify: the digests of both sides are compared. "
@@ -46,16 +50,16 @@ class _Chart:
     legend: Sequence[tuple[int, str]] = ()
 
 
-def write_page(report: RunReport, path: Path) -> None:
+def write_page(report: RunReport, path: Path, cluster: tuple[str, HostSpec] | None = None) -> None:
     """Write the page of `report` to `path`. Raises ConfigError if it cannot be written."""
     try:
-        replace_text(path, page(report))
+        replace_text(path, page(report, cluster))
     except OSError as error:
         raise ConfigError("report.html", str(path), f"give a folder to write to: {error.strerror}") from error
 
 
-def page(report: RunReport) -> str:
-    """Return the page as HTML that loads nothing."""
+def page(report: RunReport, cluster: tuple[str, HostSpec] | None = None) -> str:
+    """Return the page as HTML that loads nothing. `cluster` gives links' rates, and so the floor."""
     environment = Environment(
         loader=PackageLoader("weightsync.recipes", "."),
         autoescape=True,
@@ -64,7 +68,7 @@ def page(report: RunReport) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"bytes": bytes_text, "ms": _milliseconds, "clock": _clock}
-    ranks = _slowest(report.spans)
+    ranks, shares = _slowest(report.spans), last_update(report, cluster)
     return environment.get_template("report.html.j2").render(
         run=report,
         facts=_facts(report),
@@ -74,6 +78,9 @@ def page(report: RunReport) -> str:
         num_columns=_MOST_COLUMNS,
         meanings=_MEANINGS,
         phases=_phases(report),
+        shares=_shares(shares) if shares else None,
+        parts=shares.parts if shares else {},
+        cluster=cluster[0] if cluster else "",
         timeline=_timeline(ranks) if ranks else None,
         ranks=ranks,
         since=min((span.began for spans in ranks.values() for span in spans), default=0.0),
@@ -161,6 +168,18 @@ def _phases(report: RunReport) -> list[tuple[str, float, float]]:
     """Median and longest seconds of each phase."""
     found = {phase: [row.phases.get(phase, 0.0) for row in report.steps] for phase in _PHASES}
     return [(phase, statistics.median(s), max(s)) for phase, s in found.items() if any(s)]
+
+
+def _shares(shares: TimeShares) -> _Chart:
+    bars, at = [], 0.0
+    for name, seconds in shares.parts.items():
+        text = f"{name}: {_milliseconds(seconds)}"
+        bars.append(Bar(_FLOOR if name == "floor" else _phase(name), at, seconds * 1e3, text))
+        at += seconds * 1e3
+    rows, axis = [Row("last update", bars)], Axis(at, "{:g} ms")
+    title = "Milliseconds of the last update: its floor, its bytes, and what was beside them"
+    legend = [(bar.colour, name) for bar, name in zip(bars, shares.parts, strict=True)]
+    return _chart(lambda width: lanes(title, rows, width, axis), legend)
 
 
 def _slowest(ranks: Mapping[str, Sequence[Span]]) -> dict[str, Sequence[Span]]:

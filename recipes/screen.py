@@ -14,8 +14,12 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.table import Table
 
+from weightsync.recipes.hosts import HostSpec
 from weightsync.recipes.run_report import RunReport, StepRow
+from weightsync.recipes.time_shares import last_update
 from weightsync.report import bytes_text
+
+_BAR_WIDTH = 40
 
 
 class Screen:
@@ -47,12 +51,17 @@ class Screen:
             f"  sync {row.sync_seconds * 1e3:4.0f} ms  {proof}"
         )
 
-    def summary(self, report: RunReport) -> None:
-        """Print the table at the end, then why the run failed, and a line for each heal."""
+    def summary(self, report: RunReport, cluster: tuple[str, HostSpec] | None = None) -> None:
+        """Print the table at the end, then why the run failed, and a line for each heal.
+
+        `cluster` gives the rates of links, and so the floor of an update.
+        """
         kinds = Counter(str(info.get("kind")) for info in report.engines.values())
         table = Table(title=f"{report.name}: {report.status}", show_header=False, title_justify="left")
         for row in _figures(report) if report.steps else ():
             table.add_row(*row)
+        if shares := last_update(report, cluster):
+            table.add_row("last update", f"{shares.bar(_BAR_WIDTH)}\n{shares}")
         table.add_row("engines", ", ".join(f"{count} {kind}" for kind, count in kinds.items()))
         self._console.print(table)
         if report.error:

@@ -86,7 +86,10 @@ class DictEngine:
     def written(self) -> None:
         """Do nothing: what did not come, as of frozen tensors, is there."""
 
-    def finish(self) -> Digests:
+    def finish(self) -> None:
+        """Do nothing: the tensors are live."""
+
+    def digests(self) -> Digests:
         """Return the digests of the live tensors."""
         assert self._plan is not None
         metas = self._plan.tensors

@@ -40,7 +40,7 @@ def test_a_thousand_flipped_bits_of_live_memory_are_all_found() -> None:
         assert loop.holds_the_models_weights("e0")
         await loop.controller.snapshot_index.settled()
         engine = loop.engines["e0"]
-        expected, whole = engine.finish(), loop.controller.snapshot_index.expected
+        expected, whole = engine.digests(), loop.controller.snapshot_index.expected
         assert loop.controller.plan is not None
         names = [meta.name for meta in loop.controller.plan.tensors]
         assert (fingerprint(expected) == whole).all()
@@ -49,11 +49,11 @@ def test_a_thousand_flipped_bits_of_live_memory_are_all_found() -> None:
             live = engine.tensors[victim].view(-1).view(torch.uint8)
             byte, bit = draw.randrange(len(live)), draw.randrange(8)
             live[byte] ^= 1 << bit
-            found = engine.finish()
+            found = engine.digests()
             wrong = found != expected
             live[byte] ^= 1 << bit
             assert (fingerprint(found) != whole).any()
             assert [name for name, is_wrong in zip(names, wrong, strict=True) if is_wrong] == [victim]
-        assert (engine.finish() == expected).all()
+        assert (engine.digests() == expected).all()
 
     drive(work, CONFIG, Mixed)

@@ -194,7 +194,7 @@ class EngineFeed:
     """The engine rank's end: mapped buffers and a connected socket. Used by one thread at a time.
 
     Attributes:
-        spans: of the last `receive`: ``load``, which includes waits for buckets, and ``verify``.
+        spans: of the last `receive`: ``load``, with waits for buckets and the loader, and ``verify``.
     """
 
     def __init__(self, ticket: FeedTicket, plan: Plan) -> None:
@@ -270,9 +270,9 @@ class EngineFeed:
     def receive(self, attempt: int, sink: Sink, timeout_s: float) -> Digests:
         """Pass every bucket of one attempt to `sink`, in one long call.
 
-        Returns ``sink.finish()``: a digest per tensor of the plan. Raises DeadlineError when the holder sends
-        nothing for `timeout_s`, TransportError when it gave up, EngineError for other errors of `sink`. The
-        holder learns of any error, so that it stops waiting, except while an earlier load still runs.
+        Returns ``sink.digests()``. Raises DeadlineError when the holder sends nothing for `timeout_s`,
+        TransportError when it gave up, EngineError for other errors of `sink`. The holder learns of any
+        error, so that it stops waiting, except while an earlier load still runs.
         """
         # An earlier load that was given up may still be writing a bucket.
         if not self._busy.acquire(timeout=timeout_s):
@@ -282,9 +282,10 @@ class EngineFeed:
         try:
             with clock.phase("load"):
                 self._take_all(attempt, sink, timeout_s)
+                sink.finish()
             with clock.phase("verify"):
                 inject("verify")
-                return sink.finish()
+                return sink.digests()
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
             self._send(Failed(attempt, cause))

@@ -28,8 +28,11 @@ class Sink(Protocol):
         The holder has written them into exported memory, or they are of frozen tensors and have not changed.
         """
 
-    def finish(self) -> Digests:
-        """Make the weights live after the last piece. Returns a digest per tensor of the plan."""
+    def finish(self) -> None:
+        """Make the weights live, after the last piece. Raises TransportError if pieces are missing."""
+
+    def digests(self) -> Digests:
+        """Return a digest per tensor of the plan, uint64[num_tensors]. Called after `finish`."""
 
 
 PieceView: TypeAlias = "tuple[int, Box, torch.Tensor]"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.routing import DIRECT
 from weightsync.plan.estimate import LinkRates
 from weightsync.plan.explain import size_text, time_text
+from weightsync.protocol.timing import seconds_of
 from weightsync.report import Distance, Link, SyncReport
 
 
@@ -96,17 +97,28 @@ def efficiency(
     Returns:
         One entry per engine rank: bytes, floor and time in seconds, and their ratio.
     """
-    taken: defaultdict[str, defaultdict[str, int]] = defaultdict(lambda: defaultdict(int))
+    least_s = floors(links, rates, gpus_per_host=gpus_per_host)
+    taken: Counter[str] = Counter()
+    for link in links:
+        taken[link.target] += link.nbytes
+    found = []
+    for rank, nbytes in taken.items():
+        took = seconds_of(report.spans.get(rank, ()), "load")
+        found.append(RankEfficiency(rank, nbytes, least_s[rank], took))
+    return found
+
+
+def floors(links: Sequence[Link], rates: LinkRates, *, gpus_per_host: int = 8) -> dict[str, float]:
+    """Return the floor of each engine rank, in seconds. Arguments are those of `efficiency`."""
+    taken: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for link in links:
         taken[link.target][link.distance] += link.nbytes
-    found = []
+    found = {}
     for rank, by_distance in taken.items():
-        nbytes = sum(by_distance.values())
-        seconds = [
-            (nbytes + by_distance["same GPU or slot"]) / rates.hbm,  # local bytes are read here, too
+        nanoseconds = [
+            (by_distance.total() + by_distance["same GPU or slot"]) / rates.hbm,  # local bytes are read, too
             by_distance["same host"] / rates.nvlink,
             by_distance["other host"] / (rates.nic * gpus_per_host),
         ]
-        took = sum(span.seconds for span in report.spans.get(rank, ()) if span.name == "load")
-        found.append(RankEfficiency(rank, nbytes, max(seconds) / 1e9, took))
+        found[rank] = max(nanoseconds) / 1e9
     return found

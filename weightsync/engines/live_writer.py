@@ -94,11 +94,14 @@ class LiveWriter:
             self._host.copy(pieces)
         self._next += 1
 
-    def finish(self) -> Digests:
-        """Check that every bucket came and that they hold every tensor. Returns digests of live memory."""
+    def finish(self) -> None:
+        """Check that every bucket came and that they hold every tensor."""
         if self._next != self._plan.num_buckets:
             raise TransportError(f"{self._next} of {self._plan.num_buckets} buckets came")
         self._missing.require_none()
+
+    def digests(self) -> Digests:
+        """Return the digests of live memory."""
         tables = self._device or self._host
         assert tables
         return tables.digests()

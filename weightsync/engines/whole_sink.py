@@ -48,12 +48,15 @@ class WholeSink:
             self._put(tensor, box, data)
         synchronize(self._device)
 
-    def finish(self) -> Digests:
-        """Finish the loader. Returns the digests of the tensors that it got."""
+    def finish(self) -> None:
+        """Finish the loader."""
         self._missing.require_none()
         self._hand_over()
         self._loader.finish()
         synchronize(self._device)
+
+    def digests(self) -> Digests:
+        """Return the digests of the tensors that the loader got."""
         return self._digests
 
     def written(self) -> None:

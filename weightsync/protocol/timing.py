@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 logger = logging.getLogger("weightsync.protocol.timing")
@@ -24,6 +24,11 @@ class Span:
     name: str
     began: float
     seconds: float
+
+
+def seconds_of(spans: Iterable[Span], name: str) -> float:
+    """Return the seconds of all `spans` of one name."""
+    return sum(span.seconds for span in spans if span.name == name)
 
 
 class PhaseClock:

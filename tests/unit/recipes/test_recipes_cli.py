@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -172,6 +173,40 @@ def test_the_page_of_a_run_is_made_again(tmp_path: Path) -> None:
     assert lines[0].strip() == "quickstart: done"
     assert any("15 of 16" in line for line in lines)
     assert lines[-1] == f"report: {tmp_path / 'report.html'}"
+
+
+def test_a_report_shows_where_the_last_updates_time_went(tmp_path: Path) -> None:
+    made = run_report()
+    made.links = [replace(link, nbytes=20_000_000_000) for link in made.links[:1]]
+    made.write(tmp_path / "report.json")
+    bare = RUNNER.invoke(cli.app, ["report", str(tmp_path)]).stdout
+    assert "written in 12.5 ms; beside it 36.5 ms" in _joined(bare)
+    assert "floor" not in bare
+    result = RUNNER.invoke(cli.app, ["report", str(tmp_path), "--cluster", "8xh200"])
+    said = re.search(
+        r"([█▓░]{40}) floor 8.3 ms, written in 12.5 ms; beside it 36.5 ms: publish 10.0 ms, pause 1.0 ms, "
+        r"move 19.5 ms, commit 2.0 ms, verify 4.0 ms",
+        _joined(result.stdout),
+    )
+    assert said
+    assert said[1] == "█" * 7 + "▓" * 3 + "░" * 30  # 8.3, 4.2 and 36.5 of 49 ms
+    html = (tmp_path / "report.html").read_text()
+    assert "the least that the links of 8xh200 allow" in html
+    assert "CPUs" not in result.stdout
+
+
+def test_a_report_of_a_run_on_cpus_says_that_its_floor_means_nothing(tmp_path: Path) -> None:
+    made = run_report()
+    made.devices = "CPUs (no GPUs here)"
+    made.write(tmp_path / "report.json")
+    result = RUNNER.invoke(cli.app, ["report", str(tmp_path), "--cluster", "8xh200"])
+    assert "comparing it with the floors of 8xh200 means nothing" in result.stdout
+    assert RUNNER.invoke(cli.app, ["report", str(tmp_path), "--cluster", "9xh200"]).exit_code == 2
+
+
+def _joined(printed: str) -> str:
+    """The text of a table whose cells were wrapped."""
+    return " ".join(re.sub(r"[│┌┐└┘├┤─]", " ", printed).split())
 
 
 def test_a_run_that_came_to_no_step_has_a_page_too(tmp_path: Path) -> None:

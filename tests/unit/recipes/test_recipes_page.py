@@ -234,7 +234,7 @@ def test_a_browser_shows_it_without_a_request_a_complaint_or_scrolling_sideways(
     assert [url for url in shown.requests if not url.startswith(("data:", path.as_uri()))] == []
     assert shown.answers[FITS]
     assert shown.answers[INSIDE]
-    assert len(shown.answers[CHARTS]) == len(set(shown.answers[CHARTS])) == 5
+    assert len(shown.answers[CHARTS]) == len(set(shown.answers[CHARTS])) == 6
     assert shown.answers[SMALLEST] >= 12
     assert shown.answers[BACKGROUND] == ("rgb(20, 23, 26)" if dark else "rgb(246, 246, 243)")
     for figure in ("0.875", "15 of 16", "28.5 ms", "1.25 MB", "main-1 served version 11 again, 4.50 s after"):
