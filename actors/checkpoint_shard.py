@@ -13,7 +13,8 @@ from ray.actor import ActorHandle
 from weightsync.actors.placement import threaded
 from weightsync.faults import Fault, inject, set_faults
 from weightsync.memory.fingerprints import publish_report
-from weightsync.plan import Plan, RankLayout, TensorMeta
+from weightsync.plan import Plan, TensorMeta
+from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.handles import HostExport
 from weightsync.protocol.messages import Digests, PublishReport
 from weightsync.protocol.timing import PhaseClock
@@ -46,9 +47,9 @@ class CheckpointShard:
             ray.wait([*after], num_returns=len(after))
         return self._checked.read()
 
-    def layout(self, rank: int, num_ranks: int) -> RankLayout:
+    def layout(self, rank: int, num_ranks: int) -> LayoutTable:
         """Return what rank `rank` of `num_ranks` on this host sends."""
-        return self._checked.layout(rank, num_ranks)
+        return LayoutTable.of(self._checked.layout(rank, num_ranks))
 
     def attach(self, plan: Plan, rank: int, num_ranks: int) -> tuple[str, int, HostExport]:
         """Return the plan's digest and number of tensors, and the memory that the rank's holder maps."""

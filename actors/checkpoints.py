@@ -27,7 +27,8 @@ from weightsync.errors import (
     nearest,
 )
 from weightsync.faults import Fault
-from weightsync.plan import RankLayout, TensorMeta
+from weightsync.plan import TensorMeta
+from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.handles import Attached, BufferHandle
 from weightsync.protocol.messages import Digests, PublishReport
 from weightsync.protocol.peers import SharedPlan
@@ -191,8 +192,8 @@ class CheckpointRank:
         self.holder: RemoteHolder | None = None
         """The holder that sends this share. `Membership` sets it before the first call."""
 
-    async def layout(self) -> RankLayout:
-        layout: RankLayout = await self._call(self._checkpoints.wanted, "layout", *self._place)
+    async def layout(self) -> LayoutTable:
+        layout: LayoutTable = await self._call(self._checkpoints.wanted, "layout", *self._place)
         return layout
 
     async def trial_handle(self) -> None:

@@ -15,6 +15,7 @@ from weightsync.errors import ConfigError
 from weightsync.faults import Fault, inject, set_faults, split_by_rank
 from weightsync.memory.engine_digests import EngineDigests
 from weightsync.plan import Plan, RankLayout
+from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import Digests, FeedTicket, LoadReport
 
@@ -32,14 +33,16 @@ class EngineCalls(Claimable):
 
     async def sync_placements(self) -> list[Placement]:
         """Return the placement of each rank: the device that its layout names."""
-        layouts = await self.sync_layout()
+        layouts = await self._ask_layouts()
         return [self._place(layout.device, rank) for rank, layout in enumerate(layouts)]
 
-    async def sync_layout(self) -> Sequence[RankLayout]:
-        """Return what each rank needs.
+    async def sync_layout(self) -> Sequence[LayoutTable]:
+        """Return what each rank needs."""
+        layouts = await self._ask_layouts()
+        return await asyncio.to_thread(lambda: [LayoutTable.of(each) for each in layouts])
 
-        Asks the engine once, as its layout does not change.
-        """
+    async def _ask_layouts(self) -> Sequence[RankLayout]:
+        """Ask the engine, once, as its layout does not change."""
         async with self._asking:
             if self._layouts is None:
                 self._layouts = await asyncio.to_thread(self._engine.layout)
@@ -59,7 +62,7 @@ class EngineCalls(Claimable):
         self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float
     ) -> Sequence[Attached]:
         """Connect each rank to its holder, see `Engine.attach`."""
-        layouts = await self.sync_layout()
+        layouts = await self._ask_layouts()
         attached, self._digests = await asyncio.gather(
             asyncio.to_thread(self._engine.attach, plan, tickets, timeout_s),
             asyncio.to_thread(EngineDigests, plan, layouts),

@@ -10,7 +10,8 @@ from weightsync.actors.placement import Placement
 from weightsync.errors import ConfigError, StateError
 from weightsync.faults import Fault, inject, set_faults
 from weightsync.memory.fingerprints import publish_report
-from weightsync.plan import Plan, RankLayout
+from weightsync.plan import Plan
+from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle
 from weightsync.protocol.messages import Digests, PublishReport
 from weightsync.protocol.timing import PhaseClock
@@ -101,11 +102,11 @@ class TrainerShard(Claimable):
         """Return where this rank runs."""
         return Placement.here(self._slot)
 
-    def sync_layout(self) -> RankLayout:
+    def sync_layout(self) -> LayoutTable:
         """Return the boxes of tensors that this rank holds."""
         source = self._current_source()
         source.close()
-        return source.layout()
+        return LayoutTable.of(source.layout())
 
     def sync_trial_handle(self) -> DeviceHandle | None:
         """Return a handle that holders may try to map, see `ExportsWeights`."""

@@ -18,6 +18,7 @@ from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.memory.fingerprints import fingerprint
 from weightsync.plan import Box, Plan, RankLayout, Reads, Segment, TensorMeta, broadcast_groups
 from weightsync.plan.cross_host import CrossHostNeeds
+from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export, Offer
 from weightsync.protocol.messages import (
     Digests,
@@ -200,7 +201,7 @@ class Model:
     def __init__(self, num_tensors: int, num_trainers: int) -> None:
         self.metas = tensors(num_tensors)
         self._digest: tuple[Plan, str] | None = None
-        self._engine_answers: dict[str, bytes] = {}
+        self._engine_answers: dict[str, Message] = {}
         self._row_strides = [Box.whole(meta.shape).strides(meta.itemsize) for meta in self.metas]
         share = self.share = np.random.default_rng(1).integers(0, 1 << 63, num_tensors, np.uint64)
         nothing = np.zeros(3, np.uint64)
@@ -244,12 +245,13 @@ class Model:
         """
         if digest not in self._engine_answers:
             layouts = self.engine_layouts(_NO_HOLDER)
-            answer = [Attached(digest, _export(each)) for each in layouts] if digest else layouts
-            self._engine_answers[digest] = Message.of(answer).body
-        body = self._engine_answers[digest]
+            answer = [Attached(digest, _export(each)) if digest else LayoutTable.of(each) for each in layouts]
+            self._engine_answers[digest] = Message.of(answer)
+        message = self._engine_answers[digest]
+        body = message.body
         for rank in range(TENSOR_PARALLEL):
             body = body.replace(_device(_NO_HOLDER + rank).encode(), _device(first + rank).encode())
-        return Message(body, ())
+        return Message(body, message.buffers)
 
 
 class TrainerRank:
@@ -258,14 +260,17 @@ class TrainerRank:
     def __init__(self, model: Model, rank: int, num_ranks: int) -> None:
         self._model, self._rank, self._num_ranks = model, rank, num_ranks
 
-    def layout(self) -> RankLayout:
+    def layout(self) -> LayoutTable:
+        return LayoutTable.of(self._layout())
+
+    def _layout(self) -> RankLayout:
         return self._model.trainer_layout(self._rank, self._num_ranks)
 
     def trial_handle(self) -> DeviceHandle:
         return _handle(_device(self._rank), 0, 4096)
 
     def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
-        return Attached(self._model.plan_digest(plan), _export(self.layout()))
+        return Attached(self._model.plan_digest(plan), _export(self._layout()))
 
     def ready(self) -> bool:
         return True

@@ -34,6 +34,7 @@ from weightsync.engines.live_writer import LiveWriter, can_export
 from weightsync.memory.engine_digests import EngineDigests
 from weightsync.memory.tensors import device_id
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
+from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import Digests, Loaded, LoadReport
 
@@ -194,7 +195,10 @@ class EngineFront(Claimable):
     async def sync_placements(self) -> list[Placement]:
         return await _gather([rank.placement.remote() for rank in self._ranks])
 
-    async def sync_layout(self) -> Sequence[RankLayout]:
+    async def sync_layout(self) -> Sequence[LayoutTable]:
+        return [LayoutTable.of(each) for each in await self._layouts()]
+
+    async def _layouts(self) -> Sequence[RankLayout]:
         return await _gather([rank.layout.remote() for rank in self._ranks])
 
     async def sync_can_export(self) -> Sequence[bool]:
@@ -203,7 +207,7 @@ class EngineFront(Claimable):
     async def sync_attach(
         self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float
     ) -> Sequence[Attached]:
-        self._digests = EngineDigests(plan, await self.sync_layout())
+        self._digests = EngineDigests(plan, await self._layouts())
         pairs = zip(self._ranks, tickets, strict=True)
         return await _gather([rank.attach.remote(plan, ticket, timeout_s) for rank, ticket in pairs])
 

@@ -154,7 +154,7 @@ def start(kind: str, model: str, num_ranks: int, gpu_memory: float, *, cpu: bool
         visible = ",".join(gpu for gpu in gpus if gpu)
         engine = spawn(ENGINES[kind], folder, tensors, options, gpu=visible, env=_ENV)
         ray.get([trainer.load_code.remote(kind) for trainer in trainers])
-        layouts = ray.get(engine.sync_layout.remote())
+        layouts = [table.rank_layout() for table in ray.get(engine.sync_layout.remote())]
         with WeightSync(replace(config(256, 2), keep_versions=1)) as sync:
             rig = Rig(kind, tensors, trainers, engine, layouts, sync)
             if rig.has_own_way:

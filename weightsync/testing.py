@@ -20,6 +20,7 @@ from weightsync.memory.fingerprints import publish_report
 from weightsync.memory.offload import Offload
 from weightsync.memory.tensors import byte_strides, meta_of
 from weightsync.plan import Plan, RankLayout, Segment
+from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.handles import Attached, BufferHandle
 from weightsync.protocol.messages import Digests, FeedTicket, Loaded, LoadReport, PublishReport
 from weightsync.sources.base import Source
@@ -146,6 +147,9 @@ class LocalTrainer(LocalPeer):
         super().__init__(source)
         self._source = source
 
+    async def layout(self) -> LayoutTable:
+        return LayoutTable.of(await asyncio.to_thread(self._source.layout))
+
     async def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
         self._frozen = plan.frozen
         return await asyncio.to_thread(self._source.attach, plan, trainer, send_buffer)
@@ -165,6 +169,9 @@ class LocalEngine(LocalPeer):
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self._engine = engine
+
+    async def layout(self) -> Sequence[LayoutTable]:
+        return [LayoutTable.of(each) for each in await asyncio.to_thread(self._engine.layout)]
 
     async def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
         self._digests = EngineDigests(plan, await asyncio.to_thread(self._engine.layout))

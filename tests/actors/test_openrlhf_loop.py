@@ -55,7 +55,7 @@ def test_a_trainer_need_not_call_our_constructor() -> None:
         def __init__(self) -> None:
             self.model = nn.Linear(2, 3)
 
-    assert [meta.name for meta in Trainer().sync_layout().tensors] == ["weight", "bias"]
+    assert [meta.name for meta in Trainer().sync_layout().rank_layout().tensors] == ["weight", "bias"]
 
 
 @pytest.mark.faults

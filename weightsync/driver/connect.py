@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import math
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from weightsync.config import SyncConfig
 from weightsync.driver.fleet import Fleet
@@ -14,7 +14,9 @@ from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.driver.routing import Router
 from weightsync.driver.trial import Trial, run_trial
 from weightsync.errors import PlanError, StateError, TransportError, WeightSyncError
-from weightsync.plan import MAPPED, Layout, Members, Plan, RankLayout, make_plan, same_dtype_tensors
+from weightsync.plan import MAPPED, Layout, Members, Plan, make_plan, same_dtype_tensors
+from weightsync.plan.layout import join_tables
+from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import Prepared
 from weightsync.protocol.peers import HolderPeer, SharedPlan
@@ -56,7 +58,7 @@ class Connection:
     checkpoint: bool
     flat_layouts: dict[str, FlatLayout]
     router: Router
-    layouts: Mapping[str, Sequence[RankLayout]]
+    layouts: Mapping[str, Sequence[LayoutTable]]
     joined: Mapping[str, Layout]
     seconds: Mapping[str, float]
 
@@ -65,8 +67,8 @@ class Connection:
 class _Layouts:
     """The layouts of all ranks, also joined per side and engine. Equal engines share one."""
 
-    trainers: Sequence[RankLayout]
-    engines: Mapping[str, Sequence[RankLayout]]
+    trainers: Sequence[LayoutTable]
+    engines: Mapping[str, Sequence[LayoutTable]]
     source: Layout
     joined: Mapping[str, Layout]
 
@@ -173,7 +175,7 @@ async def _open(
 
 
 def _flat_layouts(
-    content: str, layouts: Mapping[str, Sequence[RankLayout]], served: Mapping[str, Sequence[Attached]]
+    content: str, layouts: Mapping[str, Sequence[LayoutTable]], served: Mapping[str, Sequence[Attached]]
 ) -> dict[str, FlatLayout]:
     flat_layouts: dict[str, FlatLayout] = {}
     first = 0
@@ -199,8 +201,8 @@ async def _layouts(fleet: Fleet, timeout_s: float) -> _Layouts:
     joined: dict[str, Layout] = {}
     for name, its in ranks.items():
         twin = next((other for other in joined if _alike(its, ranks[other])), None)
-        joined[name] = joined[twin] if twin else Layout.from_ranks(its)
-    return _Layouts([*sources.values()], ranks, Layout.from_ranks([*sources.values()]), joined)
+        joined[name] = joined[twin] if twin else join_tables(its)
+    return _Layouts([*sources.values()], ranks, join_tables([*sources.values()]), joined)
 
 
 def _plan(fleet: Fleet, layouts: _Layouts, config: SyncConfig, epoch: int, num_slots: int) -> Plan:
@@ -352,9 +354,9 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     member.attached = True
 
 
-def _alike(layouts: Sequence[RankLayout], known: Sequence[RankLayout]) -> bool:
+def _alike(layouts: Sequence[LayoutTable], known: Sequence[LayoutTable]) -> bool:
     """Whether two engines' layouts are equal, devices aside."""
-    return [replace(each, device="") for each in layouts] == [replace(each, device="") for each in known]
+    return len(layouts) == len(known) and all(map(LayoutTable.alike, layouts, known))
 
 
 def _compare(plan: Plan, digests: Mapping[str, list[str]]) -> None:
@@ -365,9 +367,10 @@ def _compare(plan: Plan, digests: Mapping[str, list[str]]) -> None:
                 raise PlanError(name, f"it computed plan {digest[:12]}, the controller {wanted[:12]}")
 
 
-def flat_layout(content: str, ranks: Sequence[RankLayout]) -> str:
+def flat_layout(content: str, ranks: Sequence[LayoutTable]) -> str:
     """Return the SHA-256 (hex) of an engine's flat snapshot layout. `content` is the plan's."""
     state = hashlib.sha256(content.encode())
     for rank in ranks:
-        state.update(repr((rank.segments, rank.buffers, rank.padding)).encode())
+        for part in rank.memory_content():
+            state.update(part)
     return state.hexdigest()

@@ -9,7 +9,8 @@ from weightsync.config import SyncConfig
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.driver.routing import obstacle
-from weightsync.plan import MAPPED, RankLayout
+from weightsync.plan import MAPPED
+from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.handles import DeviceHandle
 
 
@@ -29,8 +30,8 @@ class Trial:
 async def run_trial(
     fleet: Fleet,
     config: SyncConfig,
-    trainers: Sequence[RankLayout],
-    engines: Mapping[str, Sequence[RankLayout]],
+    trainers: Sequence[LayoutTable],
+    engines: Mapping[str, Sequence[LayoutTable]],
     demoted: Mapping[str, str],
 ) -> Trial:
     """Have holders map trainers' memory, for engines that nothing else keeps from it.
@@ -73,7 +74,7 @@ async def run_trial(
     return Trial(obstacles(failures), failures)
 
 
-def _on_device(ranks: Iterable[RankLayout]) -> bool:
+def _on_device(ranks: Iterable[LayoutTable]) -> bool:
     return all(rank.device not in ("", MAPPED) for rank in ranks)
 
 

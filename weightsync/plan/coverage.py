@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from weightsync.errors import PlanError
 from weightsync.plan.copies import repeated
-from weightsync.plan.layout import DTYPES, Int64, Layout, columns, take
-from weightsync.plan.segment import TensorMeta, suggest
+from weightsync.plan.layout import Int64, Layout, columns, take
+from weightsync.plan.segment import DTYPES, TensorMeta, suggest
 
 
 def first_element(offset: Int64, shape: Int64) -> Int64:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -10,8 +10,18 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import PlanError
-from weightsync.plan.segment import ITEMSIZE, MOST_NBYTES, Box, RankLayout, Segment, TensorMeta, suggest
-from weightsync.plan.stages import check_stages
+from weightsync.plan.declared import Declared
+from weightsync.plan.layout_table import Column, LayoutTable, check_lengths
+from weightsync.plan.segment import (
+    DTYPES,
+    MOST_NBYTES,
+    TOO_FAR,
+    Box,
+    RankLayout,
+    Segment,
+    TensorMeta,
+    suggest,
+)
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -21,9 +31,6 @@ T = TypeVar("T", bound="DataclassInstance")
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
-
-DTYPES = {name: code for code, name in enumerate(ITEMSIZE)}
-"""A number for each dtype, for columns."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -111,9 +118,6 @@ def take(table: T, rows: Int64) -> T:
     return replace(table, **{name: column[rows] for name, column in columns(table).items()})
 
 
-_FAR = f"reaches beyond {MOST_NBYTES} bytes (4 PiB); offsets and strides count bytes, boxes count elements"
-
-
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Layout:
     """All segments of the trainers, or of one engine, ordered by rank.
@@ -169,46 +173,7 @@ class Layout:
             PlanError: the ranks disagree on a tensor, two stages hold one, or a segment does not fit its
                 tensor or in memory.
         """
-        tied = _join_tied(ranks)
-        metas = _join_tensors(ranks, dict(tied))
-        check_stages(ranks)
-        index = {name: number for number, name in enumerate(metas)}
-        segments = [segment for layout in ranks for segment in layout.segments]
-        for segment in segments:
-            _check_segment(segment, metas, dict(tied) if segment.tensor not in metas else {})
-        try:
-            return cls._join(ranks, metas, index, tied, segments)
-        except OverflowError:  # NumPy's, for a number that int64 does not hold
-            raise _too_large(segments) from None
-
-    @classmethod
-    def _join(
-        cls,
-        ranks: Sequence[RankLayout],
-        metas: Mapping[str, TensorMeta],
-        index: Mapping[str, int],
-        tied: tuple[tuple[str, str], ...],
-        segments: Sequence[Segment],
-    ) -> Layout:
-        buffers: dict[str, int] = {}
-        ndim = max([1, *(len(meta.shape) for meta in metas.values())])
-        counts = [len(layout.segments) for layout in ranks]
-        return cls.from_columns(
-            tensors=tuple(metas.values()),
-            num_ranks=len(ranks),
-            tied=tied,
-            tensor=np.array([index[s.tensor] for s in segments], np.int32),
-            rank=np.repeat(np.arange(len(ranks), dtype=np.int32), counts),
-            offset=padded((s.box.offset for s in segments), ndim, 0),
-            extent=padded((s.box.extent for s in segments), ndim, 1),
-            buffer=np.array([buffers.setdefault(s.buffer, len(buffers)) for s in segments], np.int32),
-            buffer_names=tuple(buffers),
-            byte_offset=np.array([s.byte_offset for s in segments], np.int64),
-            strides=padded((s.strides for s in segments), ndim, 0),
-            buffers=tuple((rank, meta) for rank, layout in enumerate(ranks) for meta in layout.buffers),
-            padding=tuple((rank, *entry) for rank, layout in enumerate(ranks) for entry in layout.padding),
-            frozen=_join_frozen(ranks),
-        )
+        return join_tables([LayoutTable.of(layout) for layout in ranks])
 
     @classmethod
     def from_columns(
@@ -292,6 +257,37 @@ class Layout:
         )
 
 
+def join_tables(ranks: Sequence[LayoutTable]) -> Layout:
+    """Join the layouts of all ranks of one side, in columns. Raises as `Layout.from_ranks`."""
+    declared = Declared.of(ranks)
+    segments = [each.segments for each in ranks]
+    counts = [len(each) for each in segments]
+    metas = tuple(declared.tensors.values())
+    tensor = _tensors(declared, ranks)
+    ndim = _joined([each.ndim for each in segments])
+    _check_segments(declared, ranks, tensor, ndim)
+    used, buffer = _by_appearance(
+        _joined([numbers[each.buffer] for numbers, each in zip(declared.numbers, segments, strict=True)])
+    )
+    num_dims = max([1, *(len(meta.shape) for meta in metas)])
+    return Layout.from_columns(
+        tensors=metas,
+        num_ranks=len(ranks),
+        tied=declared.tied,
+        tensor=tensor.astype(np.int32),
+        rank=np.repeat(np.arange(len(ranks), dtype=np.int32), counts),
+        offset=_wide(ndim, [each.offset for each in segments], num_dims, 0),
+        extent=_wide(ndim, [each.extent for each in segments], num_dims, 1),
+        buffer=buffer.astype(np.int32),
+        buffer_names=tuple(declared.names[number] for number in used.tolist()),
+        byte_offset=_joined([each.byte_offset for each in segments]),
+        strides=_wide(ndim, [each.strides for each in segments], num_dims, 0),
+        buffers=declared.buffers,
+        padding=declared.padding,
+        frozen=declared.frozen,
+    )
+
+
 def _segment(
     meta: TensorMeta, buffer: str, offset: list[int], extent: list[int], start: int, strides: list[int]
 ) -> Segment:
@@ -305,71 +301,6 @@ def padded(rows: Iterable[Sequence[int]], ndim: int, fill: int) -> Int64:
     tails = [(fill,) * missing for missing in range(ndim + 1)]
     flat = [number for row in rows for number in (*row, *tails[ndim - len(row)])]
     return np.array(flat, np.int64).reshape(-1, ndim)
-
-
-def _join_tied(ranks: Sequence[RankLayout]) -> tuple[tuple[str, str], ...]:
-    joined: dict[str, str] = {}
-    for alias, canonical in (pair for layout in ranks for pair in layout.tied):
-        if joined.setdefault(alias, canonical) != canonical:
-            raise PlanError(alias, f"tied to {joined[alias]} and to {canonical}; ranks must agree on one")
-    for alias, canonical in joined.items():
-        if canonical in joined:
-            raise PlanError(alias, f"tied to {canonical}, itself an alias; tie to {joined[canonical]}")
-    return tuple(sorted(joined.items()))
-
-
-def _join_frozen(ranks: Sequence[RankLayout]) -> frozenset[str]:
-    joined = frozenset(name for layout in ranks for name in layout.frozen)
-    for rank, layout in enumerate(ranks) if joined else ():
-        for meta in layout.tensors:
-            if meta.name in joined and meta.name not in layout.frozen:
-                raise PlanError(
-                    meta.name, f"frozen, but not on rank {rank}; give every rank the same frozen patterns"
-                )
-    return joined
-
-
-def _join_tensors(ranks: Sequence[RankLayout], tied: dict[str, str]) -> dict[str, TensorMeta]:
-    """Return all ranks' tensors by name, in order of first appearance, without aliases."""
-    metas: dict[str, TensorMeta] = {}
-    owner: dict[str, int] = {}
-    for rank, layout in enumerate(ranks):
-        for meta in layout.tensors:
-            known = metas.setdefault(meta.name, meta)
-            if known is meta:
-                owner[meta.name] = rank
-            elif known != meta:
-                raise PlanError(
-                    meta.name,
-                    f"rank {owner[meta.name]} says {known.dtype} {known.shape}, "
-                    f"rank {rank} says {meta.dtype} {meta.shape}; all must declare the global tensor",
-                )
-    for alias, canonical in tied.items():
-        if canonical not in metas:
-            raise PlanError(
-                alias, f"tied to {canonical}, which no rank declares; {suggest(canonical, metas)}"
-            )
-        meta = metas.pop(alias, metas[canonical])
-        if meta.shape != metas[canonical].shape:
-            raise PlanError(
-                alias, f"shape {meta.shape}, but tied to {canonical} of shape {metas[canonical].shape}"
-            )
-    return metas
-
-
-def _check_segment(segment: Segment, metas: dict[str, TensorMeta], tied: dict[str, str]) -> None:
-    name, box = segment.tensor, segment.box
-    if name in tied:
-        raise PlanError(name, f"tied to {tied[name]}, so it has no segments; give them to {tied[name]}")
-    if name not in metas:
-        raise PlanError(name, f"a segment names it, no rank declares it; {suggest(name, metas)}")
-    ndim = len(metas[name].shape)
-    if {len(box.offset), len(box.extent), len(segment.strides)} != {ndim}:
-        raise PlanError(
-            name,
-            f"offset {box.offset}, extent {box.extent}, strides {segment.strides}: "
-            f"each needs {ndim} numbers, for shape {metas[name].shape}",
-        )
 
 
 def _check_bounds(
@@ -401,17 +332,59 @@ def _check_reach(
     if (reach > MOST_NBYTES).any():
         row = int(reach.argmax())
         shown = f"byte offset {int(byte_offset[row])}, strides {tuple(strides[row].tolist())}"
-        raise PlanError(tensors[int(tensor[row])].name, f"{shown} {_FAR}")
+        raise PlanError(tensors[int(tensor[row])].name, f"{shown} {TOO_FAR}")
 
 
 def _largest(values: Int64) -> int:
     return max(int(values.max(initial=0)), -int(values.min(initial=0)))
 
 
-def _too_large(segments: Sequence[Segment]) -> PlanError:
-    for segment in segments:
-        box = segment.box
-        numbers = (*box.offset, *box.extent, *segment.strides, segment.byte_offset)
-        if any(abs(number) > MOST_NBYTES for number in numbers):
-            return PlanError(segment.tensor, f"{segment} {_FAR}")
-    raise AssertionError("no segment has a number that int64 does not hold")
+def _joined(columns: Sequence[Column]) -> Int64:
+    """Join the columns of all ranks."""
+    return np.concatenate([np.empty(0, np.int64), *columns])
+
+
+def _wide(ndim: Int64, columns: Sequence[Column], num_dims: int, fill: int) -> Int64:
+    """Join columns of all ranks that have `ndim` numbers for each segment, padded to `num_dims`."""
+    wide = np.full((len(ndim), num_dims), fill, np.int64)
+    wide[np.arange(num_dims) < ndim[:, None]] = _joined(columns)
+    return wide
+
+
+def _by_appearance(numbers: Int64) -> tuple[Int64, Int64]:
+    """Return the numbers that occur, in order of first appearance, and the position of each entry in them."""
+    size = int(numbers.max(initial=-1)) + 1
+    first = np.full(size, len(numbers))
+    first[numbers[::-1]] = np.arange(len(numbers))[::-1]  # the last assignment counts
+    used = np.argsort(first, kind="stable")[: int((first < len(numbers)).sum())]
+    place = np.zeros(size, np.int64)
+    place[used] = np.arange(len(used))
+    return used, place[numbers]
+
+
+def _tensors(declared: Declared, ranks: Sequence[LayoutTable]) -> Int64:
+    """Return the number of each segment's tensor, -1 if no rank declares it."""
+    index = {name: number for number, name in enumerate(declared.tensors)}
+    of_name = np.array([index.get(name, -1) for name in declared.names], np.int64)
+    pairs = zip(declared.numbers, ranks, strict=True)
+    return _joined([of_name[numbers[each.segments.tensor]] for numbers, each in pairs])
+
+
+def _check_segments(declared: Declared, ranks: Sequence[LayoutTable], tensor: Int64, ndim: Int64) -> None:
+    """Check that every segment has a tensor, and as many dimensions as that."""
+    wanted = np.array([len(meta.shape) for meta in declared.tensors.values()], np.int64)
+    bad = tensor < 0
+    bad[~bad] = wanted[tensor[~bad]] != ndim[~bad]
+    if not bad.any():
+        return
+    row = int(bad.argmax())
+    ends = np.cumsum([len(each.segments) for each in ranks])
+    rank = int(np.searchsorted(ends, row, side="right"))
+    segment = ranks[rank].rank_layout().segments[row - int(ends[rank])]  # counted from the end
+    name, tied = segment.tensor, dict(declared.tied)
+    if name in tied:
+        raise PlanError(name, f"tied to {tied[name]}, so it has no segments; give them to {tied[name]}")
+    if name not in declared.tensors:
+        raise PlanError(name, f"a segment names it, no rank declares it; {suggest(name, declared.tensors)}")
+    meta = declared.tensors[name]
+    check_lengths(segment, [meta], len(meta.shape))

@@ -117,11 +117,17 @@ ITEMSIZE = MappingProxyType(
 )
 """Bytes per element, by torch's name without its prefix."""
 
+DTYPES = MappingProxyType({name: code for code, name in enumerate(ITEMSIZE)})
+"""A number for each dtype, for columns."""
+
 CASTABLE = frozenset({"bfloat16", "float16", "float32", "float64"})
 """Dtypes that are cast to one another. float8 is not: its values need a scale, which a cast cannot make."""
 
 MOST_NBYTES = 1 << 52
 """Limit for a tensor and for a model: sums stay exact in int64, and in float64 where NumPy uses it."""
+
+TOO_FAR = f"reaches beyond {MOST_NBYTES} bytes (4 PiB); offsets and strides count bytes, boxes count elements"
+"""What errors say of numbers beyond `MOST_NBYTES`."""
 
 
 @dataclass(frozen=True, slots=True)

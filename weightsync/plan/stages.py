@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 from weightsync.errors import ConfigError, PlanError, nearest
 from weightsync.plan.segment import RankLayout, Stage
 
 
-def check_stages(ranks: Sequence[RankLayout]) -> None:
+def check_stages(ranks: Mapping[int, RankLayout]) -> None:
     """Check what all ranks of one side say of their stages. Ranks that say nothing are not asked.
+
+    `ranks` may leave out ranks that say the same as an earlier one.
 
     Raises:
         ConfigError: a setting fits no name of any rank.
         PlanError: two stages hold a tensor that they do not share.
     """
-    stages = [(rank, layout, layout.stage) for rank, layout in enumerate(ranks) if layout.stage]
+    stages = [(rank, layout, layout.stage) for rank, layout in ranks.items() if layout.stage]
     if stages and len(stages) == len(ranks):
         _check_settings([stage for _, _, stage in stages])
     owners: dict[str, tuple[int, int]] = {}

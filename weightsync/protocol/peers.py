@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NewType, Protocol
 
-from weightsync.plan import RankLayout, Reads
+from weightsync.plan import Reads
+from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export, HostExport, Offer
 from weightsync.protocol.messages import (
     Digests,
@@ -38,12 +39,14 @@ SharedNeeds = NewType("SharedNeeds", object)
 class TrainerPeer(Protocol):
     """A trainer rank, as the driver calls it. `weightsync.sources.Source` documents the methods.
 
+    Layouts travel as tables, see `LayoutTable`.
+
     `digests` returns the digests that it published last, uint64[num_tensors].
 
     `trial_handle` and `ready` are those of `weightsync.sources.ExportsWeights`: None and False for others.
     """
 
-    async def layout(self) -> RankLayout: ...
+    async def layout(self) -> LayoutTable: ...
     async def trial_handle(self) -> DeviceHandle | None: ...
     async def attach(self, plan: SharedPlan, trainer: int, send_buffer: BufferHandle | None) -> Attached: ...
     async def ready(self) -> bool: ...
@@ -85,10 +88,12 @@ class HolderPeer(Protocol):
 class EnginePeer(Protocol):
     """An engine, as the driver calls it. `weightsync.engines.Engine` documents the methods.
 
+    Layouts travel as tables, see `LayoutTable`.
+
     `digests` returns those of its last load, uint64[num_ranks, num_tensors], see `EngineDigests`.
     """
 
-    async def layout(self) -> Sequence[RankLayout]: ...
+    async def layout(self) -> Sequence[LayoutTable]: ...
     async def can_export(self) -> Sequence[bool]: ...
     async def attach(
         self, plan: SharedPlan, tickets: Sequence[FeedTicket], timeout_s: float

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from weightsync.actors.checkpoint_shard import CheckpointShard
 from weightsync.memory.digests import tensor_digest
 from weightsync.memory.fingerprints import fingerprint
-from weightsync.plan import Layout, Members, make_plan
+from weightsync.plan import Members, make_plan
+from weightsync.plan.layout import join_tables
 
 
 def test_a_rank_that_attaches_after_a_publish_does_not_lose_its_digests(tmp_path: Path) -> None:
@@ -21,8 +22,8 @@ def test_a_rank_that_attaches_after_a_publish_does_not_lose_its_digests(tmp_path
     try:
         shard.check()
         shard.read([])
-        source = Layout.from_ranks([shard.layout(rank, 2) for rank in range(2)])
-        target = Layout.from_ranks([shard.layout(0, 1)])
+        source = join_tables([shard.layout(rank, 2) for rank in range(2)])
+        target = join_tables([shard.layout(0, 1)])
         members = Members(3, (0, 1), (("e", (2,)),))
         plan = make_plan(source, {"e": target}, members, bucket_bytes=256, max_staging_bytes=1 << 20)
         shard.attach(plan, 0, 2)

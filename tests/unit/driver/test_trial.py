@@ -12,6 +12,7 @@ from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.trial import Trial, run_trial
 from weightsync.errors import PeerLostError
 from weightsync.plan import MAPPED, RankLayout, TensorMeta
+from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.handles import DeviceHandle
 from weightsync.testing import LocalPeer
 
@@ -74,7 +75,9 @@ class Members:
     ) -> Trial:
         config = SyncConfig(mode=mode)  # type: ignore[arg-type]
         layouts = {"e0": [ON_GPU, ON_GPU], "e1": [e1]}
-        return asyncio.run(run_trial(self.fleet, config, trainers, layouts, demoted or {}))
+        tables = {name: [*map(LayoutTable.of, ranks)] for name, ranks in layouts.items()}
+        sources = [*map(LayoutTable.of, trainers)]
+        return asyncio.run(run_trial(self.fleet, config, sources, tables, demoted or {}))
 
     def tried(self) -> list[list[list[str]]]:
         return [holder.tried for holder in self.holders]

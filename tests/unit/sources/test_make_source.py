@@ -7,6 +7,7 @@ from torch import nn
 
 from weightsync import TrainerShard
 from weightsync.errors import ConfigError, StateError
+from weightsync.plan import RankLayout
 from weightsync.sources import SOURCES, make_source
 from weightsync.sources.module import ModuleSource
 
@@ -36,14 +37,14 @@ def test_what_no_source_reads_is_refused() -> None:
 
 def test_a_given_source_is_used_and_says_that_it_cannot_offload() -> None:
     class Fixed:
-        def layout(self) -> str:
-            return "its layout"
+        def layout(self) -> RankLayout:
+            return RankLayout((), (), device="its device")
 
         def close(self) -> None: ...
 
     shard = TrainerShard()
     shard.source = Fixed()  # type: ignore[assignment]
-    assert shard.sync_layout() == "its layout"
+    assert shard.sync_layout().device == "its device"
     with pytest.raises(StateError, match="Fixed cannot offload"):
         shard.offload()
     shard.onload()

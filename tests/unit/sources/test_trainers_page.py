@@ -49,7 +49,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def layout(trainer: TrainerShard) -> dict[str, tuple[int, ...]]:
-    return {meta.name: meta.shape for meta in trainer.sync_layout().tensors}
+    return {meta.name: meta.shape for meta in trainer.sync_layout().rank_layout().tensors}
 
 
 @pytest.mark.usefixtures("modules")

@@ -143,4 +143,6 @@ def test_a_shard_passes_the_configuration_on() -> None:
     shard.model = made()
     shard.model.__class__ = module_class
     shard.hf_config = SimpleNamespace(model_type="llama", vocab_size=VOCAB)
-    assert shard.sync_layout() == MegatronSource(made(), family="llama", vocab_size=VOCAB).layout()
+    assert (
+        shard.sync_layout().rank_layout() == MegatronSource(made(), family="llama", vocab_size=VOCAB).layout()
+    )

@@ -1,0 +1,293 @@
+"""A rank's layout in columns, as processes send it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weightsync.errors import PlanError
+from weightsync.plan.segment import (
+    DTYPES,
+    MOST_NBYTES,
+    TOO_FAR,
+    Box,
+    RankLayout,
+    Segment,
+    Stage,
+    TensorMeta,
+)
+
+Column = npt.NDArray[np.signedinteger[Any]]
+"""Numbers in the smallest signed type that holds them all, so equal numbers have equal bytes."""
+
+_DTYPES = tuple(DTYPES)
+
+
+def column(numbers: Iterable[int]) -> Column:
+    """Make a column. Raises OverflowError for a number that int64 does not hold."""
+    wide = np.array([*numbers], np.int64)
+    low, high = int(wide.min(initial=0)), int(wide.max(initial=0))
+    limits = ((kind, np.iinfo(kind)) for kind in (np.int8, np.int16, np.int32, np.int64))
+    return wide.astype(next(kind for kind, limit in limits if limit.min <= low and high <= limit.max))
+
+
+def pack_names(names: Iterable[str]) -> bytes:
+    """Return names as one value. Equal names give equal bytes."""
+    return zlib.compress(json.dumps([*names]).encode(), 1)
+
+
+def unpack_names(packed: bytes) -> list[str]:
+    """Return the names of `pack_names`."""
+    names: list[str] = json.loads(zlib.decompress(packed))
+    return names
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MetaTable:
+    """n tensors, or live parameters.
+
+    Attributes:
+        name: [n], the number of each name.
+        dtype: [n], by `DTYPES`.
+        ndim: [n], the number of dimensions.
+        shape: [sum of ndim], one shape after the other.
+    """
+
+    name: Column
+    dtype: Column
+    ndim: Column
+    shape: Column
+
+    @classmethod
+    def of(cls, metas: Sequence[TensorMeta], numbers: Mapping[str, int]) -> MetaTable:
+        """Make columns. `numbers` has a number for each name."""
+        return cls(
+            column(numbers[meta.name] for meta in metas),
+            column(DTYPES[meta.dtype] for meta in metas),
+            column(len(meta.shape) for meta in metas),
+            column(dim for meta in metas for dim in meta.shape),
+        )
+
+    def __len__(self) -> int:
+        return len(self.name)
+
+    def metas(self, names: Sequence[str]) -> tuple[TensorMeta, ...]:
+        """Return the tensors. `names` has the name of each number."""
+        shapes = _rows(self.ndim, self.shape)
+        return tuple(
+            TensorMeta(names[name], _DTYPES[dtype], shape)
+            for name, dtype, shape in zip(self.name.tolist(), self.dtype.tolist(), shapes, strict=True)
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SegmentTable:
+    """n segments.
+
+    Attributes:
+        tensor, buffer: [n], the number of each name.
+        byte_offset: [n].
+        ndim: [n], the number of dimensions.
+        offset, extent, strides: [sum of ndim], those of one segment after those of the other.
+    """
+
+    tensor: Column
+    buffer: Column
+    byte_offset: Column
+    ndim: Column
+    offset: Column
+    extent: Column
+    strides: Column
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment], numbers: Mapping[str, int]) -> SegmentTable:
+        """Make columns. `numbers` has a number for each name.
+
+        Raises OverflowError for a number that int64 does not hold.
+        """
+        return cls(
+            column(numbers[each.tensor] for each in segments),
+            column(numbers[each.buffer] for each in segments),
+            column(each.byte_offset for each in segments),
+            column(len(each.strides) for each in segments),
+            column(number for each in segments for number in each.box.offset),
+            column(number for each in segments for number in each.box.extent),
+            column(number for each in segments for number in each.strides),
+        )
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def segments(self, names: Sequence[str]) -> tuple[Segment, ...]:
+        """Return the segments. `names` has the name of each number."""
+        rows = zip(
+            self.tensor.tolist(),
+            _rows(self.ndim, self.offset),
+            _rows(self.ndim, self.extent),
+            self.buffer.tolist(),
+            self.byte_offset.tolist(),
+            _rows(self.ndim, self.strides),
+            strict=True,
+        )
+        return tuple(
+            Segment(names[tensor], Box(offset, extent), names[buffer], start, strides)
+            for tensor, offset, extent, buffer, start, strides in rows
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayoutTable:
+    """A `RankLayout` in columns. Pickling it makes no object for each tensor.
+
+    Attributes:
+        names: all names that it uses, each once, as of `pack_names`. Columns have their numbers.
+        tensors, segments, buffers: those of the layout.
+        tied: [k, 2], names of (alias, canonical).
+        padding: [k, 3], (name of the buffer, byte offset, nbytes).
+        frozen: [k], names.
+        device, stage: those of the layout.
+    """
+
+    names: bytes
+    tensors: MetaTable
+    segments: SegmentTable
+    tied: Column
+    buffers: MetaTable
+    padding: Column
+    frozen: Column
+    device: str
+    stage: Stage | None
+
+    @classmethod
+    def of(cls, layout: RankLayout) -> LayoutTable:
+        """Make columns of a layout.
+
+        Raises:
+            PlanError: the offset, extent and strides of a segment have different lengths, or one of its
+                numbers is too large.
+        """
+        for segment in layout.segments:
+            check_lengths(segment, layout.tensors)
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(_names(layout)))}
+        try:
+            return cls(
+                pack_names(numbers),
+                MetaTable.of(layout.tensors, numbers),
+                SegmentTable.of(layout.segments, numbers),
+                column(numbers[name] for pair in layout.tied for name in pair).reshape(-1, 2),
+                MetaTable.of(layout.buffers, numbers),
+                column(n for row in layout.padding for n in _padding(row, numbers)).reshape(-1, 3),
+                column(numbers[name] for name in layout.frozen),
+                layout.device,
+                layout.stage,
+            )
+        except OverflowError:
+            raise _too_large(layout) from None
+
+    def rank_layout(self) -> RankLayout:
+        """Return the layout."""
+        names = unpack_names(self.names)
+        return RankLayout(
+            self.tensors.metas(names),
+            self.segments.segments(names),
+            self.tied_names(names),
+            self.buffers.metas(names),
+            self.padded(names),
+            self.device,
+            self.stage,
+            self.frozen_names(names),
+        )
+
+    def tied_names(self, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
+        """Return the (alias, canonical) pairs of the layout, whose names are `names`."""
+        return tuple((names[alias], names[canonical]) for alias, canonical in self.tied.tolist())
+
+    def padded(self, names: Sequence[str]) -> tuple[tuple[str, int, int], ...]:
+        """Return the padding of the layout, whose names are `names`."""
+        return tuple((names[name], start, nbytes) for name, start, nbytes in self.padding.tolist())
+
+    def frozen_names(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the frozen tensors of the layout, whose names are `names`."""
+        return tuple(names[name] for name in self.frozen.tolist())
+
+    def alike(self, other: LayoutTable) -> bool:
+        """Whether both layouts are equal, devices aside."""
+        parts = ("tensors", "segments", "tied", "buffers", "padding", "frozen")
+        return (
+            self.stage == other.stage
+            and all(content(getattr(self, part)) == content(getattr(other, part)) for part in parts)
+            # Another version of zlib may compress equal names differently.
+            and (self.names == other.names or unpack_names(self.names) == unpack_names(other.names))
+        )
+
+    def memory_content(self) -> Iterator[bytes]:
+        """Yield bytes that are equal for layouts with equal segments, buffers and padding."""
+        yield zlib.decompress(self.names)
+        for part in (self.segments, self.buffers, self.padding):
+            for kind, data in content(part):
+                yield f"{kind} {len(data)} ".encode()
+                yield data
+
+
+def content(part: MetaTable | SegmentTable | Column) -> tuple[tuple[str, bytes], ...]:
+    """Return the columns of a part as values that are equal if the columns are, and can be hashed."""
+    held = [part] if isinstance(part, np.ndarray) else [getattr(part, field.name) for field in fields(part)]
+    return tuple((each.dtype.str, each.tobytes()) for each in held)
+
+
+def check_lengths(segment: Segment, tensors: Iterable[TensorMeta], ndim: int | None = None) -> None:
+    """Check that the offset, extent and strides of a segment have `ndim` numbers; by default equally many.
+
+    `tensors` has its tensor, if that is known. Raises PlanError.
+    """
+    lengths = {len(segment.box.offset), len(segment.box.extent), len(segment.strides)}
+    if len(lengths) == 1 and ndim in (None, *lengths):
+        return
+    shape = next((meta.shape for meta in tensors if meta.name == segment.tensor), None)
+    wanted = "as many numbers as its tensor has dimensions"
+    raise PlanError(
+        segment.tensor,
+        f"offset {segment.box.offset}, extent {segment.box.extent}, strides {segment.strides}: "
+        f"each needs {wanted if shape is None else f'{len(shape)} numbers, for shape {shape}'}",
+    )
+
+
+def _names(layout: RankLayout) -> Iterator[str]:
+    yield from (meta.name for meta in layout.tensors)
+    yield from (segment.tensor for segment in layout.segments)
+    yield from (segment.buffer for segment in layout.segments)
+    yield from itertools.chain.from_iterable(layout.tied)
+    yield from (meta.name for meta in layout.buffers)
+    yield from (name for name, _, _ in layout.padding)
+    yield from layout.frozen
+
+
+def _padding(row: tuple[str, int, int], numbers: Mapping[str, int]) -> tuple[int, int, int]:
+    """Return a row of padding. What int64 does not hold is cut off: it still lies outside of any buffer."""
+    name, start, nbytes = row
+    limit = np.iinfo(np.int64)
+    return numbers[name], min(max(start, limit.min), limit.max), min(max(nbytes, limit.min), limit.max)
+
+
+def _rows(sizes: Column, flat: Column) -> Iterator[tuple[int, ...]]:
+    """Cut `flat` into tuples of `sizes`."""
+    numbers, end = flat.tolist(), 0
+    for size in sizes.tolist():
+        end += size
+        yield tuple(numbers[end - size : end])
+
+
+def _too_large(layout: RankLayout) -> PlanError:
+    for segment in layout.segments:
+        box = segment.box
+        numbers = (*box.offset, *box.extent, *segment.strides, segment.byte_offset)
+        if any(abs(number) > MOST_NBYTES for number in numbers):
+            return PlanError(segment.tensor, f"{segment} {TOO_FAR}")
+    raise AssertionError("no segment has a number that int64 does not hold")
