@@ -29,8 +29,8 @@ from weightsync.errors import (
 from weightsync.faults import Fault
 from weightsync.plan import TensorMeta
 from weightsync.plan.layout_table import LayoutTable
-from weightsync.protocol.handles import Attached, BufferHandle
-from weightsync.protocol.messages import Digests, PublishReport
+from weightsync.protocol.handles import BufferHandle
+from weightsync.protocol.messages import AttachReport, Digests, PublishReport
 from weightsync.protocol.peers import SharedPlan
 from weightsync.sources.checkpoint_store import Reading
 
@@ -199,7 +199,7 @@ class CheckpointRank:
     async def trial_handle(self) -> None:
         """Return None: holders map host memory."""
 
-    async def attach(self, plan: SharedPlan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
+    async def attach(self, plan: SharedPlan, trainer: int, send_buffer: BufferHandle | None) -> AttachReport:
         """Let the holder map the wanted checkpoint, once read, and others read by then.
 
         Another checkpoint whose process is gone is skipped: an update that takes it raises the error.
@@ -212,7 +212,7 @@ class CheckpointRank:
             if name != wanted:
                 with suppress(PeerLostError):
                     await self._map(name)
-        return Attached(self._mapped[wanted], None)
+        return AttachReport(self._mapped[wanted], None)
 
     async def ready(self) -> bool:
         """Return False: a checkpoint is in host memory."""

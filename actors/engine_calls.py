@@ -16,8 +16,7 @@ from weightsync.faults import Fault, inject, set_faults, split_by_rank
 from weightsync.memory.engine_digests import EngineDigests
 from weightsync.plan import Plan, RankLayout
 from weightsync.plan.layout_table import LayoutTable
-from weightsync.protocol.handles import Attached
-from weightsync.protocol.messages import Digests, FeedTicket, LoadReport
+from weightsync.protocol.messages import AttachReport, Digests, FeedTicket, LoadReport
 
 
 class EngineCalls(Claimable):
@@ -60,14 +59,18 @@ class EngineCalls(Claimable):
 
     async def sync_attach(
         self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float
-    ) -> Sequence[Attached]:
+    ) -> Sequence[AttachReport]:
         """Connect each rank to its holder, see `Engine.attach`."""
         layouts = await self._ask_layouts()
-        attached, self._digests = await asyncio.gather(
-            asyncio.to_thread(self._engine.attach, plan, tickets, timeout_s),
+
+        def attach() -> Sequence[AttachReport]:
+            return [*map(AttachReport.of, self._engine.attach(plan, tickets, timeout_s))]
+
+        reports, self._digests = await asyncio.gather(
+            asyncio.to_thread(attach),
             asyncio.to_thread(EngineDigests, plan, layouts),
         )
-        return attached
+        return reports
 
     async def sync_pause(self, mode: str, timeout_s: float) -> None:
         """Stop making tokens. No rank reads its weights afterwards, see `Engine.pause`."""

@@ -12,8 +12,8 @@ from weightsync.faults import Fault, inject, set_faults
 from weightsync.memory.fingerprints import publish_report
 from weightsync.plan import Plan
 from weightsync.plan.layout_table import LayoutTable
-from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle
-from weightsync.protocol.messages import Digests, PublishReport
+from weightsync.protocol.handles import BufferHandle, DeviceHandle
+from weightsync.protocol.messages import AttachReport, Digests, PublishReport
 from weightsync.protocol.timing import PhaseClock
 from weightsync.sources import ExportsWeights, ModelSource, Names, Offloads, Source, make_source
 
@@ -113,11 +113,11 @@ class TrainerShard(Claimable):
         source = self._current_source()
         return source.trial_handle() if isinstance(source, ExportsWeights) else None
 
-    def sync_attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
+    def sync_attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> AttachReport:
         """Map the holder's send buffer, or let it read this rank's memory in place."""
         self._attached = self._current_source()
         self._attached_plan = plan
-        return self._attached.attach(plan, trainer, send_buffer)
+        return AttachReport.of(self._attached.attach(plan, trainer, send_buffer))
 
     def sync_ready(self) -> bool:
         """Finish writing weights that holders read in place. Returns whether they may read them now."""

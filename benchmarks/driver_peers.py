@@ -19,8 +19,10 @@ from weightsync.memory.fingerprints import fingerprint
 from weightsync.plan import Box, Plan, RankLayout, Reads, Segment, TensorMeta, broadcast_groups
 from weightsync.plan.cross_host import CrossHostNeeds
 from weightsync.plan.layout_table import LayoutTable
-from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export, Offer
+from weightsync.protocol.device_memory import DeviceMemory, RankMemory
+from weightsync.protocol.handles import BufferHandle, DeviceHandle, Offer
 from weightsync.protocol.messages import (
+    AttachReport,
     Digests,
     Exchange,
     FeedTicket,
@@ -40,6 +42,8 @@ __all__ = ["TENSOR_PARALLEL", "Cost", "Instant", "Ledger", "Model", "Wire", "mak
 
 TENSOR_PARALLEL, PER_HOST = 8, 8
 _IPC_NBYTES = 64
+_BLOCKS = ((1 << 20, 2 << 20), (10 << 20, 20 << 20))
+"""Tensors of at most these bytes share blocks of those, as in torch's allocator."""
 _NO_HOLDER = 1 << 31
 
 
@@ -245,7 +249,9 @@ class Model:
         """
         if digest not in self._engine_answers:
             layouts = self.engine_layouts(_NO_HOLDER)
-            answer = [Attached(digest, _export(each)) if digest else LayoutTable.of(each) for each in layouts]
+            answer = [
+                AttachReport(digest, _memory(each)) if digest else LayoutTable.of(each) for each in layouts
+            ]
             self._engine_answers[digest] = Message.of(answer)
         message = self._engine_answers[digest]
         body = message.body
@@ -269,8 +275,8 @@ class TrainerRank:
     def trial_handle(self) -> DeviceHandle:
         return _handle(_device(self._rank), 0, 4096)
 
-    def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
-        return Attached(self._model.plan_digest(plan), _export(self._layout()))
+    def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> AttachReport:
+        return AttachReport(self._model.plan_digest(plan), _memory(self._layout()))
 
     def ready(self) -> bool:
         return True
@@ -333,9 +339,9 @@ class Holder:
 
     def warm_up(self, timeout_s: float) -> None: ...
 
-    def link(self, engine: Export | None, trainer: Export | None = None) -> None: ...
+    def link(self, engine: RankMemory | None, trainer: RankMemory | None = None) -> None: ...
 
-    def route(self, reads: Sequence[Reads], memory: Mapping[tuple[int, str], DeviceHandle]) -> None: ...
+    def route(self, reads: Sequence[Reads], memory: Mapping[int, DeviceMemory]) -> None: ...
 
     def exchange(self, needs: CrossHostNeeds, rank: int) -> Exchange:
         """Answer as if messages passed between all pairs that may have some. The real plan takes seconds."""
@@ -426,21 +432,27 @@ def _part(meta: TensorMeta, axis: int | None, rank: int, num_ranks: int) -> Box:
     return Box(tuple(offset), tuple(extent))
 
 
-def _export(layout: RankLayout) -> Export:
-    """Return handles of a layout's buffers. Each has bytes of its own, which pickle does not share."""
+def _memory(layout: RankLayout) -> DeviceMemory:
+    """Return handles of a layout's buffers, in blocks as torch allocates them one after the other."""
     itemsize = {meta.name: meta.itemsize for meta in layout.tensors}
-    return Export(
-        layout,
-        {
-            each.buffer: _handle(layout.device, number, each.box.numel * itemsize[each.tensor])
-            for number, each in enumerate(layout.segments)
-        },
-    )
+    handles, num_blocks = {}, 0
+    open_blocks: dict[int, tuple[int, int]] = {}  # number and bytes in use, by size
+    for each in layout.segments:
+        nbytes = each.box.numel * itemsize[each.tensor]
+        if nbytes:
+            size = next((size for most, size in _BLOCKS if nbytes <= most), nbytes)
+            number, used = open_blocks.get(size, (num_blocks, 0))
+            if used + nbytes > size:
+                number, used = num_blocks, 0
+            num_blocks = max(num_blocks, number + 1)
+            open_blocks[size] = number, used + -(-nbytes // 512) * 512
+            handles[each.buffer] = _handle(layout.device, number, nbytes, used)
+    return DeviceMemory.of(handles)
 
 
-def _handle(device: str, number: int, nbytes: int) -> DeviceHandle:
+def _handle(device: str, number: int, nbytes: int, offset: int = 0) -> DeviceHandle:
     ipc = (number + 1).to_bytes(_IPC_NBYTES, "little")
-    return DeviceHandle(device, 4242, ipc, 0, nbytes)
+    return DeviceHandle(device, 4242, ipc, offset, nbytes)
 
 
 def _device(holder: int) -> str:

@@ -36,7 +36,7 @@ from weightsync.memory.tensors import device_id
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.handles import Attached
-from weightsync.protocol.messages import Digests, Loaded, LoadReport
+from weightsync.protocol.messages import AttachReport, Digests, Loaded, LoadReport
 
 if TYPE_CHECKING:
     from weightsync.plan import Plan
@@ -206,10 +206,11 @@ class EngineFront(Claimable):
 
     async def sync_attach(
         self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float
-    ) -> Sequence[Attached]:
+    ) -> Sequence[AttachReport]:
         self._digests = EngineDigests(plan, await self._layouts())
         pairs = zip(self._ranks, tickets, strict=True)
-        return await _gather([rank.attach.remote(plan, ticket, timeout_s) for rank, ticket in pairs])
+        calls = [rank.attach.remote(plan, ticket, timeout_s) for rank, ticket in pairs]
+        return [*map(AttachReport.of, await _gather(calls))]
 
     async def sync_pause(self, mode: str, timeout_s: float) -> None:
         """Do nothing: no request runs."""

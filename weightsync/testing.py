@@ -22,7 +22,7 @@ from weightsync.memory.tensors import byte_strides, meta_of
 from weightsync.plan import Plan, RankLayout, Segment
 from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.handles import Attached, BufferHandle
-from weightsync.protocol.messages import Digests, FeedTicket, Loaded, LoadReport, PublishReport
+from weightsync.protocol.messages import AttachReport, Digests, FeedTicket, Loaded, LoadReport, PublishReport
 from weightsync.sources.base import Source
 
 __all__ = ["DictEngine", "Fault", "FaultPlan", "LocalEngine", "LocalPeer", "LocalTrainer"]
@@ -150,9 +150,9 @@ class LocalTrainer(LocalPeer):
     async def layout(self) -> LayoutTable:
         return LayoutTable.of(await asyncio.to_thread(self._source.layout))
 
-    async def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
+    async def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> AttachReport:
         self._frozen = plan.frozen
-        return await asyncio.to_thread(self._source.attach, plan, trainer, send_buffer)
+        return AttachReport.of(await asyncio.to_thread(self._source.attach, plan, trainer, send_buffer))
 
     async def publish(self, count: bool) -> PublishReport:
         published = await asyncio.to_thread(self._source.publish, count)
@@ -173,9 +173,12 @@ class LocalEngine(LocalPeer):
     async def layout(self) -> Sequence[LayoutTable]:
         return [LayoutTable.of(each) for each in await asyncio.to_thread(self._engine.layout)]
 
-    async def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
+    async def attach(
+        self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float
+    ) -> Sequence[AttachReport]:
         self._digests = EngineDigests(plan, await asyncio.to_thread(self._engine.layout))
-        return await asyncio.to_thread(self._engine.attach, plan, tickets, timeout_s)
+        attached = await asyncio.to_thread(self._engine.attach, plan, tickets, timeout_s)
+        return [*map(AttachReport.of, attached)]
 
     async def load(self, attempt: int, timeout_s: float) -> LoadReport:
         return self._digests.report(await asyncio.to_thread(self._engine.load, attempt, timeout_s))

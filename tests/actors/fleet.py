@@ -24,8 +24,7 @@ from weightsync.actors.checkpoint_shard import CheckpointShard
 from weightsync.actors.engine import EngineActor
 from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.plan import Plan
-from weightsync.protocol.handles import Attached
-from weightsync.protocol.messages import FeedTicket
+from weightsync.protocol.messages import AttachReport, FeedTicket
 from weightsync.sources.checkpoint_store import Reading
 from weightsync.testing import DictEngine
 
@@ -142,7 +141,7 @@ class Harming(Engine):
 
     async def sync_attach(
         self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float
-    ) -> Sequence[Attached]:
+    ) -> Sequence[AttachReport]:
         if self._harm:
             os.kill(*self._harm)
             self._harm = None

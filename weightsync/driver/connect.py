@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from weightsync.config import SyncConfig
 from weightsync.driver.fleet import Fleet
@@ -17,10 +18,13 @@ from weightsync.errors import PlanError, StateError, TransportError, WeightSyncE
 from weightsync.plan import MAPPED, Layout, Members, Plan, make_plan, same_dtype_tensors
 from weightsync.plan.layout import join_tables
 from weightsync.plan.layout_table import LayoutTable
-from weightsync.protocol.handles import Attached
-from weightsync.protocol.messages import Prepared
+from weightsync.protocol.device_memory import RankMemory
+from weightsync.protocol.messages import AttachReport, Prepared
 from weightsync.protocol.peers import HolderPeer, SharedPlan
 from weightsync.protocol.timing import PhaseClock
+
+_Exports: TypeAlias = Sequence[RankMemory | None]
+"""What each rank exports, None if its holder does not access its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +136,7 @@ async def _open(
     with clock.phase("attach"):  # communicators open at the same time: all of these mostly wait
         lending = asyncio.ensure_future(_serve_snapshots(fleet.named_holders(), config))
         joining = asyncio.ensure_future(_join(fleet, prepared, config, clock))
-        attaching = asyncio.ensure_future(_attach(fleet, plan, shared_plan, prepared, timeout_s))
+        attaching = asyncio.ensure_future(_attach(fleet, plan, layouts, shared_plan, prepared, timeout_s))
         parts: dict[str, Awaitable[object]] = {
             "serve_snapshots": lending,
             "join": joining,
@@ -140,14 +144,12 @@ async def _open(
         }
         # Each has its own deadlines. A lost process ends the wait for all three.
         (await gather_named(parts, "attach", math.inf, together=True)).require()
-        attached, served = attaching.result()
+        exports, served = attaching.result()
     with clock.phase("warm_up"):
         warm_ups = {name: holder.warm_up(timeout_s) for name, holder in fleet.named_holders().items()}
         (await gather_named(warm_ups, "warm-up", timeout_s + GRACE_S, together=True)).require()
-        exports = [each.export for each in attached]
         router = Router(fleet, config, plan, layouts.source, exports, demoted)
-        for name, ranks in served.items():
-            exported = [each.export for each in ranks]
+        for name, exported in served.items():
             await router.add(name, layouts.joined[name], exported, trial.failures.get(name, ""))
             if not router.suffices:
                 raise TransportError(
@@ -175,12 +177,12 @@ async def _open(
 
 
 def _flat_layouts(
-    content: str, layouts: Mapping[str, Sequence[LayoutTable]], served: Mapping[str, Sequence[Attached]]
+    content: str, layouts: Mapping[str, Sequence[LayoutTable]], served: Mapping[str, _Exports]
 ) -> dict[str, FlatLayout]:
     flat_layouts: dict[str, FlatLayout] = {}
     first = 0
     for name, ranks in sorted(layouts.items()):
-        if all(each.export for each in served[name]):
+        if all(served[name]):
             twin = next((flat for other, flat in flat_layouts.items() if _alike(ranks, layouts[other])), None)
             flat_layouts[name] = twin or FlatLayout(flat_layout(content, ranks), first)
             first += 0 if twin else len(ranks)
@@ -240,9 +242,14 @@ async def _join(fleet: Fleet, prepared: Sequence[Prepared], config: SyncConfig, 
 
 
 async def _attach(
-    fleet: Fleet, plan: Plan, shared: SharedPlan, prepared: Sequence[Prepared], timeout_s: float
-) -> tuple[Sequence[Attached], Mapping[str, Sequence[Attached]]]:
-    """Attach trainers and engine ranks. Returns the trainers' answers in rank order, and each engine's."""
+    fleet: Fleet,
+    plan: Plan,
+    layouts: _Layouts,
+    shared: SharedPlan,
+    prepared: Sequence[Prepared],
+    timeout_s: float,
+) -> tuple[_Exports, Mapping[str, _Exports]]:
+    """Attach trainers and engine ranks. Returns what the trainers export, and what each engine does."""
     calls = {
         f"trainer {rank}": trainer.attach(shared, rank, prepared[holder].send_buffer)
         for rank, (trainer, holder) in enumerate(fleet.trainers)
@@ -260,18 +267,23 @@ async def _attach(
     digests |= {name: [answer.plan_digest] for name, answer in attached.items()}
     digests |= {name: [each.plan_digest for each in ranks] for name, ranks in answers.items()}
     _compare(plan, digests)
-    served = {name.removeprefix("engine "): found for name, found in answers.items()}
-    await _link(fleet, [*attached.values()], served, timeout_s)
-    return [*attached.values()], served
+    exports = _exports(layouts.trainers, [*attached.values()])
+    served = {name: _exports(ranks, answers[f"engine {name}"]) for name, ranks in layouts.engines.items()}
+    await _link(fleet, exports, served, timeout_s)
+    return exports, served
 
 
-async def _link(
-    fleet: Fleet, attached: Sequence[Attached], served: Mapping[str, Sequence[Attached]], timeout_s: float
-) -> None:
+def _exports(layouts: Sequence[LayoutTable], reports: Sequence[AttachReport]) -> _Exports:
+    """Return what each rank exports, with its layout."""
+    pairs = zip(layouts, reports, strict=True)
+    return [RankMemory(layout, each.memory) if each.memory else None for layout, each in pairs]
+
+
+async def _link(fleet: Fleet, exports: _Exports, served: Mapping[str, _Exports], timeout_s: float) -> None:
     """Have holders map the memory that trainers and engine ranks export."""
-    read = {holder: each.export for (_, holder), each in zip(fleet.trainers, attached, strict=True)}
+    read = {holder: each for (_, holder), each in zip(fleet.trainers, exports, strict=True)}
     written = {
-        holder: each.export
+        holder: each
         for name, ranks in served.items()
         for holder, each in zip(fleet.engines[name].holders, ranks, strict=True)
     }
@@ -285,14 +297,16 @@ async def _link(
 
 async def _meet(
     fleet: Fleet,
-    engines: Mapping[str, Coroutine[object, object, Sequence[Attached]]],
+    engines: Mapping[str, Coroutine[object, object, Sequence[AttachReport]]],
     holders: Mapping[str, HolderPeer],
     timeout_s: float,
-) -> Mapping[str, Sequence[Attached]]:
+) -> Mapping[str, Sequence[AttachReport]]:
     """Connect engines with their holders. A holder's own error is raised before an engine's deadline."""
     drops: list[asyncio.Future[object]] = []
 
-    async def attach(name: str, call: Coroutine[object, object, Sequence[Attached]]) -> Sequence[Attached]:
+    async def attach(
+        name: str, call: Coroutine[object, object, Sequence[AttachReport]]
+    ) -> Sequence[AttachReport]:
         try:
             return await call
         except WeightSyncError:
@@ -303,7 +317,7 @@ async def _meet(
             drops.append(asyncio.ensure_future(gather_named(calls, "drop", GRACE_S)))
             raise
 
-    calls: dict[str, Awaitable[Sequence[Attached]]] = {n: attach(n, call) for n, call in engines.items()}
+    calls: dict[str, Awaitable[Sequence[AttachReport]]] = {n: attach(n, call) for n, call in engines.items()}
     calls |= {name: _accept(holder, timeout_s) for name, holder in holders.items()}
     met = await gather_named(calls, "attach", timeout_s + GRACE_S, together=True)
     await asyncio.gather(*drops)
@@ -311,7 +325,7 @@ async def _meet(
     return {name: answers[name] for name in engines}
 
 
-async def _accept(holder: HolderPeer, timeout_s: float) -> Sequence[Attached]:
+async def _accept(holder: HolderPeer, timeout_s: float) -> Sequence[AttachReport]:
     await holder.accept(timeout_s)
     return ()
 
@@ -336,17 +350,18 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     engines = {named: member.peer.attach(connection.shared, tickets, timeout_s)}
     attached = (await _meet(fleet, engines, holders, timeout_s))[named]
     _compare(plan, {named: [each.plan_digest for each in attached]})
+    exports = _exports(layouts, attached)
     links = {
-        process: holder.link(each.export)
-        for (process, holder), each in zip(holders.items(), attached, strict=True)
-        if each.export
+        process: holder.link(each)
+        for (process, holder), each in zip(holders.items(), exports, strict=True)
+        if each
     }
     (await gather_named(links, "link", timeout_s)).require()
     flat = next((connection.flat_layouts[twin] for twin in twins if twin in connection.flat_layouts), None)
     connection.flat_layouts.pop(name, None)
     if flat and len(links) == len(holders):
         connection.flat_layouts[name] = flat
-    await connection.router.add(name, connection.joined[twins[0]], [each.export for each in attached])
+    await connection.router.add(name, connection.joined[twins[0]], exports)
     if not connection.router.suffices:
         raise PlanError(
             named, f"it takes broadcasts, for which the plan has no buckets: {connection.router.routes[name]}"

@@ -16,7 +16,7 @@ from weightsync.errors import ConfigError, PlanError, VerifyError
 from weightsync.plan import Layout, Plan, Reads, Reshard, same_dtype_tensors
 from weightsync.plan.cross_host import CrossHostNeeds, arrivals
 from weightsync.plan.shuffle import check_room
-from weightsync.protocol.handles import DeviceHandle, Export
+from weightsync.protocol.device_memory import DeviceMemory, RankMemory
 from weightsync.protocol.messages import Exchange, UpdateTask
 from weightsync.protocol.peers import SharedNeeds
 
@@ -65,7 +65,7 @@ class Router:
         config: SyncConfig,
         plan: Plan,
         source: Layout,
-        exports: Sequence[Export | None],
+        exports: Sequence[RankMemory | None],
         demoted: Mapping[str, str],
     ) -> None:
         """Make a router without engines.
@@ -85,7 +85,7 @@ class Router:
         self._cut: dict[tuple[Layout, int, tuple[int, ...]], tuple[Reads, Reads]] = {}
 
     async def add(
-        self, name: str, engine: Layout, exports: Sequence[Export | None], failed: str = ""
+        self, name: str, engine: Layout, exports: Sequence[RankMemory | None], failed: str = ""
     ) -> None:
         """Route an engine whose holders have mapped its ranks' `exports`.
 
@@ -161,7 +161,7 @@ class Router:
             for holder in sorted(members)
         }
 
-    async def _route(self, name: str, engine: Layout, exports: Sequence[Export | None]) -> str:
+    async def _route(self, name: str, engine: Layout, exports: Sequence[RankMemory | None]) -> str:
         """Have each rank's holder map the memory it reads. Returns why it cannot, or ""."""
         holders = self._fleet.engines[name].holders
         distances = [
@@ -241,18 +241,10 @@ class Router:
         """Return the first trainer that `holder` reads from. It differs by holder, to spread the load."""
         return holder * len(self._exports) // len(self._fleet.holders)
 
-    def _memory(self, parts: Sequence[Reads]) -> dict[tuple[int, str], DeviceHandle]:
-        pairs = {
-            (trainer, reads.src_names[buffer])
-            for reads in parts
-            for trainer, buffer in set(zip(reads.trainer.tolist(), reads.src_buffer.tolist(), strict=True))
-        }
-        memory = {}
-        for trainer, name in sorted(pairs):
-            export = self._exports[trainer]
-            assert export is not None
-            memory[trainer, name] = export.buffers[name]
-        return memory
+    def _memory(self, parts: Sequence[Reads]) -> dict[int, DeviceMemory]:
+        """Return the memory of each trainer rank that `parts` read."""
+        exports = {trainer: self._exports[trainer] for trainer in _trainers(parts)}
+        return {trainer: export.memory for trainer, export in exports.items() if export}
 
     def _buckets(self, tensors: Collection[str]) -> frozenset[int]:
         """Return the buckets that contain any of `tensors`."""
@@ -263,7 +255,12 @@ class Router:
         return frozenset(b.index for b in buckets if any(piece.tensor in numbers for piece in b.pieces))
 
 
-def _device(export: Export | None) -> str:
+def _trainers(parts: Sequence[Reads]) -> list[int]:
+    """Return the trainer ranks that `parts` read, ascending."""
+    return sorted({trainer for reads in parts for trainer in np.unique(reads.trainer).tolist()})
+
+
+def _device(export: RankMemory | None) -> str:
     assert export is not None
     return export.layout.device
 
@@ -286,7 +283,7 @@ class CrossHostExchange:
         messages.
         """
         self._fleet, self._config, self._needs = fleet, config, dict(needs)
-        read = sorted({t for reads in needs.values() for t in np.unique(reads.trainer).tolist()})
+        read = _trainers([*needs.values()])
         givers = [fleet.trainers[trainer][1] for trainer in read]
         self.members = members = (*givers, *sorted(needs.keys() - set(givers)))
         rank_of = {holder: rank for rank, holder in enumerate(members)}

@@ -31,7 +31,8 @@ from weightsync.memory.gpu_usage import MemorySampler, used_nbytes
 from weightsync.memory.tensors import device_id
 from weightsync.plan import Plan, RankLayout, Reads
 from weightsync.plan.cross_host import CrossHostNeeds
-from weightsync.protocol.handles import DeviceHandle, Export, HostExport, Offer
+from weightsync.protocol.device_memory import DeviceMemory, RankMemory, read_handles
+from weightsync.protocol.handles import DeviceHandle, HostExport, Offer
 from weightsync.protocol.messages import (
     Digests,
     Exchange,
@@ -194,7 +195,7 @@ class Holder:
             self._feed = self._open_feed(engine, self.staging)
             return self._feed.ticket
 
-    def link(self, engine: Export | None, trainer: Export | None = None) -> None:
+    def link(self, engine: RankMemory | None, trainer: RankMemory | None = None) -> None:
         """Map the engine rank's and the trainer's memory.
 
         Unmaps the previous engine rank's memory. Raises TransportError.
@@ -202,9 +203,10 @@ class Holder:
         if self.staging and (memory := self.staging.mapped):
             with self._moving, self.staging.queue():
                 if trainer:
-                    memory.connect(trainer)
-                    self._read = trainer.layout
-                memory.link(engine)
+                    export = trainer.export()
+                    memory.connect(export)
+                    self._read = export.layout
+                memory.link(engine.export() if engine else None)
         else:
             assert engine is trainer is None, "a holder in host memory maps no device memory"
 
@@ -238,11 +240,14 @@ class Holder:
                 for pending in self._start(plan, staging, 0, timeout_s):
                     pending.wait()
 
-    def route(self, reads: Sequence[Reads], memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
-        """Prepare direct copies, as `DeviceStaging.route`. Valid until the next `link`."""
+    def route(self, reads: Sequence[Reads], memory: Mapping[int, DeviceMemory]) -> None:
+        """Prepare direct copies, as `DeviceStaging.route`. Valid until the next `link`.
+
+        `memory` is that of each trainer rank that is read.
+        """
         if self.staging and (mapped := self.staging.mapped):
             with self._moving, self.staging.queue():
-                mapped.route(reads, memory)
+                mapped.route(reads, read_handles(reads, memory))
                 if self.cross_host:  # the engine rank's memory may have changed
                     self.cross_host.aim()
 

@@ -180,9 +180,10 @@ def _held(
     plan: Plan, pieces: Sequence[Piece], export: HostExport, buffers: Mapping[str, SharedBuffer]
 ) -> Iterator[tuple[Piece, torch.Tensor, tuple[torch.dtype, torch.dtype]]]:
     """Yield each piece, its mapped bytes, and their dtype before and after the cast."""
-    segments = [sorted(held, key=lambda each: each.box.offset) for held in by_tensor(plan, export.layout)]
+    layout = export.layout.rank_layout()
+    segments = [sorted(held, key=lambda each: each.box.offset) for held in by_tensor(plan, layout)]
     offsets = [[segment.box.offset for segment in held] for held in segments]
-    dtypes = {meta.name: meta.dtype for meta in export.layout.tensors}
+    dtypes = {meta.name: meta.dtype for meta in layout.tensors}
     for piece in pieces:
         segment = segments[piece.tensor][bisect_right(offsets[piece.tensor], piece.box.offset) - 1]
         assert segment.box.contains(piece.box)

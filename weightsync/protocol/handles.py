@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from weightsync.plan import RankLayout
+from weightsync.plan.layout_table import LayoutTable
 
 
 class BufferHandle(msgspec.Struct, frozen=True, tag="host"):
@@ -80,9 +81,9 @@ class Export:
 
 @dataclass(frozen=True, slots=True)
 class HostExport:
-    """Host memory of a rank that its holder only reads: layout and handles."""
+    """Host memory of a rank that its holder only reads: layout and handles, of few files."""
 
-    layout: RankLayout
+    layout: LayoutTable
     buffers: Mapping[str, BufferHandle]
 
 

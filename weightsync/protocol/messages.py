@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import SlowError
-from weightsync.protocol.handles import BufferHandle, Handle, Offer
+from weightsync.protocol.device_memory import DeviceMemory
+from weightsync.protocol.handles import Attached, BufferHandle, Handle, Offer
 from weightsync.protocol.timing import Span
 
 Group = tuple[int, ...]
@@ -32,6 +33,23 @@ class Prepared:
     send_buffer: BufferHandle | None
     ticket: FeedTicket | None
     offers: Mapping[Group, str]
+
+
+@dataclass(frozen=True, slots=True)
+class AttachReport:
+    """A trainer rank's answer to `attach`, and that of each engine rank: `Attached` in columns.
+
+    The layout is left out: the driver has it.
+    """
+
+    plan_digest: str
+    memory: DeviceMemory | None
+
+    @classmethod
+    def of(cls, attached: Attached) -> AttachReport:
+        """Make the report of what a source or an engine returned."""
+        export = attached.export
+        return cls(attached.plan_digest, DeviceMemory.of(export.buffers) if export else None)
 
 
 @dataclass(frozen=True, slots=True)

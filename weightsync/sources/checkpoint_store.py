@@ -20,6 +20,7 @@ from weightsync.memory.host import SharedBuffer, num_threads
 from weightsync.memory.nonfinite import count_nonfinite
 from weightsync.plan import MAPPED, RankLayout, Segment, TensorMeta
 from weightsync.plan.balance import Stretch, partition
+from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.handles import HostExport
 from weightsync.protocol.messages import Published
 from weightsync.sources.safetensors_files import contents
@@ -103,7 +104,8 @@ class CheckpointStore:
         layout = self.layout(rank, num_ranks)
         used = {segment.buffer for segment in layout.segments}
         memory = {str(file): buffer.handle for file, buffer in self._memory.items()}
-        return HostExport(layout, {file: handle for file, handle in memory.items() if file in used})
+        held = {file: handle for file, handle in memory.items() if file in used}
+        return HostExport(LayoutTable.of(layout), held)
 
     def published(self, tensors: Sequence[TensorMeta]) -> Published:
         """Return digests of this host's share, cast to the dtypes of `tensors`."""

@@ -220,4 +220,4 @@ def test_a_rank_exports_the_files_that_it_sends_from_and_no_others(folder: Path)
     source.read()
     for rank in range(3):
         export = source.export(rank, 3)
-        assert set(export.buffers) == {segment.buffer for segment in export.layout.segments}
+        assert set(export.buffers) == {segment.buffer for segment in export.layout.rank_layout().segments}

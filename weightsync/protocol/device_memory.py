@@ -1,0 +1,88 @@
+"""Device memory of a rank as it travels, in columns."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from weightsync.plan import Reads
+from weightsync.plan.layout_table import Column, LayoutTable, column, pack_names, unpack_names
+from weightsync.protocol.handles import DeviceHandle, Export
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceMemory:
+    """Handles of n buffers. An allocation holds many buffers, and its IPC handle is there once.
+
+    Attributes:
+        names: the buffers' names, as of `pack_names`.
+        allocations: device, process and IPC handle of each.
+        allocation: [n], an index into `allocations`.
+        offset, nbytes: [n], see `DeviceHandle`.
+    """
+
+    names: bytes
+    allocations: tuple[tuple[str, int, bytes], ...]
+    allocation: Column
+    offset: Column
+    nbytes: Column
+
+    @classmethod
+    def of(cls, buffers: Mapping[str, DeviceHandle]) -> DeviceMemory:
+        """Make columns of handles by name."""
+        handles = buffers.values()
+        places = [(handle.device, handle.pid, handle.ipc) for handle in handles]
+        numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
+        return cls(
+            pack_names(buffers),
+            tuple(numbers),
+            column(numbers[place] for place in places),
+            column(handle.offset for handle in handles),
+            column(handle.nbytes for handle in handles),
+        )
+
+    def handles(self, wanted: Container[str] | None = None) -> dict[str, DeviceHandle]:
+        """Return the handles by name, of `wanted` buffers alone if that is given."""
+        places = (self.allocations[number] for number in self.allocation.tolist())
+        spans = zip(self.offset.tolist(), self.nbytes.tolist(), strict=True)
+        return {
+            name: DeviceHandle(device, pid, ipc, offset, nbytes)
+            for name, (device, pid, ipc), (offset, nbytes) in zip(
+                unpack_names(self.names), places, spans, strict=True
+            )
+            if wanted is None or name in wanted
+        }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankMemory:
+    """Device memory of a rank that its holder may access, and the rank's layout: an `Export` in columns."""
+
+    layout: LayoutTable
+    memory: DeviceMemory
+
+    def export(self) -> Export:
+        """Return the same with an object for each tensor."""
+        return Export(self.layout.rank_layout(), self.memory.handles())
+
+
+def read_handles(
+    parts: Sequence[Reads], memory: Mapping[int, DeviceMemory]
+) -> dict[tuple[int, str], DeviceHandle]:
+    """Return the handles of all buffers that `parts` read, by trainer rank and name.
+
+    `memory` has the memory of each of these trainers.
+    """
+    wanted: dict[int, set[str]] = {trainer: set() for trainer in sorted(memory)}
+    for reads in parts:
+        key = reads.trainer.astype(np.int64) * len(reads.src_names) + reads.src_buffer
+        for number in np.unique(key).tolist():
+            trainer, buffer = divmod(number, len(reads.src_names))
+            wanted[trainer].add(reads.src_names[buffer])
+    return {
+        (trainer, name): handle
+        for trainer, names in wanted.items()
+        for name, handle in memory[trainer].handles(names).items()
+    }
