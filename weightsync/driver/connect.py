@@ -268,7 +268,8 @@ async def _attach(
     digests |= {name: [each.plan_digest for each in ranks] for name, ranks in answers.items()}
     _compare(plan, digests)
     exports = _exports(layouts.trainers, [*attached.values()])
-    served = {name: _exports(ranks, answers[f"engine {name}"]) for name, ranks in layouts.engines.items()}
+    found = {name.removeprefix("engine "): reports for name, reports in answers.items()}
+    served = {name: _exports(layouts.engines[name], reports) for name, reports in found.items()}
     await _link(fleet, exports, served, timeout_s)
     return exports, served
 

@@ -15,7 +15,7 @@ from tests.unit.plan.plan_strategies import World, worlds
 from weightsync.errors import PlanError
 from weightsync.plan import Box, RankLayout, Segment, Stage, TensorMeta, Unmatched
 from weightsync.plan.layout import join_tables
-from weightsync.plan.layout_table import LayoutTable
+from weightsync.plan.layout_table import LayoutTable, MetaTable
 
 NAMES = st.text(max_size=5)
 PAIRS = st.tuples(NAMES, NAMES)
@@ -177,3 +177,23 @@ def test_tables_are_joined_as_segment_by_segment(world: World, data: st.DataObje
 
 def test_every_field_of_a_layout_is_in_its_table() -> None:
     assert {field.name for field in fields(RankLayout)} <= {field.name for field in fields(LayoutTable)}
+
+
+def test_equal_declarations_of_ranks_are_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of FSDP declare the same tensors, those of an engine the same parameters."""
+    decoded: list[int] = []
+    real = MetaTable.metas
+
+    def metas(table: MetaTable, names: Sequence[str]) -> tuple[TensorMeta, ...]:
+        decoded.append(len(table))
+        return real(table, names)
+
+    monkeypatch.setattr(MetaTable, "metas", metas)
+    rows = [Segment("w", Box((row, 0), (1, 2)), "w", 0, (2, 1)) for row in range(300)]
+    live = TensorMeta("w", "int8", (1, 2))
+    ranks = [RankLayout((W,), (row,), buffers=(live,), device=f"cuda:{i}") for i, row in enumerate(rows)]
+    joined = join_tables([LayoutTable.of(rank) for rank in ranks])
+    assert decoded == [1, 1]
+    assert joined.tensors == (W,)
+    assert joined.live.metas == tuple((rank, live) for rank in range(300))
+    assert joined.segments(299) == (rows[299],)
