@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -104,11 +105,13 @@ def _memory(
     A trainer's holder maps that trainer's memory, an engine's that of all trainers on its host.
     """
     readers = {holder for name in engines for holder in fleet.engines[name].holders}
+    by_host: defaultdict[str, set[int]] = defaultdict(set)
+    for holder in readers:
+        by_host[fleet.node(holder)].add(holder)
     memory: dict[int, dict[str, DeviceHandle]] = {holder: {} for holder in sorted(readers)}
     for rank, (_, own) in enumerate(fleet.trainers):
         handle = handles.get(f"trainer {rank}")
-        same_host = {holder for holder in readers if fleet.node(holder) == fleet.node(own)}
-        for holder in {own} | same_host:
+        for holder in {own} | by_host[fleet.node(own)]:
             held = memory.setdefault(holder, {})
             if handle:
                 held[f"trainer {rank}"] = handle

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -80,16 +80,18 @@ def bundles(needs: Mapping[int, Reads], hosts: Mapping[int, str], senders: Mappi
 
 def arrivals(dealt: Sequence[Bundle]) -> dict[int, tuple[Counter[int], Counter[int]]]:
     """Return each receiving rank's bytes, by the rank that packs or forwards them."""
-    found: dict[int, tuple[Counter[int], Counter[int]]] = {}
+    same = {id(reads): reads for _, parts in dealt for reads in parts.values()}  # hosts with equal needs
+    nbytes = {key: reads.nbytes for key, reads in same.items()}
+    found: defaultdict[int, tuple[Counter[int], Counter[int]]] = defaultdict(lambda: (Counter(), Counter()))
     for sender, parts in dealt:
         first = next(iter(parts))
         for rank, reads in parts.items():
-            packed, passed_on = found.setdefault(rank, (Counter(), Counter()))
+            packed, passed_on = found[rank]
             if rank == first:
-                packed[sender] += reads.nbytes
+                packed[sender] += nbytes[id(reads)]
             else:
-                passed_on[first] += reads.nbytes
-    return found
+                passed_on[first] += nbytes[id(reads)]
+    return dict(found)
 
 
 def _of_host(needs: Sequence[Reads]) -> list[Bundle]:
