@@ -96,7 +96,9 @@ class Holders:
                 here = fits.pop()
                 self._standbys.remove(here)
                 name, standby = f"holder {index}", here[1]
-                calls[name] = answer(name, standby.sit.remote(name, placement, self._transport))
+                calls[name] = answer(
+                    name, standby.sit.remote(name, placement, self._transport, self._config.ports)
+                )
                 taken[name] = placement, standby
         outcome = await gather_named(calls, "start", self._config.timeout_s)
         for name, (placement, standby) in taken.items():
@@ -134,7 +136,10 @@ class Holders:
             end(name)
 
     async def _change(self, transport: str) -> None:
-        """Switch to `transport`: end other holders, take over those of an earlier driver."""
+        """Switch to `transport`: end other holders, take over those of an earlier driver.
+
+        One that listens on other ports than this driver wants is ended, too.
+        """
         for key in [*self._on]:
             self._end(key)
         self._transport = transport
@@ -142,8 +147,8 @@ class Holders:
         pings = {name: holder.ready() for name, holder in left.items()}
         answers = (await gather_named(pings, "ping", self._config.timeout_s)).answers
         for name, holder in left.items():
-            called, of = answers.get(name, ("", ""))
-            if of == transport:
+            called, *settings = answers.get(name, ("", "", None))
+            if settings == [transport, self._config.ports]:
                 self._on[_key(name, self._prefix)] = remote_holder(called, holder.handle)
                 self._pids[holder.handle] = holder.handle.__ray_call__.remote(_pid)
             else:
@@ -162,7 +167,8 @@ class Holders:
         if placement.key not in self._on:
             name = _unused(index, {holder.name for holder in self._on.values()})
             outlives_as = actor_name(self._run, *placement.key) if self._run else ""
-            self._keep(placement, name, spawn_holder(name, placement, self._transport, outlives_as))
+            ports = self._config.ports
+            self._keep(placement, name, spawn_holder(name, placement, self._transport, ports, outlives_as))
         return self._on[placement.key]
 
     def _keep(self, placement: Placement, name: str, handle: ActorHandle[Any]) -> None:

@@ -14,6 +14,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledE
 
 from weightsync.actors.claim import ClaimedPeer
 from weightsync.actors.placement import Placement
+from weightsync.config import Ports
 from weightsync.errors import ConfigError, PeerError, PeerLostError, WeightSyncError
 from weightsync.faults import Fault
 from weightsync.protocol.peers import EnginePeer, HolderPeer, TrainerPeer
@@ -102,7 +103,7 @@ class RemoteEngine(_Actor, ClaimedPeer, EnginePeer, Protocol):
 class RemoteHolder(_Actor, HolderPeer, Protocol):
     """A Holder actor. `Holder` documents the methods."""
 
-    async def ready(self) -> tuple[str, str]: ...
+    async def ready(self) -> tuple[str, str, Ports | None]: ...
     async def watch(self) -> None: ...
 
 

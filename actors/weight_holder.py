@@ -13,6 +13,7 @@ from ray.actor import ActorHandle
 
 from weightsync.actors.detached import detached
 from weightsync.actors.placement import Placement, threaded
+from weightsync.config import Ports
 from weightsync.errors import TransportError
 from weightsync.holder.holder import Holder
 from weightsync.memory import cuda
@@ -23,7 +24,7 @@ _NUM_THREADS = 8
 
 
 def spawn_holder(
-    name: str, placement: Placement, transport: str, outlives_as: str = ""
+    name: str, placement: Placement, transport: str, ports: Ports | None, outlives_as: str = ""
 ) -> ActorHandle[Holder]:
     """Start a Holder actor on the host of `placement`.
 
@@ -36,7 +37,7 @@ def spawn_holder(
     options = _options(placement.node, placement.gpu if transport == "nccl" else None)
     if outlives_as:
         options |= detached(outlives_as)
-    return ray.remote(Holder).options(**options).remote(*_place(name, placement, transport))
+    return ray.remote(Holder).options(**options).remote(**_settings(name, placement, transport, ports))
 
 
 class Standby(Holder):
@@ -64,10 +65,10 @@ class Standby(Holder):
         if device == self._bound_to:
             torch.cuda.current_stream().query()
 
-    def sit(self, name: str, placement: Placement, transport: str) -> None:
+    def sit(self, name: str, placement: Placement, transport: str, ports: Ports | None) -> None:
         """Become the holder `name` at `placement`."""
         os.environ["CUDA_VISIBLE_DEVICES"] = placement.gpu if transport == "nccl" else ""
-        super().__init__(*_place(name, placement, transport))
+        super().__init__(**_settings(name, placement, transport, ports))
 
 
 def _see(gpu: int) -> str:
@@ -91,8 +92,16 @@ def spawn_standby(node: str, gpu: int | None) -> ActorHandle[Standby]:
     return ray.remote(Standby).options(**_options(node, "" if gpu is None else None)).remote(gpu)
 
 
-def _place(name: str, placement: Placement, transport: str) -> tuple[str, str, str, str]:
-    return name, placement.address, transport, placement.device if transport == "nccl" else ""
+def _settings(name: str, placement: Placement, transport: str, ports: Ports | None) -> dict[str, Any]:
+    """Return the arguments of `Holder`."""
+    device = placement.device if transport == "nccl" else ""
+    return {
+        "name": name,
+        "host": placement.address,
+        "transport": transport,
+        "device": device,
+        "ports": ports,
+    }
 
 
 def _options(node: str, gpu: str | None) -> dict[str, Any]:

@@ -114,7 +114,7 @@ class Launcher:
             actor = ray.remote(GrpoTrainer).options(**self.options(process))
             model, slot = str(self.model), self._slot(process)
             trainers[process] = actor.remote(rank, recipe.trainers, model, recipe.loop, slot, device)
-        listens = {"trainer 0": trainers["trainer 0"].listen.remote()}
+        listens = {"trainer 0": trainers["trainer 0"].listen.remote(recipe.sync.ports)}
         (meeting,) = collect(listens, "listen", timeout_s).values()
         collect(
             {process: trainer.join.remote(*meeting) for process, trainer in trainers.items()},

@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from weightsync.config import is_size
+from weightsync.config import are_ports, is_size
 from weightsync.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -25,14 +25,22 @@ _SIZE: Schema = {
         {"type": "string", "pattern": r"^\d+(\.\d+)? ?([KMGT]i?B|B)?$"},
     ],
 }
+_PORTS: Schema = {
+    "title": "range of ports",
+    "anyOf": [
+        {"type": "string", "pattern": r"^\d+ ?- ?\d+$"},
+        {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2},
+    ],
+}
 _HEAD = """# What a recipe may say
 
 Made by `weightsync schema --markdown` from the classes that load recipes; `weightsync schema` makes the JSON
 Schema by which editors complete and check them, [recipe.schema.json](../recipes/recipe.schema.json). A recipe
 that is shipped names it in its first line.
 
-A size is a whole number of bytes, or a text such as `256MiB` (1024s) or `2GB` (1000s). Keys that are not
-listed are mistakes."""
+A size is a whole number of bytes, or a text such as `256MiB` (1024s) or `2GB` (1000s). A range
+of ports is a text such as `29600-29699`, or a list of the first and the last port. Keys that are not listed
+are mistakes."""
 
 
 def recipe_schema() -> Schema:
@@ -79,6 +87,8 @@ def _object(cls: type[DataclassInstance]) -> Schema:
 def _of(hint: object) -> Schema:
     """The schema of a type, as `weightsync.config.load_dataclass` accepts it."""
     origin, args = get_origin(hint), get_args(hint)
+    if are_ports(hint):
+        return dict(_PORTS)
     if origin is Annotated:
         return dict(_SIZE) if is_size(hint) else _of(args[0])
     if origin is Literal:
@@ -130,7 +140,7 @@ def _shown(schema: Schema) -> str:
 
 def _kind(schema: Schema) -> str:
     if "title" in schema:
-        return "size"
+        return str(schema["title"])
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
     if "anyOf" in schema:

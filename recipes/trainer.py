@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from weightsync.actors.trainer_shard import TrainerShard
+from weightsync.config import Ports
+from weightsync.protocol.ports import listen
 from weightsync.recipes.grpo import Group
 from weightsync.recipes.learner import Learner
 from weightsync.recipes.recipe import LoopSpec, TrainerSpec
@@ -33,11 +35,20 @@ class GrpoTrainer(TrainerShard):
         """Return the prefix that Ray writes before each log line."""
         return f"{type(self).__name__} {self._rank}"
 
-    def listen(self) -> tuple[str, int]:
-        """Open the ranks' rendezvous on a free port. Returns address and port."""
+    def listen(self, ports: Ports | None) -> tuple[str, int]:
+        """Open the ranks' rendezvous on one of `ports`, or a free one. Returns address and port."""
         address: str = ray.util.get_node_ip_address()
-        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
-        return address, self._store.port
+        listening = listen(address, ports, "no rendezvous of trainers can be served")
+        port: int = listening.getsockname()[1]
+        self._store = TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=PATIENCE,
+            master_listen_fd=listening.detach(),
+        )
+        return address, port
 
     def join(self, address: str, port: int) -> None:
         """Join the other ranks and load this rank's shard. Returns when all have joined."""

@@ -41,6 +41,9 @@ _Remedies = Mapping[object, str]
 Size = Annotated[int, "bytes"]
 """A number of bytes. In YAML also a text such as ``256MiB``, see :func:`parse_size`."""
 
+Ports = Annotated[tuple[int, int], "ports"]
+"""The first and the last port of a range, also as ``"29600-29699"``, see :func:`parse_ports`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limit:
@@ -71,6 +74,9 @@ _UNITS: dict[str, int] = {"": 1, "B": 1} | {
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)")
 _SIZE_REMEDY = "give whole bytes, as a number or a text such as 256MiB or 2GB"
 
+_PORTS = re.compile(r"([0-9]+) ?- ?([0-9]+)")
+_LEAST_PORT, _MOST_PORT = 1024, 65535
+
 
 def parse_size(value: object, *, field: str = "size") -> int:
     """Parse a number of bytes from an int or a text such as ``"256MiB"``.
@@ -99,19 +105,41 @@ def parse_size(value: object, *, field: str = "size") -> int:
     return nbytes
 
 
+def parse_ports(value: object, *, field: str = "ports") -> tuple[int, int]:
+    """Parse a range of ports from a text such as ``"29600-29699"`` or a pair of numbers.
+
+    Args:
+        value: the first and the last port, both of which belong to the range.
+        field: the name that an error gives to the value.
+
+    Raises:
+        ConfigError: the value is no range, or has ports that need privileges or do not exist. It names the
+            nearest range.
+    """
+    match = _PORTS.fullmatch(value) if isinstance(value, str) else None
+    pair = [int(match[1]), int(match[2])] if match else value
+    if not isinstance(pair, (list, tuple)) or [type(port) for port in pair] != [int, int]:
+        raise ConfigError(field, value, "give the first and the last port, such as 29600-29699")
+    first, last = sorted(min(max(_LEAST_PORT, port), _MOST_PORT) for port in pair)
+    if (first, last) != tuple(pair):
+        limits = f"ports are {_LEAST_PORT} to {_MOST_PORT}, and the lower one comes first"
+        raise ConfigError(field, value, f"the nearest range is {first}-{last}: {limits}")
+    return first, last
+
+
 def load_dataclass(cls: type[T], data: object, *, field: str) -> T:
     """Make a `cls` from the mapping `data`, strictly.
 
     Args:
         cls: a dataclass whose annotations are ``int``, ``float``, ``bool``, ``str``, :data:`Size`,
-            ``Literal``, ``X | Y | None``, ``dict[str, X]``, ``tuple[X, ...]`` or another such dataclass, also
-            with a `Limit`.
+            :data:`Ports`, ``Literal``, ``X | Y | None``, ``dict[str, X]``, ``tuple[X, ...]`` or another such
+            dataclass, also with a `Limit`.
         data: the result of ``yaml.safe_load``.
         field: path of `data` in the file, for errors; ``""`` at the top.
 
     Raises:
         ConfigError: an unknown or missing key, or a value of another type or beyond a limit. Only an ``int``
-            is converted to a ``float``, and a text to a :data:`Size`.
+            is converted to a ``float``, and a text to a :data:`Size` or :data:`Ports`.
     """
     given = _mapping(data, field)
     known = {f.name: f for f in fields(cls) if f.init}
@@ -142,6 +170,8 @@ def check_fields(instance: DataclassInstance, *, field: str) -> None:
 
 def _convert(hint: object, value: object, field: str, remedies: _Remedies) -> object:
     origin, args = get_origin(hint), get_args(hint)
+    if are_ports(hint):
+        return parse_ports(value, field=field)
     if origin is Annotated:
         found = parse_size(value, field=field) if is_size(hint) else _convert(args[0], value, field, remedies)
         for limit in args[1:]:
@@ -182,6 +212,11 @@ _YAML: _Remedies = {
 def is_size(hint: object) -> bool:
     """Whether an annotation is a :data:`Size`, with or without limits."""
     return "bytes" in getattr(hint, "__metadata__", ())
+
+
+def are_ports(hint: object) -> bool:
+    """Whether an annotation is :data:`Ports`."""
+    return "ports" in getattr(hint, "__metadata__", ())
 
 
 def _scalar(hint: object, value: object, field: str, remedies: _Remedies) -> object:
@@ -282,6 +317,8 @@ class SyncConfig:
         nonfinite: NaN and Inf in published weights: ``warn`` logs their tensors, ``refuse`` fails the update
             while engines keep serving, ``ignore`` does not look.
         rdma_device: the network devices that ``rdma`` may use, with commas between them; empty takes any.
+        ports: the first and the last port on which holders listen, such as ``29600-29699``, for a firewall.
+            Without it they listen on any free port. See docs/hosts.md for the ports of gloo and NCCL.
 
     Raises:
         ConfigError: a value is not valid; names the field, such as ``sync.timeout_s``.
@@ -305,9 +342,12 @@ class SyncConfig:
     refill: Literal["auto", "rdma", "tcp", "zeromq"] = "auto"
     nonfinite: Literal["warn", "refuse", "ignore"] = "warn"
     rdma_device: str = ""
+    ports: Ports | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, field="sync")
+        if self.ports is not None:  # a text or a list becomes a pair
+            object.__setattr__(self, "ports", parse_ports(self.ports, field="sync.ports"))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> SyncConfig:

@@ -61,7 +61,7 @@ def trained(request: pytest.FixtureRequest, cluster: None, tmp_path_factory: pyt
     sharpen(model)
     spec = TrainerSpec(kind=kind, count=2)
     trainers = [spawn(GrpoTrainer, rank, spec, str(model), LOOP, str(rank), "cpu") for rank in range(2)]
-    meeting = ray.get(trainers[0].listen.remote())
+    meeting = ray.get(trainers[0].listen.remote(None))
     ray.get([trainer.join.remote(*meeting) for trainer in trainers])
     yield model, trainers
     for trainer in trainers:

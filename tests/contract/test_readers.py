@@ -480,6 +480,15 @@ class TestChoice:
             serve(rig.buffer(1), "h", "127.0.0.1", "tpc")
 
 
+@pytest.mark.skipif(bool(NO_MOONCAKE), reason=NO_MOONCAKE)
+def test_mooncake_keeps_to_its_range_of_ports_or_is_refused(rig: Targets) -> None:
+    server = serve(rig.buffer(1), "h", "127.0.0.1", "tcp", "", (26000, 26099))
+    with contextlib.closing(server):
+        assert 26000 <= int(server.offer.endpoint.rpartition(":")[2]) <= 26099
+        with pytest.raises(ConfigError, match=r"sync\.ports: '40000-40099' .* outside 32768-60999"):
+            serve(rig.buffer(1), "h", "127.0.0.1", "tcp", "", (40000, 40099))
+
+
 def test_an_address_that_is_not_ours_cannot_be_served_on(rig: Targets) -> None:
     with pytest.raises(TransportError, match=r"h cannot serve on 192\.0\.2\.1"):
         serve(rig.buffer(1), "h", "192.0.2.1", "zeromq")

@@ -15,14 +15,16 @@ from pathlib import Path
 
 from tests.patience import patient
 
-__all__ = ["Host", "Network"]
+__all__ = ["KERNELS_PORTS", "Host", "Network"]
 
 _ROOT = Path(__file__).parents[2]
 _SUBNET = "10.77.0"
 _INIT = (
     "hostname {name}; mount -t proc proc /proc; mount -t tmpfs shm /dev/shm; mount -t tmpfs tmp /tmp; "
-    "ip link set lo up; exec sleep infinity"
+    "ip link set lo up; echo {first} {last} > /proc/sys/net/ipv4/ip_local_port_range; exec sleep infinity"
 )
+KERNELS_PORTS = 40000, 40999
+"""The ports that the kernel chooses on each host."""
 _HEAD = [
     "--head",
     "--port=6379",
@@ -103,7 +105,7 @@ class Network:
         self.hosts = {name: self._add(name, f"{_SUBNET}.{i}") for i, name in enumerate(names, start=1)}
 
     def _add(self, name: str, address: str) -> Host:
-        command = ["unshare", *_FLAGS, "--fork", "--kill-child", "sh", "-c", _INIT.format(name=name)]
+        command = ["unshare", *_FLAGS, "--fork", "--kill-child", "sh", "-c", _init(name)]
         host = Host(name, address, subprocess.Popen(command))
         children = Path(f"/proc/{host.init.pid}/task/{host.init.pid}/children")
         deadline = time.monotonic() + patient(10)
@@ -116,6 +118,11 @@ class Network:
         _run(*inside, "addr", "add", f"{address}/24", "dev", "eth0")
         _run(*inside, "link", "set", "eth0", "up")
         return host
+
+
+def _init(name: str) -> str:
+    first, last = KERNELS_PORTS
+    return _INIT.format(name=name, first=first, last=last)
 
 
 def _run(*command: str) -> None:

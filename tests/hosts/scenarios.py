@@ -9,11 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 import torch
 
 from tests.actors.fleet import Engine, Trainer
+from tests.hosts.network import KERNELS_PORTS
 from tests.patience import patient
 from weightsync import SyncConfig, SyncReport, WeightSync
 from weightsync.errors import DeadlineError
@@ -22,7 +24,11 @@ from weightsync.readers.base import host_id
 WIDTH = 1024
 OTHERS = ("west", "east")
 NBYTES = 4 * (WIDTH * WIDTH + WIDTH + 8 * WIDTH + 8)
-CONFIG = SyncConfig(bucket_bytes=1 << 20, timeout_s=patient(5), connect_timeout_s=patient(30))
+PORTS = 29600, 29699
+RAYS_PORTS = 10000, 19999
+CONFIG = SyncConfig(
+    bucket_bytes=1 << 20, timeout_s=patient(5), connect_timeout_s=patient(30), ports=PORTS, refill="zeromq"
+)
 Weights = Mapping[str, torch.Tensor]
 
 
@@ -67,12 +73,29 @@ def fleet(sync: WeightSync) -> Any:
     return trainer
 
 
+def listening(_: object) -> set[int]:
+    """Return the ports on which this process listens."""
+    found = psutil.Process().net_connections("tcp")
+    return {each.laddr.port for each in found if each.status == psutil.CONN_LISTEN}
+
+
+def check_ports(sync: WeightSync) -> None:
+    """Check that holders listen within their range, gloo within the kernel's, and Ray within its own."""
+    found = ray.get([holder.__ray_call__.remote(listening) for holder in sync.holders().values()])
+    say("ports", found)
+    assert found[0] & {*range(PORTS[0], PORTS[1] + 1)}  # rank 0 serves the rendezvous
+    ranges = PORTS, KERNELS_PORTS, RAYS_PORTS
+    allowed = {port for first, last in ranges for port in range(first, last + 1)}
+    assert {port for ports in found for port in ports} <= allowed
+
+
 def broadcast() -> None:
     """A trainer and engines on hosts of their own: the model crosses each link once."""
     with WeightSync(replace(CONFIG, mirrors=0)) as sync:
         trainer = fleet(sync)
         asked = [holder.__ray_call__.remote(lambda _: host_id()) for holder in sync.holders().values()]
         assert len(set(ray.get(asked))) == 3
+        check_ports(sync)
         for version in (1, 2):
             before = {name: ask("nbytes", name) for name in OTHERS}
             update(sync, trainer, version, check=False)

@@ -233,6 +233,15 @@ def test_sync_config_from_yaml_equals_the_one_from_python() -> None:
         ("respawn_timeout_s", 0, "more than 0"),
         ("refill", "rmda", "did you mean 'rdma'?"),
         ("rdma_device", None, "give a text"),
+        ("ports", "29600", "give the first and the last port, such as 29600-29699"),
+        ("ports", 29600, "give the first and the last port"),
+        ("ports", [29600], "give the first and the last port"),
+        ("ports", [29600, 29650, 29699], "give the first and the last port"),
+        ("ports", [29600, True], "give the first and the last port"),
+        ("ports", "a-b", "give the first and the last port"),
+        ("ports", "29699-29600", "the nearest range is 29600-29699"),
+        ("ports", "80-90", "the nearest range is 1024-1024: ports are 1024 to 65535"),
+        ("ports", [29600, 70000], "the nearest range is 29600-65535"),
     ],
 )
 def test_sync_config_refuses(name: str, value: object, remedy: str) -> None:
@@ -241,6 +250,15 @@ def test_sync_config_refuses(name: str, value: object, remedy: str) -> None:
             build()
         assert caught.value.field == f"sync.{name}"
         assert remedy in caught.value.remedy
+
+
+@pytest.mark.parametrize("given", ["29600-29699", "29600 - 29699", [29600, 29699], (29600, 29699)])
+def test_a_range_of_ports_is_a_pair_however_it_is_given(given: Any) -> None:
+    for config in (SyncConfig(ports=given), SyncConfig.from_dict({"ports": given})):
+        assert config.ports == (29600, 29699)
+        assert hash(config) == hash(SyncConfig(ports=(29600, 29699)))
+    assert SyncConfig.from_dict({"ports": None}).ports is SyncConfig().ports is None
+    assert SyncConfig(ports=(29600, 29600)).ports == (29600, 29600)
 
 
 def test_the_smallest_bucket_is_allowed() -> None:

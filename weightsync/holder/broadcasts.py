@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from weightsync.config import Ports
 from weightsync.holder.staging import Staging
 from weightsync.plan import Plan, broadcast_groups
 from weightsync.protocol.messages import Group
@@ -25,9 +26,9 @@ class Communicators:
         self._group_of = {root: group for root, group in groups.items() if index in group and len(group) > 1}
         self.transports: dict[Group, Transport] = {g: make() for g in sorted(set(self._group_of.values()))}
 
-    def offers(self, host: str) -> dict[Group, str]:
-        """Return a rendezvous per communicator whose rank 0 is this holder. `host`: this host's address."""
-        return {g: each.offer(host) for g, each in self.transports.items() if g[0] == self._index}
+    def offers(self, host: str, ports: Ports | None) -> dict[Group, str]:
+        """Return a rendezvous per communicator whose rank 0 is this holder, see `Transport.offer`."""
+        return {g: each.offer(host, ports) for g, each in self.transports.items() if g[0] == self._index}
 
     def join(self, offers: Mapping[Group, str], timeout_s: float) -> None:
         """Open every communicator, in the same order on every holder. Raises TransportError."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weightsync.collectives.shuffle import Shuffle
+from weightsync.config import Ports
 from weightsync.errors import TransportError
 from weightsync.plan.cross_host import CrossHostNeeds
 from weightsync.protocol.messages import Exchange
@@ -47,9 +48,10 @@ class CrossHostExchange:
             most = plan.max_message_bytes
             raise TransportError(f"no memory for messages of {most} bytes: {error}") from error
 
-    def offer(self, host: str) -> Exchange:
+    def offer(self, host: str, ports: Ports | None) -> Exchange:
         """Return digests of the messages, and the rendezvous if this holder is rank 0."""
-        return Exchange("" if self._rank else self.transport.offer(host), *self._plan.digests(self._rank))
+        rendezvous = "" if self._rank else self.transport.offer(host, ports)
+        return Exchange(rendezvous, *self._plan.digests(self._rank))
 
     def open(self, rendezvous: str, timeout_s: float) -> None:
         """Join the communicator and use every path once. Raises TransportError."""

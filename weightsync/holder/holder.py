@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from weightsync.channel.engine_end import HolderFeed
+from weightsync.config import Ports
 from weightsync.errors import ConfigError, StateError
 from weightsync.faults import Fault, inject, set_faults
 from weightsync.holder.broadcasts import Communicators
@@ -74,6 +75,7 @@ class Holder:
         transport: str = "gloo",
         device: str = "",
         make_staging: Callable[[Plan, int, SendBuffer | None, bool], Staging] = HostStaging,
+        ports: Ports | None = None,
     ) -> None:
         """
         Args:
@@ -81,9 +83,10 @@ class Holder:
             device: the GPU of the buckets, ``cuda:<UUID>``, which must be the first that this process
                 sees; empty for buckets in host memory.
             make_staging: makes the bucket slots in host memory.
+            ports: the range of the ports on which it listens; any free ones without it.
         """
         self._make_staging = make_staging
-        self.name, self._host, self._device = name, host, device
+        self.name, self._host, self._ports, self._device = name, host, ports, device
         self._transport_name, self._transport = transport, transport_class(transport)
         self._sampler: MemorySampler | None = None
         self._plan: Plan | None = None
@@ -110,11 +113,11 @@ class Holder:
         """The communicators of its broadcasts, by members. Empty before `prepare`, and without buckets."""
         return self._groups.transports if self._groups else {}
 
-    def ready(self) -> tuple[str, str]:
-        """Return its name and transport. Raises the device's error, which is permanent."""
+    def ready(self) -> tuple[str, str, Ports | None]:
+        """Return its name, transport and ports. Raises the device's error, which is permanent."""
         if self._device:
             torch.cuda.current_stream().query()
-        return self.name, self._transport_name
+        return self.name, self._transport_name, self._ports
 
     def watch(self) -> None:
         """Block until this process ends, or until a new driver calls `watch`."""
@@ -166,7 +169,7 @@ class Holder:
             self._feed = self._open_feed(engine, self.staging)
         # On devices every holder has slots to receive into, and one NCCL communicator is cheaper than many.
         self._groups = Communicators(plan, index, bool(self._device), self._transport)
-        offers = self._groups.offers(self._host)
+        offers = self._groups.offers(self._host, self._ports)
         return Prepared(digest, written(self._send_buffer), self._feed.ticket if self._feed else None, offers)
 
     def source(self, name: str, exports: Mapping[str, HostExport | None]) -> None:
@@ -257,7 +260,7 @@ class Holder:
         assert self.staging.mapped
         with self._moving, self.staging.queue():
             self.cross_host = CrossHostExchange(needs, rank, self._transport(), self.staging.mapped)
-        return self.cross_host.offer(self._host)
+        return self.cross_host.offer(self._host, self._ports)
 
     def meet(self, rendezvous: str, timeout_s: float) -> None:
         """Open the communicator of the cross-host exchange and use each path once. Raises TransportError."""
@@ -322,7 +325,7 @@ class Holder:
     def serve_snapshots(self, protocol: str, rdma_device: str) -> None:
         """Prepare to serve snapshots. Raises ConfigError if `choose_protocol` cannot provide `protocol`."""
         if self.snapshot_store is None:
-            self.snapshot_store = SnapshotStore(self.name, self._host, protocol, rdma_device)
+            self.snapshot_store = SnapshotStore(self.name, self._host, protocol, rdma_device, self._ports)
 
     def snapshot(self, header: SnapshotHeader, is_flat: bool, expected: Fingerprint) -> Offer:
         """Snapshot the published weights or, if `is_flat`, the engine rank's."""

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import torch
 
+from weightsync.config import Ports
 from weightsync.errors import ReadError
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.handles import Offer
@@ -105,12 +106,14 @@ class Held:
 class SnapshotStore:
     """A holder's snapshots: the latest version of each part."""
 
-    def __init__(self, name: str, host: str, protocol: str, rdma_device: str) -> None:
-        """`host` is this host's address as others reach it; for the rest see `choose_protocol`.
+    def __init__(
+        self, name: str, host: str, protocol: str, rdma_device: str, ports: Ports | None = None
+    ) -> None:
+        """`host` and `ports` are where it listens, see `serve`; for the rest see `choose_protocol`.
 
         Raises ConfigError when the protocol is not available on this host.
         """
-        self.name, self._host = name, host
+        self.name, self._host, self._ports = name, host, ports
         self._protocol, self._rdma_device = choose_protocol(protocol, rdma_device), rdma_device
         self._shares: dict[int, tuple[SharedBuffer, Server]] = {}
         self._kept: dict[int, SnapshotPart] = {}
@@ -201,7 +204,7 @@ class SnapshotStore:
         if part not in self._shares:
             buffer = SharedBuffer.create(HEADER_NBYTES + nbytes)
             try:
-                server = serve(buffer, self.name, self._host, self._protocol, self._rdma_device)
+                server = serve(buffer, self.name, self._host, self._protocol, self._rdma_device, self._ports)
             except BaseException:
                 buffer.close()
                 raise

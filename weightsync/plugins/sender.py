@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from weightsync.collectives.tensor_stream import TensorStream
+from weightsync.config import Ports, parse_ports
 from weightsync.transports import transport_class
 
 
@@ -19,9 +20,11 @@ class Sender:
         transport: ``nccl`` from GPU to GPU, ``gloo`` from host to host.
         bucket_nbytes: see `TensorStream`.
         timeout_s: for all to join, and for each bucket.
+        ports: the range of the port at which the workers meet, such as ``"29600-29699"``; any free one
+            without it.
 
     Raises:
-        ConfigError: no such transport.
+        ConfigError: no such transport or range, or every port of it is in use.
         TransportError: see `TensorStream.sending`.
     """
 
@@ -32,10 +35,11 @@ class Sender:
         transport: str = "nccl",
         bucket_nbytes: int = 256 << 20,
         timeout_s: float = 600.0,
+        ports: Ports | str | None = None,
     ) -> None:
         self._transport, self._device = transport_class(transport)(), device_of(transport)
         self._bucket_nbytes, self._timeout_s, self._world_size = bucket_nbytes, timeout_s, world_size
-        self._rendezvous = self._transport.offer(host)
+        self._rendezvous = self._transport.offer(host, parse_ports(ports) if ports else None)
         self.init_info = {
             "rendezvous": self._rendezvous,
             "world_size": world_size,

@@ -22,6 +22,7 @@ from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from weightsync.collectives.tensor_stream import TensorStream
+from weightsync.config import Ports, parse_ports
 from weightsync.errors import StateError
 from weightsync.plugins.sender import device_of
 from weightsync.transports import Transport, transport_class
@@ -57,19 +58,26 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
         is_master: whether this is actor rank 0.
         transport: ``nccl``, ``gloo``, or ``auto``, which takes nccl if there is a GPU.
         timeout_s: seconds for one bucket, and for all ranks to join.
+        ports: the range of the ports at which ranks meet, such as ``29600-29699``; any free ones without it.
 
     Raises:
-        ConfigError: no such transport.
+        ConfigError: no such transport or range, or every port of it is in use.
         TransportError, VerifyError: an update failed; the next one makes a new communicator.
     """
 
     def __init__(
-        self, bucket_size: int, is_master: bool = False, transport: str = "auto", timeout_s: float = 600.0
+        self,
+        bucket_size: int,
+        is_master: bool = False,
+        transport: str = "auto",
+        timeout_s: float = 600.0,
+        ports: Ports | str | None = None,
     ) -> None:
         if transport == "auto":
             transport = "nccl" if torch.cuda.is_available() else "gloo"
         self._transport_name, self._transport_class = transport, transport_class(transport)
         self._bucket_nbytes, self._is_master, self._timeout_s = bucket_size, is_master, timeout_s
+        self._ports = parse_ports(ports) if ports else None
         self._server: StoreServer | None = None
         self._meeting = ""
         self._place: _Place | None = None
@@ -83,7 +91,7 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
 
     def prepare(self) -> _Ready:
         if self._is_master and self._server is None:
-            self._server = StoreServer(_own_address())
+            self._server = StoreServer(_own_address(), self._ports)
             self._meeting = self._server.address
         return _Ready(self._place, self._meeting)
 
@@ -115,7 +123,7 @@ class WeightSyncCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # ver
         store = NetworkStore(meeting, self._timeout_s)
         try:
             if rank == 0:
-                rendezvous = self._transport.offer(_own_address())
+                rendezvous = self._transport.offer(_own_address(), self._ports)
                 store.set(epoch, rendezvous)
             else:
                 rendezvous = store.get(epoch).decode()

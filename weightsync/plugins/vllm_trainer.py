@@ -35,6 +35,7 @@ class WeightSyncTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]  # vLLM 
     transport: str = "nccl"
     bucket_nbytes: int = 256 << 20
     timeout_s: float = 600.0
+    ports: str | None = None
 
 
 class WeightSyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
@@ -67,6 +68,7 @@ class WeightSyncTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc
                 init_info.transport,
                 init_info.bucket_nbytes,
                 init_info.timeout_s,
+                init_info.ports,
             )
             joining = on_daemon(lambda: client.init_weight_transfer_engine(sender.init_info))
             sender.open()

@@ -17,7 +17,9 @@ import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from weightsync.errors import TransportError, WireError
+from weightsync.config import Ports
+from weightsync.errors import WireError
+from weightsync.protocol.ports import listen
 
 if TYPE_CHECKING:
     Context = zmq.Context[zmq.Socket[bytes]]
@@ -27,7 +29,6 @@ T = TypeVar("T")
 
 HANDSHAKE_MS = 5000
 """A peer that has not shown the secret after this time is disconnected, which frees its descriptor."""
-BACKLOG = 4096
 _LOST = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
@@ -55,7 +56,6 @@ class Doorman:
         """Require the secret at `socket`. Must be called before `socket` is bound."""
         socket.setsockopt(zmq.PLAIN_SERVER, 1)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        socket.setsockopt(zmq.BACKLOG, BACKLOG)
 
     def close(self) -> None:
         """Admit no more peers. Must be called before the context ends; safe to call twice."""
@@ -63,21 +63,23 @@ class Doorman:
 
 
 class Server(ABC):
-    """Answers requests on a free port in its own thread, and checks secrets in another one.
+    """Answers requests on a port of its own in its own thread, and checks secrets in another one.
 
     Attributes:
         secret: what peers have to show.
         endpoint: where it listens.
     """
 
-    def __init__(self, host: str, max_nbytes: int, problem: str) -> None:
+    def __init__(self, host: str, ports: Ports | None, max_nbytes: int, problem: str) -> None:
         """
         Args:
+            ports: the range of its port; any free one without it.
             max_nbytes: limit for a request's frame and for each step of the handshake.
 
         Raises:
-            TransportError: `host` is not an address of this host. It starts with `problem`.
+            ConfigError, TransportError: as `listen`.
         """
+        listening = listen(host, ports, problem)
         self._context = zmq.Context()
         self._doorman = Doorman(self._context)
         self._socket = self._context.socket(zmq.ROUTER)
@@ -85,12 +87,8 @@ class Server(ABC):
         self._socket.setsockopt(zmq.SNDHWM, 0)  # peers limit how many answers they wait for
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_nbytes)
         self._socket.setsockopt(zmq.IPV6, ":" in host)
-        try:
-            self._socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
-        except zmq.ZMQError as error:
-            self._doorman.close()
-            self._context.destroy(linger=0)
-            raise TransportError(f"{problem} on {host}: {error}") from error
+        self._socket.setsockopt(zmq.USE_FD, listening.detach())
+        self._socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
         self.secret = self._doorman.secret
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._thread = threading.Thread(target=self._serve, daemon=True, name="weightsync-serve")

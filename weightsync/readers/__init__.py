@@ -12,6 +12,7 @@ from weightsync.readers.choice import choose_protocol, rdma_devices
 from weightsync.readers.parallel import ParallelReader
 
 if TYPE_CHECKING:
+    from weightsync.config import Ports
     from weightsync.memory.host import SharedBuffer
     from weightsync.protocol.handles import Offer, ProtocolName
 
@@ -35,21 +36,28 @@ WAYS = {
 """The reader of each way to read a peer, imported on use."""
 
 
-def serve(buffer: SharedBuffer, holder: str, host: str, protocol: str, rdma_device: str = "") -> Server:
+def serve(
+    buffer: SharedBuffer,
+    holder: str,
+    host: str,
+    protocol: str,
+    rdma_device: str = "",
+    ports: Ports | None = None,
+) -> Server:
     """Let peers read `buffer`: over `protocol`, or by mapping it on the same host.
 
     `protocol` comes from `choose_protocol`. `host` is this host's address as peers reach it. Any process that
     reaches Mooncake's port can read; ZeroMQ asks for the offer's secret. Raises ConfigError for an unknown
-    protocol, TransportError when the server does not start.
+    protocol, or if none of `ports` can be had; TransportError when the server does not start.
     """
     if protocol == "zeromq":
         from weightsync.readers.zeromq_server import ZeroMqServer
 
-        return ZeroMqServer(buffer, holder, host)
+        return ZeroMqServer(buffer, holder, host, ports)
     if protocol in ("tcp", "rdma"):
         from weightsync.readers.mooncake import MooncakeServer
 
-        return MooncakeServer(buffer, holder, host, cast("ProtocolName", protocol), rdma_device)
+        return MooncakeServer(buffer, holder, host, cast("ProtocolName", protocol), rdma_device, ports)
     raise ConfigError("protocol", protocol, nearest(protocol, ("rdma", "tcp", "zeromq")))
 
 

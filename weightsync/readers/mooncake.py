@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from weightsync.errors import DeadlineError, ReadError
+from weightsync.config import Ports
+from weightsync.errors import ConfigError, DeadlineError, ReadError
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.handles import Offer, ProtocolName
 from weightsync.protocol.handshake import own_address
@@ -19,17 +20,30 @@ from weightsync.readers.ending import Ending
 from weightsync.readers.mooncake_process import MooncakeProcess, readable
 
 PIECE_NBYTES = 16 << 20
+_NOT_MOONCAKES = "32768-60999"
+"""Ports of the kernel's default range for clients. Mooncake ignores a range that has any of them."""
 
 
 class MooncakeServer:
     """A process that keeps the memory registered. Peers read it without asking a process."""
 
     def __init__(
-        self, buffer: SharedBuffer, holder: str, host: str, protocol: ProtocolName, device: str
+        self,
+        buffer: SharedBuffer,
+        holder: str,
+        host: str,
+        protocol: ProtocolName,
+        device: str,
+        ports: Ports | None,
     ) -> None:
-        """Raises TransportError when Mooncake does not work on this host."""
+        """Raises TransportError when Mooncake does not work on this host, ConfigError when it has no port."""
         # A process that reaches the port may write too. Over TCP a read-only mapping prevents that.
-        self._child = MooncakeProcess(protocol, host, device, [buffer], writable=protocol == "rdma")
+        writable = protocol == "rdma"
+        self._child = MooncakeProcess(protocol, host, device, [buffer], writable=writable, ports=ports)
+        if ports and not _is_within(self._child.endpoint, ports):
+            self._child.close()
+            remedy = f"Mooncake took {self._child.endpoint} instead: give ports outside {_NOT_MOONCAKES}"
+            raise ConfigError("sync.ports", f"{ports[0]}-{ports[1]}", f"{remedy}, or refill: zeromq")
         self.offer = Offer(
             holder=holder,
             protocol=protocol,
@@ -111,6 +125,10 @@ class MooncakeReader:
             child.kill()
         for child in self._children.values():
             child.close()
+
+
+def _is_within(endpoint: str, ports: Ports) -> bool:
+    return ports[0] <= int(endpoint.rpartition(":")[2]) <= ports[1]
 
 
 def _nbytes(peer: str, answer: Mapping[str, Any]) -> int:

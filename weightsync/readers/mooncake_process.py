@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from weightsync.config import Ports
 from weightsync.errors import TransportError
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.handles import ProtocolName
@@ -22,6 +23,8 @@ logger = logging.getLogger("weightsync.readers")
 START_S = 30.0
 _CHILD = "weightsync.readers.mooncake_child"
 _FORCE = {"tcp": "MC_FORCE_TCP", "rdma": "MC_FORCE_HCA"}
+_RANGE = ("MC_MIN_RPC_PORT", "MC_MIN_PRC_PORT"), ("MC_MAX_RPC_PORT", "MC_MAX_PRC_PORT")
+"""Mooncake's range of ports, as old and new versions spell it."""
 _TIMES = {"MC_TCP_PROGRESS_TIMEOUT_SEC": "5", "MC_TRANSFER_TIMEOUT": "30"}
 """Mooncake's own time-outs in seconds: without progress, and for a whole piece."""
 
@@ -38,6 +41,7 @@ class MooncakeProcess:
         *,
         writable: bool = True,
         wait: bool = True,
+        ports: Ports | None = None,
     ) -> None:
         self.endpoint, self.bases = "", list[int]()
         fds = [memory.fileno() for memory in memories]
@@ -47,7 +51,7 @@ class MooncakeProcess:
             stdout=subprocess.PIPE,
             stderr=None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
             pass_fds=fds,
-            env=_environment(protocol),
+            env=_environment(protocol, ports),
         )
         assert self._process.stdout
         self.answers = self._process.stdout.fileno()
@@ -110,10 +114,12 @@ def probe(protocol: ProtocolName, device: str) -> str:
     return ""
 
 
-def _environment(protocol: ProtocolName) -> dict[str, str]:
+def _environment(protocol: ProtocolName, ports: Ports | None) -> dict[str, str]:
+    given = zip(_RANGE, map(str, ports or ()), strict=False)
+    bounds = {name: port for names, port in given for name in names}
     kept = {name: value for name, value in os.environ.items() if name not in _FORCE.values()}
     found = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), _FORCE[protocol]: "1"}
-    return {**_TIMES, **kept, **found}
+    return {**_TIMES, **kept, **found, **bounds}
 
 
 def readable(fds: Sequence[int], deadline: float) -> list[int]:

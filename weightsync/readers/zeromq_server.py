@@ -11,6 +11,7 @@ from typing import Annotated
 
 import msgspec
 
+from weightsync.config import Ports
 from weightsync.errors import WireError
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.handles import Offer
@@ -44,10 +45,10 @@ answers = msgspec.msgpack.Decoder(Answer)
 class ZeroMqServer(Server):
     """Answers requests for parts of one buffer."""
 
-    def __init__(self, buffer: SharedBuffer, holder: str, host: str) -> None:
-        """Raises TransportError when `host` is not an address of this host."""
+    def __init__(self, buffer: SharedBuffer, holder: str, host: str, ports: Ports | None) -> None:
+        """Raises ConfigError or TransportError as `weightsync.protocol.ports.listen`."""
         self._view = buffer.tensor.numpy().data
-        super().__init__(host, MAX_FRAME_NBYTES, f"{holder} cannot serve")
+        super().__init__(host, ports, MAX_FRAME_NBYTES, f"{holder} cannot serve")
         self.offer = Offer(
             holder=holder,
             protocol="zeromq",

@@ -8,6 +8,8 @@ from typing import Protocol
 
 import torch
 
+from weightsync.config import Ports
+
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
@@ -55,10 +57,11 @@ class Pending(Protocol):
 class Transport(Protocol):
     """One rank's end of one communicator. A holder calls it from one thread at a time, except for `abort`."""
 
-    def offer(self, host: str) -> str:
+    def offer(self, host: str, ports: Ports | None = None) -> str:
         """Start the rendezvous and return its address, one line. Called on rank 0 only, before `open`.
 
-        `host` is this host's address as its peers reach it.
+        `host` is this host's address as its peers reach it. The rendezvous listens on one of `ports`, or
+        without them on any free port. Raises ConfigError if all of them are in use.
         """
 
     def open(self, rendezvous: str, rank: int, num_ranks: int, timeout_s: float) -> None:

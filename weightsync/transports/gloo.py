@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo
 
+from weightsync.config import Ports
 from weightsync.errors import TransportError
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.handshake import own_address
@@ -47,9 +48,9 @@ class GlooTransport(WatchedTransport):
         self._works: list[Future[object]] = []
         self._timeout = timedelta(0)
 
-    def offer(self, host: str) -> str:
-        """Serve the rendezvous on a free port and return ``secret@host:port``."""
-        self._server = StoreServer(host)
+    def offer(self, host: str, ports: Ports | None = None) -> str:
+        """Serve the rendezvous on one of `ports`, or a free one, and return ``secret@host:port``."""
+        self._server = StoreServer(host, ports)
         return self._server.address
 
     def open(self, rendezvous: str, rank: int, num_ranks: int, timeout_s: float) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from weightsync.config import Ports
 from weightsync.errors import TransportError
 from weightsync.memory import cuda
 from weightsync.protocol.daemon import on_daemon
@@ -48,10 +49,10 @@ class NcclTransport(WatchedTransport):
         self._gate = Gate()
         self._device = -1
 
-    def offer(self, host: str) -> str:
-        """Serve the rendezvous on a free port and return ``secret@host:port/unique id in hex``."""
+    def offer(self, host: str, ports: Ports | None = None) -> str:
+        """Serve the rendezvous as gloo's; return ``secret@host:port/unique id in hex``."""
         unique_id: bytes = cuda.nccl().get_unique_id()
-        self._server = StoreServer(host)
+        self._server = StoreServer(host, ports)
         return f"{self._server.address}/{unique_id.hex()}"
 
     def open(self, rendezvous: str, rank: int, num_ranks: int, timeout_s: float) -> None:

@@ -17,6 +17,7 @@ import zmq
 from torch.distributed.distributed_c10d import Store
 from zmq.utils.monitor import recv_monitor_message
 
+from weightsync.config import Ports
 from weightsync.errors import WireError
 from weightsync.protocol.handshake import Server, decode_one, dial, hang_up
 
@@ -49,12 +50,12 @@ _answers = msgspec.msgpack.Decoder(_Answer)
 
 
 class StoreServer(Server):
-    """Serves a store on a free port; `address` is ``secret@host:port``."""
+    """Serves a store on a port of `ports`, or a free one; `address` is ``secret@host:port``."""
 
-    def __init__(self, host: str) -> None:
-        """Raises TransportError when `host` is not an address of this host."""
+    def __init__(self, host: str, ports: Ports | None = None) -> None:
+        """Raises ConfigError or TransportError as `weightsync.protocol.ports.listen`."""
         self._values: dict[str, bytes] = {}
-        super().__init__(host, MAX_MESSAGE_NBYTES, "no rendezvous can be served")
+        super().__init__(host, ports, MAX_MESSAGE_NBYTES, "no rendezvous can be served")
         self.address = f"{self.secret}@{self.endpoint.removeprefix('tcp://')}"
 
     def answer(self, frames: Sequence[bytes]) -> Sequence[bytes]:

@@ -70,6 +70,15 @@ def test_sizes_are_what_the_loader_takes(size: object) -> None:
     assert VALIDATOR.is_valid(recipe)
 
 
+@pytest.mark.parametrize(
+    ("ports", "fits"),
+    [("29600-29699", True), ([29600, 29699], True), (None, True), (29600, False), ([29600], False)],
+)
+def test_ranges_of_ports_are_what_the_loader_takes(ports: object, fits: bool) -> None:
+    recipe = {"name": "x", "engines": {"main": {}}, "sync": {"ports": ports}}
+    assert VALIDATOR.is_valid(recipe) == fits
+
+
 def test_every_key_is_explained() -> None:
     def unexplained(schema: dict[str, Any], path: str) -> Iterator[str]:
         for name, each in schema.get("properties", {}).items():
