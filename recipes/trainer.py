@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import TCPStore
 from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.config import Ports
 from weightsync.protocol.ports import listen
+from weightsync.protocol.routes import joined, keep_to_interface_of, own_address
 from weightsync.recipes.grpo import Group
 from weightsync.recipes.learner import Learner
 from weightsync.recipes.recipe import LoopSpec, TrainerSpec
@@ -37,26 +38,13 @@ class GrpoTrainer(TrainerShard):
 
     def listen(self, ports: Ports | None) -> tuple[str, int]:
         """Open the ranks' rendezvous on one of `ports`, or a free one. Returns address and port."""
-        address: str = ray.util.get_node_ip_address()
-        listening = listen(address, ports, "no rendezvous of trainers can be served")
-        port: int = listening.getsockname()[1]
-        self._store = TCPStore(
-            address,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=PATIENCE,
-            master_listen_fd=listening.detach(),
-        )
-        return address, port
+        self._store, meeting = rendezvous(ray.util.get_node_ip_address(), ports)
+        return meeting
 
     def join(self, address: str, port: int) -> None:
         """Join the other ranks and load this rank's shard. Returns when all have joined."""
-        store = self._store or TCPStore(address, port, is_master=False, timeout=PATIENCE)
         backend = "cpu:gloo,cuda:nccl" if self._device == "cuda" else "gloo"
-        dist.init_process_group(
-            backend, store=store, rank=self._rank, world_size=self._spec.count, timeout=PATIENCE
-        )
+        join_ranks(self._store, address, port, backend, self._rank, self._spec.count)
         self._learner = Learner(self._model_path, self._loop, self._device, self._spec.kind)
         self.model, self.hf_config = self._learner.model, self._learner.hf_config
         if self._loop.sleep:
@@ -86,3 +74,27 @@ class GrpoTrainer(TrainerShard):
         self.onload()
         yield
         self.offload()
+
+
+def rendezvous(address: str, ports: Ports | None) -> tuple[TCPStore, tuple[str, int]]:
+    """Open a rendezvous on one of `ports`, or a free one. Returns it, and its address and port."""
+    listening = listen(address, ports, "no rendezvous of trainers can be served")
+    port: int = listening.getsockname()[1]
+    store = TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=PATIENCE,
+        master_listen_fd=listening.detach(),
+    )
+    return store, (address, port)
+
+
+def join_ranks(
+    store: TCPStore | None, address: str, port: int, backend: str, rank: int, num_ranks: int
+) -> None:
+    """Make torch's default group over the interface that leads to the rendezvous. `store`: rank 0's own."""
+    keep_to_interface_of(own_address(joined(address, port)))
+    store = store or TCPStore(address, port, is_master=False, timeout=PATIENCE)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=PATIENCE)

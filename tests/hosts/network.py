@@ -15,10 +15,11 @@ from pathlib import Path
 
 from tests.patience import patient
 
-__all__ = ["KERNELS_PORTS", "Host", "Network"]
+__all__ = ["KERNELS_PORTS", "SUBNET", "SUBNET_6", "Host", "Network"]
 
 _ROOT = Path(__file__).parents[2]
-_SUBNET = "10.77.0"
+SUBNET = "10.77.0."
+SUBNET_6 = "fd77::"
 _INIT = (
     "hostname {name}; mount -t proc proc /proc; mount -t tmpfs shm /dev/shm; mount -t tmpfs tmp /tmp; "
     "ip link set lo up; echo {first} {last} > /proc/sys/net/ipv4/ip_local_port_range; exec sleep infinity"
@@ -87,6 +88,15 @@ class Host:
         """Connect or cut its link. No packet says so to anybody."""
         _run("ip", "link", "set", self.name, "up" if up else "down")
 
+    def mislead(self) -> None:
+        """Add an interface that leads nowhere: the first by name and number, with the default route."""
+        inside = ["nsenter", f"--target={self.pid}", "--net", "ip"]
+        _run(*inside, "link", "add", "aaa0", "type", "veth", "peer", "name", "aaa1")
+        _run(*inside, "link", "set", "aaa1", "up")
+        _run(*inside, "addr", "add", "192.0.2.77/24", "dev", "aaa0")
+        _run(*inside, "link", "set", "aaa0", "up")
+        _run(*inside, "route", "add", "default", "via", "192.0.2.1")
+
     def set_rate(self, mbit_per_s: int) -> None:
         """Limit what this host receives."""
         _run(
@@ -98,11 +108,12 @@ class Host:
 class Network:
     """A bridge in the current network namespace, and hosts that it joins."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], subnet: str = SUBNET) -> None:
+        """`subnet`: what the hosts' only addresses begin with."""
         _run("mount", "-t", "sysfs", "sysfs", "/sys")  # that of this network namespace
         _run("ip", "link", "add", "bridge", "type", "bridge")
         _run("ip", "link", "set", "bridge", "up")
-        self.hosts = {name: self._add(name, f"{_SUBNET}.{i}") for i, name in enumerate(names, start=1)}
+        self.hosts = {name: self._add(name, f"{subnet}{i}") for i, name in enumerate(names, start=1)}
 
     def _add(self, name: str, address: str) -> Host:
         command = ["unshare", *_FLAGS, "--fork", "--kill-child", "sh", "-c", _init(name)]
@@ -115,7 +126,8 @@ class Network:
         _run("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(host.pid))
         _run("ip", "link", "set", name, "master", "bridge", "up")
         inside = ["nsenter", f"--target={host.pid}", "--net", "ip"]
-        _run(*inside, "addr", "add", f"{address}/24", "dev", "eth0")
+        prefix = ("64", "nodad") if ":" in address else ("24",)
+        _run(*inside, "addr", "add", f"{address}/{prefix[0]}", "dev", "eth0", *prefix[1:])
         _run(*inside, "link", "set", "eth0", "up")
         return host
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.hosts.network import SUBNET, SUBNET_6
 from tests.patience import patient
 
 UNSHARE = ["unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -30,10 +31,24 @@ def why_not() -> str:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("scenario", ["broadcast", "vanish"])
 def test_several_hosts(scenario: str) -> None:
+    _run("tests.hosts.lab", scenario)
+
+
+@pytest.mark.hosts
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("astray", [[], ["astray"]], ids=["", "with an interface that leads nowhere"])
+@pytest.mark.parametrize("subnet", [SUBNET, SUBNET_6], ids=["IPv4", "IPv6 alone"])
+def test_two_hosts_meet_by_the_route_between_them(subnet: str, astray: list[str]) -> None:
+    """Their hostnames lead nowhere, and one boot id is theirs."""
+    said = _run("tests.hosts.pair", subnet, *astray)
+    assert f"read over zeromq from tcp://{'[' * (':' in subnet)}{subnet}1" in said
+
+
+def _run(*command: str) -> str:
     if reason := why_not():
         pytest.skip(reason)
     done = subprocess.run(
-        [*UNSHARE, sys.executable, "-m", "tests.hosts.lab", scenario],
+        [*UNSHARE, sys.executable, "-m", *command],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -42,3 +57,4 @@ def test_several_hosts(scenario: str) -> None:
     )
     sys.stdout.write(done.stdout)
     assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout

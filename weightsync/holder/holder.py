@@ -49,6 +49,7 @@ from weightsync.protocol.messages import (
     SnapshotPart,
     UpdateTask,
 )
+from weightsync.protocol.routes import keep_to_interface_of
 from weightsync.protocol.timing import PhaseClock
 from weightsync.transports import Pending, Transport, transport_class
 
@@ -85,6 +86,7 @@ class Holder:
             make_staging: makes the bucket slots in host memory.
             ports: the range of the ports on which it listens; any free ones without it.
         """
+        keep_to_interface_of(host)
         self._make_staging = make_staging
         self.name, self._host, self._ports, self._device = name, host, ports, device
         self._transport_name, self._transport = transport, transport_class(transport)

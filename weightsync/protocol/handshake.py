@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from weightsync.config import Ports
 from weightsync.errors import WireError
 from weightsync.protocol.ports import listen
+from weightsync.protocol.routes import joined
 
 if TYPE_CHECKING:
     Context = zmq.Context[zmq.Socket[bytes]]
@@ -87,8 +87,9 @@ class Server(ABC):
         self._socket.setsockopt(zmq.SNDHWM, 0)  # peers limit how many answers they wait for
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_nbytes)
         self._socket.setsockopt(zmq.IPV6, ":" in host)
+        port = listening.getsockname()[1]
         self._socket.setsockopt(zmq.USE_FD, listening.detach())
-        self._socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
+        self._socket.bind(f"tcp://{joined(host, port)}")
         self.secret = self._doorman.secret
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._thread = threading.Thread(target=self._serve, daemon=True, name="weightsync-serve")
@@ -129,14 +130,6 @@ def dial(context: Context, endpoint: str, secret: str, max_nbytes: int) -> tuple
     monitor = socket.get_monitor_socket(_LOST)
     socket.connect(endpoint)
     return socket, monitor
-
-
-def own_address(endpoint: str) -> str:
-    """Return this host's address on the network that leads to ``host:port`` or ``secret@host:port``."""
-    host = endpoint.rpartition("@")[2].rpartition(":")[0]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing
-        return str(probe.getsockname()[0])
 
 
 def hang_up(socket: Socket, monitor: Socket) -> None:

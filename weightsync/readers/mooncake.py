@@ -14,7 +14,7 @@ from weightsync.config import Ports
 from weightsync.errors import ConfigError, DeadlineError, ReadError
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.handles import Offer, ProtocolName
-from weightsync.protocol.handshake import own_address
+from weightsync.protocol.routes import own_address
 from weightsync.readers.base import Read, by_peer, host_id, pieces
 from weightsync.readers.ending import Ending
 from weightsync.readers.mooncake_process import MooncakeProcess, readable

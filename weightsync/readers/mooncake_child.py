@@ -65,7 +65,8 @@ class _Memory:
             raise RuntimeError(
                 f"Mooncake does not start on {host}, device {device or 'any'}: status {status}"
             )
-        self.endpoint = f"{host}:{self._engine.get_rpc_port()}"
+        port = self._engine.get_rpc_port()
+        self.endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self.bases = [self._register(fd, nbytes, writable) for fd, nbytes in memories]
 
     def read(self, endpoint: str, pieces: list[tuple[int, int, int, int]]) -> int:

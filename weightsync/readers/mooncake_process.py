@@ -51,7 +51,7 @@ class MooncakeProcess:
             stdout=subprocess.PIPE,
             stderr=None if logger.isEnabledFor(logging.DEBUG) else subprocess.DEVNULL,
             pass_fds=fds,
-            env=_environment(protocol, ports),
+            env=_environment(protocol, host, ports),
         )
         assert self._process.stdout
         self.answers = self._process.stdout.fileno()
@@ -114,11 +114,13 @@ def probe(protocol: ProtocolName, device: str) -> str:
     return ""
 
 
-def _environment(protocol: ProtocolName, ports: Ports | None) -> dict[str, str]:
+def _environment(protocol: ProtocolName, host: str, ports: Ports | None) -> dict[str, str]:
     given = zip(_RANGE, map(str, ports or ()), strict=False)
     bounds = {name: port for names, port in given for name in names}
     kept = {name: value for name, value in os.environ.items() if name not in _FORCE.values()}
     found = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), _FORCE[protocol]: "1"}
+    if ":" in host:
+        found["MC_USE_IPV6"] = "1"
     return {**_TIMES, **kept, **found, **bounds}
 
 

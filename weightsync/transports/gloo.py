@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import BroadcastOptions, PrefixStore, Pr
 from weightsync.config import Ports
 from weightsync.errors import TransportError
 from weightsync.protocol.daemon import on_daemon
-from weightsync.protocol.handshake import own_address
+from weightsync.protocol.routes import own_address
 from weightsync.transports.base import Broadcast, Op, Pending, Send
 from weightsync.transports.rendezvous import SLACK_S, join_store
 from weightsync.transports.roll_call import RollCall

@@ -1,0 +1,107 @@
+"""Two hosts that meet without Ray: unshare … python -m tests.hosts.pair SUBNET [astray].
+
+Run so, it makes the hosts and starts itself on both as ``host RANK ADDRESS``. Rank 0 tells rank 1 where it
+serves, by a line that the outside passes on.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import subprocess
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore
+
+from tests.hosts.network import Network
+from tests.patience import patient
+from weightsync.memory.host import SharedBuffer
+from weightsync.readers import Read, open_reader, serve
+from weightsync.readers.mooncake_process import probe
+from weightsync.recipes.trainer import join_ranks, rendezvous
+from weightsync.transports import Broadcast, transport_class
+
+__all__ = ["main", "rank_0", "rank_1"]
+
+PORTS = 29600, 29699
+NBYTES = 1 << 20
+WAIT_S = patient(10)
+END_S = patient(30)  # the hosts and what runs on them end with this process
+
+
+def main(subnet: str, *astray: str) -> int:
+    """Return how many ranks failed."""
+    network = Network(("first", "second"), subnet)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    ranks = []
+    for rank, host in enumerate(network.hosts.values()):
+        if astray:
+            host.mislead()
+        command = [sys.executable, "-m", "tests.hosts.pair", "host", str(rank), host.address]
+        ranks.append(host.start(command, **pipes))
+    one, other = ranks
+    assert one.stdout
+    assert other.stdin
+    other.stdin.write(one.stdout.readline())
+    other.stdin.flush()
+    said = [rank.communicate(timeout=END_S)[0] for rank in reversed(ranks)]
+    sys.stdout.write("".join(said))
+    return sum(rank.returncode != 0 for rank in ranks)
+
+
+def rank_0(address: str) -> None:
+    """Serve one of each, until rank 1 has used them all."""
+    transport, buffer = transport_class("gloo")(), SharedBuffer.create(NBYTES)
+    buffer.tensor[:] = torch.arange(NBYTES).to(torch.uint8)
+    protocols = ["zeromq"] if probe("tcp", "") else ["zeromq", "tcp"]
+    servers = [serve(buffer, protocol, address, protocol, "", PORTS) for protocol in protocols]
+    store, meeting = rendezvous(address, PORTS)
+    told = transport.offer(address, PORTS), [server.offer for server in servers], meeting
+    sys.stdout.write(base64.b64encode(pickle.dumps(told)).decode() + "\n")
+    sys.stdout.flush()
+    transport.open(told[0], 0, 2, WAIT_S)
+    transport.start([Broadcast(buffer.tensor, 0)]).wait()
+    _train(store, meeting, 0)
+    transport.start([Broadcast(buffer.tensor, 1)]).wait()  # rank 1 has read everything
+    for each in (*servers, transport, buffer):
+        each.close()
+
+
+def rank_1(_: str) -> None:
+    """Receive and read what rank 0 has, on every way."""
+    meeting, offers, trainers = pickle.loads(base64.b64decode(sys.stdin.readline()))
+    transport, target = transport_class("gloo")(), SharedBuffer.create(NBYTES)
+    wanted = torch.arange(NBYTES).to(torch.uint8)
+    transport.open(meeting, 1, 2, WAIT_S)
+    transport.start([Broadcast(target.tensor, 0)]).wait()
+    assert torch.equal(target.tensor, wanted)
+    for offer in offers:
+        target.tensor.zero_()
+        reader = open_reader([target], {offer.holder: offer})
+        assert reader.ways == {offer.holder: offer.protocol}
+        reader.read([Read(offer.holder, 0, 0, 0, NBYTES)], WAIT_S)
+        reader.close()
+        assert torch.equal(target.tensor, wanted), offer.holder
+        sys.stdout.write(f"read over {offer.protocol} from {offer.endpoint}\n")
+    _train(None, trainers, 1)
+    transport.start([Broadcast(target.tensor, 1)]).wait()
+    for each in (transport, target):
+        each.close()
+
+
+def _train(store: TCPStore | None, meeting: tuple[str, int], rank: int) -> None:
+    """Do what the ranks of a recipe's trainer do."""
+    join_ranks(store, *meeting, "gloo", rank, 2)
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    assert total.item() == 3
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "host":
+        (rank_0, rank_1)[int(sys.argv[2])](sys.argv[3])
+    else:
+        sys.exit(main(*sys.argv[1:]))
