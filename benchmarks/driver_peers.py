@@ -379,12 +379,10 @@ class Holder:
 
     def _offer(self) -> Offer:
         memory = BufferHandle(1000 + self._index, 9, f"{self._name} snapshot", 1 << 30)
-        host = f"host {self._index // PER_HOST}"
         return Offer(
             holder=self._name,
             protocol="zeromq",
             memory=memory,
-            host_id=host,
             endpoint="tcp://10.0.0.1:29502",
             secret="0" * 32,
         )

@@ -7,9 +7,12 @@ serves, by a line that the outside passes on.
 from __future__ import annotations
 
 import base64
+import contextlib
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,12 +21,13 @@ from torch.distributed import TCPStore
 from tests.hosts.network import Network
 from tests.patience import patient
 from weightsync.memory.host import SharedBuffer
+from weightsync.protocol.handles import BufferHandle
 from weightsync.readers import Read, open_reader, serve
 from weightsync.readers.mooncake_process import probe
 from weightsync.recipes.trainer import join_ranks, rendezvous
 from weightsync.transports import Broadcast, transport_class
 
-__all__ = ["main", "rank_0", "rank_1"]
+__all__ = ["main", "rank_0", "rank_1", "taken"]
 
 PORTS = 29600, 29699
 NBYTES = 1 << 20
@@ -39,6 +43,8 @@ def main(subnet: str, *astray: str) -> int:
     for rank, host in enumerate(network.hosts.values()):
         if astray:
             host.mislead()
+        if rank == 1:
+            assert host.start(["true"]).wait() == 0  # so that rank 0's process id is free here
         command = [sys.executable, "-m", "tests.hosts.pair", "host", str(rank), host.address]
         ranks.append(host.start(command, **pipes))
     one, other = ranks
@@ -79,16 +85,37 @@ def rank_1(_: str) -> None:
     assert torch.equal(target.tensor, wanted)
     for offer in offers:
         target.tensor.zero_()
-        reader = open_reader([target], {offer.holder: offer})
-        assert reader.ways == {offer.holder: offer.protocol}
-        reader.read([Read(offer.holder, 0, 0, 0, NBYTES)], WAIT_S)
-        reader.close()
+        with taken(offer.memory), contextlib.closing(open_reader([target], {offer.holder: offer})) as reader:
+            assert reader.ways == {offer.holder: offer.protocol}
+            reader.read([Read(offer.holder, 0, 0, 0, NBYTES)], WAIT_S)
         assert torch.equal(target.tensor, wanted), offer.holder
         sys.stdout.write(f"read over {offer.protocol} from {offer.endpoint}\n")
     _train(None, trainers, 1)
     transport.start([Broadcast(target.tensor, 1)]).wait()
     for each in (transport, target):
         each.close()
+
+
+@contextlib.contextmanager
+def taken(memory: BufferHandle) -> Iterator[None]:
+    """Let another process have the process id and descriptor of `memory` on this host, for other memory."""
+    other = SharedBuffer.create(memory.nbytes)
+    hold = f"import os; os.dup2({other.fileno()}, {memory.fd}); print(os.getpid(), flush=True); input()"
+    Path("/proc/sys/kernel/ns_last_pid").write_text(str(memory.pid - 1))
+    with subprocess.Popen(
+        [sys.executable, "-c", hold],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=[other.fileno()],
+        text=True,
+    ) as process:
+        assert process.stdout
+        assert int(process.stdout.readline()) == memory.pid
+        try:
+            yield
+        finally:
+            process.kill()
+    other.close()
 
 
 def _train(store: TCPStore | None, meeting: tuple[str, int], rank: int) -> None:

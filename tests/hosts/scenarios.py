@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,6 @@ from tests.hosts.network import KERNELS_PORTS
 from tests.patience import patient
 from weightsync import SyncConfig, SyncReport, WeightSync
 from weightsync.errors import DeadlineError
-from weightsync.readers.base import host_id
 
 WIDTH = 1024
 OTHERS = ("west", "east")
@@ -73,6 +73,11 @@ def fleet(sync: WeightSync) -> Any:
     return trainer
 
 
+def namespace(_: object) -> str:
+    """Return the network namespace of this process."""
+    return os.readlink("/proc/self/ns/net")
+
+
 def listening(_: object) -> set[int]:
     """Return the ports on which this process listens."""
     found = psutil.Process().net_connections("tcp")
@@ -93,7 +98,7 @@ def broadcast() -> None:
     """A trainer and engines on hosts of their own: the model crosses each link once."""
     with WeightSync(replace(CONFIG, mirrors=0)) as sync:
         trainer = fleet(sync)
-        asked = [holder.__ray_call__.remote(lambda _: host_id()) for holder in sync.holders().values()]
+        asked = [holder.__ray_call__.remote(namespace) for holder in sync.holders().values()]
         assert len(set(ray.get(asked))) == 3
         check_ports(sync)
         for version in (1, 2):

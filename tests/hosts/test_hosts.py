@@ -39,7 +39,7 @@ def test_several_hosts(scenario: str) -> None:
 @pytest.mark.parametrize("astray", [[], ["astray"]], ids=["", "with an interface that leads nowhere"])
 @pytest.mark.parametrize("subnet", [SUBNET, SUBNET_6], ids=["IPv4", "IPv6 alone"])
 def test_two_hosts_meet_by_the_route_between_them(subnet: str, astray: list[str]) -> None:
-    """Their hostnames lead nowhere, and one boot id is theirs."""
+    """Their hostnames lead nowhere. Their boot id is one, and ids of processes and descriptors are alike."""
     said = _run("tests.hosts.pair", subnet, *astray)
     assert f"read over zeromq from tcp://{'[' * (':' in subnet)}{subnet}1" in said
 

@@ -44,7 +44,6 @@ def test_it_can_be_stopped_long_before_its_deadline() -> None:
             holder="holder 1",
             protocol="zeromq",
             memory=memory,
-            host_id="another",
             endpoint=endpoint,
             secret="s",
         )

@@ -106,7 +106,7 @@ class SharedBuffer:
 def open_memory(handle: BufferHandle, flags: int) -> int:
     """Return a descriptor of another process's memory, with `flags` as of `os.open`.
 
-    Raises PeerLostError when that process is gone, or denies access (then from a PermissionError).
+    Raises PeerLostError when that process is gone, or denies access.
     """
     path = f"/proc/{handle.pid}/fd/{handle.fd}"
     try:

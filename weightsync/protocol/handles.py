@@ -55,8 +55,7 @@ class Offer:
     Attributes:
         holder: name of the holder that offers them.
         protocol: how they are served to other hosts.
-        memory: how a process of the same host maps them.
-        host_id: the host that they are on, as `weightsync.readers.base.host_id` returns it.
+        memory: how a process of the same host maps them. A process that finds it is on that host.
         endpoint: what `protocol` connects to.
         base: the address of byte 0 in the process that serves it (Mooncake).
         secret: shown when a reader connects (ZeroMQ).
@@ -65,7 +64,6 @@ class Offer:
     holder: str
     protocol: ProtocolName
     memory: BufferHandle
-    host_id: str
     endpoint: str
     base: int = 0
     secret: str = field(default="", repr=False)

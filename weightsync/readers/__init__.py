@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, cast
 
-from weightsync.errors import ConfigError, PeerLostError, ReadError, nearest
+from weightsync.errors import ConfigError, nearest
 from weightsync.readers.base import Read, Reader, Server
 from weightsync.readers.choice import choose_protocol, rdma_devices
 from weightsync.readers.parallel import ParallelReader
@@ -66,12 +66,12 @@ def open_reader(
 ) -> Reader:
     """Open a reader that fills `targets` from the peers in `offers`.
 
-    With `may_map`, it maps the memory of peers where it can. It reads others by their offer's protocol.
-    Raises ReadError for a peer that is gone, TransportError when Mooncake does not start.
+    With `may_map`, it maps the memory of peers that it finds on this host. It reads others by their offer's
+    protocol. Raises ReadError for a peer that ends meanwhile, TransportError when Mooncake does not start.
     """
     by_way: dict[str, dict[str, Offer]] = {}
     for peer, offer in offers.items():
-        by_way.setdefault(_way(peer, offer, may_map), {})[peer] = offer
+        by_way.setdefault(_way(offer, may_map), {})[peer] = offer
     readers: list[Reader] = []
     try:
         for way, its in by_way.items():
@@ -83,10 +83,7 @@ def open_reader(
     return ParallelReader(targets, offers, readers)
 
 
-def _way(peer: str, offer: Offer, may_map: bool) -> str:
+def _way(offer: Offer, may_map: bool) -> str:
     from weightsync.readers.mapped import can_map
 
-    try:
-        return "mapped" if may_map and can_map(offer) else offer.protocol
-    except PeerLostError as error:
-        raise ReadError(peer, str(error)) from error
+    return "mapped" if may_map and can_map(offer) else offer.protocol

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from weightsync.errors import ReadError
@@ -54,12 +52,6 @@ class Reader(Protocol):
 
     def close(self) -> None:
         """Close, also during a read in another thread. No byte lands after this. Safe to call twice."""
-
-
-def host_id() -> str:
-    """Return a text equal in processes that can map each other through /proc."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
 
 
 def check_reads(reads: Iterable[Read], offers: Mapping[str, Offer], targets: Sequence[SharedBuffer]) -> None:

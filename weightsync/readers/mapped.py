@@ -14,7 +14,7 @@ import numpy.typing as npt
 from weightsync.errors import DeadlineError, PeerLostError, ReadError
 from weightsync.memory.host import SharedBuffer, num_threads, open_memory
 from weightsync.protocol.handles import Offer
-from weightsync.readers.base import Read, by_peer, host_id, pieces
+from weightsync.readers.base import Read, by_peer, pieces
 from weightsync.readers.ending import Ending
 
 PIECE_NBYTES = 16 << 20
@@ -25,18 +25,17 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def can_map(offer: Offer) -> bool:
-    """Whether this process may map the offered memory. Needs the same host and user, and /proc.
+    """Whether this process may map the offered memory. Needs the same host, and access through /proc.
 
-    Raises PeerLostError when the process that offered it is gone.
+    Only the memory proves the host: its name is random, while boot ids, namespaces, process ids and hostnames
+    of cloned machines and containers may be alike. False also if the process that offered it is gone.
     """
-    if offer.host_id != host_id():
+    if offer.memory.is_file:  # other hosts may have a file of that name
         return False
     try:
         os.close(open_memory(offer.memory, os.O_RDONLY))
-    except PeerLostError as error:
-        if isinstance(error.__cause__, PermissionError):
-            return False
-        raise
+    except PeerLostError:
+        return False
     return True
 
 

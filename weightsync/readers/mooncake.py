@@ -15,7 +15,7 @@ from weightsync.errors import ConfigError, DeadlineError, ReadError
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.handles import Offer, ProtocolName
 from weightsync.protocol.routes import own_address
-from weightsync.readers.base import Read, by_peer, host_id, pieces
+from weightsync.readers.base import Read, by_peer, pieces
 from weightsync.readers.ending import Ending
 from weightsync.readers.mooncake_process import MooncakeProcess, readable
 
@@ -48,7 +48,6 @@ class MooncakeServer:
             holder=holder,
             protocol=protocol,
             memory=buffer.handle,
-            host_id=host_id(),
             endpoint=self._child.endpoint,
             base=self._child.bases[0],
         )

@@ -16,7 +16,6 @@ from weightsync.errors import WireError
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.handshake import Server, decode_one
-from weightsync.readers.base import host_id
 
 MAX_FRAME_NBYTES = 256
 
@@ -53,7 +52,6 @@ class ZeroMqServer(Server):
             holder=holder,
             protocol="zeromq",
             memory=buffer.handle,
-            host_id=host_id(),
             endpoint=self.endpoint,
             secret=self.secret,
         )
