@@ -23,7 +23,7 @@ class Placement:
     Attributes:
         node: Ray's node id.
         address: the host's address as its peers reach it.
-        device: ``cuda:<UUID>``, or ``slot:<name>`` on a CPU.
+        device: ``cuda:<UUID>`` as `device_id` returns it, or ``slot:<name>`` on a CPU.
         pid: the id of the process.
     """
 
@@ -46,7 +46,9 @@ class Placement:
     def gpu(self) -> str:
         """The GPU as ``CUDA_VISIBLE_DEVICES`` names it, empty for a slot."""
         kind, _, uuid = self.device.partition(":")
-        return f"GPU-{uuid}" if kind == "cuda" else ""
+        if kind != "cuda":
+            return ""
+        return uuid if uuid.startswith("MIG-") else f"GPU-{uuid}"
 
     @property
     def key(self) -> tuple[str, str]:

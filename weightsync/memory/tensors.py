@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import nn
 
@@ -48,10 +50,23 @@ def extent_nbytes(tensor: torch.Tensor) -> int:
 
 
 def device_id(device: torch.device) -> str:
-    """Return ``cuda:<UUID>``, or empty for the host. An index may differ between processes."""
+    """Return ``cuda:<UUID>``, or empty for the host. An index may differ between processes.
+
+    A MIG instance is ``cuda:MIG-<UUID>``, as ``CUDA_VISIBLE_DEVICES`` names it, and has to be named there:
+    the properties of a device do not say whether it is an instance.
+    """
     if device.type == "cpu":
         return ""
-    return f"{device.type}:{torch.cuda.get_device_properties(device).uuid}"
+    uuid = torch.cuda.get_device_properties(device).uuid  # starts CUDA
+    return f"{device.type}:{_mig_instance(device.index) or uuid}"
+
+
+def _mig_instance(index: int | None) -> str:
+    """Return the name of the MIG instance `index`, or empty if ``CUDA_VISIBLE_DEVICES`` names none there."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if not names[0].startswith("MIG-"):
+        return ""
+    return names[torch.cuda.current_device() if index is None else index].strip()
 
 
 def segment_view(buffer: torch.Tensor, segment: Segment) -> torch.Tensor:
