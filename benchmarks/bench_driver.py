@@ -25,6 +25,9 @@ reported with the rows that it had, and the others go on.
 ``connect: plan`` and ``update: verify`` are those phases of the driver, in which no peer is called. Updates
 are medians of the rounds. A second table has the methods of at least 1 MiB or 10 ms.
 
+In direct mode, a table says what the plan of its messages between hosts takes one holder, which the driver's
+rows leave out: each holder makes its own, all at once. Its ``peak MiB`` is what the plan allocates.
+
 With ``--actors N``, a row is taken of N real Ray actors that do nothing, each called once in a round, in
 parallel, through `weightsync.actors.remote`. The first two rounds are left out.
 """
@@ -37,6 +40,7 @@ import os
 import resource
 import statistics
 import sys
+import tracemalloc
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +53,7 @@ from weightsync.actors.remote import RemoteTrainer, remote_trainer
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
 from weightsync.driver.gather import gather_named
+from weightsync.plan.cross_host import CrossHostNeeds
 from weightsync.report import SyncReport
 
 __all__ = ["main"]
@@ -57,6 +62,7 @@ _SIZES = (10, 100)
 _NUM_WARM = 2
 _MODULE = "benchmarks.bench_driver"
 _WHOLE, _BY_METHOD, _ACTORS = "the driver's part", "by method", "Ray actors that do nothing"
+_HOLDER = "one holder plans its messages between hosts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +177,9 @@ async def measure_fleet(fleet: Mapping[str, object], num_rounds: int, timeout_s:
     phases: list[Mapping[str, float]] = []
     updates, snapshots = [], []
     emit_rows(fleet, "connect", [connected])
+    for needs in connected.ledger.shared:
+        if isinstance(needs, CrossHostNeeds) and needs.members:
+            emit({"table": _HOLDER, **fleet, **holders_plan(needs)})
     for version in range(1, num_rounds + 1):
         stage(f"update {version}")
 
@@ -188,6 +197,19 @@ async def measure_fleet(fleet: Mapping[str, object], num_rounds: int, timeout_s:
             {"table": _WHOLE, **fleet, "phase": phase, "s": statistics.median(each[name] for each in phases)}
         )
     await controller.snapshot_index.stop()
+
+
+def holders_plan(needs: CrossHostNeeds) -> dict[str, object]:
+    """Plan the messages of the first engine rank, as its holder does. Returns columns of a row."""
+    rank = len(needs.trainers)
+    started = Instant.now()
+    needs.plan(rank)
+    taken = Instant.now() - started
+    tracemalloc.start()
+    needs.plan(rank)
+    nbytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return {"s": taken.wall, "CPU s": taken.cpu, "peak MiB": nbytes / 2**20}
 
 
 def check(report: SyncReport, version: int, fleet: Mapping[str, object]) -> None:

@@ -124,24 +124,32 @@ class Cost:
 
 
 class Ledger:
-    """The costs of calls by method, and the time that belongs to the peers and not to the driver."""
+    """What calls cost, what they carried by reference, and the time that is the peers' and not the driver's.
+
+    Attributes:
+        costs: by method.
+        peers: the peers' time.
+        shared: the values given to `share`.
+    """
 
     def __init__(self) -> None:
-        self.costs: defaultdict[str, Cost] = defaultdict(Cost)
-        self.peers = Instant()
+        self.clear()
 
     def taken(self) -> Ledger:
         """Return what was noted, and start again with nothing."""
         taken = Ledger()
-        taken.costs, taken.peers = self.costs, self.peers
+        taken.costs, taken.peers, taken.shared = self.costs, self.peers, self.shared
         self.clear()
         return taken
 
     def clear(self) -> None:
-        self.costs, self.peers = defaultdict(Cost), Instant()
+        self.costs: defaultdict[str, Cost] = defaultdict(Cost)
+        self.peers = Instant()
+        self.shared: list[object] = []
 
     def share(self, value: object) -> Stored:
         """Pickle `value` once for all calls that carry it. Its bytes are counted by the calls."""
+        self.shared.append(value)
         cost, started = self.costs["share"], Instant.now()
         stored = Stored(value, Message.of(value, cloudpickle.dumps).nbytes)
         cost.calls += 1

@@ -49,7 +49,7 @@ class TimeShares:
 
 
 def last_update(report: RunReport, cluster: tuple[str, HostSpec] | None = None) -> TimeShares | None:
-    """Return the shares of a run's last update, or None if no engine rank said what it did.
+    """Return the shares of a run's last update, or None if the report does not say what it did.
 
     Args:
         cluster: name and rates of the hosts, for the floor. It is the slowest engine rank's.
@@ -59,7 +59,7 @@ def last_update(report: RunReport, cluster: tuple[str, HostSpec] | None = None) 
         for process, spans in report.spans.items()
         if process.startswith("engine ")
     ]
-    if not report.steps or not ranks:
+    if not ranks or not report.steps or not any(report.steps[-1].phases.values()):
         return None
     load_s, digest_s = max(ranks, key=sum)
     beside = dict(report.steps[-1].phases)

@@ -92,7 +92,7 @@ class Fleet:
         assert len({layout.device for layout in layouts}) == len(layouts) == self.num_ranks
         for layout in layouts:
             assert layout.device.startswith("cuda:")
-            assert layout.rank_layout().buffers, "vLLM reloads here, see the log of weightsync.engines.vllm"
+            assert layout.buffers, "vLLM reloads here, see the log of weightsync.engines.vllm"
         writing = [
             sync.holders()[f"holder {number}"].__ray_call__.remote(lambda it: it.staging.writes)
             for number in dict(sync.plan.members.engines)["e0"]

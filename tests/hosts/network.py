@@ -15,8 +15,6 @@ from pathlib import Path
 
 from tests.patience import patient
 
-__all__ = ["KERNELS_PORTS", "SUBNET", "SUBNET_6", "Host", "Network"]
-
 _ROOT = Path(__file__).parents[2]
 SUBNET = "10.77.0."
 SUBNET_6 = "fd77::"

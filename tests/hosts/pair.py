@@ -27,8 +27,6 @@ from weightsync.readers.mooncake_process import probe
 from weightsync.recipes.trainer import join_ranks, rendezvous
 from weightsync.transports import Broadcast, transport_class
 
-__all__ = ["main", "rank_0", "rank_1", "taken"]
-
 PORTS = 29600, 29699
 NBYTES = 1 << 20
 WAIT_S = patient(10)

@@ -27,7 +27,7 @@ class Communicators:
         self.transports: dict[Group, Transport] = {g: make() for g in sorted(set(self._group_of.values()))}
 
     def offers(self, host: str, ports: Ports | None) -> dict[Group, str]:
-        """Return a rendezvous per communicator whose rank 0 is this holder, see `Transport.offer`."""
+        """Return the addresses of the communicators that this holder leads, see `Transport.offer`."""
         return {g: each.offer(host, ports) for g, each in self.transports.items() if g[0] == self._index}
 
     def join(self, offers: Mapping[Group, str], timeout_s: float) -> None:

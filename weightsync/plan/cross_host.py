@@ -56,8 +56,8 @@ def bundles(needs: Mapping[int, Reads], hosts: Mapping[int, str], senders: Mappi
     """Assign `needs` to ranks that receive them and pass them on in their host.
 
     Reads of the same bytes in the same rows are shared: those of replicas, and of engines with the same cut.
-    The ranks that share them get equal parts; a small read goes to one of them. Hosts whose ranks
-    need the same `Reads` objects have the same objects in their bundles.
+    The ranks that share them get equal parts; a small read goes to one of them. If the ranks of two hosts
+    need the same `Reads` objects, their bundles hold the same objects, too.
 
     Args:
         needs: per receiving rank, its reads from trainers on other hosts.

@@ -206,15 +206,15 @@ class LayoutTable:
         )
 
     def tied_names(self, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
-        """Return the (alias, canonical) pairs of the layout, whose names are `names`."""
+        """Return (alias, canonical) pairs. `names` are those of `unpack_names`."""
         return tuple((names[alias], names[canonical]) for alias, canonical in self.tied.tolist())
 
     def padded(self, names: Sequence[str]) -> tuple[tuple[str, int, int], ...]:
-        """Return the padding of the layout, whose names are `names`."""
+        """Return (buffer, byte offset, nbytes) of each padding. `names` are those of `unpack_names`."""
         return tuple((names[name], start, nbytes) for name, start, nbytes in self.padding.tolist())
 
     def frozen_names(self, names: Sequence[str]) -> tuple[str, ...]:
-        """Return the frozen tensors of the layout, whose names are `names`."""
+        """Return names of the frozen tensors. `names` are those of `unpack_names`."""
         return tuple(names[name] for name in self.frozen.tolist())
 
     def alike(self, other: LayoutTable) -> bool:
@@ -228,7 +228,7 @@ class LayoutTable:
         )
 
     def memory_content(self) -> Iterator[bytes]:
-        """Yield bytes that are equal for layouts with equal segments, buffers and padding."""
+        """Yield bytes that are equal for equal layouts, and differ where segments, buffers or padding do."""
         yield zlib.decompress(self.names)
         for part in (self.segments, self.buffers, self.padding):
             for kind, data in content(part):

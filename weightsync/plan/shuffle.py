@@ -237,8 +237,8 @@ def _ends(bundle: Bundle) -> list[tuple[str, int]]:
 def _lanes(bundles: Sequence[Bundle], max_message_bytes: int, only: int | None = None) -> tuple[Lane, ...]:
     """Cut bundles into lanes. A bundle's share of a round is its share of its busiest end's bytes.
 
-    So lanes of one bottleneck end together, and a round's bytes fit on both sides. Hosts with equal needs
-    have bundles of the same reads, whose messages are made once.
+    So lanes of one bottleneck end together, and a round's bytes fit on both sides. Bundles that hold the same
+    `Reads` object share its messages, which are made once.
     """
     parts = {id(part): part for _, reads in bundles for part in [next(iter(reads.values()))]}
     size_of = {key: int(align(part.rows * part.row_nbytes, PIECE_ALIGN).sum()) for key, part in parts.items()}

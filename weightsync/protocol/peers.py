@@ -31,7 +31,7 @@ from weightsync.protocol.messages import (
 SharedPlan = NewType("SharedPlan", object)
 """A plan as calls of many peers carry it, made by `Fleet.share`.
 
-It is the plan itself, or a reference in whose place the called process gets the plan. Only peers can read it.
+It is the plan itself or, under Ray, a reference. The called process always receives the plan.
 """
 
 SharedNeeds = NewType("SharedNeeds", object)

@@ -53,6 +53,7 @@ def test_a_fleet_connects_and_takes_verified_updates(mode: str, capsys: pytest.C
     phases = ("connect", "update", "snapshots", "connect: plan", "update: verify")
     shown = capsys.readouterr().out
     assert [phase for phase in phases if f'"phase": "{phase}", ' not in shown] == []
+    assert ("one holder plans its messages" in shown) == (mode == "direct")
 
 
 def test_calls_and_bytes_of_an_update_are_those_of_the_fleet() -> None:

@@ -195,6 +195,14 @@ def test_a_report_shows_where_the_last_updates_time_went(tmp_path: Path) -> None
     assert "CPUs" not in result.stdout
 
 
+def test_a_report_without_phases_has_no_bar(tmp_path: Path) -> None:
+    made = run_report()
+    made.steps = [replace(row, phases={}) for row in made.steps]
+    made.write(tmp_path / "report.json")
+    result = RUNNER.invoke(cli.app, ["report", str(tmp_path)])
+    assert (result.exit_code, "last update" in result.stdout) == (0, False)
+
+
 def test_a_report_of_a_run_on_cpus_says_that_its_floor_means_nothing(tmp_path: Path) -> None:
     made = run_report()
     made.devices = "CPUs (no GPUs here)"
@@ -205,7 +213,7 @@ def test_a_report_of_a_run_on_cpus_says_that_its_floor_means_nothing(tmp_path: P
 
 
 def _joined(printed: str) -> str:
-    """The text of a table whose cells were wrapped."""
+    """Join the lines of a printed table, without its frame."""
     return " ".join(re.sub(r"[│┌┐└┘├┤─]", " ", printed).split())
 
 
