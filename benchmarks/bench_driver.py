@@ -20,7 +20,8 @@ reported with the rows that it had, and the others go on.
   and the needs of the cross-host exchange, which peers get by reference, are pickled once (``share``) and
   count once for each host.
 - ``peak MiB`` is the process's largest resident memory so far. It includes Ray's modules, the tensors' names,
-  an engine's answers, and one trainer's at a time; all else is the driver's.
+  an engine's answers, one trainer's at a time and, after connecting, one holder's plan; all else is the
+  driver's.
 
 ``connect: plan`` and ``update: verify`` are those phases of the driver, in which no peer is called. Updates
 are medians of the rounds. A second table has the methods of at least 1 MiB or 10 ms.
