@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 from weightsync.actors.claim import Claimable
 from weightsync.actors.placement import Placement
+from weightsync.channel.control import ControlOffer, answer_calls
 from weightsync.engines import Engine, ExportsMemory, HasRankProcesses, Sleeps
 from weightsync.errors import ConfigError
 from weightsync.faults import Fault, inject, set_faults, split_by_rank
 from weightsync.memory.engine_digests import EngineDigests
 from weightsync.plan import Plan, RankLayout
 from weightsync.plan.layout_table import LayoutTable
+from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.messages import AttachReport, Digests, FeedTicket, LoadReport
 
 
@@ -74,8 +76,11 @@ class EngineCalls(Claimable):
 
     async def sync_pause(self, mode: str, timeout_s: float) -> None:
         """Stop making tokens. No rank reads its weights afterwards, see `Engine.pause`."""
+        await asyncio.to_thread(self._sync_pause, mode, timeout_s)
+
+    def _sync_pause(self, mode: str, timeout_s: float) -> None:
         inject("pause")
-        await asyncio.to_thread(self._engine.pause, mode, timeout_s)
+        self._engine.pause(mode, timeout_s)
 
     async def sync_sleep(self, level: int, mode: str, timeout_s: float) -> None:
         """Pause, then release the GPU memory of weights and caches, see `Sleeps.sleep`."""
@@ -85,11 +90,10 @@ class EngineCalls(Claimable):
 
     async def sync_load(self, attempt: int, timeout_s: float) -> LoadReport:
         """Take one attempt's weights, see `Engine.load`."""
+        return await asyncio.to_thread(self._sync_load, attempt, timeout_s)
 
-        def load() -> LoadReport:
-            return self._attached_digests.report(self._engine.load(attempt, timeout_s))
-
-        return await asyncio.to_thread(load)
+    def _sync_load(self, attempt: int, timeout_s: float) -> LoadReport:
+        return self._attached_digests.report(self._engine.load(attempt, timeout_s))
 
     async def sync_digests(self) -> Digests:
         """Return the digests of the last load, uint64[num_ranks, num_tensors], see `EngineDigests`."""
@@ -102,12 +106,24 @@ class EngineCalls(Claimable):
 
     async def sync_resume(self, version: int) -> None:
         """Serve `version`, see `Engine.resume`."""
+        await asyncio.to_thread(self._sync_resume, version)
+
+    def _sync_resume(self, version: int) -> None:
         inject("commit", version=version)
-        await asyncio.to_thread(self._engine.resume, version)
+        self._engine.resume(version)
 
     async def sync_serving(self) -> int:
         """Return the version that the engine serves, 0 while paused or before the first."""
         return self._engine.serving()
+
+    async def sync_answer_calls(self, offer: ControlOffer) -> None:
+        """Answer the driver's calls on a control channel, see `answer_calls`, until it is lost."""
+        methods: dict[str, Callable[..., object]] = {
+            "pause": self._sync_pause,
+            "load": self._sync_load,
+            "resume": self._sync_resume,
+        }
+        await asyncio.wrap_future(on_daemon(lambda: answer_calls(offer, methods), "weightsync-control"))
 
     async def sync_watch(self) -> None:
         """Wait forever. Ray fails the call as soon as this process ends."""

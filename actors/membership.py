@@ -13,6 +13,7 @@ from ray.actor import ActorHandle
 
 from weightsync.actors.checkpoints import Checkpoints
 from weightsync.actors.claim import Claims, TakenError
+from weightsync.actors.control_channels import ControlChannels
 from weightsync.actors.daemon import await_daemon
 from weightsync.actors.holders import Holders
 from weightsync.actors.placement import Placement, place_ranks
@@ -59,6 +60,7 @@ class Membership:
         self._holders = Holders(config, run)
         self._claims = Claims(run)
         self._watches = Watches(config.heartbeat_s)
+        self._channels = ControlChannels(config.ports)
         self._expecting: asyncio.Future[None] | None = None
 
     async def reconnect(self) -> None:
@@ -180,7 +182,7 @@ class Membership:
         if holder not in known:
             known.append(holder)
             self._fleet.nodes.append(placement.node)
-            self._watches.holder(holder, self._when_lost(holder))
+            self._watch_holder(holder)
             self._controller.connected = False  # its communicators are made with the next update
         return known.index(holder)
 
@@ -190,15 +192,17 @@ class Membership:
                 self._controller.engine_group.lost(name, error)
 
         self._watches.engine(engine, lost)
+        self._channels.open(engine)
 
-    def _when_lost(self, holder: RemoteHolder) -> Callable[[WeightSyncError], None]:
+    def _watch_holder(self, holder: RemoteHolder) -> None:
         def lost(_: WeightSyncError) -> None:
             if holder in self._fleet.holders:
                 self._controller.connected = False
                 self._controller.snapshot_index.lost(holder.name)
                 self._holders.lost(holder)
 
-        return lost
+        self._watches.holder(holder, lost)
+        self._channels.open(holder)
 
     async def connect(self) -> None:
         try:
@@ -257,7 +261,7 @@ class Membership:
         placed = place_ranks(placements, of_engines.answers)
         holders = await self._holders.place(placed.placements)
         for holder in holders:
-            self._watches.holder(holder, self._when_lost(holder))
+            self._watch_holder(holder)
         self._fleet.holders[:] = holders
         self._fleet.nodes[:] = [placement.node for placement in placed.placements]
         for (rank, _), name in zip(ranks, placements, strict=False):
@@ -364,5 +368,6 @@ class Membership:
         self._holders.close()
 
     async def release(self) -> None:
-        """Release the actors, so that another WeightSync can connect them."""
+        """Hang up, and release the actors, so that another WeightSync can connect them."""
+        await self._channels.close()
         await self._claims.release()

@@ -13,6 +13,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
 
 from weightsync.actors.claim import ClaimedPeer
+from weightsync.actors.control_channels import Callee, ControlChannel
 from weightsync.actors.placement import Placement
 from weightsync.config import Ports
 from weightsync.errors import ConfigError, PeerError, PeerLostError, WeightSyncError
@@ -61,14 +62,24 @@ class Remote:
 
     def __init__(self, name: str, handle: ActorHandle[Any], prefix: str) -> None:
         self.name, self.handle, self._prefix = name, handle, prefix
+        self.channel: ControlChannel | None = None
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
         if method.startswith("_"):
             raise AttributeError(method)
         return lambda *args: self.call(method, *args)
 
+    def answers(self, method: str) -> bool:
+        """Whether the actor has this method."""
+        return hasattr(self.handle, self._prefix + method)
+
     async def call(self, method: str, *args: object) -> Any:  # noqa: ANN401 (whatever the actor returns)
-        """Call the actor. Raises as `answer`, and ConfigError if the actor has no such method."""
+        """Call the actor, by its control channel where that can.
+
+        Raises as `answer`, and ConfigError if the actor has no such method.
+        """
+        if self.channel and (called := self.channel.call(method, args)) is not None:
+            return await called
         try:
             remote = getattr(self.handle, self._prefix + method)
         except AttributeError as error:
@@ -92,7 +103,7 @@ class RemoteTrainer(_Actor, ClaimedPeer, TrainerPeer, Protocol):
     async def placement(self) -> Placement: ...
 
 
-class RemoteEngine(_Actor, ClaimedPeer, EnginePeer, Protocol):
+class RemoteEngine(_Actor, Callee, ClaimedPeer, EnginePeer, Protocol):
     """An EngineActor or VllmActor. `EngineCalls` documents the methods."""
 
     async def placements(self) -> list[Placement]: ...
@@ -100,7 +111,7 @@ class RemoteEngine(_Actor, ClaimedPeer, EnginePeer, Protocol):
     async def ping(self) -> None: ...
 
 
-class RemoteHolder(_Actor, HolderPeer, Protocol):
+class RemoteHolder(_Actor, Callee, HolderPeer, Protocol):
     """A Holder actor. `Holder` documents the methods."""
 
     async def ready(self) -> tuple[str, str, Ports | None]: ...

@@ -19,8 +19,8 @@ from weightsync.holder.holder import Holder
 from weightsync.memory import cuda
 from weightsync.memory.tensors import device_id
 
-# watch(), a move or refill, snapshot() and replicate() take one each. The rest are for other calls.
-_NUM_THREADS = 8
+# watch(), answer_calls(), a refill, snapshot() and replicate() take one each. The rest are for other calls.
+_NUM_THREADS = 9
 
 
 def spawn_holder(

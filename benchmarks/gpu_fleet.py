@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import math
 import tempfile
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
 import torch.distributed as dist
+from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import RayTaskError
 from torch import nn
@@ -26,17 +27,15 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from benchmarks.cluster import kill, spawn
 from benchmarks.models import Tensor, rank_box
 from benchmarks.values import Held, count_wrong, fill, poison
-from weightsync.actors.claim import Claimable
+from weightsync.actors.engine_calls import EngineCalls
 from weightsync.actors.placement import Placement
 from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.channel.engine_end import EngineFeed
 from weightsync.engines.live_writer import LiveWriter, can_export
-from weightsync.memory.engine_digests import EngineDigests
 from weightsync.memory.tensors import device_id
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
-from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.handles import Attached
-from weightsync.protocol.messages import AttachReport, Digests, Loaded, LoadReport
+from weightsync.protocol.messages import Loaded
 
 if TYPE_CHECKING:
     from weightsync.plan import Plan
@@ -47,6 +46,7 @@ __all__ = [
     "EngineFront",
     "EngineRank",
     "Fleet",
+    "RankActors",
     "ShardTrainer",
     "device_used",
     "register",
@@ -184,59 +184,48 @@ class EngineRank(Destination):
         return Loaded(self._feed.receive(attempt, self._writer, timeout_s), self._feed.spans)
 
 
-class EngineFront(Claimable):
-    """The engine's actor, which WeightSync calls. It forwards everything to the ranks."""
+class RankActors:
+    """The adapter of `EngineFront`: forwards everything to the ranks. No request ever runs."""
 
     def __init__(self, ranks: Sequence[ActorHandle[Any]]) -> None:
         self._ranks = ranks
         self._version = 0
-        self._digests: EngineDigests | None = None
 
-    async def sync_placements(self) -> list[Placement]:
-        return await _gather([rank.placement.remote() for rank in self._ranks])
+    def layout(self) -> Sequence[RankLayout]:
+        return _answers([rank.layout.remote() for rank in self._ranks])
 
-    async def sync_layout(self) -> Sequence[LayoutTable]:
-        return [LayoutTable.of(each) for each in await self._layouts()]
+    def can_export(self) -> Sequence[bool]:
+        return _answers([rank.can_export.remote() for rank in self._ranks])
 
-    async def _layouts(self) -> Sequence[RankLayout]:
-        return await _gather([rank.layout.remote() for rank in self._ranks])
-
-    async def sync_can_export(self) -> Sequence[bool]:
-        return await _gather([rank.can_export.remote() for rank in self._ranks])
-
-    async def sync_attach(
-        self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float
-    ) -> Sequence[AttachReport]:
-        self._digests = EngineDigests(plan, await self._layouts())
+    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
         pairs = zip(self._ranks, tickets, strict=True)
-        calls = [rank.attach.remote(plan, ticket, timeout_s) for rank, ticket in pairs]
-        return [*map(AttachReport.of, await _gather(calls))]
+        return _answers([rank.attach.remote(plan, ticket, timeout_s) for rank, ticket in pairs])
 
-    async def sync_pause(self, mode: str, timeout_s: float) -> None:
+    def pause(self, mode: str, timeout_s: float) -> None:
         """Do nothing: no request runs."""
 
-    async def sync_load(self, attempt: int, timeout_s: float) -> LoadReport:
-        assert self._digests is not None
-        return self._digests.report(
-            await _gather([rank.load.remote(attempt, timeout_s) for rank in self._ranks])
-        )
+    def load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
+        return _answers([rank.load.remote(attempt, timeout_s) for rank in self._ranks])
 
-    async def sync_digests(self) -> Digests:
-        assert self._digests is not None
-        return self._digests.table
-
-    async def sync_resume(self, version: int) -> None:
-        """Do nothing: no request waits."""
+    def resume(self, version: int) -> None:
+        """Do nothing else: no request waits."""
         self._version = version
 
-    async def sync_serving(self) -> int:
+    def serving(self) -> int:
         return self._version
 
-    async def sync_watch(self) -> None:
-        await asyncio.Event().wait()
+    def close(self) -> None:
+        """Do nothing: `Fleet.close` ends the ranks."""
 
-    async def sync_ping(self) -> None:
-        """Answer the heartbeat."""
+
+class EngineFront(EngineCalls):
+    """The engine's actor, which WeightSync calls."""
+
+    def __init__(self, ranks: Sequence[ActorHandle[Any]]) -> None:
+        self._ranks, self._engine = ranks, RankActors(ranks)
+
+    async def sync_placements(self) -> list[Placement]:
+        return [*await asyncio.gather(*(rank.placement.remote() for rank in self._ranks))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,9 +278,9 @@ def _slot(rank: int, gpu: str | None) -> str | None:
     return None if gpu else f"slot-{rank}"
 
 
-async def _gather(calls: Sequence[Awaitable[Any]]) -> list[Any]:
+def _answers(calls: Sequence[ObjectRef[Any]]) -> list[Any]:
     try:
-        return list(await asyncio.gather(*calls))
+        return list(ray.get(list(calls)))
     except RayTaskError as error:
         raise error.cause from error  # the controller expects our own errors, not nested ones
 

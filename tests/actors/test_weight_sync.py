@@ -19,8 +19,11 @@ from tests.actors.fleet import Engine, Modelless, Trainer, spawn, until
 from tests.actors.intercept import Call, intercept
 from tests.patience import patient
 from weightsync import ConfigError, PlanError, SyncConfig, WeightSync
+from weightsync.actors import control_channels
+from weightsync.actors.control_channels import ControlChannel
 from weightsync.actors.membership import Membership
 from weightsync.actors.metrics import Metrics
+from weightsync.channel.control import CALLS, ControlOffer
 from weightsync.driver.engine_state import EngineState
 from weightsync.errors import NonfiniteError, PeerLostError, StateError, WeightSyncError
 from weightsync.faults import Fault, FaultPlan
@@ -404,3 +407,43 @@ def test_a_killed_holder_fails_the_update_and_is_replaced_for_the_next(make: Mak
     report = sync.update_weights(3)
     assert report.engines == {"e0": 3, "e1": 3}
     assert holds(sync, "e1")
+
+
+def through_channels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Return a set that the methods called over control channels will be in."""
+    called: set[str] = set()
+    call = ControlChannel.call
+
+    def noted(channel: ControlChannel, method: str, args: tuple[object, ...]) -> Any:
+        answer = call(channel, method, args)
+        if answer is not None:
+            called.add(method)
+        return answer
+
+    monkeypatch.setattr(ControlChannel, "call", noted)
+    return called
+
+
+def test_an_update_calls_holders_and_engines_over_control_channels(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called, sync = through_channels(monkeypatch), make()
+    sync.connect()
+    sync.update_weights(1)
+    assert called == {*CALLS}
+    assert holds(sync, "e0")
+
+
+def test_a_fleet_that_cannot_reach_the_driver_is_called_through_ray(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unreachable(endpoint: str, secret: str, number: int) -> ControlOffer:
+        return ControlOffer("tcp://127.0.0.1:1", secret, number)
+
+    monkeypatch.setattr(control_channels, "ControlOffer", unreachable)
+    called, sync = through_channels(monkeypatch), make()
+    sync.connect()
+    sync.update_weights(1)
+    assert not called
+    assert holds(sync, "e0")
+    assert until(lambda: "engine e0] is called through Ray from now on" in caplog.text, patient(10))

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from weightsync.channel.control import ControlOffer, answer_calls
 from weightsync.channel.engine_end import HolderFeed
 from weightsync.config import Ports
 from weightsync.errors import ConfigError, StateError
@@ -127,6 +128,10 @@ class Holder:
         self._watched.set()
         self._watched = watched = threading.Event()
         watched.wait()
+
+    def answer_calls(self, offer: ControlOffer) -> None:
+        """Answer the driver's calls of `move` on a control channel, until it is lost."""
+        answer_calls(offer, {"move": self.move})
 
     def set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None:
         """Set the faults to inject here, as `weightsync.faults.set_faults` does."""

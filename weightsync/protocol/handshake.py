@@ -10,7 +10,7 @@ import secrets
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import zmq
@@ -52,7 +52,7 @@ class Doorman:
         self._authenticator.configure_plain(passwords={_USER: self.secret})
         self._authenticator.start()
 
-    def guard(self, socket: Socket) -> None:
+    def guard(self, socket: zmq.Socket[Any]) -> None:
         """Require the secret at `socket`. Must be called before `socket` is bound."""
         socket.setsockopt(zmq.PLAIN_SERVER, 1)
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
@@ -126,6 +126,7 @@ def dial(context: Context, endpoint: str, secret: str, max_nbytes: int) -> tuple
     socket.setsockopt(zmq.MAXMSGSIZE, max_nbytes)
     socket.setsockopt(zmq.RECONNECT_IVL, -1)  # another process may have the port by then
     socket.setsockopt(zmq.IPV6, "[" in endpoint)
+    keep_alive(socket)
     show_secret(socket, secret)
     monitor = socket.get_monitor_socket(_LOST)
     socket.connect(endpoint)
@@ -147,6 +148,17 @@ def decode_one(decoder: msgspec.msgpack.Decoder[T], frames: Sequence[bytes | mem
         return decoder.decode(frames[0])
     except msgspec.MsgspecError as error:
         raise WireError(f"not a message of ours: {error}") from error
+
+
+def keep_alive(socket: zmq.Socket[Any]) -> None:
+    """Have `socket` notice within two minutes if an idle connection was dropped on its way.
+
+    Must be called before it connects or binds.
+    """
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 60)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 15)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 4)
 
 
 def show_secret(socket: Socket, secret: str) -> None:

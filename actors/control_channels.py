@@ -1,0 +1,219 @@
+"""The driver's end of control channels: one socket, which processes dial.
+
+See `weightsync.channel.control` for what travels on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+import ray
+import zmq
+import zmq.asyncio
+from ray.actor import ActorHandle
+
+from weightsync.channel.control import (
+    CALLS,
+    MAX_FRAME_NBYTES,
+    Answer,
+    Ask,
+    ControlOffer,
+    Hello,
+    Raised,
+    decode_reply,
+    pack,
+    unpack,
+)
+from weightsync.config import Ports
+from weightsync.errors import PeerError, PeerLostError, WeightSyncError, WireError
+from weightsync.protocol.handshake import Doorman, keep_alive
+from weightsync.protocol.ports import listen
+from weightsync.protocol.routes import joined
+
+if TYPE_CHECKING:
+    Socket = zmq.asyncio.Socket
+
+logger = logging.getLogger("weightsync.control")
+
+
+class Callee(Protocol):
+    """An actor that may have a control channel."""
+
+    name: str
+    handle: ActorHandle[Any]
+    channel: ControlChannel | None
+
+    def answers(self, method: str) -> bool: ...
+    async def answer_calls(self, offer: ControlOffer) -> None: ...
+
+
+class ControlChannel:
+    """Calls to one process, one at a time."""
+
+    def __init__(self, name: str, socket: Socket) -> None:
+        self._name, self._socket = name, socket
+        self._peer = b""
+        self._ticket = 0
+        self._method = ""
+        self._waiting: asyncio.Future[Any] | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the process has dialled, and the connection lasts."""
+        return bool(self._peer)
+
+    def call(self, method: str, args: tuple[object, ...]) -> Awaitable[Any] | None:
+        """Call `method`. Returns None if the call has to go through Ray.
+
+        That is so for methods that `CALLS` lacks, until the process has dialled, and while it has not
+        answered an earlier call. The awaited answer raises the method's WeightSyncError, PeerLostError if the
+        process has ended, or PeerError for any other error.
+        """
+        if method not in CALLS or not self.is_open or self._waiting is not None:
+            return None
+        self._ticket += 1
+        ask = Ask(self._ticket, method, pack(args))
+        frames = [self._peer, msgspec.msgpack.encode(ask)]
+        sent = asyncio.ensure_future(self._socket.send_multipart(frames))  # zmq tries at once
+        if sent.done() and sent.exception():
+            return None  # the connection is lost, as `end` will say
+        self._method, self._waiting = method, asyncio.get_running_loop().create_future()
+        return self._waiting
+
+    def dialled(self, peer: bytes) -> None:
+        """Note the routing id under which the socket knows the process."""
+        self._peer = peer
+
+    def answered(self, reply: Answer | Raised) -> None:
+        """Give a reply to the call that waits for it."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is None or reply.ticket != self._ticket:
+            raise WireError(f"{self._name} answered what it was not asked")
+        if waiting.done():
+            return  # the caller has given it up
+        try:
+            waiting.set_result(self._value(reply))
+        except WeightSyncError as error:
+            waiting.set_exception(error)
+
+    def end(self, error: WeightSyncError) -> None:
+        """Have the unanswered call raise `error`. Later calls go through Ray."""
+        self._peer = b""
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_exception(error)
+
+    def _value(self, reply: Answer | Raised) -> object:
+        if isinstance(reply, Answer):
+            return unpack(reply.value, CALLS[self._method].answer)
+        raise reply.error.rebuild() if reply.error else PeerError(self._name, reply.text)
+
+
+class ControlChannels:
+    """The control channels of all processes that a driver calls, by actor. Used on one event loop."""
+
+    def __init__(self, ports: Ports | None) -> None:
+        """`ports`: the range of the port on which it listens; any free one without it."""
+        self._ports = ports
+        self._listener: _Listener | None = None
+        self._channels: dict[Any, ControlChannel] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def open(self, callee: Callee) -> None:
+        """Give `callee` its actor's channel, which works once the actor has dialled.
+
+        Raises ConfigError or TransportError as `weightsync.protocol.ports.listen`.
+        """
+        if callee.handle not in self._channels and callee.answers("answer_calls"):
+            if self._listener is None:
+                self._listener = _Listener(self._ports)
+                self._run(self._listener.receive())
+            channel, offer = self._listener.add(callee.name)
+            self._channels[callee.handle] = channel
+            self._run(self._keep(callee, channel, offer))
+        callee.channel = self._channels.get(callee.handle)
+
+    async def close(self) -> None:
+        """Hang up. Each process ends its part when it notices."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._channels.clear()
+        if self._listener:
+            self._listener.close()
+            self._listener = None
+
+    def _run(self, work: Any) -> None:  # noqa: ANN401 - a coroutine
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _keep(self, callee: Callee, channel: ControlChannel, offer: ControlOffer) -> None:
+        """Have the process answer calls for as long as the channel lasts."""
+        error: WeightSyncError = PeerError(callee.name, "its control channel broke")
+        try:
+            await callee.answer_calls(offer)
+        except WeightSyncError as raised:
+            error = raised
+        if not isinstance(error, PeerLostError) and ray.is_initialized():
+            logger.warning("[%s] is called through Ray from now on: %s", callee.name, error)
+        channel.end(error)
+        if self._channels.get(callee.handle) is channel:
+            del self._channels[callee.handle]
+
+
+class _Listener:
+    """The socket, and the channels by number."""
+
+    def __init__(self, ports: Ports | None) -> None:
+        host = ray.util.get_node_ip_address()
+        listening = listen(host, ports, "the driver cannot listen for control channels")
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._doorman = Doorman(self._context)
+        self._socket = socket = zmq.asyncio.Socket(self._context, zmq.ROUTER)
+        self._doorman.guard(socket)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, 0)  # each process has at most one call that waits
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a call to a process that hung up fails at once
+        keep_alive(socket)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES)
+        socket.setsockopt(zmq.IPV6, ":" in host)
+        port = listening.getsockname()[1]
+        socket.setsockopt(zmq.USE_FD, listening.detach())
+        socket.bind(f"tcp://{joined(host, port)}")
+        self._endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._channels: list[ControlChannel] = []
+        self._by_peer: dict[bytes, ControlChannel] = {}
+
+    def add(self, name: str) -> tuple[ControlChannel, ControlOffer]:
+        """Return a new channel, and what the process needs to dial."""
+        channel = ControlChannel(name, self._socket)
+        self._channels.append(channel)
+        return channel, ControlOffer(self._endpoint, self._doorman.secret, len(self._channels) - 1)
+
+    async def receive(self) -> None:
+        """Hand replies to their channels, forever. Strange ones are logged."""
+        while True:
+            peer, *frames = await self._socket.recv_multipart()
+            try:
+                self._received(peer, b"".join(frames))
+            except (WireError, LookupError) as error:
+                logger.warning("a process sent to the driver what it should not: %s", error)
+
+    def _received(self, peer: bytes, data: bytes) -> None:
+        reply = decode_reply(data)
+        if isinstance(reply, Hello):
+            self._by_peer[peer] = self._channels[reply.number]
+            self._by_peer[peer].dialled(peer)
+        else:
+            self._by_peer[peer].answered(reply)
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+        self._doorman.close()
+        with suppress(zmq.ZMQError):
+            self._context.term()

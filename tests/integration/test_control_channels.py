@@ -1,0 +1,197 @@
+"""Control channels over real sockets, with threads for processes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from tests.patience import patient
+from weightsync.actors.control_channels import ControlChannel, ControlChannels
+from weightsync.channel.control import Answer, ControlOffer, Hello, answer_calls, pack
+from weightsync.errors import EngineError, PeerError, PeerLostError, SlowError, WeightSyncError
+from weightsync.protocol.daemon import on_daemon
+from weightsync.protocol.handshake import dial
+from weightsync.protocol.messages import LoadReport, Moved, UpdateTask
+from weightsync.protocol.timing import Span
+
+REPORT = LoadReport(np.arange(6, dtype=np.uint64).reshape(2, 3), ((Span("load", 1.0, 2.0),), ()))
+SLOW = SlowError("reading of bucket 3", ("engine e0",), 2.0)
+
+
+class Process:
+    """A process as the driver knows it, whose methods run in a thread of this one."""
+
+    name = "engine e0"
+    channel: ControlChannel | None = None
+
+    def __init__(self, methods: Mapping[str, Callable[..., object]], dials: bool = True) -> None:
+        self.handle: Any = object()
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.offers: list[ControlOffer] = []
+        self._methods, self._dials = methods, dials
+
+    def answers(self, method: str) -> bool:
+        return method == "answer_calls"
+
+    async def answer_calls(self, offer: ControlOffer) -> None:
+        self.offers.append(offer)
+        if self._dials:
+            served = asyncio.wrap_future(on_daemon(lambda: answer_calls(offer, self._methods)))
+            await asyncio.wait([served, self.lost], return_when=asyncio.FIRST_COMPLETED)
+        if self.lost.done():
+            self.lost.result()
+        if not self._dials:
+            await self.lost
+
+    async def call(self, method: str, *args: object) -> Any:
+        assert self.channel is not None
+        called = self.channel.call(method, args)
+        assert called is not None, "it would go through Ray"
+        return await asyncio.wait_for(called, patient(10))
+
+
+async def opened(channels: ControlChannels, process: Process) -> Process:
+    channels.open(process)
+    assert process.channel
+    async with asyncio.timeout(patient(10)):
+        while not process.channel.is_open:
+            await asyncio.sleep(0.01)
+    return process
+
+
+def run(test: Callable[[ControlChannels], Any]) -> None:
+    async def whole() -> None:
+        channels = ControlChannels(None)
+        try:
+            await test(channels)
+        finally:
+            await channels.close()
+
+    asyncio.run(whole())
+
+
+def test_arguments_and_answers_arrive_as_they_were() -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def move(*args: object) -> Moved:
+        asked.append(args)
+        return Moved(Span("move", 1.5, 0.25), 0.5, SLOW)
+
+    async def test(channels: ControlChannels) -> None:
+        process = await opened(channels, Process({"move": move, "load": lambda *_: REPORT, "pause": print}))
+        task = UpdateTask(copies_directly=True, cast=frozenset({3, 4}))
+        moved = await process.call("move", 7, True, task, 2.5)
+        assert asked == [(7, True, task, 2.5)]
+        assert (moved.span, moved.waited_s) == (Span("move", 1.5, 0.25), 0.5)
+        assert (type(moved.slow), str(moved.slow)) == (SlowError, str(SLOW))
+        loaded = await process.call("load", 7, 2.5)
+        assert np.array_equal(loaded.fingerprints, REPORT.fingerprints)
+        assert [tuple(each) for each in loaded.spans] == [tuple(each) for each in REPORT.spans]
+        assert await process.call("pause", "keep", 2.5) is None
+
+    run(test)
+
+
+def test_errors_of_ours_come_back_and_others_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    def ours(*_: object) -> None:
+        raise EngineError("e0", "move", "no memory", 1)
+
+    async def test(channels: ControlChannels) -> None:
+        process = await opened(channels, Process({"load": ours, "resume": lambda version: 1 // 0}))
+        with pytest.raises(EngineError, match="no memory") as raised:
+            await process.call("load", 7, 2.5)
+        assert raised.value.rank == 1
+        with pytest.raises(PeerError, match=r"engine e0.*ZeroDivisionError"):
+            await process.call("resume", 3)
+
+    run(test)
+    assert "ZeroDivisionError" in caplog.text, "the process logs where it came from"
+
+
+def test_calls_go_through_ray_before_it_dials_while_it_is_busy_and_if_they_are_others() -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def load(*_: object) -> LoadReport:
+        begun.set()
+        assert may_end.wait(patient(10))
+        return REPORT
+
+    async def test(channels: ControlChannels) -> None:
+        process = await opened(channels, Process({"load": load, "resume": lambda version: None}))
+        assert process.channel
+        given_up = process.channel.call("load", (7, 2.5))
+        assert given_up is not None
+        await asyncio.to_thread(begun.wait, patient(10))
+        asyncio.ensure_future(given_up).cancel()
+        assert process.channel.call("resume", (3,)) is None, "load has not been answered"
+        assert process.channel.call("layout", ()) is None
+        may_end.set()
+        async with asyncio.timeout(patient(10)):
+            while (answer := process.channel.call("resume", (3,))) is None:
+                await asyncio.sleep(0.01)
+        assert await answer is None
+        silent = Process({}, dials=False)
+        channels.open(silent)
+        assert silent.channel
+        assert silent.channel.call("resume", (3,)) is None
+
+    run(test)
+
+
+@pytest.mark.parametrize("kind", [PeerLostError, PeerError])
+def test_a_call_ends_with_its_process_and_the_next_one_goes_through_ray(kind: type[WeightSyncError]) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def load(*_: object) -> LoadReport:
+        begun.set()
+        may_end.wait(patient(10))
+        return REPORT
+
+    async def test(channels: ControlChannels) -> None:
+        process = await opened(channels, Process({"load": load}))
+        assert process.channel
+        waiting = asyncio.ensure_future(process.call("load", 7, 2.5))
+        await asyncio.to_thread(begun.wait, patient(10))
+        process.lost.set_exception(kind("engine e0", "killed"))
+        with pytest.raises(kind, match="killed"):
+            await waiting
+        may_end.set()
+        assert not process.channel.is_open
+        again = Process({"resume": lambda version: None})
+        again.handle = process.handle
+        assert await (await opened(channels, again)).call("resume", 3) is None, "a new channel can be opened"
+
+    run(test)
+
+
+def test_strangers_and_garbage_do_not_disturb_it(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(channels: ControlChannels) -> None:
+        process = await opened(channels, Process({"resume": lambda version: None}))
+        offer = process.offers[0]
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        stranger, _ = dial(context, offer.endpoint, "wrong", 1 << 20)
+        stranger.send(msgspec.msgpack.encode(Hello(offer.number)))
+        friend, _ = dial(context, offer.endpoint, offer.secret, 1 << 20)
+        for message in ("garbage", Hello(99), Answer(1, pack(3))):
+            friend.send(msgspec.msgpack.encode(message))
+        async with asyncio.timeout(patient(10)):
+            while len(caplog.records) < 3:
+                await asyncio.sleep(0.01)
+        assert await process.call("resume", 3) is None
+        context.destroy(linger=0)
+
+    with caplog.at_level(logging.WARNING, "weightsync.control"):
+        run(test)
+    assert caplog.text.count("sent to the driver what it should not") == 3
+
+
+def test_an_offer_does_not_show_its_secret() -> None:
+    assert "s3cret" not in repr(ControlOffer("tcp://127.0.0.1:1", "s3cret", 0))

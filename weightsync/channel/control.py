@@ -1,0 +1,160 @@
+"""A control channel: a driver's calls to one process over a socket, and that process's end.
+
+A call through Ray takes one to two milliseconds there and back, one through this channel a tenth of it. An
+update has three such calls one after another.
+
+Messages are MessagePack, decoded by the types of `CALLS`; nothing is unpickled. A process that dials has to
+show the driver's secret.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+
+from weightsync.channel.wire import SentError
+from weightsync.errors import SlowError, WeightSyncError, WireError
+from weightsync.protocol.handshake import dial, hang_up
+from weightsync.protocol.messages import LoadReport, Moved, UpdateTask
+
+logger = logging.getLogger("weightsync.channel.control")
+
+MAX_FRAME_NBYTES = 1 << 20
+
+
+class ControlOffer(msgspec.Struct, frozen=True):
+    """How a process reaches its driver. Carries a secret: do not log it.
+
+    `number` tells the driver which process dials.
+    """
+
+    endpoint: str
+    secret: str
+    number: int
+
+    def __repr__(self) -> str:
+        return f"ControlOffer(endpoint={self.endpoint!r}, number={self.number})"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The types of a method's arguments and of its answer."""
+
+    args: Any
+    answer: Any
+
+
+CALLS: Mapping[str, Call] = {
+    "move": Call(tuple[int, bool, UpdateTask, float], Moved),
+    "pause": Call(tuple[str, float], None),
+    "load": Call(tuple[int, float], LoadReport),
+    "resume": Call(tuple[int], None),
+}
+"""The methods of `HolderPeer` and `EnginePeer` that an update calls while engines do not serve."""
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Process → driver, first."""
+
+    number: int
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """Driver → process: call `method`."""
+
+    ticket: int
+    method: str
+    args: msgspec.Raw
+
+
+class Answer(msgspec.Struct, frozen=True, tag="answer"):
+    """Process → driver: what the call of `ticket` returned."""
+
+    ticket: int
+    value: msgspec.Raw
+
+
+class Raised(msgspec.Struct, frozen=True, tag="raised"):
+    """Process → driver: what the call of `ticket` raised; if it is no error of ours, its `text`."""
+
+    ticket: int
+    error: SentError | None
+    text: str = ""
+
+
+_asks = msgspec.msgpack.Decoder(Ask)
+_replies = msgspec.msgpack.Decoder(Hello | Answer | Raised)
+
+
+def decode_reply(data: bytes) -> Hello | Answer | Raised:
+    """Decode what a process sends to the driver. Raises WireError for anything else."""
+    try:
+        reply: Hello | Answer | Raised = _replies.decode(data)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"not a message of ours: {error}") from error
+    return reply
+
+
+def pack(value: object) -> msgspec.Raw:
+    """Encode arguments, or an answer."""
+    return msgspec.Raw(msgspec.msgpack.encode(value, enc_hook=_encoded))
+
+
+def unpack(data: msgspec.Raw, kind: Any) -> Any:  # noqa: ANN401 - an instance of `kind`
+    """Decode a value of type `kind`. Raises WireError for anything else."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind, dec_hook=_decoded)
+    except msgspec.MsgspecError as error:
+        raise WireError(f"not a value of ours: {error}") from error
+
+
+def answer_calls(offer: ControlOffer, methods: Mapping[str, Callable[..., object]]) -> None:
+    """Answer the driver's calls of `methods`, one at a time, until the connection is lost."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket, monitor = dial(context, offer.endpoint, offer.secret, MAX_FRAME_NBYTES)
+    try:
+        socket.send(msgspec.msgpack.encode(Hello(offer.number)))
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(monitor, zmq.POLLIN)
+        while socket in dict(poller.poll()):
+            socket.send(msgspec.msgpack.encode(_reply(_asks.decode(socket.recv()), methods)))
+    finally:
+        hang_up(socket, monitor)
+        context.term()
+
+
+def _reply(ask: Ask, methods: Mapping[str, Callable[..., object]]) -> Answer | Raised:
+    try:
+        args = unpack(ask.args, CALLS[ask.method].args)
+        return Answer(ask.ticket, pack(methods[ask.method](*args)))
+    except WeightSyncError as error:
+        return Raised(ask.ticket, SentError.of(error))
+    except Exception as error:
+        logger.exception("%s() failed", ask.method)
+        return Raised(ask.ticket, None, f"{type(error).__name__}: {error}")
+
+
+def _encoded(value: object) -> object:
+    if isinstance(value, np.ndarray):
+        return value.shape, value.astype("<u8", casting="equiv").tobytes()
+    if isinstance(value, SlowError):
+        return SentError.of(value)
+    raise NotImplementedError
+
+
+def _decoded(kind: type, value: Any) -> object:  # noqa: ANN401 - what MessagePack has
+    if kind is SlowError:
+        error = msgspec.convert(value, SentError).rebuild()
+        if isinstance(error, SlowError):
+            return error
+    elif getattr(kind, "__origin__", kind) is np.ndarray:
+        shape, data = msgspec.convert(value, tuple[tuple[int, ...], bytes])
+        return np.frombuffer(data, "<u8").reshape(shape)
+    raise NotImplementedError
