@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from weightsync.errors import MovedError, StateError
 from weightsync.plan import Layout, Members, make_plan
 from weightsync.sources.module import ModuleSource
 
@@ -41,4 +42,28 @@ def test_what_is_read_in_place_is_counted_by_name() -> None:
     assert published.nonfinite == {"large": 1, "float16_7": 33, "float64_49": 1}
     assert int((published.digests != whole.digests).sum()) == 3
     assert source.publish(False).nonfinite == {}
+    source.close()
+
+
+def test_weights_without_memory_are_refused_and_the_gpu_can_be_used_on() -> None:
+    model = Weights()
+    source = ModuleSource(model)
+    layout = Layout.from_ranks([source.layout()])
+    members = Members(1, (0,), (("e0", (0,)),))
+    plan = make_plan(layout, {"e0": layout}, members, bucket_bytes=1 << 20, max_staging_bytes=1 << 30)
+    source.attach(plan, 0, None)
+    before = source.publish(True).digests
+    storage, kept = model.large.untyped_storage(), model.large.clone()
+    nbytes = storage.nbytes()
+    storage.resize_(0)
+    torch.cuda.empty_cache()
+    with pytest.raises((MovedError, StateError), match="large"):
+        source.ready()
+    torch.cuda.synchronize()
+    storage.resize_(nbytes)
+    model.large.copy_(kept)
+    source.close()
+    source.layout()
+    source.attach(plan, 0, None)
+    assert (source.publish(True).digests == before).all()
     source.close()

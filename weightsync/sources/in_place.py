@@ -34,6 +34,8 @@ class InPlace:
     ) -> None:
         """Prepare the digests. `pieces` are this rank's, each with its memory; `device` is the GPU of all."""
         self._plan, self._pieces = plan, tuple(pieces)
+        self._held = [held for _, held in pieces]
+        self._addresses = list(map(torch.Tensor.data_ptr, self._held))
         parts, casts = [], []
         for piece, held in pieces:
             if held.dtype == self._dtype(piece):
@@ -46,8 +48,15 @@ class InPlace:
             self._table = DigestTable(parts, len(plan.tensors))
             self._batches = self._batch(casts)
 
+    def has_memory(self) -> bool:
+        """Whether the memory that was given is still allocated. The model may use other memory by now.
+
+        It lives as long as the tensors that this object holds, unless their storage was resized.
+        """
+        return list(map(torch.Tensor.data_ptr, self._held)) == self._addresses
+
     def begin(self) -> None:
-        """Wait until the weights are written, and start to digest them. They must not have moved."""
+        """Wait until the weights are written, and start to digest them. Needs `has_memory`."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             stream = torch.cuda.current_stream()

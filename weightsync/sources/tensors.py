@@ -125,11 +125,12 @@ class TensorSource(ABC):
         """Return the live tensors of `_weights`."""
         return self._weights().tensors
 
-    def _finish(self) -> None:  # noqa: B027 - most have nothing to wait for
+    def _finish(self) -> bool:
         """Have all weights of this version in the tensors of `_weights`, which was called before.
 
-        Raises StateError if that cannot be had.
+        Returns whether it wrote any. Raises StateError if that cannot be had.
         """
+        return False  # most have nothing to wait for
 
     def layout(self) -> RankLayout:
         """Return global shapes, this rank's boxes, and tied names.
@@ -227,12 +228,20 @@ class TensorSource(ABC):
         return self._has_begun
 
     def _begin(self) -> None:
-        """Have the weights written. In place, start to digest them: until holders read, the GPU is idle."""
+        """Have the weights written. In place, start to digest them: until holders read, the GPU is idle.
+
+        The digests begin before the model is looked through, which takes as long as they do. If it is not as
+        before, they begin again.
+        """
         self._has_begun = False
-        self._follow()
-        self._finish()
-        if self._in_place:
+        begun = self._in_place is not None and self._in_place.has_memory()
+        if self._in_place and begun:
             self._in_place.begin()
+        described = self._follow()
+        wrote = self._finish()
+        if self._in_place:
+            if not begun or described or wrote:
+                self._in_place.begin()
             self._has_begun = True
 
     def publish(self, count: bool) -> Published:
@@ -283,14 +292,17 @@ class TensorSource(ABC):
             self._offloaded.undo()
             self._offloaded = self._in_send_buffer = self._guard = None
 
-    def _follow(self) -> None:
-        """Prepare again if the model's tensors were replaced or moved since the last call."""
+    def _follow(self) -> bool:
+        """Prepare again if the model's tensors were replaced or moved since the last call.
+
+        Returns whether the weights had to be described again.
+        """
         assert self._layout is not None
         if self._guard and self._guard.as_before(self.model):
-            return
+            return False
         weights = self._weights()
         if self._guard and self._guard.as_before(self.model):
-            return  # FSDP had only gathered it, and state_dict undid that
+            return True  # FSDP had only gathered it, and state_dict undid that
         if self._offloaded:
             self._require_as_offloaded(weights.tensors)
         now = self._selected(weights)
@@ -307,6 +319,7 @@ class TensorSource(ABC):
             assert self._plan is not None
             self._sources = _pair(self._plan, self._rank, now)  # strides may differ
             self._make_copies()
+        return True
 
     def _require_as_offloaded(self, tensors: Mapping[str, torch.Tensor]) -> None:
         assert self._guard is not None

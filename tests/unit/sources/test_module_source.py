@@ -241,8 +241,12 @@ def test_weights_read_in_place_that_moved_have_to_be_connected_again(
         """Reads in place what is on no GPU."""
 
         num_begun = 0
+        is_there = True
 
         def __init__(self, *_: object) -> None: ...
+
+        def has_memory(self) -> bool:
+            return Stand.is_there
 
         def begin(self) -> None:
             Stand.num_begun += 1
@@ -258,6 +262,10 @@ def test_weights_read_in_place_that_moved_have_to_be_connected_again(
     assert Stand.num_begun == 2, "once for each version"
     SAME["what is left out"](rig)
     assert rig.source.publish(True) == "digests"
+    assert Stand.num_begun == 4, "again, since the weights were described again"
+    Stand.is_there = False
+    assert rig.source.publish(True) == "digests"
+    assert Stand.num_begun == 5, "once the model was looked through"
     SAME["other strides"](rig)
     for call in (rig.source.ready, partial(rig.source.publish, True), partial(rig.source.publish, True)):
         with pytest.raises(MovedError, match=r"trainer 0: body\.0\.weight is in other memory"):

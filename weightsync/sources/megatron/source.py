@@ -91,9 +91,8 @@ class MegatronSource(TensorSource):
     def _tensors(self) -> Mapping[str, torch.Tensor]:
         return {name: tensor for _, _, name, tensor in held(self.model)}
 
-    def _finish(self) -> None:
-        if not self._offloaded:  # then the weights were completed before
-            finish(self.model)
+    def _finish(self) -> bool:
+        return not self._offloaded and finish(self.model)  # offloaded weights were completed before
 
 
 class _Guard:
