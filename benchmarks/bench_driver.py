@@ -29,8 +29,9 @@ are medians of the rounds. A second table has the methods of at least 1 MiB or 1
 In direct mode, a table says what the plan of its messages between hosts takes one holder, which the driver's
 rows leave out: each holder makes its own, all at once. Its ``peak MiB`` is what the plan allocates.
 
-With ``--actors N``, a row is taken of N real Ray actors that do nothing, each called once in a round, in
-parallel, through `weightsync.actors.remote`. The first two rounds are left out.
+With ``--actors N``, rows are taken of N real Ray actors that do nothing, each called once in a round, in
+parallel, as `weightsync.actors.remote` calls engines: through Ray and over control channels, in turns. The
+first two rounds of each are left out.
 """
 
 from __future__ import annotations
@@ -42,15 +43,18 @@ import resource
 import statistics
 import sys
 import tracemalloc
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.cluster import kill, spawn, start_ray
 from benchmarks.common import environment, print_table, write_json
 from benchmarks.driver_peers import TENSOR_PARALLEL, Instant, Ledger, make_fleet
+from benchmarks.gpu_fleet import RankActors
 from benchmarks.isolate import asked, emit, run_part, stage
-from weightsync.actors.remote import RemoteTrainer, remote_trainer
+from weightsync.actors.control_channels import ControlChannels
+from weightsync.actors.engine_calls import EngineCalls
+from weightsync.actors.remote import RemoteEngine, remote_engine
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
 from weightsync.driver.gather import gather_named
@@ -235,47 +239,57 @@ def emit_rows(fleet: Mapping[str, object], phase: str, rounds: Sequence[Measured
             emit({"table": _BY_METHOD, **fleet, **row, "pickling s": cost.pickling.wall})
 
 
-class Idle:
-    """An actor that does nothing."""
+class Idle(EngineCalls):
+    """An engine's actor that does nothing."""
 
-    def sync_ready(self) -> bool:
-        return True
+    def __init__(self) -> None:
+        self._engine = RankActors(())
 
 
 def measure_actors(num_actors: int, num_rounds: int) -> None:
-    """Call Ray actors in parallel, as the driver calls trainers, and send a row."""
+    """Call actors in parallel through Ray and over control channels, in turns, and send a row for each."""
     start_ray(0)
-    peers: dict[str, RemoteTrainer] = {}
-
-    async def call(names: Iterable[str]) -> None:
-        calls = {name: peers[name].ready() for name in names}
-        assert all((await gather_named(calls, "ready", 600.0)).require().values())
+    channels = ControlChannels(None)
+    peers: dict[str, RemoteEngine] = {}
 
     async def start() -> None:
         """Start as many actors at once as there are cores, since each starts a process."""
         at_once = len(os.sched_getaffinity(0))
         for first in range(0, num_actors, at_once):
             stage(f"start of actor {first}")
-            names = [f"trainer {number}" for number in range(first, min(first + at_once, num_actors))]
-            peers.update({name: remote_trainer(name, spawn(Idle, num_threads=1)) for name in names})
-            await call(names)
+            names = [f"engine {number}" for number in range(first, min(first + at_once, num_actors))]
+            peers.update({name: remote_engine(name, spawn(Idle, num_threads=1)) for name in names})
+            for name in names:
+                channels.open(peers[name])
+            while not all(each.channel and each.channel.is_open for each in peers.values()):
+                await asyncio.sleep(0.1)
 
-    async def rounds() -> list[Instant]:
+    async def call() -> Instant:
+        started = Instant.now()
+        calls = {name: peer.resume(1) for name, peer in peers.items()}
+        (await gather_named(calls, "resume", 600.0)).require()
+        return Instant.now() - started
+
+    async def rounds() -> dict[str, list[Instant]]:
         await start()
         stage("calls")
-        taken = []
+        opened = {name: peer.channel for name, peer in peers.items()}
+        taken: dict[str, list[Instant]] = {"Ray": [], "control channels": []}
         for _ in range(num_rounds + _NUM_WARM):
-            started = Instant.now()
-            await call(peers)
-            taken.append(Instant.now() - started)
-        return taken[_NUM_WARM:]
+            for way, its in taken.items():
+                for name, peer in peers.items():
+                    peer.channel = None if way == "Ray" else opened[name]
+                its.append(await call())
+        await channels.close()
+        return taken
 
     try:
-        taken = asyncio.run(rounds())
-        wall, cpu = (statistics.median(getattr(each, name) for each in taken) for name in ("wall", "cpu"))
-        row = {"actors": num_actors, "rounds": num_rounds, "round ms": wall * 1e3}
-        row |= {"ms a call": wall * 1e3 / num_actors, "CPU ms a call": cpu * 1e3 / num_actors}
-        emit({"table": _ACTORS, **row})
+        for way, taken in asyncio.run(rounds()).items():
+            its = taken[_NUM_WARM:]
+            wall, cpu = (statistics.median(getattr(each, name) for each in its) for name in ("wall", "cpu"))
+            row = {"through": way, "actors": num_actors, "rounds": num_rounds, "round ms": wall * 1e3}
+            row |= {"ms a call": wall * 1e3 / num_actors, "CPU ms a call": cpu * 1e3 / num_actors}
+            emit({"table": _ACTORS, **row})
     finally:
         kill([each.handle for each in peers.values()])
 
