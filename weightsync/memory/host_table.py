@@ -32,6 +32,8 @@ _Kernel = Callable[[int, int, _Int64, _Int64, Digests, _Int64, Digests], None]
 _PART_COST = 64
 """The fixed cost of a part, in bytes that take as long."""
 _RANGE_COST = 8 << 20
+_BLOCK_NBYTES = 256 << 10
+"""Bytes that are copied, and then digested while they are still in the core's own cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +156,17 @@ def _kernel() -> _Kernel:
 
     at8, at16, at32 = (pointer(each) for each in (types.uint8, types.uint16, types.uint32))
 
+    @njit(nogil=True, cache=False)  # type: ignore[untyped-decorator]
+    def share(
+        address: int, nbytes: int, kind: int, first: _Int64, run: int, columns: Digests, ones: int
+    ) -> int:
+        # The digest is of the original, not of the copy, so that it reveals a wrong copy.
+        if kind == bytewise:
+            return digest(carray(at8(address), nbytes), first, run, columns, ones)
+        if kind == pairwise:
+            return digest(carray(at16(address), nbytes // 2), first, run, columns, ones)
+        return digest(carray(at32(address), nbytes // 4), first, run, columns, ones)
+
     def work(
         low: int,
         high: int,
@@ -163,21 +176,24 @@ def _kernel() -> _Kernel:
         sizes: _Int64,
         shares: Digests,
     ) -> None:
+        start = np.zeros(1, np.int64)
         for i in range(low, high):
             address, target, nbytes, kind = rows[i, 0], rows[i, 1], rows[i, 2], rows[i, 3]
             first, run = starts[rows[i, 4] : rows[i, 5]], rows[i, 6]
-            if target:
-                memcpy(target, address, nbytes)
-            if kind == 0:
-                continue
             columns, ones = factors[kind, : sizes[kind, 0]], sizes[kind, 1]
-            # The digest is of the original, not of the copy, so that it reveals a wrong copy.
-            if kind == bytewise:
-                shares[i] = digest(carray(at8(address), nbytes), first, run, columns, ones)
-            elif kind == pairwise:
-                shares[i] = digest(carray(at16(address), nbytes // 2), first, run, columns, ones)
-            else:
-                shares[i] = digest(carray(at32(address), nbytes // 4), first, run, columns, ones)
+            if kind == 0 or target == 0 or len(first) > 1 or nbytes <= _BLOCK_NBYTES:
+                if target:
+                    memcpy(target, address, nbytes)
+                if kind:
+                    shares[i] = share(address, nbytes, kind, first, run, columns, ones)
+                continue
+            total, size = np.uint64(0), nbytes // run
+            for at in range(0, nbytes, _BLOCK_NBYTES):
+                length = min(_BLOCK_NBYTES, nbytes - at)
+                memcpy(target + at, address + at, length)
+                start[0] = first[0] + at // size
+                total += share(address + at, length, kind, start, length // size, columns, ones)
+            shares[i] = total
 
     compiled: _Kernel = njit(nogil=True, cache=False)(work)
     return compiled

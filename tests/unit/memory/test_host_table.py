@@ -93,3 +93,24 @@ def test_what_has_no_digest_is_copied_alone() -> None:
     part = HostPart(tensor=-1, box=Box((0,), (5000,)), shape=(5000,), itemsize=4, **sides)
     assert run(HostTable([part], 0)) == []
     assert torch.equal(data, target)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [200_001, 262_144])
+def test_long_parts_are_copied_and_digested_in_blocks(dtype: torch.dtype, columns: int) -> None:
+    numbers = torch.arange(3 * columns * dtype.itemsize, dtype=torch.int64)
+    data = (numbers * 31 % 251).to(torch.uint8).view(dtype).view(3, columns)
+    target = torch.zeros_like(data)
+    parts = [
+        HostPart(
+            tensor=0,
+            address=data[row:].data_ptr(),
+            box=Box((row, 0), (rows, columns)),
+            shape=(3, columns),
+            itemsize=dtype.itemsize,
+            target=target[row:].data_ptr(),
+        )
+        for row, rows in ((0, 1), (1, 2))
+    ]
+    assert run(HostTable(parts, 1)) == [tensor_digest(data, data.shape)]
+    assert torch.equal(target.view(torch.uint8), data.view(torch.uint8))
