@@ -17,8 +17,8 @@ reported with the rows that it had, and the others go on.
   with a copy of its buffers, as into the object store) and the unpickling of every answer, together
   ``pickling s``. Garbage is not collected while a peer answers. No time passes between a call and its answer.
 - ``MiB out`` and ``MiB in`` are pickled arguments and answers, without what Ray adds to a call. The plan
-  and the needs of the cross-host exchange, which peers get by reference, are pickled once (``share``) and
-  count once for each host.
+  and what engine ranks read from other hosts, which peers get by reference, are pickled once (``share``)
+  and count once for each host.
 - ``peak MiB`` is the process's largest resident memory so far. It includes Ray's modules, the tensors' names,
   an engine's answers, one trainer's at a time and, after connecting, one holder's plan; all else is the
   driver's.
@@ -26,8 +26,9 @@ reported with the rows that it had, and the others go on.
 ``connect: plan`` and ``update: verify`` are those phases of the driver, in which no peer is called. Updates
 are medians of the rounds. A second table has the methods of at least 1 MiB or 10 ms.
 
-In direct mode, a table says what the plan of its messages between hosts takes one holder, which the driver's
-rows leave out: each holder makes its own, all at once. Its ``peak MiB`` is what the plan allocates.
+In direct mode, a table says what the plan of its messages between hosts takes one holder, of a trainer and
+of an engine rank, which the driver's rows leave out: each holder makes its own, all at once. Its ``peak MiB``
+is what the plan allocates.
 
 With ``--actors N``, rows are taken of N real Ray actors that do nothing, each called once in a round, in
 parallel, as `weightsync.actors.remote` calls engines: through Ray and over control channels, in turns. The
@@ -38,6 +39,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import os
 import resource
 import statistics
@@ -46,6 +48,7 @@ import tracemalloc
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from benchmarks.cluster import kill, spawn, start_ray
 from benchmarks.common import environment, print_table, write_json
@@ -58,7 +61,7 @@ from weightsync.actors.remote import RemoteEngine, remote_engine
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
 from weightsync.driver.gather import gather_named
-from weightsync.plan.cross_host import CrossHostNeeds
+from weightsync.plan.cross_host import BundleTable, CrossHostTerms
 from weightsync.report import SyncReport
 
 __all__ = ["main"]
@@ -182,9 +185,7 @@ async def measure_fleet(fleet: Mapping[str, object], num_rounds: int, timeout_s:
     phases: list[Mapping[str, float]] = []
     updates, snapshots = [], []
     emit_rows(fleet, "connect", [connected])
-    for needs in connected.ledger.shared:
-        if isinstance(needs, CrossHostNeeds) and needs.members:
-            emit({"table": _HOLDER, **fleet, **holders_plan(needs)})
+    emit_plans(fleet, connected.ledger)
     for version in range(1, num_rounds + 1):
         stage(f"update {version}")
 
@@ -204,17 +205,24 @@ async def measure_fleet(fleet: Mapping[str, object], num_rounds: int, timeout_s:
     await controller.snapshot_index.stop()
 
 
-def holders_plan(needs: CrossHostNeeds) -> dict[str, object]:
-    """Plan the messages of the first engine rank, as its holder does. Returns columns of a row."""
-    rank = len(needs.trainers)
-    started = Instant.now()
-    needs.plan(rank)
-    taken = Instant.now() - started
-    tracemalloc.start()
-    needs.plan(rank)
-    nbytes = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return {"s": taken.wall, "CPU s": taken.cpu, "peak MiB": nbytes / 2**20}
+def emit_plans(fleet: Mapping[str, object], ledger: Ledger) -> None:
+    """Plan the messages of the first trainer and of the first engine rank, as their holders do."""
+    terms, table = ledger.shared.get(CrossHostTerms), ledger.shared.get(BundleTable)
+    if not isinstance(terms, CrossHostTerms) or not isinstance(table, BundleTable):
+        return
+    _, rank, sent, _ = ledger.first["exchange"]
+    sends = functools.partial(terms.plan, cast("int", rank), cast("Mapping[int, BundleTable]", sent), None)
+    receives = functools.partial(terms.plan, terms.hosts[0].ranks[0], {}, table)
+    for which, plan in (("sends", sends), ("receives", receives)):
+        started = Instant.now()
+        plan()
+        taken = Instant.now() - started
+        tracemalloc.start()
+        plan()
+        nbytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        row = {"that": which, "s": taken.wall, "CPU s": taken.cpu, "peak MiB": nbytes / 2**20}
+        emit({"table": _HOLDER, **fleet, **row})
 
 
 def check(report: SyncReport, version: int, fleet: Mapping[str, object]) -> None:

@@ -17,7 +17,7 @@ from benchmarks.bench_plan import tensors
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.memory.fingerprints import fingerprint
 from weightsync.plan import Box, Plan, RankLayout, Reads, Segment, TensorMeta, broadcast_groups
-from weightsync.plan.cross_host import CrossHostNeeds
+from weightsync.plan.cross_host import BundleTable, CrossHostTerms
 from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.device_memory import DeviceMemory, RankMemory
 from weightsync.protocol.handles import BufferHandle, DeviceHandle, Offer
@@ -129,7 +129,8 @@ class Ledger:
     Attributes:
         costs: by method.
         peers: the peers' time.
-        shared: the values given to `share`.
+        shared: the first value of each type that was given to `share`.
+        first: the arguments of the first call of each method.
     """
 
     def __init__(self) -> None:
@@ -138,18 +139,20 @@ class Ledger:
     def taken(self) -> Ledger:
         """Return what was noted, and start again with nothing."""
         taken = Ledger()
-        taken.costs, taken.peers, taken.shared = self.costs, self.peers, self.shared
+        taken.costs, taken.peers = self.costs, self.peers
+        taken.shared, taken.first = self.shared, self.first
         self.clear()
         return taken
 
     def clear(self) -> None:
         self.costs: defaultdict[str, Cost] = defaultdict(Cost)
         self.peers = Instant()
-        self.shared: list[object] = []
+        self.shared: dict[type, object] = {}
+        self.first: dict[str, Sequence[object]] = {}
 
     def share(self, value: object) -> Stored:
         """Pickle `value` once for all calls that carry it. Its bytes are counted by the calls."""
-        self.shared.append(value)
+        self.shared.setdefault(type(value), value)
         cost, started = self.costs["share"], Instant.now()
         stored = Stored(value, Message.of(value, cloudpickle.dumps).nbytes)
         cost.calls += 1
@@ -158,6 +161,7 @@ class Ledger:
 
     def call(self, method: str, answer: Callable[..., object], args: Sequence[object], host: str) -> Any:  # noqa: ANN401
         """Pickle `args`, have the peer on `host` answer, and return the answer unpickled."""
+        self.first.setdefault(method, args)
         stored = [each for each in args if isinstance(each, Stored)]
         cost, started = self.costs[method], Instant.now()
         sent_along = [each for each in args if not isinstance(each, Stored)]
@@ -351,12 +355,14 @@ class Holder:
 
     def route(self, reads: Sequence[Reads], memory: Mapping[int, DeviceMemory]) -> None: ...
 
-    def exchange(self, needs: CrossHostNeeds, rank: int) -> Exchange:
+    def exchange(
+        self, terms: CrossHostTerms, rank: int, sent: Mapping[int, BundleTable], received: BundleTable | None
+    ) -> Exchange:
         """Answer as if messages passed between all pairs that may have some. The real plan takes seconds."""
-        senders, host = range(len(needs.trainers)), needs.hosts.get(rank)
-        mates = [other for other, its in needs.hosts.items() if its == host and other != rank]
-        receivers = [other for other in needs.hosts if other != rank] if rank in senders else mates
-        givers = sorted({*senders, *mates} - {rank}) if host else []
+        senders, found = range(terms.num_senders), terms.place(rank)
+        mates = [other for other in found[0].ranks if other != rank] if found else []
+        receivers = [other for host in terms.hosts for other in host.ranks] if rank in senders else mates
+        givers = sorted({*senders, *mates} - {rank}) if found else []
         return Exchange(
             "" if rank else "tcp://10.0.0.1:29501",
             {other: (rank << 32 | other).to_bytes(16, "little") for other in receivers},

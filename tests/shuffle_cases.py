@@ -12,8 +12,9 @@ import torch
 from tests.unit.plan.plan_strategies import PAD, Rank, cuts, hold, live, values, write
 from weightsync.collectives.shuffle import Shuffle, gather_send, scatter_recv
 from weightsync.plan import Box, Layout, RankLayout, Reshard, TensorMeta
-from weightsync.plan.cross_host import bundles
-from weightsync.plan.shuffle import ShufflePlan
+from weightsync.plan.direct import Reads
+from weightsync.plan.host_bundles import HostBundles
+from weightsync.plan.shuffle import Bundle, ShufflePlan
 from weightsync.transports import Transport
 
 CASES = {"apart": (2, 3, False), "both": (2, 2, True), "one": (1, 1, False), "copies": (1, 3, False)}
@@ -37,7 +38,7 @@ class Case:
             reshard = Reshard(Layout.from_ranks(source), "target", Layout.from_ranks(target))
             near = [2] * len(source)
             needs = {to: reshard.reads(n, near, start=0) for n, to in enumerate(self.receivers)}
-            dealt = bundles(needs, dict.fromkeys(needs, "a host"), {n: n for n in range(len(source))})
+            dealt = bundles(needs, dict.fromkeys(needs, "a host"))
             return ShufflePlan.from_bundles(dealt, len(source), max_message_bytes=max_message_bytes)
         return ShufflePlan.from_layouts(
             source, target, max_message_bytes=max_message_bytes, receivers=self.receivers
@@ -45,6 +46,33 @@ class Case:
 
     def _layout(self, rank: Rank) -> RankLayout:
         return rank.layout(self.tensors)
+
+
+def bundles(needs: dict[int, Reads], hosts: dict[int, str]) -> list[Bundle]:
+    """Return the bundles of all hosts, with each receiver's reads, for `ShufflePlan.from_bundles`.
+
+    Trainer number t is rank t.
+    """
+    found: list[Bundle] = []
+    for host in sorted(set(hosts.values())):
+        ranks = [rank for rank in sorted(needs) if hosts[rank] == host]
+        made = HostBundles.of([needs[rank] for rank in ranks])
+        for number, (trainer, order) in enumerate(zip(made.trainer.tolist(), made.orders, strict=True)):
+            parts = {}
+            for place in order:
+                start = int(made.start[place, number])
+                rows = made.rows[place][start : start + int(made.count[number])]
+                parts[ranks[place]] = needs[ranks[place]].take(rows)
+            found.append((trainer, parts))
+    return found
+
+
+def reads_of(sizes: list[int]) -> Reads:
+    """One behind the other, out of one buffer and into one."""
+    start = np.cumsum([0, *sizes[:-1]])
+    table = np.column_stack([start, start, np.ones_like(start), sizes, sizes, sizes])
+    zeros = np.zeros_like(start)
+    return Reads.from_table(zeros, ("w",), zeros, ("w",), zeros, table)
 
 
 def make_case(name: str, rows: int = 1031) -> Case:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -15,8 +16,7 @@ from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineState
 from weightsync.errors import ConfigError, PeerLostError, PlanError, TransportError
 from weightsync.memory.host_copies import HostCopies
-from weightsync.plan.cross_host import CrossHostNeeds
-from weightsync.plan.shuffle import ShufflePlan
+from weightsync.plan.cross_host import CrossHostTerms
 from weightsync.testing import LocalPeer
 
 CONFIG = SyncConfig(bucket_bytes=4096, timeout_s=patient(15), connect_timeout_s=patient(20), keep_versions=1)
@@ -166,8 +166,8 @@ def test_a_member_that_plans_other_messages_is_named() -> None:
         class Other:
             """It plans messages of another size."""
 
-            def exchange(self, needs: CrossHostNeeds, rank: int) -> object:
-                return loop.holders[0].exchange(replace(needs, max_message_bytes=2048), rank)
+            def exchange(self, terms: CrossHostTerms, *parts: Any) -> object:
+                return loop.holders[0].exchange(replace(terms, max_message_bytes=2048), *parts)
 
             def __getattr__(self, name: str) -> object:
                 return getattr(loop.holders[0], name)
@@ -185,7 +185,7 @@ def test_an_update_plans_nothing_and_takes_no_memory() -> None:
         await loop.update(1)
         made = "made in an update"
         with (
-            mock.patch.object(ShufflePlan, "from_bundles", side_effect=AssertionError(made)),
+            mock.patch.object(CrossHostTerms, "plan", side_effect=AssertionError(made)),
             mock.patch.object(Shuffle, "__init__", side_effect=AssertionError(made)),
             mock.patch.object(HostCopies, "__init__", side_effect=AssertionError(made)),
             mock.patch("weightsync.collectives.shuffle.torch.empty", side_effect=AssertionError(made)),

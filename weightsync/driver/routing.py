@@ -5,20 +5,17 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields
 
 import numpy as np
 
 from weightsync.config import SyncConfig
+from weightsync.driver.cross_host import CrossHostExchange, trainers_of
 from weightsync.driver.fleet import Fleet
-from weightsync.driver.gather import GRACE_S, gather_named
-from weightsync.errors import ConfigError, PlanError, VerifyError
+from weightsync.driver.gather import gather_named
+from weightsync.errors import ConfigError, VerifyError
 from weightsync.plan import Layout, Plan, Reads, Reshard, same_dtype_tensors
-from weightsync.plan.cross_host import CrossHostNeeds, arrivals
-from weightsync.plan.shuffle import check_room
 from weightsync.protocol.device_memory import DeviceMemory, RankMemory
-from weightsync.protocol.messages import Exchange, UpdateTask
-from weightsync.protocol.peers import SharedNeeds
+from weightsync.protocol.messages import UpdateTask
 
 logger = logging.getLogger("weightsync.driver.routing")
 
@@ -243,7 +240,7 @@ class Router:
 
     def _memory(self, parts: Sequence[Reads]) -> dict[int, DeviceMemory]:
         """Return the memory of each trainer rank that `parts` read."""
-        exports = {trainer: self._exports[trainer] for trainer in _trainers(parts)}
+        exports = {trainer: self._exports[trainer] for trainer in trainers_of(parts)}
         return {trainer: export.memory for trainer, export in exports.items() if export}
 
     def _buckets(self, tensors: Collection[str]) -> frozenset[int]:
@@ -255,103 +252,6 @@ class Router:
         return frozenset(b.index for b in buckets if any(piece.tensor in numbers for piece in b.pieces))
 
 
-def _trainers(parts: Sequence[Reads]) -> list[int]:
-    """Return the trainer ranks that `parts` read, ascending."""
-    same = {id(reads): reads for reads in parts}  # engines of equal layout have the same objects
-    return sorted({trainer for reads in same.values() for trainer in np.unique(reads.trainer).tolist()})
-
-
 def _device(export: RankMemory | None) -> str:
     assert export is not None
     return export.layout.device
-
-
-_NUM_SLOTS = 4
-"""Message buffers per holder: two to send from, two to receive into."""
-
-
-class CrossHostExchange:
-    """Messages between holders of different hosts, in one communicator.
-
-    Attributes:
-        members: the holder of each rank of the communicator; those that serve trainers come first.
-    """
-
-    def __init__(self, fleet: Fleet, config: SyncConfig, plan: Plan, needs: Mapping[int, Reads]) -> None:
-        """Assign the reads from trainers on other hosts, `needs` by holder. Members plan the messages.
-
-        `plan` has staging memory, too. Raises ConfigError if ``sync.max_staging_bytes`` leaves no room for
-        messages.
-        """
-        self._fleet, self._config, self._needs = fleet, config, dict(needs)
-        read = _trainers([*needs.values()])
-        givers = [fleet.trainers[trainer][1] for trainer in read]
-        self.members = members = (*givers, *sorted(needs.keys() - set(givers)))
-        rank_of = {holder: rank for rank, holder in enumerate(members)}
-        staged = max((plan.staging_nbytes(holder) for holder in members), default=0)
-        most = min(config.bucket_bytes, (config.max_staging_bytes - staged) // _NUM_SLOTS)
-        self._shared = CrossHostNeeds(
-            members,
-            tuple(read),
-            {rank_of[holder]: reads for holder, reads in needs.items()},
-            {rank_of[holder]: fleet.node(holder) for holder in needs},
-            most,
-        )
-        dealt = self._shared.bundles()
-        self._arrivals: dict[int, dict[tuple[str, int], int]] = {}
-        for rank, (packed, passed_on) in arrivals(dealt).items():
-            sent = {(f"trainer {read[giver]}", givers[giver]): nbytes for giver, nbytes in packed.items()}
-            more = {(f"holder {(at := members[giver])}", at): n for giver, n in passed_on.items()}
-            self._arrivals[members[rank]] = sent | more
-        try:
-            check_room(dealt, most)
-        except ConfigError as error:
-            raise ConfigError(
-                "sync.max_staging_bytes",
-                config.max_staging_bytes,
-                f"{staged} of it are for buckets, and {_NUM_SLOTS} messages between hosts of {most} bytes "
-                f"are too small: {error.remedy}",
-            ) from error
-
-    def agrees(self, holders: Collection[int], needs: Mapping[int, Reads]) -> bool:
-        """Whether the messages bring each of `holders` exactly its `needs`, if any."""
-        return all(_same(self._needs.get(holder), needs.get(holder)) for holder in holders)
-
-    def arrivals(self, holder: int) -> Mapping[tuple[str, int], int]:
-        """Return a holder's bytes from other hosts in one update, by (sender, its holder)."""
-        return self._arrivals.get(holder, {})
-
-    async def open(self) -> None:
-        """Have every member plan its messages and allocate memory, then open the communicator.
-
-        Raises the errors of `connect`.
-        """
-        if not self.members:
-            return
-        named = {f"holder {each}": self._fleet.holders[each] for each in self.members}
-        shared = SharedNeeds(self._fleet.share(self._shared))
-        takes = {name: holder.exchange(shared, rank) for rank, (name, holder) in enumerate(named.items())}
-        timeout_s = self._config.connect_timeout_s
-        planned = (await gather_named(takes, "exchange", timeout_s)).require()
-        _compare(planned)
-        (offer,) = filter(None, (each.rendezvous for each in planned.values()))
-        meets = {name: holder.meet(offer, timeout_s) for name, holder in named.items()}
-        (await gather_named(meets, "meet", timeout_s + GRACE_S)).require()
-
-
-def _compare(planned: Mapping[str, Exchange]) -> None:
-    """Raise PlanError unless both ends of all messages planned the same. `planned` is in rank order."""
-    names = [*planned]
-    sent = {(rank, to): d for rank, each in enumerate(planned.values()) for to, d in each.sent.items()}
-    got = {(of, rank): d for rank, each in enumerate(planned.values()) for of, d in each.received.items()}
-    for pair in sorted(sent.keys() | got.keys()) if sent != got else ():
-        if sent.get(pair) != got.get(pair):
-            sender, receiver = (names[rank] for rank in pair)
-            raise PlanError(sender, f"it planned other messages to {receiver} than {receiver} expects")
-
-
-def _same(ours: Reads | None, theirs: Reads | None) -> bool:
-    if ours is None or theirs is None:
-        return ours is theirs
-    names = (column.name for column in fields(Reads))
-    return all(np.array_equal(getattr(ours, name), getattr(theirs, name)) for name in names)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from weightsync.collectives.shuffle import Shuffle
 from weightsync.config import Ports
 from weightsync.errors import TransportError
-from weightsync.plan.cross_host import CrossHostNeeds
+from weightsync.plan.shuffle import ShufflePlan
 from weightsync.protocol.messages import Exchange
 from weightsync.transports import Transport
 
@@ -26,9 +26,16 @@ class CrossHostExchange:
         shuffle: the messages and their memory. None if that memory could not be allocated.
     """
 
-    def __init__(self, needs: CrossHostNeeds, rank: int, transport: Transport, memory: DeviceStaging) -> None:
-        """Plan the messages of rank `rank`. Raises the errors of `aim`."""
-        self._members, self._rank, self._plan = needs.members, rank, needs.plan(rank)
+    def __init__(
+        self,
+        members: Sequence[int],
+        rank: int,
+        plan: ShufflePlan,
+        transport: Transport,
+        memory: DeviceStaging,
+    ) -> None:
+        """Prepare the messages of rank `rank` of `members`. Raises the errors of `aim`."""
+        self._members, self._rank, self._plan = members, rank, plan
         self.transport, self._memory = transport, memory
         self.shuffle: Shuffle | None = None
         self.aim()

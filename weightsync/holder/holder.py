@@ -32,7 +32,7 @@ from weightsync.memory.device import DeviceBuffer
 from weightsync.memory.gpu_usage import MemorySampler, used_nbytes
 from weightsync.memory.tensors import device_id
 from weightsync.plan import Plan, RankLayout, Reads
-from weightsync.plan.cross_host import CrossHostNeeds
+from weightsync.plan.cross_host import BundleTable, CrossHostTerms
 from weightsync.protocol.device_memory import DeviceMemory, RankMemory, read_handles
 from weightsync.protocol.handles import DeviceHandle, HostExport, Offer
 from weightsync.protocol.messages import (
@@ -261,12 +261,16 @@ class Holder:
                 if self.cross_host:  # the engine rank's memory may have changed
                     self.cross_host.aim()
 
-    def exchange(self, needs: CrossHostNeeds, rank: int) -> Exchange:
-        """Plan and allocate the messages of rank `rank`. Raises TransportError."""
+    def exchange(
+        self, terms: CrossHostTerms, rank: int, sent: Mapping[int, BundleTable], received: BundleTable | None
+    ) -> Exchange:
+        """Plan and allocate the messages of rank `rank`, as `CrossHostTerms.plan`. Raises TransportError."""
         assert self.staging
-        assert self.staging.mapped
+        memory, members = self.staging.mapped, terms.members
+        assert memory
         with self._moving, self.staging.queue():
-            self.cross_host = CrossHostExchange(needs, rank, self._transport(), self.staging.mapped)
+            plan = terms.plan(rank, sent, received)
+            self.cross_host = CrossHostExchange(members, rank, plan, self._transport(), memory)
         return self.cross_host.offer(self._host, self._ports)
 
     def meet(self, rendezvous: str, timeout_s: float) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from weightsync.plan.cross_host import arrivals, bundles
 from weightsync.plan.direct import Reads
 from weightsync.plan.explain import count_text, size_text, time_text
+from weightsync.plan.host_bundles import HostBundles
 
 SAME_GPU, SAME_HOST, OTHER_HOST = range(3)
 _MOST_SHOWN = 4
@@ -56,18 +56,19 @@ class Receiver:
     ) -> list[Receiver]:
         """Make receivers for ranks of one host, given by name, GPU and reads.
 
-        Bytes of other hosts that several of them need cross once, see `bundles`.
+        Bytes of other hosts that several of them need cross once, see `HostBundles`.
         """
         far = {}
         for _, gpu, reads in planned:
             near = np.array(distances(gpu, trainers, gpus_per_host))[reads.trainer]
             if (near == OTHER_HOST).any():
                 far[gpu] = reads.take(np.flatnonzero(near == OTHER_HOST))
-        themselves = {trainer: trainer for trainer in range(len(trainers))}
-        came = arrivals(bundles(far, dict.fromkeys(far, ""), themselves))
+        places = {gpu: place for place, gpu in enumerate(far)}
+        bundles = HostBundles.of([*far.values()]) if far else None
         found = []
         for name, gpu, reads in planned:
-            packed, passed_on = came.get(gpu, ({}, {}))
+            packed, by_place = bundles.arrivals(places[gpu]) if bundles and gpu in far else ({}, {})
+            passed_on = {giver: by_place[place] for giver, place in places.items() if place in by_place}
             distance = distances(gpu, trainers, gpus_per_host)
             local = {t: n for t, n in reads.by_trainer().items() if distance[t] != OTHER_HOST}
             found.append(

@@ -32,7 +32,11 @@ _DTYPES = tuple(DTYPES)
 
 def column(numbers: Iterable[int]) -> Column:
     """Make a column. Raises OverflowError for a number that int64 does not hold."""
-    wide = np.array([*numbers], np.int64)
+    return narrowed(np.array([*numbers], np.int64))
+
+
+def narrowed(wide: Column) -> Column:
+    """Return the same numbers as a column."""
     low, high = int(wide.min(initial=0)), int(wide.max(initial=0))
     limits = ((kind, np.iinfo(kind)) for kind in (np.int8, np.int16, np.int32, np.int64))
     return wide.astype(next(kind for kind, limit in limits if limit.min <= low and high <= limit.max))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
@@ -24,6 +23,9 @@ _SMALL = 64 << 10
 _PARTS = 8
 """A piece is at most a message's size divided by this, so that messages are filled well."""
 
+
+_DST = ("dst", "dst_buffer")
+"""Columns that only the receiver has. `dst_pitch` is not one of them: it decides how reads are cut."""
 
 Bundle = tuple[int, Mapping[int, Reads]]
 """A sender, and each receiver's reads of the same bytes. The first receiver passes them on to the others."""
@@ -111,7 +113,7 @@ class ShufflePlan:
 
     @classmethod
     def from_bundles(
-        cls, bundles: Sequence[Bundle], num_senders: int, *, max_message_bytes: int, only: int | None = None
+        cls, bundles: Sequence[Bundle], num_senders: int, *, max_message_bytes: int
     ) -> ShufflePlan:
         """Plan messages whose senders and receivers are known already.
 
@@ -119,7 +121,6 @@ class ShufflePlan:
             bundles: pairs of a sender and, by receiver, the reads of the same bytes.
             num_senders: number of ranks of the source.
             max_message_bytes: as in `from_layouts`.
-            only: plan the messages that this rank sends or receives, and no others.
 
         Raises:
             ConfigError: `max_message_bytes` has no room for 256 bytes from each peer.
@@ -128,7 +129,7 @@ class ShufflePlan:
             num_senders=num_senders,
             receivers=tuple(sorted({rank for _, reads in bundles for rank in reads})),
             max_message_bytes=max_message_bytes,
-            lanes=_lanes(bundles, max_message_bytes, only),
+            lanes=_lanes(bundles, max_message_bytes),
             local=(),
         )
 
@@ -164,9 +165,10 @@ class ShufflePlan:
         """Return digests of the messages from `rank` to each other rank, and of those to it from each.
 
         Two ranks plan the same messages if the first's digest for the second, in its first result, is that
-        of the second for the first, in its second result. Each is half of a SHA-256.
+        of the second for the first, in its second result. Each is half of a SHA-256. They leave out where the
+        receiver writes, which the sender does not know.
         """
-        header = json.dumps([self.num_senders, self.receivers, self.max_message_bytes]).encode()
+        header = json.dumps([self.num_senders, self.max_message_bytes]).encode()
         sent = _digests(header, ((lane.receiver, lane) for lane in self.sends(rank)))
         return sent, _digests(header, ((lane.sender, lane) for lane in self.receives(rank)))
 
@@ -217,16 +219,67 @@ def _parts(
     return bundles, tuple(sorted(local, key=itemgetter(0)))
 
 
-def check_room(bundles: Sequence[Bundle], max_message_bytes: int) -> int:
-    """Return the most bundles that one rank packs or receives.
+def capacities(nbytes: Int64, bundle: Int64, end: Int64, times: Int64, max_message_bytes: int) -> Int64:
+    """Return the most bytes of a message of each bundle.
 
-    Raises ConfigError if `max_message_bytes` has no room for 256 bytes of each.
+    A bundle's share of a round is its share of its busiest end's bytes. So lanes of one bottleneck end
+    together, and a round's bytes fit on both sides.
+
+    Args:
+        nbytes: int64[B], bytes of each bundle, with each read padded to `PIECE_ALIGN`.
+        bundle: int64[M], ascending; each bundle's ends follow each other. It has one at least.
+        end: int64[M], numbers of ends: a rank that packs, or one that receives.
+        times: int64[M], how many bundles like this one the end has.
+
+    Raises:
+        ConfigError: `max_message_bytes` has no room for 256 bytes of each bundle of one end.
     """
-    peers = Counter(end for bundle in bundles for end in _ends(bundle))
-    most = max(peers.values(), default=1)
+    most = int(np.bincount(end, times).max(initial=1))
     if max_message_bytes < RUN_ALIGN * most:
         raise ConfigError("max_message_bytes", max_message_bytes, f"give at least {RUN_ALIGN * most}")
-    return most
+    least = max(RUN_ALIGN, min(_SMALL, max_message_bytes // 4 // most) // RUN_ALIGN * RUN_ALIGN)
+    shared = max_message_bytes - least * most
+    total = np.bincount(end, nbytes[bundle] * times).astype(np.int64)
+    starts = np.flatnonzero(np.diff(bundle, prepend=-1))
+    busiest = np.maximum.reduceat(total[end], starts) if len(starts) else total[:0]
+    found: Int64 = (least + shared * nbytes // busiest) // RUN_ALIGN * RUN_ALIGN
+    return found
+
+
+def bundle_messages(reads: Reads, capacity: int) -> Messages:
+    """Cut the reads of one bundle into messages of at most `capacity` bytes."""
+    piece = max(RUN_ALIGN, capacity // _PARTS // RUN_ALIGN * RUN_ALIGN)
+    table, part = tiles(reads, piece)
+    return messages(reads.cut(part, table), capacity)
+
+
+def _lanes(bundles: Sequence[Bundle], max_message_bytes: int) -> tuple[Lane, ...]:
+    """Cut bundles into lanes. Bundles that hold the same `Reads` object share its messages."""
+    firsts = [next(iter(parts.values())) for _, parts in bundles]
+    sizes = [int(align(part.rows * part.row_nbytes, PIECE_ALIGN).sum()) for part in firsts]
+    numbers: dict[tuple[str, int], int] = {}
+    ends = [
+        (number, numbers.setdefault(end, len(numbers)), 1)
+        for number, bundle in enumerate(bundles)
+        for end in _ends(bundle)
+    ]
+    bundle, end, times = np.array(ends, np.int64).reshape(-1, 3).T
+    shares = capacities(np.array(sizes, np.int64), bundle, end, times, max_message_bytes)
+    lanes = []
+    made: dict[tuple[int, int], Messages] = {}
+    for number, ((sender, parts), capacity) in enumerate(zip(bundles, shares.tolist(), strict=True)):
+        first = next(iter(parts))
+        for rank, part in parts.items():
+            hop = int(rank != first)
+            if (key := (id(part), capacity)) not in made:
+                made[key] = bundle_messages(part, capacity)
+            lanes.append(Lane(first if hop else sender, rank, made[key], number, hop))
+    return in_order(lanes)
+
+
+def in_order(lanes: Iterable[Lane]) -> tuple[Lane, ...]:
+    """Return `lanes` as they are sent: between two ranks, messages arrive in this order."""
+    return tuple(sorted(lanes, key=lambda lane: lane.hop))
 
 
 def _ends(bundle: Bundle) -> list[tuple[str, int]]:
@@ -234,68 +287,30 @@ def _ends(bundle: Bundle) -> list[tuple[str, int]]:
     return [("packs", sender), *(("receives", rank) for rank in reads)]
 
 
-def _lanes(bundles: Sequence[Bundle], max_message_bytes: int, only: int | None = None) -> tuple[Lane, ...]:
-    """Cut bundles into lanes. A bundle's share of a round is its share of its busiest end's bytes.
-
-    So lanes of one bottleneck end together, and a round's bytes fit on both sides. Bundles that hold the same
-    `Reads` object share its messages, which are made once.
-    """
-    parts = {id(part): part for _, reads in bundles for part in [next(iter(reads.values()))]}
-    size_of = {key: int(align(part.rows * part.row_nbytes, PIECE_ALIGN).sum()) for key, part in parts.items()}
-    sizes = [size_of[id(next(iter(reads.values())))] for _, reads in bundles]
-    ends = [_ends(bundle) for bundle in bundles]
-    totals: Counter[tuple[str, int]] = Counter()
-    for its, nbytes in zip(ends, sizes, strict=True):
-        totals.update(dict.fromkeys(its, nbytes))
-    most = check_room(bundles, max_message_bytes)
-    least = max(RUN_ALIGN, min(_SMALL, max_message_bytes // 4 // most) // RUN_ALIGN * RUN_ALIGN)
-    shared = max_message_bytes - least * most
-    lanes = []
-    made: dict[tuple[int, int], Messages] = {}
-    for number, (sender, reads) in enumerate(bundles):
-        if only not in (None, sender, *reads):
-            continue
-        busiest = max(totals[end] for end in ends[number])
-        capacity = (least + shared * sizes[number] // busiest) // RUN_ALIGN * RUN_ALIGN
-        piece = max(RUN_ALIGN, capacity // _PARTS // RUN_ALIGN * RUN_ALIGN)
-        first = next(iter(reads))
-        for rank, part in reads.items():
-            hop = int(rank != first)
-            giver = first if hop else sender
-            if only not in (None, giver, rank):
-                continue
-            if (key := (id(part), capacity)) not in made:
-                table, index = tiles(part, piece)
-                made[key] = messages(part.cut(index, table), capacity)
-            lanes.append(Lane(giver, rank, made[key], number, hop))
-    # Between two ranks, messages arrive in the order in which they are sent.
-    return tuple(sorted(lanes, key=lambda lane: lane.hop))
-
-
 def _digests(header: bytes, lanes: Iterable[tuple[int, Lane]]) -> dict[int, bytes]:
     """Return by peer the first 16 bytes of a SHA-256 of `header` and its `lanes`, in their order."""
     states: dict[int, hashlib._Hash] = {}
-    names: dict[tuple[int, int], bytes] = {}  # thousands, and few different lists of them
+    names: dict[int, bytes] = {}  # thousands, and few different lists of them
     for peer, lane in lanes:
         state, reads = states.setdefault(peer, hashlib.sha256(header)), lane.messages.reads
         state.update(json.dumps([lane.bundle, lane.hop]).encode())
-        _hash_messages(state, lane.messages)
-        key = id(reads.src_names), id(reads.dst_names)
-        if key not in names:
-            names[key] = hashlib.sha256(_names(reads)).digest()
+        _hash_messages(state, lane.messages, _DST)
+        if (key := id(reads.src_names)) not in names:
+            names[key] = hashlib.sha256(json.dumps(reads.src_names).encode()).digest()
         state.update(names[key])
     return {peer: state.digest()[:16] for peer, state in states.items()}
 
 
-def _hash_messages(state: hashlib._Hash, moved: Messages) -> None:
+def _hash_messages(state: hashlib._Hash, moved: Messages, without: Collection[str] = ()) -> None:
     for column in (moved.round, moved.offset, moved.nbytes, moved.bounds, moved.wire):
         state.update(np.ascontiguousarray(column).tobytes())
-    _hash_reads(state, moved.reads)
+    _hash_reads(state, moved.reads, without)
 
 
-def _hash_reads(state: hashlib._Hash, reads: Reads) -> None:
-    for column in columns(reads).values():
-        state.update(np.ascontiguousarray(column).tobytes())
+def _hash_reads(state: hashlib._Hash, reads: Reads, without: Collection[str] = ()) -> None:
+    for name, column in columns(reads).items():
+        if name not in without:
+            state.update(np.ascontiguousarray(column).tobytes())
 
 
 def _names(reads: Reads) -> bytes:

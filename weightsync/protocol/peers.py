@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NewType, Protocol
 
 from weightsync.plan import Reads
+from weightsync.plan.cross_host import BundleTable
 from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.device_memory import DeviceMemory, RankMemory
 from weightsync.protocol.handles import BufferHandle, DeviceHandle, HostExport, Offer
@@ -34,8 +35,11 @@ SharedPlan = NewType("SharedPlan", object)
 It is the plan itself or, under Ray, a reference. The called process always receives the plan.
 """
 
-SharedNeeds = NewType("SharedNeeds", object)
-"""`CrossHostNeeds` as calls of many peers carry them, made by `Fleet.share`, as `SharedPlan`."""
+SharedTerms = NewType("SharedTerms", object)
+"""`CrossHostTerms` as calls of many peers carry them, made by `Fleet.share`, as `SharedPlan`."""
+
+SharedTable = NewType("SharedTable", object)
+"""The same of a `BundleTable`: engine ranks with equal needs receive the same."""
 
 
 class TrainerPeer(Protocol):
@@ -68,7 +72,9 @@ class HolderPeer(Protocol):
     async def accept(self, timeout_s: float) -> None: ...
     async def warm_up(self, timeout_s: float) -> None: ...
     async def route(self, reads: Sequence[Reads], memory: Mapping[int, DeviceMemory]) -> None: ...
-    async def exchange(self, needs: SharedNeeds, rank: int) -> Exchange: ...
+    async def exchange(
+        self, terms: SharedTerms, rank: int, sent: Mapping[int, BundleTable], received: SharedTable | None
+    ) -> Exchange: ...
     async def meet(self, rendezvous: str, timeout_s: float) -> None: ...
     async def move(self, attempt: int, feeding: bool, task: UpdateTask, timeout_s: float) -> Moved: ...
     async def digests(self) -> Digests: ...

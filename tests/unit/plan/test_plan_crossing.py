@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from unittest import mock
@@ -10,11 +11,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.shuffle_cases import bundles, reads_of
 from tests.unit.plan.plan_strategies import PAD
 from tests.unit.plan.reshard_strategies import Sides, run, sides
-from weightsync.plan.cross_host import CrossHostNeeds, bundles
+from weightsync.plan import host_bundles
+from weightsync.plan.cross_host_parts import CrossHostParts
 from weightsync.plan.direct import Reads
-from weightsync.plan.shuffle import ShufflePlan
+from weightsync.plan.host_bundles import HostBundles
+from weightsync.plan.shuffle import Lane, ShufflePlan
 
 LEAST, MIB = 256, 1 << 20
 few = settings(max_examples=40)
@@ -22,16 +26,27 @@ few = settings(max_examples=40)
 
 @dataclass
 class CrossHostExchange:
+    """An exchange, the plan of all its messages, and the part that each member plans.
+
+    The needs of engine rank n are those of rank ``first + n``. With a second engine, they are those of rank
+    ``first + len(made.ranks) + n``, too.
+    """
+
     made: Sides
     needs: dict[int, Reads]
     hosts: dict[int, str]
     plan: ShufflePlan
     first: int
+    parts: dict[int, ShufflePlan]
+
+    def number(self, rank: int) -> int:
+        """Return the number of a receiving rank in its engine."""
+        return (rank - self.first) % len(self.made.ranks)
 
 
 @st.composite
 def crossings(draw: st.DrawFn) -> CrossHostExchange:
-    """Trainers are ranks 0 on; some are near, and the other's bytes are needed on one or two hosts."""
+    """Trainers are ranks 0 on; some are near, and the others' bytes are needed on one to four hosts."""
     made = draw(sides())
     first = len(made.trainers)
     far = [trainer for trainer in range(first) if draw(st.integers(0, 3))]
@@ -42,34 +57,56 @@ def crossings(draw: st.DrawFn) -> CrossHostExchange:
         if len(reads):
             needs[first + number] = reads
     hosts = {rank: draw(st.sampled_from("ab")) for rank in needs}
-    limit = draw(st.sampled_from([200 * LEAST, 1 << 18]))
-    with mock.patch("weightsync.plan.cross_host.LEAST_SHARE_NBYTES", draw(st.sampled_from([1, 64, 1 << 20]))):
-        made_bundles = bundles(needs, hosts, {trainer: trainer for trainer in far})
-    plan = ShufflePlan.from_bundles(made_bundles, first, max_message_bytes=limit)
-    return CrossHostExchange(made, needs, hosts, plan, first)
+    if draw(st.booleans()):  # an engine of the same cut
+        alike, number = draw(st.booleans()), len(made.ranks)
+        other = {"a": "c", "b": "d"}
+        hosts |= {
+            rank + number: other[hosts[rank]] if alike else draw(st.sampled_from("abc")) for rank in needs
+        }
+        needs |= {rank + number: reads for rank, reads in needs.items()}
+    limit = draw(st.sampled_from([400 * LEAST, 1 << 18]))
+    least = draw(st.sampled_from([1, 64, 1 << 20]))
+    at_once = draw(st.sampled_from([1, 5, 1 << 20]))
+    with mock.patch.multiple(host_bundles, LEAST_SHARE_NBYTES=least, _AT_ONCE=at_once):
+        plan = ShufflePlan.from_bundles(bundles(needs, hosts), first, max_message_bytes=limit)
+        parts = CrossHostParts(range(first + 2 * len(made.ranks)), range(first), needs, hosts, limit)
+    return CrossHostExchange(made, needs, hosts, plan, first, plans(parts, {*range(first), *needs}))
+
+
+def plans(parts: CrossHostParts, ranks: set[int]) -> dict[int, ShufflePlan]:
+    """Return what each of `ranks` plans from what it is sent."""
+    found = {}
+    for rank in ranks:
+        place = parts.terms.place(rank)
+        received = parts.received(place[0].kind, place[1]) if place else None
+        terms, sent, received = pickle.loads(pickle.dumps((parts.terms, parts.sent(rank), received)))
+        found[rank] = terms.plan(rank, sent, received)
+    return found
 
 
 @few
 @given(crossings())
 def test_every_byte_from_afar_arrives_once_where_it_belongs(case: CrossHostExchange) -> None:
-    made, plan = case.made, case.plan
+    made, parts = case.made, case.parts
     packed = {}
-    for lane in plan.lanes:
-        src = {n: at for (t, n), at in made.addresses(0)[0].items() if t == lane.sender}
-        for number in range(lane.messages.num_rounds):
-            if lane.hop:
-                assert (lane.sender, lane.bundle, number) in packed, "it is passed on by who received it"
-                continue
-            wire = np.zeros(lane.messages.nbytes[number], np.uint8)
-            run(lane.messages.pack(number, src, 0), made.source_line(), wire, np.zeros_like(wire))
-            packed[lane.receiver, lane.bundle, number] = wire
+    for rank, part in parts.items():
+        src = {n: at for (t, n), at in made.addresses(0)[0].items() if t == rank}
+        for lane in part.sends(rank):
+            for number in range(0 if lane.hop else lane.messages.num_rounds):
+                wire = np.zeros(lane.messages.nbytes[number], np.uint8)
+                run(lane.messages.pack(number, src, 0), made.source_line(), wire, np.zeros_like(wire))
+                packed[lane.receiver, lane.bundle, number] = wire
+    for rank, part in parts.items():
+        for lane in part.sends(rank):
+            for number in range(lane.messages.num_rounds if lane.hop else 0):
+                assert (rank, lane.bundle, number) in packed, "it is passed on by who received it"
     for rank, reads in case.needs.items():
-        sources, own = made.addresses(rank - case.first)
-        blank = np.full_like(made.expected(rank - case.first), PAD)
+        sources, own = made.addresses(case.number(rank))
+        blank = np.full_like(made.expected(case.number(rank)), PAD)
         expected, wanted = blank.copy(), np.zeros(len(blank), np.uint8)
         run(reads.copies(sources, own), made.source_line(), expected, wanted)
         target, written = blank.copy(), np.zeros(len(blank), np.uint8)
-        for lane in plan.receives(rank):
+        for lane in parts[rank].receives(rank):
             for number in range(lane.messages.num_rounds):
                 giver = lane.sender if lane.hop else rank
                 wire = packed[giver, lane.bundle, number]
@@ -122,21 +159,54 @@ def test_a_rank_needs_no_more_of_the_plan_than_its_own_part(case: CrossHostExcha
 @few
 @given(crossings())
 def test_each_rank_plans_its_own_part_of_the_same_messages(case: CrossHostExchange) -> None:
-    trainers = tuple(range(case.first))
-    members = (*trainers, *sorted(case.needs))
-    shared = CrossHostNeeds(members, trainers, case.needs, case.hosts, 1 << 18)
-    whole = ShufflePlan.from_bundles(shared.bundles(), case.first, max_message_bytes=1 << 18)
-    ranks = {*trainers, *case.needs}
-    parts = {rank: shared.plan(rank) for rank in ranks}
-    for rank, part in parts.items():
-        assert part.digest() == whole.of(rank).digest()
-    digests = {rank: part.digests(rank) for rank, part in parts.items()}
+    """Links carry the same bytes in the same rounds as in the plan of all messages."""
+    for rank, part in case.parts.items():
+        for side in ("sends", "receives"):
+            wanted = Counter(map(on_link, getattr(case.plan, side)(rank)))
+            assert Counter(map(on_link, getattr(part, side)(rank))) == wanted
+        assert len(part.lanes) == len(part.sends(rank)) + len(part.receives(rank))
+    digests = {rank: part.digests(rank) for rank, part in case.parts.items()}
     sent = {(rank, to): digest for rank, (its, _) in digests.items() for to, digest in its.items()}
     received = {(of, rank): digest for rank, (_, its) in digests.items() for of, digest in its.items()}
     assert sent == received
-    other = replace(shared, max_message_bytes=1 << 19)
     for rank in case.needs:
-        assert set(other.plan(rank).digests(rank)[1].values()).isdisjoint(sent.values())
+        other = replace(case.parts[rank], max_message_bytes=1 << 19)
+        assert set(other.digests(rank)[1].values()).isdisjoint(sent.values())
+
+
+def on_link(lane: Lane) -> tuple[object, ...]:
+    reads = lane.messages.reads
+    rows = [column.tolist() for column in (reads.trainer, reads.src_buffer, reads.src, lane.messages.wire)]
+    sizes = tuple(lane.messages.nbytes.tolist())
+    return lane.sender, lane.receiver, lane.hop, sizes, *map(tuple, rows)
+
+
+@few
+@given(crossings())
+def test_a_hosts_bytes_are_counted_by_who_brings_them(case: CrossHostExchange) -> None:
+    trainers, limit = range(case.first), case.plan.max_message_bytes
+    parts = CrossHostParts(
+        range(case.first + 2 * len(case.made.ranks)), trainers, case.needs, case.hosts, limit
+    )
+    for rank, part in plans(parts, {*case.needs}).items():
+        packed, passed_on = Counter(), Counter()
+        for lane in part.receives(rank):
+            (passed_on if lane.hop else packed)[lane.sender] += lane.messages.reads.nbytes
+        assert parts.arrivals(rank) == (packed, passed_on)
+
+
+def test_hosts_of_equal_needs_are_planned_once_and_what_a_member_gets_does_not_grow_with_them() -> None:
+    needs = [reads_of([MIB] * 16), reads_of([MIB] * 8)]
+    for number in (1, 20):
+        ranks = {1 + place + 2 * host: needs[place] for host in range(number) for place in (0, 1)}
+        hosts = {rank: str((rank - 1) // 2) for rank in ranks}
+        with mock.patch.object(HostBundles, "of", side_effect=HostBundles.of) as divided:
+            parts = CrossHostParts(range(1 + 2 * number), [0], ranks, hosts, 8 * MIB)
+        assert divided.call_count == 1
+        assert [*parts.sent(0)] == [0]
+        assert {len(host.ranks) for host in parts.terms.hosts} == {2}
+        assert len(parts.terms.hosts) == number
+        assert sum(len(plan.lanes) for plan in plans(parts, {1}).values()) == 4
 
 
 def test_copies_of_an_engine_on_one_host_get_a_part_each_and_pass_it_on() -> None:
@@ -144,7 +214,7 @@ def test_copies_of_an_engine_on_one_host_get_a_part_each_and_pass_it_on() -> Non
 
     def lanes(hosts: str) -> dict[tuple[int, int], int]:
         needs = {1 + number: reads for number in range(len(hosts))}
-        dealt = bundles(needs, dict(zip(needs, hosts, strict=True)), {0: 0})
+        dealt = bundles(needs, dict(zip(needs, hosts, strict=True)))
         plan = ShufflePlan.from_bundles(dealt, 1, max_message_bytes=8 * MIB)
         return {(lane.sender, lane.receiver): lane.messages.reads.nbytes for lane in plan.lanes}
 
@@ -159,16 +229,8 @@ def test_what_is_little_comes_to_one_and_in_one_message_and_not_always_to_the_sa
     firsts = set()
     for trainer in range(2):
         moved = replace(reads, trainer=reads.trainer + trainer)
-        dealt = bundles({7: moved, 8: moved}, {7: "a", 8: "a"}, {trainer: 0})
-        plan = ShufflePlan.from_bundles(dealt, 1, max_message_bytes=MIB)
+        dealt = bundles({7: moved, 8: moved}, {7: "a", 8: "a"})
+        plan = ShufflePlan.from_bundles(dealt, 2, max_message_bytes=MIB)
         assert [lane.messages.num_rounds for lane in plan.lanes] == [1, 1]
         firsts.add(plan.lanes[0].receiver)
     assert firsts == {7, 8}
-
-
-def reads_of(sizes: list[int]) -> Reads:
-    """One behind the other, out of one buffer and into one."""
-    start = np.cumsum([0, *sizes[:-1]])
-    table = np.column_stack([start, start, np.ones_like(start), sizes, sizes, sizes])
-    zeros = np.zeros_like(start)
-    return Reads.from_table(zeros, ("w",), zeros, ("w",), zeros, table)

@@ -1,0 +1,123 @@
+"""Connects holders of different hosts: reads divided among them, and the messages that each plans."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
+
+import numpy as np
+
+from weightsync.config import SyncConfig
+from weightsync.driver.fleet import Fleet
+from weightsync.driver.gather import GRACE_S, gather_named
+from weightsync.errors import ConfigError, PlanError
+from weightsync.plan import Plan, Reads
+from weightsync.plan.cross_host_parts import CrossHostParts
+from weightsync.protocol.messages import Exchange
+from weightsync.protocol.peers import SharedTable, SharedTerms
+
+_NUM_SLOTS = 4
+"""Message buffers per holder: two to send from, two to receive into."""
+
+
+class CrossHostExchange:
+    """Messages between holders of different hosts, in one communicator.
+
+    Attributes:
+        members: the holder of each rank of the communicator; those that serve trainers come first.
+    """
+
+    def __init__(self, fleet: Fleet, config: SyncConfig, plan: Plan, needs: Mapping[int, Reads]) -> None:
+        """Divide the reads from trainers on other hosts, `needs` by holder. Members plan the messages.
+
+        `plan` has staging memory, too. Raises ConfigError if ``sync.max_staging_bytes`` leaves no room for
+        messages.
+        """
+        self._fleet, self._config, self._needs = fleet, config, dict(needs)
+        self._trainers = trainers_of([*needs.values()])
+        givers = [fleet.trainers[trainer][1] for trainer in self._trainers]
+        self.members = members = (*givers, *sorted(needs.keys() - set(givers)))
+        self._rank = {holder: rank for rank, holder in enumerate(members)}
+        staged = max((plan.staging_nbytes(holder) for holder in members), default=0)
+        most = min(config.bucket_bytes, (config.max_staging_bytes - staged) // _NUM_SLOTS)
+        try:
+            self._parts = CrossHostParts(
+                members,
+                self._trainers,
+                {self._rank[holder]: reads for holder, reads in needs.items()},
+                {self._rank[holder]: fleet.node(holder) for holder in needs},
+                most,
+            )
+        except ConfigError as error:
+            raise ConfigError(
+                "sync.max_staging_bytes",
+                config.max_staging_bytes,
+                f"{staged} of it are for buckets, and {_NUM_SLOTS} messages between hosts of {most} bytes "
+                f"are too small: {error.remedy}",
+            ) from error
+
+    def agrees(self, holders: Collection[int], needs: Mapping[int, Reads]) -> bool:
+        """Whether the messages bring each of `holders` exactly its `needs`, if any."""
+        return all(_same(self._needs.get(holder), needs.get(holder)) for holder in holders)
+
+    def arrivals(self, holder: int) -> Mapping[tuple[str, int], int]:
+        """Return a holder's bytes from other hosts in one update, by (sender, its holder)."""
+        packed, passed_on = self._parts.arrivals(self._rank.get(holder, -1))
+        sent = {(f"trainer {self._trainers[rank]}", self.members[rank]): n for rank, n in packed.items()}
+        return sent | {(f"holder {(at := self.members[rank])}", at): n for rank, n in passed_on.items()}
+
+    async def open(self) -> None:
+        """Have every member plan its messages and allocate memory, then open the communicator.
+
+        Raises the errors of `connect`.
+        """
+        if not self.members:
+            return
+        named = {f"holder {each}": self._fleet.holders[each] for each in self.members}
+        terms, tables = self._share()
+        takes = {
+            name: holder.exchange(terms, rank, self._parts.sent(rank), tables.get(rank))
+            for rank, (name, holder) in enumerate(named.items())
+        }
+        timeout_s = self._config.connect_timeout_s
+        planned = (await gather_named(takes, "exchange", timeout_s)).require()
+        _compare(planned)
+        (offer,) = filter(None, (each.rendezvous for each in planned.values()))
+        meets = {name: holder.meet(offer, timeout_s) for name, holder in named.items()}
+        (await gather_named(meets, "meet", timeout_s + GRACE_S)).require()
+
+    def _share(self) -> tuple[SharedTerms, dict[int, SharedTable]]:
+        """Share what all members know, and what each rank receives: once for all that receive the same."""
+        parts, share = self._parts, self._fleet.share
+        tables: dict[tuple[int, int], SharedTable] = {}
+        received = {}
+        for host in parts.terms.hosts:
+            for place, rank in enumerate(host.ranks):
+                if (host.kind, place) not in tables:
+                    tables[host.kind, place] = SharedTable(share(parts.received(host.kind, place)))
+                received[rank] = tables[host.kind, place]
+        return SharedTerms(share(parts.terms)), received
+
+
+def _compare(planned: Mapping[str, Exchange]) -> None:
+    """Raise PlanError unless both ends of all messages planned the same. `planned` is in rank order."""
+    names = [*planned]
+    sent = {(rank, to): d for rank, each in enumerate(planned.values()) for to, d in each.sent.items()}
+    got = {(of, rank): d for rank, each in enumerate(planned.values()) for of, d in each.received.items()}
+    for pair in sorted(sent.keys() | got.keys()) if sent != got else ():
+        if sent.get(pair) != got.get(pair):
+            sender, receiver = (names[rank] for rank in pair)
+            raise PlanError(sender, f"it planned other messages to {receiver} than {receiver} expects")
+
+
+def _same(ours: Reads | None, theirs: Reads | None) -> bool:
+    if ours is None or theirs is None:
+        return ours is theirs
+    names = (column.name for column in fields(Reads))
+    return all(np.array_equal(getattr(ours, name), getattr(theirs, name)) for name in names)
+
+
+def trainers_of(parts: Sequence[Reads]) -> list[int]:
+    """Return the trainer ranks that `parts` read, ascending."""
+    same = {id(reads): reads for reads in parts}  # engines of equal layout have the same objects
+    return sorted({trainer for reads in same.values() for trainer in np.unique(reads.trainer).tolist()})

@@ -1,0 +1,151 @@
+"""Divides reads from other hosts among the members of the cross-host exchange."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from weightsync.plan.cross_host import BundleTable, CrossHostTerms, ReceivingHost
+from weightsync.plan.direct import Reads
+from weightsync.plan.host_bundles import HostBundles
+from weightsync.plan.layout import Int64
+from weightsync.plan.packed_reads import PackedReads
+from weightsync.plan.shuffle import capacities
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kind:
+    """Hosts with equal needs: the reads of each place, their bundles, and ranks by place of each host."""
+
+    needs: tuple[Reads, ...]
+    bundles: HostBundles
+    ranks: tuple[tuple[int, ...], ...]
+
+
+class CrossHostParts:
+    """Reads from trainers on other hosts, divided so that each member gets only what concerns it.
+
+    Attributes:
+        terms: what all members know.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[int],
+        trainers: Sequence[int],
+        needs: Mapping[int, Reads],
+        hosts: Mapping[int, str],
+        max_message_bytes: int,
+    ) -> None:
+        """Divide `needs` into bundles.
+
+        Args:
+            members: as in `CrossHostTerms`.
+            trainers: the trainers that are read; number r has rank r.
+            needs: per receiving rank, its reads. Ranks with equal reads should have the same object: hosts
+                with the same objects are of one kind, and planned once.
+            hosts: the host of each receiving rank.
+            max_message_bytes: as in `ShufflePlan.from_layouts`.
+
+        Raises:
+            ConfigError: `max_message_bytes` has no room for 256 bytes from each peer.
+        """
+        self._sender = np.full(max(trainers, default=-1) + 1, -1)  # rank of each trainer
+        self._sender[list(trainers)] = np.arange(len(trainers))
+        self._kinds = _kinds(needs, hosts)
+        self._arrivals: dict[tuple[int, int], tuple[Counter[int], Counter[int]]] = {}
+        self._capacities = _capacities(self._kinds, max_message_bytes)
+        self.terms = CrossHostTerms(
+            members=tuple(members),
+            num_senders=len(trainers),
+            max_message_bytes=max_message_bytes,
+            src_names=next((reads.src_names for reads in needs.values()), ()),
+            hosts=_hosts(self._kinds),
+        )
+
+    def sent(self, rank: int) -> dict[int, BundleTable]:
+        """Return what `rank` sends, by the kind of the hosts that get it."""
+        found = {}
+        for number, kind in enumerate(self._kinds):
+            its = np.flatnonzero(self._sender[kind.bundles.trainer] == rank)
+            if len(its):
+                firsts = map(kind.bundles.first_rows, its.tolist())
+                parts = [(kind.needs[place], rows) for place, rows in firsts]
+                found[number] = self._table(number, its, PackedReads.of(parts, to_send=True))
+        return found
+
+    def received(self, kind: int, place: int) -> BundleTable:
+        """Return what the rank at `place` receives on each host of `kind`."""
+        its = self._kinds[kind]
+        reads = PackedReads.of([(its.needs[place], its.bundles.rows[place])])
+        return self._table(kind, its.bundles.of_place(place), reads)
+
+    def arrivals(self, rank: int) -> tuple[Counter[int], Counter[int]]:
+        """Return the bytes of `rank` by the rank that packs them, and by the one that passes them on."""
+        found = self.terms.place(rank)
+        if not found:
+            return Counter(), Counter()
+        host, place = found
+        if (host.kind, place) not in self._arrivals:
+            self._arrivals[host.kind, place] = self._kinds[host.kind].bundles.arrivals(place)
+        packed, passed_on = self._arrivals[host.kind, place]
+        return (
+            Counter({int(self._sender[trainer]): nbytes for trainer, nbytes in packed.items()}),
+            Counter({host.ranks[giver]: nbytes for giver, nbytes in passed_on.items()}),
+        )
+
+    def _table(self, kind: int, numbers: Int64, reads: PackedReads) -> BundleTable:
+        bundles = self._kinds[kind].bundles
+        return BundleTable(
+            number=numbers,
+            sender=self._sender[bundles.trainer[numbers]],
+            capacity=self._capacities[kind][numbers],
+            orders=tuple(bundles.orders[number] for number in numbers.tolist()),
+            bounds=np.cumsum([0, *bundles.count[numbers].tolist()]),
+            reads=reads,
+        )
+
+
+def _kinds(needs: Mapping[int, Reads], hosts: Mapping[int, str]) -> list[_Kind]:
+    on_host: defaultdict[str, list[int]] = defaultdict(list)
+    for rank in sorted(needs):
+        on_host[hosts[rank]].append(rank)
+    alike: defaultdict[tuple[int, ...], list[tuple[int, ...]]] = defaultdict(list)
+    for _, ranks in sorted(on_host.items()):
+        alike[tuple(id(needs[rank]) for rank in ranks)].append(tuple(ranks))
+    found = []
+    for ranks_of_hosts in alike.values():
+        reads = tuple(needs[rank] for rank in ranks_of_hosts[0])
+        found.append(_Kind(reads, HostBundles.of(reads), tuple(ranks_of_hosts)))
+    return found
+
+
+def _hosts(kinds: Sequence[_Kind]) -> tuple[ReceivingHost, ...]:
+    """Number the bundles of all hosts."""
+    of_hosts = [(number, kind, ranks) for number, kind in enumerate(kinds) for ranks in kind.ranks]
+    ends = itertools.accumulate(len(kind.bundles.trainer) for _, kind, _ in of_hosts)
+    return tuple(
+        ReceivingHost(number, end - len(kind.bundles.trainer), ranks)
+        for (number, kind, ranks), end in zip(of_hosts, ends, strict=True)
+    )
+
+
+def _capacities(kinds: Sequence[_Kind], max_message_bytes: int) -> list[Int64]:
+    """Return the capacity of each kind's bundles. Hosts of a kind have the same."""
+    num_trainers = 1 + max((int(kind.bundles.trainer.max(initial=-1)) for kind in kinds), default=-1)
+    rows: list[tuple[int, int, int]] = []  # bundle, end, times
+    number, end = 0, num_trainers
+    for kind in kinds:
+        for trainer, order in zip(kind.bundles.trainer.tolist(), kind.bundles.orders, strict=True):
+            rows.append((number, trainer, len(kind.ranks)))
+            rows += [(number, end + place, 1) for place in order]
+            number += 1
+        end += len(kind.needs)
+    bundle, ends, times = np.array(rows, np.int64).reshape(-1, 3).T
+    nbytes = np.concatenate([np.zeros(0, np.int64), *(kind.bundles.padded_nbytes for kind in kinds)])
+    found = capacities(nbytes, bundle, ends, times, max_message_bytes)
+    return np.split(found, np.cumsum([len(kind.bundles.trainer) for kind in kinds])[:-1])
