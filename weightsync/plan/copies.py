@@ -136,6 +136,15 @@ def repeated(parts: Int64) -> tuple[Int64, Int64]:
     return index, np.arange(len(index)) - np.repeat(np.cumsum(parts) - parts, parts)
 
 
+def stable_order(code: Int64) -> Int64:
+    """Return the order of `code`, which has no negative numbers. Equal ones stay in their order."""
+    bits = max(1, len(code) - 1).bit_length()
+    if int(code.max(initial=0)).bit_length() + bits > 63:
+        return np.argsort(code, kind="stable")
+    found: Int64 = np.sort(code << bits | np.arange(len(code)))  # much faster than a stable argsort
+    return found & ((1 << bits) - 1)
+
+
 _NO_STRIDE = np.iinfo(np.int64).max
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from weightsync.errors import PlanError
 from weightsync.plan.balance import choose
-from weightsync.plan.copies import Copies, join, repeated, strided_copies, tiles
+from weightsync.plan.copies import Copies, join, repeated, stable_order, strided_copies, tiles
 from weightsync.plan.layout import Int32, Int64, Layout
 from weightsync.plan.match import Match, Shards, match
 
@@ -108,6 +108,8 @@ def addresses(names: tuple[str, ...], buffer: Int32, address: Mapping[str, int])
     return found
 
 
+_AT_ONCE = 1 << 15
+"""Boxes that are worked on at once, few enough for a cache."""
 CHUNK_NBYTES = 4 << 20
 """Maximum bytes of one copy: large enough for a copy engine, small enough to alternate trainers."""
 
@@ -131,6 +133,24 @@ def _reasons(source: Layout, matched: Match) -> dict[str, str]:
         for meta, number in pairs
         if source.tensors[number].dtype != meta.dtype
     }
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Overlaps:
+    """P overlaps of the sources' boxes and an engine rank's segments.
+
+    Attributes:
+        box, row: int64[P], both numbers; that of the segment in the engine's layout.
+        low, extent: int64[P, D], in elements.
+        itemsize, nbytes: int64[P].
+    """
+
+    box: Int64
+    row: Int64
+    low: Int64
+    extent: Int64
+    itemsize: Int64
+    nbytes: Int64
 
 
 class Reshard:
@@ -188,29 +208,27 @@ class Reshard:
         source, engine = self._source, self._engine
         start = rank * source.num_ranks // engine.num_ranks if start is None else start
         assert len(near) == source.num_ranks, (len(near), source.num_ranks)
-        rows = self._segments(rank)
-        box, segment, low, extent = self._overlaps(rows)
-        row = rows[segment]
-        itemsize = engine.itemsize[engine.tensor[row]]
-        held = self._pick(box, _numel(extent) * itemsize, start, np.asarray(near, np.int64))
-        src_strides = _wide(source.strides[held], low.shape[1], 0)
-        dst_strides = _wide(engine.strides[row], low.shape[1], 0)
-        src = self._src_origin[held] + np.einsum("nd,nd->n", low, src_strides)
-        dst = self._dst_origin[row] + np.einsum("nd,nd->n", low, dst_strides)
-        table, part = strided_copies(extent, itemsize, src, dst, src_strides, dst_strides)
+        blocks = self._blocks(self._segments(rank))
+        parts = [self._overlaps(rows) for rows in blocks]
+        held = self._pick(
+            np.concatenate([part.box for part in parts]),
+            np.concatenate([part.nbytes for part in parts]),
+            start,
+            np.asarray(near, np.int64),
+        )
+        ends = np.cumsum([len(part.box) for part in parts])[:-1]
+        made = [self._copies(*each) for each in zip(parts, np.split(held, ends), strict=True)]
+        lane, table = (np.concatenate(each) for each in zip(*made, strict=True))
+        by_lane = stable_order(lane)  # blocks have no lane in common
         num_src, num_dst = len(source.buffer_names), len(engine.buffer_names)
-        lane = (source.rank[held].astype(np.int64) * num_src + source.buffer[held]) * num_dst
-        lane, table = join((lane + engine.buffer[row])[part], table)
-        table, part = tiles(Copies(*table.T), CHUNK_NBYTES)
-        trainer, src_buffer = np.divmod(lane[part] // num_dst, num_src)
-        order = _read_order(trainer, table[:, 2] * table[:, 3], start, near)
+        order = by_lane[
+            _read_order(
+                lane[by_lane] // (num_src * num_dst), (table[:, 2] * table[:, 3])[by_lane], start, near
+            )
+        ]
+        trainer, src_buffer = np.divmod(lane[order] // num_dst, num_src)
         return Reads.from_table(
-            trainer[order],
-            source.buffer_names,
-            src_buffer[order],
-            engine.buffer_names,
-            (lane[part] % num_dst)[order],
-            table[order],
+            trainer, source.buffer_names, src_buffer, engine.buffer_names, lane[order] % num_dst, table[order]
         )
 
     def _segments(self, rank: int) -> Int64:
@@ -221,16 +239,32 @@ class Reshard:
         found: Int64 = rows[wanted]
         return found
 
-    def _overlaps(self, rows: Int64) -> tuple[Int64, Int64, Int64, Int64]:
-        """Find the P overlaps of boxes and segments. Returns both numbers, offset and extent, [P, D]."""
+    def _blocks(self, rows: Int64) -> list[Int64]:
+        """Cut `rows` into blocks whose boxes fit a cache. The segments of one buffer stay together."""
+        buffer = self._engine.buffer[rows]
+        last = np.zeros(len(self._engine.buffer_names), np.int64)
+        last[buffer] = np.arange(len(rows))
+        ends = np.flatnonzero(np.maximum.accumulate(last[buffer]) == np.arange(len(rows))) + 1
+        first, stop, _, _ = self._boxes(rows)
+        done = np.cumsum(stop - first)
+        return np.split(rows, ends[:-1][np.diff(done[ends - 1] // _AT_ONCE) > 0])
+
+    def _boxes(self, rows: Int64) -> tuple[Int64, Int64, Int64, Int64]:
+        """Return each segment's first box and the end, and its offset and extent, [n, D]."""
         engine, num_dims = self._engine, self._low.shape[1]
         low = _wide(engine.offset[rows], num_dims, 0)
         extent = _wide(engine.extent[rows], num_dims, 1)
-        high = low + extent
         base = self._base[self._travel[engine.tensor[rows]]]
         first = np.searchsorted(self._ends, base + low[:, 0], side="right")
-        last = np.searchsorted(self._begins, base + high[:, 0], side="left")
-        segment, nth = repeated(last - first)
+        stop = np.searchsorted(self._begins, base + low[:, 0] + extent[:, 0], side="left")
+        return first, stop, low, extent
+
+    def _overlaps(self, rows: Int64) -> _Overlaps:
+        """Find the overlaps of boxes and segments."""
+        engine = self._engine
+        first, stop, low, extent = self._boxes(rows)
+        high = low + extent
+        segment, nth = repeated(stop - first)
         box = first[segment] + nth
         begin = np.maximum(low[segment], self._low[box])
         common = np.minimum(high[segment], self._high[box]) - begin
@@ -238,7 +272,26 @@ class Reshard:
         box, segment, begin, common = box[kept], segment[kept], begin[kept], common[kept]
         covered = np.bincount(segment, _numel(common), len(rows))
         assert (covered == _numel(extent)).all(), "sources tile every tensor, so they cover a segment"
-        return box, segment, begin, common
+        row = rows[segment]
+        itemsize = engine.itemsize[engine.tensor[row]]
+        return _Overlaps(box, row, begin, common, itemsize, _numel(common) * itemsize)
+
+    def _copies(self, overlaps: _Overlaps, held: Int64) -> tuple[Int64, Int64]:
+        """Return copies of `overlaps` from the rows `held` of the source's layout, and their lanes.
+
+        A lane is a number for a trainer, its buffer and the engine's. Copies are ordered by it.
+        """
+        source, engine, row, low = self._source, self._engine, overlaps.row, overlaps.low
+        src_strides = _wide(source.strides[held], low.shape[1], 0)
+        dst_strides = _wide(engine.strides[row], low.shape[1], 0)
+        src = self._src_origin[held] + np.einsum("nd,nd->n", low, src_strides)
+        dst = self._dst_origin[row] + np.einsum("nd,nd->n", low, dst_strides)
+        table, part = strided_copies(overlaps.extent, overlaps.itemsize, src, dst, src_strides, dst_strides)
+        num_src, num_dst = len(source.buffer_names), len(engine.buffer_names)
+        lane = (source.rank[held].astype(np.int64) * num_src + source.buffer[held]) * num_dst
+        lane, table = join((lane + engine.buffer[row])[part], table)
+        table, part = tiles(Copies(*table.T), CHUNK_NBYTES)
+        return lane[part], table
 
     def _pick(self, box: Int64, nbytes: Int64, start: int, near: Int64) -> Int64:
         """Choose the row of the source's layout from which each overlap is read."""
@@ -278,8 +331,7 @@ def _read_order(trainer: Int64, nbytes: Int64, start: int, near: Sequence[int]) 
     num_rounds = -(-int(total.max(initial=0)) // CHUNK_NBYTES)
     turn = before * num_rounds // total[trainer]
     first = near.index(0) + 1 if 0 in near else start
-    order: Int64 = np.lexsort(((trainer - first) % len(near), turn))
-    return order
+    return stable_order(turn * len(near) + (trainer - first) % len(near))
 
 
 def _numel(extent: Int64) -> Int64:

@@ -20,8 +20,8 @@ LEAST_SHARE_NBYTES = 1 << 20
 """Reads are not split into smaller shares than this, to keep messages few."""
 _SAME = ("trainer", "src_buffer", "src", "rows", "row_nbytes", "src_pitch", "dst_pitch")
 """Columns that shared reads have in common; `dst_pitch` too, since messages cut rows by it."""
-_AT_ONCE = 1 << 20
-"""Reads that are compared at once: whole trainers, as no read of one is equal to a read of another."""
+_AT_ONCE = 1 << 16
+"""Reads that are compared at once, few enough for a cache: all those of some trainers."""
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK_BITS = 62
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from tests.unit.plan.reshard_strategies import (
 )
 from weightsync.errors import PlanError
 from weightsync.plan import Box, Layout, RankLayout, Segment, TensorMeta
+from weightsync.plan.copies import stable_order
 from weightsync.plan.coverage import check_live
 from weightsync.plan.direct import CHUNK_NBYTES, Reads, Reshard, same_dtype_tensors
 
@@ -86,6 +88,26 @@ def test_the_same_layouts_give_the_same_reads(made: Sides) -> None:
 
 
 # --- what is refused ---------------------------------------------------------------------------------
+
+
+@FEW
+@given(sides(), st.sampled_from([1, 3]))
+def test_reads_are_the_same_however_many_boxes_are_worked_on_at_once(made: Sides, at_once: int) -> None:
+    num_trainers = len(made.trainers)
+    near = [trainer % 3 for trainer in range(num_trainers)]
+    for rank in range(len(made.ranks)):
+        wanted = made.reshard().reads(rank, near)
+        with mock.patch.multiple("weightsync.plan.direct", _AT_ONCE=at_once):
+            found = made.reshard().reads(rank, near)
+        assert np.array_equal(found.table(), wanted.table())
+        for name in ("trainer", "src_buffer", "dst_buffer"):
+            assert np.array_equal(getattr(found, name), getattr(wanted, name))
+
+
+def test_numbers_too_large_to_sort_with_their_places_keep_their_order_too() -> None:
+    small = np.array([3, 1, 3, 1, 0], np.int64)
+    assert stable_order(small).tolist() == stable_order(small << 60).tolist() == [4, 1, 3, 0, 2]
+    assert stable_order(small[:0]).tolist() == []
 
 
 @FEW
