@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -73,6 +74,9 @@ class Router:
         self._fleet, self._config, self._plan = fleet, config, plan
         self._source, self._exports = source, exports
         self.demoted = dict(demoted)
+        self._on_host: defaultdict[str, list[int]] = defaultdict(list)
+        for trainer, (_, holder) in enumerate(fleet.trainers):
+            self._on_host[fleet.node(holder)].append(trainer)
         self._cast: dict[str, frozenset[int]] = {}
         self.routes: dict[str, str] = {}
         self.read: dict[str, list[dict[int, int]]] = {}
@@ -214,11 +218,10 @@ class Router:
 
     def _distances(self, holder: int, device: str) -> list[int]:
         """Return the distance of each trainer from an engine rank, as `Reshard.reads` takes it."""
-        near = []
-        for (_, other), export in zip(self._fleet.trainers, self._exports, strict=True):
-            same_host = self._fleet.node(other) == self._fleet.node(holder)
-            same_device = same_host and _device(export) == device
-            near.append(_SAME_DEVICE if same_device else _SAME_HOST if same_host else _OTHER_HOST)
+        near = [_OTHER_HOST] * len(self._exports)
+        for trainer in self._on_host.get(self._fleet.node(holder), ()):
+            same_device = _device(self._exports[trainer]) == device
+            near[trainer] = _SAME_DEVICE if same_device else _SAME_HOST
         return near
 
     def _split(self, engine: Layout, reshard: Reshard, rank: int, near: Sequence[int]) -> tuple[Reads, Reads]:
@@ -231,7 +234,10 @@ class Router:
         if key not in self._cut:
             whole = reshard.reads(rank, near, start=0)
             is_far = np.array(near)[whole.trainer] == _OTHER_HOST
-            self._cut[key] = whole.take(np.flatnonzero(~is_far)), whole.take(np.flatnonzero(is_far))
+            local = whole.take(np.flatnonzero(~is_far))
+            if not len(local):  # it travels without names
+                local = replace(local, src_names=(), dst_names=())
+            self._cut[key] = local, whole.take(np.flatnonzero(is_far))
         return self._cut[key]
 
     def _start(self, holder: int) -> int:
