@@ -160,20 +160,37 @@ def strided_copies(
         extent: int64[n, D], elements; src_strides, dst_strides: int64[n, D], bytes.
         itemsize, src, dst: int64[n].
     """
-    row_nbytes, outer = _collapsed_boxes(extent, itemsize, src_strides, dst_strides)
-    every, chosen = np.arange(len(extent)), _row_loop(row_nbytes, *outer)
+    first, shape = _shapes(extent, itemsize[:, None], src_strides, dst_strides)
+    row_nbytes, outer = _collapsed_boxes(
+        *(each[first] for each in (extent, itemsize, src_strides, dst_strides))
+    )
+    every, chosen = np.arange(len(first)), _row_loop(row_nbytes, *outer)
     rows, src_pitch, dst_pitch = (column[every, chosen] for column in outer)
-    table = np.stack([src, dst, rows, row_nbytes, src_pitch, dst_pitch], axis=1)
-    parent: Int64 = every
+    alike = (each[shape] for each in (rows, row_nbytes, src_pitch, dst_pitch))
+    table = np.stack([src, dst, *alike], axis=1)
+    parent: Int64 = np.arange(len(extent))
     for dim in reversed(range(extent.shape[1])):
-        times = np.where(chosen[parent] == dim, 1, outer[0][parent, dim])
+        times = np.where(chosen == dim, 1, outer[0][:, dim])
         if (times == 1).all():
             continue
-        index, nth = repeated(times)
+        index, nth = repeated(times[shape[parent]])
         table, parent = table[index], parent[index]
-        table[:, 0] += nth * outer[1][parent, dim]
-        table[:, 1] += nth * outer[2][parent, dim]
+        table[:, 0] += nth * outer[1][shape[parent], dim]
+        table[:, 1] += nth * outer[2][shape[parent], dim]
     return flattened(table), parent
+
+
+def _shapes(*columns: Int64) -> tuple[Int64, Int64]:
+    """Number the runs of equal rows, [n, k], since boxes of one tensor are mostly alike.
+
+    Returns the first row of each run, and each row's run.
+    """
+    changed = np.ones(len(columns[0]), np.bool_)
+    changed[1:] = False
+    for column in columns:
+        for each in column.T:
+            changed[1:] |= each[1:] != each[:-1]
+    return np.flatnonzero(changed), np.cumsum(changed) - 1
 
 
 def _row_loop(row_nbytes: Int64, counts: Int64, src: Int64, dst: Int64) -> Int64:

@@ -221,14 +221,17 @@ class Reshard:
         lane, table = (np.concatenate(each) for each in zip(*made, strict=True))
         by_lane = stable_order(lane)  # blocks have no lane in common
         num_src, num_dst = len(source.buffer_names), len(engine.buffer_names)
-        order = by_lane[
-            _read_order(
-                lane[by_lane] // (num_src * num_dst), (table[:, 2] * table[:, 3])[by_lane], start, near
-            )
-        ]
-        trainer, src_buffer = np.divmod(lane[order] // num_dst, num_src)
-        return Reads.from_table(
-            trainer, source.buffer_names, src_buffer, engine.buffer_names, lane[order] % num_dst, table[order]
+        lane, nbytes = lane[by_lane], (table[:, 2] * table[:, 3])[by_lane]
+        trainer, buffers = np.divmod(lane, num_src * num_dst)
+        order = _read_order(trainer, nbytes, start, near)
+        rows, (src_buffer, dst_buffer) = by_lane[order], np.divmod(buffers[order], num_dst)
+        return Reads(
+            *(column[rows] for column in table.T),
+            trainer=trainer[order].astype(np.int32),
+            src_names=source.buffer_names,
+            src_buffer=src_buffer.astype(np.int32),
+            dst_names=engine.buffer_names,
+            dst_buffer=dst_buffer.astype(np.int32),
         )
 
     def _segments(self, rank: int) -> Int64:
