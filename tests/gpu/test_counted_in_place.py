@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from weightsync.errors import MovedError, StateError
-from weightsync.plan import Layout, Members, make_plan
+from weightsync.plan import Layout, Members, Plan, make_plan
 from weightsync.sources.module import ModuleSource
 
 pytestmark = pytest.mark.gpu
@@ -26,13 +26,19 @@ class Weights(nn.Module):
         self.register_buffer("counts", torch.full((9,), -1, device="cuda"))
 
 
-def test_what_is_read_in_place_is_counted_by_name() -> None:
-    model = Weights()
+def attached(model: nn.Module) -> tuple[ModuleSource, Plan]:
+    """Return a source of `model` that is read in place, and the plan."""
     source = ModuleSource(model)
     layout = Layout.from_ranks([source.layout()])
     members = Members(1, (0,), (("e0", (0,)),))
     plan = make_plan(layout, {"e0": layout}, members, bucket_bytes=1 << 20, max_staging_bytes=1 << 30)
     source.attach(plan, 0, None)
+    return source, plan
+
+
+def test_what_is_read_in_place_is_counted_by_name() -> None:
+    model = Weights()
+    source, _ = attached(model)
     whole = source.publish(True)
     assert whole.nonfinite == {}
     model.large[3, 5] = float("nan")
@@ -47,11 +53,7 @@ def test_what_is_read_in_place_is_counted_by_name() -> None:
 
 def test_weights_without_memory_are_refused_and_the_gpu_can_be_used_on() -> None:
     model = Weights()
-    source = ModuleSource(model)
-    layout = Layout.from_ranks([source.layout()])
-    members = Members(1, (0,), (("e0", (0,)),))
-    plan = make_plan(layout, {"e0": layout}, members, bucket_bytes=1 << 20, max_staging_bytes=1 << 30)
-    source.attach(plan, 0, None)
+    source, plan = attached(model)
     before = source.publish(True).digests
     storage, kept = model.large.untyped_storage(), model.large.clone()
     nbytes = storage.nbytes()
