@@ -33,7 +33,6 @@ from weightsync.config import Ports
 from weightsync.errors import PeerError, PeerLostError, WeightSyncError, WireError
 from weightsync.protocol.handshake import Doorman, keep_alive
 from weightsync.protocol.ports import listen
-from weightsync.protocol.routes import joined
 
 if TYPE_CHECKING:
     Socket = zmq.asyncio.Socket
@@ -91,13 +90,16 @@ class ControlChannel:
 
     def answered(self, reply: Answer | Raised) -> None:
         """Give a reply to the call that waits for it."""
-        waiting, self._waiting = self._waiting, None
+        waiting = self._waiting
         if waiting is None or reply.ticket != self._ticket:
             raise WireError(f"{self._name} answered what it was not asked")
+        self._waiting = None
         if waiting.done():
             return  # the caller has given it up
         try:
             waiting.set_result(self._value(reply))
+        except WireError as error:
+            waiting.set_exception(PeerError(self._name, str(error)))
         except WeightSyncError as error:
             waiting.set_exception(error)
 
@@ -174,18 +176,10 @@ class _Listener:
         listening = listen(host, ports, "the driver cannot listen for control channels")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._doorman = Doorman(self._context)
-        self._socket = socket = zmq.asyncio.Socket(self._context, zmq.ROUTER)
-        self._doorman.guard(socket)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, 0)  # each process has at most one call that waits
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a call to a process that hung up fails at once
-        keep_alive(socket)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_NBYTES)
-        socket.setsockopt(zmq.IPV6, ":" in host)
-        port = listening.getsockname()[1]
-        socket.setsockopt(zmq.USE_FD, listening.detach())
-        socket.bind(f"tcp://{joined(host, port)}")
-        self._endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._socket = zmq.asyncio.Socket(self._context, zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a call to a process that hung up fails at once
+        keep_alive(self._socket)
+        self._endpoint = self._doorman.bind(self._socket, listening, host, MAX_FRAME_NBYTES)
         self._channels: list[ControlChannel] = []
         self._by_peer: dict[bytes, ControlChannel] = {}
 

@@ -16,7 +16,15 @@ import zmq
 from tests.patience import patient
 from weightsync.actors.control_channels import ControlChannel, ControlChannels
 from weightsync.channel.control import Answer, ControlOffer, Hello, answer_calls, pack
-from weightsync.errors import EngineError, PeerError, PeerLostError, SlowError, WeightSyncError
+from weightsync.channel.wire import SentError
+from weightsync.errors import (
+    EngineError,
+    PeerError,
+    PeerLostError,
+    SlowError,
+    WeightSyncError,
+    WireError,
+)
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.handshake import dial
 from weightsync.protocol.messages import LoadReport, Moved, UpdateTask
@@ -27,7 +35,7 @@ SLOW = SlowError("reading of bucket 3", ("engine e0",), 2.0)
 
 
 class Process:
-    """A process as the driver knows it, whose methods run in a thread of this one."""
+    """A stand-in for a process: its methods run in a thread of this one."""
 
     name = "engine e0"
     channel: ControlChannel | None = None
@@ -191,6 +199,39 @@ def test_strangers_and_garbage_do_not_disturb_it(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.WARNING, "weightsync.control"):
         run(test)
     assert caplog.text.count("sent to the driver what it should not") == 3
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [3, {"span": Span("move", 1.0, 1.0), "slow": SentError("StateError", ["late"], None)}],
+    ids=["of another type", "with another error"],
+)
+def test_an_answer_that_cannot_be_decoded_is_the_processs_error(answer: object) -> None:
+    async def test(channels: ControlChannels) -> None:
+        methods = {"move": lambda *_: answer, "resume": lambda version: None}
+        process = await opened(channels, Process(methods))
+        with pytest.raises(PeerError, match="engine e0"):
+            await process.call("move", 7, True, UpdateTask(), 2.5)
+        assert await process.call("resume", 3) is None, "the driver still listens"
+
+    run(test)
+
+
+def test_a_reply_to_another_call_leaves_the_one_that_waits() -> None:
+    async def test(channels: ControlChannels) -> None:
+        may_end = threading.Event()
+        process = await opened(
+            channels, Process({"resume": lambda version: may_end.wait(patient(10)) and None})
+        )
+        assert process.channel
+        waiting = asyncio.ensure_future(process.call("resume", 3))
+        await asyncio.sleep(0)
+        with pytest.raises(WireError, match="was not asked"):
+            process.channel.answered(Answer(99, pack(None)))
+        may_end.set()
+        assert await waiting is None
+
+    run(test)
 
 
 def test_an_offer_does_not_show_its_secret() -> None:

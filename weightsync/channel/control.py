@@ -1,7 +1,7 @@
 """A control channel: a driver's calls to one process over a socket, and that process's end.
 
-A call through Ray takes one to two milliseconds there and back, one through this channel a tenth of it. An
-update has three such calls one after another.
+An update has three calls one after another while engines do not serve. Through Ray each takes one to two
+milliseconds; benchmarks/README.md compares the two.
 
 Messages are MessagePack, decoded by the types of `CALLS`; nothing is unpickled. A process that dials has to
 show the driver's secret.
@@ -136,7 +136,7 @@ def _reply(ask: Ask, methods: Mapping[str, Callable[..., object]]) -> Answer | R
         return Answer(ask.ticket, pack(methods[ask.method](*args)))
     except WeightSyncError as error:
         return Raised(ask.ticket, SentError.of(error))
-    except Exception as error:
+    except Exception as error:  # the driver waits for an answer, and calls it a PeerError, as with Ray
         logger.exception("%s() failed", ask.method)
         return Raised(ask.ticket, None, f"{type(error).__name__}: {error}")
 
@@ -146,7 +146,7 @@ def _encoded(value: object) -> object:
         return value.shape, value.astype("<u8", casting="equiv").tobytes()
     if isinstance(value, SlowError):
         return SentError.of(value)
-    raise NotImplementedError
+    raise TypeError(f"a control channel does not carry {type(value).__name__}")
 
 
 def _decoded(kind: type, value: Any) -> object:  # noqa: ANN401 - what MessagePack has
@@ -157,4 +157,4 @@ def _decoded(kind: type, value: Any) -> object:  # noqa: ANN401 - what MessagePa
     elif getattr(kind, "__origin__", kind) is np.ndarray:
         shape, data = msgspec.convert(value, tuple[tuple[int, ...], bytes])
         return np.frombuffer(data, "<u8").reshape(shape)
-    raise NotImplementedError
+    raise ValueError(f"not a {kind.__name__}")  # msgspec makes a ValidationError of it

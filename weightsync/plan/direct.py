@@ -243,7 +243,7 @@ class Reshard:
         return found
 
     def _blocks(self, rows: Int64) -> list[Int64]:
-        """Cut `rows` into blocks whose boxes fit a cache. The segments of one buffer stay together."""
+        """Split `rows` into blocks small enough for a cache. Segments of one buffer stay in one block."""
         buffer = self._engine.buffer[rows]
         last = np.zeros(len(self._engine.buffer_names), np.int64)
         last[buffer] = np.arange(len(rows))

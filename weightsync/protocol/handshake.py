@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -52,10 +53,20 @@ class Doorman:
         self._authenticator.configure_plain(passwords={_USER: self.secret})
         self._authenticator.start()
 
-    def guard(self, socket: zmq.Socket[Any]) -> None:
-        """Require the secret at `socket`. Must be called before `socket` is bound."""
-        socket.setsockopt(zmq.PLAIN_SERVER, 1)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+    def bind(self, router: zmq.Socket[Any], listening: socket.socket, host: str, max_nbytes: int) -> str:
+        """Have `router` take over a listening socket at `host`, for peers that show the secret.
+
+        `max_nbytes` limits their frames and each step of the handshake. Returns the endpoint.
+        """
+        router.setsockopt(zmq.PLAIN_SERVER, 1)
+        router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        router.setsockopt(zmq.SNDHWM, 0)  # peers limit how many messages wait for them
+        router.setsockopt(zmq.MAXMSGSIZE, max_nbytes)
+        router.setsockopt(zmq.IPV6, ":" in host)
+        port = listening.getsockname()[1]
+        router.setsockopt(zmq.USE_FD, listening.detach())
+        router.bind(f"tcp://{joined(host, port)}")
+        return router.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def close(self) -> None:
         """Admit no more peers. Must be called before the context ends; safe to call twice."""
@@ -83,15 +94,8 @@ class Server(ABC):
         self._context = zmq.Context()
         self._doorman = Doorman(self._context)
         self._socket = self._context.socket(zmq.ROUTER)
-        self._doorman.guard(self._socket)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # peers limit how many answers they wait for
-        self._socket.setsockopt(zmq.MAXMSGSIZE, max_nbytes)
-        self._socket.setsockopt(zmq.IPV6, ":" in host)
-        port = listening.getsockname()[1]
-        self._socket.setsockopt(zmq.USE_FD, listening.detach())
-        self._socket.bind(f"tcp://{joined(host, port)}")
         self.secret = self._doorman.secret
-        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.endpoint = self._doorman.bind(self._socket, listening, host, max_nbytes)
         self._thread = threading.Thread(target=self._serve, daemon=True, name="weightsync-serve")
         self._thread.start()
 

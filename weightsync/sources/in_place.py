@@ -34,8 +34,7 @@ class InPlace:
     ) -> None:
         """Prepare the digests. `pieces` are this rank's, each with its memory; `device` is the GPU of all."""
         self._plan, self._pieces = plan, tuple(pieces)
-        self._held = [held for _, held in pieces]
-        self._addresses = list(map(torch.Tensor.data_ptr, self._held))
+        self._addresses = self._find()
         parts, casts = [], []
         for piece, held in pieces:
             if held.dtype == self._dtype(piece):
@@ -53,7 +52,7 @@ class InPlace:
 
         It lives as long as the tensors that this object holds, unless their storage was resized.
         """
-        return list(map(torch.Tensor.data_ptr, self._held)) == self._addresses
+        return self._find() == self._addresses
 
     def begin(self) -> None:
         """Wait until the weights are written, and start to digest them. Needs `has_memory`."""
@@ -73,6 +72,9 @@ class InPlace:
             digests = combine([table.result() for table in tables])
             flagged = {tensor for table in tables for tensor in table.flagged()} if count else set()
             return Published(digests, self._count(flagged) if flagged else {})
+
+    def _find(self) -> list[int]:
+        return [held.data_ptr() for _, held in self._pieces]
 
     def _count(self, flagged: set[int]) -> dict[str, int]:
         """Count NaN and Inf in the dtype that travels."""
