@@ -58,8 +58,7 @@ class Doorman:
 
         `max_nbytes` limits their frames and each step of the handshake. Returns the endpoint.
         """
-        router.setsockopt(zmq.PLAIN_SERVER, 1)
-        router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        self.guard(router)
         router.setsockopt(zmq.SNDHWM, 0)  # peers limit how many messages wait for them
         router.setsockopt(zmq.MAXMSGSIZE, max_nbytes)
         router.setsockopt(zmq.IPV6, ":" in host)
@@ -67,6 +66,11 @@ class Doorman:
         router.setsockopt(zmq.USE_FD, listening.detach())
         router.bind(f"tcp://{joined(host, port)}")
         return router.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def guard(self, socket: zmq.Socket[Any]) -> None:
+        """Require the secret at `socket`. Must be called before `socket` is bound."""
+        socket.setsockopt(zmq.PLAIN_SERVER, 1)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
 
     def close(self) -> None:
         """Admit no more peers. Must be called before the context ends; safe to call twice."""
