@@ -70,6 +70,8 @@ class Holders:
         }
         pings = {name: self._on[placement.key].ready() for name, placement in running.items()}
         for name, error in (await gather_named(pings, "ping", self._config.timeout_s)).failures.items():
+            if running[name].key not in self._on:
+                continue  # `lost` was faster
             if isinstance(error, DeadlineError):
                 await self._end_hung(running[name].key)
             else:

@@ -447,3 +447,27 @@ def test_a_fleet_that_cannot_reach_the_driver_is_called_through_ray(
     assert not called
     assert holds(sync, "e0")
     assert until(lambda: "engine e0] is called through Ray from now on" in caplog.text, patient(10))
+
+
+def test_a_holder_that_is_noticed_to_be_gone_twice_is_replaced(make: Make) -> None:
+    def make_late(call: Call) -> Call:
+        async def late(remote: Any, method: str, *args: object) -> Any:
+            if remote.name == "holder 0":
+                ray.kill(remote.handle)
+            try:
+                return await call(remote, method, *args)
+            except PeerLostError:
+                await asyncio.sleep(1)  # meanwhile the call that waits for its end has failed
+                raise
+
+        return late
+
+    sync = make()
+    sync.connect()
+    undo = intercept("ready", make_late)
+    try:
+        sync.connect()
+    finally:
+        undo()
+    sync.update_weights(1)
+    assert holds(sync, "e0")
