@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -214,12 +215,8 @@ class CheckpointRank:
                     await self._map(name)
         return AttachReport(self._mapped[wanted], None)
 
-    async def ready(self) -> bool:
-        """Return False: a checkpoint is in host memory."""
-        return False
-
-    async def publish(self, count: bool) -> PublishReport:
-        """Make the published checkpoint the holder's source.
+    async def publish(self, count: bool, readable: asyncio.Future[None]) -> PublishReport:
+        """Make the published checkpoint the holder's source. It is in host memory, so never `readable`.
 
         The first rank of a host returns fingerprints and counts for all of its ranks.
         """

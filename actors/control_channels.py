@@ -1,4 +1,4 @@
-"""The driver's end of control channels: one socket, which processes dial.
+"""The driver's end of control channels, and of trainers' notices: one socket, which processes dial.
 
 See `weightsync.channel.control` for what travels on it.
 """
@@ -25,6 +25,7 @@ from weightsync.channel.control import (
     ControlOffer,
     Hello,
     Raised,
+    Readable,
     decode_reply,
     pack,
     unpack,
@@ -49,6 +50,35 @@ class Callee(Protocol):
 
     def answers(self, method: str) -> bool: ...
     async def answer_calls(self, offer: ControlOffer) -> None: ...
+
+
+class Notifier(Protocol):
+    """A trainer's actor, which may say when its weights can be read."""
+
+    name: str
+    handle: ActorHandle[Any]
+    notices: ReadableNotices | None
+
+    def answers(self, method: str) -> bool: ...
+    async def dial(self, offer: ControlOffer) -> None: ...
+
+
+class ReadableNotices:
+    """What one trainer rank says while it publishes."""
+
+    def __init__(self) -> None:
+        self._ticket = 0
+        self._readable: asyncio.Future[None] | None = None
+
+    def expect(self, readable: asyncio.Future[None]) -> int:
+        """Resolve `readable` with the next notice. Returns the ticket that the notice has to carry."""
+        self._ticket, self._readable = self._ticket + 1, readable
+        return self._ticket
+
+    def came(self, ticket: int) -> None:
+        """Take a notice. One of an earlier ticket is of a `publish` that the driver gave up."""
+        if ticket == self._ticket and self._readable and not self._readable.done():
+            self._readable.set_result(None)
 
 
 class ControlChannel:
@@ -123,6 +153,7 @@ class ControlChannels:
         self._ports = ports
         self._listener: _Listener | None = None
         self._channels: dict[Any, ControlChannel] = {}
+        self._notices: dict[Any, ReadableNotices] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def open(self, callee: Callee) -> None:
@@ -131,13 +162,21 @@ class ControlChannels:
         Raises ConfigError or TransportError as `weightsync.protocol.ports.listen`.
         """
         if callee.handle not in self._channels and callee.answers("answer_calls"):
-            if self._listener is None:
-                self._listener = _Listener(self._ports)
-                self._run(self._listener.receive())
-            channel, offer = self._listener.add(callee.name)
+            channel, offer = self._listening().add(callee.name)
             self._channels[callee.handle] = channel
             self._run(self._keep(callee, channel, offer))
         callee.channel = self._channels.get(callee.handle)
+
+    def open_notices(self, trainer: Notifier) -> None:
+        """Have a trainer's actor dial, to say in each update when its weights may be read.
+
+        Raises as `open`.
+        """
+        if trainer.handle not in self._notices and trainer.answers("dial"):
+            notices, offer = self._listening().add_notices()
+            self._notices[trainer.handle] = notices
+            self._run(self._have_dialled(trainer, offer))
+        trainer.notices = self._notices.get(trainer.handle)
 
     async def close(self) -> None:
         """Hang up. Each process ends its part when it notices."""
@@ -145,9 +184,23 @@ class ControlChannels:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._channels.clear()
+        self._notices.clear()
         if self._listener:
             self._listener.close()
             self._listener = None
+
+    def _listening(self) -> _Listener:
+        if self._listener is None:
+            self._listener = _Listener(self._ports)
+            self._run(self._listener.receive())
+        return self._listener
+
+    async def _have_dialled(self, trainer: Notifier, offer: ControlOffer) -> None:
+        try:
+            await trainer.dial(offer)
+        except WeightSyncError as error:
+            logger.warning("[%s] its weights are read after its digests are taken: %s", trainer.name, error)
+            self._notices.pop(trainer.handle, None)
 
     def _run(self, work: Any) -> None:  # noqa: ANN401 - a coroutine
         task = asyncio.ensure_future(work)
@@ -182,6 +235,12 @@ class _Listener:
         self._endpoint = self._doorman.bind(self._socket, listening, host, MAX_FRAME_NBYTES)
         self._channels: list[ControlChannel] = []
         self._by_peer: dict[bytes, ControlChannel] = {}
+        self._notices: list[ReadableNotices] = []
+
+    def add_notices(self) -> tuple[ReadableNotices, ControlOffer]:
+        """Return the notices of one more trainer, and what it needs to dial."""
+        self._notices.append(ReadableNotices())
+        return self._notices[-1], ControlOffer(self._endpoint, self._doorman.secret, len(self._notices) - 1)
 
     def add(self, name: str) -> tuple[ControlChannel, ControlOffer]:
         """Return a new channel, and what the process needs to dial."""
@@ -203,6 +262,8 @@ class _Listener:
         if isinstance(reply, Hello):
             self._by_peer[peer] = self._channels[reply.number]
             self._by_peer[peer].dialled(peer)
+        elif isinstance(reply, Readable):
+            self._notices[reply.number].came(reply.ticket)
         else:
             self._by_peer[peer].answered(reply)
 

@@ -262,6 +262,8 @@ class Membership:
         holders = await self._holders.place(placed.placements)
         for holder in holders:
             self._watch_holder(holder)
+        for trainer in trainers.values():
+            self._channels.open_notices(trainer)
         self._fleet.holders[:] = holders
         self._fleet.nodes[:] = [placement.node for placement in placed.placements]
         for (rank, _), name in zip(ranks, placements, strict=False):

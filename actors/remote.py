@@ -5,6 +5,7 @@ Only this file knows both.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, cast
 
@@ -13,11 +14,12 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
 
 from weightsync.actors.claim import ClaimedPeer
-from weightsync.actors.control_channels import Callee, ControlChannel
+from weightsync.actors.control_channels import Callee, ControlChannel, Notifier, ReadableNotices
 from weightsync.actors.placement import Placement
 from weightsync.config import Ports
 from weightsync.errors import ConfigError, PeerError, PeerLostError, WeightSyncError
 from weightsync.faults import Fault
+from weightsync.protocol.messages import PublishReport
 from weightsync.protocol.peers import EnginePeer, HolderPeer, TrainerPeer
 
 
@@ -88,6 +90,19 @@ class Remote:
         return await answer(self.name, remote.remote(*args))
 
 
+class _Trainer(Remote):
+    """A trainer's actor, which says during `publish` that its weights may be read."""
+
+    def __init__(self, name: str, handle: ActorHandle[Any]) -> None:
+        super().__init__(name, handle, "sync_")
+        self.notices: ReadableNotices | None = None
+
+    async def publish(self, count: bool, readable: asyncio.Future[None]) -> PublishReport:
+        ticket = self.notices.expect(readable) if self.notices else 0
+        report: PublishReport = await self.call("publish", count, ticket)
+        return report
+
+
 class _Actor(Protocol):
     """What every actor of a fleet answers."""
 
@@ -97,7 +112,7 @@ class _Actor(Protocol):
     async def set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None: ...
 
 
-class RemoteTrainer(_Actor, ClaimedPeer, TrainerPeer, Protocol):
+class RemoteTrainer(_Actor, Notifier, ClaimedPeer, TrainerPeer, Protocol):
     """A TrainerShard actor."""
 
     async def placement(self) -> Placement: ...
@@ -120,7 +135,7 @@ class RemoteHolder(_Actor, Callee, HolderPeer, Protocol):
 
 def remote_trainer(name: str, handle: ActorHandle[Any]) -> RemoteTrainer:
     """Return a trainer's actor as a peer called `name`."""
-    return cast("RemoteTrainer", Remote(name, handle, "sync_"))
+    return cast("RemoteTrainer", _Trainer(name, handle))
 
 
 def remote_engine(name: str, handle: ActorHandle[Any]) -> RemoteEngine:

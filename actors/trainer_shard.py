@@ -7,6 +7,8 @@ from typing import Any
 
 from weightsync.actors.claim import Claimable
 from weightsync.actors.placement import Placement
+from weightsync.channel.control import ControlOffer
+from weightsync.channel.notices import Notices
 from weightsync.errors import ConfigError, StateError
 from weightsync.faults import Fault, inject, set_faults
 from weightsync.memory.fingerprints import publish_report
@@ -62,6 +64,7 @@ class TrainerShard(Claimable):
     _attached: Source | None = None
     _attached_plan: Plan | None = None
     _digests: Digests | None = None
+    _notices: Notices | None = None
 
     def __init__(
         self,
@@ -119,17 +122,25 @@ class TrainerShard(Claimable):
         self._attached_plan = plan
         return AttachReport.of(self._attached.attach(plan, trainer, send_buffer))
 
-    def sync_ready(self) -> bool:
-        """Finish writing weights that holders read in place. Returns whether they may read them now."""
-        source = self._attached_source()
-        return source.ready() if isinstance(source, ExportsWeights) else False
+    def sync_dial(self, offer: ControlOffer) -> None:
+        """Prepare to tell the driver when holders may read this rank's weights."""
+        if self._notices:
+            self._notices.close()
+        self._notices = Notices(offer)
 
-    def sync_publish(self, count: bool) -> PublishReport:
-        """Publish this rank's share: copy it to its holder, or on a GPU in place."""
+    def sync_publish(self, count: bool, ticket: int = 0) -> PublishReport:
+        """Publish this rank's share: copy it to its holder, or on a GPU in place.
+
+        In place, the driver is told once holders may read it, if it gave a `ticket`. Digests come after that.
+        """
         clock = PhaseClock()
         with clock.phase("publish"):
+            source = self._attached_source()
+            in_place = isinstance(source, ExportsWeights) and source.ready()
+            if in_place and ticket and self._notices:
+                self._notices.readable(ticket)
             inject("publish")
-            published = self._attached_source().publish(count)
+            published = source.publish(count)
         assert self._attached_plan is not None
         self._digests = published.digests
         return publish_report(published, self._attached_plan.frozen, clock.spans)

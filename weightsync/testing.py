@@ -23,7 +23,7 @@ from weightsync.plan import Plan, RankLayout, Segment
 from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.handles import Attached, BufferHandle
 from weightsync.protocol.messages import AttachReport, Digests, FeedTicket, Loaded, LoadReport, PublishReport
-from weightsync.sources.base import Source
+from weightsync.sources.base import ExportsWeights, Source
 
 __all__ = ["DictEngine", "Fault", "FaultPlan", "LocalEngine", "LocalPeer", "LocalTrainer"]
 
@@ -154,7 +154,10 @@ class LocalTrainer(LocalPeer):
         self._frozen = plan.frozen
         return AttachReport.of(await asyncio.to_thread(self._source.attach, plan, trainer, send_buffer))
 
-    async def publish(self, count: bool) -> PublishReport:
+    async def publish(self, count: bool, readable: asyncio.Future[None]) -> PublishReport:
+        source = self._source
+        if isinstance(source, ExportsWeights) and await asyncio.to_thread(source.ready):
+            readable.set_result(None)
         published = await asyncio.to_thread(self._source.publish, count)
         self._digests = published.digests
         return publish_report(published, self._frozen, ())

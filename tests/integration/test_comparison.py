@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
@@ -121,7 +122,8 @@ def test_a_refill_that_differs_is_refused_after_trainers_published_another_versi
         await loop.controller.update(1)
         await loop.controller.snapshot_index.settled()
         loop.train()
-        await loop.fleet.trainers[0][0].publish(True)
+        readable = asyncio.get_running_loop().create_future()
+        await loop.fleet.trainers[0][0].publish(True, readable)
         loop.controller.engine_group.enter(["e1"], EngineState.STALE)
         flip(loop, "e1")
         with pytest.raises(VerifyError, match=UNNAMED):

@@ -208,7 +208,7 @@ def test_a_failed_publish_leaves_the_engines_serving() -> None:
         whole = loop.fleet.trainers[0]
 
         class Silent:
-            async def publish(self, count: bool) -> None:
+            async def publish(self, count: bool, readable: asyncio.Future[None]) -> None:
                 await asyncio.sleep(60)
 
         loop.fleet.trainers[0] = (Silent(), 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,9 +21,9 @@ from weightsync.driver.fleet import EngineMember
 from weightsync.errors import ConfigError, PeerLostError
 from weightsync.plan import Plan
 from weightsync.protocol.handles import Attached
-from weightsync.protocol.messages import FeedTicket, Published
+from weightsync.protocol.messages import FeedTicket, Published, PublishReport
 from weightsync.report import Link
-from weightsync.testing import LocalEngine
+from weightsync.testing import LocalEngine, LocalTrainer
 
 
 def test_engines_read_their_parts_and_nothing_is_broadcast() -> None:
@@ -221,7 +222,58 @@ def test_what_may_refuse_a_version_is_known_before_a_byte_moves(setting: dict[st
         asyncio.run(work())
     finally:
         loop.close()
-    assert order == ["digests", "copy"]
+    assert order == ["ready", "digests", "copy"]
+
+
+def test_holders_read_while_a_trainer_digests() -> None:
+    loop, copied = Direct(CONFIG), threading.Event()
+
+    async def work() -> None:
+        await loop.controller.connect()
+        staging = loop.holders[1].staging
+        assert isinstance(staging, Staging)
+        copy, publish = staging.start_direct_copy, loop.source.publish
+
+        def start(frozen: bool) -> None:
+            copied.set()
+            copy(frozen)
+
+        def digest(count: bool) -> Published:
+            assert copied.wait(patient(10)), "holders wait for the digests"
+            return publish(count)
+
+        staging.start_direct_copy, loop.source.publish = start, digest  # type: ignore[method-assign]
+        assert (await loop.controller.update(1)).verified
+
+    try:
+        asyncio.run(work())
+    finally:
+        loop.close()
+
+
+def test_a_trainer_that_says_nothing_is_read_once_it_has_published() -> None:
+    loop, order = Direct(CONFIG), list[str]()
+
+    class Silent(LocalTrainer):
+        async def publish(self, count: bool, readable: asyncio.Future[None]) -> PublishReport:
+            report = await super().publish(count, asyncio.get_running_loop().create_future())
+            order.append("published")
+            return report
+
+    async def work() -> None:
+        loop.fleet.trainers[0] = (Silent(loop.source), loop.fleet.trainers[0][1])
+        await loop.controller.connect()
+        staging = loop.holders[1].staging
+        assert isinstance(staging, Staging)
+        copy = staging.start_direct_copy
+        staging.start_direct_copy = lambda frozen: (order.append("copy"), copy(frozen))[1]  # type: ignore[method-assign]
+        assert (await loop.controller.update(1)).verified
+
+    try:
+        asyncio.run(work())
+    finally:
+        loop.close()
+    assert order == ["published", "copy"]
 
 
 def test_what_is_published_on_the_host_is_broadcast_and_direct_is_refused() -> None:

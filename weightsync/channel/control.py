@@ -88,14 +88,21 @@ class Raised(msgspec.Struct, frozen=True, tag="raised"):
     text: str = ""
 
 
+class Readable(msgspec.Struct, frozen=True, tag="readable"):
+    """Trainer → driver: holders may read its weights in place. `ticket` is that of its `publish`."""
+
+    number: int
+    ticket: int
+
+
 _asks = msgspec.msgpack.Decoder(Ask)
-_replies = msgspec.msgpack.Decoder(Hello | Answer | Raised)
+_replies = msgspec.msgpack.Decoder(Hello | Answer | Raised | Readable)
 
 
-def decode_reply(data: bytes) -> Hello | Answer | Raised:
+def decode_reply(data: bytes) -> Hello | Answer | Raised | Readable:
     """Decode what a process sends to the driver. Raises WireError for anything else."""
     try:
-        reply: Hello | Answer | Raised = _replies.decode(data)
+        reply: Hello | Answer | Raised | Readable = _replies.decode(data)
     except msgspec.MsgspecError as error:
         raise WireError(f"not a message of ours: {error}") from error
     return reply

@@ -27,7 +27,7 @@ from weightsync.driver.rewritten_sources import Rewritten, rewritten
 from weightsync.driver.routing import DIRECT
 from weightsync.driver.snapshot_index import SnapshotIndex
 from weightsync.driver.traffic import links
-from weightsync.driver.trainers import Publication, Trainers
+from weightsync.driver.trainers import Publication, Publishing, Trainers
 from weightsync.driver.update_lock import UpdateLock
 from weightsync.errors import (
     ConfigError,
@@ -82,6 +82,7 @@ class Controller:
             self._comparison,
         )
         self._epoch = self._num_buckets = self._nbytes = self._frozen_nbytes = 0
+        self._publishing: Publishing | None = None
         self._publication: Publication | None = None
         self._spans: dict[str, Sequence[Span]] = {}
         self._frozen: Fingerprint | None = None
@@ -108,14 +109,8 @@ class Controller:
         self._frozen_nbytes = sum(made.plan.tensors[i].nbytes for i in made.plan.frozen)
         await self.snapshot_index.reserve(made)
         self.connected = True
-        num_buckets = made.plan.num_buckets
-        logger.info(
-            "[driver · v%d] connected, epoch %d: %d buckets, %s",
-            self.version,
-            self._epoch,
-            num_buckets,
-            made.seconds,
-        )
+        found = self.version, self._epoch, made.plan.num_buckets, made.seconds
+        logger.info("[driver · v%d] connected, epoch %d: %d buckets, %s", *found)
 
     async def restore(self) -> list[str]:
         """Take over from a previous driver. Must hold the exclusive lock.
@@ -202,13 +197,17 @@ class Controller:
         assert self._connection is not None
         self.engine_group.failures = {}
         self._sends_frozen = not self._have_frozen(takers)
-        self._spans, self._publication = {}, None
+        self._spans, self._publishing, self._publication = {}, None, None
         self.engine_group.begin(takers, version)
         if self._connection.in_place:
-            with clock.phase("publish"):
-                await self.snapshot_index.copied()
-                paused = await self._ready_and_pause(takers, version)
-            return await self._deliver(version, takers, paused, clock, when_held)
+            try:
+                with clock.phase("publish"):
+                    await self.snapshot_index.copied()
+                    paused = await self._ready_and_pause(takers, version)
+                return await self._deliver(version, takers, paused, clock, when_held)
+            finally:
+                if self._publishing:
+                    self._publishing.close()
         with clock.phase("publish"):
             await self.snapshot_index.copied()
             await self._publish(version)
@@ -272,18 +271,21 @@ class Controller:
         return self._connection
 
     async def _publish(self, version: int) -> None:
-        publication = await self._trainers.publish(version)
+        publication = await (self._publishing or self._trainers.begin(version)).publication()
         await self._check_frozen(publication.frozen)
         self._publication = publication
 
     async def _ready(self, version: int) -> None:
-        """Have weights ready to be read in place. Publishes them, too, if that must not come later.
+        """Have weights ready to be read in place, and published if that must not come later.
 
         What refuses a version, NaN or a frozen tensor that changed, has to be known before a byte moves.
         """
         assert self._connection is not None
         may_be_late = self._config.nonfinite != "refuse" and not self._connection.plan.frozen
-        if not (may_be_late and await self._trainers.ready()):
+        if may_be_late:
+            self._publishing = self._trainers.begin(version)
+            await self._publishing.readable()
+        else:
             await self._publish(version)
 
     def _have_frozen(self, takers: Mapping[str, EngineMember]) -> bool:

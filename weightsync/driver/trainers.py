@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 from weightsync.config import SyncConfig
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import Outcome, gather_named
 from weightsync.errors import MovedError, NonfiniteError
 from weightsync.protocol.messages import Digests, Fingerprint, PublishReport, combine
-from weightsync.protocol.peers import TrainerPeer
 from weightsync.protocol.timing import Span
 
 logger = logging.getLogger("weightsync.driver.trainers")
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,11 +41,47 @@ class Publication:
         return {name: each.spans for name, each in self.answers.items() if each.spans}
 
 
+class Publishing:
+    """A version that trainers are publishing. Holders may read their memory before the digests are known."""
+
+    def __init__(
+        self, publication: Coroutine[object, object, Publication], readable: Sequence[asyncio.Future[None]]
+    ) -> None:
+        """`publication` has a deadline of its own; `readable` has one future for each rank."""
+        self._publication, self._readable = asyncio.ensure_future(publication), readable
+
+    async def readable(self) -> None:
+        """Wait until holders may read all ranks in place, at the latest until all have published.
+
+        Raises what `publication` raises, if that is known by then.
+        """
+        all_readable = asyncio.gather(*self._readable)
+        either: list[asyncio.Future[Any]] = [all_readable, self._publication]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        all_readable.cancel()
+        if self._publication.done():
+            self._publication.result()
+
+    async def publication(self) -> Publication:
+        """Wait for all ranks' digests. Raises as `Trainers.publish`."""
+        return await self._publication
+
+    def close(self) -> None:
+        """Wait for it no longer. Ranks that still publish come to their end."""
+        if not self._publication.cancel() and not self._publication.cancelled():
+            self._publication.exception()  # else asyncio logs that nobody asked
+
+
 class Trainers:
     """The fleet's trainer ranks, asked in parallel."""
 
     def __init__(self, config: SyncConfig, fleet: Fleet) -> None:
         self._config, self._fleet = config, fleet
+
+    def begin(self, version: int) -> Publishing:
+        """Have all ranks publish `version`, and wait for none of them."""
+        readable = [asyncio.get_running_loop().create_future() for _ in self._fleet.trainers]
+        return Publishing(self._publish(version, readable), readable)
 
     async def publish(self, version: int) -> Publication:
         """Have all ranks publish `version`.
@@ -55,8 +89,17 @@ class Trainers:
         Raises DeadlineError, NonfiniteError where ``nonfinite`` is refuse, or a rank's error: MovedError only
         if there is no other.
         """
+        return await self.begin(version).publication()
+
+    async def _publish(self, version: int, readable: Sequence[asyncio.Future[None]]) -> Publication:
         count = self._config.nonfinite != "ignore"
-        answers = await self._ask(lambda trainer: trainer.publish(count))
+        calls = {
+            f"trainer {i}": trainer.publish(count, signal)
+            for i, ((trainer, _), signal) in enumerate(zip(self._fleet.trainers, readable, strict=True))
+        }
+        outcome = await gather_named(calls, "publish", self._config.timeout_s)
+        others = {name: e for name, e in outcome.failures.items() if not isinstance(e, MovedError)}
+        answers = Outcome(outcome.answers, others or outcome.failures).require()
         nonfinite = self._counted(version, answers) if count else {}
         reports = answers.values()
         return Publication(
@@ -68,26 +111,11 @@ class Trainers:
 
     async def digests(self) -> Mapping[str, Digests]:
         """Return the tables that ranks published last, by name. Ranks that do not answer are left out."""
-        outcome = await gather_named(
-            self._named(lambda trainer: trainer.digests()), "verify", self._config.timeout_s
-        )
+        calls = {f"trainer {i}": trainer.digests() for i, (trainer, _) in enumerate(self._fleet.trainers)}
+        outcome = await gather_named(calls, "verify", self._config.timeout_s)
         for name, error in outcome.failures.items():
             logger.warning("[%s] its digests are not known: %s", name, error)
         return outcome.answers
-
-    async def ready(self) -> bool:
-        """Have all ranks finish writing. Returns whether all are read in place. Raises as `publish`."""
-        return all((await self._ask(lambda trainer: trainer.ready())).values())
-
-    async def _ask(self, call: Callable[[TrainerPeer], Coroutine[object, object, T]]) -> Mapping[str, T]:
-        outcome = await gather_named(self._named(call), "publish", self._config.timeout_s)
-        others = {name: e for name, e in outcome.failures.items() if not isinstance(e, MovedError)}
-        return Outcome(outcome.answers, others or outcome.failures).require()
-
-    def _named(
-        self, call: Callable[[TrainerPeer], Coroutine[object, object, T]]
-    ) -> dict[str, Coroutine[object, object, T]]:
-        return {f"trainer {i}": call(trainer) for i, (trainer, _) in enumerate(self._fleet.trainers)}
 
     def _counted(self, version: int, answers: Mapping[str, PublishReport]) -> Mapping[str, int]:
         counts: Counter[str] = Counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import NewType, Protocol
 
@@ -49,7 +50,8 @@ class TrainerPeer(Protocol):
 
     `digests` returns the digests that it published last, uint64[num_tensors].
 
-    `trial_handle` and `ready` are those of `weightsync.sources.ExportsWeights`: None and False for others.
+    `trial_handle` is that of `weightsync.sources.ExportsWeights`, None for others. For these sources,
+    `publish` calls `ready` first, and resolves `readable` if holders may read the weights from then on.
     """
 
     async def layout(self) -> LayoutTable: ...
@@ -57,8 +59,7 @@ class TrainerPeer(Protocol):
     async def attach(
         self, plan: SharedPlan, trainer: int, send_buffer: BufferHandle | None
     ) -> AttachReport: ...
-    async def ready(self) -> bool: ...
-    async def publish(self, count: bool) -> PublishReport: ...
+    async def publish(self, count: bool, readable: asyncio.Future[None]) -> PublishReport: ...
     async def digests(self) -> Digests: ...
 
 

@@ -70,7 +70,6 @@ def test_calls_and_bytes_of_an_update_are_those_of_the_fleet() -> None:
 
     costs, of_more = (asyncio.run(work(number)).costs for number in (NUM_TENSORS, 20 * NUM_TENSORS))
     assert {name: cost.calls for name, cost in costs.items()} == {
-        "ready": NUM_TRAINERS,
         "publish": NUM_TRAINERS,
         "pause": NUM_ENGINES,
         "move": NUM_HOLDERS,
