@@ -97,10 +97,12 @@ class Host:
 
     def set_rate(self, mbit_per_s: int) -> None:
         """Limit what this host receives."""
-        _run(
-            *("tc", "qdisc", "replace", "dev", self.name, "root", "tbf"),
-            *("rate", f"{mbit_per_s}mbit", "burst", "256kb", "latency", "100ms"),
-        )
+        _run("tc", "qdisc", "replace", "dev", self.name, "root", *_limit(mbit_per_s))
+
+    def set_sending_rate(self, mbit_per_s: int) -> None:
+        """Limit what this host sends."""
+        inside = ["nsenter", f"--target={self.pid}", "--net"]
+        _run(*inside, "tc", "qdisc", "replace", "dev", "eth0", "root", *_limit(mbit_per_s))
 
 
 class Network:
@@ -128,6 +130,10 @@ class Network:
         _run(*inside, "addr", "add", f"{address}/{prefix[0]}", "dev", "eth0", *prefix[1:])
         _run(*inside, "link", "set", "eth0", "up")
         return host
+
+
+def _limit(mbit_per_s: int) -> tuple[str, ...]:
+    return ("tbf", "rate", f"{mbit_per_s}mbit", "burst", "256kb", "latency", "100ms")
 
 
 def _init(name: str) -> str:

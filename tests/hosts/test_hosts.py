@@ -44,6 +44,13 @@ def test_two_hosts_meet_by_the_route_between_them(subnet: str, astray: list[str]
     assert f"read over zeromq from tcp://{'[' * (':' in subnet)}{subnet}1" in said
 
 
+@pytest.mark.hosts
+@pytest.mark.timeout(400)
+def test_a_newcomer_reads_from_three_hosts_two_and_a_half_times_as_fast_as_from_one() -> None:
+    said = _run("tests.hosts.sources")
+    assert float(said.split(" times")[0].split()[-1]) >= 2.5, said
+
+
 def _run(*command: str) -> str:
     if reason := why_not():
         pytest.skip(reason)

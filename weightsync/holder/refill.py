@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,7 +82,11 @@ class Refill:
         while True:
             try:
                 reader = self._open()
-                reads = [self._read(bucket + i, portion, target) for i, portion in enumerate(portions)]
+                reads = [
+                    read
+                    for turn, portion in enumerate(portions, start=bucket)
+                    for read in self._reads(turn, portion, target)
+                ]
                 done = reader.read(reads, self._patience)
             except (ReadError, DeadlineError) as error:
                 self._leave((error.peer,) if isinstance(error, ReadError) else error.missing, error)
@@ -119,11 +123,11 @@ class Refill:
             if found[peer] != wanted:
                 raise ReadError(peer, f"it holds {found[peer] or 'no snapshot'}, not {wanted}")
 
-    def _read(self, turn: int, portion: Portion, target: int) -> Read:
+    def _reads(self, turn: int, portion: Portion, target: int) -> Iterator[Read]:
+        """Spread `portion` over all peers that have it. They take turns with what is not worth cutting."""
         peers = [*self._peers[portion.part]]
-        # Peers take turns, so that several hosts serve at once.
-        peer = peers[turn % len(peers)]
-        return Read(peer, HEADER_NBYTES + portion.source, target, portion.offset, portion.nbytes)
+        for i, cut in enumerate(cut_portion(portion, len(peers)), start=turn):
+            yield Read(peers[i % len(peers)], HEADER_NBYTES + cut.source, target, cut.offset, cut.nbytes)
 
     def _leave(self, peers: Iterable[str], error: WeightSyncError) -> None:
         """Go on without `peers`. Raises ReadError or DeadlineError if one of them had the last copy."""
@@ -145,10 +149,6 @@ def _holder(peer: str) -> str:
     return peer.rpartition(":")[0]
 
 
-_NUM_PORTIONS = 4
-"""Portions of one bucket of a flat snapshot, each read from another peer if there are enough."""
-
-
 @dataclass(frozen=True, slots=True)
 class Portion:
     """`nbytes` bytes at `source` of a snapshot's part, for `offset` of the target."""
@@ -157,6 +157,22 @@ class Portion:
     source: int
     offset: int
     nbytes: int
+
+
+LEAST_CUT_NBYTES = 256 << 10
+"""Reads of fewer bytes take about as long as this one."""
+
+
+def cut_portion(portion: Portion, num_cuts: int) -> list[Portion]:
+    """Cut `portion` into at most `num_cuts` portions of equal size, each of `LEAST_CUT_NBYTES` or more.
+
+    The last one may be smaller.
+    """
+    step = max(-(-portion.nbytes // num_cuts), LEAST_CUT_NBYTES)
+    return [
+        Portion(portion.part, portion.source + at, portion.offset + at, min(step, portion.nbytes - at))
+        for at in range(0, portion.nbytes, step)
+    ]
 
 
 class RefillSink(Protocol):
@@ -225,8 +241,7 @@ class FlatSink:
 
     def portions(self, bucket: int) -> Sequence[Portion]:
         first, nbytes = self._range(bucket)
-        step = -(-nbytes // _NUM_PORTIONS)
-        return [Portion(self._part, first + at, at, min(step, nbytes - at)) for at in range(0, nbytes, step)]
+        return [Portion(self._part, first, 0, nbytes)]
 
     def wait_free(self, bucket: int) -> None:
         if len(self._landing) == len(self.targets):
