@@ -66,6 +66,7 @@ class EngineCalls(Claimable):
         layouts = await self._ask_layouts()
 
         def attach() -> Sequence[AttachReport]:
+            inject("connect")
             return [*map(AttachReport.of, self._engine.attach(plan, tickets, timeout_s))]
 
         reports, self._digests = await asyncio.gather(

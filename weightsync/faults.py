@@ -9,9 +9,13 @@ a module's variable.
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import shlex
 import signal
+import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,10 +34,19 @@ if TYPE_CHECKING:
 _ANSWER_S = 0.05
 """Delay of a fault at ``idle``, so that the call that set it is answered first."""
 
+LINK_DOWN = "WEIGHTSYNC_LINK_DOWN"
+"""The variable that holds a test harness's command, which cuts a link.
+
+It is run as ``COMMAND LINK SECONDS``, returns once the link is cut, and mends it SECONDS later.
+"""
+
+_CUT_S = 10.0
+"""How long that command may take to cut the link."""
+
 _PROCESS = re.compile(r"(engine) .+|(holder|trainer) \d+")
 _PLACES = {
-    "engine": ("idle", "pause", "move", "verify", "commit", "refill"),
-    "holder": ("idle", "move", "commit", "refill"),
+    "engine": ("idle", "connect", "pause", "move", "verify", "commit", "refill"),
+    "holder": ("idle", "connect", "move", "commit", "refill"),
     "trainer": ("idle", "publish"),
 }
 _RANK_PLACES = ("idle", "move", "verify", "refill")
@@ -48,24 +61,28 @@ class Fault:
         process: ``engine main-0``, ``holder 1`` or ``trainer 0``.
         action: ``kill`` ends the process as ``kill -9`` does, ``hang`` stops it with all its threads
             until it gets SIGCONT, ``error`` raises a RuntimeError, ``corrupt`` flips one bit of the
-            current data, ``drop`` keeps a message from being sent, ``slow`` waits for `seconds`.
+            current data, ``drop`` keeps a message from being sent, ``slow`` waits for `seconds`,
+            ``link_down`` has a test harness cut a link for `seconds`, see `LINK_DOWN`.
         at: where it happens; ``idle`` is at once, outside an update. ``refill`` is on either side.
+            ``connect`` is also in an engine that joins later.
         bucket: at ``move`` and ``refill``, only in this bucket; by default in the first that comes.
         version: only while this version is made.
         rank: for an engine whose ranks have their own processes, the rank in whose process it happens. By
             default ``move``, ``verify`` and ``refill`` happen in rank 0, ``idle`` in the process that drives
             the ranks.
-        seconds: how long ``slow`` waits.
+        seconds: how long ``slow`` waits, or the link is down.
+        link: what ``link_down`` cuts, as the harness names it. By default it is the hostname of the process.
         times: how often it happens. A process that replaces this one has no faults.
     """
 
     process: str
-    action: Literal["kill", "hang", "error", "corrupt", "drop", "slow"]
-    at: Literal["idle", "publish", "pause", "move", "verify", "commit", "refill"]
+    action: Literal["kill", "hang", "error", "corrupt", "drop", "slow", "link_down"]
+    at: Literal["idle", "connect", "publish", "pause", "move", "verify", "commit", "refill"]
     bucket: int | Literal["first", "middle", "last"] | None = None
     version: Positive | None = None
     rank: Natural | None = None
     seconds: Seconds = 1.0
+    link: str | None = None
     times: Positive = 1
 
     def hits(self, bucket: int, num_buckets: int) -> bool:
@@ -119,17 +136,23 @@ class FaultPlan:
         return tuple(fault for fault in self.faults if fault.process == process)
 
     def check_processes(self, known: Collection[str]) -> None:
-        """Raise ConfigError for a fault of a process that is not in `known`."""
+        """Raise ConfigError for a fault of a process that is not in `known`, or without its harness."""
         for index, fault in enumerate(self.faults):
             if fault.process not in known:
                 raise ConfigError(
                     f"chaos.faults[{index}].process", fault.process, nearest(fault.process, known)
                 )
+            _check_harness(fault, f"chaos.faults[{index}]")
 
 
 def set_faults(process: str, faults: Sequence[Fault], seed: int) -> None:
-    """Add `faults` to this process, whose name is `process`; with an empty list, remove all."""
+    """Add `faults` to this process, whose name is `process`; with an empty list, remove all.
+
+    Raises ConfigError for a ``link_down`` if this process has no harness, see `LINK_DOWN`.
+    """
     global _faults
+    for fault in faults:
+        _check_harness(fault, process)
     if not faults:
         if _faults is not None:
             _faults.clear()
@@ -256,6 +279,8 @@ class _Faults:
             raise RuntimeError(f"injected into {self._process} at {fault.at}")
         elif fault.action == "slow":
             time.sleep(fault.seconds)
+        elif fault.action == "link_down":
+            _cut(fault.link or socket.gethostname(), fault.seconds)
         elif fault.action == "corrupt":
             assert data is not None
             _flip(data, spot)
@@ -273,6 +298,22 @@ def _flip(data: torch.Tensor, spot: float) -> None:
     flat[byte] ^= 1 << bit
 
 
+def _cut(link: str, seconds: float) -> None:
+    """Have the harness cut `link`. Raises RuntimeError if it does not."""
+    command = [*shlex.split(os.environ[LINK_DOWN]), link, str(seconds)]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_CUT_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or ""
+        raise RuntimeError(f"the harness did not cut link {link}: {error} {said}".rstrip()) from error
+
+
+def _check_harness(fault: Fault, field: str) -> None:
+    if fault.action == "link_down" and not os.environ.get(LINK_DOWN, "").strip():
+        remedy = f"no harness cuts links here: set {LINK_DOWN}, in every process, to a command that does"
+        raise ConfigError(f"{field}.action", fault.action, remedy)
+
+
 def _check(fault: Fault, field: str) -> None:
     check_fields(fault, field=field)
     match = _PROCESS.fullmatch(fault.process)
@@ -284,8 +325,8 @@ def _check(fault: Fault, field: str) -> None:
             f"{field}.at", fault.at, f"{fault.process} is not there; {nearest(fault.at, places)}"
         )
     if fault.at == "idle":
-        if fault.action not in ("kill", "hang"):
-            raise ConfigError(f"{field}.action", fault.action, "at idle, give kill or hang")
+        if fault.action not in ("kill", "hang", "link_down"):
+            raise ConfigError(f"{field}.action", fault.action, "at idle, give kill, hang or link_down")
         if fault.version is not None:
             raise ConfigError(f"{field}.version", fault.version, "idle is at once: leave it out")
     if fault.bucket is not None and fault.at not in ("move", "refill"):
@@ -295,5 +336,8 @@ def _check(fault: Fault, field: str) -> None:
             raise ConfigError(f"{field}.rank", fault.rank, f"{fault.process} has none: leave it out")
         if fault.at not in _RANK_PLACES:
             raise ConfigError(f"{field}.rank", fault.rank, f"no rank is at {fault.at}: leave it out")
+    if fault.link is not None and (fault.action != "link_down" or not fault.link):
+        remedy = "name a link" if fault.action == "link_down" else f"{fault.action} cuts none: leave it out"
+        raise ConfigError(f"{field}.link", fault.link, remedy)
     if isinstance(fault.bucket, int) and fault.bucket < 0:
         raise ConfigError(f"{field}.bucket", fault.bucket, "give at least 0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,7 +23,7 @@ from hypothesis import strategies as st
 from tests.patience import patient
 from weightsync import faults
 from weightsync.errors import ConfigError
-from weightsync.faults import has_faults, inject, set_faults
+from weightsync.faults import LINK_DOWN, has_faults, inject, set_faults
 from weightsync.testing import Fault, FaultPlan
 
 VICTIM = "engine main-0"
@@ -68,7 +69,7 @@ def test_a_plan_reads_from_a_file_as_it_is_built_in_python(tmp_path: Path) -> No
         ({"process": "trainer 0"}, "at", "trainer 0 is not there; valid: idle, publish"),
         ({"process": "engine e0", "at": "publish"}, "at", "engine e0 is not there"),
         ({"process": "holder 0", "at": "pause"}, "at", "holder 0 is not there"),
-        ({"at": "idle", "action": "slow"}, "action", "give kill or hang"),
+        ({"at": "idle", "action": "slow"}, "action", "give kill, hang or link_down"),
         ({"at": "idle", "version": 3}, "version", "leave it out"),
         ({"at": "commit", "bucket": 3}, "bucket", "leave it out"),
         ({"bucket": "frist"}, "bucket", "did you mean 'first'?"),
@@ -79,6 +80,8 @@ def test_a_plan_reads_from_a_file_as_it_is_built_in_python(tmp_path: Path) -> No
         ({"rank": 0, "at": "commit"}, "rank", "no rank is at commit"),
         ({"rank": 0, "process": "holder 0"}, "rank", "holder 0 has none"),
         ({"times": 0}, "times", "at least 1"),
+        ({"link": "west"}, "link", "kill cuts none: leave it out"),
+        ({"link": "", "action": "link_down"}, "link", "name a link"),
         ({"seconds": 0}, "seconds", "more than 0"),
         ({"seconds": float("inf")}, "seconds", "finite"),
     ],
@@ -204,6 +207,38 @@ def test_an_error_names_its_victim_and_its_place() -> None:
     with pytest.raises(RuntimeError, match="injected into engine main-0 at verify"):
         inject("verify")
     assert not inject("verify")
+
+
+def test_a_link_is_cut_by_the_command_of_a_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = tmp_path / "said"
+    monkeypatch.setenv(LINK_DOWN, f"sh -c 'echo $0 $1 >> {said}'")
+    rearm(VICTIM, [fault(action="link_down", seconds=2.5, times=2), fault(action="link_down", link="a/b")], 0)
+    assert not inject("move")
+    assert not inject("move")
+    own = f"{socket.gethostname()} 2.5"
+    assert sorted(said.read_text().splitlines()) == sorted([own, own, "a/b 1.0"])
+
+
+@pytest.mark.parametrize("command", ["false", "/nowhere/cut"])
+def test_a_harness_that_cuts_no_link_is_an_error(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    monkeypatch.setenv(LINK_DOWN, command)
+    rearm(VICTIM, [fault(action="link_down", link="west")], 0)
+    with pytest.raises(RuntimeError, match="the harness did not cut link west"):
+        inject("move")
+
+
+@pytest.mark.parametrize("command", [None, " "])
+def test_a_link_is_not_cut_without_a_harness(monkeypatch: pytest.MonkeyPatch, command: str | None) -> None:
+    monkeypatch.delenv(LINK_DOWN, raising=False)
+    if command:
+        monkeypatch.setenv(LINK_DOWN, command)
+    plan = FaultPlan((fault(), fault(action="link_down")))
+    with pytest.raises(ConfigError, match=LINK_DOWN) as caught:
+        plan.check_processes([VICTIM])
+    assert (caught.value.field, caught.value.value) == ("chaos.faults[1].action", "link_down")
+    with pytest.raises(ConfigError, match=LINK_DOWN):
+        set_faults(VICTIM, plan.faults, 0)
+    assert not has_faults()
 
 
 def test_slow_waits_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

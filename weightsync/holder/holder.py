@@ -223,6 +223,7 @@ class Holder:
     def join(self, offers: Mapping[Group, str], timeout_s: float) -> None:
         """Open every communicator, in the same order on every holder. Raises TransportError."""
         assert self._groups
+        inject("connect")
         self._groups.join(offers, timeout_s)
 
     def accept(self, timeout_s: float) -> None:
