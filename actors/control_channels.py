@@ -82,10 +82,14 @@ class ReadableNotices:
 
 
 class ControlChannel:
-    """Calls to one process, one at a time."""
+    """Calls to one process, one at a time.
 
-    def __init__(self, name: str, socket: Socket) -> None:
-        self._name, self._socket = name, socket
+    A call that was given up may still arrive, as after a link was down. Until it is answered, the channel is
+    `stuck`; `ControlChannels.replace` keeps the process from carrying it out.
+    """
+
+    def __init__(self, name: str, socket: Socket, channels: ControlChannels) -> None:
+        self.name, self._socket, self.channels = name, socket, channels
         self._peer = b""
         self._ticket = 0
         self._method = ""
@@ -95,6 +99,11 @@ class ControlChannel:
     def is_open(self) -> bool:
         """Whether the process has dialled, and the connection lasts."""
         return bool(self._peer)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a call was given up and is not answered yet."""
+        return self._waiting is not None and self._waiting.cancelled()
 
     def call(self, method: str, args: tuple[object, ...]) -> Awaitable[Any] | None:
         """Call `method`. Returns None if the call has to go through Ray.
@@ -122,14 +131,14 @@ class ControlChannel:
         """Give a reply to the call that waits for it."""
         waiting = self._waiting
         if waiting is None or reply.ticket != self._ticket:
-            raise WireError(f"{self._name} answered what it was not asked")
+            raise WireError(f"{self.name} answered what it was not asked")
         self._waiting = None
         if waiting.done():
             return  # the caller has given it up
         try:
             waiting.set_result(self._value(reply))
         except WireError as error:
-            waiting.set_exception(PeerError(self._name, str(error)))
+            waiting.set_exception(PeerError(self.name, str(error)))
         except WeightSyncError as error:
             waiting.set_exception(error)
 
@@ -142,7 +151,7 @@ class ControlChannel:
     def _value(self, reply: Answer | Raised) -> object:
         if isinstance(reply, Answer):
             return unpack(reply.value, CALLS[self._method].answer)
-        raise reply.error.rebuild() if reply.error else PeerError(self._name, reply.text)
+        raise reply.error.rebuild() if reply.error else PeerError(self.name, reply.text)
 
 
 class ControlChannels:
@@ -162,7 +171,7 @@ class ControlChannels:
         Raises ConfigError or TransportError as `weightsync.protocol.ports.listen`.
         """
         if callee.handle not in self._channels and callee.answers("answer_calls"):
-            channel, offer = self._listening().add(callee.name)
+            channel, offer = self._listening().add(callee.name, self)
             self._channels[callee.handle] = channel
             self._run(self._keep(callee, channel, offer))
         callee.channel = self._channels.get(callee.handle)
@@ -177,6 +186,20 @@ class ControlChannels:
             self._notices[trainer.handle] = notices
             self._run(self._have_dialled(trainer, offer))
         trainer.notices = self._notices.get(trainer.handle)
+
+    async def replace(self, callee: Callee) -> None:
+        """Give `callee` a new channel. Calls that come later by the earlier one are not carried out.
+
+        What is called through Ray after this has returned comes after that.
+        """
+        self.forget(callee.handle)
+        self.open(callee)
+        await asyncio.sleep(0)  # `_keep` has begun, so Ray has been asked for `answer_calls` first
+
+    def forget(self, handle: ActorHandle[Any]) -> None:
+        """Hang up on an actor. `open` gives it a new channel."""
+        if channel := self._channels.pop(handle, None):
+            channel.end(PeerError(channel.name, "its control channel was replaced"))
 
     async def close(self) -> None:
         """Hang up. Each process ends its part when it notices."""
@@ -214,10 +237,11 @@ class ControlChannels:
             await callee.answer_calls(offer)
         except WeightSyncError as raised:
             error = raised
-        if not isinstance(error, PeerLostError) and ray.is_initialized():
+        replaced = self._channels.get(callee.handle) is not channel
+        if not isinstance(error, PeerLostError) and ray.is_initialized() and not replaced:
             logger.warning("[%s] is called through Ray from now on: %s", callee.name, error)
         channel.end(error)
-        if self._channels.get(callee.handle) is channel:
+        if not replaced:
             del self._channels[callee.handle]
 
 
@@ -242,9 +266,9 @@ class _Listener:
         self._notices.append(ReadableNotices())
         return self._notices[-1], ControlOffer(self._endpoint, self._doorman.secret, len(self._notices) - 1)
 
-    def add(self, name: str) -> tuple[ControlChannel, ControlOffer]:
+    def add(self, name: str, channels: ControlChannels) -> tuple[ControlChannel, ControlOffer]:
         """Return a new channel, and what the process needs to dial."""
-        channel = ControlChannel(name, self._socket)
+        channel = ControlChannel(name, self._socket, channels)
         self._channels.append(channel)
         return channel, ControlOffer(self._endpoint, self._doorman.secret, len(self._channels) - 1)
 

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from weightsync.actors.claim import Claimable
 from weightsync.actors.placement import Placement
-from weightsync.channel.control import ControlOffer, answer_calls
+from weightsync.channel.control import ControlOffer, Turns, answer_calls
 from weightsync.engines import Engine, ExportsMemory, HasRankProcesses, Sleeps
 from weightsync.errors import ConfigError
 from weightsync.faults import Fault, inject, set_faults, split_by_rank
@@ -118,13 +118,23 @@ class EngineCalls(Claimable):
         return self._engine.serving()
 
     async def sync_answer_calls(self, offer: ControlOffer) -> None:
-        """Answer the driver's calls on a control channel, see `answer_calls`, until it is lost."""
+        """Answer the driver's calls on a control channel, see `answer_calls`, until it is lost.
+
+        Calls by an earlier channel that have not begun are not carried out any more.
+        """
+        is_newest = self._turns.begin()
         methods: dict[str, Callable[..., object]] = {
             "pause": self._sync_pause,
             "load": self._sync_load,
             "resume": self._sync_resume,
         }
-        await asyncio.wrap_future(on_daemon(lambda: answer_calls(offer, methods), "weightsync-control"))
+        await asyncio.wrap_future(
+            on_daemon(lambda: answer_calls(offer, methods, is_newest), "weightsync-control")
+        )
+
+    @cached_property
+    def _turns(self) -> Turns:
+        return Turns()
 
     async def sync_watch(self) -> None:
         """Wait forever. Ray fails the call as soon as this process ends."""

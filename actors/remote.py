@@ -11,11 +11,18 @@ from typing import Any, Protocol, cast
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
+from ray.exceptions import (
+    ActorUnavailableError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    TaskCancelledError,
+)
 
 from weightsync.actors.claim import ClaimedPeer
 from weightsync.actors.control_channels import Callee, ControlChannel, Notifier, ReadableNotices
 from weightsync.actors.placement import Placement
+from weightsync.channel.control import CALLS
 from weightsync.config import Ports
 from weightsync.errors import ConfigError, PeerError, PeerLostError, WeightSyncError
 from weightsync.faults import Fault
@@ -27,10 +34,12 @@ async def answer(peer: str, reference: Awaitable[Any]) -> Any:  # noqa: ANN401 (
     """Await an actor's answer.
 
     Raises the actor's own WeightSyncError, PeerLostError if its process is gone, or PeerError for any
-    other error.
+    other error, also if Ray has lost the connection and not the process.
     """
     try:
         return await reference
+    except ActorUnavailableError as error:
+        raise PeerError(peer, f"it cannot be reached: {_cause(str(error))}") from error
     except (RayActorError, TaskCancelledError) as error:
         raise PeerLostError(peer, _cause(str(error))) from error
     except RayTaskError as error:
@@ -82,6 +91,8 @@ class Remote:
         """
         if self.channel and (called := self.channel.call(method, args)) is not None:
             return await called
+        if self.channel and self.channel.stuck and method in CALLS:
+            await self.channel.channels.replace(cast("Callee", self))
         try:
             remote = getattr(self.handle, self._prefix + method)
         except AttributeError as error:

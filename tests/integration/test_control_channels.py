@@ -6,16 +6,19 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 import pytest
 import zmq
+from ray.exceptions import ActorUnavailableError
 
 from tests.patience import patient
 from weightsync.actors.control_channels import ControlChannel, ControlChannels
-from weightsync.channel.control import Answer, ControlOffer, Hello, answer_calls, pack
+from weightsync.actors.remote import answer, remote_engine
+from weightsync.channel.control import Answer, ControlOffer, Hello, Turns, answer_calls, pack
 from weightsync.channel.wire import SentError
 from weightsync.errors import (
     EngineError,
@@ -180,6 +183,97 @@ def test_a_call_ends_with_its_process_and_the_next_one_goes_through_ray(kind: ty
     run(test)
 
 
+class Cable:
+    """Carries one connection to an endpoint, until it holds everything back, as a link that is down."""
+
+    def __init__(self) -> None:
+        self.endpoint, self._carries = "", asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def lay(self, endpoint: str) -> None:
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+
+        async def dialled(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            there, back = await asyncio.open_connection(host, int(port))
+            self._tasks.append(asyncio.ensure_future(self._carry(reader, back)))
+            self._tasks.append(asyncio.ensure_future(self._carry(there, writer)))
+
+        self._server = await asyncio.start_server(dialled, host)
+        self.endpoint = f"tcp://{host}:{self._server.sockets[0].getsockname()[1]}"
+        self._carries.set()
+
+    def hold(self) -> None:
+        self._carries.clear()
+
+    def let_go(self) -> None:
+        self._carries.set()
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            await self._carries.wait()
+            writer.write(data)
+        writer.close()
+
+    def close(self) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+
+
+class Actor:
+    """A stand-in for an engine's actor: Ray's calls arrive in order, and the first channel has a cable."""
+
+    def __init__(self) -> None:
+        self.cable, self.turns = Cable(), Turns()
+        self.asked, self.by_channel = list[str](), list[int]()
+        self.channels: list[asyncio.Future[None]] = []
+        self.sync_answer_calls = SimpleNamespace(remote=self._answer_calls)
+        self.sync_resume = SimpleNamespace(remote=self._resume)
+
+    def _answer_calls(self, offer: ControlOffer) -> Any:
+        self.asked.append("answer_calls")
+        return self._serve(offer, self.turns.begin(), is_first=len(self.asked) == 1)
+
+    async def _serve(self, offer: ControlOffer, is_newest: Callable[[], bool], is_first: bool) -> None:
+        if is_first:
+            await self.cable.lay(offer.endpoint)
+            offer = msgspec.structs.replace(offer, endpoint=self.cable.endpoint)
+        methods = {"resume": self.by_channel.append}
+        serving = asyncio.wrap_future(on_daemon(lambda: answer_calls(offer, methods, is_newest)))
+        self.channels.append(serving)
+        await serving
+
+    def _resume(self, version: int) -> Any:
+        self.asked.append(f"resume {version}")
+        return asyncio.sleep(0)
+
+
+def test_a_call_that_was_given_up_is_not_carried_out_after_the_next_one() -> None:
+    async def test(channels: ControlChannels) -> None:
+        actor = Actor()
+        engine = remote_engine("engine e0", cast("Any", actor))
+        channels.open(engine)
+        async with asyncio.timeout(patient(10)):
+            while not (engine.channel and engine.channel.is_open):
+                await asyncio.sleep(0.01)
+        await engine.resume(2)
+        actor.cable.hold()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.resume(3), 0.1)
+        await engine.resume(4)
+        assert actor.asked == ["answer_calls", "answer_calls", "resume 4"], "the new channel comes first"
+        actor.cable.let_go()
+        await asyncio.wait_for(actor.channels[0], patient(10))
+        async with asyncio.timeout(patient(10)):
+            while not engine.channel.is_open:
+                await asyncio.sleep(0.01)
+        await engine.resume(5)
+        assert actor.by_channel == [2, 5]
+        actor.cable.close()
+
+    run(test)
+
+
 def test_strangers_and_garbage_do_not_disturb_it(caplog: pytest.LogCaptureFixture) -> None:
     async def test(channels: ControlChannels) -> None:
         process = await opened(channels, Process({"resume": lambda version: None}))
@@ -232,6 +326,14 @@ def test_a_reply_to_another_call_leaves_the_one_that_waits() -> None:
         assert await waiting is None
 
     run(test)
+
+
+def test_an_actor_that_ray_cannot_reach_is_not_taken_for_dead() -> None:
+    async def unreachable() -> None:
+        raise ActorUnavailableError("the connection timed out", None)
+
+    with pytest.raises(PeerError, match=r"engine e0.*cannot be reached"):
+        asyncio.run(answer("engine e0", unreachable()))
 
 
 def test_an_offer_does_not_show_its_secret() -> None:

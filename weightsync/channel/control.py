@@ -10,6 +10,7 @@ show the driver's secret.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ from weightsync.protocol.messages import LoadReport, Moved, UpdateTask
 logger = logging.getLogger("weightsync.channel.control")
 
 MAX_FRAME_NBYTES = 1 << 20
+_LOOK_MS = 1000
+"""How often a process looks whether its driver has opened a newer channel."""
 
 
 class ControlOffer(msgspec.Struct, frozen=True):
@@ -121,8 +124,28 @@ def unpack(data: msgspec.Raw, kind: Any) -> Any:  # noqa: ANN401 - an instance o
         raise WireError(f"not a value of ours: {error}") from error
 
 
-def answer_calls(offer: ControlOffer, methods: Mapping[str, Callable[..., object]]) -> None:
-    """Answer the driver's calls of `methods`, one at a time, until the connection is lost."""
+class Turns:
+    """Numbers the channels of one process. Calls that come late, by an earlier one, are not carried out."""
+
+    def __init__(self) -> None:
+        self._lock, self._newest = threading.Lock(), 0
+
+    def begin(self) -> Callable[[], bool]:
+        """Begin the newest channel. Returns a function that says whether it still is."""
+        with self._lock:
+            self._newest = turn = self._newest + 1
+        return lambda: self._newest == turn
+
+
+def answer_calls(
+    offer: ControlOffer,
+    methods: Mapping[str, Callable[..., object]],
+    is_newest: Callable[[], bool] = lambda: True,
+) -> None:
+    """Answer the driver's calls of `methods`, one at a time, until the connection is lost.
+
+    Also ends once the channel is not the newest, see `Turns`: what the driver asked by it, it has given up.
+    """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket, monitor = dial(context, offer.endpoint, offer.secret, MAX_FRAME_NBYTES)
     try:
@@ -130,8 +153,12 @@ def answer_calls(offer: ControlOffer, methods: Mapping[str, Callable[..., object
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(monitor, zmq.POLLIN)
-        while socket in dict(poller.poll()):
-            socket.send(msgspec.msgpack.encode(_reply(_asks.decode(socket.recv()), methods)))
+        while is_newest():
+            ready = dict(poller.poll(_LOOK_MS))
+            if monitor in ready and socket not in ready:
+                return
+            if socket in ready and is_newest():
+                socket.send(msgspec.msgpack.encode(_reply(_asks.decode(socket.recv()), methods)))
     finally:
         hang_up(socket, monitor)
         context.term()

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from weightsync.channel.control import ControlOffer, answer_calls
+from weightsync.channel.control import ControlOffer, Turns, answer_calls
 from weightsync.channel.engine_end import HolderFeed
 from weightsync.config import Ports
 from weightsync.errors import ConfigError, StateError
@@ -105,7 +105,7 @@ class Holder:
         self.snapshot_store: SnapshotStore | None = None
         self._refill: Refill | Restore | None = None
         self._moving, self._preparing = threading.Lock(), threading.Lock()
-        self._watched = threading.Event()
+        self._watched, self._turns = threading.Event(), Turns()
 
     def __repr__(self) -> str:
         """Return the name, with which Ray starts each line of its log."""
@@ -130,8 +130,8 @@ class Holder:
         watched.wait()
 
     def answer_calls(self, offer: ControlOffer) -> None:
-        """Answer the driver's calls of `move` on a control channel, until it is lost."""
-        answer_calls(offer, {"move": self.move})
+        """Answer the driver's calls of `move` on a control channel, until it is lost or replaced."""
+        answer_calls(offer, {"move": self.move}, self._turns.begin())
 
     def set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None:
         """Set the faults to inject here, as `weightsync.faults.set_faults` does."""
