@@ -30,6 +30,7 @@ from weightsync.actors.watch import Watches
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineRecord, EngineState
+from weightsync.driver.events import EngineBack
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.errors import ConfigError, PlanError, StateError, WeightSyncError, nearest
@@ -62,6 +63,8 @@ class Membership:
         self._watches = Watches(config.heartbeat_s)
         self._channels = ControlChannels(config.ports)
         self._expecting: asyncio.Future[None] | None = None
+        self._silent: dict[str, ActorHandle[Any]] = {}
+        self._checking = set[asyncio.Task[None]]()
 
     async def reconnect(self) -> None:
         """Connect again if a holder was lost or added since the last connect."""
@@ -189,10 +192,43 @@ class Membership:
     def _watch(self, name: str, engine: RemoteEngine) -> None:
         def lost(error: WeightSyncError) -> None:
             if self.engines.get(name) is engine.handle:
+                self._silent[name] = engine.handle
                 self._controller.engine_group.lost(name, error)
+                checking = asyncio.ensure_future(self._check_holders(name))
+                self._checking.add(checking)
+                checking.add_done_callback(self._checking.discard)
 
-        self._watches.engine(engine, lost)
+        def heard() -> None:
+            if self._silent.get(name) is engine.handle is self.engines.get(name):
+                self._controller.events.publish(EngineBack(name))
+
+        self._watches.engine(engine, lost, heard)
         self._channels.open(engine)
+
+    async def _check_holders(self, name: str) -> None:
+        """Have the next update connect without the holders of a silent engine, if they are silent, too."""
+        member = self._fleet.engines[name]
+        calls = {f"holder {i}": self._fleet.holders[i] for i in member.holders}
+        pings = {holder: peer.ready() for holder, peer in calls.items() if isinstance(peer, Remote)}
+        outcome = await gather_named(pings, "heartbeat", self._config.heartbeat_s)
+        if outcome.failures and self._fleet.engines.get(name) is member:
+            logger.warning(
+                "[engine %s] its host is lost: %s do not answer", name, ", ".join(outcome.failures)
+            )
+            self._controller.connected = False
+
+    async def rejoin(self, name: str) -> None:
+        """Place an engine again that was DEAD since it was silent, and is heard. It is STALE afterwards.
+
+        Calls from before, which may arrive only now, are not carried out. Raises as `place_engine`.
+        """
+        handle = self.engines[name]
+        self._channels.forget(handle)
+        await self.place_engine(name, handle)
+        self._silent.pop(name, None)
+        self._controller.engine_group.enter([name], EngineState.STALE)
+        if not self._controller.can_refill(name):
+            self._controller.connected = False  # it is attached, and takes part, with the next update
 
     def _watch_holder(self, holder: RemoteHolder) -> None:
         def lost(_: WeightSyncError) -> None:
@@ -254,6 +290,7 @@ class Membership:
             if bare not in known or not of_engines.answers or isinstance(error, TakenError):
                 raise error
             records[bare].enter(EngineState.DEAD)
+            self._silent[bare] = self.engines[bare]
         ranks = [] if self.trainers else self.checkpoints.placement(of_engines.answers.values())
         placements = of_trainers.require() | {
             f"trainer {i}": placement for i, (_, placement) in enumerate(ranks)

@@ -10,9 +10,10 @@ import ray
 
 from weightsync.actors.remote import RemoteEngine, RemoteHolder
 from weightsync.driver.gather import gather_named
-from weightsync.errors import WeightSyncError
+from weightsync.errors import DeadlineError, PeerError, WeightSyncError
 
 Lost = Callable[[WeightSyncError], None]
+Heard = Callable[[], None]
 
 
 class Watches:
@@ -25,9 +26,12 @@ class Watches:
         self._heartbeat_s = heartbeat_s
         self._tasks: dict[Any, asyncio.Task[None]] = {}
 
-    def engine(self, engine: RemoteEngine, lost: Lost) -> None:
-        """Call `lost` once when `engine` ends, or misses a heartbeat."""
-        self._begin(engine.handle, lambda: self._engine(engine, lost))
+    def engine(self, engine: RemoteEngine, lost: Lost, heard: Heard) -> None:
+        """Call `heard` at each heartbeat of `engine`, and `lost` at the first that it misses or when it ends.
+
+        One that missed heartbeats may be heard again, and lost again.
+        """
+        self._begin(engine.handle, lambda: self._engine(engine, lost, heard))
 
     def holder(self, holder: RemoteHolder, lost: Lost) -> None:
         """Call `lost` once when `holder` ends."""
@@ -40,20 +44,38 @@ class Watches:
         self._tasks[handle] = task
         task.add_done_callback(lambda _: self._tasks.pop(handle))
 
-    async def _engine(self, engine: RemoteEngine, lost: Lost) -> None:
-        waiting = asyncio.ensure_future(engine.watch())
+    async def _engine(self, engine: RemoteEngine, lost: Lost, heard: Heard) -> None:
+        waiting, is_silent = asyncio.ensure_future(engine.watch()), False
         try:
-            while not (await asyncio.wait([waiting], timeout=self._heartbeat_s))[0]:
+            while not await self._has_ended(waiting):
                 if not ray.is_initialized():
                     return  # a call would start a new Ray
+                if waiting.done():
+                    waiting = asyncio.ensure_future(engine.watch())
                 ping = {engine.name: engine.ping()}
-                heard = await gather_named(ping, "heartbeat", self._heartbeat_s)
-                if heard.failures and not waiting.done():
-                    lost(heard.failures[engine.name])
+                error = (await gather_named(ping, "heartbeat", self._heartbeat_s)).failures.get(engine.name)
+                if await self._has_ended(waiting, 0):
+                    break
+                if error is None:
+                    heard()
+                elif not is_silent:
+                    lost(error)
+                if error and not _is_silence(error):
                     return
+                is_silent = error is not None
             await self._ended(waiting, lost)
         finally:
             waiting.cancel()
+
+    async def _has_ended(self, waiting: asyncio.Future[None], timeout_s: float | None = None) -> bool:
+        """Wait for a heartbeat's time, or until the process has ended. Returns whether it has."""
+        timeout_s = self._heartbeat_s if timeout_s is None else timeout_s
+        if (await asyncio.wait([waiting], timeout=timeout_s))[0] and not waiting.cancelled():
+            if isinstance(waiting.exception(), PeerError):  # Ray lost the connection
+                await asyncio.sleep(timeout_s)
+                return False
+            return True
+        return False
 
     @staticmethod
     async def _ended(waiting: Any, lost: Lost) -> None:  # noqa: ANN401 (an awaitable)
@@ -62,3 +84,8 @@ class Watches:
         except WeightSyncError as error:
             if ray.is_initialized():  # else the driver itself is ending
                 lost(error)
+
+
+def _is_silence(error: WeightSyncError) -> bool:
+    """Whether the process may still be there."""
+    return isinstance(error, (DeadlineError, PeerError))

@@ -77,7 +77,12 @@ class WeightSync:
         self._controller = Controller(self.config, self._fleet)
         self._members = members = Membership(self.config, self._fleet, self._controller, name)
         self._healer = Healer(
-            self.config, self._fleet, self._controller, members.respawn, members.can_respawn
+            self.config,
+            self._fleet,
+            self._controller,
+            members.respawn,
+            members.can_respawn,
+            members.rejoin,
         )
         self._faults: FaultPlan | None = None
         self._armed: set[int] = set()

@@ -13,6 +13,7 @@ from tests.fleets.loop import Loop, drive
 from tests.patience import patient
 from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineState
+from weightsync.driver.events import EngineBack
 from weightsync.driver.fleet import EngineMember
 from weightsync.driver.healing import Healer
 from weightsync.errors import DeadlineError, PeerLostError, RankLostError, Where
@@ -40,8 +41,13 @@ class Respawned:
         self._loop.fleet.engines[name] = EngineMember(LocalEngine(self._loop.engines[name]), old.holders)
 
 
-def _healer(loop: Loop, respawn: Callable[[str], Awaitable[None]], can_respawn: bool = True) -> Healer:
-    return Healer(CONFIG, loop.fleet, loop.controller, respawn, lambda _: can_respawn)
+def _healer(
+    loop: Loop,
+    respawn: Callable[[str], Awaitable[None]],
+    can_respawn: bool = True,
+    rejoin: Callable[[str], Awaitable[None]] | None = None,
+) -> Healer:
+    return Healer(CONFIG, loop.fleet, loop.controller, respawn, lambda _: can_respawn, rejoin or respawn)
 
 
 async def _healed(healer: Healer) -> None:
@@ -124,6 +130,39 @@ def test_a_deaf_engine_that_nobody_can_start_anew_does_not_answer_again() -> Non
         assert not healer.heals
         assert state(loop) is EngineState.DEAD
         assert not loop.engines["e1"].serving
+
+    drive(work, CONFIG)
+
+
+def test_one_that_answers_again_is_taken_in_without_being_started_anew() -> None:
+    async def work(loop: Loop) -> None:
+        respawn = Respawned(loop)
+        refused = [DeadlineError("start", ("engine e1",), 1.0)]
+
+        async def rejoin(name: str) -> None:
+            if refused:
+                raise refused.pop()
+            member = loop.fleet.engines[name]
+            loop.fleet.engines[name] = EngineMember(member.peer, member.holders)
+            loop.controller.engine_group.enter([name], EngineState.STALE)
+
+        healer = _healer(loop, respawn, can_respawn=False, rejoin=rejoin)
+        await loop.controller.connect()
+        await loop.controller.update(1)
+        loop.controller.events.publish(EngineBack("e1"))
+        assert not healer.busy(), "it serves"
+        loop.controller.engine_group.lost("e1", DeadlineError("heartbeat", ("engine e1",), 1.0))
+        loop.controller.events.publish(EngineBack("e1"))
+        await _healed(healer)
+        assert state(loop) is EngineState.DEAD, "its healing had its way, and gave it up"
+        loop.controller.events.publish(EngineBack("e1"))
+        await _healed(healer)
+        assert state(loop) is EngineState.DEAD, "it was not reached once more"
+        loop.controller.events.publish(EngineBack("e1"))
+        await _healed(healer)
+        assert state(loop) is EngineState.SERVING
+        assert [heal.version for heal in healer.heals] == [1]
+        assert not healer.given_up
 
     drive(work, CONFIG)
 

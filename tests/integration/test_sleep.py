@@ -203,7 +203,7 @@ def test_healing_wakes_nobody() -> None:
             raise AssertionError
 
         controller = loop.controller
-        healer = Healer(CONFIG, loop.fleet, controller, respawn, lambda _: False)
+        healer = Healer(CONFIG, loop.fleet, controller, respawn, lambda _: False, respawn)
         await controller.connect()
         await controller.update(1)
         await controller.sleep(["e1"], 2)

@@ -184,7 +184,7 @@ def test_one_whose_end_takes_too_long_is_named_by_the_controller_in_time() -> No
 
 
 def _healer(loop: Loop, respawn: Respawned) -> Healer:
-    return Healer(CONFIG, loop.fleet, loop.controller, respawn, lambda _: True)
+    return Healer(CONFIG, loop.fleet, loop.controller, respawn, lambda _: True, respawn)
 
 
 async def _healed(healer: Healer) -> None:

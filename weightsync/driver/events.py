@@ -22,6 +22,13 @@ class EngineFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineBack:
+    """Engine `name`, which is DEAD since it was silent, answers again."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class EngineHealed:
     """An engine serves again."""
 

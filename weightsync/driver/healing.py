@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
-from weightsync.driver.events import EngineFailed, EngineHealed
+from weightsync.driver.events import EngineBack, EngineFailed, EngineHealed
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.healing_policy import Action, Decision, decide
 from weightsync.driver.refill import GaveWayError
-from weightsync.errors import EngineError, PlanError, WeightSyncError
+from weightsync.errors import EngineError, PlanError, TransportError, WeightSyncError
 from weightsync.plan.explain import count_text
 from weightsync.protocol.timing import PhaseClock
 from weightsync.report import HealReport, SyncReport
@@ -36,24 +36,45 @@ class Healer:
         controller: Controller,
         respawn: Callable[[str], Awaitable[None]],
         can_respawn: Callable[[str], bool],
+        rejoin: Callable[[str], Awaitable[None]],
     ) -> None:
-        """`respawn` ends an engine's process and starts another, which has its placement when it returns."""
+        """`respawn` ends an engine's process and starts another, which has its placement when it returns.
+
+        `rejoin` places an engine again that is heard after it was DEAD.
+        """
         self._config, self._fleet, self._controller = config, fleet, controller
-        self._respawn, self._can_respawn = respawn, can_respawn
+        self._respawn, self._can_respawn, self._rejoin = respawn, can_respawn, rejoin
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._missed: dict[str, WeightSyncError] = {}
         self.heals: list[HealReport] = []
         self.given_up: dict[str, WeightSyncError] = {}
         controller.events.subscribe(EngineFailed, lambda event: self.engine_failed(event.name, event.error))
+        controller.events.subscribe(EngineBack, lambda event: self.engine_back(event.name))
 
     def engine_failed(self, name: str, failure: WeightSyncError) -> None:
         """Start to heal engine `name`, or note `failure` if its task already runs."""
         if name in self._tasks:
             self._missed[name] = failure
         elif self._config.heal_attempts:
-            task = asyncio.get_running_loop().create_task(self._heal(name, failure), name=f"heal {name}")
-            self._tasks[name] = task
-            task.add_done_callback(lambda done: self._ended(name, done))
+            self._start_task(name, self._heal(name, failure))
+
+    def engine_back(self, name: str) -> None:
+        """Take engine `name` in again, which was DEAD since it was silent. A running task has its way."""
+        if name not in self._tasks and self._is_dead(name):
+            self._start_task(name, self._take_in(name))
+
+    async def _take_in(self, name: str) -> None:
+        try:
+            await self._rejoin(name)
+        except WeightSyncError as error:
+            logger.warning("[engine %s] answers again, and does not join yet: %s", name, error)
+            return
+        await self._heal(name, TransportError(f"engine {name} was not reached, and answers again"))
+
+    def _start_task(self, name: str, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=f"heal {name}")
+        self._tasks[name] = task
+        task.add_done_callback(lambda done: self._ended(name, done))
 
     def forget(self, name: str) -> None:
         """Stop healing `name`: it was replaced or removed."""
