@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from weightsync.config import Ports
+from weightsync.errors import TransportError
 from weightsync.holder.staging import Staging
 from weightsync.plan import Plan, broadcast_groups
 from weightsync.protocol.messages import Group
@@ -33,7 +34,11 @@ class Communicators:
     def join(self, offers: Mapping[Group, str], timeout_s: float) -> None:
         """Open every communicator, in the same order on every holder. Raises TransportError."""
         for group, transport in self.transports.items():
-            transport.open(offers[group], group.index(self._index), len(group), timeout_s)
+            try:
+                transport.open(offers[group], group.index(self._index), len(group), timeout_s)
+            except TransportError as error:
+                names = ", ".join(f"holder {index}" for index in group)
+                raise TransportError(f"{error} (the ranks are {names}, in this order)") from error
 
     def set_timeout(self, timeout_s: float) -> None:
         """Give each operation of every communicator `timeout_s` from now on."""

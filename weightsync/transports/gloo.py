@@ -18,7 +18,7 @@ from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.routes import own_address
 from weightsync.transports.base import Broadcast, Op, Pending, Send
 from weightsync.transports.rendezvous import SLACK_S, join_store
-from weightsync.transports.roll_call import RollCall
+from weightsync.transports.roll_call import RollCall, ranks_text
 from weightsync.transports.store import StoreServer
 from weightsync.transports.watchdog import Watch
 from weightsync.transports.watched import WatchedTransport
@@ -69,9 +69,10 @@ class GlooTransport(WatchedTransport):
             # It calls the store several times, each with a separate deadline.
             making = on_daemon(partial(ProcessGroupGloo, store, rank, num_ranks, options))
             self._group = making.result(max(_LEAST_S, deadline - time.monotonic()))
+            self._store.set(_connected(rank), "")
         except (Late, RuntimeError, ValueError) as error:
-            late = f"not all ranks are connected after {timeout_s:g} s"
-            cause, place = late if isinstance(error, Late) else error, rendezvous.rpartition("@")[2]
+            cause = self._unconnected(timeout_s) if isinstance(error, Late) else error
+            place = rendezvous.rpartition("@")[2]
             raise TransportError(
                 f"gloo rank {rank} of {num_ranks} could not join at {place}: {cause}"
             ) from error
@@ -94,6 +95,17 @@ class GlooTransport(WatchedTransport):
         self._works += works
         watch.follow(number, lambda: all(work.done() and not work.exception() for work in works))
         return _GlooPending(works, number, watch)
+
+    def _unconnected(self, timeout_s: float) -> str:
+        """Say which ranks have not connected to every other rank."""
+        store, ranks = self._store, range(self._num_ranks)
+        assert store
+        asking = on_daemon(lambda: [rank for rank in ranks if not store.check([_connected(rank)])])
+        try:
+            missing = ranks_text(asking.result(SLACK_S), self._num_ranks)
+        except (Late, RuntimeError):
+            missing = "not all ranks"  # rank 0, which knows, is not reached
+        return f"{missing} did not connect to every other within {timeout_s:g} s"
 
     def close(self) -> None:
         """Close the connections and the store."""
@@ -132,6 +144,11 @@ class _GlooPending:
 def _hold(group: ProcessGroupGloo, works: Sequence[Future[object]]) -> None:
     """Keep `group` until its works end. Destroying it would wait for them and block all of Python."""
     wait(works)
+
+
+def _connected(rank: int) -> str:
+    """The store's key that says that a rank has connected to every other."""
+    return f"connected/{rank}"
 
 
 def _own_timeout(timeout_s: float) -> timedelta:
