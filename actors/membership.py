@@ -68,6 +68,8 @@ class Membership:
 
     async def reconnect(self) -> None:
         """Connect again if a holder was lost or added since the last connect."""
+        if self._checking:
+            await asyncio.wait(self._checking, timeout=self._config.heartbeat_s)
         if not self._controller.connected and self._controller.plan is not None:
             await self.connect()
 
