@@ -6,10 +6,11 @@ when the caller ends. Needs root.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,13 +25,14 @@ _INIT = (
 )
 KERNELS_PORTS = 40000, 40999
 """The ports that the kernel chooses on each host."""
-_HEAD = [
-    "--head",
-    "--port=6379",
-    "--include-dashboard=false",
-    # By default Ray declares a host dead when its link has been down for half a minute.
-    '--system-config={"health_check_failure_threshold": 1000}',
-]
+_HEAD = ["--head", "--port=6379", "--include-dashboard=false"]
+PATIENT = '{"health_check_failure_threshold": 1000}'
+"""Ray's settings with which it waits for a host. By default it declares one dead after half a minute."""
+HASTY = (
+    '{"health_check_period_ms": 1000, "health_check_timeout_ms": 2000, "health_check_failure_threshold": 4}'
+)
+"""Ray's settings with which it declares a host dead some ten seconds after its link went down."""
+_NOBODY = "02:00:00:00:00:01"
 _FLAGS = ["--net", "--mount", "--pid", "--uts", "--ipc"]
 
 
@@ -58,9 +60,14 @@ class Host:
         enter = ["nsenter", f"--target={self.pid}", *_FLAGS, f"--wd={_ROOT}"]
         return subprocess.Popen([*enter, *command], text=True, **options)  # type: ignore[call-overload, no-any-return]
 
-    def start_ray(self, head: str = "") -> None:
-        """Start a Ray node, with a resource of this host's name. Without `head`'s address it is the head."""
-        role = [f"--address={head}:6379"] if head else _HEAD
+    def start_ray(
+        self, head: str = "", settings: str = PATIENT, env: Mapping[str, str] | None = None
+    ) -> None:
+        """Start a Ray node, with a resource of this host's name. Without `head`'s address it is the head.
+
+        `settings` are the head's; `env` is added to the environment of its workers.
+        """
+        role = [f"--address={head}:6379"] if head else [*_HEAD, f"--system-config={settings}"]
         command = [
             sys.executable,
             "-m",
@@ -73,7 +80,8 @@ class Host:
             "--object-store-memory=100000000",
             "--disable-usage-stats",
         ]
-        started = self.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        environment = os.environ | (env or {})
+        started = self.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
         said, _ = started.communicate(timeout=patient(60))
         if started.returncode:
             raise RuntimeError(f"Ray did not start on {self.name}: {said[-2000:]}")
@@ -82,9 +90,24 @@ class Host:
         """Return the bytes that this host has received from the others since it began."""
         return int(Path(f"/sys/class/net/{self.name}/statistics/tx_bytes").read_text())
 
+    def num_raylets(self) -> int:
+        """Return how many Ray nodes run here."""
+        listing = self.start(["ps", "-C", "raylet", "-o", "stat="], stdout=subprocess.PIPE)
+        states = listing.communicate(timeout=patient(10))[0].split()
+        return sum("Z" not in state for state in states)
+
     def link(self, up: bool) -> None:
         """Connect or cut its link. No packet says so to anybody."""
         _run("ip", "link", "set", self.name, "up" if up else "down")
+
+    def lose(self, other: Host, lost: bool) -> None:
+        """Send what goes to `other` to nobody, without a word, or no longer."""
+        neighbour = other.address, "dev", "eth0"
+        inside = ["nsenter", f"--target={self.pid}", "--net", "ip", "neigh"]
+        if lost:
+            _run(*inside, "replace", *neighbour, "lladdr", _NOBODY, "nud", "permanent")
+        else:
+            _run(*inside, "flush", "to", other.address, "dev", "eth0", "nud", "permanent")
 
     def mislead(self) -> None:
         """Add an interface that leads nowhere: the first by name and number, with the default route."""

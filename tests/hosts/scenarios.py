@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 import ray
 import torch
 
 from tests.actors.fleet import Engine, Trainer
+from tests.hosts import lost_links
 from tests.hosts.network import KERNELS_PORTS
+from tests.hosts.outside import ask, put, say
 from tests.patience import patient
 from weightsync import SyncConfig, SyncReport, WeightSync
-from weightsync.errors import DeadlineError
 
 WIDTH = 1024
 OTHERS = ("west", "east")
@@ -30,23 +29,6 @@ CONFIG = SyncConfig(
     bucket_bytes=1 << 20, timeout_s=patient(5), connect_timeout_s=patient(30), ports=PORTS, refill="zeromq"
 )
 Weights = Mapping[str, torch.Tensor]
-
-
-def say(*words: object) -> None:
-    """Write a line, at once."""
-    sys.stdout.write(" ".join(map(str, words)) + "\n")
-    sys.stdout.flush()
-
-
-def ask(*words: object) -> int:
-    """Have the outside do something. Returns its answer."""
-    say("ASK", *words)
-    return int(sys.stdin.readline())
-
-
-def put(host: str, cls: type, *args: object) -> Any:
-    """Start an actor on a host."""
-    return ray.remote(cls).options(num_cpus=0, resources={host: 1}).remote(*args)
 
 
 def update(
@@ -110,28 +92,9 @@ def broadcast() -> None:
         update(sync, trainer, 3)
 
 
-def vanish() -> None:
-    """Cut one host's link: the update names it, the other host goes on, and it joins again later."""
-    with WeightSync(CONFIG) as sync:
-        trainer = fleet(sync)
-        update(sync, trainer, 1)
-        ask("link", "west", "down")
-        began = time.monotonic()
-        ray.get(trainer.train.remote(2))
-        with pytest.raises(DeadlineError) as raised:  # its holder was to receive, so nobody has version 2
-            sync.update_weights(2)
-        say(f"{time.monotonic() - began:.1f} s: {raised.value}")
-        assert sync.version == 1
-        sync.connect()
-        report = update(sync, trainer, 3, names=["east"])
-        assert report.states["west"] == "DEAD"
-        ask("link", "west", "up")
-        sync.remove_engine("west")
-        sync.add_engine("west", put("west", Engine, WIDTH, "west", "again"))
-        update(sync, trainer, 4)
-
-
-SCENARIOS = {scenario.__name__: scenario for scenario in (broadcast, vanish)}
+SCENARIOS = {
+    scenario.__name__: scenario for scenario in (broadcast, lost_links.lost_links, lost_links.hasty_ray)
+}
 
 
 def main(name: str, head: str) -> None:
