@@ -120,8 +120,8 @@ def _answer(
         return int(links.cut_at * 1e3)
     elif what == "nbytes":
         return network.hosts[name].nbytes()
-    elif what == "num_raylets":
-        return network.hosts[name].num_raylets()
+    elif what == "count":
+        return network.hosts[name].count(values[0])
     elif what == "ray":
         network.hosts[name].start_ray(network.hosts[NAMES[0]].address, env=env)
     elif what == "rate":

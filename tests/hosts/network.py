@@ -90,11 +90,11 @@ class Host:
         """Return the bytes that this host has received from the others since it began."""
         return int(Path(f"/sys/class/net/{self.name}/statistics/tx_bytes").read_text())
 
-    def num_raylets(self) -> int:
-        """Return how many Ray nodes run here."""
-        listing = self.start(["ps", "-C", "raylet", "-o", "stat="], stdout=subprocess.PIPE)
-        states = listing.communicate(timeout=patient(10))[0].split()
-        return sum("Z" not in state for state in states)
+    def count(self, command: str) -> int:
+        """Return how many processes run here with `command` in the first word of their command line."""
+        listing = self.start(["ps", "-eo", "stat=,args="], stdout=subprocess.PIPE)
+        lines = [line.split() for line in listing.communicate(timeout=patient(10))[0].splitlines()]
+        return sum("Z" not in state and command in first for state, first, *_ in lines)
 
     def link(self, up: bool) -> None:
         """Connect or cut its link. No packet says so to anybody."""
