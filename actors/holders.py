@@ -14,13 +14,13 @@ from ray.exceptions import RayError
 
 from weightsync.actors.daemon import await_daemon
 from weightsync.actors.detached import actor_name, end, find, names, run_prefix
-from weightsync.actors.placement import Placement
+from weightsync.actors.placement import Placement, choose_transport
 from weightsync.actors.process import PATIENCE_S, end_pid
 from weightsync.actors.remote import RemoteHolder, answer, remote_holder
 from weightsync.actors.weight_holder import Standby, spawn_holder, spawn_standby
 from weightsync.config import SyncConfig
 from weightsync.driver.gather import gather_named
-from weightsync.errors import ConfigError, DeadlineError
+from weightsync.errors import DeadlineError
 
 _DEVICES = ("slot:", "cuda:")
 
@@ -57,7 +57,7 @@ class Holders:
 
     async def place(self, placements: Sequence[Placement]) -> list[RemoteHolder]:
         """Return a holder that answers for each placement, in order. Ends all other holders."""
-        transport = self._choose_transport(placements)
+        transport = choose_transport(self._config.transport, [each.device for each in placements])
         if transport != self._transport:
             await self._change(transport)
         # A holder that lost its engine may still map its memory, which the next engine on that GPU needs.
@@ -197,14 +197,6 @@ class Holders:
         ray.kill(handle)
         if self._run:
             end(actor_name(self._run, *key))  # the next holder there may need the name
-
-    def _choose_transport(self, placements: Sequence[Placement]) -> str:
-        slots = [placement.device for placement in placements if not placement.gpu]
-        if self._config.transport == "nccl" and slots:
-            raise ConfigError("sync.transport", "nccl", f"{slots[0]} has no GPU: give auto")
-        if self._config.transport != "auto":
-            return self._config.transport
-        return "gloo" if slots else "nccl"
 
 
 def _unused(index: int, names: Collection[str]) -> str:

@@ -88,6 +88,19 @@ def place_ranks(trainers: Mapping[str, Placement], engines: Mapping[str, Sequenc
     return Placements(tuple(placements.values()), holder_of)
 
 
+def choose_transport(wanted: str, devices: Sequence[str]) -> str:
+    """Return ``nccl`` or ``gloo``: what holders on `devices` broadcast with. `wanted` may be ``auto``.
+
+    Raises ConfigError for ``nccl`` if a device is no GPU.
+    """
+    slots = [device for device in devices if not device.startswith("cuda:")]
+    if wanted == "nccl" and slots:
+        raise ConfigError("sync.transport", "nccl", f"{slots[0]} has no GPU: give auto")
+    if wanted != "auto":
+        return wanted
+    return "gloo" if slots else "nccl"
+
+
 def threaded(node: str, num_threads: int) -> dict[str, Any]:
     """Return Ray's options for an actor with threads on host `node` that reserves nothing."""
     return {

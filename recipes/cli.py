@@ -19,6 +19,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from weightsync import __version__
+from weightsync.config import parse_ports
 from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.faults import FaultPlan
 from weightsync.recipes.catalog import load
@@ -263,14 +264,43 @@ def schema(
 
 @app.command()
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="A list of rows instead of lines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Rows for programs instead of lines.")] = False,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="All hosts of a running Ray cluster, and each pair of them.")
+    ] = False,
+    address: Annotated[
+        str | None, typer.Option(help="The cluster's head, host:port; auto if not given.")
+    ] = None,
+    ports: Annotated[
+        str | None, typer.Option(metavar="FIRST-LAST", help="What sync.ports will be; any port if not given.")
+    ] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds that each answer of a host may take; 10 if not given.")
+    ] = None,
 ) -> None:
-    """Show what this machine can do and how to fix what is missing. Exits with 1 if anything is."""
+    """Show what this machine can do and how to fix what is missing. Exits with 1 if anything is.
+
+    With --cluster, show what each host of a Ray cluster has, and how fast each reaches the others.
+    """
+    if cluster:
+        raise typer.Exit(
+            _examine_cluster(address or "auto", ports, 10.0 if timeout is None else timeout, as_json)
+        )
+    refuse({"--address": address, "--ports": ports, "--timeout": timeout}, "it goes with --cluster")
     from weightsync.recipes.probes import diagnose  # imports torch and looks for engines
 
     rows = diagnose()
     print(json.dumps([asdict(row) for row in rows], indent=1) if as_json else table(rows))
     raise typer.Exit(DONE if is_fit(rows) else FAILED)
+
+
+def _examine_cluster(address: str, ports: str | None, timeout_s: float, as_json: bool) -> int:
+    if not 0 < timeout_s < float("inf"):
+        raise ConfigError("--timeout", timeout_s, "give seconds above 0, such as 10")
+    given = None if ports is None else parse_ports(ports, field="--ports")
+    found = importlib.import_module("weightsync.recipes.cluster_doctor").examine(address, given, timeout_s)
+    print(json.dumps(found.as_json(), indent=1) if as_json else found.text())
+    return FAILED if found.problems() else DONE
 
 
 def main() -> None:

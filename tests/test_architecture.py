@@ -67,6 +67,7 @@ WALL_CLOCK = {
     "weightsync/protocol/timing.py": "stamps of spans and heals",
     "recipes/run_report.py": "when a run started, and a step committed",
     "recipes/bench_report.py": "when a benchmark started",
+    "recipes/host_probe.py": "clocks of hosts are compared",
     "benchmarks/common.py": "when a benchmark was run",
 }
 """Where the wall clock may be read, for time stamps. Durations use a clock that is never set."""

@@ -124,6 +124,8 @@ def _answer(
         return network.hosts[name].count(values[0])
     elif what == "ray":
         network.hosts[name].start_ray(network.hosts[NAMES[0]].address, env=env)
+    elif what == "unroute":
+        network.hosts[name].lose_route(network.hosts[values[0]].address)
     elif what == "rate":
         network.hosts[name].set_rate(int(values[0]))
     else:

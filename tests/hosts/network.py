@@ -80,7 +80,7 @@ class Host:
             "--object-store-memory=100000000",
             "--disable-usage-stats",
         ]
-        environment = os.environ | (env or {})
+        environment = os.environ | {"PYTHONPATH": str(_ROOT)} | (env or {})  # workers inherit it
         started = self.start(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment)
         said, _ = started.communicate(timeout=patient(60))
         if started.returncode:
@@ -108,6 +108,10 @@ class Host:
             _run(*inside, "replace", *neighbour, "lladdr", _NOBODY, "nud", "permanent")
         else:
             _run(*inside, "flush", "to", other.address, "dev", "eth0", "nud", "permanent")
+
+    def lose_route(self, address: str) -> None:
+        """Drop what this host would send to an address."""
+        _run("nsenter", f"--target={self.pid}", "--net", "ip", "route", "add", "blackhole", f"{address}/32")
 
     def mislead(self) -> None:
         """Add an interface that leads nowhere: the first by name and number, with the default route."""

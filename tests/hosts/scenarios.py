@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +17,7 @@ import torch
 
 from tests.actors.fleet import Engine, Trainer
 from tests.hosts import lost_links
-from tests.hosts.network import KERNELS_PORTS
+from tests.hosts.network import KERNELS_PORTS, SUBNET
 from tests.hosts.outside import ask, put, say
 from tests.patience import patient
 from weightsync import SyncConfig, SyncReport, WeightSync
@@ -24,6 +26,8 @@ WIDTH = 1024
 OTHERS = ("west", "east")
 NBYTES = 4 * (WIDTH * WIDTH + WIDTH + 8 * WIDTH + 8)
 PORTS = 29600, 29699
+HEAD = f"{SUBNET}1"
+MBIT_PER_S = 400
 RAYS_PORTS = 10000, 19999
 CONFIG = SyncConfig(
     bucket_bytes=1 << 20, timeout_s=patient(5), connect_timeout_s=patient(30), ports=PORTS, refill="zeromq"
@@ -92,12 +96,71 @@ def broadcast() -> None:
         update(sync, trainer, 3)
 
 
+def examined(*options: str) -> tuple[int, str]:
+    """Run the command for a cluster. Returns its exit code and what it printed."""
+    command = [sys.executable, "-m", "weightsync.recipes.cli", "doctor", "--cluster", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(60), check=False)
+    say(f"$ weightsync doctor --cluster {' '.join(options)}\n{done.stdout}{done.stderr}")
+    return done.returncode, done.stdout
+
+
+def doctor() -> None:
+    """Examine three hosts: with a slow link, without a route between two, and with a link that is cut."""
+    options = [
+        "--address",
+        f"{HEAD}:6379",
+        "--ports",
+        f"{PORTS[0]}-{PORTS[1]}",
+        "--timeout",
+        f"{patient(5):g}",
+    ]
+    code, said = examined(*options)
+    assert (code, "problem" in said) == (0, False)
+    ask("rate", "east", MBIT_PER_S)  # what it receives
+    code, said = examined(*options, "--json")
+    rates = {(names(pair)): pair["gb_per_s"] * 8000 for pair in json.loads(said)["pairs"]}
+    assert code == 0
+    assert len(rates) == 6
+    for (_, receiver), mbit_per_s in rates.items():
+        if receiver == "east":
+            assert MBIT_PER_S / 2 < mbit_per_s < MBIT_PER_S * 2, rates
+        else:
+            assert mbit_per_s > MBIT_PER_S * 2, rates
+
+    ask("unroute", "west", "east")
+    code, said = examined(*options, "--json")
+    found = json.loads(said)
+    assert code == 1
+    assert {names(pair) for pair in found["pairs"] if pair["problem"]} == {("west", "east"), ("east", "west")}
+    (at,) = {pair["endpoint"] for pair in found["pairs"] if names(pair) == ("west", "east")}
+    assert any(f"does not reach east (10.77.0.3) at {at}" in each for each in found["problems"]), found
+    assert len(found["problems"]) == 2
+
+    ask("cut", "west", 600)
+    code, said = examined(*options, "--json")
+    found = json.loads(said)
+    assert code == 1
+    assert ["no answer" in each and "from west (10.77.0.2)" in each for each in found["problems"]] == [True]
+    assert {names(pair) for pair in found["pairs"]} == {("head", "east"), ("east", "head")}
+
+
+def names(pair: Mapping[str, str]) -> tuple[str, str]:
+    """Return the hostnames of a pair."""
+    return pair["sender"].partition(" ")[0], pair["receiver"].partition(" ")[0]
+
+
 SCENARIOS = {
-    scenario.__name__: scenario for scenario in (broadcast, lost_links.lost_links, lost_links.hasty_ray)
+    scenario.__name__: scenario
+    for scenario in (broadcast, doctor, lost_links.lost_links, lost_links.hasty_ray)
 }
+WITHOUT_RAY = (doctor,)
+"""These start drivers of their own."""
 
 
 def main(name: str, head: str) -> None:
+    if SCENARIOS[name] in WITHOUT_RAY:
+        SCENARIOS[name]()
+        return
     env = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     ray.init(address=f"{head}:6379", log_to_driver=False, runtime_env={"env_vars": env})
     try:

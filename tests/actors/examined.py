@@ -1,0 +1,74 @@
+"""Three Ray nodes on this machine, examined: python -m tests.actors.examined."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+from ray.cluster_utils import Cluster
+
+from tests.patience import patient
+
+PORTS = "29700-29799"
+
+
+def main() -> None:
+    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+    try:
+        code, found = examine(cluster.address, patient(10))
+        assert code == 1  # three nodes on one machine look alike
+        assert len(found["hosts"]) == 3
+        assert len({host["node"] for host in found["hosts"]}) == 3
+        assert all(host["free_ports"] == 100 for host in found["hosts"])
+        assert all(host["versions"]["weightsync"] and host["versions"]["torch"] for host in found["hosts"])
+        assert all(abs(host["offset_ms"]) <= host["uncertainty_ms"] + 50 for host in found["hosts"])
+        assert len({(pair["sender"], pair["receiver"]) for pair in found["pairs"]}) == 6
+        for pair in found["pairs"]:
+            assert (pair["problem"], pair["broadcast"], pair["refill"]) == ("", "gloo", "mapped"), pair
+            assert pair["gb_per_s"] > 0
+        assert len(found["problems"]) == 3
+        assert all("two Ray nodes with the same address" in each for each in found["problems"])
+
+        raylet = stop(nodes[0])
+        code, found = examine(cluster.address, patient(5))
+        raylet.send_signal(signal.SIGCONT)
+        name = nodes[0].node_id[:8]
+        assert code == 1
+        late = [each for each in found["problems"] if "no answer within" in each]
+        assert len(late) == 1, found["problems"]
+        assert f"node {name}" in late[0]
+        assert len(found["hosts"]) == 2
+        assert len(found["pairs"]) == 2
+    finally:
+        cluster.shutdown()
+
+
+def examine(address: str, timeout_s: float) -> tuple[int, dict[str, Any]]:
+    """Run the command. Returns its exit code and what it found."""
+    command = [sys.executable, "-m", "weightsync.recipes.cli", "doctor", "--cluster", "--json"]
+    options = ["--address", address, "--ports", PORTS, "--timeout", f"{timeout_s:g}"]
+    done = subprocess.run(
+        [*command, *options], capture_output=True, text=True, timeout=patient(80), check=False
+    )
+    sys.stdout.write(done.stdout + done.stderr)
+    return done.returncode, json.loads(done.stdout)
+
+
+def stop(node: Any) -> psutil.Process:
+    """Stop a node's raylet, so that no actor starts there."""
+    (raylet,) = [each.process for each in node.all_processes["raylet"]]
+    process = psutil.Process(raylet.pid)
+    process.suspend()
+    return process
+
+
+if __name__ == "__main__":
+    main()
