@@ -16,7 +16,7 @@ from weightsync.actors.claim import Claims, TakenError
 from weightsync.actors.control_channels import ControlChannels
 from weightsync.actors.daemon import await_daemon
 from weightsync.actors.holders import Holders
-from weightsync.actors.placement import Placement, place_ranks
+from weightsync.actors.placement import Placement, check_versions, place_ranks
 from weightsync.actors.process import PATIENCE_S, end_process
 from weightsync.actors.remote import (
     Remote,
@@ -168,6 +168,8 @@ class Membership:
             {process: self._placements_of(engine)}, "start", self._config.connect_timeout_s
         )
         placements = started.require()[process]
+        others = {f"engine {other}": its for other, its in self._placements.items() if other != name}
+        check_versions(others | {process: placements})
         async with self._controller.shared(name):
             left = self._placements.get(name, [])
             holders = tuple(
@@ -297,6 +299,7 @@ class Membership:
         placements = of_trainers.require() | {
             f"trainer {i}": placement for i, (_, placement) in enumerate(ranks)
         }
+        check_versions({name: [each] for name, each in placements.items()} | of_engines.answers)
         placed = place_ranks(placements, of_engines.answers)
         holders = await self._holders.place(placed.placements)
         for holder in holders:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from weightsync.errors import ConfigError
+from weightsync.actors.versions import REMEDY, by_version, own_versions
+from weightsync.errors import ConfigError, PlanError
 from weightsync.memory.tensors import device_id
+
+logger = logging.getLogger("weightsync.placement")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +29,14 @@ class Placement:
         address: the host's address as its peers reach it.
         device: ``cuda:<UUID>`` as `device_id` returns it, or ``slot:<name>`` on a CPU.
         pid: the id of the process.
+        versions: its versions of weightsync, torch and NCCL, as `own_versions` returns them.
     """
 
     node: str
     address: str
     device: str
     pid: int
+    versions: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     @classmethod
     def here(cls, slot: str | None = None) -> Placement:
@@ -40,7 +46,8 @@ class Placement:
         """
         context = ray.get_runtime_context()
         device = f"slot:{slot}" if slot is not None else _gpu() or f"slot:pid-{os.getpid()}"
-        return cls(context.get_node_id(), ray.util.get_node_ip_address(), device, os.getpid())
+        address = ray.util.get_node_ip_address()
+        return cls(context.get_node_id(), address, device, os.getpid(), own_versions())
 
     @property
     def gpu(self) -> str:
@@ -86,6 +93,28 @@ def place_ranks(trainers: Mapping[str, Placement], engines: Mapping[str, Sequenc
             order = list(placements)
             holder_of[name] = tuple(order.index(placement.key) for placement in ranks)
     return Placements(tuple(placements.values()), holder_of)
+
+
+def check_versions(ranks: Mapping[str, Sequence[Placement]]) -> None:
+    """Compare versions of weightsync, torch and NCCL between processes on different hosts.
+
+    `ranks`: the placements of each trainer or engine, by name. NCCL counts only where all are on GPUs. Raises
+    PlanError for weightsync, and logs the others: a trainer and an engine may have environments of their own,
+    and holders that cannot work together say so later. Both name a process and a host of each version.
+    """
+    placed = [(name, placement) for name, its in ranks.items() for placement in its]
+    if len({placement.node for _, placement in placed}) < 2:
+        return
+    on_gpus = choose_transport("auto", [placement.device for _, placement in placed]) == "nccl"
+    for library in ("weightsync", "torch", *(["nccl"] if on_gpus else [])):
+        hosts = ((f"{name} on host {each.address}", each.versions) for name, each in placed)
+        first, *others = by_version(library, hosts).items() or [("", [""])]
+        if others:
+            name = others[0][1][0]
+            problem = f"it has {library} {others[0][0]}, and {first[1][0]} has {first[0]}: {REMEDY}"
+            if library == "weightsync":
+                raise PlanError(name, problem)
+            logger.warning("[driver] %s: %s", name, problem)
 
 
 def choose_transport(wanted: str, devices: Sequence[str]) -> str:
