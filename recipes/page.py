@@ -24,7 +24,7 @@ from weightsync.recipes.time_shares import TimeShares, last_update
 from weightsync.report import bytes_text
 
 _NARROW, _WIDE = 336, 980
-_PHASES = ("publish", "pause", "move", "load", "verify", "commit")
+_PHASES = ("publish", "stage", "pause", "move", "load", "verify", "commit")
 _FLOOR = 7
 """Colour of the floor, which no phase has."""
 _MEANINGS = (

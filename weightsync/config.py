@@ -295,6 +295,10 @@ class SyncConfig:
             ``auto`` decides per engine.
         transport: between holders, ``nccl`` (GPU memory) or ``gloo`` (host memory). ``auto`` takes nccl if
             every trainer and engine has a GPU.
+        stage: ``host`` brings a version to memory of the engines' hosts, and compares digests there, while
+            engines serve; they pause only to copy it from there. For links slower than that memory. Each such
+            host keeps two copies of the model. Needs weights that are published to the host. ``none`` sends
+            weights to paused engines.
         bucket_bytes: the most bytes that travel as one message.
         num_slots: buckets per holder. One is read while the others are filled.
         max_staging_bytes: the most bytes of buckets per holder. A plan that needs more is refused.
@@ -326,6 +330,7 @@ class SyncConfig:
 
     mode: Literal["auto", "broadcast", "direct"] = "auto"
     transport: Literal["auto", "gloo", "nccl"] = "auto"
+    stage: Literal["none", "host"] = "none"
     bucket_bytes: BucketSize = 256 << 20
     num_slots: Positive = 2
     max_staging_bytes: StagingSize = 2 << 30
@@ -346,6 +351,10 @@ class SyncConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, field="sync")
+        if self.stage == "host" and self.keep_versions < 2:
+            raise ConfigError("sync.keep_versions", self.keep_versions, "give 2, or sync.stage none")
+        if self.stage == "host" and self.mode == "direct":
+            raise ConfigError("sync.stage", self.stage, "give none, or sync.mode auto or broadcast")
         if self.ports is not None:  # a text or a list becomes a pair
             object.__setattr__(self, "ports", parse_ports(self.ports, field="sync.ports"))
 

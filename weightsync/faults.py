@@ -46,7 +46,7 @@ _CUT_S = 10.0
 _PROCESS = re.compile(r"(engine) .+|(holder|trainer) \d+")
 _PLACES = {
     "engine": ("idle", "connect", "pause", "move", "verify", "commit", "refill"),
-    "holder": ("idle", "connect", "move", "commit", "refill"),
+    "holder": ("idle", "connect", "stage", "move", "commit", "refill"),
     "trainer": ("idle", "publish"),
 }
 _RANK_PLACES = ("idle", "move", "verify", "refill")
@@ -64,7 +64,7 @@ class Fault:
             current data, ``drop`` keeps a message from being sent, ``slow`` waits for `seconds`,
             ``link_down`` has a test harness cut a link for `seconds`, see `LINK_DOWN`.
         at: where it happens; ``idle`` is at once, outside an update. ``refill`` is on either side.
-            ``connect`` is also in an engine that joins later.
+            ``connect`` is also in an engine that joins later, ``stage`` only in staged updates.
         bucket: at ``move`` and ``refill``, only in this bucket; by default in the first that comes.
         version: only while this version is made.
         rank: for an engine whose ranks have their own processes, the rank in whose process it happens. By
@@ -77,7 +77,7 @@ class Fault:
 
     process: str
     action: Literal["kill", "hang", "error", "corrupt", "drop", "slow", "link_down"]
-    at: Literal["idle", "connect", "publish", "pause", "move", "verify", "commit", "refill"]
+    at: Literal["idle", "connect", "publish", "stage", "pause", "move", "verify", "commit", "refill"]
     bucket: int | Literal["first", "middle", "last"] | None = None
     version: Positive | None = None
     rank: Natural | None = None

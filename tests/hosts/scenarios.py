@@ -96,6 +96,25 @@ def broadcast() -> None:
         update(sync, trainer, 3)
 
 
+def staged() -> None:
+    """Over a slow link, unstaged and staged: engines are paused for a small part of that time."""
+    for name in OTHERS:
+        ask("rate", name, MBIT_PER_S // 4)  # what it receives
+    paused = {}
+    for stage in ("none", "host"):
+        with WeightSync(replace(CONFIG, mirrors=0, stage=stage)) as sync:
+            trainer = fleet(sync)
+            update(sync, trainer, 1)
+            before = {name: ask("nbytes", name) for name in OTHERS}
+            phases = update(sync, trainer, 2, check=False).phases
+            crossed = {name: ask("nbytes", name) - nbytes for name, nbytes in before.items()}
+            paused[stage] = sum(phases[each] for each in ("pause", "move", "verify", "commit"))
+            say(f"stage {stage}: {dict(phases)}, paused {paused[stage]:.3f} s, {crossed} crossed")
+            assert all(NBYTES <= nbytes < 1.3 * NBYTES for nbytes in crossed.values()), crossed
+            update(sync, trainer, 3)
+    assert paused["host"] < paused["none"] / 4, paused
+
+
 def examined(*options: str) -> tuple[int, str]:
     """Run the command for a cluster. Returns its exit code and what it printed."""
     command = [sys.executable, "-m", "weightsync.recipes.cli", "doctor", "--cluster", *options]
@@ -151,7 +170,7 @@ def names(pair: Mapping[str, str]) -> tuple[str, str]:
 
 SCENARIOS = {
     scenario.__name__: scenario
-    for scenario in (broadcast, doctor, lost_links.lost_links, lost_links.hasty_ray)
+    for scenario in (broadcast, staged, doctor, lost_links.lost_links, lost_links.hasty_ray)
 }
 WITHOUT_RAY = (doctor,)
 """These start drivers of their own."""

@@ -29,7 +29,7 @@ def why_not() -> str:
 
 @pytest.mark.hosts
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("scenario", ["broadcast", "doctor", "lost_links", "hasty_ray"])
+@pytest.mark.parametrize("scenario", ["broadcast", "staged", "doctor", "lost_links", "hasty_ray"])
 def test_several_hosts(scenario: str) -> None:
     _run("tests.hosts.lab", scenario)
 

@@ -20,12 +20,14 @@ from weightsync.driver.engine_group import EngineGroup
 from weightsync.driver.engine_state import EngineRecord, EngineState
 from weightsync.driver.events import EngineFailed, Events, HolderSilent
 from weightsync.driver.fleet import EngineMember, Fleet
+from weightsync.driver.frozen import FrozenTensors
 from weightsync.driver.gather import GRACE_S, gather_named, remoteness
 from weightsync.driver.gpu_peaks import peaks, sampled
 from weightsync.driver.refill import Refiller
 from weightsync.driver.rewritten_sources import Rewritten, rewritten
 from weightsync.driver.routing import DIRECT
 from weightsync.driver.snapshot_index import SnapshotIndex
+from weightsync.driver.stager import StagedVersion, Stager
 from weightsync.driver.traffic import links
 from weightsync.driver.trainers import Publication, Publishing, Trainers
 from weightsync.driver.update_lock import UpdateLock
@@ -38,7 +40,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.plan import Plan
-from weightsync.protocol.messages import Fingerprint, LoadReport, Moved, Refilled, UpdateTask
+from weightsync.protocol.messages import LoadReport, Moved, Refilled, UpdateTask
 from weightsync.protocol.peers import HolderPeer
 from weightsync.protocol.timing import PhaseClock, Span
 from weightsync.report import Link, SyncReport
@@ -85,7 +87,9 @@ class Controller:
         self._publishing: Publishing | None = None
         self._publication: Publication | None = None
         self._spans: dict[str, Sequence[Span]] = {}
-        self._frozen: Fingerprint | None = None
+        self._frozen = FrozenTensors(self._comparison)
+        self._stager = Stager(config, fleet, self.events) if config.stage == "host" else None
+        self._staged: StagedVersion | None = None
         self._sends_frozen = True
         self._connection: Connection | None = None
 
@@ -101,13 +105,13 @@ class Controller:
     async def connect(self) -> None:
         """Plan and connect the current fleet. Raises the errors of `driver.connect.connect`."""
         self.connected = False
-        self._frozen = None
+        self._frozen.committed = None
         self._epoch += 1
         demoted = self._connection.router.demoted if self._connection else {}
         self._connection = made = await connect(self._fleet, self._config, self._epoch, demoted)
         self._nbytes = made.plan.total_nbytes  # 7 ms for 20,000 tensors
         self._frozen_nbytes = sum(made.plan.tensors[i].nbytes for i in made.plan.frozen)
-        await self.snapshot_index.reserve(made)
+        await (self._stager or self.snapshot_index).reserve(made)
         self.connected = True
         found = self.version, self._epoch, made.plan.num_buckets, made.seconds
         logger.info("[driver · v%d] connected, epoch %d: %d buckets, %s", *found)
@@ -196,8 +200,9 @@ class Controller:
     ) -> SyncReport:
         assert self._connection is not None
         self.engine_group.failures = {}
-        self._sends_frozen = not self._have_frozen(takers)
-        self._spans, self._publishing, self._publication = {}, None, None
+        have_frozen = self._frozen.are_held(self._connection, takers, self.version)
+        self._sends_frozen = bool(self._stager) or not have_frozen
+        self._spans, self._publishing, self._publication, self._staged = {}, None, None, None
         self.engine_group.begin(takers, version)
         if self._connection.in_place:
             try:
@@ -212,6 +217,10 @@ class Controller:
             await self.snapshot_index.copied()
             await self._publish(version)
         when_held()
+        if self._stager:
+            with clock.phase("stage"):
+                assert self._publication is not None
+                self._staged = await self._stager.stage(version, self._connection, self._publication, takers)
         with clock.phase("pause"):
             paused = await self.engine_group.pause(takers)
         return await self._deliver(version, takers, paused, clock)
@@ -272,7 +281,7 @@ class Controller:
 
     async def _publish(self, version: int) -> None:
         publication = await (self._publishing or self._trainers.begin(version)).publication()
-        await self._check_frozen(publication.frozen)
+        await self._frozen.check(self._connected(), self.version, publication.frozen)
         self._publication = publication
 
     async def _ready(self, version: int) -> None:
@@ -287,25 +296,6 @@ class Controller:
             await self._publishing.readable()
         else:
             await self._publish(version)
-
-    def _have_frozen(self, takers: Mapping[str, EngineMember]) -> bool:
-        """Whether all `takers` have the frozen tensors in memory that keeps what an update leaves out."""
-        assert self._connection is not None
-        now = EngineRecord(EngineState.SERVING, self.version)
-        # An engine that came after connect has one of these layouts.
-        keeps = all(rank.buffers for ranks in self._connection.layouts.values() for rank in ranks)
-        return self._frozen is not None and keeps and all(each.record == now for each in takers.values())
-
-    async def _check_frozen(self, published: Fingerprint) -> None:
-        """Raise StateError if a frozen tensor is not what it was in the last version that committed."""
-        assert self._connection is not None
-        if self._frozen is None or (published == self._frozen).all():
-            return
-        name = await self._comparison.changed_frozen(self._connection.plan, self.version)
-        raise StateError(
-            f"{name} is frozen, and changed since version {self.version}: take it out of frozen=, "
-            "or call connect() to send the frozen tensors again"
-        )
 
     async def _ready_and_pause(self, takers: Mapping[str, EngineMember], version: int) -> Sequence[str]:
         """Ask trainers and pause engines in parallel: neither takes long."""
@@ -357,14 +347,20 @@ class Controller:
             num_serving = await self.engine_group.resume(verified, version)
         if num_serving:
             self.version = version
-            self._frozen = self._publication.frozen if plan.frozen else None
-            self.snapshot_index.begin(version, self._connection, expected)
+            self._frozen.committed = self._publication.frozen if plan.frozen else None
+            if self._staged:
+                self.snapshot_index.begin_staged(self._staged)
+            else:
+                self.snapshot_index.begin(version, self._connection, expected)
         if num_serving < least:
             raise next(iter(self.engine_group.failures.values()))
         return self._report(clock)
 
     async def _move_and_publish(self, takers: Sequence[str], version: int) -> Mapping[str, LoadReport]:
         """Move a version; publish it meanwhile if it is not published. Returns the engines' answers."""
+        if self._staged:
+            self._num_buckets = 0
+            return self._timed(await self._refiller.read_staged(takers, self._staged))
         if self._publication is not None:
             return await self._move(takers)
         loaded, published = await asyncio.gather(
@@ -438,6 +434,9 @@ class Controller:
             self._give_up(loaded, "the move that it took part in broke")
             raise min(moved.failures.values(), key=remoteness)
         self._spans |= {name: [each.span] for name, each in moved.answers.items()}
+        return self._timed(loaded)
+
+    def _timed(self, loaded: Mapping[str, LoadReport]) -> Mapping[str, LoadReport]:
         for name, report in loaded.items():
             self._spans |= {f"engine {name} rank {i}": spans for i, spans in enumerate(report.spans)}
         return loaded
@@ -470,6 +469,7 @@ class Controller:
     def _report(self, clock: PhaseClock, refilled: Refilled | None = None) -> SyncReport:
         assert self._connection is not None
         made = None if refilled else self._publication
+        read = refilled or (self._staged.copied if self._staged else None)
         fingerprint = made.fingerprint if made else self.snapshot_index.expected
         assert fingerprint is not None
         plan = self._connection.plan
@@ -490,8 +490,8 @@ class Controller:
             connect_phases=self._connection.seconds,
             routes=dict(self._connection.router.routes),
             nonfinite=made.nonfinite if made else {},
-            bytes_from=refilled.bytes_from if refilled else {},
-            ways=refilled.ways if refilled else {},
+            bytes_from=read.bytes_from if read else {},
+            ways=read.ways if read else {},
         )
 
 

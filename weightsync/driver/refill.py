@@ -16,6 +16,7 @@ from weightsync.driver.events import Events, HolderSilent
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import GRACE_S, gather_named, remoteness
 from weightsync.driver.snapshot_index import SnapshotIndex
+from weightsync.driver.stager import StagedVersion
 from weightsync.driver.update_lock import UpdateLock
 from weightsync.errors import DeadlineError, StateError, WeightSyncError
 from weightsync.protocol.messages import LoadReport, Refilled, Snapshot
@@ -82,7 +83,8 @@ class Refiller:
             if not paused:
                 raise self._engine_group.failures[name]
             with clock.phase("move"):
-                loaded, refilled = await self._read(name, member, snapshot)
+                ranks = [snapshot.of_rank(rank) for rank in range(len(member.holders))]
+                loaded, refilled = await self._read(name, ranks, self._config.connect_timeout_s)
             with clock.phase("verify"):
                 assert self._snapshot_index.expected is not None
                 wrong = await self._comparison.wrong(connection.plan, loaded, self._snapshot_index.expected)
@@ -91,6 +93,28 @@ class Refiller:
                 if not await self._engine_group.resume(verified, version):
                     raise self._engine_group.failures[name]
             return refilled
+
+    async def read_staged(self, names: Sequence[str], staged: StagedVersion) -> dict[str, LoadReport]:
+        """Have paused engines take a version from their hosts' memory, in parallel.
+
+        Returns the answers of those that did. The others are STALE or DEAD.
+        """
+        calls = {}
+        for name in names:
+            holders = self._fleet.engines[name].holders
+            ranks = [staged.snapshot(self._fleet.node(holder)) for holder in holders]
+            calls[name] = self._read(name, ranks, self._config.timeout_s, "move")
+        done = await asyncio.gather(*calls.values(), return_exceptions=True)
+        loaded: dict[str, LoadReport] = {}
+        for name, outcome in zip(names, done, strict=True):
+            if isinstance(outcome, WeightSyncError):
+                if name not in self._engine_group.failures:
+                    self._engine_group.blame("move", {name: outcome})
+            elif isinstance(outcome, BaseException):
+                raise outcome
+            else:
+                loaded |= outcome[0]
+        return loaded
 
     @asynccontextmanager
     async def _sharing(self, name: str, end: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
@@ -115,17 +139,18 @@ class Refiller:
         await gather_named(calls, "stop", GRACE_S)
 
     async def _read(
-        self, name: str, member: EngineMember, snapshot: Snapshot
+        self, name: str, ranks: Sequence[Snapshot], limit_s: float, phase: str = "refill"
     ) -> tuple[dict[str, LoadReport], Refilled]:
-        """Have all holders read and all ranks load, in parallel."""
-        attempt, may_map = self._engine_group.next_attempt(), self._config.refill == "auto"
-        timeout_s, limit_s = self._config.timeout_s, self._config.connect_timeout_s
+        """Have all holders read and all ranks load, in parallel. `ranks` has what each rank reads."""
+        attempt, member = self._engine_group.next_attempt(), self._fleet.engines[name]
+        may_map = self._config.refill == "auto" or phase == "move"
+        timeout_s = self._config.timeout_s
         self._engine_group.enter([name], EngineState.REFILLING)
         reads = {
             f"holder {i}": asyncio.ensure_future(
-                self._fleet.holders[i].refill(attempt, snapshot.of_rank(rank), may_map, timeout_s, limit_s)
+                self._fleet.holders[i].refill(attempt, snapshot, may_map, timeout_s, limit_s)
             )
-            for rank, i in enumerate(member.holders)
+            for i, snapshot in zip(member.holders, ranks, strict=True)
         }
 
         async def load(peer: EnginePeer) -> LoadReport:
@@ -133,7 +158,7 @@ class Refiller:
 
         try:
             loaded = await self._engine_group.ask(
-                {name: member}, "refill", load, self._engine_group.drop, limit_s
+                {name: member}, phase, load, self._engine_group.drop, limit_s
             )
             # The load has ended, so each holder has ended or been told to: a silent one hangs.
             read = await gather_named(

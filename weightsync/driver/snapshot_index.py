@@ -14,6 +14,7 @@ from weightsync.driver.engine_state import EngineState
 from weightsync.driver.events import Events, HolderSilent
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
+from weightsync.driver.stager import StagedVersion
 from weightsync.errors import DeadlineError, PeerLostError, WeightSyncError
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import Fingerprint, Snapshot, SnapshotHeader, SnapshotPart
@@ -84,6 +85,11 @@ class SnapshotIndex:
         self._now = _Version()
         if self._config.keep_versions > 1 and (connection.flat_layouts or not connection.in_place):
             self._copying = asyncio.create_task(self._copy(version, connection, expected))
+
+    def begin_staged(self, staged: StagedVersion) -> None:
+        """Start to make a staged version, which committed, the snapshots."""
+        self._now = _Version()
+        self._copying = asyncio.create_task(self._keep_staged(staged))
 
     async def copied(self) -> None:
         """Wait until send buffers and engines may be written again."""
@@ -189,6 +195,20 @@ class SnapshotIndex:
         self._now, self.expected = now, expected
         num_planned = connection.plan.members.num_holders  # holders added later have no snapshots
         self._replicating = asyncio.create_task(self._replicate(now, homes, num_planned, expected))
+
+    async def _keep_staged(self, staged: StagedVersion) -> None:
+        calls = {f"holder {i}": self._fleet.holders[i].keep_staged(staged.version) for i in staged.parts}
+        outcome = await gather_named(calls, "keep", self._config.timeout_s)
+        for error in outcome.failures.values():
+            logger.warning("[driver · v%d] a snapshot is missing: %s", staged.version, error)
+            self._tell(error)
+        now = _Version(staged.version)
+        for home, parts in staged.parts.items():
+            for each in parts:
+                offers = now.offers[staged.layout].setdefault(each.part, [])
+                if f"holder {home}" in outcome.answers:
+                    offers.append(each.offer)
+        self._now, self.expected = now, staged.expected
 
     async def _replicate(
         self, now: _Version, homes: dict[SnapshotHeader, list[int]], num_holders: int, expected: Fingerprint

@@ -25,6 +25,7 @@ from weightsync.holder.send_buffer import (
     written,
 )
 from weightsync.holder.snapshots import SnapshotContent, SnapshotStore
+from weightsync.holder.staged_parts import StagedParts
 from weightsync.holder.staging import HostStaging, Staging
 from weightsync.holder.trainer_parts import copied_parts, digest_parts, parts_in_place
 from weightsync.holder.update import BucketConsumer, open_consumer, run_update
@@ -48,6 +49,8 @@ from weightsync.protocol.messages import (
     Snapshot,
     SnapshotHeader,
     SnapshotPart,
+    StagedPart,
+    StageTask,
     UpdateTask,
 )
 from weightsync.protocol.routes import keep_to_interface_of
@@ -103,6 +106,7 @@ class Holder:
         self._retired: Sequence[DeviceBuffer] = ()
         self._feed: HolderFeed | None = None
         self.snapshot_store: SnapshotStore | None = None
+        self._staged_parts: StagedParts | None = None
         self._refill: Refill | Restore | None = None
         self._moving, self._preparing = threading.Lock(), threading.Lock()
         self._watched, self._turns = threading.Event(), Turns()
@@ -372,6 +376,23 @@ class Holder:
     def snapshots(self) -> list[SnapshotPart]:
         """Return its complete snapshots, after pending writes finish."""
         return self.snapshot_store.snapshots() if self.snapshot_store else []
+
+    def reserve_staged(self, parts: Sequence[int]) -> None:
+        """Allocate memory for two versions of each of `parts`, as `StagedParts`. Raises TransportError."""
+        if self._plan is None:
+            raise StateError(f"{self.name} has no plan: connect first")
+        self._staged_parts = StagedParts(self._plan, self._served_snapshots(), parts)
+
+    def stage(self, task: StageTask, timeout_s: float) -> Sequence[StagedPart]:
+        """Stage parts of the next version beside the snapshots, as `StagedParts.stage`."""
+        if self._staged_parts is None:
+            raise StateError(f"{self.name} has no memory to stage in: connect first")
+        return self._staged_parts.stage(task, snapshot_content(self._send_buffer), timeout_s)
+
+    def keep_staged(self, version: int) -> None:
+        """Make what was staged of the committed `version` the snapshots."""
+        inject("commit", version=version)
+        self._served_snapshots().keep(version)
 
     def refill(
         self, attempt: int, snapshot: Snapshot, may_map: bool, timeout_s: float, limit_s: float

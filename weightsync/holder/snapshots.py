@@ -7,14 +7,14 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
 import torch
 
 from weightsync.config import Ports
-from weightsync.errors import ReadError
+from weightsync.errors import ReadError, TransportError
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import Fingerprint, SnapshotHeader, SnapshotPart
@@ -57,6 +57,10 @@ logger = logging.getLogger("weightsync.holder.snapshots")
 
 HEADER_NBYTES = 4096
 """Size of the snapshot header in front of a part. It is all zero while the part changes."""
+_STEP_NBYTES = 64 << 20
+"""Bytes of one read from another holder: each has a deadline, and between two the copy can be ended."""
+
+_Served: TypeAlias = tuple[SharedBuffer, Server]
 
 
 class SnapshotContent(Protocol):
@@ -104,7 +108,11 @@ class Held:
 
 
 class SnapshotStore:
-    """A holder's snapshots: the latest version of each part."""
+    """A holder's snapshots: the latest version of each part.
+
+    Parts of the next version are staged in spare memory, so that the snapshots stay. A call with a `turn` of
+    `begin_staging` fills the spare memory; `keep` then exchanges the two.
+    """
 
     def __init__(
         self, name: str, host: str, protocol: str, rdma_device: str, ports: Ports | None = None
@@ -115,10 +123,13 @@ class SnapshotStore:
         """
         self.name, self._host, self._ports = name, host, ports
         self._protocol, self._rdma_device = choose_protocol(protocol, rdma_device), rdma_device
-        self._shares: dict[int, tuple[SharedBuffer, Server]] = {}
+        self._shares: dict[int, _Served] = {}
+        self._spares: dict[int, _Served] = {}
         self._kept: dict[int, SnapshotPart] = {}
+        self._staged: dict[int, SnapshotPart] = {}
         self._mapped: dict[int, Held] = {}
         self._changing: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+        self._turn = 0
 
     def reserve(self, part: int, nbytes: int) -> Offer:
         """Allocate the memory of a part, so that no update waits for it.
@@ -126,9 +137,31 @@ class SnapshotStore:
         A snapshot of that size stays. Raises TransportError when memory is short.
         """
         with self._changing[part]:
-            if part not in self._shares or self._shares[part][0].handle.nbytes != HEADER_NBYTES + nbytes:
+            if not _fits(self._shares, part, nbytes):
                 self._place(part, nbytes)
             return self._shares[part][1].offer
+
+    def reserve_spares(self, parts: Mapping[int, int]) -> None:
+        """Allocate memory for two versions of each of `parts`, bytes by number, and free other spares.
+
+        A staging that still runs ends. Raises TransportError when memory is short.
+        """
+        turn = self.begin_staging()
+        for part in self._spares.keys() - parts.keys():
+            with self._changing[part]:
+                self._staged.pop(part, None)
+                self._drop(self._spares, part)
+        for part, nbytes in parts.items():
+            self.reserve(part, nbytes)
+            with self._changing[part]:
+                if not _fits(self._spares, part, nbytes):
+                    self._place(part, nbytes, turn)
+
+    def begin_staging(self) -> int:
+        """Return a new turn. Calls with an earlier turn end with a TransportError."""
+        with self._changing[-1]:
+            self._turn += 1
+            return self._turn
 
     def map(self, part: int, offer: Offer) -> None:
         """Map and page-lock another holder's part, so that no refill waits for it.
@@ -143,45 +176,73 @@ class SnapshotStore:
             if before:
                 before.buffer.close()
 
-    def snapshot(self, header: SnapshotHeader, expected: Fingerprint, part: SnapshotContent) -> Offer:
+    def snapshot(
+        self, header: SnapshotHeader, expected: Fingerprint, part: SnapshotContent, turn: int = 0
+    ) -> Offer:
         """Save `part` for others to read. `expected`: the fingerprint of the whole version in `header`.
 
         Raises TransportError when memory is short.
         """
         with self._changing[header.part]:
-            buffer, server = self._place(header.part, part.nbytes)
+            buffer, server = self._place(header.part, part.nbytes, turn)
             part.save(_body(buffer))
             _write_header(buffer, header)
-            self._kept[header.part] = SnapshotPart(header, server.offer, expected)
+            self._known(turn)[header.part] = SnapshotPart(header, server.offer, expected)
         return server.offer
 
     def held(self, header: SnapshotHeader) -> Held | None:
-        """Return the part that `header` describes, if it is saved or mapped here."""
-        here = self._shares.get(header.part)
-        either = Held(self.name, "own", here[0]) if here else None, self._mapped.get(header.part)
-        return next((held for held in either if held and held.header == header), None)
+        """Return the part that `header` describes, if it is saved, staged or mapped here."""
+        here = [taken[header.part] for taken in (self._shares, self._spares) if header.part in taken]
+        found = [Held(self.name, "own", buffer) for buffer, _ in here]
+        if header.part in self._mapped:
+            found.append(self._mapped[header.part])
+        return next((held for held in found if held.header == header), None)
 
-    def replicate(self, snapshot_part: SnapshotPart, timeout_s: float) -> Offer:
-        """Copy another holder's snapshot. Raises ReadError or DeadlineError, naming that holder."""
+    def replicate(self, snapshot_part: SnapshotPart, timeout_s: float, turn: int = 0) -> Offer:
+        """Copy another holder's snapshot. `timeout_s` is for each 64 MiB.
+
+        Raises ReadError or DeadlineError, naming that holder.
+        """
         part, nbytes = snapshot_part.header.part, snapshot_part.offer.memory.nbytes - HEADER_NBYTES
         with self._changing[part]:
-            buffer, server = self._place(part, nbytes)
-            self._copy(snapshot_part, nbytes, buffer, timeout_s)
-            self._kept[part] = SnapshotPart(snapshot_part.header, server.offer, snapshot_part.expected)
+            buffer, server = self._place(part, nbytes, turn)
+            self._copy(snapshot_part, nbytes, buffer, timeout_s, turn)
+            self._known(turn)[part] = SnapshotPart(snapshot_part.header, server.offer, snapshot_part.expected)
         return server.offer
 
+    def keep(self, version: int) -> None:
+        """Make the staged parts of `version` the snapshots. Snapshots of parts without spare memory go."""
+        for part in [*self._shares]:
+            with self._changing[part]:
+                staged = self._staged.pop(part, None)
+                if staged and staged.header.version == version:
+                    self._shares[part], self._spares[part] = self._spares[part], self._shares[part]
+                    self._kept[part] = staged
+                elif part not in self._spares:
+                    self._kept.pop(part, None)
+                    self._drop(self._shares, part)
+
+    def memory(self, part: int) -> Sequence[torch.Tensor]:
+        """Return where versions of a part are saved, without headers: each uint8[nbytes]."""
+        return [_body(taken[part][0]) for taken in (self._shares, self._spares) if part in taken]
+
     def snapshots(self) -> list[SnapshotPart]:
-        """Return all complete parts, after pending writes finish."""
+        """Return all complete parts, after pending writes finish. Staged ones are left out."""
         for changing in [*self._changing.values()]:
             with changing:
                 pass
         return [*self._kept.values()]
 
-    def _copy(self, snapshot_part: SnapshotPart, nbytes: int, buffer: SharedBuffer, timeout_s: float) -> None:
+    def _copy(
+        self, snapshot_part: SnapshotPart, nbytes: int, buffer: SharedBuffer, timeout_s: float, turn: int
+    ) -> None:
         offer, wanted = snapshot_part.offer, snapshot_part.header
         reader = open_reader([buffer], {offer.holder: offer})
         try:
-            reader.read([Read(offer.holder, HEADER_NBYTES, 0, HEADER_NBYTES, nbytes)], timeout_s)
+            for at in range(HEADER_NBYTES, HEADER_NBYTES + nbytes, _STEP_NBYTES):
+                self._check(turn)
+                step = min(_STEP_NBYTES, HEADER_NBYTES + nbytes - at)
+                reader.read([Read(offer.holder, at, 0, at, step)], timeout_s)
             # The header is read after the bytes, so it proves their version if it is unchanged.
             found = read_headers(reader, [offer.holder], buffer, 0, timeout_s)[offer.holder]
         finally:
@@ -191,31 +252,46 @@ class SnapshotStore:
             raise ReadError(offer.holder, f"it holds {found or 'no snapshot'}, not {wanted}")
 
     def close(self) -> None:
-        for part in [*self._shares]:
-            self._drop(part)
+        for taken in (self._shares, self._spares):
+            for part in [*taken]:
+                self._drop(taken, part)
         while self._mapped:
             self._mapped.popitem()[1].buffer.close()
 
-    def _place(self, part: int, nbytes: int) -> tuple[SharedBuffer, Server]:
-        """Return the buffer and server for a part, with an empty header."""
-        self._kept.pop(part, None)
-        if part in self._shares and self._shares[part][0].handle.nbytes != HEADER_NBYTES + nbytes:
-            self._drop(part)
-        if part not in self._shares:
+    def _check(self, turn: int) -> None:
+        if turn and turn != self._turn:
+            raise TransportError(f"{self.name} stages something newer")
+
+    def _known(self, turn: int) -> dict[int, SnapshotPart]:
+        return self._staged if turn else self._kept
+
+    def _place(self, part: int, nbytes: int, turn: int = 0) -> _Served:
+        """Return the buffer and server for a part, with an empty header. With a `turn`, the spare ones."""
+        self._check(turn)
+        self._known(turn).pop(part, None)
+        taken = self._spares if turn else self._shares
+        if part in taken and not _fits(taken, part, nbytes):
+            self._drop(taken, part)
+        if part not in taken:
             buffer = SharedBuffer.create(HEADER_NBYTES + nbytes)
             try:
                 server = serve(buffer, self.name, self._host, self._protocol, self._rdma_device, self._ports)
             except BaseException:
                 buffer.close()
                 raise
-            self._shares[part] = (buffer, server)
-        _write_header(self._shares[part][0], None)
-        return self._shares[part]
+            taken[part] = (buffer, server)
+        _write_header(taken[part][0], None)
+        return taken[part]
 
-    def _drop(self, part: int) -> None:
-        buffer, server = self._shares.pop(part)
+    @staticmethod
+    def _drop(taken: dict[int, _Served], part: int) -> None:
+        buffer, server = taken.pop(part)
         server.close()
         buffer.close()
+
+
+def _fits(taken: Mapping[int, _Served], part: int, nbytes: int) -> bool:
+    return part in taken and taken[part][0].handle.nbytes == HEADER_NBYTES + nbytes
 
 
 def read_headers(

@@ -136,6 +136,42 @@ class SnapshotPart:
     expected: Fingerprint
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StageTask:
+    """What one holder stages of a version.
+
+    Attributes:
+        save: the part that its trainer rank published, if it stages that.
+        copies: parts to copy from other holders.
+        expected: the fingerprint of the whole version.
+        digests: engines on its host take the parts, so they are digested.
+    """
+
+    save: SnapshotHeader | None
+    copies: Sequence[SnapshotPart]
+    expected: Fingerprint
+    digests: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedPart:
+    """A part of the next version in a holder's spare memory.
+
+    Attributes:
+        part: its number.
+        offer: how it is read.
+        fingerprint: that of the bytes as they lie there; None if they were not digested.
+        way: how it was copied from another holder, "" if it was saved here.
+        nbytes: its bytes.
+    """
+
+    part: int
+    offer: Offer
+    fingerprint: Fingerprint | None
+    way: str
+    nbytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """A committed version, and where each of its parts can be read.

@@ -1,0 +1,112 @@
+"""The next version is staged beside the one that is kept, and takes its place in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from weightsync.errors import ReadError, TransportError
+from weightsync.holder.snapshots import SnapshotStore
+from weightsync.protocol.messages import SnapshotHeader
+
+NBYTES = 5000
+EXPECTED = np.zeros(3, np.uint64)
+
+
+class Filled:
+    nbytes = NBYTES
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def save(self, to: torch.Tensor) -> None:
+        to.fill_(self.value)
+
+
+@pytest.fixture
+def stores() -> Iterator[list[SnapshotStore]]:
+    made = [SnapshotStore(f"holder {i}", "127.0.0.1", "zeromq", "") for i in range(2)]
+    for each in made:
+        each.reserve_spares({0: NBYTES})
+    yield made
+    for each in made:
+        each.close()
+
+
+def header(version: int) -> SnapshotHeader:
+    return SnapshotHeader(version, "layout", 0)
+
+
+def value(store: SnapshotStore, version: int) -> int | None:
+    held = store.held(header(version))
+    return None if held is None else int(held.bytes.unique().item())
+
+
+def test_a_staged_part_leaves_the_kept_one_until_it_takes_its_place(stores: list[SnapshotStore]) -> None:
+    store = stores[0]
+    store.snapshot(header(1), EXPECTED, Filled(1))
+    memory = {each.data_ptr() for each in store.memory(0)}
+    for version in (2, 3, 4):
+        store.snapshot(header(version), EXPECTED, Filled(version), store.begin_staging())
+        assert [part.header for part in store.snapshots()] == [header(version - 1)]
+        assert value(store, version - 1) == version - 1
+        store.keep(version)
+        assert [part.header for part in store.snapshots()] == [header(version)]
+        assert value(store, version) == version
+    assert {each.data_ptr() for each in store.memory(0)} == memory, "nothing was allocated"
+
+
+def test_a_staged_part_is_copied_to_another_holder_and_kept_there(stores: list[SnapshotStore]) -> None:
+    first, second = stores
+    first.snapshot(header(1), EXPECTED, Filled(7), first.begin_staging())
+    turn = first.begin_staging()
+    first.snapshot(header(2), EXPECTED, Filled(9), turn)
+    first.keep(2)
+    (part,) = first.snapshots()
+    second.replicate(part, 10.0, second.begin_staging())
+    assert second.snapshots() == []
+    assert value(second, 2) == 9
+    second.keep(2)
+    assert [each.header for each in second.snapshots()] == [header(2)]
+
+
+def test_a_version_that_is_given_up_is_never_kept(stores: list[SnapshotStore]) -> None:
+    store = stores[0]
+    store.snapshot(header(1), EXPECTED, Filled(1))
+    store.snapshot(header(2), EXPECTED, Filled(2), store.begin_staging())
+    store.keep(3)
+    assert [part.header for part in store.snapshots()] == [header(1)]
+    assert value(store, 1) == 1
+
+
+def test_an_earlier_turn_does_not_overwrite_what_a_later_one_staged(stores: list[SnapshotStore]) -> None:
+    store = stores[0]
+    late, now = store.begin_staging(), store.begin_staging()
+    store.snapshot(header(2), EXPECTED, Filled(2), now)
+    with pytest.raises(TransportError, match="holder 0 stages something newer"):
+        store.snapshot(header(1), EXPECTED, Filled(1), late)
+    assert value(store, 2) == 2
+
+
+def test_a_source_that_was_replaced_is_no_copy(stores: list[SnapshotStore]) -> None:
+    first, second = stores
+    first.snapshot(header(1), EXPECTED, Filled(1))
+    (part,) = first.snapshots()
+    first.snapshot(header(2), EXPECTED, Filled(2))
+    with pytest.raises(ReadError, match="holder 0"):
+        second.replicate(part, 10.0, second.begin_staging())
+    second.keep(1)
+    assert second.snapshots() == []
+
+
+def test_parts_that_are_no_longer_staged_here_are_freed(stores: list[SnapshotStore]) -> None:
+    store = stores[0]
+    store.snapshot(header(1), EXPECTED, Filled(1))
+    store.reserve_spares({1: NBYTES})
+    assert value(store, 1) == 1, "engines are healed from it until the next version"
+    store.keep(2)
+    assert store.memory(0) == []
+    assert len(store.memory(1)) == 2
