@@ -41,25 +41,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger("weightsync.control")
 
 
-class Callee(Protocol):
-    """An actor that may have a control channel."""
+class _Dials(Protocol):
+    """An actor that may be able to dial."""
 
     name: str
     handle: ActorHandle[Any]
-    channel: ControlChannel | None
 
     def answers(self, method: str) -> bool: ...
+
+
+class Callee(_Dials, Protocol):
+    """An actor that may have a control channel."""
+
+    channel: ControlChannel | None
+
     async def answer_calls(self, offer: ControlOffer) -> None: ...
 
 
-class Notifier(Protocol):
+class Notifier(_Dials, Protocol):
     """A trainer's actor, which may say when its weights can be read."""
 
-    name: str
-    handle: ActorHandle[Any]
     notices: ReadableNotices | None
 
-    def answers(self, method: str) -> bool: ...
     async def dial(self, offer: ControlOffer) -> None: ...
 
 

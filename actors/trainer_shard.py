@@ -131,7 +131,7 @@ class TrainerShard(Claimable):
     def sync_publish(self, count: bool, ticket: int = 0) -> PublishReport:
         """Publish this rank's share: copy it to its holder, or on a GPU in place.
 
-        In place, the driver is told once holders may read it, if it gave a `ticket`. Digests come after that.
+        In place, tell the driver once holders may read it, then digest it. Without a `ticket`, tell nobody.
         """
         clock = PhaseClock()
         with clock.phase("publish"):

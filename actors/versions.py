@@ -1,4 +1,4 @@
-"""Versions that all hosts of a run have to share: weightsync, torch and NCCL."""
+"""Versions that the hosts of a run should share: weightsync, torch and NCCL."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _nccl() -> str:
 
 
 def by_version(library: str, hosts: Iterable[tuple[str, Mapping[str, str]]]) -> dict[str, list[str]]:
-    """Return the hosts of each version of `library`. More than one version does not work together.
+    """Return the hosts of each version of `library`.
 
     Hosts without the library are left out. A build suffix, as in ``2.11.0+cpu``, does not count.
     """

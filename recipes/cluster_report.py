@@ -10,7 +10,7 @@ from weightsync.actors.versions import REMEDY, by_version
 from weightsync.config import Ports
 
 SHARED = ("weightsync", "torch", "nccl")
-"""What has to have one version on all hosts."""
+"""Libraries that should have one version on all hosts."""
 MAX_APART_MS = 1000.0
 
 

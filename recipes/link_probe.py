@@ -10,6 +10,7 @@ import statistics
 import struct
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from weightsync.config import Ports
 from weightsync.protocol.daemon import on_daemon
@@ -23,9 +24,8 @@ MAX_NBYTES = 1 << 30
 """A measurement ends after `SECONDS`, or after so many bytes."""
 _CHUNK = 1 << 20
 _REPLY = struct.Struct("!Qd")
-_RESET = struct.pack(
-    "ii", 1, 0
-)  # SO_LINGER: drop what is not sent yet, so that the next one finds a free link
+_RESET = struct.pack("ii", 1, 0)
+"""As SO_LINGER, drops what has not been sent. The next measurement then finds a free link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class LinkServer:
                 connection, _ = self._socket.accept()
             except OSError:
                 return
-            on_daemon(lambda its=connection: self._serve(its), "weightsync-link")  # type: ignore[misc]
+            on_daemon(partial(self._serve, connection), "weightsync-link")
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):

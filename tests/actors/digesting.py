@@ -1,4 +1,4 @@
-"""A trainer whose digests take until a file is there."""
+"""A trainer that digests until a file exists."""
 
 from __future__ import annotations
 

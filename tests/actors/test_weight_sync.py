@@ -461,7 +461,7 @@ def test_a_holder_that_is_noticed_to_be_gone_twice_is_replaced(make: Make) -> No
             try:
                 return await call(remote, method, *args)
             except PeerLostError:
-                await asyncio.sleep(1)  # meanwhile the call that waits for its end has failed
+                await asyncio.sleep(1)  # until the watch has noticed the end, too
                 raise
 
         return late

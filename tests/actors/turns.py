@@ -19,7 +19,7 @@ class Teacher(TrainerShard):
 
     def __init__(self, path: str, slot: str) -> None:
         super().__init__(slot, offloads=True)
-        self.model = build_tiny_qwen3(Path(path, "teacher"), False, 1)  # the engine reads `path` meanwhile
+        self.model = build_tiny_qwen3(Path(path, "teacher"), False, 1)  # the engine is reading `path`
 
     def train(self, seed: int = 9) -> list[list[int]]:
         draw = torch.Generator().manual_seed(seed)

@@ -18,7 +18,7 @@ Stage = Callable[[StageTask, float], Sequence[StagedPart]]
 
 
 class Apart(Loop):
-    """A loop whose holders are on hosts of their own, so that parts are copied from one to the other."""
+    """A loop with each holder on its own host, so that parts are copied between hosts."""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)  # type: ignore[arg-type]
@@ -127,6 +127,19 @@ def test_a_holder_that_does_not_stage_stops_nobody_from_serving(error: WeightSyn
         assert [engine.serving() for engine in loop.engines.values()] == [1, 1]
         undo()
         assert (await loop.controller.update(2)).engines == {"e0": 2, "e1": 2}
+
+    drive(work, STAGED, Apart)
+
+
+def test_memory_is_reserved_when_it_is_connected_and_not_in_updates() -> None:
+    async def work(loop: Loop) -> None:
+        await loop.controller.connect()
+        reserved: list[int] = []
+        for number, holder in enumerate(loop.holders):
+            holder.reserve_staged = lambda parts, at=number: reserved.append(at)  # type: ignore[method-assign, misc]
+        for version in (1, 2):
+            await loop.controller.update(version)
+        assert reserved == []
 
     drive(work, STAGED, Apart)
 

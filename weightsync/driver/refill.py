@@ -84,7 +84,9 @@ class Refiller:
                 raise self._engine_group.failures[name]
             with clock.phase("move"):
                 ranks = [snapshot.of_rank(rank) for rank in range(len(member.holders))]
-                loaded, refilled = await self._read(name, ranks, self._config.connect_timeout_s)
+                loaded, refilled = await self._read(
+                    name, ranks, self._config.connect_timeout_s, may_map=self._config.refill == "auto"
+                )
             with clock.phase("verify"):
                 assert self._snapshot_index.expected is not None
                 wrong = await self._comparison.wrong(connection.plan, loaded, self._snapshot_index.expected)
@@ -103,7 +105,7 @@ class Refiller:
         for name in names:
             holders = self._fleet.engines[name].holders
             ranks = [staged.snapshot(self._fleet.node(holder)) for holder in holders]
-            calls[name] = self._read(name, ranks, self._config.timeout_s, "move")
+            calls[name] = self._read(name, ranks, self._config.timeout_s, may_map=True, phase="move")
         done = await asyncio.gather(*calls.values(), return_exceptions=True)
         loaded: dict[str, LoadReport] = {}
         for name, outcome in zip(names, done, strict=True):
@@ -139,11 +141,10 @@ class Refiller:
         await gather_named(calls, "stop", GRACE_S)
 
     async def _read(
-        self, name: str, ranks: Sequence[Snapshot], limit_s: float, phase: str = "refill"
+        self, name: str, ranks: Sequence[Snapshot], limit_s: float, *, may_map: bool, phase: str = "refill"
     ) -> tuple[dict[str, LoadReport], Refilled]:
         """Have all holders read and all ranks load, in parallel. `ranks` has what each rank reads."""
         attempt, member = self._engine_group.next_attempt(), self._fleet.engines[name]
-        may_map = self._config.refill == "auto" or phase == "move"
         timeout_s = self._config.timeout_s
         self._engine_group.enter([name], EngineState.REFILLING)
         reads = {

@@ -122,20 +122,21 @@ class Stager:
     async def _reserve(self, members: Mapping[str, EngineMember], everyone: bool = False) -> None:
         """Choose homes on hosts that have none. `everyone`: also free what holders staged before."""
         engines: defaultdict[str, list[int]] = defaultdict(list)
-        for member in members.values():
-            for holder in member.holders:
-                node = self._fleet.node(holder)
-                if node not in self._homes and holder not in engines[node]:
-                    engines[node].append(holder)
-        for node, holders in engines.items():
-            if holders:
-                self._homes[node] = {
-                    part: own if self._fleet.node(own) == node else holders[part % len(holders)]
-                    for part, (_, own) in enumerate(self._fleet.trainers)
-                }
+        for holder in dict.fromkeys(holder for member in members.values() for holder in member.holders):
+            if (node := self._fleet.node(holder)) not in self._homes:
+                engines[node].append(holder)
+        if not engines and not everyone:
+            return
+        owners = [own for _, own in self._fleet.trainers]
+        homes = self._homes | {
+            node: {
+                part: own if self._fleet.node(own) == node else holders[part % len(holders)]
+                for part, own in enumerate(owners)
+            }
+            for node, holders in engines.items()
+        }
         wanted: defaultdict[int, list[int]] = defaultdict(list)
-        pairs = [(part, own) for part, (_, own) in enumerate(self._fleet.trainers)]
-        pairs += [pair for homes in self._homes.values() for pair in homes.items()]
+        pairs = [*enumerate(owners), *(pair for its in homes.values() for pair in its.items())]
         for part, home in dict.fromkeys(pairs):
             wanted[home].append(part)
         asked = range(len(self._fleet.holders)) if everyone else [*wanted]
@@ -146,7 +147,7 @@ class Stager:
             if self._reserved.get(i) != its
         }
         (await gather_named(calls, "reserve", self._config.connect_timeout_s)).require()
-        self._reserved |= parts
+        self._homes, self._reserved = homes, self._reserved | parts
 
     async def _ask(
         self, tasks: Mapping[int, StageTask], limit_s: float

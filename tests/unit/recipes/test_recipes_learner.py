@@ -159,8 +159,8 @@ def test_two_ranks_learn_what_one_learns(folder: Path, alone: Result, kind: str)
 def compare(ranks: list[Result], alone: Result) -> None:
     """Check that all ranks have the weights and the norms of the one that trained alone.
 
-    Adam makes much of the least gradients, whose last bits differ between processors. One weight in a
-    thousand may be further off.
+    Adam amplifies the smallest gradients, whose last bits differ between processors. One weight in a
+    thousand may therefore be further off.
     """
     for name, weight in alone[3].items():
         close = torch.isclose(ranks[0][3][name], weight, rtol=1e-3, atol=1e-4)
