@@ -55,7 +55,7 @@ from benchmarks.common import environment, print_table, write_json
 from benchmarks.isolate import emit, run_part
 from benchmarks.latency_engines import ENGINES
 from benchmarks.latency_rig import Layers, Rig, start
-from benchmarks.updates import PHASES, Round, check, new_version, spread, update_row
+from benchmarks.updates import PHASES, Round, check, config, new_version, spread, update_row
 from weightsync import SyncReport
 
 __all__ = ["main"]
@@ -150,7 +150,8 @@ def _parts(args: argparse.Namespace, notes: list[str]) -> Iterator[dict[str, Any
 def _run_part(spec: Mapping[str, Any]) -> None:
     start_ray(0 if spec["cpu"] else spec["tp"])
     try:
-        with start(spec["engine"], spec["model"], spec["tp"], spec["gpu_memory"], cpu=spec["cpu"]) as rig:
+        where = spec["engine"], spec["model"], spec["tp"], spec["gpu_memory"]
+        with start(*where, cpu=spec["cpu"], config=config(256, 2)) as rig:
             named = {"engine": spec["engine"], "model": spec["model"], "tp": spec["tp"]}
             pings = ray.get(rig.trainers[0].ping.remote(rig.engine, _NUM_PINGS))
             ways = _ways(rig, spec)

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from benchmarks.cluster import kill, spawn
 from benchmarks.latency_engines import ENGINES
 from benchmarks.latency_trainer import LatencyTrainer
 from benchmarks.models import Tensor, model_of, save_config, shape_of
-from benchmarks.updates import Round, WrongWeightsError, config
-from weightsync import WeightSync
+from benchmarks.updates import Round, WrongWeightsError
+from weightsync import SyncConfig, WeightSync
 from weightsync.plan import RankLayout
 
 __all__ = ["Layers", "Rig", "start"]
@@ -137,7 +137,9 @@ def _opened_and_loaded(rank: Layers) -> tuple[float, float]:
 
 
 @contextmanager
-def start(kind: str, model: str, num_ranks: int, gpu_memory: float, *, cpu: bool) -> Iterator[Rig]:
+def start(
+    kind: str, model: str, num_ranks: int, gpu_memory: float, *, cpu: bool, config: SyncConfig
+) -> Iterator[Rig]:
     """Start an engine with dummy weights, and a trainer rank on each GPU."""
     tensors = model_of(model)
     with tempfile.TemporaryDirectory(prefix="weightsync-bench-") as folder:
@@ -155,7 +157,7 @@ def start(kind: str, model: str, num_ranks: int, gpu_memory: float, *, cpu: bool
         engine = spawn(ENGINES[kind], folder, tensors, options, gpu=visible, env=_ENV)
         ray.get([trainer.load_code.remote(kind) for trainer in trainers])
         layouts = [table.rank_layout() for table in ray.get(engine.sync_layout.remote())]
-        with WeightSync(replace(config(256, 2), keep_versions=1)) as sync:
+        with WeightSync(config) as sync:
             rig = Rig(kind, tensors, trainers, engine, layouts, sync)
             if rig.has_own_way:
                 ray.get(engine.probe.remote("watch"))

@@ -297,8 +297,8 @@ class SyncConfig:
             every trainer and engine has a GPU.
         stage: ``host`` brings a version to memory of the engines' hosts, and compares digests there, while
             engines serve; they pause only to copy it from there. For links slower than that memory. Each such
-            host keeps two copies of the model. Needs weights that are published to the host. ``none`` sends
-            weights to paused engines.
+            host keeps two copies of the model. Trainers then publish to their host, also from GPUs.
+            ``none`` sends weights to paused engines.
         bucket_bytes: the most bytes that travel as one message.
         num_slots: buckets per holder. One is read while the others are filled.
         max_staging_bytes: the most bytes of buckets per holder. A plan that needs more is refused.

@@ -28,6 +28,16 @@ def test_updates_of_a_fleet_without_gpus_are_measured_and_right(tmp_path: Path) 
 
 @pytest.mark.faults
 @pytest.mark.timeout(240)
+def test_tokens_are_counted_while_updates_are_staged(tmp_path: Path) -> None:
+    asked = ["--cpu", "--engine", "torch", "--model", "tiny", "--rounds", "1", "--clients", "2"]
+    (row,), _ = measured("bench_staged", *asked, out=tmp_path / "staged.json")
+    assert row["last report"]["verified"]
+    assert row["last report"]["phases"]["stage"] > 0
+    assert min(row["tokens/s"], row["tokens/s arriving"]) > 0
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(240)
 @pytest.mark.skipif(importlib.util.find_spec("awex") is None, reason="awex is not installed")
 def test_awex_and_ours_bring_the_same_uneven_shards(tmp_path: Path) -> None:
     asked = ["--only", "awex", "--cpu", "--ranks", "3:1", "--rounds", "1"]

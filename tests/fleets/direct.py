@@ -58,10 +58,13 @@ class Source(ModuleSource):
     """A source that publishes on the host and exports weights like a GPU's."""
 
     shared: Shared
+    in_place = True
     _copied: Published | None = None
 
     def ready(self) -> bool:
         """Fill the send buffer, which broadcasts read in place of the model, before digests are asked for."""
+        if not self.in_place:
+            return False
         self._copied = super().publish(count=True)
         return True
 
@@ -71,6 +74,8 @@ class Source(ModuleSource):
 
     def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
         attached = super().attach(plan, trainer, send_buffer)
+        if not self.in_place:
+            return attached
         live = {name: local_tensor(tensor) for name, tensor in named_tensors(self.model)[0].items()}
         return replace(attached, export=self.shared.export(self.layout(), live))
 
@@ -126,6 +131,12 @@ class Staging(HostStaging):
         self.begun.append(bucket)
         return super().fill(bucket, timeout_s)
 
+    def load(self, bucket: int, parts: Mapping[int, torch.Tensor], timeout_s: float) -> Sequence[Pending]:
+        for step in self.engine.plan.bucket_steps(bucket):
+            held = parts[step.trainer][step.send_buffer_offset : step.send_buffer_offset + step.nbytes]
+            self._slots[bucket % len(self._slots)].tensor[step.offset : step.offset + step.nbytes] = held
+        return ()
+
     def start_direct_copy(self, frozen: bool = True) -> None:
         for reads in self._reads if frozen else self._reads[:1]:
             self.shared.copy(reads, self._memory, self.engine.export)
@@ -148,7 +159,7 @@ class Direct(Loop):
         self.unreachable, self.on_host, self.begun = set[int](), set[int](), list[int]()
         shared = Shared()
         self.source = Source(self.model, frozen=self.frozen)
-        self.source.shared = shared
+        self.source.shared, self.source.in_place = shared, config.stage == "none"
         self.fleet.trainers[0] = (LocalTrainer(self.source), 0)
         for name, plain in self.engines.items():
             engine = Engine(name, plain.tensors)

@@ -145,6 +145,31 @@ def test_each_version_arrives_bit_for_bit(case: Case, bundles: PlacementGroup, p
     fleet.close()
 
 
+@pytest.mark.parametrize(
+    ("source", "dtype"), [("device", "bfloat16"), ("device", "float32"), ("turns", "bfloat16")]
+)
+def test_each_staged_version_arrives_bit_for_bit(
+    bundles: PlacementGroup, num_gpus: int, path: str, source: str, dtype: str
+) -> None:
+    fleet = Fleet(bundles, path, num_gpus, list(range(num_gpus)), dtype, source)
+    config = SyncConfig(
+        stage="host", bucket_bytes=4 << 20, timeout_s=patient(30), connect_timeout_s=patient(60)
+    )
+    with WeightSync(config) as sync:
+        fleet.register(sync)
+        sync.connect()
+        for version in (1, 2, 3):
+            fleet.train(version)
+            report = sync.update_weights(version)
+            sys.stdout.write(f"{report} {dict(report.phases)}\n")
+            assert report.verified
+            assert report.phases["stage"] > 0
+            assert set(report.engines.values()) == {version}
+            assert "direct" not in report.routes.values()
+            fleet.check()
+    fleet.close()
+
+
 def test_no_update_pays_for_the_first_use_and_memory_stays_flat(
     bundles: PlacementGroup, num_gpus: int, path: str
 ) -> None:

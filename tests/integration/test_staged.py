@@ -10,7 +10,7 @@ import pytest
 from tests.fleets.direct import Direct
 from tests.fleets.loop import CONFIG, Loop, drive
 from weightsync.driver.engine_state import EngineState
-from weightsync.errors import ConfigError, ReadError, TransportError, WeightSyncError
+from weightsync.errors import ReadError, TransportError, WeightSyncError
 from weightsync.protocol.messages import StagedPart, StageTask
 
 STAGED = replace(CONFIG, stage="host")
@@ -144,9 +144,12 @@ def test_memory_is_reserved_when_it_is_connected_and_not_in_updates() -> None:
     drive(work, STAGED, Apart)
 
 
-def test_weights_that_are_read_in_place_are_not_staged() -> None:
+def test_weights_that_could_be_read_in_place_are_published_to_the_host() -> None:
     async def work(loop: Loop) -> None:
-        with pytest.raises(ConfigError, match=r"sync\.stage.*host.*give none.*offloads=True"):
-            await loop.controller.connect()
+        await loop.controller.connect()
+        for version in (1, 2):
+            report = await loop.controller.update(version)
+            assert report.phases["stage"] > 0
+            assert report.engines == {"e0": version, "e1": version}
 
     drive(work, STAGED, Direct)

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import math
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from weightsync.config import SyncConfig
@@ -94,7 +94,7 @@ async def connect(
     """
     clock = PhaseClock()
     with clock.phase("layouts"):
-        layouts = await _layouts(fleet, config.connect_timeout_s)
+        layouts = await _layouts(fleet, config)
     with clock.phase("trial"):
         trial = await run_trial(fleet, config, layouts.trainers, layouts.engines, demoted or {})
     num_slots = config.num_slots if _needs_buckets(layouts, trial) else 0
@@ -189,8 +189,8 @@ def _flat_layouts(
     return flat_layouts
 
 
-async def _layouts(fleet: Fleet, timeout_s: float) -> _Layouts:
-    live = fleet.live()
+async def _layouts(fleet: Fleet, config: SyncConfig) -> _Layouts:
+    live, timeout_s = fleet.live(), config.connect_timeout_s
     if not live:
         raise StateError("no engine is alive: call add_engine() first")
     asked = {f"trainer {i}": trainer.layout() for i, (trainer, _) in enumerate(fleet.trainers)}
@@ -198,13 +198,20 @@ async def _layouts(fleet: Fleet, timeout_s: float) -> _Layouts:
     trainers, engines = await asyncio.gather(
         gather_named(asked, "layout", timeout_s), gather_named(wanted, "layout", timeout_s)
     )
-    sources, needs = trainers.require(), engines.require()
+    needs = engines.require()
+    sources = [_published(table, config) for table in trainers.require().values()]
     ranks = {name: needs[f"engine {name}"] for name in live}
     joined: dict[str, Layout] = {}
     for name, its in ranks.items():
         twin = next((other for other in joined if _alike(its, ranks[other])), None)
         joined[name] = joined[twin] if twin else join_tables(its)
-    return _Layouts([*sources.values()], ranks, join_tables([*sources.values()]), joined)
+    return _Layouts(sources, ranks, join_tables(sources), joined)
+
+
+def _published(trainer: LayoutTable, config: SyncConfig) -> LayoutTable:
+    """Return a trainer rank's layout. What is staged is published to the host, wherever the rank has it."""
+    on_device = trainer.device not in ("", MAPPED)
+    return replace(trainer, device="") if on_device and config.stage == "host" else trainer
 
 
 def _plan(fleet: Fleet, layouts: _Layouts, config: SyncConfig, epoch: int, num_slots: int) -> Plan:

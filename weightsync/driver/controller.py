@@ -111,7 +111,7 @@ class Controller:
         self._connection = made = await connect(self._fleet, self._config, self._epoch, demoted)
         self._nbytes = made.plan.total_nbytes  # 7 ms for 20,000 tensors
         self._frozen_nbytes = sum(made.plan.tensors[i].nbytes for i in made.plan.frozen)
-        await (self._stager or self.snapshot_index).reserve(made)
+        await (self._stager.reserve() if self._stager else self.snapshot_index.reserve(made))
         self.connected = True
         found = self.version, self._epoch, made.plan.num_buckets, made.seconds
         logger.info("[driver · v%d] connected, epoch %d: %d buckets, %s", *found)

@@ -12,7 +12,7 @@ from weightsync.driver.events import Events, HolderSilent
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.driver.trainers import Publication
-from weightsync.errors import ConfigError, DeadlineError, PeerLostError, TransportError
+from weightsync.errors import DeadlineError, PeerLostError, TransportError
 from weightsync.protocol.messages import (
     Fingerprint,
     Refilled,
@@ -63,19 +63,11 @@ class Stager:
         self._homes: dict[str, dict[int, int]] = {}
         self._reserved: dict[int, tuple[int, ...]] = {}
 
-    async def reserve(self, connection: Connection) -> None:
+    async def reserve(self) -> None:
         """Have holders allocate memory for two versions of what they stage.
 
-        Raises ConfigError where trainers' weights are not published to the host, TransportError when memory
-        is short.
+        Raises TransportError when it is short.
         """
-        if connection.in_place:
-            raise ConfigError(
-                "sync.stage",
-                self._config.stage,
-                "give none, since trainers' weights are read in place on GPUs; "
-                "or have trainers publish to their hosts, with TrainerShard's offloads=True",
-            )
         self._homes, self._reserved = {}, {}
         await self._reserve(self._fleet.live(), everyone=True)
 

@@ -162,13 +162,22 @@ class DeviceStaging:
         elif isinstance(self._send_buffer, MappedSendBuffer):
             self._send_buffer.fill(bucket, self._slot(bucket))
         elif self._send_buffer is not None:
-            for step in self._plan.bucket_steps(bucket):
-                if step.root == self._index:
-                    held = self._send_buffer.tensor[
-                        step.send_buffer_offset : step.send_buffer_offset + step.nbytes
-                    ]
-                    self.at(step).copy_(held, non_blocking=True)
+            own = (step for step in self._plan.bucket_steps(bucket) if step.root == self._index)
+            for step in own:
+                self._load(step, self._send_buffer.tensor)
         return [self.mark(f"filling of bucket {bucket}", timeout_s)]
+
+    def load(self, bucket: int, parts: Mapping[int, torch.Tensor], timeout_s: float) -> Sequence[Pending]:
+        """Start copying all of a bucket to its slot. `parts`: what each trainer rank sends, on the host."""
+        if free := self._free.get(bucket % len(self._buffers)):
+            self._filling.wait_event(free)
+        for step in self._plan.bucket_steps(bucket):
+            self._load(step, parts[step.trainer])
+        return [self.mark(f"filling of bucket {bucket}", timeout_s)]
+
+    def _load(self, step: Step, held: torch.Tensor) -> None:
+        data = held[step.send_buffer_offset : step.send_buffer_offset + step.nbytes]
+        self.at(step).copy_(data, non_blocking=True)
 
     def mark(self, what: str, timeout_s: float) -> Pending:
         return _Event(self._filling.record_event(), what, self._index, timeout_s)

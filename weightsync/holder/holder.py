@@ -16,7 +16,8 @@ from weightsync.errors import ConfigError, StateError
 from weightsync.faults import Fault, inject, set_faults
 from weightsync.holder.broadcasts import Communicators
 from weightsync.holder.cross_host import CrossHostExchange
-from weightsync.holder.refill import Refill, Restore, open_refill
+from weightsync.holder.refill import Refill, open_refill
+from weightsync.holder.restore import BucketRestore, Restore
 from weightsync.holder.send_buffer import (
     MappedSendBuffer,
     SendBuffer,
@@ -107,7 +108,7 @@ class Holder:
         self._feed: HolderFeed | None = None
         self.snapshot_store: SnapshotStore | None = None
         self._staged_parts: StagedParts | None = None
-        self._refill: Refill | Restore | None = None
+        self._refill: Refill | Restore | BucketRestore | None = None
         self._moving, self._preparing = threading.Lock(), threading.Lock()
         self._watched, self._turns = threading.Event(), Turns()
 

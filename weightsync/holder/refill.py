@@ -12,7 +12,8 @@ from typing import Protocol
 
 from weightsync.errors import DeadlineError, ReadError, StateError, TransportError, WeightSyncError
 from weightsync.faults import inject
-from weightsync.holder.snapshots import HEADER_NBYTES, FlatSnapshot, Held, SnapshotStore, read_headers
+from weightsync.holder.restore import BucketRestore, Restore
+from weightsync.holder.snapshots import HEADER_NBYTES, FlatSnapshot, SnapshotStore, read_headers
 from weightsync.holder.staging import Staging
 from weightsync.holder.update import BucketConsumer
 from weightsync.memory.host import SharedBuffer
@@ -260,60 +261,6 @@ class FlatSink:
         return first, min(self._step, self._flat.nbytes - first)
 
 
-_STEP_NBYTES = 256 << 20  # between two steps it can be stopped
-_NUM_AHEAD = 2
-
-
-class Restore:
-    """A refill from memory mapped here: copies `held`, described by `header`, over `flat`."""
-
-    def __init__(
-        self,
-        held: Held,
-        header: SnapshotHeader,
-        flat: FlatSnapshot,
-        staging: Staging,
-        consumer: BucketConsumer,
-        timeout_s: float,
-    ) -> None:
-        self._held, self._header, self._flat = held, header, flat
-        self._staging, self._consumer, self._timeout_s = staging, consumer, timeout_s
-        self._stopped = ""
-
-    def run(self) -> Refilled:
-        """Copy everything, then check that the header is still the same.
-
-        Raises TransportError when it was stopped, DeadlineError when the device hangs, ReadError when the
-        snapshot was replaced during the copy.
-        """
-        begun = time.perf_counter()
-        data = self._held.bytes
-        firsts = range(0, len(data), _STEP_NBYTES)
-        under_way: deque[Pending] = deque()
-        for number, first in enumerate(firsts):
-            inject("refill", bucket=number, num_buckets=len(firsts))
-            if self._stopped:
-                raise TransportError(self._stopped)
-            self._flat.load(data[first : first + _STEP_NBYTES], first)
-            under_way.append(self._staging.mark(f"filling from byte {first} on", self._timeout_s))
-            if len(under_way) > _NUM_AHEAD:
-                under_way.popleft().wait()
-        while under_way:
-            under_way.popleft().wait()
-        holder = self._held.holder
-        if (found := self._held.header) != self._header:
-            raise ReadError(holder, f"it holds {found or 'no snapshot'}, not {self._header}")
-        self._consumer.finish(0)
-        return Refilled({holder: len(data)}, {holder: self._held.way}, time.perf_counter() - begun)
-
-    def stop(self, cause: str) -> None:
-        """Stop `run`, from any thread. It then raises TransportError(`cause`)."""
-        self._stopped = cause
-
-    def close(self) -> None:
-        """Release nothing: the snapshot store owns the memory."""
-
-
 def open_refill(
     plan: Plan,
     snapshot: Snapshot,
@@ -322,13 +269,15 @@ def open_refill(
     consumer: BucketConsumer,
     may_map: bool,
     timeout_s: float,
-) -> Refill | Restore:
+) -> Refill | Restore | BucketRestore:
     """Return the refill of the engine rank from `snapshot`.
 
     `snapshots` is this holder's store, if its memory may be read. Raises StateError for a flat snapshot when
     this holder does not write the engine rank's memory.
     """
     if not snapshot.is_flat:
+        if snapshots and staging.mapped and (parts := snapshots.parts(snapshot)):
+            return BucketRestore(snapshot, parts, plan, staging.mapped, consumer, timeout_s)
         return Refill(snapshot, BucketSink(plan, staging, consumer, timeout_s), may_map, timeout_s)
     flat = staging.mapped.flat if staging.mapped else None
     if flat is None:

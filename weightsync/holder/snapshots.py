@@ -17,7 +17,7 @@ from weightsync.config import Ports
 from weightsync.errors import ReadError, TransportError
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.handles import Offer
-from weightsync.protocol.messages import Fingerprint, SnapshotHeader, SnapshotPart
+from weightsync.protocol.messages import Fingerprint, Snapshot, SnapshotHeader, SnapshotPart
 from weightsync.readers import Read, Reader, Server, choose_protocol, open_reader, serve
 
 
@@ -197,6 +197,16 @@ class SnapshotStore:
         if header.part in self._mapped:
             found.append(self._mapped[header.part])
         return next((held for held in found if held.header == header), None)
+
+    def parts(self, snapshot: Snapshot) -> Mapping[int, Held] | None:
+        """Return all parts of `snapshot` if they are saved, staged or mapped here, else None."""
+        found: dict[int, Held] = {}
+        for part in snapshot.parts:
+            held = self.held(SnapshotHeader(snapshot.version, snapshot.layout, part))
+            if held is None:
+                return None
+            found[part] = held
+        return found
 
     def replicate(self, snapshot_part: SnapshotPart, timeout_s: float, turn: int = 0) -> Offer:
         """Copy another holder's snapshot. `timeout_s` is for each 64 MiB.

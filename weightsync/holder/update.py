@@ -211,7 +211,7 @@ def run_update(
     if task.exchanges:
         assert exchange
         exchange.move(lambda: task.copies_directly and consumer.taking)
-    _pump(
+    pump(
         range(num_buckets)
         if task.broadcasts_all
         else sorted(each for each in task.cast if each < num_buckets),
@@ -224,7 +224,7 @@ def run_update(
     consumer.finish(num_buckets, is_all=task.frozen)
 
 
-def _pump(
+def pump(
     buckets: Iterable[int],
     num_ahead: int,
     start: Callable[[int], Sequence[Pending]],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,7 +25,8 @@ from weightsync.memory.tensors import device_id, segment_view
 from weightsync.plan import Box, Piece, Plan, RankLayout, Segment
 from weightsync.plan.plan import by_tensor
 from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export
-from weightsync.protocol.messages import Published
+from weightsync.protocol.messages import Published, combine
+from weightsync.sources.device_copies import DeviceCopies
 from weightsync.sources.difference import difference
 from weightsync.sources.experts import stack_experts
 from weightsync.sources.in_place import InPlace
@@ -111,6 +112,8 @@ class TensorSource(ABC):
         self._sources: tuple[tuple[Piece, Segment], ...] = ()
         self._table = HostTable((), 0)
         self._copies: tuple[_Copy, ...] = ()
+        self._device_copies: tuple[DeviceCopies, ...] = ()
+        self._on_gpus: tuple[_Copy, ...] = ()
         self._nonfinite = NonfiniteTable(())
 
     @abstractmethod
@@ -185,23 +188,28 @@ class TensorSource(ABC):
         warm_up()
         self._send_buffer = SharedBuffer.open(send_buffer)
         self._make_copies()
-        if self._offloads:
+        if self._offloads or self._device_copies:
             self._send_buffer.pin()
         return Attached(plan.digest(), None)
 
     def _make_copies(self) -> None:
-        """Prepare the copies. Those without cast or transfer go into a table."""
+        """Prepare the copies: together those of each GPU, in a table those on the host without a cast."""
         assert self._plan is not None
         assert self._send_buffer is not None
         assert self._guard is not None
         live, metas, start = self._live(), self._plan.tensors, self._send_buffer.tensor.data_ptr()
         parts, by_table, others = [], [], []
+        on_gpus: defaultdict[torch.device, list[tuple[Piece, _Copy, torch.Tensor]]] = defaultdict(list)
         for piece, segment in self._sources:
             meta, source = metas[piece.tensor], segment_view(live[segment.buffer], segment)
             dtype: torch.dtype = getattr(torch, meta.dtype)
             for copy in _chunks(self._plan, piece, segment, whole=source.is_cuda):
                 cut = source[copy.index]
-                if segment.buffer in self._guard.strays or not _is_ready(cut, dtype):
+                is_stray = segment.buffer in self._guard.strays
+                if cut.is_cuda and not is_stray:
+                    on_gpus[cut.device].append((piece, copy, cut))
+                    continue
+                if is_stray or not _is_ready(cut, dtype):
                     others.append(copy)
                     continue
                 by_table.append(copy)
@@ -220,6 +228,15 @@ class TensorSource(ABC):
             (metas[copy.tensor].dtype, copy.start, copy.box.numel * metas[copy.tensor].itemsize)
             for copy in self._copies
         )
+        self._device_copies = tuple(
+            DeviceCopies(
+                self._plan,
+                [(piece, cut, self._in(self._send_buffer, copy).view(cut.shape)) for piece, copy, cut in its],
+                device,
+            )
+            for device, its in on_gpus.items()
+        )
+        self._on_gpus = tuple(copy for its in on_gpus.values() for _, copy, _ in its)
 
     def ready(self) -> bool:
         """Finish writing weights that are read in place. Returns False for others. Raises as `publish`."""
@@ -278,10 +295,11 @@ class TensorSource(ABC):
                 self._finish()
             published = self._to_send_buffer(count=True) if self._send_buffer else None
             if self._send_buffer:
-                for copy in self._copies:
+                for copy in (*self._copies, *self._on_gpus):
                     stored.setdefault(copy.segment.buffer, []).append(
                         Stored(copy.segment, copy.index, self._in(self._send_buffer, copy))
                     )
+            self._device_copies = ()  # they have memory of their own on the GPU; `onload` has them made again
             self._offloaded = Offloaded(self._live(), stored)
             self._in_send_buffer = published
             self._guard = self._watch(self._weights())
@@ -367,7 +385,8 @@ class TensorSource(ABC):
             ran = threads.map(run, *zip(*table.ranges, strict=True)) if table.ranges else ()
             shares = list(threads.map(publish, others))
             list(ran)  # raises the first error of a thread
-        digests = table.digests()
+        sent = [copies.run(count) for copies in self._device_copies]
+        digests = combine([table.digests(), *(each.digests for each in sent)])
         for number, share in zip(others, shares, strict=True):
             # Add to a slice: arrays wrap around, scalars would warn.
             tensor = self._copies[number].tensor
@@ -375,11 +394,13 @@ class TensorSource(ABC):
         nonfinite: Counter[str] = Counter()
         for number in np.flatnonzero(counts).tolist():
             nonfinite[metas[self._copies[number].tensor].name] += int(counts[number])
+        for each in sent:
+            nonfinite.update(each.nonfinite)
         return Published(digests, dict(nonfinite))
 
     def close(self) -> None:
         """Disconnect from the holder. Offloaded tensors leave the send buffer first."""
-        self._in_place, self._has_begun = None, False
+        self._in_place, self._has_begun, self._device_copies = None, False, ()
         if self._offloaded and self._in_send_buffer is not None:
             self._offloaded.leave_send_buffer()
             self._in_send_buffer = None

@@ -1,0 +1,125 @@
+"""Refills an engine rank from snapshots that its holder has in page-locked memory."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from weightsync.errors import ReadError, TransportError
+from weightsync.faults import inject
+from weightsync.holder.snapshots import FlatSnapshot, Held
+from weightsync.holder.staging import Staging
+from weightsync.holder.update import BucketConsumer, pump
+from weightsync.plan import Plan
+from weightsync.protocol.messages import Refilled, Snapshot, SnapshotHeader
+from weightsync.transports import Pending
+
+if TYPE_CHECKING:
+    from weightsync.holder.device_staging import DeviceStaging
+
+_STEP_NBYTES = 256 << 20  # between two steps it can be stopped
+_NUM_AHEAD = 2
+
+
+class Restore:
+    """A refill from memory mapped here: copies `held`, described by `header`, over `flat`."""
+
+    def __init__(
+        self,
+        held: Held,
+        header: SnapshotHeader,
+        flat: FlatSnapshot,
+        staging: Staging,
+        consumer: BucketConsumer,
+        timeout_s: float,
+    ) -> None:
+        self._held, self._header, self._flat = held, header, flat
+        self._staging, self._consumer, self._timeout_s = staging, consumer, timeout_s
+        self._stopped = ""
+
+    def run(self) -> Refilled:
+        """Copy everything, then check that the header is still the same.
+
+        Raises TransportError when it was stopped, DeadlineError when the device hangs, ReadError when the
+        snapshot was replaced during the copy.
+        """
+        begun = time.perf_counter()
+        data = self._held.bytes
+        firsts = range(0, len(data), _STEP_NBYTES)
+        under_way: deque[Pending] = deque()
+        for number, first in enumerate(firsts):
+            inject("refill", bucket=number, num_buckets=len(firsts))
+            if self._stopped:
+                raise TransportError(self._stopped)
+            self._flat.load(data[first : first + _STEP_NBYTES], first)
+            under_way.append(self._staging.mark(f"filling from byte {first} on", self._timeout_s))
+            if len(under_way) > _NUM_AHEAD:
+                under_way.popleft().wait()
+        while under_way:
+            under_way.popleft().wait()
+        holder = self._held.holder
+        _check(self._held, self._header)
+        self._consumer.finish(0)
+        return Refilled({holder: len(data)}, {holder: self._held.way}, time.perf_counter() - begun)
+
+    def stop(self, cause: str) -> None:
+        """Stop `run`, from any thread. It then raises TransportError(`cause`)."""
+        self._stopped = cause
+
+    def close(self) -> None:
+        """Release nothing: the snapshot store owns the memory."""
+
+
+class BucketRestore:
+    """A refill on a device: copies buckets from `held`, the parts of `snapshot`, as an update does."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        held: Mapping[int, Held],
+        plan: Plan,
+        staging: DeviceStaging,
+        consumer: BucketConsumer,
+        timeout_s: float,
+    ) -> None:
+        self._snapshot, self._held, self._plan = snapshot, held, plan
+        self._staging, self._consumer, self._timeout_s = staging, consumer, timeout_s
+        self._bytes = {part: its.bytes for part, its in held.items()}
+        self._stopped = ""
+
+    def run(self) -> Refilled:
+        """Copy everything, then check that the headers are still the same. Raises as `Restore.run`."""
+        begun, num_buckets = time.perf_counter(), self._plan.num_buckets
+        pump(range(num_buckets), self._plan.slots, self._start, self._arrived, self._consumer)
+        nbytes: Counter[str] = Counter()
+        for part, held in self._held.items():
+            _check(held, SnapshotHeader(self._snapshot.version, self._snapshot.layout, part))
+            nbytes[held.holder] += len(self._bytes[part])
+        self._consumer.finish(num_buckets)
+        ways = {held.holder: held.way for held in self._held.values()}
+        return Refilled(dict(nbytes), ways, time.perf_counter() - begun)
+
+    def stop(self, cause: str) -> None:
+        """Stop `run`, from any thread. It then raises TransportError(`cause`)."""
+        self._stopped = cause
+
+    def close(self) -> None:
+        """Release nothing: the snapshot store owns the memory."""
+
+    def _start(self, bucket: int) -> Sequence[Pending]:
+        if self._stopped:
+            raise TransportError(self._stopped)
+        return self._staging.load(bucket, self._bytes, self._timeout_s)
+
+    def _arrived(self, bucket: int) -> None:
+        steps = self._plan.bucket_steps(bucket)
+        struck = self._staging.at(steps[bucket % len(steps)])
+        inject("refill", bucket=bucket, num_buckets=self._plan.num_buckets, data=struck)
+
+
+def _check(held: Held, header: SnapshotHeader) -> None:
+    """Raise ReadError if `held` is not what `header` describes."""
+    if (found := held.header) != header:
+        raise ReadError(held.holder, f"it holds {found or 'no snapshot'}, not {header}")
