@@ -17,6 +17,8 @@ from weightsync.holder.staging import HostStaging
 from weightsync.memory.addresses import local_tensor
 from weightsync.memory.tensors import named_tensors
 from weightsync.plan import Plan, RankLayout, Reads
+from weightsync.plan.plan import by_tensor
+from weightsync.plan.portions import Portion, needed_portions
 from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export
 from weightsync.protocol.messages import FeedTicket, Published
 from weightsync.sources.module import ModuleSource
@@ -131,10 +133,20 @@ class Staging(HostStaging):
         self.begun.append(bucket)
         return super().fill(bucket, timeout_s)
 
-    def load(self, bucket: int, parts: Mapping[int, torch.Tensor], timeout_s: float) -> Sequence[Pending]:
-        for step in self.engine.plan.bucket_steps(bucket):
-            held = parts[step.trainer][step.send_buffer_offset : step.send_buffer_offset + step.nbytes]
-            self._slots[bucket % len(self._slots)].tensor[step.offset : step.offset + step.nbytes] = held
+    @property
+    def needs(self) -> list[list[Portion]]:
+        plan = self.engine.plan
+        segments = by_tensor(plan, self.engine.layout()[0])
+        return [needed_portions(plan, bucket, segments) for bucket in range(plan.num_buckets)]
+
+    def slot(self, bucket: int) -> torch.Tensor:
+        return self._slots[bucket % len(self._slots)].tensor
+
+    def load(
+        self, bucket: int, parts: Sequence[tuple[int, torch.Tensor]], timeout_s: float
+    ) -> Sequence[Pending]:
+        for offset, held in parts:
+            self.slot(bucket)[offset : offset + len(held)] = held
         return ()
 
     def start_direct_copy(self, frozen: bool = True) -> None:

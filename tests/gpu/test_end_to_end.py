@@ -170,6 +170,24 @@ def test_each_staged_version_arrives_bit_for_bit(
     fleet.close()
 
 
+def test_what_another_holder_of_the_host_staged_is_mapped_and_its_engine_refilled(
+    bundles: PlacementGroup, path: str
+) -> None:
+    fleet = Fleet(bundles, path, 1, [0])
+    fleet.engines["beside"] = spawn(Engine, bundles, 0, path, "beside", share=0.1)
+    config = SyncConfig(
+        stage="host", bucket_bytes=4 << 20, timeout_s=patient(30), connect_timeout_s=patient(60)
+    )
+    with WeightSync(config) as sync:
+        fleet.register(sync)
+        sync.connect()
+        for version in (1, 2, 3):
+            fleet.train(version)
+            assert set(sync.update_weights(version).engines.values()) == {version}
+            fleet.check()
+    fleet.close()
+
+
 def test_no_update_pays_for_the_first_use_and_memory_stays_flat(
     bundles: PlacementGroup, num_gpus: int, path: str
 ) -> None:

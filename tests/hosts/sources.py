@@ -20,9 +20,10 @@ import torch
 
 from tests.hosts.network import Host, Network
 from tests.patience import patient
-from weightsync.holder.refill import Portion, Refill
+from weightsync.holder.refill import Refill
 from weightsync.holder.snapshots import SnapshotStore
 from weightsync.memory.host import SharedBuffer
+from weightsync.plan.portions import Portion
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import Snapshot, SnapshotHeader
 

@@ -8,8 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from tests.patience import patient
 from weightsync.errors import TransportError
-from weightsync.holder.refill import Portion, Refill
+from weightsync.holder.refill import Refill
 from weightsync.memory.host import SharedBuffer
+from weightsync.plan.portions import Portion
 from weightsync.protocol.handles import BufferHandle, Offer
 from weightsync.protocol.messages import Snapshot
 

@@ -74,7 +74,7 @@ class SnapshotIndex:
                 for (number, home), offer in offers.items():
                     near = self._fleet.node(home) == self._fleet.node(holder)
                     if number == part and near and (part, holder) not in offers:
-                        calls[f"holder {holder}"] = self._fleet.holders[holder].map(part, offer)
+                        calls[f"holder {holder}"] = self._fleet.holders[holder].map({part: (offer,)})
         outcome = await gather_named(calls, "map", self._config.connect_timeout_s)
         for error in outcome.failures.values():
             logger.warning("[driver] a snapshot on the same host is not mapped: %s", error)

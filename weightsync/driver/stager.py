@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.driver.trainers import Publication
 from weightsync.errors import DeadlineError, PeerLostError, TransportError
+from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import (
     Fingerprint,
     Refilled,
@@ -23,6 +25,8 @@ from weightsync.protocol.messages import (
     StageTask,
     combine,
 )
+
+logger = logging.getLogger("weightsync.driver.stager")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,14 +66,18 @@ class Stager:
         self._config, self._fleet, self._events = config, fleet, events
         self._homes: dict[str, dict[int, int]] = {}
         self._reserved: dict[int, tuple[int, ...]] = {}
+        self._offers: dict[tuple[int, int], Sequence[Offer]] = {}
+        self._mapping: set[int] = set()
 
     async def reserve(self) -> None:
         """Have holders allocate memory for two versions of what they stage.
 
         Raises TransportError when it is short.
         """
-        self._homes, self._reserved = {}, {}
+        self._homes, self._reserved, self._offers = {}, {}, {}
+        self._mapping.clear()
         await self._reserve(self._fleet.live(), everyone=True)
+        await self._map(self._fleet.live())
 
     async def stage(
         self,
@@ -83,6 +91,7 @@ class Stager:
         Raises the error of the holder that failed, or TransportError naming the holder whose bytes differ.
         """
         await self._reserve(takers)  # of an engine that was added on a new host
+        await self._map(takers)
         content, expected = connection.content, publication.fingerprint
         headers = [SnapshotHeader(version, content, part) for part in range(len(self._fleet.trainers))]
         owners = [home for _, home in self._fleet.trainers]
@@ -138,8 +147,24 @@ class Stager:
             for i, its in parts.items()
             if self._reserved.get(i) != its
         }
-        (await gather_named(calls, "reserve", self._config.connect_timeout_s)).require()
+        answers = (await gather_named(calls, "reserve", self._config.connect_timeout_s)).require()
+        for i in parts:
+            offers = answers.get(f"holder {i}", {})
+            self._offers |= {(part, i): its for part, its in offers.items()}
         self._homes, self._reserved = homes, self._reserved | parts
+
+    async def _map(self, members: Mapping[str, EngineMember]) -> None:
+        """Have holders that are new here map what others of their host stage, so that no pause does."""
+        calls = {}
+        for holder in {holder for member in members.values() for holder in member.holders} - self._mapping:
+            homes = self._homes[self._fleet.node(holder)]
+            offers = {part: self._offers[part, home] for part, home in homes.items() if home != holder}
+            if offers:
+                calls[f"holder {holder}"] = self._fleet.holders[holder].map(offers)
+            self._mapping.add(holder)
+        outcome = await gather_named(calls, "map", self._config.connect_timeout_s)
+        for error in outcome.failures.values():
+            logger.warning("[driver] what is staged on the same host is not mapped: %s", error)
 
     async def _ask(
         self, tasks: Mapping[int, StageTask], limit_s: float

@@ -19,6 +19,7 @@ from weightsync.memory.kernels import CopyTable
 from weightsync.memory.tensors import segment_view
 from weightsync.plan import Piece, Plan, Reads, Segment, Step
 from weightsync.plan.plan import by_tensor
+from weightsync.plan.portions import Portion, needed_portions
 from weightsync.protocol.handles import DeviceHandle, Export, Handle
 from weightsync.transports import Pending
 
@@ -57,6 +58,7 @@ class DeviceStaging:
         source: the trainer's buffers, if they are read in place: uint8, one dimension.
         target: the engine rank's buffers, if the holder writes them: uint8, one dimension.
         flat: the engine rank's memory as a flat snapshot. None if the holder does not write it.
+        needs: what the engine rank needs of each bucket, if the holder writes its memory.
     """
 
     device = "cuda"
@@ -77,6 +79,7 @@ class DeviceStaging:
         self.target: Mapping[str, torch.Tensor] = {}
         self._direct_copy: DirectCopy | None = None
         self.flat: FlatSnapshot | None = None
+        self.needs: Sequence[Sequence[Portion]] = ()
         self._targets: list[SharedBuffer] = []
 
     @property
@@ -131,6 +134,8 @@ class DeviceStaging:
             rows = bucket_rows(self._plan, segments, self._address(), starts, into=True)
             self._unpack = CopyTable(*rows, _NUM_BLOCKS)
             self.flat = FlatSnapshot(self.target)
+            buckets = range(self._plan.num_buckets if starts else 0)
+            self.needs = [needed_portions(self._plan, bucket, segments) for bucket in buckets]
 
     def route(self, reads: Sequence[Reads], memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
         """Map `memory`, trainers' buffers by rank and name, for direct copies. Raises TransportError.
@@ -160,24 +165,26 @@ class DeviceStaging:
             for target, source in self._casts.get(bucket, ()):
                 target.copy_(source)
         elif isinstance(self._send_buffer, MappedSendBuffer):
-            self._send_buffer.fill(bucket, self._slot(bucket))
+            self._send_buffer.fill(bucket, self.slot(bucket))
         elif self._send_buffer is not None:
-            own = (step for step in self._plan.bucket_steps(bucket) if step.root == self._index)
-            for step in own:
-                self._load(step, self._send_buffer.tensor)
+            data = self._send_buffer.tensor
+            own = [step for step in self._plan.bucket_steps(bucket) if step.root == self._index]
+            starts = [(step, step.send_buffer_offset) for step in own]
+            self._load(bucket, [(step.offset, data[at : at + step.nbytes]) for step, at in starts])
         return [self.mark(f"filling of bucket {bucket}", timeout_s)]
 
-    def load(self, bucket: int, parts: Mapping[int, torch.Tensor], timeout_s: float) -> Sequence[Pending]:
-        """Start copying all of a bucket to its slot. `parts`: what each trainer rank sends, on the host."""
+    def load(
+        self, bucket: int, parts: Sequence[tuple[int, torch.Tensor]], timeout_s: float
+    ) -> Sequence[Pending]:
+        """Start copying `parts`, uint8[n] on the host with their offsets, to a bucket's slot."""
         if free := self._free.get(bucket % len(self._buffers)):
             self._filling.wait_event(free)
-        for step in self._plan.bucket_steps(bucket):
-            self._load(step, parts[step.trainer])
+        self._load(bucket, parts)
         return [self.mark(f"filling of bucket {bucket}", timeout_s)]
 
-    def _load(self, step: Step, held: torch.Tensor) -> None:
-        data = held[step.send_buffer_offset : step.send_buffer_offset + step.nbytes]
-        self.at(step).copy_(data, non_blocking=True)
+    def _load(self, bucket: int, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
+        for offset, held in parts:
+            self.slot(bucket)[offset : offset + len(held)].copy_(held, non_blocking=True)
 
     def mark(self, what: str, timeout_s: float) -> Pending:
         return _Event(self._filling.record_event(), what, self._index, timeout_s)
@@ -191,7 +198,7 @@ class DeviceStaging:
         if free := self._free.get(bucket % len(self._buffers)):
             self._filling.wait_event(free)
         held = self._targets[bucket % len(self._targets)].tensor
-        self._slot(bucket)[: len(held)].copy_(held, non_blocking=True)
+        self.slot(bucket)[: len(held)].copy_(held, non_blocking=True)
         self.mark(f"filling of bucket {bucket}", timeout_s).wait()
 
     def write(self, bucket: int) -> None:
@@ -206,7 +213,7 @@ class DeviceStaging:
         _Event(self._writing.record_event(), "writing to the engine", self._index, timeout_s).wait()
 
     def at(self, step: Step) -> torch.Tensor:
-        return self._slot(step.bucket)[step.offset : step.offset + step.nbytes]
+        return self.slot(step.bucket)[step.offset : step.offset + step.nbytes]
 
     def close(self) -> None:
         """Unmap the memory of other processes. The slots belong to the holder and outlive an epoch."""
@@ -244,7 +251,8 @@ class DeviceStaging:
             memory[name] = buffer.tensor
         return memory
 
-    def _slot(self, bucket: int) -> torch.Tensor:
+    def slot(self, bucket: int) -> torch.Tensor:
+        """Return the slot of a bucket: uint8, one dimension."""
         return self._buffers[bucket % len(self._buffers)].tensor
 
     def _is_own(self, piece: Piece) -> bool:
@@ -255,7 +263,7 @@ class DeviceStaging:
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return (target, source) views of a piece that torch has to cast."""
         meta = self._plan.tensors[piece.tensor]
-        slot = self._slot(piece.bucket)[piece.offset : piece.offset + piece.nbytes]
+        slot = self.slot(piece.bucket)[piece.offset : piece.offset + piece.nbytes]
         target = slot.view(getattr(torch, meta.dtype)).view(piece.box.extent)
         pairs = []
         for segment in segments:

@@ -359,9 +359,9 @@ class Holder:
             else self._served_snapshots().reserve(part, what.nbytes)
         )
 
-    def map(self, part: int, offer: Offer) -> None:
-        """Map a snapshot of another holder on this host. Raises PeerLostError when that holder is gone."""
-        self._served_snapshots().map(part, offer)
+    def map(self, offers: Mapping[int, Sequence[Offer]]) -> None:
+        """Map snapshots of other holders on this host, as `SnapshotStore.map`. Raises PeerLostError."""
+        self._served_snapshots().map(offers)
 
     def _snapshot_content(self, is_flat: bool) -> SnapshotContent:
         mapped = self.staging.mapped if self.staging else None
@@ -378,11 +378,15 @@ class Holder:
         """Return its complete snapshots, after pending writes finish."""
         return self.snapshot_store.snapshots() if self.snapshot_store else []
 
-    def reserve_staged(self, parts: Sequence[int]) -> None:
-        """Allocate memory for two versions of each of `parts`, as `StagedParts`. Raises TransportError."""
+    def reserve_staged(self, parts: Sequence[int]) -> Mapping[int, Sequence[Offer]]:
+        """Allocate memory for two versions of each of `parts`, as `StagedParts`. Raises TransportError.
+
+        Returns how the memory of each part is read.
+        """
         if self._plan is None:
             raise StateError(f"{self.name} has no plan: connect first")
         self._staged_parts = StagedParts(self._plan, self._served_snapshots(), parts)
+        return self._staged_parts.offers
 
     def stage(self, task: StageTask, timeout_s: float) -> Sequence[StagedPart]:
         """Stage parts of the next version beside the snapshots, as `StagedParts.stage`."""

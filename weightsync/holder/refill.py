@@ -7,7 +7,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from weightsync.errors import DeadlineError, ReadError, StateError, TransportError, WeightSyncError
@@ -18,6 +17,7 @@ from weightsync.holder.staging import Staging
 from weightsync.holder.update import BucketConsumer
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Plan
+from weightsync.plan.portions import Portion, all_portions
 from weightsync.protocol.messages import Refilled, Snapshot, SnapshotHeader
 from weightsync.readers import Read, Reader, open_reader
 from weightsync.transports import Pending
@@ -150,16 +150,6 @@ def _holder(peer: str) -> str:
     return peer.rpartition(":")[0]
 
 
-@dataclass(frozen=True, slots=True)
-class Portion:
-    """`nbytes` bytes at `source` of a snapshot's part, for `offset` of the target."""
-
-    part: int
-    source: int
-    offset: int
-    nbytes: int
-
-
 LEAST_CUT_NBYTES = 256 << 10
 """Reads of fewer bytes take about as long as this one."""
 
@@ -210,8 +200,7 @@ class BucketSink:
         return self._plan.num_buckets
 
     def portions(self, bucket: int) -> Sequence[Portion]:
-        steps = self._plan.bucket_steps(bucket)
-        return [Portion(step.trainer, step.send_buffer_offset, step.offset, step.nbytes) for step in steps]
+        return all_portions(self._plan, bucket)
 
     def wait_free(self, bucket: int) -> None:
         self._consumer.wait_free(bucket)

@@ -13,6 +13,7 @@ from weightsync.holder.snapshots import FlatSnapshot, Held
 from weightsync.holder.staging import Staging
 from weightsync.holder.update import BucketConsumer, pump
 from weightsync.plan import Plan
+from weightsync.plan.portions import Portion, all_portions
 from weightsync.protocol.messages import Refilled, Snapshot, SnapshotHeader
 from weightsync.transports import Pending
 
@@ -73,7 +74,10 @@ class Restore:
 
 
 class BucketRestore:
-    """A refill on a device: copies buckets from `held`, the parts of `snapshot`, as an update does."""
+    """A refill on a device, bucket by bucket as in an update: copies what the engine rank needs.
+
+    `held` has all parts of `snapshot`.
+    """
 
     def __init__(
         self,
@@ -87,19 +91,18 @@ class BucketRestore:
         self._snapshot, self._held, self._plan = snapshot, held, plan
         self._staging, self._consumer, self._timeout_s = staging, consumer, timeout_s
         self._bytes = {part: its.bytes for part, its in held.items()}
+        self._nbytes = Counter[str]()
         self._stopped = ""
 
     def run(self) -> Refilled:
         """Copy everything, then check that the headers are still the same. Raises as `Restore.run`."""
         begun, num_buckets = time.perf_counter(), self._plan.num_buckets
         pump(range(num_buckets), self._plan.slots, self._start, self._arrived, self._consumer)
-        nbytes: Counter[str] = Counter()
         for part, held in self._held.items():
             _check(held, SnapshotHeader(self._snapshot.version, self._snapshot.layout, part))
-            nbytes[held.holder] += len(self._bytes[part])
         self._consumer.finish(num_buckets)
         ways = {held.holder: held.way for held in self._held.values()}
-        return Refilled(dict(nbytes), ways, time.perf_counter() - begun)
+        return Refilled(dict(self._nbytes), ways, time.perf_counter() - begun)
 
     def stop(self, cause: str) -> None:
         """Stop `run`, from any thread. It then raises TransportError(`cause`)."""
@@ -108,14 +111,24 @@ class BucketRestore:
     def close(self) -> None:
         """Release nothing: the snapshot store owns the memory."""
 
+    def _portions(self, bucket: int) -> Sequence[Portion]:
+        """Return what to copy: all of the bucket if the engine rank reads the slots itself."""
+        return self._staging.needs[bucket] if self._staging.writes else all_portions(self._plan, bucket)
+
     def _start(self, bucket: int) -> Sequence[Pending]:
         if self._stopped:
             raise TransportError(self._stopped)
-        return self._staging.load(bucket, self._bytes, self._timeout_s)
+        parts = []
+        for each in self._portions(bucket):
+            parts.append((each.offset, self._bytes[each.part][each.source : each.source + each.nbytes]))
+            self._nbytes[self._held[each.part].holder] += each.nbytes
+        return self._staging.load(bucket, parts, self._timeout_s)
 
     def _arrived(self, bucket: int) -> None:
-        steps = self._plan.bucket_steps(bucket)
-        struck = self._staging.at(steps[bucket % len(steps)])
+        portions, struck = self._portions(bucket), None
+        if portions:
+            portion = portions[bucket % len(portions)]
+            struck = self._staging.slot(bucket)[portion.offset : portion.offset + portion.nbytes]
         inject("refill", bucket=bucket, num_buckets=self._plan.num_buckets, data=struck)
 
 

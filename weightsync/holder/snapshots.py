@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
@@ -15,7 +16,7 @@ import torch
 
 from weightsync.config import Ports
 from weightsync.errors import ReadError, TransportError
-from weightsync.memory.host import SharedBuffer
+from weightsync.memory.host import SharedBuffer, num_threads
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import Fingerprint, Snapshot, SnapshotHeader, SnapshotPart
 from weightsync.readers import Read, Reader, Server, choose_protocol, open_reader, serve
@@ -84,8 +85,11 @@ class Copy:
         return self._buffer.handle.nbytes
 
     def save(self, to: torch.Tensor) -> None:
-        # In this thread, without torch's threads: other work in this process may need those.
-        np.copyto(to.numpy(), self._buffer.tensor.numpy())
+        # Without torch's threads: other work in this process may need those.
+        target, source = to.numpy(), self._buffer.tensor.numpy()
+        cuts = [slice(at, at + _STEP_NBYTES) for at in range(0, len(source), _STEP_NBYTES)]
+        with ThreadPoolExecutor(num_threads(4)) as threads:
+            list(threads.map(lambda cut: np.copyto(target[cut], source[cut]), cuts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,7 @@ class SnapshotStore:
         self._spares: dict[int, _Served] = {}
         self._kept: dict[int, SnapshotPart] = {}
         self._staged: dict[int, SnapshotPart] = {}
-        self._mapped: dict[int, Held] = {}
+        self._mapped: dict[int, list[Held]] = {}
         self._changing: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
         self._turn = 0
 
@@ -141,10 +145,10 @@ class SnapshotStore:
                 self._place(part, nbytes)
             return self._shares[part][1].offer
 
-    def reserve_spares(self, parts: Mapping[int, int]) -> None:
+    def reserve_spares(self, parts: Mapping[int, int]) -> dict[int, Sequence[Offer]]:
         """Allocate memory for two versions of each of `parts`, bytes by number, and free other spares.
 
-        A staging that still runs ends. Raises TransportError when memory is short.
+        Returns how both are read. A staging that still runs ends. Raises TransportError when memory is short.
         """
         turn = self.begin_staging()
         for part in self._spares.keys() - parts.keys():
@@ -156,6 +160,7 @@ class SnapshotStore:
             with self._changing[part]:
                 if not _fits(self._spares, part, nbytes):
                     self._place(part, nbytes, turn)
+        return {part: [taken[part][1].offer for taken in (self._shares, self._spares)] for part in parts}
 
     def begin_staging(self) -> int:
         """Return a new turn. Calls with an earlier turn end with a TransportError."""
@@ -163,18 +168,24 @@ class SnapshotStore:
             self._turn += 1
             return self._turn
 
-    def map(self, part: int, offer: Offer) -> None:
-        """Map and page-lock another holder's part, so that no refill waits for it.
+    def map(self, offers: Mapping[int, Sequence[Offer]]) -> None:
+        """Map and page-lock other holders' parts, so that no refill waits for it.
 
-        Raises PeerLostError when that holder is gone.
+        `offers` has all memory of each part. What else was mapped of it is unmapped. Raises PeerLostError
+        when a holder is gone.
         """
-        before = self._mapped.get(part)
-        if before is None or before.buffer.handle != offer.memory:
-            buffer = SharedBuffer.open(offer.memory)
-            buffer.pin()
-            self._mapped[part] = Held(offer.holder, "mapped", buffer)
-            if before:
-                before.buffer.close()
+        for part, its in offers.items():
+            before = {held.buffer.handle: held for held in self._mapped.pop(part, ())}
+            now = self._mapped[part] = []
+            try:
+                for offer in its:
+                    if (held := before.pop(offer.memory, None)) is None:
+                        held = Held(offer.holder, "mapped", SharedBuffer.open(offer.memory))
+                        held.buffer.pin()
+                    now.append(held)
+            finally:
+                for held in before.values():
+                    held.buffer.close()
 
     def snapshot(
         self, header: SnapshotHeader, expected: Fingerprint, part: SnapshotContent, turn: int = 0
@@ -194,8 +205,7 @@ class SnapshotStore:
         """Return the part that `header` describes, if it is saved, staged or mapped here."""
         here = [taken[header.part] for taken in (self._shares, self._spares) if header.part in taken]
         found = [Held(self.name, "own", buffer) for buffer, _ in here]
-        if header.part in self._mapped:
-            found.append(self._mapped[header.part])
+        found += self._mapped.get(header.part, ())
         return next((held for held in found if held.header == header), None)
 
     def parts(self, snapshot: Snapshot) -> Mapping[int, Held] | None:
@@ -266,7 +276,8 @@ class SnapshotStore:
             for part in [*taken]:
                 self._drop(taken, part)
         while self._mapped:
-            self._mapped.popitem()[1].buffer.close()
+            for held in self._mapped.popitem()[1]:
+                held.buffer.close()
 
     def _check(self, turn: int) -> None:
         if turn and turn != self._turn:

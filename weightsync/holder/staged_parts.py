@@ -19,12 +19,16 @@ _CHUNK_NBYTES = 4 << 20
 
 
 class StagedParts:
-    """Fills the spare memory of a snapshot store, and digests what lies there."""
+    """Fills the spare memory of a snapshot store, and digests what lies there.
+
+    Attributes:
+        offers: how the memory of each part is read, for both versions.
+    """
 
     def __init__(self, plan: Plan, store: SnapshotStore, parts: Sequence[int]) -> None:
         """Reserve memory for two versions of each of `parts`. Raises TransportError when it is short."""
         self._plan, self._store = plan, store
-        store.reserve_spares({part: plan.send_buffer_nbytes(part) for part in parts})
+        self.offers = store.reserve_spares({part: plan.send_buffer_nbytes(part) for part in parts})
         # One table for each place, made now, so that no update plans anything.
         self._tables = {
             memory.data_ptr(): HostTable([*_parts(plan, part, memory.data_ptr())], len(plan.tensors))

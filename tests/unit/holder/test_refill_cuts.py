@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightsync.holder.refill import LEAST_CUT_NBYTES, Portion, cut_portion
+from weightsync.holder.refill import LEAST_CUT_NBYTES, cut_portion
+from weightsync.plan.portions import Portion
 
 
 @given(

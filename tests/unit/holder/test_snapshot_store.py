@@ -110,3 +110,21 @@ def test_parts_that_are_no_longer_staged_here_are_freed(stores: list[SnapshotSto
     store.keep(2)
     assert store.memory(0) == []
     assert len(store.memory(1)) == 2
+
+
+def test_both_versions_of_another_holders_part_are_mapped_once(stores: list[SnapshotStore]) -> None:
+    first, second = stores
+    offers = first.reserve_spares({0: NBYTES})
+    second.reserve_spares({})
+    second.map(offers)
+    first.snapshot(header(1), EXPECTED, Filled(1))
+    for version in (2, 3):
+        first.snapshot(header(version), EXPECTED, Filled(version), first.begin_staging())
+        found = second.held(header(version))
+        assert found is not None
+        assert (found.holder, found.way) == ("holder 0", "mapped")
+        assert value(second, version) == version
+        first.keep(version)
+    second.map({0: offers[0][:1]})
+    mapped = [second.held(header(version)) for version in (2, 3)]
+    assert sum(held is not None for held in mapped) == 1

@@ -1,0 +1,78 @@
+"""Of each bucket, a rank's portions have all that it needs, and where its trainer ranks have that."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.unit.plan.plan_strategies import World, worlds
+from weightsync.plan import Box, Layout, Members, RankLayout, Segment, TensorMeta, make_plan, portions
+from weightsync.plan.plan import by_tensor
+from weightsync.plan.portions import Portion, needed_portions
+
+FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+ROWS, COLUMNS = 64, 32
+
+
+@FEW
+@given(worlds(), st.sampled_from([256, 1024, 1 << 20]), st.sampled_from([0, 20, 1 << 18]))
+def test_they_cover_what_the_rank_reads_from_the_slots(world: World, bucket_bytes: int, gap: int) -> None:
+    plan = world.plan(bucket_bytes)
+    layouts = [rank.layout(world.tensors, world.tied) for ranks in world.engines.values() for rank in ranks]
+    for layout in layouts:
+        segments = by_tensor(plan, layout)
+        for bucket in range(plan.num_buckets):
+            with mock.patch.object(portions, "GAP_NBYTES", gap):
+                found = needed_portions(plan, bucket, segments)
+            brought = [at for each in found for at in range(each.offset, each.offset + each.nbytes)]
+            assert len(brought) == len(set(brought))
+            assert needed(plan.bucket(bucket).pieces, plan.tensors, segments) <= set(brought)
+            steps = {step.trainer: step for step in plan.bucket_steps(bucket)}
+            for each in found:
+                step = steps[each.part]
+                assert each.source - each.offset == step.send_buffer_offset - step.offset
+                assert step.offset <= each.offset < each.offset + each.nbytes <= step.offset + step.nbytes
+
+
+def needed(pieces: object, tensors: object, segments: list[list[Segment]]) -> set[int]:
+    """The bytes of the bucket that a segment reads, one element after the other."""
+    found: set[int] = set()
+    for piece in pieces:  # type: ignore[attr-defined]
+        size = tensors[piece.tensor].itemsize  # type: ignore[index]
+        strides = piece.box.strides(size)
+        for segment in segments[piece.tensor]:
+            if part := piece.box.intersect(segment.box):
+                for one in part.split(1):
+                    start = piece.offset + piece.box.distance(one, strides)
+                    found.update(range(start, start + size))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("box", "nbytes"),
+    [
+        (Box((0, 0), (ROWS, COLUMNS)), ROWS * COLUMNS * 4),
+        (Box((ROWS // 2, 0), (ROWS // 4, COLUMNS)), ROWS // 4 * COLUMNS * 4),
+        (Box((0, COLUMNS // 2), (ROWS, COLUMNS // 2)), (ROWS * COLUMNS - COLUMNS // 2) * 4),
+    ],
+    ids=["whole", "rows", "columns"],
+)
+def test_of_rows_that_another_rank_has_nothing_is_copied(box: Box, nbytes: int) -> None:
+    meta = TensorMeta("w", "float32", (ROWS, COLUMNS))
+    whole = RankLayout((meta,), (Segment.whole(meta),), (), (meta,))
+    source = Layout.from_ranks([whole])
+    plan = make_plan(
+        source,
+        {"e": source},
+        Members(2, (0,), (("e", (1,)),)),
+        bucket_bytes=1 << 20,
+        max_staging_bytes=1 << 30,
+    )
+    own = Segment("w", box, "w", 0, box.strides(4))
+    (found,) = needed_portions(plan, 0, [[own]])
+    assert found.nbytes == nbytes
+    assert needed_portions(plan, 0, [[]]) == []
+    assert isinstance(found, Portion)
