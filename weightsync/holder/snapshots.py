@@ -6,7 +6,6 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
@@ -16,7 +15,7 @@ import torch
 
 from weightsync.config import Ports
 from weightsync.errors import ReadError, TransportError
-from weightsync.memory.host import SharedBuffer, num_threads
+from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import Fingerprint, Snapshot, SnapshotHeader, SnapshotPart
 from weightsync.readers import Read, Reader, Server, choose_protocol, open_reader, serve
@@ -85,11 +84,9 @@ class Copy:
         return self._buffer.handle.nbytes
 
     def save(self, to: torch.Tensor) -> None:
-        # Without torch's threads: other work in this process may need those.
-        target, source = to.numpy(), self._buffer.tensor.numpy()
-        cuts = [slice(at, at + _STEP_NBYTES) for at in range(0, len(source), _STEP_NBYTES)]
-        with ThreadPoolExecutor(num_threads(4)) as threads:
-            list(threads.map(lambda cut: np.copyto(target[cut], source[cut]), cuts))
+        # In this thread, without torch's: other work in this process may need those. With more threads, an
+        # engine on the same host is slower meanwhile.
+        np.copyto(to.numpy(), self._buffer.tensor.numpy())
 
 
 @dataclass(frozen=True, slots=True)
