@@ -37,8 +37,11 @@ __all__ = [
 
 PHASES = ("publish", "pause", "move", "verify", "commit")
 _APPLIED = ("pause", "move", "verify")
-_RATES = LinkRates(name="H200", hbm=4800, nvlink=374, nic=50)
-"""Memory by the datasheet; NVLink as read by a bare kernel, see `benchmarks.bench_pull`."""
+_RATES = (
+    LinkRates(name="H200", hbm=4800, nvlink=374, nic=50),
+    LinkRates(name="H100", hbm=3350, nvlink=374, nic=50),
+)
+"""Memory by the datasheet; NVLink, the same for both, as a bare kernel reads it: `benchmarks.bench_pull`."""
 
 NUM_WARM = 2
 """Warm-up rounds, which are not measured."""
@@ -149,13 +152,14 @@ def applied(reports: Sequence[SyncReport]) -> dict[str, object]:
 def floor(links: Sequence[Link], rounds: Sequence[Round]) -> dict[str, object]:
     """Return the floor of the slowest rank, and its ratio to ``applied``.
 
-    The floor is the rank's bytes over its links' rates. Empty if this host's GPUs are not those of the rates.
+    The floor is the rank's bytes over its links' rates. Empty if there are no rates of this host's GPUs.
     """
-    names = gpu_names()
-    if not names or not all(_RATES.name in name.split() for name in names):
+    names = set(gpu_names())
+    rates = next((each for each in _RATES if all(each.name in name.split() for name in names)), None)
+    if not names or rates is None:
         return {}
     reports = [each.report for each in rounds]
-    seconds = max(each.floor_s for each in efficiency(links, reports[-1], _RATES))
+    seconds = max(each.floor_s for each in efficiency(links, reports[-1], rates))
     return {"floor ms": seconds * 1e3, "share": seconds * 1e3 / float(str(applied(reports)["applied ms"]))}
 
 

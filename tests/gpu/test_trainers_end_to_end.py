@@ -106,17 +106,20 @@ def test_deepspeed_trains_and_vllm_answers_as_its_checkpoint(
     ray.get(engine.close.remote())
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize("kind", ["dense", "experts", "cut experts"])
 def test_vllm_answers_as_the_checkpoint_that_megatron_holds(
     kind: str, sizes: tuple[int, int], bundles: PlacementGroup, tmp_path: Path, ended: list[Any]
 ) -> None:
     pytest.importorskip("megatron.core")
     num_trainers, num_ranks = sizes
-    dense = kind == "dense"
-    case = Case(kind, "qwen3", tp=num_trainers) if dense else Case(kind, "qwen3_moe", ep=num_trainers)
+    case = {
+        "dense": Case(kind, "qwen3", tp=num_trainers),
+        "experts": Case(kind, "qwen3_moe", ep=num_trainers),
+        "cut experts": Case(kind, "qwen3_moe", tp=num_trainers, etp=num_trainers),
+    }[kind]
     paths = [tmp_path / str(seed) for seed in range(2)]
     for seed, path in enumerate(paths):
-        save_qwen3(path, "untied" if dense else "moe", seed)
+        save_qwen3(path, "untied" if kind == "dense" else "moe", seed)
     trainers = start(MegatronTrainer, bundles, paths[0], num_trainers, tmp_path, case)
     ended += trainers
     answers = from_disk(str(paths[1]), num_ranks)

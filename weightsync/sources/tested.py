@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from importlib import metadata
 
-TESTED = {"deepspeed": ("0.19.8",), "mbridge": ("0.15.1",), "megatron-core": ("0.16.1",)}
+TESTED = {"deepspeed": ("0.19.8",), "mbridge": ("0.15.1",), "megatron-core": ("0.16.1", "0.19.2")}
 """Distributions, and their versions that the tests have run with."""
 
 
