@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -10,10 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
 from torch import nn
 
 from tests.models import build_tiny_qwen3, pack_int4
-from weightsync.engines.vllm.api import Reload, set_environment, start, stop
+from tests.quantised import check_declared, same_bits, weights
+from weightsync.engines.vllm.api import Reload, require_stored, set_environment, start, stop
+from weightsync.errors import ConfigError
+from weightsync.memory.quantize import quantize
+from weightsync.plan.formats import Format
 
 pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed"),
@@ -78,6 +84,30 @@ def test_a_scale_that_does_not_come_is_named_and_the_next_update_heals() -> None
     with pytest.raises(RuntimeError, match=r"left out proj\.weight \(4, 3\), what was given other names"):
         reload_model(model, TENSORS | {"proj.weight": torch.ones(4, 3)})
     reload_model(model, TENSORS)
+
+
+STORED = Format(rule="compressed-tensors", values="int8", block=(1, 0))
+
+
+@pytest.mark.parametrize(
+    ("form", "given"),
+    [
+        (None, "not quantised"),
+        (Format(rule="fp8", values="float8_e4m3fn", block=(128, 128)), "float8_e4m3fn with a scale"),
+        (Format(rule="compressed-tensors", values="int4", block=(1, 32), packed=True), "int4 with a scale"),
+    ],
+)
+def test_a_layer_that_is_stored_otherwise_is_named_when_connecting(form: Format | None, given: str) -> None:
+    from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+    model = Model()
+    record_metadata_for_reloading(model)
+    require_stored(model, ["proj.weight", "unknown.weight"], {"proj.weight": STORED})
+    with pytest.raises(ConfigError) as raised:
+        require_stored(model, ["proj.weight"], {"proj.weight": form} if form else {})
+    assert raised.value.field == "quantization_config of proj.weight"
+    assert given in str(raised.value.value)
+    assert "vLLM's layer has weight (int8), weight_scale (float32)" in raised.value.remedy
 
 
 class Served:
@@ -166,3 +196,15 @@ def test_each_tensor_of_a_quantized_checkpoint_has_to_come(
         dummy.load(tensors)
         assert dummy.says() == from_disk
     assert "Failed to load weights" not in caplog.text
+
+
+@pytest.mark.parametrize("powers_of_two", [False, True])
+@given(weight=weights())
+def test_fp8_blocks_are_vllms(powers_of_two: bool, weight: torch.Tensor) -> None:
+    deep_gemm = importlib.import_module("vllm.utils.deep_gemm")
+    form = Format(rule="fp8", values="float8_e4m3fn", block=(4, 8), powers_of_two=powers_of_two)
+    found = dict(quantize(weight, form))
+    check_declared(weight, form, found)
+    values, scales = deep_gemm.per_block_cast_to_fp8(weight, [4, 8], powers_of_two)
+    assert same_bits(found["weight"], values)
+    assert same_bits(found["weight_scale_inv"], scales)

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -24,8 +25,19 @@ from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import Digests, FeedTicket
 from weightsync.protocol.timing import Span
 
-Checkpoint = tuple[tuple[TensorMeta, ...], tuple[tuple[str, str], ...]]
-"""Names, dtypes and shapes of a checkpoint, and its (alias, canonical) ties."""
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The tensors of the full-precision checkpoint of a model, without their bytes.
+
+    Attributes:
+        tied: its (alias, canonical) names.
+        linears: weights of linear layers, which an engine's own checkpoint may have quantised.
+    """
+
+    tensors: tuple[TensorMeta, ...]
+    tied: tuple[tuple[str, str], ...]
+    linears: frozenset[str]
 
 
 class Host(Protocol):
@@ -38,7 +50,7 @@ class Host(Protocol):
         """Run the model's own loader on tensors of `checkpoint`, which it iterates over lazily."""
 
     def checkpoint(self) -> Checkpoint:
-        """Return the tensors and ties of the checkpoint that the engine's model is loaded from."""
+        """Return the full-precision checkpoint of the engine's model. Raises ConfigError if it has none."""
 
     def stored_otherwise(self) -> str:
         """Return why live parameters may differ from the loader's bytes; "" if they do not."""
@@ -93,8 +105,7 @@ class Rank:
 
     def reload(self) -> RankLayout:
         """Take whole tensors from now on, even if the layout was proven."""
-        metas, tied = self._host.checkpoint()
-        self._layout = _whole_layout(metas, tied, device_id(self._device))
+        self._layout = _whole_layout(self._host.checkpoint(), device_id(self._device))
         return self._layout
 
     def addresses(self) -> dict[str, int]:
@@ -169,20 +180,26 @@ class Rank:
             load_digests(meta.itemsize for meta in layout.tensors)
 
     def _find_layout(self) -> RankLayout:
-        metas, tied = self._host.checkpoint()
+        checkpoint = self._host.checkpoint()
         device = device_id(self._device)
         if reason := self._host.stored_otherwise():
             level = logging.INFO if self._device.type == "cpu" else logging.WARNING
             self._logger.log(level, "rank %d loads whole tensors: %s", self._rank, reason)
         else:
             try:
-                traced = trace(self._host.model(), metas, tied, device, self._host.load_weights)
+                traced = trace(
+                    self._host.model(),
+                    checkpoint.tensors,
+                    checkpoint.tied,
+                    device,
+                    self._host.load_weights,
+                )
             except UnprovableError as error:
                 self._logger.warning("rank %d loads whole tensors: %s", self._rank, error)
             else:
                 self._live = traced.live
                 return traced.layout
-        return _whole_layout(metas, tied, device)
+        return _whole_layout(checkpoint, device)
 
     def _load_whole(self, feed: EngineFeed, plan: Plan, attempt: int, timeout_s: float) -> Digests:
         sink = WholeSink(plan, self._host.loader(), self._device)
@@ -200,10 +217,12 @@ def checkpoint_of(hf_config: object, dtype: torch.dtype) -> Checkpoint:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
     tensors, tied = named_tensors(model)
-    return tuple(meta_of(name, tensor) for name, tensor in tensors.items()), tied
+    linears = frozenset(
+        f"{path}.weight" for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)
+    )
+    return Checkpoint(tuple(meta_of(name, tensor) for name, tensor in tensors.items()), tied, linears)
 
 
-def _whole_layout(
-    metas: tuple[TensorMeta, ...], tied: tuple[tuple[str, str], ...], device: str
-) -> RankLayout:
-    return RankLayout(metas, tuple(map(Segment.whole, metas)), tied, device=device)
+def _whole_layout(checkpoint: Checkpoint, device: str) -> RankLayout:
+    segments = tuple(map(Segment.whole, checkpoint.tensors))
+    return RankLayout(checkpoint.tensors, segments, checkpoint.tied, device=device)

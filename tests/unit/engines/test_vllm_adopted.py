@@ -167,7 +167,9 @@ def test_a_cache_whose_scales_are_dummies_is_refused() -> None:
     error = refusal(config, model)
     assert (error.field, error.value) == ("kv_cache_dtype", "fp8")
     assert "scales of 0 were drawn at random" in error.remedy
-    model[0]._k_scale_float = 1.0
+    model[0].kv_cache_dtype = "auto"  # nothing reads the scales
+    require_updatable(config, model)
+    model[0].kv_cache_dtype, model[0]._k_scale_float = "fp8", 1.0
     require_updatable(config, model)
     config.load_config.load_format, model[0]._k_scale_float = "auto", 0.7
     require_updatable(config, model)

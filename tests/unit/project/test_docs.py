@@ -42,6 +42,7 @@ RUN_BY = {
     "docs/guide.md": ["tests/actors/test_turns.py"]
     + ["tests/contract/test_vllm_transfer.py"] * 2
     + [BY_HAND],
+    "docs/quantised.md": ["tests/actors/test_quantised_engines.py"],
     "docs/shuffle.md": ["tests/contract/test_shuffle_docs.py"],
     "docs/trainers.md": ["tests/unit/sources/test_trainers_page.py"] * 7,
 }

@@ -22,6 +22,7 @@ from weightsync.engines.checks import require_gpus
 from weightsync.engines.loader_fill import FillCount, ToFill
 from weightsync.engines.sampling import Sampling
 from weightsync.errors import ConfigError, nearest
+from weightsync.plan.formats import Format, Quantization
 
 if TYPE_CHECKING:
     from vllm import EngineArgs, SamplingParams
@@ -36,6 +37,8 @@ _NO_DRAFT = (
 # These keep parameters as their loaders write them. For mixture-of-experts layers it depends on the backend.
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _FROM_CONFIG = ("input_scale_ub",)
+_FULL_CACHES = ("auto", "bfloat16", "float16")
+_FULL = (torch.bfloat16, torch.float16, torch.float32)
 _EXPERTS_METHOD, _PLAIN_BACKENDS = "UnquantizedFusedMoEMethod", ("TRITON", "BATCHED_TRITON")
 
 
@@ -130,8 +133,10 @@ def require_updatable(config: VllmConfig, model: torch.nn.Module) -> None:
 def _has_drawn_scales(module: torch.nn.Module) -> bool:
     """Whether a quantized cache has scales other than vLLM's default.
 
-    vLLM takes a positive dummy scale for one of a checkpoint.
+    vLLM takes a positive dummy scale for one of a checkpoint. Other caches ignore their scales.
     """
+    if getattr(module, "kv_cache_dtype", "auto") in _FULL_CACHES:
+        return False
     return any(getattr(module, name, 1.0) != 1.0 for name in ("_k_scale_float", "_v_scale_float"))
 
 
@@ -214,6 +219,49 @@ def _why_not_plain(module: torch.nn.Module) -> str:
     if hooked and not any(cls.__name__ in known for cls in type(module).__mro__):
         return f"{type(module).__name__} processes its weights after loading"
     return ""
+
+
+def quantization_of(config: ModelConfig) -> Quantization:
+    """Return how the model's checkpoint is quantised. Raises ConfigError if that is not known here.
+
+    vLLM's own online quantisation takes full-precision tensors, so it is none.
+    """
+    given: Any = getattr(config.hf_config, "quantization_config", None)
+    if not given:
+        return Quantization()
+    return Quantization.read(given if isinstance(given, Mapping) else given.to_dict())
+
+
+def require_stored(model: torch.nn.Module, weights: Iterable[str], formats: Mapping[str, Format]) -> None:
+    """Raise ConfigError if vLLM stores one of `weights`, of linear layers, otherwise than `formats` says.
+
+    Compared are the parameters that vLLM's own loader fills, before it processes them.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    modules = dict(model.named_modules())
+    packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+    for name in sorted(weights):
+        path = name.removesuffix(".weight")
+        parent, _, last = path.rpartition(".")
+        holders = [last, *(whole for whole, parts in packed.items() if last in parts)]
+        module = next(
+            (modules[each] for each in (_join(parent, h) for h in holders) if each in modules), None
+        )
+        has = get_layerwise_info(module).restore_metadata[0] if module is not None else {}
+        form = formats.get(name)
+        wanted = {"weight"} if form is None else set(form.suffixes)
+        is_whole = form is not None or "weight" not in has or has["weight"].dtype in _FULL
+        if has and not (wanted <= has.keys() and is_whole):
+            found = ", ".join(f"{key} ({_dtype(each)})" for key, each in sorted(has.items()))
+            remedy = (
+                f"vLLM's layer has {found}: name {path} in its targets, or as ignored, as vLLM reads them"
+            )
+            raise ConfigError(f"quantization_config of {name}", str(form or "not quantised"), remedy)
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def loader_names(model: torch.nn.Module) -> Callable[[str], str]:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
+from weightsync.engines.quantizing_loader import QuantizingLoader, formats_of
 from weightsync.engines.rank import Checkpoint, Rank, checkpoint_of
 from weightsync.engines.vllm.api import (
     ModelRunner,
     Reload,
     loader_names,
+    quantization_of,
+    require_stored,
     require_updatable,
     stored_otherwise,
 )
+from weightsync.engines.whole_sink import Loader
+from weightsync.plan.formats import Format
 
 
 class WeightSyncWorker:
@@ -44,6 +49,7 @@ class _Host:
 
     def __init__(self, runner: ModelRunner, device: torch.device) -> None:
         self._runner, self._device = runner, device
+        self._formats: Mapping[str, Format] = {}
 
     def model(self) -> torch.nn.Module:
         return self._runner.get_model()
@@ -51,7 +57,11 @@ class _Host:
     def checkpoint(self) -> Checkpoint:
         require_updatable(self._runner.vllm_config, self.model())
         config = self._runner.model_config
-        return checkpoint_of(config.hf_config, config.dtype)
+        quantization = quantization_of(config)
+        checkpoint = checkpoint_of(config.hf_config, config.dtype)
+        self._formats = formats_of(checkpoint, quantization)
+        require_stored(self.model(), checkpoint.linears, self._formats)
+        return checkpoint
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         known_as = loader_names(self.model())
@@ -60,5 +70,6 @@ class _Host:
     def stored_otherwise(self) -> str:
         return stored_otherwise(self._runner, self._device)
 
-    def loader(self) -> Reload:
-        return Reload(self._runner.get_model(), self._runner.model_config, self._device)
+    def loader(self) -> Loader:
+        reload = Reload(self._runner.get_model(), self._runner.model_config, self._device)
+        return QuantizingLoader(reload, self._formats) if self._formats else reload

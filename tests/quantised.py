@@ -1,0 +1,109 @@
+"""Weights to quantise, and comparisons of quantised bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from weightsync.plan import TensorMeta
+from weightsync.plan.formats import Format
+
+__all__ = ["INT4", "by_library", "check_declared", "same_bits", "save_int4", "weights"]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SPECIAL = (0.0, -0.0, 1e-40, -1e-40, 2.0**-133, 1e-8, 448.0, -1e30, float("inf"), float("-inf"), float("nan"))
+
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": 32,
+            },
+        }
+    },
+    "ignore": ["lm_head"],
+}
+"""A ``quantization_config``: int4 in groups of 32."""
+
+
+@st.composite
+def weights(draw: st.DrawFn, in_groups: bool = False) -> torch.Tensor:
+    """Random normal values, some of them zeros, denormals, infinities and NaN; whole rows may be zero."""
+    rows, columns = draw(st.integers(1, 11)), draw(st.integers(1, 27))
+    columns = columns * 8 if in_groups else columns
+    seed = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    tensor = torch.randn(rows, columns, generator=seed) * 10.0 ** draw(st.integers(-9, 4))
+    for value in draw(st.lists(st.sampled_from(SPECIAL), max_size=3)):
+        tensor.view(-1)[draw(st.integers(0, tensor.numel() - 1))] = value
+    if draw(st.booleans()):
+        tensor[draw(st.integers(0, rows - 1))] = 0
+    return tensor.to(draw(st.sampled_from(DTYPES)))
+
+
+def same_bits(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether both have the same dtype, shape and bits. NaN are alike: processors choose their sign."""
+    if (found.dtype, found.shape) != (wanted.dtype, wanted.shape):
+        return False
+    nan = found.isnan()
+    bits = (each.contiguous().view(-1, 1).view(torch.uint8) for each in (found, wanted))
+    differs = torch.ne(*bits).any(1).view(found.shape)
+    return torch.equal(nan, wanted.isnan()) and not (differs & ~nan).any()
+
+
+def check_declared(weight: torch.Tensor, form: Format, found: dict[str, torch.Tensor]) -> None:
+    """What comes out is what the format declares."""
+    meta = TensorMeta("m.weight", str(weight.dtype).removeprefix("torch."), tuple(weight.shape))
+    assert [(each.name, each.dtype, each.shape) for each in form.stored(meta)] == [
+        (f"m.{name}", str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in found.items()
+    ]
+
+
+def by_library(weight: torch.Tensor, form: Format, strategy: str) -> dict[str, torch.Tensor]:
+    """compressed-tensors' scales of the least and greatest values, and its compressed tensors."""
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    settings: dict[str, Any] = {"type": "float" if form.values.startswith("float") else "int"}
+    settings |= {"group_size": form.block[1]} if strategy == "group" else {}
+    settings |= {"block_structure": [*form.block]} if strategy == "block" else {}
+    args = QuantizationArgs(num_bits=form.num_bits, symmetric=True, strategy=strategy, **settings)
+    rows, columns = (size or whole for size, whole in zip(form.block, weight.shape, strict=True))
+    padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % columns, 0, -weight.shape[0] % rows))
+    blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    scale, zero = calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), args)
+    scale, zero = (each.flatten() if strategy == "tensor" else each for each in (scale, zero))
+    layout = "pack-quantized" if form.packed else "naive-quantized"
+    compressor = BaseCompressor.get_value_from_registry(layout)
+    state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
+    return dict(compressor.compress(state, QuantizationScheme(targets=["Linear"], weights=args)))
+
+
+def save_int4(source: Path, target: Path) -> None:
+    """Save a checkpoint's projections in bfloat16 as compressed-tensors packs int4 in groups of 32."""
+    form = Format(rule="compressed-tensors", values="int4", block=(1, 32), packed=True)
+    stored = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        weight = tensor.to(torch.bfloat16)
+        if not name.endswith("_proj.weight"):
+            stored[name] = weight
+            continue
+        base = name.removesuffix("weight")
+        stored |= {base + last: part.contiguous() for last, part in by_library(weight, form, "group").items()}
+    target.mkdir()
+    save_file(stored, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = INT4
+    (target / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))

@@ -1,0 +1,82 @@
+"""What an engine's own loader is handed in place of a trainer's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from transformers import Qwen3MoeConfig
+
+from tests.quantised import INT4, by_library, same_bits
+from weightsync.engines.quantizing_loader import QuantizingLoader, formats_of
+from weightsync.engines.rank import Checkpoint, checkpoint_of
+from weightsync.errors import PlanError
+from weightsync.plan import TensorMeta
+from weightsync.plan.formats import Quantization
+
+LAYER = "model.layers.0"
+
+
+class Recorder:
+    """A loader that keeps what it was handed, and counts its ends."""
+
+    def __init__(self) -> None:
+        self.came: dict[str, torch.Tensor] = {}
+        self.ends: list[str] = []
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.came.update(weights)
+
+    def finish(self) -> None:
+        self.ends.append("finish")
+
+    def abandon(self) -> None:
+        self.ends.append("abandon")
+
+
+def checkpoint(**sizes: int) -> Checkpoint:
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=2,
+        num_experts_per_tok=1,
+        **{"moe_intermediate_size": 32, **sizes},
+    )
+    return checkpoint_of(config, torch.bfloat16)
+
+
+def test_linear_layers_and_single_experts_have_formats_and_nothing_else() -> None:
+    formats = formats_of(checkpoint(), Quantization.read(INT4))
+    linears = {f"self_attn.{each}_proj" for each in "qkvo"}
+    experts = {f"mlp.experts.{n}.{each}_proj" for n in range(2) for each in ("gate", "up", "down")}
+    assert formats.keys() == {f"{LAYER}.{each}.weight" for each in linears | experts}
+    assert formats_of(checkpoint(), Quantization()) == {}
+
+
+def test_a_group_that_does_not_divide_an_experts_columns_is_named_before_any_update() -> None:
+    with pytest.raises(PlanError, match=r"experts\.0\.down_proj\.weight.*groups of 32 do not divide its 40"):
+        formats_of(checkpoint(moe_intermediate_size=40), Quantization.read(INT4))
+
+
+def test_the_loader_gets_what_the_checkpoint_stores() -> None:
+    pytest.importorskip("compressed_tensors")
+    name = f"{LAYER}.self_attn.q_proj.weight"
+    metas = (TensorMeta(name, "bfloat16", (6, 64)), TensorMeta("norm.weight", "bfloat16", (64,)))
+    formats = formats_of(Checkpoint(metas, (), frozenset({name})), Quantization.read(INT4))
+    weight, norm = torch.randn(6, 64).bfloat16(), torch.ones(64, dtype=torch.bfloat16)
+    recorder = Recorder()
+    loader = QuantizingLoader(recorder, formats)
+    loader.load([(name, weight), ("norm.weight", norm)])
+    loader.finish()
+    loader.abandon()
+    assert recorder.ends == ["finish", "abandon"]
+    wanted = by_library(weight, formats[name], "group")
+    assert recorder.came.pop("norm.weight") is norm
+    assert recorder.came.keys() == {f"{LAYER}.self_attn.q_proj.{each}" for each in wanted}
+    assert all(same_bits(recorder.came[f"{LAYER}.self_attn.q_proj.{each}"], wanted[each]) for each in wanted)

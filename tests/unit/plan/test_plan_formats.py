@@ -1,0 +1,129 @@
+"""Formats of quantised weights are read from a quantization_config, and what is not known is named."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from tests.quantised import INT4
+from weightsync.errors import ConfigError, PlanError
+from weightsync.plan import TensorMeta
+from weightsync.plan.formats import Format, Quantization
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+GROUP = "config_groups.group_0"
+
+
+def changed(path: str, value: object, config: dict[str, Any] = INT4) -> dict[str, Any]:
+    """`config` with one value replaced."""
+    found = copy.deepcopy(config)
+    place = found
+    *parents, last = path.split(".")
+    for key in parents:
+        place = place.setdefault(key, {})
+    place[last] = value
+    return found
+
+
+def weights(layout: str, **given: object) -> dict[str, Any]:
+    return changed(f"{GROUP}.weights", given, changed("format", layout))
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        (INT4, Format(rule="compressed-tensors", values="int4", block=(1, 32), packed=True)),
+        (
+            weights("int-quantized", num_bits=8, type="int", strategy="channel"),
+            Format(rule="compressed-tensors", values="int8", block=(1, 0)),
+        ),
+        (
+            weights("float-quantized", num_bits=8, type="float", strategy="tensor"),
+            Format(rule="compressed-tensors", values="float8_e4m3fn", block=(0, 0)),
+        ),
+        (
+            weights("naive-quantized", type="float", strategy="block", block_structure=[128, 64]),
+            Format(rule="compressed-tensors", values="float8_e4m3fn", block=(128, 64)),
+        ),
+        (FP8, Format(rule="fp8", values="float8_e4m3fn", block=(128, 128))),
+        (
+            FP8 | {"scale_fmt": "ue8m0"},
+            Format(rule="fp8", values="float8_e4m3fn", block=(128, 128), powers_of_two=True),
+        ),
+    ],
+)
+def test_known_formats(config: dict[str, Any], wanted: Format) -> None:
+    quantization = Quantization.read(config)
+    assert quantization.of("model.layers.0.self_attn.q_proj.weight") == wanted
+    assert quantization.of("lm_head.weight") is None
+
+
+def test_targets_and_ignored_modules_are_paths_or_expressions() -> None:
+    config = changed(f"{GROUP}.targets", [r"re:.*mlp\..*_proj$", "model.layers.0.self_attn.o_proj"])
+    quantization = Quantization.read(changed("ignore", ["re:.*layers.1.*"], config))
+    taken = {
+        name: quantization.of(f"model.layers.{name}.weight") is not None
+        for name in (
+            "0.mlp.up_proj",
+            "0.self_attn.o_proj",
+            "0.self_attn.q_proj",
+            "1.mlp.up_proj",
+        )
+    }
+    assert taken == {
+        "0.mlp.up_proj": True,
+        "0.self_attn.o_proj": True,
+        "0.self_attn.q_proj": False,
+        "1.mlp.up_proj": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "remedy"),
+    [
+        ({"quant_method": "awq"}, "quant_method", "valid: compressed-tensors, fp8"),
+        ({"quant_method": "fp"}, "quant_method", "did you mean 'fp8'"),
+        (changed("format", "nvfp4-pack-quantized"), f"{GROUP}.format", "did you mean 'pack-quantized'"),
+        (changed("config_groups", {}), "config_groups", "one group"),
+        (changed("transform_config", {"r1": {}}), "transform_config", "leave it out"),
+        (changed(f"{GROUP}.weights.symmetric", False), f"{GROUP}.weights.symmetric", "true"),
+        (changed(f"{GROUP}.weights.actorder", "group"), f"{GROUP}.weights.actorder", "leave it out"),
+        (changed(f"{GROUP}.weights.num_bits", 3), f"{GROUP}.weights", "holds int4 or int8"),
+        (changed(f"{GROUP}.weights.group_size", None), f"{GROUP}.weights.group_size", "a size is needed"),
+        (changed(f"{GROUP}.weights.strategy", "grup"), f"{GROUP}.weights.strategy", "did you mean 'group'"),
+        (changed(f"{GROUP}.weights.scale_dtype", "int8"), f"{GROUP}.weights.scale_dtype", "leave it out"),
+        (
+            changed(f"{GROUP}.input_activations", {"num_bits": 8, "dynamic": False}),
+            f"{GROUP}.input_activations.dynamic",
+            "calibrates",
+        ),
+        (changed("weight_block_size", None, FP8), "weight_block_size", "quantization='fp8'"),
+        (changed("weight_block_size", [128], FP8), "weight_block_size", "two sizes"),
+        (changed("activation_scheme", "static", FP8), "activation_scheme", "calibrates"),
+        (changed("scale_fmt", "ue8", FP8), "scale_fmt", "did you mean 'ue8m0'"),
+    ],
+)
+def test_unknown_formats_are_named_with_a_remedy(config: dict[str, Any], field: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        Quantization.read(config)
+    assert raised.value.field == f"quantization_config.{field}"
+    assert remedy in raised.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "problem"),
+    [
+        ("a.weight", (8, 40), "groups of 32 do not divide its 40 columns"),
+        ("a.weight", (8, 4, 32), "is none of a matrix"),
+        ("a.bias", (8, 32), "is none of a matrix"),
+    ],
+)
+def test_a_weight_that_does_not_fit_its_format_is_named(
+    name: str, shape: tuple[int, ...], problem: str
+) -> None:
+    form = Format(rule="compressed-tensors", values="int4", block=(1, 32), packed=True)
+    with pytest.raises(PlanError, match=problem) as raised:
+        form.stored(TensorMeta(name, "bfloat16", shape))
+    assert raised.value.parameter == name

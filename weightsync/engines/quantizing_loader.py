@@ -1,0 +1,61 @@
+"""Quantises a trainer's weights on the engine's device, in the format of the engine's own checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+
+from weightsync.engines.rank import Checkpoint
+from weightsync.engines.whole_sink import Loader, as_loaded
+from weightsync.memory.quantize import quantize
+from weightsync.plan import TensorMeta
+from weightsync.plan.formats import Format, Quantization
+
+
+def formats_of(checkpoint: Checkpoint, quantization: Quantization) -> dict[str, Format]:
+    """Return the formats of the weights that `quantization` says, by name, experts one by one.
+
+    Raises:
+        PlanError: a weight does not fit its format.
+    """
+    shapes = {meta.name: meta.shape for meta in checkpoint.tensors}
+    found = {}
+    for meta in checkpoint.tensors:
+        whole = torch.empty(meta.shape, device="meta")
+        for name, part in as_loaded(meta.name, whole, shapes):
+            is_expert = name != meta.name
+            form = quantization.of(name) if is_expert or name in checkpoint.linears else None
+            if form is not None:
+                form.stored(TensorMeta(name, meta.dtype, tuple(part.shape)))
+                found[name] = form
+    return found
+
+
+class QuantizingLoader:
+    """A `Loader` that hands the engine's own loader what its checkpoint stores."""
+
+    def __init__(self, loader: Loader, formats: Mapping[str, Format]) -> None:
+        self._loader, self._formats = loader, formats
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Quantise what has a format, and hand everything over."""
+        self._loader.load(self._stored(weights))
+
+    def finish(self) -> None:
+        """Make the tensors live, see `Loader.finish`."""
+        self._loader.finish()
+
+    def abandon(self) -> None:
+        """End the update early, see `Loader.abandon`."""
+        self._loader.abandon()
+
+    def _stored(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            form = self._formats.get(name)
+            if form is None:
+                yield name, tensor
+                continue
+            base = name.removesuffix("weight")
+            for last, stored in quantize(tensor, form):
+                yield base + last, stored

@@ -1,0 +1,243 @@
+"""Formats of quantised weights, read from the ``quantization_config`` of a model's config.json.
+
+Sources: compressed-tensors' ``QuantizationConfig`` of 0.17, and the keys of vLLM's ``Fp8Config``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from weightsync.errors import ConfigError, PlanError, nearest
+from weightsync.plan.segment import TensorMeta
+
+FIELD = "quantization_config"
+_METHODS = ("compressed-tensors", "fp8")
+_LAYOUTS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+_STRATEGIES = ("block", "channel", "group", "tensor")
+_ORDERS = (None, False, "static", "weight")
+"""Orders of columns that leave them where they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """How a checkpoint stores one quantised matrix [rows, columns]: rounded values, and scales.
+
+    Attributes:
+        rule: whose arithmetic makes the bytes: ``compressed-tensors``, or ``fp8`` (vLLM's blocks).
+        values: int4, int8 or float8_e4m3fn.
+        block: rows and columns that share a scale. 0 stands for all of them.
+        packed: whether int32 words hold several values each, the first in the lowest bits.
+        powers_of_two: whether scales are rounded up to powers of two (UE8M0).
+    """
+
+    rule: str
+    values: str
+    block: tuple[int, int]
+    packed: bool = False
+    powers_of_two: bool = False
+
+    @property
+    def num_bits(self) -> int:
+        """The bits of a value."""
+        return 4 if self.values == "int4" else 8
+
+    @property
+    def scale_suffix(self) -> str:
+        """The last part of the name of the scales."""
+        return "weight_scale_inv" if self.rule == "fp8" else "weight_scale"
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """The last parts of the names of the tensors that `stored` returns."""
+        values = ("weight_packed", "weight_shape") if self.packed else ("weight",)
+        return (*values, self.scale_suffix)
+
+    def grid(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return the numbers of blocks along rows and columns of a matrix of `shape`."""
+        rows, columns = (
+            -(-size // block) if block else 1 for size, block in zip(shape, self.block, strict=True)
+        )
+        return rows, columns
+
+    def stored(self, weight: TensorMeta) -> tuple[TensorMeta, ...]:
+        """Return the tensors that a checkpoint has in place of `weight`, ``….weight`` [rows, columns].
+
+        Raises:
+            PlanError: it is no such matrix, or groups do not divide its columns.
+        """
+        self._check(weight)
+        rows, columns = weight.shape
+        base = weight.name.removesuffix("weight")
+        scales = (1,) if self.block == (0, 0) else self.grid(weight.shape)
+        scale = TensorMeta(
+            base + self.scale_suffix, "float32" if self.rule == "fp8" else weight.dtype, scales
+        )
+        if not self.packed:
+            return TensorMeta(weight.name, self.values, weight.shape), scale
+        words = -(-columns // (32 // self.num_bits))
+        return (
+            TensorMeta(base + "weight_packed", "int32", (rows, words)),
+            scale,
+            TensorMeta(base + "weight_shape", "int64", (2,)),
+        )
+
+    def _check(self, weight: TensorMeta) -> None:
+        if not weight.name.endswith(".weight") or len(weight.shape) != 2:
+            raise PlanError(
+                weight.name,
+                f"shape {weight.shape} is none of a matrix, as {self} needs; list its module as ignored",
+            )
+        group = self.block[1]
+        if self.block[0] == 1 and group and weight.shape[1] % group:
+            raise PlanError(
+                weight.name,
+                f"groups of {group} do not divide its {weight.shape[1]} columns; give a group_size that does",
+            )
+
+    def __str__(self) -> str:
+        rows, columns = (size or "all" for size in self.block)
+        return f"{self.values} with a scale for {rows} x {columns}"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Linear layers of one format. `targets` are ``Linear``, paths, or ``re:`` and an expression."""
+
+    targets: tuple[str, ...]
+    format: Format
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """Which weights of linear layers a checkpoint quantises, and how. Empty, it quantises none."""
+
+    groups: tuple[Group, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> Quantization:
+        """Read a ``quantization_config``.
+
+        Raises:
+            ConfigError: a format that is not known here, or one whose scales a bf16 trainer cannot give.
+        """
+        method = config.get("quant_method")
+        if method == "compressed-tensors":
+            return cls(tuple(_read_groups(config)), tuple(config.get("ignore") or ()))
+        if method == "fp8":
+            ignored = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
+            return cls((Group(("Linear",), _read_fp8(config)),), ("lm_head", *ignored))
+        _refuse("quant_method", method, nearest(str(method), _METHODS))
+
+    def of(self, weight: str) -> Format | None:
+        """Return the format of a linear layer's ``….weight``, None if it is not quantised."""
+        path = weight.removesuffix(".weight")
+        if _matches(path, self.ignored):
+            return None
+        return next((each.format for each in self.groups if _matches(path, each.targets)), None)
+
+
+def _matches(path: str, patterns: Sequence[str]) -> bool:
+    return any(
+        bool(re.match(pattern[3:], path)) if pattern.startswith("re:") else pattern in ("Linear", path)
+        for pattern in patterns
+    )
+
+
+def _read_groups(config: Mapping[str, Any]) -> list[Group]:
+    for key in ("transform_config", "sparsity_config"):
+        if config.get(key) and config[key].get("format") != "dense":
+            _refuse(key, config[key], "leave it out: a bf16 trainer has no such weights")
+    groups: Mapping[str, Mapping[str, Any]] = config.get("config_groups") or {}
+    if not groups:
+        _refuse("config_groups", groups, "give one group with its targets and weights")
+    found = []
+    for name, group in groups.items():
+        where = f"config_groups.{name}"
+        _check_activations(where, group)
+        layout = group.get("format") or config.get("format")
+        if layout not in _LAYOUTS:
+            _refuse(f"{where}.format", layout, nearest(str(layout), _LAYOUTS))
+        weights = group.get("weights")
+        if weights:
+            found.append(Group(tuple(group["targets"]), _read_weights(f"{where}.weights", layout, weights)))
+    return found
+
+
+def _check_activations(where: str, group: Mapping[str, Any]) -> None:
+    for key in ("input_activations", "output_activations"):
+        if group.get(key) and not group[key].get("dynamic"):
+            remedy = "true: scales that data calibrates are no weights of a trainer"
+            _refuse(f"{where}.{key}.dynamic", False, remedy)
+
+
+def _read_weights(where: str, layout: str, weights: Mapping[str, Any]) -> Format:
+    packed = layout == "pack-quantized"
+    kind, num_bits = weights.get("type", "int"), weights.get("num_bits", 8)
+    values = {("int", 4): "int4", ("int", 8): "int8", ("float", 8): "float8_e4m3fn"}.get((kind, num_bits))
+    fits = {"pack-quantized": ("int4", "int8"), "int-quantized": ("int8",)}.get(
+        layout, ("float8_e4m3fn",) if layout == "float-quantized" else ("int8", "float8_e4m3fn")
+    )
+    if values not in fits:
+        _refuse(where, f"{kind}{num_bits}", f"{layout} holds {' or '.join(fits)}")
+    if not weights.get("symmetric", True):
+        _refuse(f"{where}.symmetric", False, "true: zero points are not made here")
+    if weights.get("actorder") not in _ORDERS:
+        _refuse(
+            f"{where}.actorder", weights["actorder"], "leave it out: columns are not put in another order"
+        )
+    if weights.get("scale_dtype"):
+        _refuse(
+            f"{where}.scale_dtype", weights["scale_dtype"], "leave it out: scales have the weights' dtype"
+        )
+    return Format(rule="compressed-tensors", values=values, block=_read_block(where, weights), packed=packed)
+
+
+def _read_block(where: str, weights: Mapping[str, Any]) -> tuple[int, int]:
+    group, block = weights.get("group_size"), weights.get("block_structure")
+    strategy = weights.get("strategy") or ("group" if group and group > 0 else "tensor")
+    if strategy == "block" and block:
+        return _pair(f"{where}.block_structure", block)
+    if strategy == "group" and group and group > 0:
+        return 1, int(group)
+    if strategy in ("tensor", "channel"):
+        return (0, 0) if strategy == "tensor" else (1, 0)
+    if strategy in _STRATEGIES:
+        key = "block_structure" if strategy == "block" else "group_size"
+        _refuse(f"{where}.{key}", weights.get(key), f"a size is needed where strategy is {strategy}")
+    _refuse(f"{where}.strategy", strategy, nearest(str(strategy), _STRATEGIES))
+
+
+def _read_fp8(config: Mapping[str, Any]) -> Format:
+    block = config.get("weight_block_size")
+    if not block:
+        remedy = (
+            "[128, 128]; for one scale for each tensor leave quantization_config out, "
+            "and start the engine with quantization='fp8'"
+        )
+        _refuse("weight_block_size", block, remedy)
+    if config.get("activation_scheme", "dynamic") != "dynamic":
+        remedy = "dynamic: scales that data calibrates are no weights of a trainer"
+        _refuse("activation_scheme", config["activation_scheme"], remedy)
+    scales = config.get("scale_fmt")
+    if scales not in (None, "float", "ue8m0"):
+        _refuse("scale_fmt", scales, nearest(str(scales), ("float", "ue8m0")))
+    return Format(
+        rule="fp8",
+        values="float8_e4m3fn",
+        block=_pair("weight_block_size", block),
+        powers_of_two=scales == "ue8m0",
+    )
+
+
+def _pair(where: str, block: Sequence[int]) -> tuple[int, int]:
+    if len(block) != 2 or min(block) < 1:
+        _refuse(where, block, "two sizes of 1 or more, such as [128, 128]")
+    return int(block[0]), int(block[1])
+
+
+def _refuse(key: str, value: object, remedy: str) -> NoReturn:
+    raise ConfigError(f"{FIELD}.{key}", value, remedy)
