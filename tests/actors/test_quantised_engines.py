@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,15 @@ import pytest
 import ray
 
 from tests.actors.bf16_trainer import Bf16Trainer
-from tests.actors.fleet import spawn
+from tests.actors.faulty import pid
+from tests.actors.fleet import spawn, until
 from tests.contract.test_vllm_quantized import Served
 from tests.models import build_tiny_qwen3
+from tests.patience import patient
 from tests.quantised import INT4, save_int4
 from tests.unit.project.test_docs import blocks
 from weightsync import EngineActor, SyncConfig, WeightSync
+from weightsync.driver.engine_state import EngineState
 
 pytestmark = [
     pytest.mark.faults,
@@ -25,55 +30,99 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
 ]
 
-PROMPT = [5, 6, 7]
+Checkpoints = list[tuple[Path, list[int]]]
+"""Checkpoints, each with what a vLLM answers that starts from its int4 one."""
 
 
-@pytest.fixture
-def checkpoints(tmp_path: Path) -> list[Path]:
-    """Two checkpoints, each with an int4 one beside it, whose name ends in ``-int4``."""
-    paths = [tmp_path / str(seed) for seed in range(2)]
-    for seed, path in enumerate(paths):
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    folder, found = tmp_path_factory.mktemp("checkpoints"), []
+    for seed in range(2):
+        path, packed = folder / str(seed), folder / f"{seed}-int4"
         build_tiny_qwen3(path, seed=seed)
-        save_int4(path, path.with_name(f"{path.name}-int4"))
-    return paths
+        save_int4(path, packed)
+        served = Served(packed, "auto")
+        found.append((path, served.says()))
+        served.close()
+    assert found[0][1] != found[1][1]
+    return found
 
 
-@pytest.fixture
-def trainers(cluster: None, checkpoints: list[Path], tmp_path: Path) -> Iterator[list[Any]]:
-    arguments = (2, str(tmp_path / "meeting"), str(checkpoints[0]))
+@pytest.fixture(scope="module")
+def trainers(cluster: None, checkpoints: Checkpoints, tmp_path_factory) -> Iterator[list[Any]]:
+    arguments = (2, str(tmp_path_factory.mktemp("trainers") / "meeting"), str(checkpoints[0][0]))
     actors = [spawn(Bf16Trainer, rank, *arguments) for rank in range(2)]
     yield actors
     for actor in actors:
         ray.kill(actor)
 
 
-def from_disk(path: Path) -> list[int]:
-    served = Served(path, "auto")
-    said = served.says()
-    served.close()
-    return said
-
-
-def test_an_int4_engine_and_a_bf16_engine_take_every_version_together(
-    trainers: list[Any], checkpoints: list[Path]
-) -> None:
-    first, second = (from_disk(path.with_name(f"{path.name}-int4")) for path in checkpoints)
-    assert first != second
+@pytest.fixture(scope="module")
+def start_int4(checkpoints: Checkpoints) -> Callable[..., Any]:
+    """As docs/quantised.md starts an engine."""
     names: dict[str, Any] = {}
     exec(compile(blocks("docs/quantised.md")[0], "docs/quantised.md", "exec"), names)
     assert names["INT4"] == INT4
-    int4 = names["start_engine"](str(checkpoints[0]), num_gpus=0)
-    bf16 = spawn(EngineActor, "torch", str(checkpoints[0]), "bf16", {"dtype": "bfloat16"}, "1")
+    return lambda *_: names["start_engine"](str(checkpoints[0][0]), num_gpus=0)
+
+
+def says(engine: Any) -> list[int]:
+    rollout = ray.get(engine.generate.remote([[5, 6, 7]], {"max_tokens": 16, "temperature": 0.0}))
+    return rollout.tokens[0]
+
+
+def train(trainers: list[Any], path: Path) -> None:
+    ray.get([trainer.load.remote(str(path)) for trainer in trainers])
+
+
+def end(*engines: Any) -> None:
+    ray.get([engine.close.remote() for engine in engines])
+    for engine in engines:
+        ray.kill(engine)
+
+
+def test_an_int4_engine_and_a_bf16_engine_take_every_version_together(
+    trainers: list[Any], checkpoints: Checkpoints, start_int4: Callable[..., Any]
+) -> None:
+    int4 = start_int4()
+    bf16 = spawn(EngineActor, "torch", str(checkpoints[0][0]), "bf16", {"dtype": "bfloat16"}, "1")
     with WeightSync(SyncConfig(bucket_bytes=64 << 10)) as sync:
         sync.register_trainers(trainers)
         sync.register_engines({"int4": int4, "bf16": bf16})
         sync.connect()
-        for version, number in enumerate((0, 1, 0), start=1):
-            ray.get([trainer.load.remote(str(checkpoints[number])) for trainer in trainers])
-            report = sync.update_weights(version)
-            assert report.engines == {"int4": version, "bf16": version}
-            rollout = ray.get(int4.generate.remote([PROMPT], {"max_tokens": 16, "temperature": 0.0}))
-            assert rollout.tokens == [(first, second)[number]]
-    for engine in (int4, bf16):
-        ray.get(engine.close.remote())
-        ray.kill(engine)
+        for version, (path, answer) in enumerate([*checkpoints, checkpoints[0]], start=1):
+            train(trainers, path)
+            assert sync.update_weights(version).engines == {"int4": version, "bf16": version}
+            assert says(int4) == answer
+    end(int4, bf16)
+
+
+def test_a_killed_int4_engine_is_filled_again_from_snapshots_and_then_from_files(
+    trainers: list[Any], checkpoints: Checkpoints, start_int4: Callable[..., Any]
+) -> None:
+    started = [start_int4()]
+
+    def respawn(_: str) -> Any:
+        started.append(start_int4())
+        return started[-1]
+
+    with WeightSync(SyncConfig(bucket_bytes=64 << 10, respawn_timeout_s=patient(60))) as sync:
+        sync.register_trainers(trainers)
+        sync.register_engines({"int4": started[0]}, respawn=respawn)
+        sync.connect()
+        for version, (path, _) in enumerate(checkpoints, start=1):
+            train(trainers, path)
+            sync.update_weights(version)
+        os.kill(pid(started[0]), signal.SIGKILL)
+        train(trainers, checkpoints[0][0])  # what is not published yet must not be read
+        assert until(lambda: len(started) > 1, patient(30))
+        sync.settle(patient(90))
+        assert sync.engine_states() == {"int4": EngineState.SERVING}
+        assert says(started[1]) == checkpoints[1][1]
+    with WeightSync(SyncConfig(bucket_bytes=64 << 10)) as sync:
+        sync.register_engines({"int4": started[1]})
+        sync.register_checkpoint("first", [str(checkpoints[0][0])])
+        sync.connect()
+        assert sync.update_weights(checkpoint="first").verified
+        assert says(started[1]) == checkpoints[0][1]
+    end(started[1])
