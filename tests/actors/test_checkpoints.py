@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import signal
@@ -29,6 +30,8 @@ from weightsync.actors.detached import NAMESPACE, actor_name
 from weightsync.actors.engine import EngineActor
 from weightsync.actors.weight_holder import spawn_standby
 from weightsync.errors import PeerLostError, SourceChangedError, StateError
+from weightsync.memory.quantize import quantize
+from weightsync.plan.formats import Format
 from weightsync.recipes.screen import Screen
 from weightsync.recipes.serve_checkpoint import Fleet, serve
 
@@ -127,6 +130,24 @@ def test_two_checkpoints_are_registered_and_switched(
         assert f"({name})" in str(report)
         assert all_hold(sync, wanted)
     assert sync.engine_versions() == {"e0": 5, "e1": 5}
+
+
+def test_float8_weights_and_their_scales_fill_engines_of_full_precision(make: Make, tmp_path: Path) -> None:
+    form = Format(rule="fp8", values="float8_e4m3fn", block=(128, 128))
+    stored, wanted = weights(3), weights(3)
+    for name in [name for name in stored if name.endswith("weight")]:
+        values, scales = (part for _, part in quantize(wanted[name].bfloat16(), form))
+        stored |= {name: values, f"{name}_scale_inv": scales}
+        of_row, of_column = (torch.arange(size) // 128 for size in values.shape)
+        wanted[name] = (values.float() * scales[of_row][:, of_column]).bfloat16().float()
+    folder = save(tmp_path / "float8", stored)
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "float8" / "config.json").write_text(json.dumps(config))
+    sync = make()
+    sync.register_checkpoint("float8", [folder])
+    sync.connect()
+    assert sync.update_weights(checkpoint="float8").verified
+    assert all_hold(sync, wanted)
 
 
 @pytest.mark.faults

@@ -9,12 +9,11 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from weightsync.errors import ConfigError, StateError
+from weightsync.errors import StateError
 from weightsync.memory.digests import tensor_digest, warm_up
 from weightsync.memory.host import SharedBuffer, num_threads
 from weightsync.memory.nonfinite import count_nonfinite
@@ -25,7 +24,6 @@ from weightsync.protocol.handles import HostExport
 from weightsync.protocol.messages import Published
 from weightsync.sources.safetensors_files import contents
 
-_MEMORY = "/dev/shm"
 _CHUNK_NBYTES = 4 << 20
 """Bytes that are read, and then digested while they are still in the processor's cache."""
 _ALIGN = 64
@@ -73,7 +71,7 @@ class CheckpointStore:
         Raises TransportError if the host has too little memory, and ConfigError if a file was truncated since
         it was checked.
         """
-        begun, mapped = time.perf_counter(), {i for i, path in enumerate(self._files) if _in_memory(path)}
+        begun, mapped = time.perf_counter(), {i for i, file in enumerate(self._files) if file.in_memory}
         numbers = sorted({stretch.buffer for stretch in self._mine})
         warm_up()
         with ThreadPoolExecutor(num_threads(_MOST_THREADS), initializer=_give_way) as threads:
@@ -131,13 +129,13 @@ class CheckpointStore:
 
     def _open(self, file: int, is_mapped: bool) -> SharedBuffer:
         if is_mapped:
-            return SharedBuffer.of_file(self._files[file])
+            return SharedBuffer.of_file(self._files[file].path)
         return SharedBuffer.create(sum(_aligned(each.nbytes) for each in self._mine if each.buffer == file))
 
     def _read(self, stored: Stretch, chunk: Stretch, offset: int, *, from_disk: bool) -> tuple[int, int]:
         """Read `chunk`, which starts at byte `offset` of `stored`, if `from_disk`; return its `_digest`."""
         if from_disk:
-            _read_into(self._bytes(chunk), self._files[stored.buffer], stored.start + offset)
+            self._files[stored.buffer].read_into(self._bytes(chunk), stored.start + offset)
         return self._digest(chunk, self._shapes[chunk.tensor].dtype)
 
     def _digest(self, chunk: Stretch, dtype: str) -> tuple[int, int]:
@@ -165,11 +163,6 @@ class CheckpointStore:
             self._nonfinite[key] += nonfinite
 
 
-def _in_memory(path: Path) -> bool:
-    """Whether a file is on the file system of ``/dev/shm``."""
-    return os.path.isdir(_MEMORY) and path.stat().st_dev == os.stat(_MEMORY).st_dev
-
-
 def _packed(stretches: Sequence[Stretch], mapped: Collection[int]) -> list[Stretch]:
     """Place stretches in memory: as in the file if it is mapped, else one after another."""
     ends: dict[int, int] = {}
@@ -190,16 +183,6 @@ def _chunks(held: Stretch) -> Iterator[Stretch]:
     for box in held.box.split(_CHUNK_NBYTES // held.itemsize):
         yield replace(held, box=box, start=start)
         start += box.numel * held.itemsize
-
-
-def _read_into(target: torch.Tensor, path: Path, start: int) -> None:
-    memory = memoryview(target.numpy().data)
-    with path.open("rb", buffering=0) as file:
-        while memory:
-            count = os.preadv(file.fileno(), [memory], start)
-            if not count:
-                raise ConfigError("files", str(path), "it was truncated while it was read: download it again")
-            memory, start = memory[count:], start + count
 
 
 def _segment(stretch: Stretch) -> Segment:

@@ -11,6 +11,8 @@ from weightsync.errors import ConfigError, PlanError, nearest
 from weightsync.plan import Box, TensorMeta
 from weightsync.plan.balance import Stretch
 from weightsync.sources.experts import stacked
+from weightsync.sources.float8_weights import scaled_weights
+from weightsync.sources.stored_files import DequantisedFile, Place, ScaledWeight, StoredFile
 
 _INDEX = ".safetensors.index.json"
 _DTYPES = {
@@ -33,19 +35,20 @@ _DTYPES = {
 class Contents:
     """Tensors of the files. A stretch is in ``files[stretch.buffer]``; `origin` is each tensor's file."""
 
-    files: tuple[Path, ...]
+    files: tuple[StoredFile | DequantisedFile, ...]
     tensors: tuple[TensorMeta, ...]
     stretches: tuple[Stretch, ...]
 
     @property
     def origin(self) -> dict[str, str]:
-        return {stretch.tensor: str(self.files[stretch.buffer]) for stretch in self.stretches}
+        return {stretch.tensor: str(self.files[stretch.buffer].path) for stretch in self.stretches}
 
 
 def contents(paths: Sequence[str], exclude: Collection[str] = ()) -> Contents:
     """Read the headers of `paths`: files, index files, or folders that hold either.
 
-    Single experts are declared as transformers' models stack them, see `stacked`.
+    Single experts are declared as transformers' models stack them, see `stacked`. Float8 weights are declared
+    in bfloat16, without their scales, where the ``config.json`` beside a file says how they are quantised.
 
     Args:
         exclude: names, as in the files, of tensors that no engine takes.
@@ -56,29 +59,47 @@ def contents(paths: Sequence[str], exclude: Collection[str] = ()) -> Contents:
         PlanError: a tensor is in two files, is not in the file that the index names, or has an
             unknown dtype.
     """
-    found: dict[str, tuple[TensorMeta, int, int]] = {}
-    files: list[Path] = []
+    found: dict[str, Place] = {}
+    files: list[StoredFile] = []
     for path, wanted in _resolve(paths):
+        file = StoredFile(path)
         for name, (meta, start) in _header(path).items():
             if name in found:
-                other = files[found[name][1]]
+                other = found[name].file.path
                 raise PlanError(
                     name, f"it is in {other} and in {path}; give files that are of one checkpoint"
                 )
-            found[name] = meta, len(files), start
+            found[name] = Place(meta, file, start)
         for name in wanted:
-            if found.get(name, (None, -1))[1] != len(files):
+            if name not in found or found[name].file is not file:
                 raise PlanError(name, f"the index names {path}, but it is not in it; download both again")
-        files.append(path)
+        files.append(file)
     for name in exclude:
         if name not in found:
             raise ConfigError("exclude", name, nearest(name, found))
         del found[name]
+    return _contents(files, found, scaled_weights(found))
+
+
+def _contents(
+    files: Sequence[StoredFile], found: Mapping[str, Place], scaled: Sequence[ScaledWeight]
+) -> Contents:
+    """Replace the weights of `scaled` by bfloat16 ones, in a further file for each that has some."""
+    numbers = {file: number for number, file in enumerate(files)}
+    held = {name: (place.meta, numbers[place.file], place.start) for name, place in found.items()}
+    by_file: dict[Path, list[ScaledWeight]] = {}
+    for weight in scaled:
+        by_file.setdefault(weight.values.file.path, []).append(weight)
+        del held[weight.scales.meta.name]
+    more = [DequantisedFile(path, weights) for path, weights in by_file.items()]
+    for number, (file, weights) in enumerate(zip(more, by_file.values(), strict=True), start=len(files)):
+        for weight, start in zip(weights, file.starts, strict=True):
+            held[weight.values.meta.name] = weight.meta, number, start
     whole = [
-        Stretch(name, Box.whole(meta.shape), meta.itemsize, file, start)
-        for name, (meta, file, start) in found.items()
+        Stretch(meta.name, Box.whole(meta.shape), meta.itemsize, number, start)
+        for meta, number, start in held.values()
     ]
-    return Contents(tuple(files), *stacked([meta for meta, _, _ in found.values()], whole))
+    return Contents((*files, *more), *stacked([meta for meta, _, _ in held.values()], whole))
 
 
 def _resolve(paths: Sequence[str]) -> Iterator[tuple[Path, Sequence[str]]]:
