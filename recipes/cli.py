@@ -43,6 +43,7 @@ from weightsync.recipes.inputs import (
 )
 from weightsync.recipes.page import write_page
 from weightsync.recipes.parallel import parse_engine, parse_trainers
+from weightsync.recipes.quantised import read_quantization
 from weightsync.recipes.recipe import Recipe, load_recipe
 from weightsync.recipes.run_folder import RunFolder
 from weightsync.recipes.run_report import read_report
@@ -177,6 +178,10 @@ def plan(
     cluster: Annotated[
         str | None, typer.Option(help="A YAML file, or hosts of configs/clusters, such as 8xh200.")
     ] = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="A quantised model's config.json, whose format the engines have."),
+    ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace one value of RECIPE.")
     ] = None,
@@ -184,8 +189,9 @@ def plan(
     """Show what an update moves and how fast it can be, for a recipe or a model. Needs no GPU."""
     host = _cluster(cluster)
     if recipe is not None:
-        said = {"--model": model, "--trainers": trainers, "--engine": engine, "--engines": engines}
-        refuse(said | {"--apart": apart or None}, "RECIPE says it; give one or the other")
+        said: dict[str, object] = {"--model": model, "--trainers": trainers, "--engine": engine}
+        said |= {"--engines": engines, "--apart": apart or None, "--quantization": quantization}
+        refuse(said, "RECIPE says it; give one or the other")
         loaded = load_recipe(recipe_file(recipe), set_ or [])
         scene = recipe_scene(loaded, host, offloaded=offloaded)
     else:
@@ -198,6 +204,7 @@ def plan(
             apart=apart,
             offloaded=offloaded,
             cluster=host,
+            quantization=read_quantization(quantization) if quantization else None,
         )
     print(forecast(scene))
 

@@ -20,9 +20,11 @@ from weightsync.plan import (
 )
 from weightsync.plan.estimate import OTHER_HOST, DirectFloor, Receiver, direct_floor, distances
 from weightsync.plan.explain import count_text, time_text
+from weightsync.plan.formats import Quantization
 from weightsync.recipes.grids import engine_layout, trainer_layout
 from weightsync.recipes.hosts import HostSpec
 from weightsync.recipes.parallel import EngineParallel, Fsdp, Megatron, TrainerParallel, Zero
+from weightsync.recipes.quantised import explain_formats
 from weightsync.recipes.recipe import MoeSpec, Recipe, TrainerSpec
 from weightsync.recipes.shapes import MixtureShape, ModelShape, checkpoint_tensors
 
@@ -41,6 +43,7 @@ class Scene:
         apart: engines have their own GPUs, after the trainers'; else both share GPUs, from the first on.
         offloaded: trainers publish into host memory.
         cluster: its name and its hosts, which are filled in order; None gives no times.
+        quantization: how the engines' checkpoints are quantised, if they are.
     """
 
     name: str
@@ -51,6 +54,7 @@ class Scene:
     offloaded: bool = False
     cluster: tuple[str, HostSpec] | None = None
     sync: SyncConfig = field(default_factory=SyncConfig)
+    quantization: Quantization | None = None
 
     def members(self) -> Members:
         """Return the members, with one holder for each GPU."""
@@ -124,7 +128,10 @@ def forecast(scene: Scene) -> str:
         f"{scene.name}: {_parameters(scene.model, tensors)}",
         f"{_ranks(scene)}, on {count_text(members.num_holders, 'GPU')}{_on_hosts(scene, members)}",
     ]
-    for title, section in (("broadcast", _broadcast(sides)), ("direct", _direct(sides))):
+    sections = {"broadcast": _broadcast(sides), "direct": _direct(sides)}
+    if scene.quantization:
+        sections["quantised"] = explain_formats(tensors, scene.quantization)
+    for title, section in sections.items():
         lines += ["", title, *(f"  {line}" for line in section)]
     return "\n".join(lines)
 
@@ -151,6 +158,8 @@ def _direct(sides: _Sides) -> list[str]:
     scene = sides.scene
     if scene.offloaded:
         return ["none: the trainers publish into host memory, which engines do not read"]
+    if scene.quantization:
+        return ["none: a quantised engine takes whole tensors"]
     name, engine = next(iter(sides.engines.items()))
     names, reasons = same_dtype_tensors(sides.source, name, engine)
     lines = [f"{tensor}, by broadcast: {reason}" for tensor, reason in list(reasons.items())[:_MOST_REASONS]]

@@ -1,4 +1,7 @@
-"""Bytes of safetensors files: as they are stored, or of float8 weights with their scales multiplied in."""
+"""Bytes of safetensors files: as they are stored, or of float8 weights with their scales multiplied in.
+
+Headers are checked by commands that load no torch, so that it is imported where bytes are read.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,15 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from weightsync.errors import ConfigError
 from weightsync.plan import TensorMeta
+
+if TYPE_CHECKING:
+    import torch
 
 _MEMORY = "/dev/shm"
 DEQUANTISED = "bfloat16"
@@ -53,6 +59,8 @@ class Place:
 
     def read(self, first: int = 0, numel: int | None = None) -> torch.Tensor:
         """Return `numel` of its elements, by default all, in one dimension, from element `first` on."""
+        import torch
+
         itemsize = self.meta.itemsize
         count = self.meta.numel if numel is None else numel
         data = torch.empty(count * itemsize, dtype=torch.uint8)
@@ -79,6 +87,8 @@ class ScaledWeight:
 
     def dequantised(self, first: int, numel: int) -> torch.Tensor:
         """Return bfloat16[numel]: elements from `first` on, in row-major order, times their scales."""
+        import torch
+
         columns = self.values.meta.shape[1]
         rows = range(first // columns, -(-(first + numel) // columns))
         grid = self.scales.read().float().view(-1, -(-columns // self.block[1]))
@@ -101,6 +111,8 @@ class DequantisedFile:
 
     def read_into(self, target: torch.Tensor, start: int) -> None:
         """Fill `target`, uint8[n] on the host, from byte `start` on, all of one weight."""
+        import torch
+
         number = bisect.bisect_right(self.starts, start) - 1
         first = (start - self.starts[number]) // 2
         found = self._weights[number].dequantised(first, target.numel() // 2)

@@ -335,6 +335,46 @@ def test_engines_of_different_ranks_are_planned_each_for_itself() -> None:
     )
 
 
+QUANTISED = ["plan", "--model", "qwen3-30b-a3b", "--trainers", "fsdp=8", "--engine", "tp=8", "--quantization"]
+
+
+def test_a_plan_says_what_a_quantised_engine_makes_of_each_group_of_tensors(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
+    file.write_text(json.dumps({"quantization_config": fp8}))
+    result = RUNNER.invoke(cli.app, [*QUANTISED, str(file)])
+    assert result.exit_code == 0
+    matrices = 48 * (2 * 2048 * 4096 + 2 * 2048 * 512 + 128 * 3 * 768 * 2048)
+    scales, kept = matrices * 4 / 128**2, 2 * 151936 * 2048 + 48 * (128 * 2048 + 2 * 2048 + 2 * 128) + 2048
+    direct, quantised = result.output.split("\ndirect\n")[1].split("\nquantised\n")
+    assert direct.strip() == "none: a quantised engine takes whole tensors"
+    assert [line.strip() for line in quantised.splitlines()] == [
+        f"{2 + 48 * 5 + 1} tensors stay bfloat16: {2 * kept / 2**30:.1f} GiB",
+        f"{48 * (4 + 128 * 3)} tensors become float8_e4m3fn with a scale for 128 x 128: "
+        f"{matrices / 2**30:.1f} GiB, scales {scales / 2**20:.1f} MiB, "
+        f"in place of {2 * matrices / 2**30:.1f} GiB",
+        "each engine rank gets whole tensors by broadcast, and quantises them itself",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (None, "give a model's config.json"),
+        ("{", "neither JSON nor YAML"),
+        ("model_type: qwen3", "it has no quantization_config"),
+        ("quantization_config: {quant_method: awq}", "valid: compressed-tensors, fp8"),
+    ],
+)
+def test_a_file_without_a_known_format_is_one_line(text: str | None, problem: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    if text is not None:
+        file.write_text(text)
+    result = RUNNER.invoke(cli.app, [*QUANTISED, str(file)])
+    assert result.exit_code == 2
+    assert problem in " ".join(result.output.split())
+
+
 def test_a_plan_between_hosts_says_what_crosses() -> None:
     """16.38 GB on 8 trainers of one host and 2 engines of 4 on the next: all of it crosses once."""
     arguments = ["plan", "--model", "qwen3-8b", "--trainers", "fsdp=8", "--engine", "tp=4", "--engines", "2"]

@@ -1,0 +1,58 @@
+"""Describes what a quantised engine makes of the tensors of a model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from weightsync.errors import ConfigError
+from weightsync.plan import TensorMeta
+from weightsync.plan.explain import count_text, size_text
+from weightsync.plan.formats import FIELD, Quantization
+
+_OTHERS = ("embed_tokens.weight", "mlp.gate.weight")
+"""Matrices that are no linear layers of a model: its embedding, and routers."""
+
+
+def read_quantization(given: str) -> Quantization:
+    """Read the ``quantization_config`` of a config.json, or of a YAML file like it.
+
+    Raises:
+        ConfigError: it is no such file, or the format is not known here.
+    """
+    path = Path(given)
+    if not path.is_file():
+        raise ConfigError("--quantization", given, "give a model's config.json, or a YAML file like it")
+    try:
+        config = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError("--quantization", given, f"it is neither JSON nor YAML: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get(FIELD), dict):
+        raise ConfigError("--quantization", given, f"it has no {FIELD}; give a quantised model's config.json")
+    return Quantization.read(config[FIELD])
+
+
+def explain_formats(tensors: Sequence[TensorMeta], quantization: Quantization) -> list[str]:
+    """Return a line for each format, with its bytes, and one for what stays as it is.
+
+    Raises:
+        PlanError: a weight does not fit its format.
+    """
+    groups: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
+    for meta in tensors:
+        is_linear = meta.name.endswith(".weight") and len(meta.shape) == 2 and not meta.name.endswith(_OTHERS)
+        form = quantization.of(meta.name) if is_linear else None
+        values, *others = form.stored(meta) if form else (meta,)
+        row = meta.nbytes, values.nbytes, sum(each.nbytes for each in others)
+        groups[f"become {form}" if form else f"stay {meta.dtype}"].append(row)
+    lines = []
+    for change, rows in groups.items():
+        whole, values_nbytes, others_nbytes = (sum(column) for column in zip(*rows, strict=True))
+        said = f"{count_text(len(rows), 'tensor')} {change}: {size_text(values_nbytes)}"
+        if change.startswith("become"):
+            said += f", scales {size_text(others_nbytes)}, in place of {size_text(whole)}"
+        lines.append(said)
+    return [*lines, "each engine rank gets whole tensors by broadcast, and quantises them itself"]
