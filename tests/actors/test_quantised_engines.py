@@ -92,7 +92,11 @@ def test_an_int4_engine_and_a_bf16_engine_take_every_version_together(
         sync.connect()
         for version, (path, answer) in enumerate([*checkpoints, checkpoints[0]], start=1):
             train(trainers, path)
-            assert sync.update_weights(version).engines == {"int4": version, "bf16": version}
+            report = sync.update_weights(version)
+            assert report.engines == {"int4": version, "bf16": version}
+            assert report.routes["int4"] == (
+                "it takes whole tensors, of which 14 become int4 with a scale for 1 x 32"
+            )
             assert says(int4) == answer
     end(int4, bf16)
 

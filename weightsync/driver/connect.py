@@ -150,7 +150,8 @@ async def _open(
         (await gather_named(warm_ups, "warm-up", timeout_s + GRACE_S, together=True)).require()
         router = Router(fleet, config, plan, layouts.source, exports, demoted)
         for name, exported in served.items():
-            await router.add(name, layouts.joined[name], exported, trial.failures.get(name, ""))
+            failed, converts = trial.failures.get(name, ""), layouts.engines[name][0].converts
+            await router.add(name, layouts.joined[name], exported, failed, converts)
             if not router.suffices:
                 raise TransportError(
                     f"engine {name} could read the trainers' memory directly in a trial, and now cannot: "
@@ -369,7 +370,8 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     connection.flat_layouts.pop(name, None)
     if flat and len(links) == len(holders):
         connection.flat_layouts[name] = flat
-    await connection.router.add(name, connection.joined[twins[0]], exports)
+    joined, converts = connection.joined[twins[0]], layouts[0].converts
+    await connection.router.add(name, joined, exports, converts=converts)
     if not connection.router.suffices:
         raise PlanError(
             named, f"it takes broadcasts, for which the plan has no buckets: {connection.router.routes[name]}"
@@ -378,7 +380,7 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
 
 
 def _alike(layouts: Sequence[LayoutTable], known: Sequence[LayoutTable]) -> bool:
-    """Whether two engines' layouts are equal, devices aside."""
+    """Whether two engines' layouts are equal, devices and conversions aside."""
     return len(layouts) == len(known) and all(map(LayoutTable.alike, layouts, known))
 
 

@@ -26,7 +26,13 @@ _SAME_DEVICE, _SAME_HOST, _OTHER_HOST = range(3)
 
 
 def obstacle(
-    config: SyncConfig, demoted: str, failed: str, *, trainers_export: bool, engine_exports: bool
+    config: SyncConfig,
+    demoted: str,
+    failed: str,
+    *,
+    trainers_export: bool,
+    engine_exports: bool,
+    converts: str,
 ) -> str:
     """Return why an engine may not read the trainers' memory directly, or "".
 
@@ -35,7 +41,10 @@ def obstacle(
         failed: why holders could not map trainers' memory in a trial, or "".
         trainers_export: every trainer rank exports its memory. Before `attach`, whether it can.
         engine_exports: the same of the engine's ranks.
+        converts: what these make of the tensors, see `RankLayout`.
     """
+    if converts:
+        return f"it takes whole tensors, of which {converts}"
     if config.mode == "broadcast":
         return "sync.mode is broadcast"
     if demoted:
@@ -86,12 +95,18 @@ class Router:
         self._cut: dict[tuple[Layout, int, tuple[int, ...]], tuple[Reads, Reads]] = {}
 
     async def add(
-        self, name: str, engine: Layout, exports: Sequence[RankMemory | None], failed: str = ""
+        self,
+        name: str,
+        engine: Layout,
+        exports: Sequence[RankMemory | None],
+        failed: str = "",
+        converts: str = "",
     ) -> None:
         """Route an engine whose holders have mapped its ranks' `exports`.
 
-        Engines of equal layout share `engine`, which is paired with the trainers' layout once. `failed` is
-        that of `obstacle`. Raises ConfigError if ``sync.mode`` is direct and the engine cannot read directly.
+        Engines of equal layout share `engine`, which is paired with the trainers' layout once. `failed` and
+        `converts` are those of `obstacle`. Raises ConfigError if ``sync.mode`` is direct and the engine
+        cannot read directly.
         """
         self._far.pop(name, None)
         reason = obstacle(
@@ -100,6 +115,7 @@ class Router:
             failed,
             trainers_export=all(self._exports),
             engine_exports=all(exports),
+            converts=converts,
         )
         self._decide(name, reason or await self._route(name, engine, exports))
 

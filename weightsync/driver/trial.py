@@ -58,8 +58,9 @@ async def run_trial(
                 failures.get(name, ""),
                 trainers_export=trainers_export,
                 engine_exports=exports[name],
+                converts=ranks[0].converts,
             )
-            for name in engines
+            for name, ranks in engines.items()
         }
 
     timeout_s = config.connect_timeout_s

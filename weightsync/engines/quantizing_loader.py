@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
@@ -30,6 +31,12 @@ def formats_of(checkpoint: Checkpoint, quantization: Quantization) -> dict[str, 
                 form.stored(TensorMeta(name, meta.dtype, tuple(part.shape)))
                 found[name] = form
     return found
+
+
+def summary(formats: Mapping[str, Format]) -> str:
+    """Return what becomes what, such as ``28 become int4 with a scale for 1 x 32``; "" without formats."""
+    counts = Counter(map(str, formats.values()))
+    return ", ".join(f"{count} become {form}" for form, count in counts.items())
 
 
 class QuantizingLoader:

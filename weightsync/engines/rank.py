@@ -33,11 +33,13 @@ class Checkpoint:
     Attributes:
         tied: its (alias, canonical) names.
         linears: weights of linear layers, which an engine's own checkpoint may have quantised.
+        converts: what the engine makes of the tensors, see `RankLayout`.
     """
 
     tensors: tuple[TensorMeta, ...]
     tied: tuple[tuple[str, str], ...]
     linears: frozenset[str]
+    converts: str = ""
 
 
 class Host(Protocol):
@@ -225,4 +227,6 @@ def checkpoint_of(hf_config: object, dtype: torch.dtype) -> Checkpoint:
 
 def _whole_layout(checkpoint: Checkpoint, device: str) -> RankLayout:
     segments = tuple(map(Segment.whole, checkpoint.tensors))
-    return RankLayout(checkpoint.tensors, segments, checkpoint.tied, device=device)
+    return RankLayout(
+        checkpoint.tensors, segments, checkpoint.tied, device=device, converts=checkpoint.converts
+    )

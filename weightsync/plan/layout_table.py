@@ -156,7 +156,7 @@ class LayoutTable:
         tied: [k, 2], names of (alias, canonical).
         padding: [k, 3], (name of the buffer, byte offset, nbytes).
         frozen: [k], names.
-        device, stage: those of the layout.
+        device, stage, converts: those of the layout.
     """
 
     names: bytes
@@ -168,6 +168,7 @@ class LayoutTable:
     frozen: Column
     device: str
     stage: Stage | None
+    converts: str
 
     @classmethod
     def of(cls, layout: RankLayout) -> LayoutTable:
@@ -191,6 +192,7 @@ class LayoutTable:
                 column(numbers[name] for name in layout.frozen),
                 layout.device,
                 layout.stage,
+                layout.converts,
             )
         except OverflowError:
             raise _too_large(layout) from None
@@ -207,6 +209,7 @@ class LayoutTable:
             self.device,
             self.stage,
             self.frozen_names(names),
+            self.converts,
         )
 
     def tied_names(self, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -222,7 +225,7 @@ class LayoutTable:
         return tuple(names[name] for name in self.frozen.tolist())
 
     def alike(self, other: LayoutTable) -> bool:
-        """Whether both layouts are equal, devices aside."""
+        """Whether both layouts are equal, devices and conversions aside."""
         parts = ("tensors", "segments", "tied", "buffers", "padding", "frozen")
         return (
             self.stage == other.stage

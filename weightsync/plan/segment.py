@@ -271,6 +271,7 @@ class RankLayout:
             memory that the holder maps, and that is not published.
         stage: which part of the model it knows, if it is not all.
         frozen: names of tensors that do not change after the first update.
+        converts: what the rank makes of the tensors, if it does not keep their values; for reports.
     """
 
     tensors: tuple[TensorMeta, ...]
@@ -281,3 +282,4 @@ class RankLayout:
     device: str = ""
     stage: Stage | None = None
     frozen: tuple[str, ...] = ()
+    converts: str = ""

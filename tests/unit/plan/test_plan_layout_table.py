@@ -50,6 +50,7 @@ LAYOUTS = st.builds(
     NAMES,
     st.none() | STAGES,
     st.lists(NAMES, max_size=4).map(tuple),
+    NAMES,
 )
 
 
@@ -60,12 +61,12 @@ def test_a_table_gives_its_layout_back(layout: RankLayout) -> None:
 
 
 @given(LAYOUTS, LAYOUTS)
-def test_tables_are_alike_if_layouts_are_equal_but_for_their_devices(
+def test_tables_are_alike_if_layouts_are_equal_but_for_devices_and_conversions(
     one: RankLayout, other: RankLayout
 ) -> None:
-    table = LayoutTable.of(one)
-    assert table.alike(LayoutTable.of(replace(one, device="cuda:other")))
-    assert table.alike(LayoutTable.of(other)) == (replace(one, device="") == replace(other, device=""))
+    table, aside = LayoutTable.of(one), {"device": "", "converts": ""}
+    assert table.alike(LayoutTable.of(replace(one, device="cuda:other", converts="all")))
+    assert table.alike(LayoutTable.of(other)) == (replace(one, **aside) == replace(other, **aside))
 
 
 W = TensorMeta("w", "int8", (300, 2))

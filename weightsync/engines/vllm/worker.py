@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from weightsync.engines.quantizing_loader import QuantizingLoader, formats_of
+from weightsync.engines.quantizing_loader import QuantizingLoader, formats_of, summary
 from weightsync.engines.rank import Checkpoint, Rank, checkpoint_of
 from weightsync.engines.vllm.api import (
     ModelRunner,
@@ -61,7 +62,7 @@ class _Host:
         checkpoint = checkpoint_of(config.hf_config, config.dtype)
         self._formats = formats_of(checkpoint, quantization)
         require_stored(self.model(), checkpoint.linears, self._formats)
-        return checkpoint
+        return replace(checkpoint, converts=summary(self._formats))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         known_as = loader_names(self.model())
