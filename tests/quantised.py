@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from weightsync.plan import TensorMeta
 from weightsync.plan.formats import Format
 
-__all__ = ["INT4", "by_library", "check_declared", "same_bits", "save_int4", "weights"]
+__all__ = ["INT4", "by_library", "check_declared", "int4", "same_bits", "save_int4", "weights"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SPECIAL = (0.0, -0.0, 1e-40, -1e-40, 2.0**-133, 1e-8, 448.0, -1e30, float("inf"), float("-inf"), float("nan"))
 
-INT4 = {
+INT4: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
     "config_groups": {
@@ -57,7 +58,7 @@ def same_bits(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     if (found.dtype, found.shape) != (wanted.dtype, wanted.shape):
         return False
     nan = found.isnan()
-    bits = (each.contiguous().view(-1, 1).view(torch.uint8) for each in (found, wanted))
+    bits = (each.flatten().view(torch.uint8).view(each.numel(), -1) for each in (found, wanted))
     differs = torch.ne(*bits).any(1).view(found.shape)
     return torch.equal(nan, wanted.isnan()) and not (differs & ~nan).any()
 
@@ -79,7 +80,7 @@ def by_library(weight: torch.Tensor, form: Format, strategy: str) -> dict[str, t
     settings: dict[str, Any] = {"type": "float" if form.values.startswith("float") else "int"}
     settings |= {"group_size": form.block[1]} if strategy == "group" else {}
     settings |= {"block_structure": [*form.block]} if strategy == "block" else {}
-    args = QuantizationArgs(num_bits=form.num_bits, symmetric=True, strategy=strategy, **settings)
+    args = QuantizationArgs(num_bits=form.num_bits, symmetric=form.symmetric, strategy=strategy, **settings)
     rows, columns = (size or whole for size, whole in zip(form.block, weight.shape, strict=True))
     padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % columns, 0, -weight.shape[0] % rows))
     blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
@@ -91,9 +92,16 @@ def by_library(weight: torch.Tensor, form: Format, strategy: str) -> dict[str, t
     return dict(compressor.compress(state, QuantizationScheme(targets=["Linear"], weights=args)))
 
 
-def save_int4(source: Path, target: Path) -> None:
+def int4(symmetric: bool) -> dict[str, Any]:
+    """Return `INT4`, or the same with zero points."""
+    config = copy.deepcopy(INT4)
+    config["config_groups"]["group_0"]["weights"]["symmetric"] = symmetric
+    return config
+
+
+def save_int4(source: Path, target: Path, symmetric: bool) -> None:
     """Save a checkpoint's projections in bfloat16 as compressed-tensors packs int4 in groups of 32."""
-    form = Format(rule="compressed-tensors", values="int4", block=(1, 32), packed=True)
+    form = Format(rule="compressed-tensors", values="int4", block=(1, 32), packed=True, symmetric=symmetric)
     stored = {}
     for name, tensor in load_file(source / "model.safetensors").items():
         weight = tensor.to(torch.bfloat16)
@@ -105,5 +113,5 @@ def save_int4(source: Path, target: Path) -> None:
     target.mkdir()
     save_file(stored, target / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = INT4
+    config["quantization_config"] = int4(symmetric)
     (target / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))

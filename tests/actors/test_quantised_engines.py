@@ -18,7 +18,7 @@ from tests.actors.fleet import spawn, until
 from tests.contract.test_vllm_quantized import Served
 from tests.models import build_tiny_qwen3
 from tests.patience import patient
-from tests.quantised import INT4, save_int4
+from tests.quantised import INT4, int4, save_int4
 from tests.unit.project.test_docs import blocks
 from weightsync import EngineActor, SyncConfig, WeightSync
 from weightsync.driver.engine_state import EngineState
@@ -30,21 +30,26 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
 ]
 
-Checkpoints = list[tuple[Path, list[int]]]
-"""Checkpoints, each with what a vLLM answers that starts from its int4 one."""
+KINDS = {"int4": True, "zero points": False}
+"""Formats of engines, and whether these are symmetric."""
+
+Checkpoints = list[tuple[Path, dict[str, list[int]]]]
+"""Checkpoints, each with what vLLMs answer that start from its int4 ones."""
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     folder, found = tmp_path_factory.mktemp("checkpoints"), []
     for seed in range(2):
-        path, packed = folder / str(seed), folder / f"{seed}-int4"
+        path, answers = folder / str(seed), {}
         build_tiny_qwen3(path, seed=seed)
-        save_int4(path, packed)
-        served = Served(packed, "auto")
-        found.append((path, served.says()))
-        served.close()
-    assert found[0][1] != found[1][1]
+        for kind, symmetric in KINDS.items():
+            save_int4(path, packed := folder / f"{seed}-{kind}", symmetric)
+            served = Served(packed, "auto")
+            answers[kind] = served.says()
+            served.close()
+        found.append((path, answers))
+    assert len({tuple(each) for _, answers in found for each in answers.values()}) == 4
     return found
 
 
@@ -58,12 +63,17 @@ def trainers(cluster: None, checkpoints: Checkpoints, tmp_path_factory) -> Itera
 
 
 @pytest.fixture(scope="module")
-def start_int4(checkpoints: Checkpoints) -> Callable[..., Any]:
+def start_int4(checkpoints: Checkpoints) -> Callable[[str], Any]:
     """As docs/quantised.md starts an engine."""
     names: dict[str, Any] = {}
     exec(compile(blocks("docs/quantised.md")[0], "docs/quantised.md", "exec"), names)
     assert names["INT4"] == INT4
-    return lambda *_: names["start_engine"](str(checkpoints[0][0]), num_gpus=0)
+
+    def start(kind: str) -> Any:
+        names["INT4"] = int4(KINDS[kind])
+        return names["start_engine"](str(checkpoints[0][0]), num_gpus=0)
+
+    return start
 
 
 def says(engine: Any) -> list[int]:
@@ -81,33 +91,33 @@ def end(*engines: Any) -> None:
         ray.kill(engine)
 
 
-def test_an_int4_engine_and_a_bf16_engine_take_every_version_together(
-    trainers: list[Any], checkpoints: Checkpoints, start_int4: Callable[..., Any]
+def test_engines_of_int4_and_of_bf16_take_every_version_together(
+    trainers: list[Any], checkpoints: Checkpoints, start_int4: Callable[[str], Any]
 ) -> None:
-    int4 = start_int4()
+    quantised = {kind: start_int4(kind) for kind in KINDS}
     bf16 = spawn(EngineActor, "torch", str(checkpoints[0][0]), "bf16", {"dtype": "bfloat16"}, "1")
     with WeightSync(SyncConfig(bucket_bytes=64 << 10)) as sync:
         sync.register_trainers(trainers)
-        sync.register_engines({"int4": int4, "bf16": bf16})
+        sync.register_engines({**quantised, "bf16": bf16})
         sync.connect()
-        for version, (path, answer) in enumerate([*checkpoints, checkpoints[0]], start=1):
+        for version, (path, answers) in enumerate([*checkpoints, checkpoints[0]], start=1):
             train(trainers, path)
             report = sync.update_weights(version)
-            assert report.engines == {"int4": version, "bf16": version}
+            assert report.engines == dict.fromkeys([*KINDS, "bf16"], version)
             assert report.routes["int4"] == (
                 "it takes whole tensors, of which 14 become int4 with a scale for 1 x 32"
             )
-            assert says(int4) == answer
-    end(int4, bf16)
+            assert {kind: says(engine) for kind, engine in quantised.items()} == answers
+    end(*quantised.values(), bf16)
 
 
 def test_a_killed_int4_engine_is_filled_again_from_snapshots_and_then_from_files(
-    trainers: list[Any], checkpoints: Checkpoints, start_int4: Callable[..., Any]
+    trainers: list[Any], checkpoints: Checkpoints, start_int4: Callable[[str], Any]
 ) -> None:
-    started = [start_int4()]
+    started = [start_int4("int4")]
 
     def respawn(_: str) -> Any:
-        started.append(start_int4())
+        started.append(start_int4("int4"))
         return started[-1]
 
     with WeightSync(SyncConfig(bucket_bytes=64 << 10, respawn_timeout_s=patient(60))) as sync:
@@ -122,11 +132,11 @@ def test_a_killed_int4_engine_is_filled_again_from_snapshots_and_then_from_files
         assert until(lambda: len(started) > 1, patient(30))
         sync.settle(patient(90))
         assert sync.engine_states() == {"int4": EngineState.SERVING}
-        assert says(started[1]) == checkpoints[1][1]
+        assert says(started[1]) == checkpoints[1][1]["int4"]
     with WeightSync(SyncConfig(bucket_bytes=64 << 10)) as sync:
         sync.register_engines({"int4": started[1]})
         sync.register_checkpoint("first", [str(checkpoints[0][0])])
         sync.connect()
         assert sync.update_weights(checkpoint="first").verified
-        assert says(started[1]) == checkpoints[0][1]
+        assert says(started[1]) == checkpoints[0][1]["int4"]
     end(started[1])

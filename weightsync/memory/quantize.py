@@ -27,8 +27,13 @@ def quantize(weight: torch.Tensor, form: Format) -> Iterator[tuple[str, torch.Te
         What `Format.stored` declares, in its order, on the same device.
     """
     blocks = _in_blocks(weight, form)
-    scales = _fp8_scales(blocks, form) if form.rule == "fp8" else _symmetric_scales(blocks, form)
-    values = blocks * (1.0 / scales) if form.rule == "fp8" else _rounded(blocks / scales, form)
+    if form.rule == "fp8":
+        scales = _fp8_scales(blocks, form)
+        values = blocks * (1.0 / scales)
+    else:
+        scales, zero_points = _scales_and_zero_points(blocks, form)
+        # A zero point of 0 is added, too, as the library does: it turns -0 to 0.
+        values = _rounded(blocks / scales + zero_points.to(weight.dtype), form)
     values = _from_blocks(values, weight.shape)
     scales = scales.reshape(form.grid(weight.shape))
     if form.packed:
@@ -36,6 +41,8 @@ def quantize(weight: torch.Tensor, form: Format) -> Iterator[tuple[str, torch.Te
     else:
         yield "weight", values.to(getattr(torch, form.values)).contiguous()
     yield form.scale_suffix, scales.flatten() if form.block == (0, 0) else scales
+    if not form.symmetric:
+        yield "weight_zero_point", _pack(zero_points.reshape(scales.shape).T, form.num_bits).T.contiguous()
     if form.packed:
         yield "weight_shape", torch.tensor(weight.shape, device=weight.device)
 
@@ -53,18 +60,24 @@ def _from_blocks(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return blocks.reshape(down * rows, across * columns)[: shape[0], : shape[1]]
 
 
-def _symmetric_scales(blocks: torch.Tensor, form: Format) -> torch.Tensor:
-    """Return scales in the weights' dtype: the greatest magnitude over half the range of values."""
-    half = _FP8_MAX if form.values == "float8_e4m3fn" else (2**form.num_bits - 1) / 2
-    least, most = blocks.amin((1, 3), keepdim=True), blocks.amax((1, 3), keepdim=True)
-    zero = torch.zeros_like(least)
-    scales = torch.maximum(torch.minimum(least, zero).abs(), torch.maximum(most, zero).abs()) / half
-    return torch.where(scales == 0, torch.finfo(scales.dtype).eps, scales)
+def _scales_and_zero_points(blocks: torch.Tensor, form: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scales in the weights' dtype, and the int8 values that stand for zero."""
+    least = blocks.amin((1, 3), keepdim=True).clamp(max=0)
+    most = blocks.amax((1, 3), keepdim=True).clamp(min=0)
+    zero_points = torch.zeros_like(least, dtype=torch.int8)
+    if form.symmetric:
+        half_range = _FP8_MAX if form.values == "float8_e4m3fn" else (2**form.num_bits - 1) / 2
+        scales = torch.maximum(least.abs(), most) / half_range
+    else:
+        half = 2 ** (form.num_bits - 1)
+        scales = (most - least) / (2 * half - 1)
+        zero_points = (-half - least / scales).clamp(-half, half - 1).round().to(torch.int8)
+    return torch.where(scales == 0, torch.finfo(scales.dtype).eps, scales), zero_points
 
 
 def _rounded(scaled: torch.Tensor, form: Format) -> torch.Tensor:
     if form.values == "float8_e4m3fn":
-        return (scaled + 0.0).clamp(-_FP8_MAX, _FP8_MAX)  # the library adds a zero point, which turns -0 to 0
+        return scaled.clamp(-_FP8_MAX, _FP8_MAX)
     half = 2 ** (form.num_bits - 1)
     return scaled.clamp(-half, half - 1).round().to(torch.int8)
 

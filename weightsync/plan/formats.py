@@ -30,6 +30,7 @@ class Format:
         values: int4, int8 or float8_e4m3fn.
         block: rows and columns that share a scale. 0 stands for all of them.
         packed: whether int32 words hold several values each, the first in the lowest bits.
+        symmetric: whether zero is stored as 0. If not, blocks have zero points, too; only packed ones do.
         powers_of_two: whether scales are rounded up to powers of two (UE8M0).
     """
 
@@ -37,6 +38,7 @@ class Format:
     values: str
     block: tuple[int, int]
     packed: bool = False
+    symmetric: bool = True
     powers_of_two: bool = False
 
     @property
@@ -52,8 +54,10 @@ class Format:
     @property
     def suffixes(self) -> tuple[str, ...]:
         """The last parts of the names of the tensors that `stored` returns."""
-        values = ("weight_packed", "weight_shape") if self.packed else ("weight",)
-        return (*values, self.scale_suffix)
+        if not self.packed:
+            return "weight", self.scale_suffix
+        zero_points = () if self.symmetric else ("weight_zero_point",)
+        return ("weight_packed", self.scale_suffix, *zero_points, "weight_shape")
 
     def grid(self, shape: Sequence[int]) -> tuple[int, int]:
         """Return the numbers of blocks along rows and columns of a matrix of `shape`."""
@@ -77,12 +81,13 @@ class Format:
         )
         if not self.packed:
             return TensorMeta(weight.name, self.values, weight.shape), scale
-        words = -(-columns // (32 // self.num_bits))
-        return (
-            TensorMeta(base + "weight_packed", "int32", (rows, words)),
-            scale,
-            TensorMeta(base + "weight_shape", "int64", (2,)),
-        )
+        packed = TensorMeta(base + "weight_packed", "int32", (rows, self._num_words(columns)))
+        zero_points = TensorMeta(base + "weight_zero_point", "int32", (self._num_words(rows), scales[-1]))
+        shape = TensorMeta(base + "weight_shape", "int64", (2,))
+        return (packed, scale, shape) if self.symmetric else (packed, scale, zero_points, shape)
+
+    def _num_words(self, num_values: int) -> int:
+        return -(-num_values // (32 // self.num_bits))
 
     def _check(self, weight: TensorMeta) -> None:
         if not weight.name.endswith(".weight") or len(weight.shape) != 2:
@@ -99,7 +104,8 @@ class Format:
 
     def __str__(self) -> str:
         rows, columns = (size or "all" for size in self.block)
-        return f"{self.values} with a scale for {rows} x {columns}"
+        scale = "a scale" if self.symmetric else "a scale and a zero point"
+        return f"{self.values} with {scale} for {rows} x {columns}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +189,9 @@ def _read_weights(where: str, layout: str, weights: Mapping[str, Any]) -> Format
     )
     if values not in fits:
         _refuse(where, f"{kind}{num_bits}", f"{layout} holds {' or '.join(fits)}")
-    if not weights.get("symmetric", True):
-        _refuse(f"{where}.symmetric", False, "true: zero points are not made here")
+    symmetric = bool(weights.get("symmetric", True))
+    if not symmetric and not packed:
+        _refuse(f"{where}.symmetric", False, "true, or pack-quantized as the format")
     if weights.get("actorder") not in _ORDERS:
         _refuse(
             f"{where}.actorder", weights["actorder"], "leave it out: columns are not put in another order"
@@ -193,7 +200,13 @@ def _read_weights(where: str, layout: str, weights: Mapping[str, Any]) -> Format
         _refuse(
             f"{where}.scale_dtype", weights["scale_dtype"], "leave it out: scales have the weights' dtype"
         )
-    return Format(rule="compressed-tensors", values=values, block=_read_block(where, weights), packed=packed)
+    return Format(
+        rule="compressed-tensors",
+        values=values,
+        block=_read_block(where, weights),
+        packed=packed,
+        symmetric=symmetric,
+    )
 
 
 def _read_block(where: str, weights: Mapping[str, Any]) -> tuple[int, int]:

@@ -11,23 +11,32 @@ from weightsync.memory.quantize import quantize
 from weightsync.plan.formats import Format
 
 BLOCKS = {"tensor": (0, 0), "channel": (1, 0), "group": (1, 8), "block": (4, 8)}
-
-
 CASES = [
-    *(("int8", strategy, False) for strategy in BLOCKS),
-    *(("float8_e4m3fn", strategy, False) for strategy in BLOCKS),
-    *((values, strategy, True) for values in ("int4", "int8") for strategy in ("channel", "group")),
+    *(("int8", strategy, False, True) for strategy in BLOCKS),
+    *(("float8_e4m3fn", strategy, False, True) for strategy in BLOCKS),
+    *(
+        (values, strategy, True, symmetric)
+        for values in ("int4", "int8")
+        for strategy in ("channel", "group")
+        for symmetric in (True, False)
+    ),
 ]
 
 
-@pytest.mark.parametrize(("values", "strategy", "packed"), CASES)
+@pytest.mark.parametrize(("values", "strategy", "packed", "symmetric"), CASES)
 @given(data=st.data())
 def test_bytes_are_those_of_compressed_tensors(
-    values: str, strategy: str, packed: bool, data: st.DataObject
+    values: str, strategy: str, packed: bool, symmetric: bool, data: st.DataObject
 ) -> None:
     pytest.importorskip("compressed_tensors")
     weight = data.draw(weights(in_groups=strategy == "group"))
-    form = Format(rule="compressed-tensors", values=values, block=BLOCKS[strategy], packed=packed)
+    form = Format(
+        rule="compressed-tensors",
+        values=values,
+        block=BLOCKS[strategy],
+        packed=packed,
+        symmetric=symmetric,
+    )
     found = dict(quantize(weight, form))
     check_declared(weight, form, found)
     wanted = by_library(weight, form, strategy)

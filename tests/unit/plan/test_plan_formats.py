@@ -36,6 +36,10 @@ def weights(layout: str, **given: object) -> dict[str, Any]:
     [
         (INT4, Format(rule="compressed-tensors", values="int4", block=(1, 32), packed=True)),
         (
+            changed(f"{GROUP}.weights.symmetric", False),
+            Format(rule="compressed-tensors", values="int4", block=(1, 32), packed=True, symmetric=False),
+        ),
+        (
             weights("int-quantized", num_bits=8, type="int", strategy="channel"),
             Format(rule="compressed-tensors", values="int8", block=(1, 0)),
         ),
@@ -88,7 +92,13 @@ def test_targets_and_ignored_modules_are_paths_or_expressions() -> None:
         (changed("format", "nvfp4-pack-quantized"), f"{GROUP}.format", "did you mean 'pack-quantized'"),
         (changed("config_groups", {}), "config_groups", "one group"),
         (changed("transform_config", {"r1": {}}), "transform_config", "leave it out"),
-        (changed(f"{GROUP}.weights.symmetric", False), f"{GROUP}.weights.symmetric", "true"),
+        (
+            changed(
+                f"{GROUP}.weights", {"num_bits": 8, "symmetric": False}, changed("format", "int-quantized")
+            ),
+            f"{GROUP}.weights.symmetric",
+            "pack-quantized",
+        ),
         (changed(f"{GROUP}.weights.actorder", "group"), f"{GROUP}.weights.actorder", "leave it out"),
         (changed(f"{GROUP}.weights.num_bits", 3), f"{GROUP}.weights", "holds int4 or int8"),
         (changed(f"{GROUP}.weights.group_size", None), f"{GROUP}.weights.group_size", "a size is needed"),

@@ -61,7 +61,8 @@ class _Host:
         quantization = quantization_of(config)
         checkpoint = checkpoint_of(config.hf_config, config.dtype)
         self._formats = formats_of(checkpoint, quantization)
-        require_stored(self.model(), checkpoint.linears, self._formats)
+        if quantization.groups:  # vLLM's online quantisation takes the tensors as they are
+            require_stored(self.model(), checkpoint.linears, self._formats)
         return replace(checkpoint, converts=summary(self._formats))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
