@@ -20,6 +20,7 @@ from weightsync.engines import choose_engine
 from weightsync.errors import ConfigError, DeadlineError
 from weightsync.plan.explain import count_text
 from weightsync.recipes.calls import collect
+from weightsync.recipes.quantised import INT4
 from weightsync.recipes.recipe import Recipe
 from weightsync.recipes.survival import actor_options
 from weightsync.recipes.trainer import GrpoTrainer
@@ -97,6 +98,8 @@ class Launcher:
         kind = choose_engine(spec.kind)[0]
         if self._bundles:
             options |= _ON_GPU.get(kind, {})
+        if spec.quantization == "int4":
+            options |= {"dtype": "bfloat16", "hf_overrides": {"quantization_config": INT4}}
         if self._recipe.loop.sleep:
             options |= dict.fromkeys(_SLEEPS[kind], True)
         actor = ray.remote(EngineActor).options(**self.options(process))

@@ -13,6 +13,25 @@ from weightsync.plan import TensorMeta
 from weightsync.plan.explain import count_text, size_text
 from weightsync.plan.formats import FIELD, Quantization
 
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "group",
+                "group_size": 32,
+            },
+        }
+    },
+    "ignore": ["lm_head"],
+}
+"""The ``quantization_config`` of a recipe's int4 engines."""
+
 _OTHERS = ("embed_tokens.weight", "mlp.gate.weight")
 """Matrices that are no linear layers of a model: its embedding, and routers."""
 

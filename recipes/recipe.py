@@ -131,11 +131,14 @@ class EngineSpec:
         kind: ``auto`` takes vLLM if it is installed, else torch (transformers).
         count: number of engines.
         tensor_parallel_size: ranks of each engine, over which the model is cut; torch has one.
+        quantization: ``int4`` has vLLM hold linear layers in four bits, in groups of 32, and the rest in
+            bfloat16. All engines of a run have the same dtype, so all have it or none.
     """
 
     kind: Literal["auto", "vllm", "sglang", "torch"] = "auto"
     count: Positive = 1
     tensor_parallel_size: Positive = 1
+    quantization: Literal["none", "int4"] = "none"
 
     def check(self, group: str, model: ModelSpec) -> None:
         """Raise ConfigError for settings that no engine can have, with `model` cut over its ranks."""
@@ -143,6 +146,11 @@ class EngineSpec:
         ranks, field = self.tensor_parallel_size, f"engines.{group}.tensor_parallel_size"
         if ranks > 1 and self.kind == "torch":
             raise ConfigError(field, ranks, "give 1, or kind: vllm; a torch engine has one rank")
+        if self.quantization != "none" and self.kind in ("sglang", "torch"):
+            field = f"engines.{group}.quantization"
+            raise ConfigError(
+                field, self.quantization, f"give none, or kind: vllm; {self.kind} has none here"
+            )
         model.check_cut(ranks, field)
 
 

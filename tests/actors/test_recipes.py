@@ -49,6 +49,17 @@ def test_groups_of_engines_with_other_numbers_of_ranks_serve_the_same_version(tm
     assert report["heals"] == []
 
 
+@pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="needs vLLM")
+def test_rollouts_of_int4_engines_train_the_quickstart_to_its_target(tmp_path: Path) -> None:
+    int4 = ("--set", "engines.main.kind=vllm", "--set", "engines.main.quantization=int4")
+    report = run(tmp_path / "run", "quickstart", *int4)
+    assert report["status"] == "done"
+    assert len(report["steps"]) == 25
+    converts = "it takes whole tensors, of which 14 become int4 with a scale for 1 x 32"
+    assert set(report["steps"][-1]["routes"].values()) == {converts}
+    assert converts in (tmp_path / "run" / "report.html").read_text()
+
+
 @pytest.mark.parametrize("kind", ["fsdp2", "megatron"])
 def test_trainers_and_engines_take_turns(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("megatron" if kind == "megatron" else "torch")
