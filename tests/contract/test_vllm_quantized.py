@@ -15,10 +15,20 @@ from hypothesis import given
 from torch import nn
 
 from tests.models import build_tiny_qwen3, pack_int4
-from tests.quantised import check_declared, same_bits, weights
-from weightsync.engines.vllm.api import Reload, require_stored, set_environment, start, stop
+from tests.quantised import check_declared, same_bits, save_int4, weights
+from weightsync.engines.quantizing_loader import QuantizingLoader, formats_of
+from weightsync.engines.rank import checkpoint_of
+from weightsync.engines.vllm.api import (
+    Reload,
+    quantization_of,
+    require_stored,
+    set_environment,
+    start,
+    stop,
+)
 from weightsync.errors import ConfigError
 from weightsync.memory.quantize import quantize
+from weightsync.memory.tensors import named_tensors
 from weightsync.plan.formats import Format
 
 pytestmark = [
@@ -140,6 +150,11 @@ class Served:
                 said = list(done.outputs[0].token_ids)
         return said
 
+    def live(self) -> dict[str, torch.Tensor]:
+        """Return copies of the parameters that the kernels read."""
+        parameters = self.runner.get_model().named_parameters()
+        return {name: parameter.detach().clone() for name, parameter in parameters}
+
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         reload_model(self.runner.get_model(), tensors)
 
@@ -208,3 +223,37 @@ def test_fp8_blocks_are_vllms(powers_of_two: bool, weight: torch.Tensor) -> None
     values, scales = deep_gemm.per_block_cast_to_fp8(weight, [4, 8], powers_of_two)
     assert same_bits(found["weight"], values)
     assert same_bits(found["weight_scale_inv"], scales)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "zero points"])
+def test_each_live_byte_is_that_of_an_engine_which_loaded_the_quantised_checkpoint(
+    symmetric: bool, tmp_path: Path
+) -> None:
+    wanted, weights = [], []
+    for seed in range(2):
+        source, packed = tmp_path / str(seed), tmp_path / f"{seed}-int4"
+        model = build_tiny_qwen3(source, seed=seed)
+        save_int4(source, packed, symmetric)
+        served = Served(packed, "auto")
+        wanted.append(served.live())
+        served.close()
+        weights.append({name: tensor.bfloat16() for name, tensor in named_tensors(model)[0].items()})
+    fed = Served(tmp_path / "0-int4", "dummy")
+    checkpoint = checkpoint_of(fed.runner.model_config.hf_config, torch.bfloat16)
+    formats = formats_of(checkpoint, quantization_of(fed.runner.model_config))
+    try:
+        for number in (0, 1, 0):
+            reload = Reload(fed.runner.get_model(), fed.runner.model_config, torch.device("cpu"))
+            loader = QuantizingLoader(reload, formats)
+            loader.load(weights[number].items())
+            loader.finish()
+            live = fed.live()
+            assert live.keys() == wanted[number].keys()
+            assert [name for name in live if not same_bits(live[name], wanted[number][name])] == []
+        packed_names = [name for name in live if name.endswith("weight_packed")]
+        assert packed_names
+        assert not any(same_bits(wanted[0][name], wanted[1][name]) for name in packed_names)
+    finally:
+        fed.close()
