@@ -74,17 +74,16 @@ class Format:
         """
         self._check(weight)
         rows, columns = weight.shape
-        base = weight.name.removesuffix("weight")
         scales = (1,) if self.block == (0, 0) else self.grid(weight.shape)
-        scale = TensorMeta(
-            base + self.scale_suffix, "float32" if self.rule == "fp8" else weight.dtype, scales
-        )
-        if not self.packed:
-            return TensorMeta(weight.name, self.values, weight.shape), scale
-        packed = TensorMeta(base + "weight_packed", "int32", (rows, self._num_words(columns)))
-        zero_points = TensorMeta(base + "weight_zero_point", "int32", (self._num_words(rows), scales[-1]))
-        shape = TensorMeta(base + "weight_shape", "int64", (2,))
-        return (packed, scale, shape) if self.symmetric else (packed, scale, zero_points, shape)
+        parts: dict[str, tuple[str, tuple[int, ...]]] = {
+            "weight": (self.values, weight.shape),
+            "weight_packed": ("int32", (rows, self._num_words(columns))),
+            self.scale_suffix: ("float32" if self.rule == "fp8" else weight.dtype, scales),
+            "weight_zero_point": ("int32", (self._num_words(rows), scales[-1])),
+            "weight_shape": ("int64", (2,)),
+        }
+        base = weight.name.removesuffix("weight")
+        return tuple(TensorMeta(base + suffix, *parts[suffix]) for suffix in self.suffixes)
 
     def _num_words(self, num_values: int) -> int:
         return -(-num_values // (32 // self.num_bits))
