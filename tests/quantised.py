@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from weightsync.plan import TensorMeta
-from weightsync.plan.formats import Format
+from weightsync.plan.formats import Format, Quantization
 
-__all__ = ["INT4", "by_library", "check_declared", "int4", "same_bits", "save_int4", "weights"]
+__all__ = ["INT4", "by_library", "check_declared", "int4", "same_bits", "save_quantised", "weights"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SPECIAL = (0.0, -0.0, 1e-40, -1e-40, 2.0**-133, 1e-8, 448.0, -1e30, float("inf"), float("-inf"), float("nan"))
@@ -99,19 +99,33 @@ def int4(symmetric: bool) -> dict[str, Any]:
     return config
 
 
-def save_int4(source: Path, target: Path, symmetric: bool) -> None:
-    """Save a checkpoint's projections in bfloat16 as compressed-tensors packs int4 in groups of 32."""
-    form = Format(rule="compressed-tensors", values="int4", block=(1, 32), packed=True, symmetric=symmetric)
-    stored = {}
+def save_quantised(source: Path, target: Path, config: dict[str, Any]) -> None:
+    """Save a checkpoint's projections in bfloat16 as the format's library quantises them.
+
+    `config` is a ``quantization_config``: `int4`, or one of another format.
+    """
+    quantization, stored = Quantization.read(config), {}
     for name, tensor in load_file(source / "model.safetensors").items():
         weight = tensor.to(torch.bfloat16)
-        if not name.endswith("_proj.weight"):
+        form = quantization.of(name) if name.endswith("_proj.weight") else None
+        if form is None:
             stored[name] = weight
             continue
         base = name.removesuffix("weight")
-        stored |= {base + last: part.contiguous() for last, part in by_library(weight, form, "group").items()}
+        stored |= {base + last: part.contiguous() for last, part in _by_its_library(weight, form).items()}
     target.mkdir()
     save_file(stored, target / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = int4(symmetric)
-    (target / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    model = json.loads((source / "config.json").read_text())
+    model |= {"quantization_config": config, "dtype": "bfloat16"}
+    (target / "config.json").write_text(json.dumps(model))
+
+
+def _by_its_library(weight: torch.Tensor, form: Format) -> dict[str, torch.Tensor]:
+    if form.rule == "fp8":
+        from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+        values, scales = per_block_cast_to_fp8(weight, [*form.block], form.powers_of_two)
+        return {"weight": values, "weight_scale_inv": scales}
+    if form.block[0] > 1:
+        return by_library(weight, form, "block")
+    return by_library(weight, form, {(0, 0): "tensor", (1, 0): "channel"}.get(form.block, "group"))

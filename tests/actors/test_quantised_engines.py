@@ -18,7 +18,7 @@ from tests.actors.fleet import spawn, until
 from tests.contract.test_vllm_quantized import Served
 from tests.models import build_tiny_qwen3
 from tests.patience import patient
-from tests.quantised import INT4, int4, save_int4
+from tests.quantised import INT4, int4, save_quantised
 from tests.unit.project.test_docs import blocks
 from weightsync import EngineActor, SyncConfig, WeightSync
 from weightsync.driver.engine_state import EngineState
@@ -44,7 +44,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
         path, answers = folder / str(seed), {}
         build_tiny_qwen3(path, seed=seed)
         for kind, symmetric in KINDS.items():
-            save_int4(path, packed := folder / f"{seed}-{kind}", symmetric)
+            save_quantised(path, packed := folder / f"{seed}-{kind}", int4(symmetric))
             served = Served(packed, "auto")
             answers[kind] = served.says()
             served.close()

@@ -15,7 +15,7 @@ from hypothesis import given
 from torch import nn
 
 from tests.models import build_tiny_qwen3, pack_int4
-from tests.quantised import check_declared, same_bits, save_int4, weights
+from tests.quantised import check_declared, int4, same_bits, save_quantised, weights
 from weightsync.engines.quantizing_loader import QuantizingLoader, formats_of
 from weightsync.engines.rank import checkpoint_of
 from weightsync.engines.vllm.api import (
@@ -235,7 +235,7 @@ def test_each_live_byte_is_that_of_an_engine_which_loaded_the_quantised_checkpoi
     for seed in range(2):
         source, packed = tmp_path / str(seed), tmp_path / f"{seed}-int4"
         model = build_tiny_qwen3(source, seed=seed)
-        save_int4(source, packed, symmetric)
+        save_quantised(source, packed, int4(symmetric))
         served = Served(packed, "auto")
         wanted.append(served.live())
         served.close()

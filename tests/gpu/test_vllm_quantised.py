@@ -1,0 +1,82 @@
+"""A quantised vLLM that a bf16 trainer feeds says what one says that loaded the quantised checkpoint."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from tests.gpu.fleet import Trainer, VllmEngine, spawn
+from tests.gpu.qwen3_models import save_qwen3
+from tests.gpu.test_vllm import assert_same, from_disk
+from tests.patience import patient
+from tests.quantised import int4, save_quantised
+from weightsync import SyncConfig, WeightSync
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed"),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
+    pytest.mark.timeout(300),
+]
+
+CONFIG = SyncConfig(bucket_bytes=1 << 20, timeout_s=patient(30), connect_timeout_s=patient(60))
+
+
+def dynamic(layout: str, kind: str) -> dict[str, Any]:
+    """Weights with a scale for each channel, and activations with one for each token."""
+    weights = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel"}
+    activations = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "int4": int4(symmetric=True),
+    "int4 with zero points": int4(symmetric=False),
+    "int8": dynamic("int-quantized", "int"),
+    "fp8": dynamic("float-quantized", "float"),
+    "fp8 blocks": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_vllm_answers_as_from_the_quantised_checkpoint(
+    form: str, bundles: PlacementGroup, tmp_path: Path
+) -> None:
+    paths = [tmp_path / str(seed) for seed in range(2)]
+    for seed, path in enumerate(paths):
+        save_qwen3(path, "untied", seed)
+        save_quantised(path, path.with_name(f"{seed}-packed"), FORMATS[form])
+    expected = [from_disk(str(path.with_name(f"{path.name}-packed")), 1) for path in paths]
+    assert expected[0] != expected[1]
+    trainer = spawn(Trainer, bundles, 0, str(paths[0]), 0, 1, "bfloat16", "device")
+    engine = spawn(VllmEngine, bundles, 0, str(tmp_path / "served"), "e0", 1)
+    ray.get([trainer.join.remote(str(tmp_path / "meeting")), engine.info.remote()], timeout=patient(200))
+    with WeightSync(CONFIG) as sync:
+        sync.register_trainers([trainer])
+        sync.register_engines({"e0": engine})
+        sync.connect()
+        for version, number in enumerate((0, 1, 0), start=1):
+            ray.get(trainer.load.remote(str(paths[number])))
+            report = sync.update_weights(version)
+            sys.stdout.write(f"{report} {report.routes} {dict(report.phases)}\n")
+            assert report.engines == {"e0": version}
+            assert_same(ray.get(engine.answers.remote()), expected[number])
+    ray.get(engine.close.remote())
+    for actor in (trainer, engine):
+        ray.kill(actor)
