@@ -17,6 +17,7 @@ from weightsync.errors import TransportError
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.routes import own_address
 from weightsync.transports.base import Broadcast, Op, Pending, Send
+from weightsync.transports.reach import Reach
 from weightsync.transports.rendezvous import SLACK_S, join_store
 from weightsync.transports.roll_call import RollCall, ranks_text
 from weightsync.transports.store import StoreServer
@@ -61,21 +62,29 @@ class GlooTransport(WatchedTransport):
         deadline = time.monotonic() + timeout_s + SLACK_S
         self._store = join_store(rendezvous, rank, num_ranks, timeout_s)
         roll = RollCall(self._store, rank, num_ranks)
+        reach: Reach | None = None
         try:
+            address = own_address(rendezvous)
+            reach = Reach(self._store, rank, num_ranks, address)
             options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = timedelta(seconds=timeout_s)
-            options._devices = [ProcessGroupGloo.create_device(hostname=own_address(rendezvous))]
+            options._devices = [ProcessGroupGloo.create_device(hostname=address)]
             store = PrefixStore("gloo", self._store)
             # It calls the store several times, each with a separate deadline.
             making = on_daemon(partial(ProcessGroupGloo, store, rank, num_ranks, options))
+            if not wait([making], timeout_s / 2).done:
+                on_daemon(reach.examine)
             self._group = making.result(max(_LEAST_S, deadline - time.monotonic()))
-            self._store.set(_connected(rank), "")
-        except (Late, RuntimeError, ValueError) as error:
-            cause = self._unconnected(timeout_s) if isinstance(error, Late) else error
+            reach.connected()
+        except (Late, OSError, RuntimeError, ValueError) as error:
+            cause = self._unconnected(timeout_s, reach) if reach and isinstance(error, Late) else error
             place = rendezvous.rpartition("@")[2]
             raise TransportError(
                 f"gloo rank {rank} of {num_ranks} could not join at {place}: {cause}"
             ) from error
+        finally:
+            if reach:
+                reach.close()
         self._opened = Watch(roll, rank, num_ranks, timeout_s, stop=_nothing, probe=_nothing)
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -96,16 +105,15 @@ class GlooTransport(WatchedTransport):
         watch.follow(number, lambda: all(work.done() and not work.exception() for work in works))
         return _GlooPending(works, number, watch)
 
-    def _unconnected(self, timeout_s: float) -> str:
-        """Say which ranks have not connected to every other rank."""
-        store, ranks = self._store, range(self._num_ranks)
-        assert store
-        asking = on_daemon(lambda: [rank for rank in ranks if not store.check([_connected(rank)])])
+    def _unconnected(self, timeout_s: float, reach: Reach) -> str:
+        """Say which ranks have not connected to every other rank, and which pairs do not reach each other."""
+        asking = on_daemon(lambda: (ranks_text(reach.unconnected(), self._num_ranks), reach.text()))
         try:
-            missing = ranks_text(asking.result(SLACK_S), self._num_ranks)
+            missing, unreached = asking.result(SLACK_S)
         except (Late, RuntimeError):
-            missing = "not all ranks"  # rank 0, which knows, is not reached
-        return f"{missing} did not connect to every other within {timeout_s:g} s"
+            missing, unreached = "not all ranks", ""  # rank 0, which knows, is not reached
+        said = f"{missing} did not connect to every other within {timeout_s:g} s"
+        return f"{said}: {unreached}" if unreached else said
 
     def close(self) -> None:
         """Close the connections and the store."""
@@ -144,11 +152,6 @@ class _GlooPending:
 def _hold(group: ProcessGroupGloo, works: Sequence[Future[object]]) -> None:
     """Keep `group` until its works end. Destroying it would wait for them and block all of Python."""
     wait(works)
-
-
-def _connected(rank: int) -> str:
-    """The store's key that says that a rank has connected to every other."""
-    return f"connected/{rank}"
 
 
 def _own_timeout(timeout_s: float) -> timedelta:

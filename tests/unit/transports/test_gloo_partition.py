@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -15,6 +16,8 @@ from weightsync.holder.broadcasts import Communicators
 from weightsync.plan import Members
 from weightsync.transports import gloo
 from weightsync.transports.gloo import GlooTransport
+from weightsync.transports.reach import Reach
+from weightsync.transports.store import NetworkStore, StoreServer
 
 TIMEOUT_S = patient(0.25)
 
@@ -53,6 +56,25 @@ def test_ranks_that_cannot_reach_each_other_are_named(monkeypatch: pytest.Monkey
         rank.close()
     assert said[0] == ""
     assert all("ranks 1, 2 of 3 did not connect to every other" in each for each in said[1:]), said
+    assert not any("does not reach" in each for each in said), "they answer each other here"
+
+
+def test_a_rank_without_an_answer_is_named_with_its_address() -> None:
+    """Rank 2 says that it listens where nobody does; rank 0, which stopped listening, is connected."""
+    serving = StoreServer("127.0.0.1")
+    store = NetworkStore(serving.address, TIMEOUT_S)
+    first, second = Reach(store, 0, 3, "127.0.0.1"), Reach(store, 1, 3, "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        store.set("listens/2", f"127.0.0.1:{closed.getsockname()[1]}")
+    first.connected()
+    first.close()
+    assert second.unconnected() == [1, 2]
+    assert second.text() == ""
+    second.examine()
+    assert second.text() == "rank 1 at 127.0.0.1 does not reach rank 2 at 127.0.0.1 (Connection refused)"
+    second.close()
+    store.close()
+    serving.close()
 
 
 def test_a_holder_that_cannot_join_says_which_holders_the_ranks_are() -> None:

@@ -1,0 +1,106 @@
+"""Which ranks do not reach one another, found out while they do not get connected."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+from torch.distributed.distributed_c10d import Store
+
+from weightsync.protocol.routes import host_of, joined
+
+TRY_S = 1.0
+"""How long a rank waits for another's answer."""
+_MOST_AT_ONCE = 16
+
+
+class Unreached(msgspec.Struct, frozen=True):
+    """A rank at `caller`, which got no connection to rank `rank` at `address`."""
+
+    caller: str
+    rank: int
+    address: str
+    cause: str
+
+
+class Reach:
+    """A rank that listens on one address, for others to try, until `close`.
+
+    Errors of the store (RuntimeError) propagate.
+    """
+
+    def __init__(self, store: Store, rank: int, num_ranks: int, address: str) -> None:
+        """`address`: of this host, on which it takes connections of the others."""
+        self._store, self._rank, self._num_ranks, self._address = store, rank, num_ranks, address
+        self._listener = socket.create_server(
+            (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=num_ranks
+        )
+        store.set(_listens(rank), joined(address, self._listener.getsockname()[1]))
+
+    def connected(self) -> None:
+        """Tell the others that this rank is connected to all of them."""
+        self._store.set(_connected(self._rank), "")
+
+    def unconnected(self) -> list[int]:
+        """Return the ranks that are not connected to all others."""
+        return [rank for rank in range(self._num_ranks) if not self._store.check([_connected(rank)])]
+
+    def examine(self) -> None:
+        """Try every other rank that is not connected, and note in the store which this one does not reach."""
+        others = [rank for rank in self.unconnected() if rank != self._rank]
+        there = [rank for rank in others if self._store.check([_listens(rank)])]
+        endpoints = {rank: self._store.get(_listens(rank)).decode() for rank in there}
+        with ThreadPoolExecutor(_MOST_AT_ONCE) as threads:
+            causes = dict(zip(endpoints, threads.map(_try, endpoints.values()), strict=True))
+        still = self.unconnected()  # one that is connected by now no longer listens
+        found = [
+            Unreached(self._address, rank, host_of(endpoints[rank]), cause)
+            for rank, cause in causes.items()
+            if cause and rank in still
+        ]
+        self._store.set(_unreached(self._rank), msgspec.json.encode(found).decode())
+
+    def text(self) -> str:
+        """Return what ranks have noted, such as ``rank 1 at 10.0.0.2 does not reach rank 2 at 10.0.0.3``."""
+        said = []
+        for rank in range(self._num_ranks):
+            if self._store.check([_unreached(rank)]):
+                noted = msgspec.json.decode(self._store.get(_unreached(rank)), type=list[Unreached])
+                said += _lines(rank, noted)
+        return "; ".join(said)
+
+    def close(self) -> None:
+        """Stop listening. Safe to call twice."""
+        self._listener.close()
+
+
+def _lines(rank: int, noted: Iterable[Unreached]) -> list[str]:
+    return [
+        f"rank {rank} at {each.caller} does not reach rank {each.rank} at {each.address} ({each.cause})"
+        for each in noted
+    ]
+
+
+def _try(endpoint: str) -> str:
+    """Return why no connection to `endpoint` is made; empty if one is."""
+    address = host_of(endpoint), int(endpoint.rpartition(":")[2])
+    try:
+        with contextlib.closing(socket.create_connection(address, TRY_S)):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _listens(rank: int) -> str:
+    return f"listens/{rank}"
+
+
+def _connected(rank: int) -> str:
+    return f"connected/{rank}"
+
+
+def _unreached(rank: int) -> str:
+    return f"unreached/{rank}"
