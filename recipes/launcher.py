@@ -12,7 +12,7 @@ import torch
 from ray.actor import ActorHandle
 from ray.util import get_placement_group, placement_group, remove_placement_group
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from weightsync.actors.detached import actor_name
 from weightsync.actors.engine import EngineActor
@@ -134,13 +134,13 @@ class Launcher:
     def options(self, process: str) -> dict[str, Any]:
         """Return Ray's options for an actor on its device.
 
-        It sees the GPUs of all its ranks.
+        It sees the GPUs of all its ranks. On CPUs, devices go round the hosts that are there.
         """
         options, devices = actor_options(self._recipe, process), self._recipe.devices[process]
         if self._bundles is None:
             # A cluster with GPUs shows all of them to an actor that reserves none.
             hidden = {"runtime_env": {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}}} if self._num_gpus else {}
-            return options | hidden
+            return options | hidden | _on_host(devices[0])
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(self._bundles, devices[0])
         if len(devices) == 1:
             return options | {"num_gpus": _SHARE}
@@ -165,6 +165,20 @@ def _reserve(recipe: Recipe) -> PlacementGroup:
         remove_placement_group(bundles)
         raise DeadlineError("place", [count_text(recipe.num_devices, "GPU")], timeout_s)
     return bundles
+
+
+def _on_host(device: int) -> dict[str, Any]:
+    """Return Ray's option that puts a device without a GPU on its host, the driver's being the first.
+
+    Ray itself takes any host for an actor that reserves nothing, also with a soft affinity.
+    """
+    here = ray.get_runtime_context().get_node_id()
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    order = sorted(alive, key=lambda node: (node["NodeID"] != here, node["NodeManagerAddress"]))
+    if len(order) == 1:
+        return {}
+    node = order[device % len(order)]["NodeID"]
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
 
 
 def _visible_devices(bundles: PlacementGroup, devices: Sequence[int]) -> list[str]:

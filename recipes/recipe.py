@@ -199,7 +199,7 @@ class Recipe:
         engines: groups of engines by name.
         placement: which ranks share a GPU, or without enough GPUs a slot in host memory. ``colocated`` puts
             trainer ranks and engine ranks on the same devices, from the first on. ``disaggregated`` puts
-            engines on devices after the trainers'.
+            engines on devices after the trainers'. Slots go round the cluster's hosts, the driver's first.
         events: what happens to engines during the loop ``elastic``.
         resume: take over the actors that the dead driver of an earlier run of the same name left.
     """

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from weightsync.errors import ConfigError
 from weightsync.recipes import inputs, launcher
 from weightsync.recipes.launcher import Launcher
-from weightsync.recipes.recipe import EngineSpec, Recipe
+from weightsync.recipes.recipe import EngineSpec, Recipe, TrainerSpec
 
 
 @pytest.mark.parametrize(
@@ -51,3 +52,34 @@ def test_a_trainer_that_is_not_installed_is_refused(kind: str, monkeypatch: pyte
     with pytest.raises(ConfigError, match=refused):
         inputs.runnable_recipe("quickstart", [f"trainers.kind={kind}"])
     assert inputs.runnable_recipe("quickstart", ["trainers.kind=plain"]).trainers.kind == "plain"
+
+
+def test_slots_go_round_the_hosts_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    east, west, mine = ("e" * 56, "a" * 56, "b" * 56)  # as Ray's ids of nodes
+    addresses = {east: "10.0.0.3", west: "10.0.0.2", mine: "10.0.0.9"}
+    alive = {east, west, mine}
+    monkeypatch.setattr(launcher.ray, "cluster_resources", dict)
+    monkeypatch.setattr(
+        launcher.ray,
+        "nodes",
+        lambda: [
+            {"NodeID": node, "NodeManagerAddress": address, "Alive": node in alive}
+            for node, address in addresses.items()
+        ],
+    )
+    monkeypatch.setattr(
+        launcher.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: mine)
+    )
+    recipe = Recipe(
+        name="it", trainers=TrainerSpec(count=1), engines={"main": EngineSpec(kind="torch", count=4)}
+    )
+    made = Launcher(recipe, Path("model"))
+
+    def hosts() -> list[str]:
+        return [made.options(process)["scheduling_strategy"].node_id for process in recipe.devices]
+
+    assert hosts() == [mine, mine, west, east, mine]
+    alive.remove(west)
+    assert hosts() == [mine, mine, east, mine, east]
+    alive.remove(east)
+    assert "scheduling_strategy" not in made.options("engine main-1"), "one host needs no choice"
