@@ -242,11 +242,13 @@ class Hosts:
         *,
         hidden: int = 60,
         alone: Sequence[str] = (),
+        address: str = "127.0.0.1",
     ) -> None:
         """Make the fleet.
 
-        Engines have equal numbers of ranks; those in `alone` do not share memory.
+        Engines have equal numbers of ranks; those in `alone` do not share memory. Holders are at `address`.
         """
+        self._address = address
         size = max(map(len, engines.values()))
         self.tensors = decoder("float32", size, hidden, KV_HEADS, EXPERTS, 41)
         self.sources = []
@@ -339,7 +341,7 @@ class Hosts:
         self.fleet.engines[name] = EngineMember(LocalEngine(self.engines[name]), holders)
 
     def _hold(self) -> Holder:
-        holder = MappingHolder(f"holder {len(self.holders)}", "127.0.0.1", make_staging=Staging)
+        holder = MappingHolder(f"holder {len(self.holders)}", self._address, make_staging=Staging)
         self.holders.append(holder)
         return holder
 

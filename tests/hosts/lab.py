@@ -17,12 +17,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.hosts.network import HASTY, PATIENT, Network
+from tests.hosts.network import DEFAULT, HASTY, PATIENT, Network
 from weightsync.faults import LINK_DOWN
 
 __all__ = ["main"]
 
 NAMES = ("head", "west", "east")
+DESK = "desk"
+"""A host outside the cluster, from which jobs are submitted."""
+_SETTINGS = {"hasty_ray": HASTY, "quickstart_loop": DEFAULT}
+_FROM_DESK = ("quickstart_loop",)
 _SCRIPT = Path(__file__).with_name("cut.sh")
 _POLL_S = 0.01
 
@@ -78,14 +82,16 @@ def main(scenario: str) -> int:
     """Run `scenario`. Returns its exit status."""
     with _folder() as folder:
         env = {LINK_DOWN: f"sh {_SCRIPT} {folder}"}
-        network = Network(NAMES)
+        from_desk = scenario in _FROM_DESK
+        network = Network((*NAMES, DESK) if from_desk else NAMES)
         links = Links(network, folder)
-        head, *others = network.hosts.values()
-        head.start_ray(settings=HASTY if scenario.startswith("hasty") else PATIENT, env=env)
+        head, *others = [network.hosts[name] for name in NAMES]
+        head.start_ray(settings=_SETTINGS.get(scenario, PATIENT), env=env, dashboard=from_desk)
         for host in others:
             host.start_ray(head.address, env=env)
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": os.environ | env}
-        running = head.start([sys.executable, "-m", "tests.hosts.scenarios", scenario, head.address], **pipes)
+        at = network.hosts[DESK] if from_desk else head
+        running = at.start([sys.executable, "-m", "tests.hosts.scenarios", scenario, head.address], **pipes)
         assert running.stdout
         assert running.stdin
         for line in running.stdout:
@@ -124,10 +130,20 @@ def _answer(
         return network.hosts[name].count(values[0])
     elif what == "ray":
         network.hosts[name].start_ray(network.hosts[NAMES[0]].address, env=env)
+    elif what == "address":
+        network.hosts[name].add_address()
     elif what == "unroute":
         network.hosts[name].lose_route(network.hosts[values[0]].address)
     elif what == "rate":
         network.hosts[name].set_rate(int(values[0]))
+    elif what == "sending_rate":
+        network.hosts[name].set_sending_rate(int(values[0]))
+    elif what == "kill":
+        network.hosts[name].kill(int(values[0]))
+    elif what == "crash":
+        network.crash(name)
+    elif what == "boot":
+        network.boot(name)
     else:
         raise ValueError(what)
     return 0

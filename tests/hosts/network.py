@@ -7,6 +7,7 @@ when the caller ends. Needs root.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from tests.patience import patient
 
 _ROOT = Path(__file__).parents[2]
 SUBNET = "10.77.0."
+SECOND_SUBNET = "10.78.0."
 SUBNET_6 = "fd77::"
 _INIT = (
     "hostname {name}; mount -t proc proc /proc; mount -t tmpfs shm /dev/shm; mount -t tmpfs tmp /tmp; "
@@ -25,9 +27,13 @@ _INIT = (
 )
 KERNELS_PORTS = 40000, 40999
 """The ports that the kernel chooses on each host."""
-_HEAD = ["--head", "--port=6379", "--include-dashboard=false"]
+_HEAD = ["--head", "--port=6379"]
+JOBS_PORT = 8265
+"""Where the head takes jobs, if it has a dashboard."""
 PATIENT = '{"health_check_failure_threshold": 1000}'
 """Ray's settings with which it waits for a host. By default it declares one dead after half a minute."""
+DEFAULT = "{}"
+"""Ray's own settings."""
 HASTY = (
     '{"health_check_period_ms": 1000, "health_check_timeout_ms": 2000, "health_check_failure_threshold": 4}'
 )
@@ -61,13 +67,20 @@ class Host:
         return subprocess.Popen([*enter, *command], text=True, **options)  # type: ignore[call-overload, no-any-return]
 
     def start_ray(
-        self, head: str = "", settings: str = PATIENT, env: Mapping[str, str] | None = None
+        self,
+        head: str = "",
+        settings: str = PATIENT,
+        env: Mapping[str, str] | None = None,
+        dashboard: bool = False,
     ) -> None:
         """Start a Ray node, with a resource of this host's name. Without `head`'s address it is the head.
 
-        `settings` are the head's; `env` is added to the environment of its workers.
+        `settings` and `dashboard` are the head's; `env` is added to the environment of its workers.
         """
-        role = [f"--address={head}:6379"] if head else [*_HEAD, f"--system-config={settings}"]
+        shown = ["--include-dashboard=false"]
+        if dashboard:
+            shown = [f"--dashboard-host={self.address}", f"--dashboard-port={JOBS_PORT}"]
+        role = [f"--address={head}:6379"] if head else [*_HEAD, *shown, f"--system-config={settings}"]
         command = [
             sys.executable,
             "-m",
@@ -96,6 +109,10 @@ class Host:
         lines = [line.split() for line in listing.communicate(timeout=patient(10))[0].splitlines()]
         return sum("Z" not in state and command in first for state, first, *_ in lines)
 
+    def kill(self, pid: int) -> None:
+        """Kill one of its processes, by the id that it has there."""
+        assert self.start(["kill", "-9", str(pid)]).wait(patient(10)) == 0
+
     def link(self, up: bool) -> None:
         """Connect or cut its link. No packet says so to anybody."""
         _run("ip", "link", "set", self.name, "up" if up else "down")
@@ -108,6 +125,11 @@ class Host:
             _run(*inside, "replace", *neighbour, "lladdr", _NOBODY, "nud", "permanent")
         else:
             _run(*inside, "flush", "to", other.address, "dev", "eth0", "nud", "permanent")
+
+    def add_address(self) -> None:
+        """Add an address on another network of the same link, `second_address`."""
+        inside = ["nsenter", f"--target={self.pid}", "--net", "ip"]
+        _run(*inside, "addr", "add", f"{second_address(self.address)}/24", "dev", "eth0")
 
     def lose_route(self, address: str) -> None:
         """Drop what this host would send to an address."""
@@ -142,6 +164,20 @@ class Network:
         _run("ip", "link", "set", "bridge", "up")
         self.hosts = {name: self._add(name, f"{subnet}{i}") for i, name in enumerate(names, start=1)}
 
+    def crash(self, name: str) -> None:
+        """Kill everything that runs on a host, at once. Its network goes, too."""
+        host = self.hosts[name]
+        os.kill(host.pid, signal.SIGKILL)  # the kernel kills what is in its PID namespace
+        host.init.wait(patient(10))
+        deadline = time.monotonic() + patient(10)
+        while Path(f"/sys/class/net/{name}").exists():
+            assert time.monotonic() < deadline, f"the network of {name} is still there"
+            time.sleep(0.01)  # the kernel has no event for it
+
+    def boot(self, name: str) -> None:
+        """Have a host that crashed come back, with its name and its address."""
+        self.hosts[name] = self._add(name, self.hosts[name].address)
+
     def _add(self, name: str, address: str) -> Host:
         command = ["unshare", *_FLAGS, "--fork", "--kill-child", "sh", "-c", _init(name)]
         host = Host(name, address, subprocess.Popen(command))
@@ -157,6 +193,11 @@ class Network:
         _run(*inside, "addr", "add", f"{address}/{prefix[0]}", "dev", "eth0", *prefix[1:])
         _run(*inside, "link", "set", "eth0", "up")
         return host
+
+
+def second_address(address: str) -> str:
+    """Return the second address of the host that has `address`."""
+    return SECOND_SUBNET + address.removeprefix(SUBNET)
 
 
 def _limit(mbit_per_s: int) -> tuple[str, ...]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,13 @@ import ray
 import torch
 
 from tests.actors.fleet import Engine, Trainer
-from tests.hosts import lost_links
-from tests.hosts.network import KERNELS_PORTS, SUBNET
+from tests.hosts import direct, lost_links, quickstart_loop
+from tests.hosts.lost_links import FOREVER_S
+from tests.hosts.network import KERNELS_PORTS, SUBNET, second_address
 from tests.hosts.outside import ask, put, say
 from tests.patience import patient
 from weightsync import SyncConfig, SyncReport, WeightSync
+from weightsync.errors import TransportError
 
 WIDTH = 1024
 OTHERS = ("west", "east")
@@ -50,11 +54,18 @@ def update(
     return report
 
 
-def fleet(sync: WeightSync) -> Any:
-    """Register a trainer on the first host and an engine on each other. Returns the trainer."""
+def members(sync: WeightSync) -> tuple[Any, dict[str, Any]]:
+    """Register a trainer on the first host and an engine on each other. Returns all of them."""
     trainer = put("head", Trainer, WIDTH, "t")
+    engines = {name: put(name, Engine, WIDTH, name, name) for name in OTHERS}
     sync.register_trainers([trainer])
-    sync.register_engines({name: put(name, Engine, WIDTH, name, name) for name in OTHERS})
+    sync.register_engines(engines)
+    return trainer, engines
+
+
+def fleet(sync: WeightSync) -> Any:
+    """Register and connect a trainer on the first host and an engine on each other. Returns the trainer."""
+    trainer, _ = members(sync)
     sync.connect()
     return trainer
 
@@ -115,6 +126,65 @@ def staged() -> None:
     assert paused["host"] < paused["none"] / 4, paused
 
 
+def reach(endpoint: tuple[str, int]) -> Callable[[object], bool]:
+    """Return what an actor does to tell whether it reaches an endpoint."""
+
+    def work(_: object) -> bool:
+        try:
+            with contextlib.closing(socket.create_connection(endpoint, patient(0.5))):
+                return True
+        except OSError:
+            return False
+
+    return work
+
+
+def listen(address: str) -> Callable[[object], int]:
+    """Return what an actor does to listen on an address. Its answer is the port."""
+
+    def work(actor: Any) -> int:
+        listener = socket.create_server((address, 0))
+        actor.listeners = [*getattr(actor, "listeners", []), listener]  # they listen as long as it lives
+        return int(listener.getsockname()[1])
+
+    return work
+
+
+def two_addresses() -> None:
+    """West sees east at another address than the head does: connecting names both hosts, and the address."""
+    for name in OTHERS:
+        ask("address", name)
+    ask("cut", "west/east", FOREVER_S)
+    config = replace(CONFIG, mirrors=0, connect_timeout_s=patient(2.5))
+    with WeightSync(config) as sync:
+        trainer, engines = members(sync)
+        near, far = f"{SUBNET}3", second_address(f"{SUBNET}3")
+        ports = {each: ray.get(engines["east"].__ray_call__.remote(listen(each))) for each in (near, far)}
+        seen = {
+            (name, address): ray.get(actor.__ray_call__.remote(reach((address, port))))
+            for name, actor in (("head", trainer), ("west", engines["west"]))
+            for address, port in ports.items()
+        }
+        assert seen == {
+            ("head", near): True,
+            ("head", far): False,
+            ("west", near): False,
+            ("west", far): True,
+        }
+        try:
+            sync.connect()
+        except TransportError as error:
+            said = str(error)
+        else:
+            raise AssertionError("it connected")
+        say(said)
+        assert f"rank 1 at {SUBNET}2 does not reach rank 2 at {near} (timed out)" in said
+        assert "the ranks are holder 0, holder 1, holder 2" in said
+        ask("mend", "west/east")
+        sync.connect()
+        update(sync, trainer, 1)
+
+
 def examined(*options: str) -> tuple[int, str]:
     """Run the command for a cluster. Returns its exit code and what it printed."""
     command = [sys.executable, "-m", "weightsync.recipes.cli", "doctor", "--cluster", *options]
@@ -170,9 +240,18 @@ def names(pair: Mapping[str, str]) -> tuple[str, str]:
 
 SCENARIOS = {
     scenario.__name__: scenario
-    for scenario in (broadcast, staged, doctor, lost_links.lost_links, lost_links.hasty_ray)
+    for scenario in (
+        broadcast,
+        staged,
+        doctor,
+        two_addresses,
+        direct.direct,
+        lost_links.lost_links,
+        lost_links.hasty_ray,
+        quickstart_loop.quickstart_loop,
+    )
 }
-WITHOUT_RAY = (doctor,)
+WITHOUT_RAY = (doctor, quickstart_loop.quickstart_loop)
 """These start drivers of their own."""
 
 

@@ -1,7 +1,7 @@
 """A newcomer that reads a version from one host, from three, and from three of which one dies.
 
-unshare … python -m tests.hosts.sources. Run so, it makes the hosts and starts itself on each, as
-``serve ADDRESS`` or ``read``.
+unshare … python -m tests.hosts.sources PROTOCOL. Run so, it makes the hosts and starts itself on each, as
+``serve ADDRESS PROTOCOL`` or ``read``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from weightsync.holder.refill import Refill
 from weightsync.holder.snapshots import SnapshotStore
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan.portions import Portion
-from weightsync.protocol.handles import Offer
+from weightsync.protocol.handles import Offer, ProtocolName
 from weightsync.protocol.messages import Snapshot, SnapshotHeader
 
 HEADER = SnapshotHeader(version=7, layout="whole", part=0)
@@ -34,13 +35,13 @@ MBIT_PER_S = 200
 WAIT_S = patient(30)
 
 
-def main() -> int:
+def main(protocol: str) -> int:
     """Print the seconds of each refill, and how much faster three sources are. Returns 0."""
     network = Network(("first", "second", "third", "newcomer"))
     *sources, newcomer = network.hosts.values()
     for host in sources:
         host.set_sending_rate(MBIT_PER_S)
-    serving = [_start(host, "serve", host.address) for host in sources]
+    serving = [_start(host, "serve", host.address, protocol) for host in sources]
     offers = [_offer(process) for process in serving]
     alone_s = _read(newcomer, offers[:1])
     together_s = _read(newcomer, offers)
@@ -123,10 +124,10 @@ class Sink:
     def finish(self) -> None: ...
 
 
-def serve(address: str) -> None:
+def serve(address: str, protocol: ProtocolName) -> None:
     """Serve the version until killed."""
     name = Path("/proc/sys/kernel/hostname").read_text().strip()
-    store = SnapshotStore(name, address, "zeromq", "")
+    store = SnapshotStore(name, address, protocol, "")
     offer = store.snapshot(HEADER, np.zeros(3, np.uint64), Whole())
     sys.stdout.write(base64.b64encode(pickle.dumps(offer)).decode() + "\n")
     sys.stdout.flush()
@@ -149,8 +150,8 @@ def read() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["serve"]:
-        serve(sys.argv[2])
+        serve(sys.argv[2], cast("ProtocolName", sys.argv[3]))
     elif sys.argv[1:2] == ["read"]:
         read()
     else:
-        sys.exit(main())
+        sys.exit(main(sys.argv[1]))
