@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,7 +27,7 @@ from weightsync.actors.remote import (
     remote_engine,
     remote_trainer,
 )
-from weightsync.actors.watch import Watches
+from weightsync.actors.watch import Watches, is_silence
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineRecord, EngineState
@@ -65,6 +66,7 @@ class Membership:
         self._expecting: asyncio.Future[None] | None = None
         self._silent: dict[str, ActorHandle[Any]] = {}
         self._checking = set[asyncio.Task[None]]()
+        self._cut_off = set[str]()
 
     async def reconnect(self) -> None:
         """Connect again if a holder was lost or added since the last connect."""
@@ -130,13 +132,20 @@ class Membership:
     def can_respawn(self, name: str) -> bool:
         return self.respawner is not None and name in self.engines
 
-    async def respawn(self, name: str) -> None:
+    async def respawn(self, name: str) -> bool:
         """End an engine's process, which may hang or be gone, and start a replacement.
+
+        If nothing on its host answers, wait until the engine does or Ray says that it is gone, at most
+        ``connect_timeout_s``. An engine that answers then keeps its process. Returns whether it got another.
 
         Raises what `respawner` raises, or a DeadlineError of phase ``respawn`` if it does not return within
         ``respawn_timeout_s``. An actor that it returns later is killed.
         """
         assert self.respawner is not None
+        await self._check_holders(name)
+        if name in self._cut_off and await self._is_heard(name):
+            await self.rejoin(name)
+            return False
         respawner, old, placements = self.respawner, self.engines[name], self._placements.get(name, ())
         end_s = PATIENCE_S * (1 + len(placements))
         await await_daemon(lambda: end_process(old, placements), f"engine {name}", "end", end_s)
@@ -153,6 +162,23 @@ class Membership:
             when_late=lambda late: self._end_late(name, late),
         )
         await self.place_engine(name, handle)
+        self._cut_off.discard(name)
+        return True
+
+    async def _is_heard(self, name: str) -> bool:
+        """Wait for an engine that is cut off. Returns whether it answered."""
+        logger.warning("[engine %s] its host is lost: waiting for it, unless Ray gives it up", name)
+        engine = remote_engine(f"engine {name}", self.engines[name])
+        heartbeat_s, deadline = self._config.heartbeat_s, time.monotonic() + self._config.connect_timeout_s
+        while time.monotonic() < deadline:
+            began = time.monotonic()
+            outcome = await gather_named({engine.name: engine.ping()}, "heartbeat", heartbeat_s)
+            if not (error := outcome.failures.get(engine.name)):
+                return True
+            if not is_silence(error):
+                return False
+            await asyncio.sleep(max(0.0, began + heartbeat_s - time.monotonic()))
+        return False
 
     def _end_late(self, name: str, handle: ActorHandle[Any]) -> None:
         if isinstance(handle, ActorHandle) and handle not in self.engines.values() and ray.is_initialized():
@@ -215,6 +241,8 @@ class Membership:
         calls = {f"holder {i}": self._fleet.holders[i] for i in member.holders}
         pings = {holder: peer.ready() for holder, peer in calls.items() if isinstance(peer, Remote)}
         outcome = await gather_named(pings, "heartbeat", self._config.heartbeat_s)
+        if outcome.failures and all(map(is_silence, outcome.failures.values())):
+            self._cut_off.add(name)
         if outcome.failures and self._fleet.engines.get(name) is member:
             logger.warning(
                 "[engine %s] its host is lost: %s do not answer", name, ", ".join(outcome.failures)
@@ -230,6 +258,7 @@ class Membership:
         self._channels.forget(handle)
         await self.place_engine(name, handle)
         self._silent.pop(name, None)
+        self._cut_off.discard(name)
         self._controller.engine_group.enter([name], EngineState.STALE)
         if not self._controller.can_refill(name):
             self._controller.connected = False  # it is attached, and takes part, with the next update

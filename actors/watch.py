@@ -60,7 +60,7 @@ class Watches:
                     heard()
                 elif not is_silent:
                     lost(error)
-                if error and not _is_silence(error):
+                if error and not is_silence(error):
                     return
                 is_silent = error is not None
             await self._ended(waiting, lost)
@@ -86,6 +86,6 @@ class Watches:
                 lost(error)
 
 
-def _is_silence(error: WeightSyncError) -> bool:
+def is_silence(error: WeightSyncError) -> bool:
     """Whether the process may still be there."""
     return isinstance(error, (DeadlineError, PeerError))

@@ -1,11 +1,11 @@
-"""Engines that fall silent and are heard again, where nobody respawns them: they join again by themselves."""
+"""Engines that fall silent and are heard again: they join again by themselves, in their own process."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -28,12 +28,12 @@ CONFIG = SyncConfig(
 class Fleet:
     """A trainer and two engines, of which e1 falls silent."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, respawn: Callable[[str], Any] | None = None, **settings: Any) -> None:
         self.trainer = spawn(Trainer, WIDTH, "silent-t")
         self.engines = {name: spawn(Engine, WIDTH, name, f"silent-{name}") for name in ("e0", "e1")}
         self.sync = WeightSync(SyncConfig(**{**vars_of(CONFIG), **settings}))
         self.sync.register_trainers([self.trainer])
-        self.sync.register_engines(self.engines)
+        self.sync.register_engines(self.engines, respawn=respawn)
         self.sync.connect()
         self.update(1)
         self.sync.settle(patient(20))
@@ -84,7 +84,8 @@ def stopped(*pids: int) -> Iterator[None]:
         yield
     finally:
         for each in pids:
-            os.kill(each, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):  # it was respawned
+                os.kill(each, signal.SIGCONT)
 
 
 def test_an_engine_that_is_heard_again_is_filled_and_serves(fleets: list[Fleet]) -> None:
@@ -112,3 +113,30 @@ def test_one_that_no_snapshot_can_fill_takes_the_next_update(fleets: list[Fleet]
     assert until(lambda: not fleet.is_dead(), patient(20))
     assert fleet.sync.engine_versions()["e1"] == 0
     assert fleet.update(2).engines == {"e0": 2, "e1": 2}
+
+
+def test_one_whose_host_is_cut_off_keeps_its_process_and_one_that_hangs_is_respawned(
+    fleets: list[Fleet], caplog: pytest.LogCaptureFixture
+) -> None:
+    started: list[str] = []
+
+    def respawn(name: str) -> Any:
+        started.append(name)
+        fleet.engines[name] = spawn(Engine, WIDTH, name, f"silent-again-{name}")
+        return fleet.engines[name]
+
+    fleets.append(fleet := Fleet(respawn=respawn))
+    engine = pid(fleet.engines["e1"])
+    with stopped(engine, pid(fleet.holder())):
+        assert until(fleet.is_dead, patient(5))
+        assert fleet.update(2).engines["e0"] == 2
+        assert until(lambda: "its host is lost: waiting for it" in caplog.text, patient(10))
+    assert until(lambda: fleet.serves(2), patient(30))
+    fleet.sync.settle(patient(20))
+    assert fleet.update(3).engines == {"e0": 3, "e1": 3}
+    assert (started, pid(fleet.engines["e1"])) == ([], engine)
+    assert fleet.sync.heals[-1].respawned_at is None
+
+    with stopped(engine):  # its holder answers, so it hangs
+        assert until(lambda: started == ["e1"], patient(20))
+    assert until(lambda: fleet.serves(3), patient(30))

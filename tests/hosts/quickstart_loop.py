@@ -254,8 +254,9 @@ def check_versions(rows: Sequence[StepRow], quiet: Collection[int]) -> None:
 
 
 def lose_link(job: Job, host: str) -> None:
-    """Cut a host's link until two steps have gone on without it. Then it joins again."""
-    engine, before = HOSTS[host], len(job.observed())
+    """Cut a host's link until two steps have gone on without it. Then its engine joins again, as it was."""
+    engine, seen = HOSTS[host], job.observed()
+    before, place = len(seen), seen[-1].places[HOSTS[host]]
     ask("cut", host, FOREVER_S)
     began = time.monotonic()
 
@@ -266,7 +267,8 @@ def lose_link(job: Job, host: str) -> None:
     say(f"link of {host}: two steps without it after {time.monotonic() - began:.1f} s")
     ask("mend", host)
     began = time.monotonic()
-    job.wait(f"{engine} is back", took(engine, [host]), patient(45))
+    seen = job.wait(f"{engine} is back", took(engine, [host]), patient(45))
+    assert seen[-1].places[engine] == place, "it did not keep its process"
     say(f"link of {host}: {engine} took a version {time.monotonic() - began:.1f} s after it was back")
 
 

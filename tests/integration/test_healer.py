@@ -32,18 +32,19 @@ class Respawned:
         self._loop, self.before = loop, before
         self.times = 0
 
-    async def __call__(self, name: str) -> None:
+    async def __call__(self, name: str) -> bool:
         self.times += 1
         if self.before:
             await self.before()
         self._loop.engines[name].serving = False
         old = self._loop.fleet.engines[name]
         self._loop.fleet.engines[name] = EngineMember(LocalEngine(self._loop.engines[name]), old.holders)
+        return True
 
 
 def _healer(
     loop: Loop,
-    respawn: Callable[[str], Awaitable[None]],
+    respawn: Callable[[str], Awaitable[bool]],
     can_respawn: bool = True,
     rejoin: Callable[[str], Awaitable[None]] | None = None,
 ) -> Healer:
@@ -59,6 +60,24 @@ async def _healed(healer: Healer) -> None:
 
 def state(loop: Loop) -> EngineState:
     return loop.fleet.engines["e1"].record.state
+
+
+def test_one_that_was_only_cut_off_is_filled_and_no_new_process_is_reported() -> None:
+    async def work(loop: Loop) -> None:
+        async def heard(name: str) -> bool:
+            await Respawned(loop)(name)
+            return False
+
+        healer = _healer(loop, heard)
+        await loop.controller.connect()
+        await loop.controller.update(1)
+        loop.controller.engine_group.lost("e1", DeadlineError("heartbeat", ("engine e1",), 1.0))
+        await _healed(healer)
+        (heal,) = healer.heals
+        assert (heal.version, heal.respawned_at, heal.verified) == (1, None, True)
+        assert "new process" not in str(heal)
+
+    drive(work)
 
 
 def test_an_engine_that_is_lost_while_it_is_filled_is_healed_once_more() -> None:

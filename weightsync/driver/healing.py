@@ -34,12 +34,13 @@ class Healer:
         config: SyncConfig,
         fleet: Fleet,
         controller: Controller,
-        respawn: Callable[[str], Awaitable[None]],
+        respawn: Callable[[str], Awaitable[bool]],
         can_respawn: Callable[[str], bool],
         rejoin: Callable[[str], Awaitable[None]],
     ) -> None:
         """`respawn` ends an engine's process and starts another, which has its placement when it returns.
 
+        It returns False if the engine was only cut off, answers again, and keeps its process.
         `rejoin` places an engine again that is heard after it was DEAD.
         """
         self._config, self._fleet, self._controller = config, fleet, controller
@@ -119,8 +120,7 @@ class Healer:
             logger.warning("[engine %s] %s, attempt %d: %s", name, decision.action.value, attempt, failure)
             try:
                 await asyncio.sleep(decision.delay_s)
-                if decision.action is Action.RESPAWN:
-                    await self._start(name)
+                if decision.action is Action.RESPAWN and await self._start(name):
                     respawned_at = clock.now()
                 report = await self._fill(name)
             except WeightSyncError as error:
@@ -141,9 +141,9 @@ class Healer:
         record = self._fleet.engines[name].record
         return (record.state, record.version) == (EngineState.SERVING, self._controller.version)
 
-    async def _start(self, name: str) -> None:
+    async def _start(self, name: str) -> bool:
         try:
-            await self._respawn(name)
+            return await self._respawn(name)
         except WeightSyncError:
             raise
         except Exception as error:
