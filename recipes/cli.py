@@ -180,7 +180,9 @@ def plan(
     ] = None,
     quantization: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="A quantised model's config.json, whose format the engines have."),
+        typer.Option(
+            metavar="FILE", help="The config.json of a quantised model: the engines have its format."
+        ),
     ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replace one value of RECIPE.")

@@ -13,30 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from weightsync.plan import TensorMeta
 from weightsync.plan.formats import Format, Quantization
+from weightsync.recipes.quantised import INT4
 
 __all__ = ["INT4", "by_library", "check_declared", "int4", "same_bits", "save_quantised", "weights"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SPECIAL = (0.0, -0.0, 1e-40, -1e-40, 2.0**-133, 1e-8, 448.0, -1e30, float("inf"), float("-inf"), float("nan"))
-
-INT4: dict[str, Any] = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {
-                "num_bits": 4,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "group",
-                "group_size": 32,
-            },
-        }
-    },
-    "ignore": ["lm_head"],
-}
-"""A ``quantization_config``: int4 in groups of 32."""
 
 
 @st.composite
@@ -94,7 +76,7 @@ def by_library(weight: torch.Tensor, form: Format, strategy: str) -> dict[str, t
 
 def int4(symmetric: bool) -> dict[str, Any]:
     """Return `INT4`, or the same with zero points."""
-    config = copy.deepcopy(INT4)
+    config: dict[str, Any] = copy.deepcopy(INT4)
     config["config_groups"]["group_0"]["weights"]["symmetric"] = symmetric
     return config
 

@@ -26,7 +26,7 @@ class Format:
     """How a checkpoint stores one quantised matrix [rows, columns]: rounded values, and scales.
 
     Attributes:
-        rule: whose arithmetic makes the bytes: ``compressed-tensors``, or ``fp8`` (vLLM's blocks).
+        rule: the arithmetic that makes the bytes: of ``compressed-tensors``, or ``fp8`` (vLLM's blocks).
         values: int4, int8 or float8_e4m3fn.
         block: rows and columns that share a scale. 0 stands for all of them.
         packed: whether int32 words hold several values each, the first in the lowest bits.
@@ -127,7 +127,7 @@ class Quantization:
         """Read a ``quantization_config``.
 
         Raises:
-            ConfigError: a format that is not known here, or one whose scales a bf16 trainer cannot give.
+            ConfigError: a format that is not known here, or one with scales that a bf16 trainer cannot give.
         """
         method = config.get("quant_method")
         if method == "compressed-tensors":

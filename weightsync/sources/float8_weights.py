@@ -14,7 +14,7 @@ _FLOAT8 = "float8_e4m3fn"
 
 
 def scaled_weights(found: Mapping[str, Place]) -> list[ScaledWeight]:
-    """Return the float8 weights whose scales are known, in the order of `found`.
+    """Return the float8 weights with known scales, in the order of `found`.
 
     Weights of files without a ``config.json``, and those that it leaves out, stay as they are stored.
 

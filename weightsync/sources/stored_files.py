@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 _MEMORY = "/dev/shm"
 DEQUANTISED = "bfloat16"
-"""The dtype of float8 weights whose scales are multiplied in."""
+"""The dtype of float8 weights times their scales."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file whose bytes are read as they are stored."""
+    """A file that is read as it is stored."""
 
     path: Path
 
