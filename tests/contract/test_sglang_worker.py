@@ -7,6 +7,7 @@ transformers that has a loader of its own. `test_engines.py` runs it in SGLang, 
 from __future__ import annotations
 
 import dataclasses
+import json
 import multiprocessing
 import os
 import pickle
@@ -31,7 +32,7 @@ from weightsync.engines.sglang import worker as sglang_worker
 from weightsync.engines.sglang.api import pack, stored_otherwise
 from weightsync.engines.sglang.rank_calls import Call, Replies
 from weightsync.engines.sglang.worker import RankSettings, receive
-from weightsync.errors import EngineError, StateError, WireError
+from weightsync.errors import ConfigError, EngineError, StateError, WireError
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 from weightsync.protocol.handles import Attached, DeviceHandle, Export
 from weightsync.protocol.timing import Span
@@ -285,6 +286,18 @@ def test_quantized_weights_need_an_sglang_that_processes_them_again() -> None:
         else:
             with pytest.raises(EngineError, match=r"Fp8LinearMethod.*before 0\.5\.21"):
                 host.loader()
+
+
+def test_a_quantised_checkpoint_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    build_tiny_qwen3(tmp_path)
+    settings = RankSettings("e0", str(tmp_path), "bfloat16", repacks=True)
+    host = sglang_worker.SglangHost(nn.Module(), torch.device("cpu"), settings)
+    assert host.checkpoint().tensors
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"quantization_config.*'fp8'.*serve this format with vLLM"):
+        host.checkpoint()
 
 
 def test_ranks_meet_on_a_port_that_nobody_has() -> None:

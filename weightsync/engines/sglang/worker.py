@@ -12,7 +12,7 @@ import torch
 from weightsync.engines.rank import Checkpoint, Rank, checkpoint_of
 from weightsync.engines.sglang.api import Loads, stored_otherwise
 from weightsync.engines.sglang.rank_calls import Call, reply
-from weightsync.errors import EngineError
+from weightsync.errors import ConfigError, EngineError
 
 logger = logging.getLogger("weightsync.engines.sglang")
 
@@ -71,6 +71,10 @@ class SglangHost:
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(self._settings.model_path)
+        if quantization := getattr(config, "quantization_config", None):
+            # SGLang's loader would copy full-precision values into quantised parameters, without scales.
+            remedy = "leave it out and start SGLang with quantization='fp8', or serve this format with vLLM"
+            raise ConfigError("quantization_config", quantization, remedy)
         return checkpoint_of(config, getattr(torch, self._settings.dtype))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
