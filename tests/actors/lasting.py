@@ -34,13 +34,19 @@ SYNC = SyncConfig(bucket_bytes=64 << 10, timeout_s=patient(20))
 
 
 class CountingEngine(Engine):
-    """Counts the loads that were asked of it."""
+    """Counts the loads that were asked of it, through Ray or over its channel."""
 
     num_loads = 0
 
-    async def sync_load(self, attempt: int, timeout_s: float) -> Any:
-        self.num_loads += 1
-        return await super().sync_load(attempt, timeout_s)
+    def __init__(self, width: int, name: str, slot: str) -> None:
+        super().__init__(width, name, slot)
+        load = self._engine.load
+
+        def counted(attempt: int, timeout_s: float) -> Any:
+            self.num_loads += 1
+            return load(attempt, timeout_s)
+
+        self._engine.load = counted
 
 
 def first(sync: WeightSync) -> None:
