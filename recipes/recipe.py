@@ -222,6 +222,9 @@ class Recipe:
         for group, spec in self.engines.items():
             _check_name(group, f"engines.{group}")
             spec.check(group, self.model)
+            if spec.quantization != (first := next(iter(self.engines.values()))).quantization:
+                remedy = f"give {first.quantization}, as the first group has: all engines take one dtype"
+                raise ConfigError(f"engines.{group}.quantization", spec.quantization, remedy)
         if self.loop.prompts_per_step % self.trainers.count:
             remedy = f"give a multiple of trainers.count, {self.trainers.count}"
             raise ConfigError("loop.prompts_per_step", self.loop.prompts_per_step, remedy)

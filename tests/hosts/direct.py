@@ -115,8 +115,8 @@ def fleet(case: Case, sites: Mapping[str, Any]) -> Fleet:
     trainers = [
         (LocalTrainer(Far(sites[on], "sources", rank)), rank) for rank, on in enumerate(case.trainers)
     ]
-    holders_ = [LocalPeer(Far(sites[on], "holders", i)) for i, on in enumerate(hosts)]
-    return Fleet(trainers, members, holders_, hosts)
+    peers = [LocalPeer(Far(sites[on], "holders", i)) for i, on in enumerate(hosts)]
+    return Fleet(trainers, members, peers, hosts)
 
 
 async def count(case: Case, sites: Mapping[str, Any]) -> None:

@@ -169,7 +169,7 @@ def _wait_ended(host: Host) -> None:
     deadline = time.monotonic() + WAIT_S
     while host.count("python"):
         assert time.monotonic() < deadline, f"Mooncake still runs on {host.name}"
-        time.sleep(0.1)
+        time.sleep(0.1)  # another host's process sends no event
 
 
 def _wait_silent(host: Host, seconds: float = 1.0) -> None:

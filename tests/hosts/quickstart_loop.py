@@ -150,7 +150,7 @@ def _settled() -> dict[str, int]:
     """Return what hosts have received once the version's copy is there, too."""
     deadline, before = time.monotonic() + TIMEOUT_S, _received()
     while time.monotonic() < deadline:
-        time.sleep(0.2)
+        time.sleep(0.2)  # the kernel has no event for it
         now = _received()
         if all(now[host] - before[host] < _STILL_NBYTES for host in FAR):
             return now
@@ -304,7 +304,7 @@ def quickstart_loop() -> None:
         assert {name: host for host, name in HOSTS.items()} == seen[-1].hosts
         lose_link(job, "west")
         lose_host(job, "west")
-        assert len(job.observed()) < LAST_STEPS, "the loop did not go on meanwhile"
+        assert len(job.observed()) < LAST_STEPS, "the loop had no step left for the faults"
         job.finish()
         report, seen = job.report(), job.observed()
     quiet = seen[: QUIET_STEPS + 1], seen[LAST_STEPS:]

@@ -166,9 +166,11 @@ def _read_groups(config: Mapping[str, Any]) -> list[Group]:
         layout = group.get("format") or config.get("format")
         if layout not in _LAYOUTS:
             _refuse(f"{where}.format", layout, nearest(str(layout), _LAYOUTS))
-        weights = group.get("weights")
+        targets, weights = group.get("targets"), group.get("weights")
+        if not targets:
+            _refuse(f"{where}.targets", targets, "[Linear], or paths of modules")
         if weights:
-            found.append(Group(tuple(group["targets"]), _read_weights(f"{where}.weights", layout, weights)))
+            found.append(Group(tuple(targets), _read_weights(f"{where}.weights", layout, weights)))
     return found
 
 

@@ -91,6 +91,7 @@ def test_targets_and_ignored_modules_are_paths_or_expressions() -> None:
         ({"quant_method": "fp"}, "quant_method", "did you mean 'fp8'"),
         (changed("format", "nvfp4-pack-quantized"), f"{GROUP}.format", "did you mean 'pack-quantized'"),
         (changed("config_groups", {}), "config_groups", "one group"),
+        (changed(f"{GROUP}.targets", None), f"{GROUP}.targets", "[Linear]"),
         (changed("transform_config", {"r1": {}}), "transform_config", "leave it out"),
         (
             changed(
