@@ -229,7 +229,8 @@ def _ours(spec: Mapping[str, Any], gpus: list[str]) -> None:
         sync.register_engines({"engine": fleet.front})
         connect(sync)
         rounds = list(timed_rounds(sync, fleet, spec["rounds"]))
-        emit({"mode": spec["mode"]} | update_row(rounds) | floor(sync.links(), rounds))
+        least = {} if spec["cpu"] else floor(sync.links(), rounds)
+        emit({"mode": spec["mode"]} | update_row(rounds) | least)
     fleet.close()
 
 

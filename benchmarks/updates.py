@@ -10,12 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from benchmarks.common import gpu_names
 from benchmarks.gpu_fleet import Fleet
+from benchmarks.gpu_rates import measured_rates
 from benchmarks.isolate import stage
 from weightsync import SyncConfig, SyncReport, WeightSync
 from weightsync.driver.traffic import efficiency
-from weightsync.plan.estimate import LinkRates
 from weightsync.report import Link
 
 __all__ = [
@@ -37,12 +36,6 @@ __all__ = [
 
 PHASES = ("publish", "pause", "move", "verify", "commit")
 _APPLIED = ("pause", "move", "verify")
-_RATES = (
-    LinkRates(name="H200", hbm=4800, nvlink=374, nic=50),
-    LinkRates(name="H100", hbm=3350, nvlink=374, nic=50),
-)
-"""Memory by the datasheet; NVLink, the same for both, as a bare kernel reads it: `benchmarks.bench_pull`."""
-
 NUM_WARM = 2
 """Warm-up rounds, which are not measured."""
 
@@ -150,17 +143,19 @@ def applied(reports: Sequence[SyncReport]) -> dict[str, object]:
 
 
 def floor(links: Sequence[Link], rounds: Sequence[Round]) -> dict[str, object]:
-    """Return the floor of the slowest rank, and its ratio to ``applied``.
+    """Return the floor of the slowest rank, its ratio to ``applied``, and the measured rates.
 
-    The floor is the rank's bytes over its links' rates. Empty if there are no rates of this host's GPUs.
+    The floor is the rank's bytes over the rates of its links. Needs a GPU.
     """
-    names = set(gpu_names())
-    rates = next((each for each in _RATES if all(each.name in name.split() for name in names)), None)
-    if not names or rates is None:
-        return {}
+    rates = measured_rates()
     reports = [each.report for each in rounds]
     seconds = max(each.floor_s for each in efficiency(links, reports[-1], rates))
-    return {"floor ms": seconds * 1e3, "share": seconds * 1e3 / float(str(applied(reports)["applied ms"]))}
+    return {
+        "floor ms": seconds * 1e3,
+        "share": seconds * 1e3 / float(str(applied(reports)["applied ms"])),
+        "memory GB/s": rates.hbm,
+        "NVLink GB/s": rates.nvlink,
+    }
 
 
 def spread(name: str, seconds: Sequence[float]) -> dict[str, object]:

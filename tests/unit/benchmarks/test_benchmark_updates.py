@@ -7,6 +7,7 @@ import pytest
 from benchmarks import updates
 from benchmarks.updates import Round, floor
 from weightsync import SyncReport
+from weightsync.plan.estimate import LinkRates
 from weightsync.report import Link
 
 
@@ -30,7 +31,8 @@ def report(**phases: float) -> SyncReport:
 def test_the_floor_is_of_the_slowest_link_of_the_rank_that_takes_most(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(updates, "gpu_names", lambda: ("NVIDIA H200",) * 2)
+    rates = LinkRates(name="any", hbm=4800, nvlink=374, nic=50)
+    monkeypatch.setattr(updates, "measured_rates", lambda: rates)
     links = [
         Link("trainer 0", "engine e rank 0", "same GPU or slot", 2_400_000_000),
         Link("trainer 1", "engine e rank 0", "same host", 374_000_000),
@@ -42,9 +44,8 @@ def test_the_floor_is_of_the_slowest_link_of_the_rank_that_takes_most(
     assert floor(links, rounds) == {
         "floor ms": pytest.approx(wanted_ms),
         "share": pytest.approx(wanted_ms / 5),
+        "memory GB/s": 4800,
+        "NVLink GB/s": 374,
     }
     links[0] = Link("trainer 0", "engine e rank 0", "same GPU or slot", 0)
     assert floor(links, rounds)["floor ms"] == pytest.approx(1.0)
-    for others in (("NVIDIA H200", "NVIDIA GH200 480GB"), ()):
-        monkeypatch.setattr(updates, "gpu_names", lambda others=others: others)
-        assert floor(links, rounds) == {}
