@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tests.gpu import sglang_probe
-from tests.gpu.vllm_probe import OPTIONS, Answers, probe
+from tests.gpu.vllm_probe import OPTIONS, Answers, Live, live, probe
 from tests.patience import patient
 from weightsync.actors.engine import EngineActor
 from weightsync.actors.trainer_shard import TrainerShard
@@ -128,6 +128,9 @@ class VllmEngine(EngineActor):
 
     async def answers(self) -> Answers:
         return await asyncio.to_thread(self._engine.call, probe)
+
+    async def live(self) -> Live:
+        return await asyncio.to_thread(self._engine.call, live)
 
 
 class SglangEngine(EngineActor):

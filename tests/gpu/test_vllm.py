@@ -74,10 +74,13 @@ def served(checkpoint: str) -> str:
 
 
 def from_disk(checkpoint: str, num_ranks: int) -> Answers:
-    """Of a vLLM of its own; it has ended when this returns, and its memory is free."""
-    answers = Path(checkpoint) / "answers.json"
-    model = served(checkpoint)
-    command = [sys.executable, "-m", "tests.gpu.vllm_from_disk", model, str(num_ranks), str(answers)]
+    """Of a vLLM of its own; it has ended when this returns, and its memory is free.
+
+    What it held is in the checkpoint's ``live.json``.
+    """
+    answers, held = (Path(checkpoint) / name for name in ("answers.json", "live.json"))
+    arguments = [served(checkpoint), str(num_ranks), str(answers), str(held)]
+    command = [sys.executable, "-m", "tests.gpu.vllm_from_disk", *arguments]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=patient(300), check=False
     )

@@ -1,8 +1,9 @@
-"""A quantised vLLM that a bf16 trainer feeds says what one says that loaded the quantised checkpoint."""
+"""A quantised vLLM that a bf16 trainer feeds has the bytes and answers of one that loaded the checkpoint."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,9 @@ def test_vllm_answers_as_from_the_quantised_checkpoint(
     for seed, path in enumerate(paths):
         save_qwen3(path, "untied", seed)
         save_quantised(path, path.with_name(f"{seed}-packed"), FORMATS[form])
-    expected = [from_disk(str(path.with_name(f"{path.name}-packed")), 1) for path in paths]
+    packed = [path.with_name(f"{path.name}-packed") for path in paths]
+    expected = [from_disk(str(path), 1) for path in packed]
+    held = [json.loads((path / "live.json").read_text()) for path in packed]
     assert expected[0] != expected[1]
     trainer = spawn(Trainer, bundles, 0, str(paths[0]), 0, 1, "bfloat16", "device")
     engine = spawn(VllmEngine, bundles, 0, str(tmp_path / "served"), "e0", 1)
@@ -76,6 +79,9 @@ def test_vllm_answers_as_from_the_quantised_checkpoint(
             report = sync.update_weights(version)
             sys.stdout.write(f"{report} {report.routes} {dict(report.phases)}\n")
             assert report.engines == {"e0": version}
+            (live,), (wanted,) = ray.get(engine.live.remote()), held[number]
+            differ = [name for name in wanted if live[name] != wanted[name]]
+            assert [name for name in differ if ".attn._" not in name] == []  # the cache is not quantised
             assert_same(ray.get(engine.answers.remote()), expected[number])
     ray.get(engine.close.remote())
     for actor in (trainer, engine):

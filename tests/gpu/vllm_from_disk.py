@@ -1,6 +1,6 @@
-"""Starts vLLM from a checkpoint on disk, without any of our code in it, and writes its answers.
+"""Starts vLLM from a checkpoint on disk, without any of our code in it; writes its answers and what it holds.
 
-python -m tests.gpu.vllm_from_disk MODEL TENSOR_PARALLEL_SIZE ANSWERS
+python -m tests.gpu.vllm_from_disk MODEL TENSOR_PARALLEL_SIZE ANSWERS LIVE
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import json
 import sys
 from pathlib import Path
 
-from tests.gpu.vllm_probe import OPTIONS, probe
+from tests.gpu.vllm_probe import OPTIONS, live, probe
 from weightsync.engines.vllm.api import set_environment
 
 
-def main(model: str, tensor_parallel_size: str, answers: str) -> None:
+def main(model: str, tensor_parallel_size: str, answers: str, held: str) -> None:
     set_environment()  # as our engine has it
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -28,6 +28,7 @@ def main(model: str, tensor_parallel_size: str, answers: str) -> None:
         )
     )
     Path(answers).write_text(json.dumps(probe(llm)))
+    Path(held).write_text(json.dumps(live(llm)))
     llm.engine_core.shutdown()
 
 

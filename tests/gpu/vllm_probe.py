@@ -1,14 +1,15 @@
-"""What a vLLM engine says to fixed prompts, in tokens and floats, wherever its weights came from."""
+"""What a vLLM engine says to fixed prompts, in tokens and floats, and the bytes that it holds."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-__all__ = ["OPTIONS", "Answers", "probe"]
+__all__ = ["OPTIONS", "Answers", "Live", "live", "probe"]
 
 # The same on both sides of a comparison, or kernels and batches would differ.
 OPTIONS: dict[str, Any] = {
@@ -21,6 +22,8 @@ OPTIONS: dict[str, Any] = {
 NUM_TOKENS, TOP = 24, 5
 
 Answers = list[Mapping[str, Any]]
+Live = list[Mapping[str, str]]
+"""Each rank's live parameters, as SHA-256 of their bytes in order of their elements."""
 
 
 def probe(llm: Any) -> Answers:
@@ -50,6 +53,21 @@ def probe(llm: Any) -> Answers:
                     "prompt_logprobs": [_row(row) for row in output.prompt_logprobs[1:]],
                 }
     return json.loads(json.dumps([answers[key] for key in sorted(answers)]))
+
+
+def live(llm: Any) -> Live:
+    """What the kernels read, in their layout."""
+    return llm.collective_rpc(_hashes)
+
+
+def _hashes(worker: Any) -> Mapping[str, str]:
+    parameters = worker.get_model().named_parameters()
+    return {name: _hash(parameter.detach()) for name, parameter in parameters}
+
+
+def _hash(tensor: torch.Tensor) -> str:
+    flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
 
 def _row(row: Mapping[int, Any]) -> list[list[float]]:
