@@ -246,7 +246,8 @@ class VerifyError(WeightSyncError):
         engine: its name.
         version: the version that it was to hold.
         tensors: names of the tensors that differ, or ``an unknown tensor`` if the processes that know the
-            digests do not answer.
+            digests do not answer. Where quantised engines alike hold different bytes, ``live parameters of
+            rank 0`` with the reason, since packed parameters belong to no tensor.
     """
 
     def __init__(self, engine: str, version: int, tensors: Iterable[str]) -> None:

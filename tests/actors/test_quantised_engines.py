@@ -15,6 +15,7 @@ import ray
 from tests.actors.bf16_trainer import Bf16Trainer
 from tests.actors.faulty import pid
 from tests.actors.fleet import spawn, until
+from tests.actors.flipped_engine import FlippedEngine
 from tests.contract.test_vllm_quantized import Served
 from tests.models import build_tiny_qwen3
 from tests.patience import patient
@@ -22,6 +23,7 @@ from tests.quantised import INT4, int4, save_quantised
 from tests.unit.project.test_docs import blocks
 from weightsync import EngineActor, SyncConfig, WeightSync
 from weightsync.driver.engine_state import EngineState
+from weightsync.errors import VerifyError
 
 pytestmark = [
     pytest.mark.faults,
@@ -109,6 +111,39 @@ def test_engines_of_int4_and_of_bf16_take_every_version_together(
             )
             assert {kind: says(engine) for kind, engine in quantised.items()} == answers
     end(*quantised.values(), bf16)
+
+
+def test_a_bit_that_flips_in_packed_weights_serves_nowhere(
+    trainers: list[Any], checkpoints: Checkpoints
+) -> None:
+    options = {"dtype": "bfloat16", "hf_overrides": {"quantization_config": INT4}}
+    engines = {
+        name: spawn(FlippedEngine, "vllm", str(checkpoints[0][0]), name, options) for name in ("a", "b")
+    }
+    with WeightSync(SyncConfig(bucket_bytes=64 << 10, heal_attempts=0)) as sync:
+        sync.register_trainers(trainers)
+        sync.register_engines(engines)
+        sync.connect()
+        train(trainers, checkpoints[0][0])
+        assert sync.update_weights(1).verified
+        ray.get(engines["b"].flip.remote(2))
+        train(trainers, checkpoints[1][0])
+        with pytest.raises(
+            VerifyError, match=r"live parameters of rank 0, which engines alike have otherwise"
+        ):
+            sync.update_weights(2)
+        assert set(sync.engine_states().values()) == {EngineState.STALE}, "nobody knows which one is right"
+        train(trainers, checkpoints[0][0])
+        with pytest.raises(VerifyError, match="engine"):
+            sync.update_weights(3)
+        assert sync.update_weights(4).engines == {"a": 4, "b": 4}
+        ray.get(engines["b"].flip.remote(1))
+        with pytest.raises(VerifyError, match="engine b"):
+            sync.heal("b")
+        assert sync.engine_states() == {"a": EngineState.SERVING, "b": EngineState.STALE}
+        sync.heal("b")
+        assert {says(engine)[0] for engine in engines.values()} == {checkpoints[0][1]["int4"][0]}
+    end(*engines.values())
 
 
 def test_a_killed_int4_engine_is_filled_again_from_snapshots_and_then_from_files(

@@ -16,6 +16,7 @@ from torch import nn
 
 from tests.models import build_tiny_qwen3, pack_int4
 from tests.quantised import check_declared, int4, same_bits, save_quantised, weights
+from weightsync.engines.live_digest import live_digest
 from weightsync.engines.quantizing_loader import QuantizingLoader, formats_of
 from weightsync.engines.rank import checkpoint_of
 from weightsync.engines.vllm.api import (
@@ -30,6 +31,7 @@ from weightsync.errors import ConfigError
 from weightsync.memory.quantize import quantize
 from weightsync.memory.tensors import named_tensors
 from weightsync.plan.formats import Format
+from weightsync.protocol.messages import LiveDigest
 
 pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed"),
@@ -155,6 +157,9 @@ class Served:
         parameters = self.runner.get_model().named_parameters()
         return {name: parameter.detach().clone() for name, parameter in parameters}
 
+    def digest(self) -> LiveDigest:
+        return live_digest(self.runner.get_model(), torch.device("cpu"))
+
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         reload_model(self.runner.get_model(), tensors)
 
@@ -231,13 +236,14 @@ def test_fp8_blocks_are_vllms(powers_of_two: bool, weight: torch.Tensor) -> None
 def test_each_live_byte_is_that_of_an_engine_which_loaded_the_quantised_checkpoint(
     symmetric: bool, tmp_path: Path
 ) -> None:
-    wanted, weights = [], []
+    wanted, digests, weights = [], [], []
     for seed in range(2):
         source, packed = tmp_path / str(seed), tmp_path / f"{seed}-int4"
         model = build_tiny_qwen3(source, seed=seed)
         save_quantised(source, packed, int4(symmetric))
         served = Served(packed, "auto")
         wanted.append(served.live())
+        digests.append(served.digest())
         served.close()
         weights.append({name: tensor.bfloat16() for name, tensor in named_tensors(model)[0].items()})
     fed = Served(tmp_path / "0-int4", "dummy")
@@ -252,8 +258,11 @@ def test_each_live_byte_is_that_of_an_engine_which_loaded_the_quantised_checkpoi
             live = fed.live()
             assert live.keys() == wanted[number].keys()
             assert [name for name in live if not same_bits(live[name], wanted[number][name])] == []
+            assert fed.digest() == digests[number]
         packed_names = [name for name in live if name.endswith("weight_packed")]
         assert packed_names
         assert not any(same_bits(wanted[0][name], wanted[1][name]) for name in packed_names)
+        assert digests[0].kind == digests[1].kind
+        assert digests[0].digest != digests[1].digest
     finally:
         fed.close()

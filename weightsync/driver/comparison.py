@@ -10,6 +10,7 @@ import numpy as np
 from weightsync.config import SyncConfig
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import gather_named
+from weightsync.driver.live_digests import LiveDigests
 from weightsync.driver.trainers import Trainers
 from weightsync.memory.fingerprints import fingerprint
 from weightsync.plan import Plan
@@ -31,11 +32,15 @@ class Comparison:
     def __init__(self, config: SyncConfig, fleet: Fleet, trainers: Trainers) -> None:
         self._config, self._fleet, self._trainers = config, fleet, trainers
         self.tables: Mapping[str, Digests] = {}
+        self._live = LiveDigests()
 
     async def wrong(
         self, plan: Plan, loaded: Mapping[str, LoadReport], expected: Fingerprint
     ) -> dict[str, list[str]]:
-        """Return the tensors that differ from what is `expected`, by engine, or `UNNAMED`."""
+        """Return the tensors that differ from what is `expected`, by engine, or `UNNAMED`.
+
+        Of engines that convert tensors, also those ranks whose live parameters are not as in engines alike.
+        """
         wrong: dict[str, list[str]] = {name: [] for name in loaded}
         differ = [name for name, report in loaded.items() if (report.fingerprints != expected).any()]
         if differ:
@@ -43,7 +48,8 @@ class Comparison:
             published = await self._published(expected)
             for name in differ:
                 wrong[name] = _differing(plan, held.get(name), published) or [UNNAMED]
-        return wrong
+        right = {name: report for name, report in loaded.items() if not wrong[name]}
+        return wrong | self._live.unlike(right, expected)
 
     async def changed_frozen(self, plan: Plan, version: int) -> str:
         """Return the first frozen tensor that trainers no longer have as in `version`, or `UNNAMED`."""

@@ -69,9 +69,9 @@ class EngineRanks(ABC):
         """Take one attempt's buckets. Digests of whole tensors are those of the loader's input."""
         self.require_awake("pause it first")
         self._whole = False
-        loaded = self.on_ranks("load", attempt, timeout_s)
+        loaded: list[Loaded] = self.on_ranks("load", attempt, timeout_s)
         self._whole = True
-        return [Loaded(*each) for each in loaded]
+        return loaded
 
     def set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None:
         """Set each process's part of `faults`."""

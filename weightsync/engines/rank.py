@@ -22,8 +22,7 @@ from weightsync.memory.kernels import load_digests
 from weightsync.memory.tensors import device_id, meta_of, named_tensors
 from weightsync.plan import Plan, RankLayout, Segment, TensorMeta
 from weightsync.protocol.handles import Attached
-from weightsync.protocol.messages import Digests, FeedTicket
-from weightsync.protocol.timing import Span
+from weightsync.protocol.messages import FeedTicket, Loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,17 +140,15 @@ class Rank:
                 parameter.zero_()
         synchronize(self._device)
 
-    def load(self, attempt: int, timeout_s: float) -> tuple[Digests, Sequence[Span]]:
-        """Take one attempt's buckets. Returns this rank's digests and spans."""
+    def load(self, attempt: int, timeout_s: float) -> Loaded:
+        """Take one attempt's buckets."""
         if self._feed is None or self._plan is None:
             raise StateError("a rank is not attached: connect first")
         try:
             if self._writer:
                 self._begin(self._feed, self._writer, attempt)
-                digests = self._feed.receive(attempt, self._writer, timeout_s)
-            else:
-                digests = self._load_whole(self._feed, self._plan, attempt, timeout_s)
-            return digests, self._feed.spans
+                return Loaded(self._feed.receive(attempt, self._writer, timeout_s), self._feed.spans)
+            return self._load_whole(self._feed, self._plan, attempt, timeout_s)
         except WeightSyncError as error:
             if isinstance(error, DeadlineError | EngineError):
                 raise
@@ -203,10 +200,11 @@ class Rank:
                 return traced.layout
         return _whole_layout(checkpoint, device)
 
-    def _load_whole(self, feed: EngineFeed, plan: Plan, attempt: int, timeout_s: float) -> Digests:
-        sink = WholeSink(plan, self._host.loader(), self._device)
+    def _load_whole(self, feed: EngineFeed, plan: Plan, attempt: int, timeout_s: float) -> Loaded:
+        converted = self._host.model() if self.layout().converts else None
+        sink = WholeSink(plan, self._host.loader(), self._device, converted)
         try:
-            return feed.receive(attempt, sink, timeout_s)
+            return Loaded(feed.receive(attempt, sink, timeout_s), feed.spans, sink.live)
         except WeightSyncError:
             sink.abandon()
             raise

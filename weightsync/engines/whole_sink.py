@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from weightsync.channel.sink import PieceView
+from weightsync.engines.live_digest import live_digest
 from weightsync.engines.live_writer import Missing
 from weightsync.memory.digests import tensor_digest
 from weightsync.plan import Box, Plan
-from weightsync.protocol.messages import Digests
+from weightsync.protocol.messages import Digests, LiveDigest
 
 _BATCH_NBYTES = 64 << 20
 
@@ -31,10 +32,19 @@ class Loader(Protocol):
 
 
 class WholeSink:
-    """A Sink that assembles whole tensors. Digests are of the loader's input."""
+    """A Sink that assembles whole tensors. Digests are of the loader's input.
 
-    def __init__(self, plan: Plan, loader: Loader, device: torch.device) -> None:
+    Attributes:
+        live: of what the loader made of them, if `converted` is given.
+    """
+
+    def __init__(
+        self, plan: Plan, loader: Loader, device: torch.device, converted: torch.nn.Module | None = None
+    ) -> None:
+        """`converted`: the model whose live parameters are other bytes than the loader gets."""
         self._plan, self._loader, self._device = plan, loader, device
+        self._converted = converted
+        self.live: LiveDigest | None = None
         self._shapes = {meta.name: meta.shape for meta in plan.tensors}
         self._missing = Missing(plan)
         self._parts: dict[int, torch.Tensor] = {}
@@ -57,6 +67,8 @@ class WholeSink:
 
     def digests(self) -> Digests:
         """Return the digests of the tensors that the loader got."""
+        if self._converted is not None:
+            self.live = live_digest(self._converted, self._device)
         return self._digests
 
     def written(self) -> None:

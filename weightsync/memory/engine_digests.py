@@ -27,4 +27,6 @@ class EngineDigests:
     def report(self, ranks: Sequence[Loaded]) -> LoadReport:
         """Add up the ranks' tables, keep the result, and return what the driver gets in its place."""
         self.table = self._reduce([rank.digests for rank in ranks])
-        return LoadReport(fingerprint(self.table), [rank.spans for rank in ranks])
+        return LoadReport(
+            fingerprint(self.table), [rank.spans for rank in ranks], [rank.live for rank in ranks]
+        )

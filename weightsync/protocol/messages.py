@@ -253,16 +253,31 @@ class PublishReport:
 
 
 @dataclass(frozen=True, slots=True)
+class LiveDigest:
+    """Digest of what an engine's own loader made of the tensors that it got.
+
+    Attributes:
+        kind: equal for ranks whose live parameters are laid out alike, on equal devices.
+        digest: equal for such ranks if all their bytes are.
+    """
+
+    kind: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
     """What an engine rank says of the weights that it loaded.
 
     Attributes:
         digests: uint64[num_tensors]; digests of its boxes of the plan's tensors, as found in the engine.
         spans: when it began to load and to verify, and the durations.
+        live: of the live parameters, if the engine converts tensors.
     """
 
     digests: Digests
     spans: Sequence[Span]
+    live: LiveDigest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +287,9 @@ class LoadReport:
     Attributes:
         fingerprints: uint64[num_ranks, 3]; each row uses one replica of every part of a tensor.
         spans: those of each rank.
+        live: those of each rank.
     """
 
     fingerprints: Fingerprint
     spans: Sequence[Sequence[Span]]
+    live: Sequence[LiveDigest | None] = ()

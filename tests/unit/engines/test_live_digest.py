@@ -1,0 +1,67 @@
+"""The digest of live parameters, in the layout that kernels read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from weightsync.engines.live_digest import live_digest
+
+CPU = torch.device("cpu")
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        self.packed = _frozen(torch.randint(-100, 100, (6, 4), dtype=torch.int32, generator=draw))
+        self.scale = _frozen(torch.rand(6, 2, generator=draw).to(torch.float8_e4m3fn))
+        self.empty = _frozen(torch.empty(0))
+
+
+class Cache(nn.Module):
+    kv_cache_dtype = "auto"
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.k_scale = _frozen(torch.tensor(scale))
+
+
+def _frozen(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+def model(cache: float = 1.0) -> nn.Module:
+    return nn.Sequential(Layer(), Cache(cache))
+
+
+def test_equal_parameters_have_equal_digests_whatever_the_scales_of_the_cache() -> None:
+    assert live_digest(model(), CPU) == live_digest(model(2.0), CPU)
+
+
+@pytest.mark.parametrize("name", ["packed", "scale"])
+@pytest.mark.parametrize("bit", [0, 7])
+def test_each_bit_counts(name: str, bit: int) -> None:
+    first, other = model(), model()
+    getattr(other[0], name).data.view(torch.uint8).view(-1)[3] ^= 1 << bit
+    found, wanted = live_digest(other, CPU), live_digest(first, CPU)
+    assert found.kind == wanted.kind
+    assert found.digest != wanted.digest
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensor: tensor.view(4, 6),
+        lambda tensor: tensor.t().contiguous().t(),
+        lambda tensor: tensor.view(torch.float32),
+    ],
+    ids=["shape", "strides", "dtype"],
+)
+def test_another_layout_is_another_kind(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    other = model()
+    other[0].packed = _frozen(change(other[0].packed.data))
+    assert live_digest(other, CPU).kind != live_digest(model(), CPU).kind

@@ -1,0 +1,54 @@
+"""Compares what the loaders of equal engines made of equal tensors."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from typing import TypeAlias
+
+from weightsync.protocol.messages import Fingerprint, LoadReport
+
+_Place: TypeAlias = tuple[int, str]
+"""A rank's number, and the kind of its live parameters."""
+
+
+class LiveDigests:
+    """The live digests of the last version, by rank and kind.
+
+    An engine that is refilled is compared with those that took the version before it, and with itself.
+    """
+
+    def __init__(self) -> None:
+        self._version = b""
+        self._known: dict[_Place, str] = {}
+
+    def unlike(self, loaded: Mapping[str, LoadReport], expected: Fingerprint) -> dict[str, list[str]]:
+        """Return, by engine, ranks whose live parameters differ from those of engines alike.
+
+        If no more than half of the engines alike agree, and none took these tensors before, all are returned.
+
+        Args:
+            loaded: the answers of engines that got the right tensors, by name.
+            expected: the fingerprint of these tensors.
+        """
+        if self._version != expected.tobytes():
+            self._version, self._known = expected.tobytes(), {}
+        found: defaultdict[_Place, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+        for name, report in loaded.items():
+            for rank, live in enumerate(report.live):
+                if live is not None:
+                    found[rank, live.kind][live.digest].append(name)
+        unlike: defaultdict[str, list[str]] = defaultdict(list)
+        for place, by_digest in found.items():
+            right = self._known.get(place) or _majority(by_digest)
+            if right:
+                self._known[place] = right
+            for name in (name for digest, names in by_digest.items() if digest != right for name in names):
+                unlike[name].append(f"live parameters of rank {place[0]}, which engines alike have otherwise")
+        return dict(unlike)
+
+
+def _majority(engines: Mapping[str, Collection[str]]) -> str:
+    """Return the digest that more than half of the engines have, or an empty string."""
+    num_engines = sum(map(len, engines.values()))
+    return next((digest for digest, names in engines.items() if 2 * len(names) > num_engines), "")
