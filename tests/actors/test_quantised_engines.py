@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import ray
@@ -146,8 +146,12 @@ def test_a_bit_that_flips_in_packed_weights_serves_nowhere(
     end(*engines.values())
 
 
+@pytest.mark.parametrize("stage", ["none", "host"])
 def test_a_killed_int4_engine_is_filled_again_from_snapshots_and_then_from_files(
-    trainers: list[Any], checkpoints: Checkpoints, start_int4: Callable[[str], Any]
+    stage: Literal["none", "host"],
+    trainers: list[Any],
+    checkpoints: Checkpoints,
+    start_int4: Callable[[str], Any],
 ) -> None:
     started = [start_int4("int4")]
 
@@ -155,7 +159,8 @@ def test_a_killed_int4_engine_is_filled_again_from_snapshots_and_then_from_files
         started.append(start_int4("int4"))
         return started[-1]
 
-    with WeightSync(SyncConfig(bucket_bytes=64 << 10, respawn_timeout_s=patient(60))) as sync:
+    config = SyncConfig(bucket_bytes=64 << 10, respawn_timeout_s=patient(60), stage=stage)
+    with WeightSync(config) as sync:
         sync.register_trainers(trainers)
         sync.register_engines({"int4": started[0]}, respawn=respawn)
         sync.connect()

@@ -83,8 +83,6 @@ def test_vllm_answers_as_from_the_quantised_checkpoint(
             differ = [name for name in wanted if live[name] != wanted[name]]
             assert [name for name in differ if ".attn._" not in name] == []  # the cache is not quantised
             assert_same(ray.get(engine.answers.remote()), expected[number])
-        assert sync.heal("e0").verified, "a refill brings the same packed bytes"
-        assert_same(ray.get(engine.answers.remote()), expected[0])
     ray.get(engine.close.remote())
     for actor in (trainer, engine):
         ray.kill(actor)
