@@ -11,7 +11,7 @@ import yaml
 from weightsync.errors import ConfigError
 from weightsync.plan import TensorMeta
 from weightsync.plan.explain import count_text, size_text
-from weightsync.plan.formats import FIELD, Quantization
+from weightsync.plan.formats import FIELD, MICROSCALING, Quantization
 
 INT4 = {
     "quant_method": "compressed-tensors",
@@ -60,6 +60,7 @@ def explain_formats(tensors: Sequence[TensorMeta], quantization: Quantization) -
     Raises:
         PlanError: a weight does not fit its format.
     """
+    rules = {group.format.rule for group in quantization.groups}
     groups: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for meta in tensors:
         is_linear = meta.name.endswith(".weight") and len(meta.shape) == 2 and not meta.name.endswith(_OTHERS)
@@ -74,4 +75,6 @@ def explain_formats(tensors: Sequence[TensorMeta], quantization: Quantization) -
         if change.startswith("become"):
             said += f", scales {size_text(others_nbytes)}, in place of {size_text(whole)}"
         lines.append(said)
+    if rules.intersection(MICROSCALING):
+        return [*lines, "no engine has been shown to take this format: connect() refuses it"]
     return [*lines, "each engine rank gets whole tensors by broadcast, and quantises them itself"]

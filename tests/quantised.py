@@ -12,20 +12,27 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from weightsync.plan import TensorMeta
-from weightsync.plan.formats import Format, Quantization
+from weightsync.plan.formats import FP4, MICROSCALING, Format, Quantization
 from weightsync.recipes.quantised import INT4
 
 __all__ = ["INT4", "by_library", "check_declared", "int4", "same_bits", "save_quantised", "weights"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_SMALL_GROUPS = {
+    ("mx", FP4): "mxfp4-pack-quantized",
+    ("mx", "float8_e4m3fn"): "mxfp8-quantized",
+    ("nvfp4", FP4): "nvfp4-pack-quantized",
+}
 SPECIAL = (0.0, -0.0, 1e-40, -1e-40, 2.0**-133, 1e-8, 448.0, -1e30, float("inf"), float("-inf"), float("nan"))
 
 
 @st.composite
-def weights(draw: st.DrawFn, in_groups: bool = False) -> torch.Tensor:
-    """Random normal values, some of them zeros, denormals, infinities and NaN; whole rows may be zero."""
-    rows, columns = draw(st.integers(1, 11)), draw(st.integers(1, 27))
-    columns = columns * 8 if in_groups else columns
+def weights(draw: st.DrawFn, group: int = 1) -> torch.Tensor:
+    """Random normal values, some of them zeros, denormals, infinities and NaN; whole rows may be zero.
+
+    `group`: what divides the columns.
+    """
+    rows, columns = draw(st.integers(1, 11)), group * draw(st.integers(1, 27))
     seed = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     tensor = torch.randn(rows, columns, generator=seed) * 10.0 ** draw(st.integers(-9, 4))
     for value in draw(st.lists(st.sampled_from(SPECIAL), max_size=3)):
@@ -57,21 +64,30 @@ def by_library(weight: torch.Tensor, form: Format, strategy: str) -> dict[str, t
     """compressed-tensors' scales of the least and greatest values, and its compressed tensors."""
     from compressed_tensors.compressors.base import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     settings: dict[str, Any] = {"type": "float" if form.values.startswith("float") else "int"}
     settings |= {"group_size": form.block[1]} if strategy == "group" else {}
     settings |= {"block_structure": [*form.block]} if strategy == "block" else {}
+    state = {"weight": weight}
+    if form.rule in MICROSCALING:
+        scales = torch.uint8 if form.rule == "mx" else torch.float8_e4m3fn
+        settings |= {"group_size": form.block[1], "scale_dtype": scales}
+    if form.rule == "nvfp4":
+        state["weight_global_scale"] = generate_gparam(weight.amin(), weight.amax())
     args = QuantizationArgs(num_bits=form.num_bits, symmetric=form.symmetric, strategy=strategy, **settings)
     rows, columns = (size or whole for size, whole in zip(form.block, weight.shape, strict=True))
     padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % columns, 0, -weight.shape[0] % rows))
     blocks = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-    scale, zero = calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), args)
+    whole = state.get("weight_global_scale")
+    scale, zero = calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), args, whole)
     scale, zero = (each.flatten() if strategy == "tensor" else each for each in (scale, zero))
-    layout = "pack-quantized" if form.packed else "naive-quantized"
+    layout = _SMALL_GROUPS.get((form.rule, form.values))
+    layout = layout or ("pack-quantized" if form.packed else "naive-quantized")
     compressor = BaseCompressor.get_value_from_registry(layout)
-    state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
-    return dict(compressor.compress(state, QuantizationScheme(targets=["Linear"], weights=args)))
+    state |= {"weight_scale": scale, "weight_zero_point": zero}
+    with torch.compiler.set_stance("force_eager"):  # it would compile for each shape
+        return dict(compressor.compress(state, QuantizationScheme(targets=["Linear"], weights=args)))
 
 
 def int4(symmetric: bool) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import torch
 
 from tests.quantised import same_bits
 from weightsync.memory.quantize import quantize
-from weightsync.plan.formats import Format
+from weightsync.plan.formats import FP4, Format
 
 pytestmark = pytest.mark.gpu
 
@@ -17,6 +17,9 @@ FORMATS = {
     "fp8 channels": Format(rule="compressed-tensors", values="float8_e4m3fn", block=(1, 0)),
     "int8 channels": Format(rule="compressed-tensors", values="int8", block=(1, 0)),
     "int4 groups": Format(rule="compressed-tensors", values="int4", block=(1, 32), packed=True),
+    "mxfp4": Format(rule="mx", values=FP4, block=(1, 32), packed=True),
+    "mxfp8": Format(rule="mx", values="float8_e4m3fn", block=(1, 32)),
+    "nvfp4": Format(rule="nvfp4", values=FP4, block=(1, 16), packed=True),
     "zero points": Format(
         rule="compressed-tensors", values="int4", block=(1, 32), packed=True, symmetric=False
     ),

@@ -9,15 +9,17 @@ import torch
 
 from weightsync.engines.rank import Checkpoint
 from weightsync.engines.whole_sink import Loader, as_loaded
+from weightsync.errors import ConfigError
 from weightsync.memory.quantize import quantize
 from weightsync.plan import TensorMeta
-from weightsync.plan.formats import Format, Quantization
+from weightsync.plan.formats import FIELD, MICROSCALING, Format, Quantization
 
 
 def formats_of(checkpoint: Checkpoint, quantization: Quantization) -> dict[str, Format]:
     """Return the formats of the weights that `quantization` says, by name, experts one by one.
 
     Raises:
+        ConfigError: no engine has been shown to take a format.
         PlanError: a weight does not fit its format.
     """
     shapes = {meta.name: meta.shape for meta in checkpoint.tensors}
@@ -28,6 +30,9 @@ def formats_of(checkpoint: Checkpoint, quantization: Quantization) -> dict[str, 
             is_expert = name != meta.name
             form = quantization.of(name) if is_expert or name in checkpoint.linears else None
             if form is not None:
+                if form.rule in MICROSCALING:
+                    remedy = "another format: no engine has been shown to take this one"
+                    raise ConfigError(f"{FIELD} of {name}", str(form), remedy)
                 form.stored(TensorMeta(name, meta.dtype, tuple(part.shape)))
                 found[name] = form
     return found

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import torch
 
-from weightsync.plan.formats import Format
+from weightsync.memory.microscaling import microscale
+from weightsync.plan.formats import MICROSCALING, Format
 
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 _LEAST_FP8 = 1e-4
@@ -28,6 +29,9 @@ def quantize(weight: torch.Tensor, form: Format) -> Iterator[tuple[str, torch.Te
     Yields:
         What `Format.stored` declares, in its order, on the same device.
     """
+    if form.rule in MICROSCALING:
+        yield from microscale(weight, form)
+        return
     blocks = _in_blocks(weight, form)
     if form.rule == "fp8":
         scales = _fp8_scales(blocks, form)

@@ -16,6 +16,16 @@ from weightsync.plan.segment import TensorMeta
 FIELD = "quantization_config"
 _METHODS = ("compressed-tensors", "fp8")
 _LAYOUTS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+FP4 = "float4_e2m1fn"
+MICROSCALING = ("mx", "nvfp4")
+"""Rules of small groups of FP4 or FP8, whose scales are numbers of 8 bits themselves."""
+
+_SMALL_GROUPS = {
+    "mxfp4-pack-quantized": ("mx", FP4, 32, "uint8"),
+    "mxfp8-quantized": ("mx", "float8_e4m3fn", 32, "uint8"),
+    "nvfp4-pack-quantized": ("nvfp4", FP4, 16, "float8_e4m3fn"),
+}
+"""Layouts of compressed-tensors: the rule, the values, columns of a group, and the scales' dtype."""
 _STRATEGIES = ("block", "channel", "group", "tensor")
 _ORDERS = (None, False, "static", "weight")
 """Orders of columns that leave them where they are."""
@@ -26,10 +36,12 @@ class Format:
     """How a checkpoint stores one quantised matrix [rows, columns]: rounded values, and scales.
 
     Attributes:
-        rule: the arithmetic that makes the bytes: of ``compressed-tensors``, or ``fp8`` (vLLM's blocks).
-        values: int4, int8 or float8_e4m3fn.
+        rule: the arithmetic that makes the bytes: of ``compressed-tensors``, or ``fp8`` (vLLM's blocks);
+            ``mx`` (E8M0 exponents as scales) or ``nvfp4`` (E4M3 scales, and a float32 one for the tensor).
+        values: int4, int8, float8_e4m3fn or float4_e2m1fn.
         block: rows and columns that share a scale. 0 stands for all of them.
-        packed: whether int32 words hold several values each, the first in the lowest bits.
+        packed: whether int32 words hold several values each, the first in the lowest bits. FP4 values are
+            packed in pairs, in uint8.
         symmetric: whether zero is stored as 0. If not, blocks have zero points, too; only packed ones do.
         powers_of_two: whether scales are rounded up to powers of two (UE8M0).
     """
@@ -44,7 +56,7 @@ class Format:
     @property
     def num_bits(self) -> int:
         """The bits of a value."""
-        return 4 if self.values == "int4" else 8
+        return 4 if self.values in ("int4", FP4) else 8
 
     @property
     def scale_suffix(self) -> str:
@@ -56,6 +68,9 @@ class Format:
         """The last parts of the names of the tensors that `stored` returns."""
         if not self.packed:
             return "weight", self.scale_suffix
+        if self.rule in MICROSCALING:
+            whole = ("weight_global_scale",) if self.rule == "nvfp4" else ()
+            return ("weight_packed", self.scale_suffix, *whole)
         zero_points = () if self.symmetric else ("weight_zero_point",)
         return ("weight_packed", self.scale_suffix, *zero_points, "weight_shape")
 
@@ -75,10 +90,13 @@ class Format:
         self._check(weight)
         rows, columns = weight.shape
         scales = (1,) if self.block == (0, 0) else self.grid(weight.shape)
+        dtypes = {"fp8": "float32", "mx": "uint8", "nvfp4": "float8_e4m3fn"}
+        words = ("uint8", columns // 2) if self.values == FP4 else ("int32", self._num_words(columns))
         parts: dict[str, tuple[str, tuple[int, ...]]] = {
             "weight": (self.values, weight.shape),
-            "weight_packed": ("int32", (rows, self._num_words(columns))),
-            self.scale_suffix: ("float32" if self.rule == "fp8" else weight.dtype, scales),
+            "weight_packed": (words[0], (rows, words[1])),
+            "weight_global_scale": ("float32", (1,)),
+            self.scale_suffix: (dtypes.get(self.rule, weight.dtype), scales),
             "weight_zero_point": ("int32", (self._num_words(rows), scales[-1])),
             "weight_shape": ("int64", (2,)),
         }
@@ -104,7 +122,8 @@ class Format:
     def __str__(self) -> str:
         rows, columns = (size or "all" for size in self.block)
         scale = "a scale" if self.symmetric else "a scale and a zero point"
-        return f"{self.values} with {scale} for {rows} x {columns}"
+        whole = ", and one for all" if self.rule == "nvfp4" else ""
+        return f"{self.values} with {scale} for {rows} x {columns}{whole}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,21 +183,22 @@ def _read_groups(config: Mapping[str, Any]) -> list[Group]:
         where = f"config_groups.{name}"
         _check_activations(where, group)
         layout = group.get("format") or config.get("format")
-        if layout not in _LAYOUTS:
-            _refuse(f"{where}.format", layout, nearest(str(layout), _LAYOUTS))
+        if layout not in (*_LAYOUTS, *_SMALL_GROUPS):
+            _refuse(f"{where}.format", layout, nearest(str(layout), (*_LAYOUTS, *_SMALL_GROUPS)))
         targets, weights = group.get("targets"), group.get("weights")
         if not targets:
             _refuse(f"{where}.targets", targets, "[Linear], or paths of modules")
         if weights:
-            found.append(Group(tuple(targets), _read_weights(f"{where}.weights", layout, weights)))
+            read = _read_small_groups if layout in _SMALL_GROUPS else _read_weights
+            found.append(Group(tuple(targets), read(f"{where}.weights", layout, weights)))
     return found
 
 
 def _check_activations(where: str, group: Mapping[str, Any]) -> None:
     for key in ("input_activations", "output_activations"):
-        if group.get(key) and not group[key].get("dynamic"):
+        if group.get(key) and group[key].get("dynamic") is not True:  # "local" has a calibrated scale, too
             remedy = "true: scales that data calibrates are no weights of a trainer"
-            _refuse(f"{where}.{key}.dynamic", False, remedy)
+            _refuse(f"{where}.{key}.dynamic", group[key].get("dynamic", False), remedy)
 
 
 def _read_weights(where: str, layout: str, weights: Mapping[str, Any]) -> Format:
@@ -208,6 +228,17 @@ def _read_weights(where: str, layout: str, weights: Mapping[str, Any]) -> Format
         packed=packed,
         symmetric=symmetric,
     )
+
+
+def _read_small_groups(where: str, layout: str, weights: Mapping[str, Any]) -> Format:
+    rule, values, group, scales = _SMALL_GROUPS[layout]
+    wanted = {"type": "float", "num_bits": 4 if values == FP4 else 8, "group_size": group, "symmetric": True}
+    for key, value in wanted.items():
+        if weights.get(key, value) != value:
+            _refuse(f"{where}.{key}", weights[key], f"{value}, as {layout} has it")
+    if str(weights.get("scale_dtype") or scales).removeprefix("torch.") != scales:
+        _refuse(f"{where}.scale_dtype", weights["scale_dtype"], f"{scales}, as {layout} has it")
+    return Format(rule=rule, values=values, block=(1, group), packed=values == FP4)
 
 
 def _read_block(where: str, weights: Mapping[str, Any]) -> tuple[int, int]:

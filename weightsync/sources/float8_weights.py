@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from weightsync.errors import ConfigError, PlanError
-from weightsync.plan.formats import FIELD, Format, Quantization
+from weightsync.plan.formats import FIELD, MICROSCALING, Format, Quantization
 from weightsync.sources.stored_files import Place, ScaledWeight
 
 _FLOAT8 = "float8_e4m3fn"
@@ -20,7 +20,7 @@ def scaled_weights(found: Mapping[str, Place]) -> list[ScaledWeight]:
 
     Raises:
         ConfigError: the ``quantization_config`` is not known here.
-        PlanError: a weight's scales are missing, or have another shape than its blocks.
+        PlanError: a weight's scales are missing, or have another shape than its blocks, or it is MXFP8.
     """
     read: dict[Path, Quantization] = {}
     scaled = []
@@ -47,6 +47,8 @@ def _quantization(path: Path) -> Quantization:
 
 
 def _with_scales(place: Place, form: Format, found: Mapping[str, Place]) -> ScaledWeight:
+    if form.rule in MICROSCALING:
+        raise PlanError(place.meta.name, f"it is {form}, which is not read; give a bfloat16 checkpoint")
     _, wanted = form.stored(place.meta)
     scales = found.get(wanted.name)
     if scales is None:

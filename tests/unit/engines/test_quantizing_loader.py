@@ -11,7 +11,7 @@ from transformers import Qwen3MoeConfig
 from tests.quantised import INT4, by_library, same_bits
 from weightsync.engines.quantizing_loader import QuantizingLoader, formats_of
 from weightsync.engines.rank import Checkpoint, checkpoint_of
-from weightsync.errors import PlanError
+from weightsync.errors import ConfigError, PlanError
 from weightsync.plan import TensorMeta
 from weightsync.plan.formats import Quantization
 
@@ -80,3 +80,12 @@ def test_the_loader_gets_what_the_checkpoint_stores() -> None:
     assert recorder.came.pop("norm.weight") is norm
     assert recorder.came.keys() == {f"{LAYER}.self_attn.q_proj.{each}" for each in wanted}
     assert all(same_bits(recorder.came[f"{LAYER}.self_attn.q_proj.{each}"], wanted[each]) for each in wanted)
+
+
+def test_a_format_that_no_engine_has_been_shown_to_take_is_named() -> None:
+    weights = {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group"}
+    group = {"targets": ["Linear"], "weights": weights}
+    config = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+    with pytest.raises(ConfigError, match="no engine has been shown to take this one") as raised:
+        formats_of(checkpoint(), Quantization.read(config | {"config_groups": {"group_0": group}}))
+    assert raised.value.field == f"quantization_config of {LAYER}.self_attn.q_proj.weight"

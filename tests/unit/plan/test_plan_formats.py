@@ -10,7 +10,7 @@ import pytest
 from tests.quantised import INT4
 from weightsync.errors import ConfigError, PlanError
 from weightsync.plan import TensorMeta
-from weightsync.plan.formats import Format, Quantization
+from weightsync.plan.formats import FP4, Format, Quantization
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 GROUP = "config_groups.group_0"
@@ -56,6 +56,20 @@ def weights(layout: str, **given: object) -> dict[str, Any]:
             FP8 | {"scale_fmt": "ue8m0"},
             Format(rule="fp8", values="float8_e4m3fn", block=(128, 128), powers_of_two=True),
         ),
+        (
+            weights(
+                "mxfp4-pack-quantized", num_bits=4, type="float", group_size=32, scale_dtype="torch.uint8"
+            ),
+            Format(rule="mx", values=FP4, block=(1, 32), packed=True),
+        ),
+        (
+            weights("mxfp8-quantized", num_bits=8, type="float", group_size=32),
+            Format(rule="mx", values="float8_e4m3fn", block=(1, 32)),
+        ),
+        (
+            weights("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16, strategy="tensor_group"),
+            Format(rule="nvfp4", values=FP4, block=(1, 16), packed=True),
+        ),
     ],
 )
 def test_known_formats(config: dict[str, Any], wanted: Format) -> None:
@@ -89,7 +103,23 @@ def test_targets_and_ignored_modules_are_paths_or_expressions() -> None:
     [
         ({"quant_method": "awq"}, "quant_method", "valid: compressed-tensors, fp8"),
         ({"quant_method": "fp"}, "quant_method", "did you mean 'fp8'"),
-        (changed("format", "nvfp4-pack-quantized"), f"{GROUP}.format", "did you mean 'pack-quantized'"),
+        (changed("format", "nvfp4-quantized"), f"{GROUP}.format", "did you mean 'nvfp4-pack-quantized'"),
+        (
+            weights("mxfp8-quantized", num_bits=8, type="float", group_size=16),
+            f"{GROUP}.weights.group_size",
+            "32",
+        ),
+        (weights("mxfp4-pack-quantized", num_bits=4, type="int"), f"{GROUP}.weights.type", "float"),
+        (
+            weights("nvfp4-pack-quantized", num_bits=4, type="float", scale_dtype="torch.uint8"),
+            f"{GROUP}.weights.scale_dtype",
+            "float8_e4m3fn",
+        ),
+        (
+            changed(f"{GROUP}.input_activations", {"num_bits": 4, "dynamic": "local"}),
+            f"{GROUP}.input_activations.dynamic",
+            "calibrates",
+        ),
         (changed("config_groups", {}), "config_groups", "one group"),
         (changed(f"{GROUP}.targets", None), f"{GROUP}.targets", "[Linear]"),
         (changed("transform_config", {"r1": {}}), "transform_config", "leave it out"),

@@ -357,6 +357,21 @@ def test_a_plan_says_what_a_quantised_engine_makes_of_each_group_of_tensors(tmp_
     ]
 
 
+def test_a_plan_says_of_nvfp4_that_no_engine_takes_it(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    weights = {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group"}
+    config = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "ignore": ["lm_head"]}
+    config |= {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+    file.write_text(json.dumps({"quantization_config": config}))
+    result = RUNNER.invoke(cli.app, [*QUANTISED, str(file)])
+    matrices = 48 * (2 * 2048 * 4096 + 2 * 2048 * 512 + 128 * 3 * 768 * 2048)
+    assert (
+        f"become float4_e2m1fn with a scale for 1 x 16, and one for all: {matrices / 2**31:.1f} GiB, "
+        f"scales {matrices / 2**34:.1f} GiB"
+    ) in result.output
+    assert "no engine has been shown to take this format: connect() refuses it" in result.output
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

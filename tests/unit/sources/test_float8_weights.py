@@ -122,3 +122,18 @@ def test_a_configuration_that_is_no_json_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json.*it is no JSON"):
         contents([str(tmp_path)])
+
+
+def test_scales_that_are_exponents_are_refused(tmp_path: Path) -> None:
+    weights = {"num_bits": 8, "type": "float", "group_size": 32}
+    group = {"targets": ["Linear"], "weights": weights}
+    config = {"quant_method": "compressed-tensors", "format": "mxfp8-quantized"}
+    config |= {"config_groups": {"group_0": group}}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    form = Quantization.read(config).of("a.weight")
+    assert form is not None
+    save_file(
+        {f"a.{last}": part for last, part in quantize(torch.ones(2, 32), form)}, tmp_path / "a.safetensors"
+    )
+    with pytest.raises(PlanError, match="with a scale for 1 x 32, which is not read"):
+        contents([str(tmp_path)])
