@@ -49,7 +49,7 @@ class StepRow:
         engines: the version that each engine serves after it.
         rollout_versions: the versions that made the rollouts behind `reward`.
         committed_at: seconds since 1970.
-        gb_per_s, phases, routes, failures: as in `SyncReport`.
+        gb_per_s, phases, routes, proofs, failures: as in `SyncReport`.
         retried: why the update was repeated; empty if it was not.
     """
 
@@ -65,6 +65,7 @@ class StepRow:
     gb_per_s: float = 0.0
     phases: Mapping[str, float] = field(default_factory=dict)
     routes: Mapping[str, str] = field(default_factory=dict)
+    proofs: Mapping[str, str] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)
     retried: str = ""
 
@@ -86,6 +87,7 @@ class StepRow:
             gb_per_s=update.gb_per_s,
             phases=dict(update.phases),
             routes=dict(update.routes),
+            proofs=dict(update.proofs),
             failures=dict(update.failures),
             retried=retried,
         )

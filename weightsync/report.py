@@ -49,6 +49,9 @@ class SyncReport:
         epoch: number of the connect that made the plan.
         connect_phases: seconds of each phase of that connect. ``join`` is part of ``attach``.
         routes: by engine, ``direct``, or the reason why it takes broadcasts.
+        proofs: by engine, what of it was last compared with what trainers published: ``live weights``, or
+            ``what its loader got`` where its own loader writes them. Quantised engines add how many engines
+            alike have the same bytes as live weights.
         bytes_from: in a refill, the bytes that were read from each holder.
         ways: in a refill, how each holder was read: ``own``, ``mapped``, ``rdma``, ``tcp`` or ``zeromq``.
         spans: by process, its work and durations: the phases of ``driver``, ``publish`` of ``trainer 0``,
@@ -73,6 +76,7 @@ class SyncReport:
     epoch: int
     connect_phases: Mapping[str, float]
     routes: Mapping[str, str] = field(default_factory=dict)
+    proofs: Mapping[str, str] = field(default_factory=dict)
     bytes_from: Mapping[str, int] = field(default_factory=dict)
     ways: Mapping[str, str] = field(default_factory=dict)
     spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)

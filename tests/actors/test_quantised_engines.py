@@ -109,6 +109,11 @@ def test_engines_of_int4_and_of_bf16_take_every_version_together(
             assert report.routes["int4"] == (
                 "it takes whole tensors, of which 14 become int4 with a scale for 1 x 32"
             )
+            assert report.proofs == {
+                "int4": "what its loader got; no engine is alike",
+                "zero points": "what its loader got; no engine is alike",
+                "bf16": "live weights",
+            }
             assert {kind: says(engine) for kind, engine in quantised.items()} == answers
     end(*quantised.values(), bf16)
 
@@ -136,7 +141,9 @@ def test_a_bit_that_flips_in_packed_weights_serves_nowhere(
         train(trainers, checkpoints[0][0])
         with pytest.raises(VerifyError, match="engine"):
             sync.update_weights(3)
-        assert sync.update_weights(4).engines == {"a": 4, "b": 4}
+        report = sync.update_weights(4)
+        assert report.engines == {"a": 4, "b": 4}
+        assert set(report.proofs.values()) == {"what its loader got, and live weights with 1 engine alike"}
         ray.get(engines["b"].flip.remote(1))
         with pytest.raises(VerifyError, match="engine b"):
             sync.heal("b")

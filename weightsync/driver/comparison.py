@@ -14,6 +14,7 @@ from weightsync.driver.live_digests import LiveDigests
 from weightsync.driver.trainers import Trainers
 from weightsync.memory.fingerprints import fingerprint
 from weightsync.plan import Plan
+from weightsync.plan.explain import count_text
 from weightsync.protocol.messages import Digests, Fingerprint, LoadReport, combine
 
 logger = logging.getLogger("weightsync.driver.controller")
@@ -27,11 +28,13 @@ class Comparison:
 
     Attributes:
         tables: the digests that trainers gave when they were last asked, by their names.
+        proofs: what was compared of each engine that held the right bytes, see `SyncReport.proofs`.
     """
 
     def __init__(self, config: SyncConfig, fleet: Fleet, trainers: Trainers) -> None:
         self._config, self._fleet, self._trainers = config, fleet, trainers
         self.tables: Mapping[str, Digests] = {}
+        self.proofs: dict[str, str] = {}
         self._live = LiveDigests()
 
     async def wrong(
@@ -49,7 +52,18 @@ class Comparison:
             for name in differ:
                 wrong[name] = _differing(plan, held.get(name), published) or [UNNAMED]
         right = {name: report for name, report in loaded.items() if not wrong[name]}
-        return wrong | self._live.unlike(right, expected)
+        wrong |= self._live.unlike(right, expected)
+        self.proofs |= {name: self._proof(name, report) for name, report in right.items() if not wrong[name]}
+        return wrong
+
+    def _proof(self, name: str, report: LoadReport) -> str:
+        if report.are_live:
+            return "live weights"
+        if not any(report.live):
+            return "what its loader got"
+        if num_alike := self._live.num_alike(name):
+            return f"what its loader got, and live weights with {count_text(num_alike, 'engine')} alike"
+        return "what its loader got; no engine is alike"
 
     async def changed_frozen(self, plan: Plan, version: int) -> str:
         """Return the first frozen tensor that trainers no longer have as in `version`, or `UNNAMED`."""

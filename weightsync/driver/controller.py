@@ -489,6 +489,7 @@ class Controller:
             epoch=plan.epoch,
             connect_phases=self._connection.seconds,
             routes=dict(self._connection.router.routes),
+            proofs={name: how for name, how in self._comparison.proofs.items() if name in records},
             nonfinite=made.nonfinite if made else {},
             bytes_from=read.bytes_from if read else {},
             ways=read.ways if read else {},

@@ -204,7 +204,8 @@ class Rank:
         converted = self._host.model() if self.layout().converts else None
         sink = WholeSink(plan, self._host.loader(), self._device, converted)
         try:
-            return Loaded(feed.receive(attempt, sink, timeout_s), feed.spans, sink.live)
+            digests = feed.receive(attempt, sink, timeout_s)
+            return Loaded(digests, feed.spans, sink.live, are_live=False)
         except WeightSyncError:
             sink.abandon()
             raise

@@ -28,5 +28,8 @@ class EngineDigests:
         """Add up the ranks' tables, keep the result, and return what the driver gets in its place."""
         self.table = self._reduce([rank.digests for rank in ranks])
         return LoadReport(
-            fingerprint(self.table), [rank.spans for rank in ranks], [rank.live for rank in ranks]
+            fingerprint(self.table),
+            [rank.spans for rank in ranks],
+            [rank.live for rank in ranks],
+            all(rank.are_live for rank in ranks),
         )

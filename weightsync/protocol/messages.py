@@ -273,11 +273,13 @@ class Loaded:
         digests: uint64[num_tensors]; digests of its boxes of the plan's tensors, as found in the engine.
         spans: when it began to load and to verify, and the durations.
         live: of the live parameters, if the engine converts tensors.
+        are_live: whether `digests` are of live parameters, and not of what the engine's own loader got.
     """
 
     digests: Digests
     spans: Sequence[Span]
     live: LiveDigest | None = None
+    are_live: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +290,10 @@ class LoadReport:
         fingerprints: uint64[num_ranks, 3]; each row uses one replica of every part of a tensor.
         spans: those of each rank.
         live: those of each rank.
+        are_live: whether all ranks' digests are of live parameters.
     """
 
     fingerprints: Fingerprint
     spans: Sequence[Sequence[Span]]
     live: Sequence[LiveDigest | None] = ()
+    are_live: bool = True

@@ -43,4 +43,6 @@ def test_who_comes_later_is_compared_with_those_before_until_other_tensors_come(
     assert blamed(live, c="y") == {"c": ["0"]}
     assert blamed(live, c="y", d="y") == {"c": ["0"], "d": ["0"]}
     assert blamed(live, c="x") == {}
+    assert {name: live.num_alike(name) for name in "abcd"} == {"a": 2, "b": 2, "c": 2, "d": 0}
     assert blamed(live, SECOND, a="y", b="y") == {}
+    assert (live.num_alike("a"), live.num_alike("c")) == (1, 0)

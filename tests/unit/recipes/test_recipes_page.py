@@ -49,6 +49,7 @@ def run_report(engines: tuple[str, ...] = ("main-0", "main-1"), num_steps: int =
                 gb_per_s=0.125,
                 phases={"publish": 0.01, "pause": 0.001, "move": 0.02 + step / 1000, "commit": 0.002},
                 routes={engines[0]: "direct", engines[1]: "sync.mode is broadcast"},
+                proofs={engines[0]: "live weights"},
                 failures={engines[1]: f"{engines[1]} is gone"} if step == 6 else {},
                 retried="wrong bytes in w" if step == 12 else "",
             )
@@ -99,7 +100,7 @@ def test_the_figures_of_the_run_are_on_the_page() -> None:
         "Bytes of an update 1.25 MB 0.125 GB/s while moving",
         "on 2 GPUs (H200), driven from host-a, 2 CPUs; seed 3",
         "Failures 2 1 heal ",
-        "main-0 17 directly out of the trainers' memory",
+        "main-0 17 directly out of the trainers' memory live weights",
         "main-1 17 by broadcast: sync.mode is broadcast",
         "main-0: version 2 at",
         "update by update. Publish: trainers make their new weights readable. Pause:",

@@ -47,6 +47,7 @@ def test_a_report_reads_back_as_it_was_filled(tmp_path: Path) -> None:
             "gb_per_s": 0.0,
             "phases": {},
             "routes": {},
+            "proofs": {},
             "failures": {},
             "retried": "",
         }
