@@ -467,12 +467,11 @@ class Controller:
         await gather_named(calls, "abort", self._config.timeout_s)
 
     def _report(self, clock: PhaseClock, refilled: Refilled | None = None) -> SyncReport:
-        assert self._connection is not None
+        connection = self._connected()
         made = None if refilled else self._publication
         read = refilled or (self._staged.copied if self._staged else None)
         fingerprint = made.fingerprint if made else self.snapshot_index.expected
         assert fingerprint is not None
-        plan = self._connection.plan
         records = {name: member.record for name, member in self._fleet.engines.items()}
         return SyncReport(
             version=self.version,
@@ -485,10 +484,10 @@ class Controller:
             states={name: record.state.value for name, record in records.items()},
             failures={name: _describe(error) for name, error in self.engine_group.failures.items()},
             digest=f"{int(fingerprint[0]):016x}",
-            num_buckets=plan.num_buckets if refilled else self._num_buckets,
-            epoch=plan.epoch,
-            connect_phases=self._connection.seconds,
-            routes=dict(self._connection.router.routes),
+            num_buckets=connection.plan.num_buckets if refilled else self._num_buckets,
+            epoch=connection.plan.epoch,
+            connect_phases=connection.seconds,
+            routes=dict(connection.router.routes),
             proofs={name: how for name, how in self._comparison.proofs.items() if name in records},
             nonfinite=made.nonfinite if made else {},
             bytes_from=read.bytes_from if read else {},
