@@ -295,7 +295,9 @@ def test_what_is_published_on_the_host_is_broadcast_and_direct_is_refused() -> N
         loop.close()
 
 
-def test_an_engine_whose_holder_cannot_write_takes_broadcasts() -> None:
+def test_an_engine_whose_holder_cannot_write_takes_broadcasts_and_is_said_to_have_no_snapshot(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def work(loop: Direct) -> None:
         engine = loop.engines["e1"]
         attach = engine.attach
@@ -313,6 +315,8 @@ def test_an_engine_whose_holder_cannot_write_takes_broadcasts() -> None:
         assert report.verified
         assert loop.holds_the_models_weights("e0")
         assert loop.holds_the_models_weights("e1")
+        said = [record.message for record in caplog.records if "no snapshot fills it" in record.message]
+        assert [each.split("]")[0] for each in said] == ["[engine e1"]
 
     drive(work)
 

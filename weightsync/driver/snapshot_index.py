@@ -51,6 +51,13 @@ class SnapshotIndex:
         """Have holders allocate their snapshots' memory now: page-locking takes a second per 2 GB."""
         if self._config.keep_versions < 2:
             return
+        for name in connection.layouts if connection.in_place else ():
+            if name not in connection.flat_layouts:
+                logger.warning(
+                    "[engine %s] no snapshot fills it, since holders do not write its memory: after a "
+                    "failure it waits for the next update; sync.stage host keeps one",
+                    name,
+                )
         parts = {
             home: header.part for header, homes in self._parts(0, connection, everyone=True) for home in homes
         }

@@ -66,7 +66,7 @@ class WholeSink:
         synchronize(self._device)
 
     def digests(self) -> Digests:
-        """Return the digests of the tensors that the loader got."""
+        """Return the digests of the tensors that the loader got, after taking `live`."""
         if self._converted is not None:
             self.live = live_digest(self._converted, self._device)
         return self._digests
