@@ -56,6 +56,9 @@ class Host(Protocol):
     def stored_otherwise(self) -> str:
         """Return why live parameters may differ from the loader's bytes; "" if they do not."""
 
+    def converted(self) -> torch.nn.Module | None:
+        """Return the model if its loader makes other bytes of the tensors, the same in all engines alike."""
+
     def loader(self) -> Loader:
         """Return the engine's loader of whole tensors, for one update. Raises EngineError if it has none."""
 
@@ -201,8 +204,7 @@ class Rank:
         return _whole_layout(checkpoint, device)
 
     def _load_whole(self, feed: EngineFeed, plan: Plan, attempt: int, timeout_s: float) -> Loaded:
-        converted = self._host.model() if self.layout().converts else None
-        sink = WholeSink(plan, self._host.loader(), self._device, converted)
+        sink = WholeSink(plan, self._host.loader(), self._device, self._host.converted())
         try:
             digests = feed.receive(attempt, sink, timeout_s)
             return Loaded(digests, feed.spans, sink.live, are_live=False)

@@ -83,6 +83,9 @@ class SglangHost:
     def stored_otherwise(self) -> str:
         return stored_otherwise(self._model, self._device)
 
+    def converted(self) -> torch.nn.Module | None:
+        return None
+
     def loader(self) -> Loads:
         reason = self.stored_otherwise()
         if reason and not self._settings.repacks:

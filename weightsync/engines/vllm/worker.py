@@ -72,6 +72,10 @@ class _Host:
     def stored_otherwise(self) -> str:
         return stored_otherwise(self._runner, self._device)
 
+    def converted(self) -> torch.nn.Module | None:
+        moves_experts = self._runner.vllm_config.parallel_config.enable_eplb  # by each engine's own load
+        return self.model() if self._formats and not moves_experts else None
+
     def loader(self) -> Loader:
         reload = Reload(self._runner.get_model(), self._runner.model_config, self._device)
         return QuantizingLoader(reload, self._formats) if self._formats else reload
