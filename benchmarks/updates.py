@@ -143,18 +143,19 @@ def applied(reports: Sequence[SyncReport]) -> dict[str, object]:
 
 
 def floor(links: Sequence[Link], rounds: Sequence[Round]) -> dict[str, object]:
-    """Return the floor of the slowest rank, its ratio to ``applied``, and the measured rates.
+    """Return the floor of the slowest rank, its ratio to ``applied``, and the measured rates that count.
 
     The floor is the rank's bytes over the rates of its links. Needs a GPU.
     """
     rates = measured_rates()
     reports = [each.report for each in rounds]
     seconds = max(each.floor_s for each in efficiency(links, reports[-1], rates))
+    crosses = any(link.nbytes and link.distance == "same host" for link in links)
     return {
         "floor ms": seconds * 1e3,
         "share": seconds * 1e3 / float(str(applied(reports)["applied ms"])),
         "memory GB/s": rates.hbm,
-        "NVLink GB/s": rates.nvlink,
+        **({"NVLink GB/s": rates.nvlink} if crosses else {}),
     }
 
 

@@ -1,4 +1,4 @@
-"""A quantised engine whose memory goes wrong."""
+"""A quantised engine in whose weights a bit flips."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weightsync.protocol.messages import LiveDigest
 
 
 class FlippedEngine(EngineActor):
-    """An engine in whose packed weights a bit can flip once they are live, before they are digested."""
+    """An engine that can flip a bit of its packed weights after they were loaded, before it digests them."""
 
     async def flip(self, times: int) -> None:
         """Flip one in each of the next loads."""

@@ -42,7 +42,7 @@ class Comparison:
     ) -> dict[str, list[str]]:
         """Return the tensors that differ from what is `expected`, by engine, or `UNNAMED`.
 
-        Of engines that convert tensors, also those ranks whose live parameters are not as in engines alike.
+        For engines that convert tensors, also the ranks whose live parameters differ between equal engines.
         """
         wrong: dict[str, list[str]] = {name: [] for name in loaded}
         differ = [name for name, report in loaded.items() if (report.fingerprints != expected).any()]

@@ -20,15 +20,14 @@ class LiveDigests:
 
     def __init__(self) -> None:
         self._version = b""
-        self._known: dict[_Place, str] = {}
-        self._agreed: defaultdict[_Place, set[str]] = defaultdict(set)
+        self._right: dict[_Place, tuple[str, set[str]]] = {}
 
     def num_alike(self, engine: str) -> int:
         """Return how many other engines took these tensors, and hold the same bytes on each rank."""
-        return min((len(names) - 1 for names in self._agreed.values() if engine in names), default=0)
+        return min((len(names) - 1 for _, names in self._right.values() if engine in names), default=0)
 
     def unlike(self, loaded: Mapping[str, LoadReport], expected: Fingerprint) -> dict[str, list[str]]:
-        """Return, by engine, ranks whose live parameters differ from those of engines alike.
+        """Return, by engine, the ranks whose live parameters differ from those of engines alike.
 
         If no more than half of the engines alike agree, and none took these tensors before, all are returned.
 
@@ -37,8 +36,7 @@ class LiveDigests:
             expected: the fingerprint of these tensors.
         """
         if self._version != expected.tobytes():
-            self._version, self._known = expected.tobytes(), {}
-            self._agreed.clear()
+            self._version, self._right = expected.tobytes(), {}
         found: defaultdict[_Place, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
         for name, report in loaded.items():
             for rank, live in enumerate(report.live):
@@ -46,9 +44,9 @@ class LiveDigests:
                     found[rank, live.kind][live.digest].append(name)
         unlike: defaultdict[str, list[str]] = defaultdict(list)
         for place, by_digest in found.items():
-            if right := self._known.get(place) or _majority(by_digest):
-                self._known[place] = right
-                self._agreed[place].update(by_digest.get(right, ()))
+            right, agreed = self._right.get(place) or (_majority(by_digest), set())
+            if right:
+                self._right[place] = right, agreed.union(by_digest.get(right, ()))
             for name in (name for digest, names in by_digest.items() if digest != right for name in names):
                 unlike[name].append(f"live parameters of rank {place[0]}, which engines alike have otherwise")
         return dict(unlike)

@@ -12,7 +12,7 @@ from weightsync.memory.digests import tensor_digest
 from weightsync.protocol.messages import LiveDigest
 
 _LIBRARIES = ("vllm", "sglang", "torch")
-"""Libraries whose versions may lay parameters out differently."""
+"""Other versions of these may store the same parameters in another order."""
 
 
 def live_digest(model: torch.nn.Module, device: torch.device) -> LiveDigest:

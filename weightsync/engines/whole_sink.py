@@ -41,7 +41,7 @@ class WholeSink:
     def __init__(
         self, plan: Plan, loader: Loader, device: torch.device, converted: torch.nn.Module | None = None
     ) -> None:
-        """`converted`: the model whose live parameters are other bytes than the loader gets."""
+        """`converted`: the model, if its loader makes other bytes of the tensors."""
         self._plan, self._loader, self._device = plan, loader, device
         self._converted = converted
         self.live: LiveDigest | None = None

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
+from weightsync.memory.division import divided
 from weightsync.plan.formats import FP4, Format
 
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -19,10 +20,10 @@ _LARGEST_EXPONENT = {FP4: 2, "float8_e4m3fn": 8}
 
 _E8M0_BIAS, _E8M0_NAN = 127, 255
 _LEAST_FP8 = 0.125
-"""The scale of a group whose scale would be zero."""
+"""Replaces a scale of zero."""
 
 _UP_TO, _BELOW = (0.25, 1.25, 2.5, 5.0), (0.75, 1.75, 3.5)
-"""Between neighbours of E2M1: a value in the middle goes to the one whose last bit is zero."""
+"""Midpoints between neighbours in E2M1: values at the first round down, at the second up, each to even."""
 
 _INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 
@@ -82,7 +83,7 @@ def _two_level_scales(most: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, t
     """Return E4M3 scales for groups, what to divide groups by, and the tensor's float32 scale [1]."""
     whole = _FP8_MAX * _FP4_MAX / most.amax().clamp(min=torch.finfo(most.dtype).tiny)
     whole = whole.nan_to_num(nan=1.0, posinf=1.0, neginf=1.0).float().reshape(1)
-    scales = (most / torch.tensor(_FP4_MAX, dtype=most.dtype, device=most.device)) * whole
+    scales = divided(most, _FP4_MAX) * whole
     stored = scales.clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
     stored = torch.where(stored.float() == 0, _LEAST_FP8, stored.float()).to(torch.float8_e4m3fn)
     return stored, stored.float() / whole, whole

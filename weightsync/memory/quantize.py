@@ -1,6 +1,6 @@
 """Quantises matrices, bit for bit as the libraries that made each format do on a CPU.
 
-GPUs give the same bytes. The libraries themselves do not there: PyTorch multiplies by a number's reciprocal.
+GPUs give the same bytes, which the libraries themselves need not do there: see `divided`.
 
 Sources: compressed-tensors 0.17 (``calculate_qparams``, ``quantize``, ``pack_to_int32``), and for blocks of
 the rule ``fp8`` vLLM 0.32 (``per_block_cast_to_fp8``).
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
+from weightsync.memory.division import divided
 from weightsync.memory.microscaling import microscale
 from weightsync.plan.formats import MICROSCALING, Format
 
@@ -73,10 +74,10 @@ def _scales_and_zero_points(blocks: torch.Tensor, form: Format) -> tuple[torch.T
     zero_points = torch.zeros_like(least, dtype=torch.int8)
     if form.symmetric:
         half_range = _FP8_MAX if form.values == "float8_e4m3fn" else (2**form.num_bits - 1) / 2
-        scales = _divided(torch.maximum(least.abs(), most), half_range)
+        scales = divided(torch.maximum(least.abs(), most), half_range)
     else:
         half = 2 ** (form.num_bits - 1)
-        scales = _divided(most - least, 2 * half - 1)
+        scales = divided(most - least, 2 * half - 1)
         zero_points = (-half - least / scales).clamp(-half, half - 1).round().to(torch.int8)
     return torch.where(scales == 0, torch.finfo(scales.dtype).eps, scales), zero_points
 
@@ -90,13 +91,8 @@ def _rounded(scaled: torch.Tensor, form: Format) -> torch.Tensor:
 
 def _fp8_scales(blocks: torch.Tensor, form: Format) -> torch.Tensor:
     """Return float32 scales, by vLLM's rule."""
-    scales = _divided(blocks.abs().float().amax((1, 3), keepdim=True).clamp(_LEAST_FP8), _FP8_MAX)
+    scales = divided(blocks.abs().float().amax((1, 3), keepdim=True).clamp(_LEAST_FP8), _FP8_MAX)
     return torch.exp2(scales.log2().ceil()) if form.powers_of_two else scales
-
-
-def _divided(tensor: torch.Tensor, divisor: float) -> torch.Tensor:
-    """Divide by a tensor on the same device, since PyTorch's GPU kernels divide by a number inexactly."""
-    return tensor / torch.tensor(divisor, dtype=tensor.dtype, device=tensor.device)
 
 
 def _pack(values: torch.Tensor, num_bits: int) -> torch.Tensor:

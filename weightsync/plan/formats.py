@@ -18,7 +18,7 @@ _METHODS = ("compressed-tensors", "fp8")
 _LAYOUTS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 FP4 = "float4_e2m1fn"
 MICROSCALING = ("mx", "nvfp4")
-"""Rules of small groups of FP4 or FP8, whose scales are numbers of 8 bits themselves."""
+"""Rules for small groups of FP4 or FP8 values with scales of 8 bits."""
 
 _SMALL_GROUPS = {
     "mxfp4-pack-quantized": ("mx", FP4, 32, "uint8"),

@@ -257,7 +257,7 @@ class LiveDigest:
     """Digest of what an engine's own loader made of the tensors that it got.
 
     Attributes:
-        kind: equal for ranks whose live parameters are laid out alike, on equal devices.
+        kind: equal for ranks whose live parameters have the same layout, on equal devices.
         digest: equal for such ranks if all their bytes are.
     """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from benchmarks import updates
@@ -49,3 +51,4 @@ def test_the_floor_is_of_the_slowest_link_of_the_rank_that_takes_most(
     }
     links[0] = Link("trainer 0", "engine e rank 0", "same GPU or slot", 0)
     assert floor(links, rounds)["floor ms"] == pytest.approx(1.0)
+    assert "NVLink GB/s" not in floor([replace(link, distance="same GPU or slot") for link in links], rounds)

@@ -1,0 +1,13 @@
+"""Division that gives the same floats on CPUs and GPUs."""
+
+from __future__ import annotations
+
+import torch
+
+
+def divided(tensor: torch.Tensor, divisor: float) -> torch.Tensor:
+    """Return `tensor` over a number, rounded correctly, in the tensor's dtype.
+
+    PyTorch's GPU kernels multiply by a number's reciprocal. They divide by a tensor on their device.
+    """
+    return tensor / torch.tensor(divisor, dtype=tensor.dtype, device=tensor.device)
