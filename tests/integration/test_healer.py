@@ -16,7 +16,7 @@ from weightsync.driver.engine_state import EngineState
 from weightsync.driver.events import EngineBack
 from weightsync.driver.fleet import EngineMember
 from weightsync.driver.healing import Healer
-from weightsync.errors import DeadlineError, PeerLostError, RankLostError, Where
+from weightsync.errors import DeadlineError, PeerLostError, RankLostError, StateError, Where
 from weightsync.testing import LocalEngine
 
 CONFIG = SyncConfig(
@@ -76,6 +76,25 @@ def test_one_that_was_only_cut_off_is_filled_and_no_new_process_is_reported() ->
         (heal,) = healer.heals
         assert (heal.version, heal.respawned_at, heal.verified) == (1, None, True)
         assert "new process" not in str(heal)
+
+    drive(work)
+
+
+def test_one_that_an_update_brings_back_first_keeps_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(loop: Loop) -> None:
+        respawn = Respawned(loop)
+        healer = _healer(loop, respawn)
+        await loop.controller.connect()
+        await loop.controller.update(1)
+        monkeypatch.setattr(loop.controller, "can_refill", lambda _: False)
+        async with loop.controller.exclusive():
+            loop.controller.engine_group.enter(["e1"], EngineState.STALE)
+            healer.engine_failed("e1", StateError("its weights could not be verified"))
+            await asyncio.sleep(0)
+            await loop.controller.update(2)
+        await _healed(healer)
+        assert (respawn.times, state(loop), healer.given_up) == (0, EngineState.SERVING, {})
+        assert [heal.version for heal in healer.heals] == [2]
 
     drive(work)
 

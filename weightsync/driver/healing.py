@@ -110,6 +110,9 @@ class Healer:
             decision = await self._decide(name, failure, attempt)
             if name not in self._fleet.engines:
                 return
+            if self._is_newest(name):  # an update was quicker
+                self._healed(self._describe(name, cause, clock, respawned_at, None))
+                return
             if decision.action in (Action.DROP, Action.RAISE):
                 self.given_up[name] = failure
                 alive = self._fleet.engines[name].record.state is not EngineState.DEAD
@@ -131,11 +134,14 @@ class Healer:
             if self._is_dead(name):  # it ended, or stopped answering, during the refill
                 failure = self._missed.pop(name, failure)
                 continue
-            self.heals.append(self._describe(name, cause, clock, respawned_at, report))
-            self.given_up.pop(name, None)
-            logger.warning("[driver] %s", self.heals[-1])
-            self._controller.events.publish(EngineHealed(self.heals[-1]))
+            self._healed(self._describe(name, cause, clock, respawned_at, report))
             return
+
+    def _healed(self, heal: HealReport) -> None:
+        self.heals.append(heal)
+        self.given_up.pop(heal.engine, None)
+        logger.warning("[driver] %s", heal)
+        self._controller.events.publish(EngineHealed(heal))
 
     def _is_newest(self, name: str) -> bool:
         record = self._fleet.engines[name].record

@@ -150,8 +150,11 @@ class _Tensors(_Slots):
         self._guards = _guards(held)
 
     def are_as_before(self) -> bool:
+        return self._are_in_place(self.found())
+
+    def _are_in_place(self, found: list[Any]) -> bool:
         try:
-            held = self._locals(self.found())
+            held = self._locals(found)
             addresses = list(map(torch.Tensor.data_ptr, held))
             return addresses == self._addresses and self._are_laid_out_as_before(held)
         # Now another kind of tensor, no tensor, or one without memory.
@@ -181,8 +184,8 @@ class _Shards(_Tensors):
         super().__init__(slots)
         self._specs = list(map(_spec, self.found()))
 
-    def are_as_before(self) -> bool:
-        return super().are_as_before() and list(map(_spec, self.found())) == self._specs
+    def _are_in_place(self, found: list[Any]) -> bool:
+        return super()._are_in_place(found) and list(map(_spec, found)) == self._specs
 
     def _locals(self, found: list[Any]) -> list[Any]:
         return list(map(_local, found))

@@ -73,8 +73,8 @@ class ExportsWeights(Protocol):
     def ready(self) -> bool:
         """Finish writing the weights. Returns whether they are read in place.
 
-        Called before `publish`, which then runs while holders already read. If it returns False, holders wait
-        for `publish`. Raises what `publish` raises.
+        Called before `publish`, which then runs while holders already read: if it raises, engines that took
+        bytes do not serve them. If this returns False, holders wait for `publish`. Raises what it raises.
         """
 
 

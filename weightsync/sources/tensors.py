@@ -107,7 +107,7 @@ class TensorSource(ABC):
         self._exported: dict[str, DeviceHandle] = {}
         self._send_buffer: SharedBuffer | None = None
         self._in_place: InPlace | None = None
-        self._has_begun = False
+        self._is_begun = self._is_replaced = False
         self._plan: Plan | None = None
         self._sources: tuple[tuple[Piece, Segment], ...] = ()
         self._table = HostTable((), 0)
@@ -170,6 +170,7 @@ class TensorSource(ABC):
                 f"trainer {self._rank}: another model took the place of one that is offloaded: onload() first"
             )
         self.model = model
+        self._is_replaced = True
 
     def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
         """Map the send buffer and prepare all copies, or prepare publishing in place."""
@@ -239,27 +240,21 @@ class TensorSource(ABC):
         self._on_gpus = tuple(copy for its in on_gpus.values() for _, copy, _ in its)
 
     def ready(self) -> bool:
-        """Finish writing weights that are read in place. Returns False for others. Raises as `publish`."""
-        if self._in_place:
-            self._begin()
-        return self._has_begun
+        """Have weights that are read in place written, and start to digest them. Returns False for others.
 
-    def _begin(self) -> None:
-        """Have the weights written. In place, start to digest them: until holders read, the GPU is idle.
-
-        The digests begin before the model is looked through, which takes as long as they do. If it is not as
-        before, they begin again.
+        To look through thousands of tensors for those that moved takes as long as to move them all. `publish`
+        does it, while holders read: what they read stays allocated. If it is no longer the model's, `publish`
+        raises, and no engine serves it. Raises as `publish`.
         """
-        self._has_begun = False
-        begun = self._in_place is not None and self._in_place.has_memory()
-        if self._in_place and begun:
-            self._in_place.begin()
-        described = self._follow()
-        wrote = self._finish()
-        if self._in_place:
-            if not begun or described or wrote:
-                self._in_place.begin()
-            self._has_begun = True
+        if self._in_place is None:
+            return False
+        if self._is_replaced or not self._in_place.has_memory():
+            self._follow()
+        self._is_replaced = False
+        self._finish()
+        self._in_place.begin()
+        self._is_begun = True
+        return True
 
     def publish(self, count: bool) -> Published:
         """Copy the current weights to the send buffer, and digest them, or only digest in place.
@@ -273,12 +268,17 @@ class TensorSource(ABC):
                 offloaded, or it is not whole; names this rank and the tensor.
         """
         assert self._plan is not None
-        if not self._has_begun:
-            self._begin()
-        self._has_begun = False
-        if self._in_place:
-            return self._in_place.result(count)
-        return self._in_send_buffer if self._in_send_buffer is not None else self._to_send_buffer(count)
+        if not self._in_place:
+            self._follow()
+            self._finish()
+            return self._in_send_buffer if self._in_send_buffer is not None else self._to_send_buffer(count)
+        if not self._is_begun:
+            self.ready()
+        self._is_begun = False
+        if self._follow():
+            self._finish()
+            self._in_place.begin()  # FSDP had gathered it: digest what it is now
+        return self._in_place.result(count)
 
     def offload(self) -> None:
         """Copy all tensors to the send buffer, and release their memory.
@@ -400,7 +400,7 @@ class TensorSource(ABC):
 
     def close(self) -> None:
         """Disconnect from the holder. Offloaded tensors leave the send buffer first."""
-        self._in_place, self._has_begun, self._device_copies = None, False, ()
+        self._in_place, self._is_begun, self._device_copies = None, False, ()
         if self._offloaded and self._in_send_buffer is not None:
             self._offloaded.leave_send_buffer()
             self._in_send_buffer = None

@@ -267,9 +267,17 @@ def test_weights_read_in_place_that_moved_have_to_be_connected_again(
     assert rig.source.publish(True) == "digests"
     assert Stand.num_begun == 5, "once the model was looked through"
     SAME["other strides"](rig)
-    for call in (rig.source.ready, partial(rig.source.publish, True), partial(rig.source.publish, True)):
-        with pytest.raises(MovedError, match=r"trainer 0: body\.0\.weight is in other memory"):
+    moved = r"trainer 0: body\.0\.weight is in other memory"
+    for call in (rig.source.ready, partial(rig.source.publish, True)):
+        with pytest.raises(MovedError, match=moved):
             call()
+    Stand.is_there = True
+    assert rig.source.ready(), "holders may read meanwhile what they have mapped"
+    with pytest.raises(MovedError, match=moved):
+        rig.source.publish(True)
+    rig.source.replace(rig.source.model)
+    with pytest.raises(MovedError, match=moved):
+        rig.source.ready()
     OTHER["untied"][0](rig)
     with pytest.raises(StateError, match="no longer tied"):
         rig.source.publish(True)
