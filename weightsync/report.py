@@ -51,7 +51,8 @@ class SyncReport:
         routes: by engine, ``direct``, or the reason why it takes broadcasts.
         proofs: by engine, what of it was last compared with what trainers published: ``live weights``, or
             ``what its loader got`` where its own loader writes them. Quantised engines add how many engines
-            alike have the same bytes as live weights.
+            alike have the same bytes as live weights. If they were filled with copies of these bytes, it is
+            ``live weights with what its loader had made of them``.
         bytes_from: in a refill, the bytes that were read from each holder.
         ways: in a refill, how each holder was read: ``own``, ``mapped``, ``rdma``, ``tcp`` or ``zeromq``.
         spans: by process, its work and durations: the phases of ``driver``, ``publish`` of ``trainer 0``,

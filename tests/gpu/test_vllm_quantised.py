@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 
 from tests.gpu.fleet import Trainer, VllmEngine, spawn
 from tests.gpu.qwen3_models import save_qwen3
-from tests.gpu.test_vllm import assert_same, from_disk
+from tests.gpu.test_vllm import assert_same, from_disk, served
 from tests.patience import patient
 from tests.quantised import int4, save_quantised
 from weightsync import SyncConfig, WeightSync
@@ -83,6 +87,51 @@ def test_vllm_answers_as_from_the_quantised_checkpoint(
             differ = [name for name in wanted if live[name] != wanted[name]]
             assert [name for name in differ if ".attn._" not in name] == []  # the cache is not quantised
             assert_same(ray.get(engine.answers.remote()), expected[number])
+    ray.get(engine.close.remote())
+    for actor in (trainer, engine):
+        ray.kill(actor)
+
+
+@pytest.mark.parametrize("form", ["int4 with zero points", "int8", "fp8"])
+def test_a_killed_vllm_comes_back_with_the_packed_weights(
+    form: str, bundles: PlacementGroup, tmp_path: Path
+) -> None:
+    """Its holder's copy of them fills it: neither the trainer, which has gone on, nor its loader is asked."""
+    paths = [tmp_path / str(seed) for seed in range(2)]
+    for seed, path in enumerate(paths):
+        save_qwen3(path, "untied", seed)
+    save_quantised(paths[0], tmp_path / "0-packed", FORMATS[form])
+    arguments = served(str(tmp_path / "0-packed")), "e0", 1
+    trainer = spawn(Trainer, bundles, 0, str(paths[0]), 0, 1, "bfloat16", "device")
+    engine = spawn(VllmEngine, bundles, 0, *arguments)
+    ray.get([trainer.join.remote(str(tmp_path / "meeting")), engine.info.remote()], timeout=patient(200))
+
+    def respawn(name: str) -> ActorHandle[Any]:
+        nonlocal engine
+        engine = spawn(VllmEngine, bundles, 0, *arguments)
+        return engine
+
+    with WeightSync(CONFIG) as sync:
+        sync.register_trainers([trainer])
+        sync.register_engines({"e0": engine}, respawn=respawn)
+        sync.connect()
+        ray.get(trainer.load.remote(str(paths[0])))
+        sync.update_weights(1)
+        sync.settle(patient(60))
+        (wanted,), answers = ray.get([engine.live.remote(), engine.answers.remote()])
+        ray.get(trainer.load.remote(str(paths[1])))
+        os.kill(ray.get(engine.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+        deadline = time.monotonic() + patient(200)
+        while not sync.heals and time.monotonic() < deadline:
+            sync.settle(patient(200))
+        (heal,) = sync.heals
+        sys.stdout.write(f"{heal}\n")
+        assert (heal.version, heal.verified, set(heal.ways.values())) == (1, True, {"own"})
+        (live,) = ray.get(engine.live.remote())
+        assert [name for name in wanted if live[name] != wanted[name] and ".attn._" not in name] == []
+        assert_same(ray.get(engine.answers.remote()), answers)
+        assert sync.update_weights(2).engines == {"e0": 2}
+        assert ray.get(engine.answers.remote()) != answers
     ray.get(engine.close.remote())
     for actor in (trainer, engine):
         ray.kill(actor)

@@ -45,7 +45,11 @@ class Comparison:
         For engines that convert tensors, also the ranks whose live parameters differ between equal engines.
         """
         wrong: dict[str, list[str]] = {name: [] for name in loaded}
-        differ = [name for name, report in loaded.items() if (report.fingerprints != expected).any()]
+        differ = [
+            name
+            for name, report in loaded.items()
+            if not report.are_copied and (report.fingerprints != expected).any()
+        ]
         if differ:
             held = await self._held({name: self._fleet.engines[name] for name in differ})
             published = await self._published(expected)
@@ -59,6 +63,8 @@ class Comparison:
     def _proof(self, name: str, report: LoadReport) -> str:
         if report.are_live:
             return "live weights"
+        if report.are_copied:
+            return "live weights with what its loader had made of them"
         if not any(report.live):
             return "what its loader got"
         if num_alike := self._live.num_alike(name):

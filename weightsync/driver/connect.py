@@ -18,13 +18,15 @@ from weightsync.errors import PlanError, StateError, TransportError, WeightSyncE
 from weightsync.plan import MAPPED, Layout, Members, Plan, make_plan, same_dtype_tensors
 from weightsync.plan.layout import join_tables
 from weightsync.plan.layout_table import LayoutTable
-from weightsync.protocol.device_memory import RankMemory
+from weightsync.protocol.device_memory import LiveMemory, RankMemory
 from weightsync.protocol.messages import AttachReport, Prepared
 from weightsync.protocol.peers import HolderPeer, SharedPlan
 from weightsync.protocol.timing import PhaseClock
 
 _Exports: TypeAlias = Sequence[RankMemory | None]
 """What each rank exports, None if its holder does not access its memory."""
+_Served: TypeAlias = Sequence[RankMemory | LiveMemory | None]
+"""The same of an engine's ranks. `LiveMemory` holds no tensors of the plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class Connection:
         content: the plan's `Plan.content`.
         in_place: trainers' memory is read in place, so it may change after an update.
         checkpoint: the weights come from a checkpoint, not from a trainer.
-        flat_layouts: if `in_place`, the flat snapshots of each engine whose memory its holders write.
+        flat_layouts: if `in_place`, the flat snapshots of each engine whose memory its holders have mapped.
         router: which engines read the trainers' memory.
         layouts: each engine's layouts by rank; an engine that is adopted later must match one of them.
         joined: the same, with the ranks of each engine joined.
@@ -151,7 +153,7 @@ async def _open(
         router = Router(fleet, config, plan, layouts.source, exports, demoted)
         for name, exported in served.items():
             failed, converts = trial.failures.get(name, ""), layouts.engines[name][0].converts
-            await router.add(name, layouts.joined[name], exported, failed, converts)
+            await router.add(name, layouts.joined[name], _of_plan(exported), failed, converts)
             if not router.suffices:
                 raise TransportError(
                     f"engine {name} could read the trainers' memory directly in a trial, and now cannot: "
@@ -178,16 +180,27 @@ async def _open(
 
 
 def _flat_layouts(
-    content: str, layouts: Mapping[str, Sequence[LayoutTable]], served: Mapping[str, _Exports]
+    content: str, layouts: Mapping[str, Sequence[LayoutTable]], served: Mapping[str, _Served]
 ) -> dict[str, FlatLayout]:
     flat_layouts: dict[str, FlatLayout] = {}
     first = 0
     for name, ranks in sorted(layouts.items()):
         if all(served[name]):
-            twin = next((flat for other, flat in flat_layouts.items() if _alike(ranks, layouts[other])), None)
-            flat_layouts[name] = twin or FlatLayout(flat_layout(content, ranks), first)
+            twins = [other for other in flat_layouts if _alike(ranks, layouts[other])]
+            twin = next((other for other in twins if _kinds(served[other]) == _kinds(served[name])), "")
+            flat_layouts[name] = flat_layouts.get(twin) or FlatLayout(
+                flat_layout(content, ranks, _kinds(served[name])), first
+            )
             first += 0 if twin else len(ranks)
     return flat_layouts
+
+
+def _kinds(ranks: _Served) -> Sequence[str]:
+    return [each.kind for each in ranks if isinstance(each, LiveMemory)]
+
+
+def _of_plan(ranks: _Served) -> _Exports:
+    return [each if isinstance(each, RankMemory) else None for each in ranks]
 
 
 async def _layouts(fleet: Fleet, config: SyncConfig) -> _Layouts:
@@ -256,7 +269,7 @@ async def _attach(
     shared: SharedPlan,
     prepared: Sequence[Prepared],
     timeout_s: float,
-) -> tuple[_Exports, Mapping[str, _Exports]]:
+) -> tuple[_Exports, Mapping[str, _Served]]:
     """Attach trainers and engine ranks. Returns what the trainers export, and what each engine does."""
     calls = {
         f"trainer {rank}": trainer.attach(shared, rank, prepared[holder].send_buffer)
@@ -275,20 +288,20 @@ async def _attach(
     digests |= {name: [answer.plan_digest] for name, answer in attached.items()}
     digests |= {name: [each.plan_digest for each in ranks] for name, ranks in answers.items()}
     _compare(plan, digests)
-    exports = _exports(layouts.trainers, [*attached.values()])
+    exports = _of_plan(_served(layouts.trainers, [*attached.values()]))
     found = {name.removeprefix("engine "): reports for name, reports in answers.items()}
-    served = {name: _exports(layouts.engines[name], reports) for name, reports in found.items()}
+    served = {name: _served(layouts.engines[name], reports) for name, reports in found.items()}
     await _link(fleet, exports, served, timeout_s)
     return exports, served
 
 
-def _exports(layouts: Sequence[LayoutTable], reports: Sequence[AttachReport]) -> _Exports:
+def _served(layouts: Sequence[LayoutTable], reports: Sequence[AttachReport]) -> _Served:
     """Return what each rank exports, with its layout."""
     pairs = zip(layouts, reports, strict=True)
-    return [RankMemory(layout, each.memory) if each.memory else None for layout, each in pairs]
+    return [RankMemory(layout, each.memory) if each.memory else each.live for layout, each in pairs]
 
 
-async def _link(fleet: Fleet, exports: _Exports, served: Mapping[str, _Exports], timeout_s: float) -> None:
+async def _link(fleet: Fleet, exports: _Exports, served: Mapping[str, _Served], timeout_s: float) -> None:
     """Have holders map the memory that trainers and engine ranks export."""
     read = {holder: each for (_, holder), each in zip(fleet.trainers, exports, strict=True)}
     written = {
@@ -359,19 +372,19 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     engines = {named: member.peer.attach(connection.shared, tickets, timeout_s)}
     attached = (await _meet(fleet, engines, holders, timeout_s))[named]
     _compare(plan, {named: [each.plan_digest for each in attached]})
-    exports = _exports(layouts, attached)
+    served = _served(layouts, attached)
     links = {
         process: holder.link(each)
-        for (process, holder), each in zip(holders.items(), exports, strict=True)
+        for (process, holder), each in zip(holders.items(), served, strict=True)
         if each
     }
     (await gather_named(links, "link", timeout_s)).require()
-    flat = next((connection.flat_layouts[twin] for twin in twins if twin in connection.flat_layouts), None)
+    known = {flat.layout: flat for flat in connection.flat_layouts.values()}
     connection.flat_layouts.pop(name, None)
-    if flat and len(links) == len(holders):
+    if all(served) and (flat := known.get(flat_layout(connection.content, layouts, _kinds(served)))):
         connection.flat_layouts[name] = flat
     joined, converts = connection.joined[twins[0]], layouts[0].converts
-    await connection.router.add(name, joined, exports, converts=converts)
+    await connection.router.add(name, joined, _of_plan(served), converts=converts)
     if not connection.router.suffices:
         raise PlanError(
             named, f"it takes broadcasts, for which the plan has no buckets: {connection.router.routes[name]}"
@@ -392,9 +405,12 @@ def _compare(plan: Plan, digests: Mapping[str, list[str]]) -> None:
                 raise PlanError(name, f"it computed plan {digest[:12]}, the controller {wanted[:12]}")
 
 
-def flat_layout(content: str, ranks: Sequence[LayoutTable]) -> str:
-    """Return the SHA-256 (hex) of an engine's flat snapshot layout. `content` is the plan's."""
-    state = hashlib.sha256(content.encode())
+def flat_layout(content: str, ranks: Sequence[LayoutTable], kinds: Sequence[str] = ()) -> str:
+    """Return the SHA-256 (hex) of an engine's flat snapshot layout.
+
+    `content` is the plan's. `kinds` has the kind of each rank's live parameters, if these are what is kept.
+    """
+    state = hashlib.sha256("".join((content, *kinds)).encode())
     for rank in ranks:
         for part in rank.memory_content():
             state.update(part)

@@ -30,9 +30,10 @@ class LiveDigests:
         """Return, by engine, the ranks whose live parameters differ from those of engines alike.
 
         If no more than half of the engines alike agree, and none took these tensors before, all are returned.
+        So are those that got no tensors, but copies of parameters, if no engine alike took these tensors.
 
         Args:
-            loaded: the answers of engines that got the right tensors, by name.
+            loaded: the answers of engines that got the right tensors or `are_copied`, by name.
             expected: the fingerprint of these tensors.
         """
         if self._version != expected.tobytes():
@@ -44,7 +45,11 @@ class LiveDigests:
                     found[rank, live.kind][live.digest].append(name)
         unlike: defaultdict[str, list[str]] = defaultdict(list)
         for place, by_digest in found.items():
-            right, agreed = self._right.get(place) or (_majority(by_digest), set())
+            loaders = {
+                digest: [name for name in names if not loaded[name].are_copied]
+                for digest, names in by_digest.items()
+            }
+            right, agreed = self._right.get(place) or (_majority(loaders), set())
             if right:
                 self._right[place] = right, agreed.union(by_digest.get(right, ()))
             for name in (name for digest, names in by_digest.items() if digest != right for name in names):

@@ -54,7 +54,7 @@ class SnapshotIndex:
         for name in connection.layouts if connection.in_place else ():
             if name not in connection.flat_layouts:
                 logger.warning(
-                    "[engine %s] no snapshot fills it, since holders do not write its memory: after a "
+                    "[engine %s] no snapshot fills it, since holders have not mapped its memory: after a "
                     "failure it waits for the next update; sync.stage host keeps one",
                     name,
                 )

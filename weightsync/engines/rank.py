@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from weightsync.channel.engine_end import EngineFeed
+from weightsync.engines.live_digest import live_export
 from weightsync.engines.live_writer import LiveWriter, can_export
 from weightsync.engines.loader_trace import UnprovableError, trace
 from weightsync.engines.rank_process import RankProcess
@@ -21,7 +22,7 @@ from weightsync.faults import Fault, set_faults
 from weightsync.memory.kernels import load_digests
 from weightsync.memory.tensors import device_id, meta_of, named_tensors
 from weightsync.plan import Plan, RankLayout, Segment, TensorMeta
-from weightsync.protocol.handles import Attached
+from weightsync.protocol.handles import Attached, LiveExport
 from weightsync.protocol.messages import FeedTicket, Loaded
 
 
@@ -126,7 +127,7 @@ class Rank:
         layout, ticket = self.layout(), tickets[self._rank]
         self._feed, self._plan, self._engine = EngineFeed.open(ticket, plan, timeout_s), plan, ticket.engine
         if not layout.buffers:
-            return Attached(plan.digest(), None)
+            return Attached(plan.digest(), None, None if asleep else self._live_export())
         self._writer = LiveWriter(
             plan, layout, self._live, self._feed.slots, readable=not asleep, views=self._feed.views
         )
@@ -203,11 +204,22 @@ class Rank:
                 return traced.layout
         return _whole_layout(checkpoint, device)
 
+    def _live_export(self) -> LiveExport | None:
+        """Export the parameters that the host's loader converts, if a copy of them can bring them back."""
+        model = self._host.converted()
+        if model is None or self._device.type != "cuda":
+            return None
+        try:
+            return live_export(model, self._device)
+        except TransportError as error:
+            self._logger.warning("rank %d is not filled from copies of its parameters: %s", self._rank, error)
+            return None
+
     def _load_whole(self, feed: EngineFeed, plan: Plan, attempt: int, timeout_s: float) -> Loaded:
-        sink = WholeSink(plan, self._host.loader(), self._device, self._host.converted())
+        sink = WholeSink(plan, self._host.loader, self._device, self._host.converted())
         try:
             digests = feed.receive(attempt, sink, timeout_s)
-            return Loaded(digests, feed.spans, sink.live, are_live=False)
+            return Loaded(digests, feed.spans, sink.live, are_live=False, are_copied=sink.is_copied)
         except WeightSyncError:
             sink.abandon()
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -36,15 +36,25 @@ class WholeSink:
 
     Attributes:
         live: of what the loader made of them, if `converted` is given.
+        is_copied: the live parameters were written as another engine had them, and the loader got nothing.
     """
 
     def __init__(
-        self, plan: Plan, loader: Loader, device: torch.device, converted: torch.nn.Module | None = None
+        self,
+        plan: Plan,
+        make_loader: Callable[[], Loader],
+        device: torch.device,
+        converted: torch.nn.Module | None = None,
     ) -> None:
-        """`converted`: the model, if its loader makes other bytes of the tensors."""
-        self._plan, self._loader, self._device = plan, loader, device
+        """`make_loader` is called when tensors come.
+
+        `converted`: the model, if its loader makes other bytes of the tensors.
+        """
+        self._plan, self._make_loader, self._device = plan, make_loader, device
+        self._loader: Loader | None = None
         self._converted = converted
         self.live: LiveDigest | None = None
+        self.is_copied = False
         self._shapes = {meta.name: meta.shape for meta in plan.tensors}
         self._missing = Missing(plan)
         self._parts: dict[int, torch.Tensor] = {}
@@ -54,15 +64,16 @@ class WholeSink:
 
     def take(self, bucket: int, pieces: Sequence[PieceView]) -> None:
         """Copy a bucket's pieces into whole tensors, and pass on complete ones."""
+        self._loader = self._loader or self._make_loader()
         for tensor, box, data in pieces:
             self._put(tensor, box, data)
         synchronize(self._device)
 
     def finish(self) -> None:
         """Finish the loader."""
-        self._missing.require_none()
-        self._hand_over()
-        self._loader.finish()
+        if not self.is_copied:
+            self._missing.require_none()
+            self._hand_over().finish()
         synchronize(self._device)
 
     def digests(self) -> Digests:
@@ -72,12 +83,14 @@ class WholeSink:
         return self._digests
 
     def written(self) -> None:
-        """Must not be called: this rank exports no memory."""
-        raise AssertionError("a holder wrote into a rank that exported nothing")
+        """Note that the live parameters are those of another engine."""
+        assert self._converted is not None, "a holder wrote into a rank that exported nothing"
+        self.is_copied = True
 
     def abandon(self) -> None:
         """End the update early, as `Loader.abandon` does."""
-        self._loader.abandon()
+        if self._loader:
+            self._loader.abandon()
 
     def _put(self, tensor: int, box: Box, data: torch.Tensor) -> None:
         shape = self._plan.tensors[tensor].shape
@@ -96,9 +109,11 @@ class WholeSink:
         if self._batch_nbytes >= _BATCH_NBYTES:
             self._hand_over()
 
-    def _hand_over(self) -> None:
-        self._loader.load(self._batch)
+    def _hand_over(self) -> Loader:
+        loader = self._loader = self._loader or self._make_loader()
+        loader.load(self._batch)
         self._batch, self._batch_nbytes = [], 0
+        return loader
 
 
 def synchronize(device: torch.device) -> None:

@@ -20,7 +20,7 @@ from weightsync.memory.tensors import segment_view
 from weightsync.plan import Piece, Plan, Reads, Segment, Step
 from weightsync.plan.plan import by_tensor
 from weightsync.plan.portions import Portion, needed_portions
-from weightsync.protocol.handles import DeviceHandle, Export, Handle
+from weightsync.protocol.handles import DeviceHandle, Export, Handle, LiveExport
 from weightsync.transports import Pending
 
 _NUM_BLOCKS = 64
@@ -57,7 +57,7 @@ class DeviceStaging:
     Attributes:
         source: the trainer's buffers, if they are read in place: uint8, one dimension.
         target: the engine rank's buffers, if the holder writes them: uint8, one dimension.
-        flat: the engine rank's memory as a flat snapshot. None if the holder does not write it.
+        flat: the engine rank's memory as a flat snapshot. None if the holder has not mapped it.
         needs: what the engine rank needs of each bucket, if the holder writes its memory.
     """
 
@@ -99,7 +99,7 @@ class DeviceStaging:
     def connect(self, trainer: Export) -> None:
         """Map the trainer's memory, from which `fill` then reads. Raises TransportError."""
         starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
-        self.source = memory = self._map(trainer, self._mapped)
+        self.source = memory = self._map(trainer.buffers, self._mapped)
         segments = by_tensor(self._plan, trainer.layout)
         dtypes = {meta.name: meta.dtype for meta in trainer.layout.tensors}
         cast = {
@@ -124,12 +124,14 @@ class DeviceStaging:
                 pairs = self._cast(piece, held, memory, dtypes[held[0].tensor])
                 self._casts.setdefault(piece.bucket, []).extend(pairs)
 
-    def link(self, engine: Export | None) -> None:
+    def link(self, engine: Export | LiveExport | None) -> None:
         """Map the engine rank's memory, and unmap the previous one's. Raises TransportError if that fails."""
         self._let_go_of_engine()
-        if engine:
+        if isinstance(engine, LiveExport):
+            self.flat = FlatSnapshot(self._map(engine.parameters, self._engine))
+        elif engine:
             starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
-            self.target = self._map(engine, self._engine)
+            self.target = self._map(engine.buffers, self._engine)
             segments = by_tensor(self._plan, engine.layout)
             rows = bucket_rows(self._plan, segments, self._address(), starts, into=True)
             self._unpack = CopyTable(*rows, _NUM_BLOCKS)
@@ -243,9 +245,9 @@ class DeviceStaging:
             self._direct_copy = None
 
     @staticmethod
-    def _map(export: Export, mapped: list[DeviceBuffer]) -> dict[str, torch.Tensor]:
+    def _map(handles: Mapping[str, DeviceHandle], mapped: list[DeviceBuffer]) -> dict[str, torch.Tensor]:
         memory = {}
-        for name, handle in export.buffers.items():
+        for name, handle in handles.items():
             buffer = DeviceBuffer.open(handle)
             mapped.append(buffer)  # before the next one is opened, which may fail
             memory[name] = buffer.tensor

@@ -35,7 +35,7 @@ from weightsync.memory.gpu_usage import MemorySampler, used_nbytes
 from weightsync.memory.tensors import device_id
 from weightsync.plan import Plan, RankLayout, Reads
 from weightsync.plan.cross_host import BundleTable, CrossHostTerms
-from weightsync.protocol.device_memory import DeviceMemory, RankMemory, read_handles
+from weightsync.protocol.device_memory import DeviceMemory, LiveMemory, RankMemory, read_handles
 from weightsync.protocol.handles import DeviceHandle, HostExport, Offer
 from weightsync.protocol.messages import (
     Digests,
@@ -210,8 +210,8 @@ class Holder:
             self._feed = self._open_feed(engine, self.staging)
             return self._feed.ticket
 
-    def link(self, engine: RankMemory | None, trainer: RankMemory | None = None) -> None:
-        """Map the engine rank's and the trainer's memory.
+    def link(self, engine: RankMemory | LiveMemory | None, trainer: RankMemory | None = None) -> None:
+        """Map the engine rank's memory, that of `LiveMemory` to copy it alone, and the trainer's.
 
         Unmaps the previous engine rank's memory. Raises TransportError.
         """
@@ -412,7 +412,7 @@ class Holder:
             raise StateError(f"{self.name} has no engine to refill: connect first")
         with self._moving, staging.queue():
             limits_s = timeout_s, limit_s
-            consumer = open_consumer(staging, self._feed, True, attempt, plan.slots, *limits_s, whole=True)
+            consumer = open_consumer(staging, self._feed, True, attempt, plan.slots, *limits_s, of=snapshot)
             try:
                 snapshots = self.snapshot_store if may_map else None
                 self._refill = open_refill(plan, snapshot, snapshots, staging, consumer, may_map, timeout_s)

@@ -15,7 +15,7 @@ from weightsync.faults import inject, inject_in_move
 from weightsync.holder.cross_host import CrossHostExchange
 from weightsync.holder.staging import Staging
 from weightsync.plan import Plan
-from weightsync.protocol.messages import UpdateTask
+from weightsync.protocol.messages import Snapshot, UpdateTask
 from weightsync.transports import Pending
 
 if TYPE_CHECKING:
@@ -64,17 +64,17 @@ def open_consumer(
     num_slots: int,
     timeout_s: float,
     limit_s: float,
-    whole: bool = False,
     only: frozenset[int] | None = None,
+    of: Snapshot | None = None,
 ) -> BucketConsumer:
-    """Return the consumer for the engine rank behind `feed`.
+    """Return the consumer for the engine rank behind `feed`, in an update or a refill `of` a snapshot.
 
-    A `WriteConsumer` if the holder writes the rank's memory, else a `FeedConsumer`.
+    A `WriteConsumer` if the holder writes the rank's memory, as from a flat snapshot, else a `FeedConsumer`.
     """
     taker = feed if feeding else None
-    if staging.mapped and staging.mapped.writes and feed:
+    if staging.mapped and (staging.mapped.writes or (of and of.is_flat)) and feed:
         return WriteConsumer(staging.mapped, taker, attempt, limit_s, only)
-    return FeedConsumer(taker, attempt, num_slots, timeout_s, limit_s, whole)
+    return FeedConsumer(taker, attempt, num_slots, timeout_s, limit_s, whole=of is not None)
 
 
 class FeedConsumer(BucketConsumer):

@@ -32,4 +32,5 @@ class EngineDigests:
             [rank.spans for rank in ranks],
             [rank.live for rank in ranks],
             all(rank.are_live for rank in ranks),
+            all(rank.are_copied for rank in ranks),
         )

@@ -9,7 +9,7 @@ import numpy as np
 
 from weightsync.plan import Reads
 from weightsync.plan.layout_table import Column, LayoutTable, column, pack_names, unpack_names
-from weightsync.protocol.handles import DeviceHandle, Export
+from weightsync.protocol.handles import DeviceHandle, Export, LiveExport
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +66,23 @@ class RankMemory:
     def export(self) -> Export:
         """Return the same with an object for each tensor."""
         return Export(self.layout.rank_layout(), self.memory.handles())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LiveMemory:
+    """A `LiveExport` in columns."""
+
+    kind: str
+    memory: DeviceMemory
+
+    @classmethod
+    def of(cls, export: LiveExport) -> LiveMemory:
+        """Make columns of its handles."""
+        return cls(export.kind, DeviceMemory.of(export.parameters))
+
+    def export(self) -> LiveExport:
+        """Return the same with an object for each parameter."""
+        return LiveExport(self.kind, self.memory.handles())
 
 
 def read_handles(

@@ -86,8 +86,27 @@ class HostExport:
 
 
 @dataclass(frozen=True, slots=True)
+class LiveExport:
+    """Live parameters of an engine rank that converts tensors, for its holder to copy and to write.
+
+    Attributes:
+        kind: that of their `LiveDigest`.
+        parameters: handles by name.
+    """
+
+    kind: str
+    parameters: Mapping[str, DeviceHandle]
+
+
+@dataclass(frozen=True, slots=True)
 class Attached:
-    """A rank's digest of the plan, and its memory if its holder accesses it."""
+    """A rank's digest of the plan, and its memory if its holder accesses it.
+
+    Attributes:
+        export: memory that holds the plan's tensors.
+        live: memory that holds what the rank made of them.
+    """
 
     plan_digest: str
     export: Export | None
+    live: LiveExport | None = None

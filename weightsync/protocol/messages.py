@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import SlowError
-from weightsync.protocol.device_memory import DeviceMemory
+from weightsync.protocol.device_memory import DeviceMemory, LiveMemory
 from weightsync.protocol.handles import Attached, BufferHandle, Handle, Offer
 from weightsync.protocol.timing import Span
 
@@ -44,12 +44,14 @@ class AttachReport:
 
     plan_digest: str
     memory: DeviceMemory | None
+    live: LiveMemory | None = None
 
     @classmethod
     def of(cls, attached: Attached) -> AttachReport:
         """Make the report of what a source or an engine returned."""
-        export = attached.export
-        return cls(attached.plan_digest, DeviceMemory.of(export.buffers) if export else None)
+        export, live = attached.export, attached.live
+        memory = DeviceMemory.of(export.buffers) if export else None
+        return cls(attached.plan_digest, memory, LiveMemory.of(live) if live else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,12 +276,14 @@ class Loaded:
         spans: when it began to load and to verify, and the durations.
         live: of the live parameters, if the engine converts tensors.
         are_live: whether `digests` are of live parameters, and not of what the engine's own loader got.
+        are_copied: the live parameters were written as another engine had them. `digests` say nothing.
     """
 
     digests: Digests
     spans: Sequence[Span]
     live: LiveDigest | None = None
     are_live: bool = True
+    are_copied: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,9 +295,11 @@ class LoadReport:
         spans: those of each rank.
         live: those of each rank.
         are_live: whether all ranks' digests are of live parameters.
+        are_copied: whether all ranks' live parameters are copies. `fingerprints` say nothing, then.
     """
 
     fingerprints: Fingerprint
     spans: Sequence[Sequence[Span]]
     live: Sequence[LiveDigest | None] = ()
     are_live: bool = True
+    are_copied: bool = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from weightsync.driver.live_digests import LiveDigests
@@ -29,6 +31,21 @@ def test_ranks_that_hold_other_bytes_than_engines_alike_are_named() -> None:
     assert blamed(LiveDigests(), a="xy", b="xy", c="xz") == {"c": ["1"]}
     assert blamed(LiveDigests(), a="x", b="X", c="x") == {}
     assert blamed(LiveDigests(), a="x", b="Y", c=".", d="x.") == {}
+
+
+def test_copies_are_right_if_a_loader_made_the_same_of_these_tensors() -> None:
+    live = LiveDigests()
+
+    def copied(expected: np.ndarray, digest: str) -> dict[str, list[str]]:
+        reports = {name: replace(each, are_copied=True) for name, each in loaded(a=digest).items()}
+        return live.unlike(reports, expected)
+
+    assert copied(FIRST, "x").keys() == {"a"}, "no loader has been seen"
+    assert blamed(live, b="x") == {}
+    assert copied(FIRST, "x") == {}
+    assert copied(FIRST, "y").keys() == {"a"}
+    assert copied(FIRST, "X").keys() == {"a"}, "another kind"
+    assert copied(SECOND, "x").keys() == {"a"}, "other tensors"
 
 
 def test_without_a_majority_all_are_named() -> None:

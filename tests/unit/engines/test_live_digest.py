@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from weightsync.engines.live_digest import live_digest
+from weightsync.engines.live_digest import live_digest, require_complete
+from weightsync.errors import TransportError
 
 CPU = torch.device("cpu")
 
@@ -65,3 +66,33 @@ def test_another_layout_is_another_kind(change: Callable[[torch.Tensor], torch.T
     other = model()
     other[0].packed = _frozen(change(other[0].packed.data))
     assert live_digest(other, CPU).kind != live_digest(model(), CPU).kind
+
+
+def test_all_that_was_loaded_is_among_the_parameters() -> None:
+    complete = model()
+    complete[0].register_buffer("inverse_frequencies", torch.rand(4), persistent=False)
+    complete[0].num_tokens = torch.arange(8)
+    complete[0].limit = torch.tensor(448.0)
+    complete[1].register_buffer("scales", torch.rand(2))
+    complete[1].kv_cache = torch.zeros(2, 8)
+    complete[0].turned = _frozen(torch.rand(6, 4).t())
+    require_complete(complete)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda each: setattr(each[1], "W_UK_T", torch.rand(2, 2)), r"1\.W_UK_T is no parameter"),
+        (lambda each: setattr(each[0], "packed8", torch.ones(2, dtype=torch.int8)), r"0\.packed8 is no"),
+        (lambda each: each[0].register_buffer("bias", torch.rand(2)), r"0\.bias is no parameter"),
+        (lambda each: setattr(each[0], "left", _frozen(torch.rand(6, 4)[:, :2])), r"0\.left has gaps"),
+        (lambda each: setattr(each[0], "one", _frozen(torch.rand(1).expand(6))), r"0\.one has gaps, or elem"),
+    ],
+)
+def test_what_copies_of_parameters_would_leave_out_is_named(
+    spoil: Callable[[nn.Module], None], message: str
+) -> None:
+    spoilt = model()
+    spoil(spoilt)
+    with pytest.raises(TransportError, match=message):
+        require_complete(spoilt)

@@ -1,0 +1,249 @@
+"""Engines that convert tensors, with trainers read in place: copies of their parameters bring them back.
+
+Ranks, holders and the driver are real; device memory is host memory here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.fleets.direct import Direct, Shared, Staging
+from tests.fleets.loop import CONFIG
+from weightsync.driver.engine_state import EngineState
+from weightsync.driver.live_digests import LiveDigests
+from weightsync.engines.live_digest import live_digest
+from weightsync.engines.rank import Checkpoint, Rank
+from weightsync.errors import StateError, VerifyError
+from weightsync.holder.send_buffer import SendBuffer
+from weightsync.holder.snapshots import FlatSnapshot
+from weightsync.holder.staging import HostStaging
+from weightsync.memory.tensors import meta_of
+from weightsync.plan import Plan, RankLayout
+from weightsync.protocol.handles import Attached, Export, LiveExport
+from weightsync.protocol.messages import FeedTicket, Loaded
+from weightsync.report import SyncReport
+from weightsync.testing import DictEngine, LocalEngine
+
+CPU = torch.device("cpu")
+
+
+class Packing(Rank):
+    """A rank whose loader packs each tensor into int8; shares the packed parameters as a GPU's would be."""
+
+    def __init__(self, model: nn.Module, shared: Shared) -> None:
+        super().__init__("test", 0, CPU, Host(model))
+        self._shared = shared
+
+    def _live_export(self) -> LiveExport:
+        layout = RankLayout((), ())
+        model = self._host.converted()
+        assert model is not None
+        live = self._shared.export(layout, dict(model.named_parameters()))
+        return LiveExport(live_digest(model, CPU).kind, live.buffers)
+
+
+class Host:
+    def __init__(self, model: nn.Module) -> None:
+        self._tensors = model.state_dict()
+        self.packed = nn.ParameterDict(
+            {name.replace(".", "_"): packed(torch.zeros_like(each)) for name, each in self._tensors.items()}
+        )
+        self.num_loads = 0
+
+    def checkpoint(self) -> Checkpoint:
+        metas = tuple(meta_of(name, each) for name, each in self._tensors.items())
+        return Checkpoint(metas, (), frozenset(), "4 become int8")
+
+    def stored_otherwise(self) -> str:
+        return "it packs what it loads"
+
+    def converted(self) -> nn.Module:
+        return self.packed
+
+    def loader(self) -> Host:
+        self.num_loads += 1
+        return self
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.packed[name.replace(".", "_")].data.copy_(packed(tensor))
+
+    def finish(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+    def model(self) -> nn.Module:
+        return self.packed
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        raise AssertionError("layouts of such engines are not traced")
+
+
+def packed(tensor: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter((tensor.detach() * 100).to(torch.int8), requires_grad=False)
+
+
+class Engine(DictEngine):
+    """Serves what its `rank` holds."""
+
+    rank: Packing
+
+    def layout(self) -> Sequence[RankLayout]:
+        return [self.rank.layout()]
+
+    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
+        return [self.rank.attach(plan, tickets, timeout_s, False)]
+
+    def load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
+        return [self.rank.load(attempt, timeout_s)]
+
+    @property
+    def host(self) -> Host:
+        assert isinstance(self.rank._host, Host)
+        return self.rank._host
+
+    @property
+    def held(self) -> Mapping[str, torch.Tensor]:
+        return self.host.packed.state_dict()
+
+    def close(self) -> None:
+        self.rank.close()
+
+
+class Copying(Staging):
+    """Staging of an engine's holder, which maps its parameters and writes no tensor."""
+
+    writes = False  # type: ignore[misc]
+
+    def link(self, engine: Export | LiveExport | None) -> None:  # type: ignore[override]
+        self.flat = None
+        if isinstance(engine, LiveExport):
+            handles = engine.parameters.items()
+            self.flat = FlatSnapshot({name: self.shared.buffer(each) for name, each in handles})  # type: ignore[assignment]
+
+
+class Fleet(Direct):
+    def __init__(self) -> None:
+        super().__init__(CONFIG)
+        for name in self.engines:
+            self.start(name)
+
+    def start(self, name: str) -> None:
+        """Start the engine's process, or another in its place: it holds zeros."""
+        engine = self.engines[name] = Engine(name, {})
+        engine.rank = Packing(self.model, self.source.shared)
+        self.fleet.engines[name].peer = LocalEngine(engine)
+        self.fleet.engines[name].attached = False
+
+    def engine(self, name: str) -> Engine:
+        engine = self.engines[name]
+        assert isinstance(engine, Engine)
+        return engine
+
+    def stage(
+        self, holder: int, plan: Plan, index: int, send_buffer: SendBuffer | None, receives: bool
+    ) -> HostStaging:
+        if not holder:
+            return super().stage(holder, plan, index, send_buffer, receives)
+        made = Copying(plan, index, send_buffer, receives)
+        made.written, made.begun, made.shared = [], self.begun, self.source.shared
+        return made
+
+    async def update(self, version: int) -> SyncReport:
+        self.train()
+        report = await self.controller.update(version)
+        await self.controller.snapshot_index.settled()
+        return report
+
+    async def respawn(self, name: str) -> None:
+        self.engines[name].close()
+        self.start(name)
+        self.controller.engine_group.enter([name], EngineState.DEAD)
+        self.fleet.engines[name].record = type(self.fleet.engines[name].record)()
+        await self.controller.adopt(name)
+
+
+def drive(work: Callable[[Fleet], Coroutine[object, object, None]]) -> None:
+    loop = Fleet()
+    try:
+        asyncio.run(work(loop))
+    finally:
+        loop.close()
+
+
+def test_a_new_process_gets_the_parameters_that_its_loader_had_made() -> None:
+    async def work(loop: Fleet) -> None:
+        await loop.controller.connect()
+        for version in (1, 2):
+            report = await loop.update(version)
+        assert report.proofs == dict.fromkeys(
+            ("e0", "e1"), "what its loader got, and live weights with 1 engine alike"
+        )
+        served = {name: each.clone() for name, each in loop.engine("e1").held.items()}
+        loop.train()  # trainers go on
+        for name in ("e1", "e0"):
+            await loop.respawn(name)
+            assert loop.controller.can_refill(name)
+            report = await loop.controller.refill(name)
+            assert (report.engines[name], report.verified) == (2, True)
+            assert report.proofs[name] == "live weights with what its loader had made of them"
+            assert sum(report.bytes_from.values()) == sum(each.nbytes for each in served.values())
+            assert loop.engine(name).host.num_loads == 0
+            assert all(torch.equal(each, loop.engine(name).held[n]) for n, each in served.items())
+        assert (await loop.update(3)).engines == {"e0": 3, "e1": 3}
+        assert loop.engine("e0").host.num_loads == 1
+
+    drive(work)
+
+
+def test_a_copy_with_a_bit_that_flipped_serves_nowhere() -> None:
+    async def work(loop: Fleet) -> None:
+        await loop.controller.connect()
+        await loop.update(1)
+        (share,) = loop.holders[1].snapshots()
+        store = loop.holders[1].snapshot_store
+        assert store is not None
+        held = store.held(share.header)
+        assert held is not None
+        held.bytes[-1] ^= 1
+        await loop.respawn("e1")
+        with pytest.raises(VerifyError, match="live parameters of rank 0"):
+            await loop.controller.refill("e1")
+        assert loop.fleet.engines["e1"].record.state is EngineState.STALE
+
+    drive(work)
+
+
+def test_copies_that_nothing_is_known_of_serve_nowhere() -> None:
+    async def work(loop: Fleet) -> None:
+        await loop.controller.connect()
+        await loop.update(1)
+        loop.controller._comparison._live = LiveDigests()  # as after another driver took over
+        await loop.respawn("e1")
+        with pytest.raises(VerifyError, match="live parameters of rank 0"):
+            await loop.controller.refill("e1")
+
+    drive(work)
+
+
+def test_an_engine_of_another_kind_is_not_filled() -> None:
+    async def work(loop: Fleet) -> None:
+        await loop.controller.connect()
+        await loop.update(1)
+        other = SimpleNamespace(packed=nn.ParameterDict({"w": packed(torch.ones(3))}))
+        loop.engines["e1"].close()
+        loop.start("e1")
+        loop.engine("e1").host.packed = other.packed
+        loop.fleet.engines["e1"].record = type(loop.fleet.engines["e1"].record)()
+        await loop.controller.adopt("e1")
+        assert not loop.controller.can_refill("e1")
+        with pytest.raises(StateError, match="no holder keeps"):
+            await loop.controller.refill("e1")
+
+    drive(work)
