@@ -1,6 +1,7 @@
 """Times each layer of a real engine's update, by its own calls and ours.
 
     python -m benchmarks.bench_latency --engine sglang vllm --model 1b 8b --tp 1 2
+    python -m benchmarks.bench_latency --engine vllm --quantization config.json    quantised, by ours alone
     python -m benchmarks.bench_latency --cpu --model tiny      on a CPU, as a smoke test
 
 One part is one engine with dummy weights, and as many FSDP ranks as it has tensor-parallel ranks, on the same
@@ -57,6 +58,7 @@ from benchmarks.latency_engines import ENGINES
 from benchmarks.latency_rig import Layers, Rig, start
 from benchmarks.updates import PHASES, Round, check, config, new_version, spread, update_row
 from weightsync import SyncReport
+from weightsync.plan.formats import FIELD
 
 __all__ = ["main"]
 
@@ -124,6 +126,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gpu-memory", type=float, default=0.5, help="share of a GPU that the engine may take"
     )
+    parser.add_argument(
+        "--quantization", type=Path, help="config.json of a quantised model, which vLLM then serves"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--each-rounds", type=int, default=2, help="of one call for each tensor")
     parser.add_argument("--cpu", action="store_true", help="on this host instead of GPUs: a smoke test")
@@ -138,6 +143,7 @@ def _parts(args: argparse.Namespace, notes: list[str]) -> Iterator[dict[str, Any
     num_gpus = len(gpu_uuids())
     common = {"way": args.way, "bucket_mib": args.bucket_mib, "gpu_memory": args.gpu_memory, "cpu": args.cpu}
     common |= {"rounds": args.rounds, "each_rounds": args.each_rounds}
+    common["quantization"] = json.loads(args.quantization.read_text())[FIELD] if args.quantization else None
     for engine, model, tp in itertools.product(engines, args.model, args.tp):
         if importlib.util.find_spec(engine) is None:
             notes.append(f"{engine}: not installed, left out")
@@ -150,7 +156,7 @@ def _parts(args: argparse.Namespace, notes: list[str]) -> Iterator[dict[str, Any
 def _run_part(spec: Mapping[str, Any]) -> None:
     start_ray(0 if spec["cpu"] else spec["tp"])
     try:
-        where = spec["engine"], spec["model"], spec["tp"], spec["gpu_memory"]
+        where = spec["engine"], spec["model"], spec["tp"], spec["gpu_memory"], spec["quantization"]
         with start(*where, cpu=spec["cpu"], config=config(256, 2)) as rig:
             named = {"engine": spec["engine"], "model": spec["model"], "tp": spec["tp"]}
             pings = ray.get(rig.trainers[0].ping.remote(rig.engine, _NUM_PINGS))

@@ -23,6 +23,7 @@ from benchmarks.models import Tensor, model_of, save_config, shape_of
 from benchmarks.updates import Round, WrongWeightsError
 from weightsync import SyncConfig, WeightSync
 from weightsync.plan import RankLayout
+from weightsync.plan.formats import FIELD
 
 __all__ = ["Layers", "Rig", "start"]
 
@@ -138,9 +139,19 @@ def _opened_and_loaded(rank: Layers) -> tuple[float, float]:
 
 @contextmanager
 def start(
-    kind: str, model: str, num_ranks: int, gpu_memory: float, *, cpu: bool, config: SyncConfig
+    kind: str,
+    model: str,
+    num_ranks: int,
+    gpu_memory: float,
+    quantization: Mapping[str, Any] | None = None,
+    *,
+    cpu: bool,
+    config: SyncConfig,
 ) -> Iterator[Rig]:
-    """Start an engine with dummy weights, and a trainer rank on each GPU."""
+    """Start an engine with dummy weights, and a trainer rank on each GPU.
+
+    `quantization`: the ``quantization_config`` of a vLLM.
+    """
     tensors = model_of(model)
     with tempfile.TemporaryDirectory(prefix="weightsync-bench-") as folder:
         save_config(shape_of(model), Path(folder))
@@ -153,6 +164,8 @@ def start(
         ]
         options = _ON_CPU[kind] if cpu else _on_gpus(kind, gpu_memory)
         options = {"tensor_parallel_size": num_ranks, **options}
+        if quantization:
+            options |= {"dtype": "bfloat16", "hf_overrides": {FIELD: quantization}}
         visible = ",".join(gpu for gpu in gpus if gpu)
         engine = spawn(ENGINES[kind], folder, tensors, options, gpu=visible, env=_ENV)
         ray.get([trainer.load_code.remote(kind) for trainer in trainers])

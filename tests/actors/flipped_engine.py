@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from weightsync import EngineActor
-from weightsync.engines import whole_sink
-from weightsync.engines.live_digest import live_digest
+from weightsync.engines.live_digest import LiveParameters
 from weightsync.protocol.messages import LiveDigest
 
 
@@ -15,12 +12,13 @@ class FlippedEngine(EngineActor):
 
     async def flip(self, times: int) -> None:
         """Flip one in each of the next loads."""
-        left = iter(range(times))
+        left, digest = iter(range(times)), LiveParameters.digest
 
-        def flip_and_digest(model: torch.nn.Module, device: torch.device) -> LiveDigest:
+        def flip_and_digest(live: LiveParameters) -> LiveDigest:
             if next(left, None) is not None:
-                packed = next(each for name, each in model.named_parameters() if "weight_packed" in name)
+                held = live._model.named_parameters()
+                packed = next(each for name, each in held if "weight_packed" in name)
                 packed.data.view(-1)[5] ^= 1 << 9
-            return live_digest(model, device)
+            return digest(live)
 
-        whole_sink.live_digest = flip_and_digest
+        LiveParameters.digest = flip_and_digest  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.models import build_tiny_qwen3, pack_int4
 from tests.quantised import check_declared, int4, same_bits, save_quantised, weights
-from weightsync.engines.live_digest import live_digest
+from weightsync.engines.live_digest import LiveParameters
 from weightsync.engines.quantizing_loader import QuantizingLoader, formats_of
 from weightsync.engines.rank import checkpoint_of
 from weightsync.engines.vllm.api import (
@@ -158,7 +158,7 @@ class Served:
         return {name: parameter.detach().clone() for name, parameter in parameters}
 
     def digest(self) -> LiveDigest:
-        return live_digest(self.runner.get_model(), torch.device("cpu"))
+        return LiveParameters(self.runner.get_model(), torch.device("cpu")).digest()
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         reload_model(self.runner.get_model(), tensors)

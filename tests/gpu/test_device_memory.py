@@ -18,7 +18,7 @@ from tests.patience import patient
 from weightsync.errors import TransportError
 from weightsync.holder.direct_copy import try_mapping
 from weightsync.memory import cuda
-from weightsync.memory.device import DeviceBuffer, export_tensor
+from weightsync.memory.device import DeviceBuffer, export_tensors
 from weightsync.protocol.handles import DeviceHandle
 
 pytestmark = pytest.mark.gpu
@@ -78,7 +78,8 @@ def test_views_in_the_middle_of_torchs_allocations(pipe: Connection) -> None:
     whole = torch.arange(1 << 20, dtype=torch.int32, device="cuda")
     matrix = torch.arange(100 * 64, dtype=torch.int16, device="cuda").reshape(100, 64)
     slices = [whole[1000:2000], whole[500_001:500_003], matrix[10:20, 3:5]]
-    handles = [export_tensor(part) for part in slices]
+    shared = export_tensors({str(number): part for number, part in enumerate(slices)})
+    handles = [*shared.values()]
     assert [handle.nbytes for handle in handles] == [4000, 8, (9 * 64 + 2) * 2]
     first = matrix.cpu().reshape(-1)[10 * 64 + 3 :]
     expected = [
@@ -124,7 +125,7 @@ def test_it_works_from_a_thread_that_never_touched_the_device() -> None:
 
 def test_memory_is_tried_once_and_unmapped() -> None:
     weight = torch.ones(1 << 20, device="cuda")
-    handle = export_tensor(weight)
+    handle = export_tensors({"weight": weight})["weight"]
     gone = msgspec.structs.replace(handle, ipc=bytes(len(handle.ipc)))
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as others:
@@ -151,15 +152,15 @@ def test_impossible_sizes_and_other_devices_are_refused() -> None:
         DeviceBuffer.open(elsewhere)
     buffer.close()
     with pytest.raises(TransportError, match="no memory"):
-        cuda.export(16)
+        cuda.export([16])
 
 
 def test_expandable_segments_are_refused_with_the_remedy() -> None:
     script = (
         "import torch\n"
-        "from weightsync.memory.device import export_tensor\n"
+        "from weightsync.memory.device import export_tensors\n"
         "from weightsync.errors import TransportError\n"
-        "try:\n    export_tensor(torch.zeros(1 << 22, device='cuda'))\n"
+        "try:\n    export_tensors({'w': torch.zeros(1 << 22, device='cuda')})\n"
         "except TransportError as error:\n    print('refused:', error)\n"
     )
     setting = "expandable_segments:True"

@@ -17,7 +17,7 @@ from tests.fleets.direct import Direct, Shared, Staging
 from tests.fleets.loop import CONFIG
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.live_digests import LiveDigests
-from weightsync.engines.live_digest import live_digest
+from weightsync.engines.live_digest import LiveParameters
 from weightsync.engines.rank import Checkpoint, Rank
 from weightsync.errors import StateError, VerifyError
 from weightsync.holder.send_buffer import SendBuffer
@@ -45,7 +45,7 @@ class Packing(Rank):
         model = self._host.converted()
         assert model is not None
         live = self._shared.export(layout, dict(model.named_parameters()))
-        return LiveExport(live_digest(model, CPU).kind, live.buffers)
+        return LiveExport(LiveParameters(model, CPU).digest().kind, live.buffers)
 
 
 class Host:

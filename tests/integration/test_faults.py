@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,16 +17,16 @@ from tests.fleets.loop import Loop, drive
 from tests.patience import patient
 from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.config import SyncConfig
-from weightsync.engines.live_writer import LiveWriter
 from weightsync.errors import DeadlineError, PeerError, StateError, TransportError
 from weightsync.holder import device_staging
 from weightsync.holder.holder import Holder
 from weightsync.holder.send_buffer import SendBuffer
 from weightsync.holder.staging import HostStaging
+from weightsync.memory import device
 from weightsync.memory.addresses import local_tensor
 from weightsync.memory.tensors import named_tensors
 from weightsync.plan import Layout, Members, Plan, RankLayout, make_plan
-from weightsync.protocol.handles import Export
+from weightsync.protocol.handles import DeviceHandle, Export
 from weightsync.sources.module import ModuleSource
 from weightsync.testing import DictEngine, LocalPeer, LocalTrainer
 
@@ -188,27 +190,52 @@ def test_what_was_mapped_before_a_mapping_failed_is_let_go_of(monkeypatch: pytes
 
     class Mapped:
         def __init__(self, name: str) -> None:
-            self.name, self.tensor = name, torch.empty(0)
+            self.name, self.tensor = name, torch.empty(8, dtype=torch.uint8)
 
         @classmethod
-        def open(cls, name: str) -> Mapped:
-            if name == "c":
+        def open(cls, handle: DeviceHandle) -> Mapped:
+            if handle.ipc == b"c":
                 raise TransportError("its process is gone")
-            opened.append(name)
-            return cls(name)
+            opened.append(handle.ipc.decode())
+            return cls(opened[-1])
 
         def close(self) -> None:
             opened.remove(self.name)
 
-    monkeypatch.setattr(device_staging, "DeviceBuffer", Mapped)
+    monkeypatch.setattr(device, "DeviceBuffer", Mapped)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     staging = device_staging.DeviceStaging(plan_of(3), 0, None, ())
-    export = Export(RankLayout((), ()), {name: name for name in "abcd"})
+    handles = {name: DeviceHandle("cuda:0", 1, name.encode(), 0, 8) for name in "abcd"}
+    export = Export(RankLayout((), ()), handles)
     with pytest.raises(TransportError):
         staging.connect(export)
     staging.close()
     assert opened == []
+
+
+def test_an_allocation_is_mapped_once_for_all_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[DeviceHandle] = []
+
+    class Mapped:
+        def __init__(self, handle: DeviceHandle) -> None:
+            opened.append(handle)
+            self.tensor = torch.arange(handle.nbytes, dtype=torch.uint8)
+
+        open = classmethod(lambda cls, handle: cls(handle))
+
+    monkeypatch.setattr(device, "DeviceBuffer", Mapped)
+    at = {"a": (b"one", 4, 3), "b": (b"two", 0, 2), "c": (b"one", 9, 5)}
+    handles = {
+        name: DeviceHandle("cuda:0", 1, ipc, offset, nbytes) for name, (ipc, offset, nbytes) in at.items()
+    }
+    buffers: list[device.DeviceBuffer] = []
+    memory = device.open_all(handles, buffers)
+    assert [(each.ipc, each.offset, each.nbytes) for each in opened] == [(b"one", 0, 14), (b"two", 0, 2)]
+    assert len(buffers) == 2
+    assert {name: each.tolist() for name, each in memory.items()} == {
+        name: [*range(offset, offset + nbytes)] for name, (_, offset, nbytes) in at.items()
+    }
 
 
 def test_slots_that_were_taken_before_memory_ran_out_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,28 +258,35 @@ def test_slots_that_were_taken_before_memory_ran_out_are_given_back(monkeypatch:
     assert left == ["a"]
 
 
-def test_empty_buffers_do_not_keep_an_engine_from_exporting_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    plan = plan_of(3)
+def test_empty_tensors_do_not_keep_others_from_being_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def export(addresses: Iterable[int]) -> dict[int, tuple[bytes, int]]:
+        held = [*addresses]
+        assert 0 not in held, "it is no memory of a device"
+        return {address: (b"ipc", address % 512) for address in held}
+
+    monkeypatch.setattr(device.cuda, "export", export)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     live = {"weight": torch.zeros(8, 3), "bias": torch.zeros(8), "none": torch.zeros(0, 4)}
+    handles = device.export_tensors(live)
+    assert {name: each.nbytes for name, each in handles.items()} == {"weight": 96, "bias": 32}
+    assert handles["bias"].offset == live["bias"].data_ptr() % 512
+    assert device.export_tensors({"none": live["none"]}) == {}
 
-    def export(tensor: torch.Tensor) -> int:
-        if tensor.data_ptr() == 0:
-            raise TransportError("0x0 is no memory of cuda:0")
-        return tensor.numel()
 
-    monkeypatch.setattr("weightsync.engines.live_writer.export_tensor", export)
+def test_each_allocation_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
 
-    class OnDevice(LiveWriter):
-        def __init__(self, *args: object) -> None:
-            super().__init__(*args)  # type: ignore[arg-type]
-            self._device = object()  # type: ignore[assignment]
+    def allocation(address: int) -> tuple[int, int]:
+        asked.append(address)
+        return address // 100 * 100, 100
 
-    writer = OnDevice(plan, RankLayout((), ()), live, [])
-    found = writer.export()
-    assert found is not None
-    assert found.buffers == {"weight": 24, "bias": 8}
+    monkeypatch.setattr(device.cuda, "_allocation", allocation)
+    monkeypatch.setattr(device.cuda, "_handle", lambda base: str(base).encode())
+    found = device.cuda.export([350, 120, 199, 100, 200, 350])
+    assert found == {
+        100: (b"100", 0), 120: (b"100", 20), 199: (b"100", 99), 200: (b"200", 0), 350: (b"300", 50)
+    }  # fmt: skip
+    assert asked == [100, 200, 350]
 
 
 def test_sharded_weights_are_read_without_their_graph_of_gradients(tmp_path: Path) -> None:

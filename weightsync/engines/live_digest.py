@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from weightsync.errors import TransportError
-from weightsync.memory.device import export_tensor
-from weightsync.memory.digests import tensor_digest
+from weightsync.memory.device import export_tensors
+from weightsync.memory.digests import digest_table, tensor_digests
+from weightsync.memory.kernels import DigestTable
 from weightsync.memory.tensors import extent_nbytes
 from weightsync.protocol.handles import LiveExport
 from weightsync.protocol.messages import LiveDigest
@@ -19,26 +20,47 @@ _LIBRARIES = ("vllm", "sglang", "torch")
 """Other versions of these may store the same parameters in another order."""
 
 
-def live_digest(model: torch.nn.Module, device: torch.device) -> LiveDigest:
-    """Return the digest of all live parameters of `model`, in the layout that its kernels read.
+class LiveParameters:
+    """All live parameters of a model whose loader converts tensors, in the layout that its kernels read.
 
     Scales of a cache are left out: no checkpoint has to have them.
     """
-    digest = hashlib.sha256()
-    for _, parameter in _parameters(model):
-        digest.update(tensor_digest(parameter.detach(), tuple(parameter.shape)).to_bytes(8, "little"))
-    return LiveDigest(_kind(model, device), digest.hexdigest())
 
+    def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._places: Sequence[object] = ()
+        self._kind = ""
+        self._table: DigestTable | None = None
 
-def live_export(model: torch.nn.Module, device: torch.device) -> LiveExport:
-    """Export all live parameters of `model`, so that a copy of their bytes brings them back.
+    def digest(self) -> LiveDigest:
+        """Return their digest. On a GPU it takes one launch, after the first time."""
+        held = [parameter.detach() for _, parameter in _parameters(self._model)]
+        self._follow(held)
+        if self._table is None:
+            digests = tensor_digests(held)
+        else:
+            with torch.cuda.device(self._device):
+                self._table.launch(torch.cuda.current_stream())
+                digests = self._table.result()
+        return LiveDigest(self._kind, hashlib.sha256(digests.tobytes()).hexdigest())
 
-    Raises TransportError: the memory cannot be shared, or the kernels read more than these bytes.
-    """
-    parameters = dict(_parameters(model))
-    require_complete(model)
-    handles = {name: export_tensor(each) for name, each in parameters.items() if each.numel()}
-    return LiveExport(_kind(model, device), handles)
+    def export(self) -> LiveExport:
+        """Export them, so that a copy of their bytes brings them back.
+
+        Raises TransportError: the memory cannot be shared, or the kernels read more than these bytes.
+        """
+        require_complete(self._model)
+        parameters = dict(_parameters(self._model))
+        return LiveExport(_kind(self._model, self._device), export_tensors(parameters))
+
+    def _follow(self, held: Sequence[torch.Tensor]) -> None:
+        """Prepare again if a parameter is elsewhere, or otherwise."""
+        places = [(each.data_ptr(), each.shape, each.stride(), each.dtype) for each in held]
+        if places != self._places:
+            self._places, self._kind = places, _kind(self._model, self._device)
+            if self._device.type == "cuda":
+                with torch.cuda.device(self._device):
+                    self._table = digest_table(held)
 
 
 def require_complete(model: torch.nn.Module) -> None:

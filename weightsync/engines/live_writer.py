@@ -12,12 +12,12 @@ from weightsync.channel.sink import PieceView
 from weightsync.engines.host_writer import HostTables
 from weightsync.errors import StateError, TransportError
 from weightsync.memory.bucket_copies import bucket_rows
-from weightsync.memory.device import export_tensor
+from weightsync.memory.device import export_tensors
 from weightsync.memory.kernels import CopyTable, DigestPart, DigestTable
 from weightsync.plan import Box, Plan, RankLayout, Segment
 from weightsync.plan.explain import count_text
 from weightsync.plan.plan import by_tensor
-from weightsync.protocol.handles import DeviceHandle, Export
+from weightsync.protocol.handles import Export
 from weightsync.protocol.messages import Digests
 
 logger = logging.getLogger("weightsync.engines.live_writer")
@@ -76,7 +76,7 @@ class LiveWriter:
         if self._device is None:
             return None
         try:
-            return Export(self._layout, _handles(self._live))
+            return Export(self._layout, export_tensors(self._live))
         except TransportError as error:
             logger.warning("buckets are copied by the engine: %s", error)
             self._device.copies()
@@ -112,13 +112,9 @@ class LiveWriter:
 def can_export(live: Mapping[str, torch.Tensor]) -> bool:
     """Whether the live memory can be shared. `LiveWriter.export` logs why not."""
     try:
-        return all(each.is_cuda for each in live.values()) and bool(_handles(live))
+        return all(each.is_cuda for each in live.values()) and bool(export_tensors(live))
     except TransportError:
         return False
-
-
-def _handles(live: Mapping[str, torch.Tensor]) -> dict[str, DeviceHandle]:
-    return {name: export_tensor(each) for name, each in live.items() if each.numel()}
 
 
 class _DeviceTables:

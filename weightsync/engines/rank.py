@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from weightsync.channel.engine_end import EngineFeed
-from weightsync.engines.live_digest import live_export
+from weightsync.engines.live_digest import LiveParameters
 from weightsync.engines.live_writer import LiveWriter, can_export
 from weightsync.engines.loader_trace import UnprovableError, trace
 from weightsync.engines.rank_process import RankProcess
@@ -75,6 +75,7 @@ class Rank:
         self._feed: EngineFeed | None = None
         self._plan: Plan | None = None
         self._writer: LiveWriter | None = None
+        self._parameters: LiveParameters | None = None
         self._engine = ""
 
     def answer(self, method: str, args: Sequence[Any]) -> object:
@@ -127,6 +128,8 @@ class Rank:
         layout, ticket = self.layout(), tickets[self._rank]
         self._feed, self._plan, self._engine = EngineFeed.open(ticket, plan, timeout_s), plan, ticket.engine
         if not layout.buffers:
+            model = self._host.converted()
+            self._parameters = None if model is None else LiveParameters(model, self._device)
             return Attached(plan.digest(), None, None if asleep else self._live_export())
         self._writer = LiveWriter(
             plan, layout, self._live, self._feed.slots, readable=not asleep, views=self._feed.views
@@ -206,17 +209,16 @@ class Rank:
 
     def _live_export(self) -> LiveExport | None:
         """Export the parameters that the host's loader converts, if a copy of them can bring them back."""
-        model = self._host.converted()
-        if model is None or self._device.type != "cuda":
+        if self._parameters is None or self._device.type != "cuda":
             return None
         try:
-            return live_export(model, self._device)
+            return self._parameters.export()
         except TransportError as error:
             self._logger.warning("rank %d is not filled from copies of its parameters: %s", self._rank, error)
             return None
 
     def _load_whole(self, feed: EngineFeed, plan: Plan, attempt: int, timeout_s: float) -> Loaded:
-        sink = WholeSink(plan, self._host.loader, self._device, self._host.converted())
+        sink = WholeSink(plan, self._host.loader, self._device, self._parameters)
         try:
             digests = feed.receive(attempt, sink, timeout_s)
             return Loaded(digests, feed.spans, sink.live, are_live=False, are_copied=sink.is_copied)

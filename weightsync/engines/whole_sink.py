@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from weightsync.channel.sink import PieceView
-from weightsync.engines.live_digest import live_digest
+from weightsync.engines.live_digest import LiveParameters
 from weightsync.engines.live_writer import Missing
-from weightsync.memory.digests import tensor_digest
+from weightsync.memory.digests import tensor_digests
 from weightsync.plan import Box, Plan
 from weightsync.protocol.messages import Digests, LiveDigest
 
@@ -35,7 +35,7 @@ class WholeSink:
     """A Sink that assembles whole tensors. Digests are of the loader's input.
 
     Attributes:
-        live: of what the loader made of them, if `converted` is given.
+        live: of what the loader made of them, if `parameters` are given.
         is_copied: the live parameters were written as another engine had them, and the loader got nothing.
     """
 
@@ -44,15 +44,15 @@ class WholeSink:
         plan: Plan,
         make_loader: Callable[[], Loader],
         device: torch.device,
-        converted: torch.nn.Module | None = None,
+        parameters: LiveParameters | None = None,
     ) -> None:
         """`make_loader` is called when tensors come.
 
-        `converted`: the model, if its loader makes other bytes of the tensors.
+        `parameters`: the live ones, if the loader makes other bytes of the tensors.
         """
         self._plan, self._make_loader, self._device = plan, make_loader, device
         self._loader: Loader | None = None
-        self._converted = converted
+        self._parameters = parameters
         self.live: LiveDigest | None = None
         self.is_copied = False
         self._shapes = {meta.name: meta.shape for meta in plan.tensors}
@@ -65,9 +65,9 @@ class WholeSink:
     def take(self, bucket: int, pieces: Sequence[PieceView]) -> None:
         """Copy a bucket's pieces into whole tensors, and pass on complete ones."""
         self._loader = self._loader or self._make_loader()
-        for tensor, box, data in pieces:
-            self._put(tensor, box, data)
+        complete = [tensor for tensor, box, data in pieces if self._put(tensor, box, data)]
         synchronize(self._device)
+        self._add(complete)
 
     def finish(self) -> None:
         """Finish the loader."""
@@ -78,13 +78,13 @@ class WholeSink:
 
     def digests(self) -> Digests:
         """Return the digests of the tensors that the loader got, after taking `live`."""
-        if self._converted is not None:
-            self.live = live_digest(self._converted, self._device)
+        if self._parameters is not None:
+            self.live = self._parameters.digest()
         return self._digests
 
     def written(self) -> None:
         """Note that the live parameters are those of another engine."""
-        assert self._converted is not None, "a holder wrote into a rank that exported nothing"
+        assert self._parameters is not None, "a holder wrote into a rank that exported nothing"
         self.is_copied = True
 
     def abandon(self) -> None:
@@ -92,22 +92,26 @@ class WholeSink:
         if self._loader:
             self._loader.abandon()
 
-    def _put(self, tensor: int, box: Box, data: torch.Tensor) -> None:
+    def _put(self, tensor: int, box: Box, data: torch.Tensor) -> bool:
+        """Copy a piece. Returns whether its tensor is now complete."""
         shape = self._plan.tensors[tensor].shape
         if tensor not in self._parts:
             # New memory, since the loader keeps tensors until a module is complete.
             self._parts[tensor] = torch.empty(shape, dtype=data.dtype, device=self._device)
         self._parts[tensor][box.slices()].copy_(data)
-        if self._missing.count(tensor, box):
-            self._add(tensor, self._parts.pop(tensor))
+        return self._missing.count(tensor, box)
 
-    def _add(self, tensor: int, data: torch.Tensor) -> None:
-        meta = self._plan.tensors[tensor]
-        self._digests[tensor] = tensor_digest(data, meta.shape)
-        self._batch.extend(as_loaded(meta.name, data, self._shapes))
-        self._batch_nbytes += meta.nbytes
-        if self._batch_nbytes >= _BATCH_NBYTES:
-            self._hand_over()
+    def _add(self, complete: Sequence[int]) -> None:
+        """Digest tensors that are complete, and pass them on."""
+        whole = [self._parts.pop(tensor) for tensor in complete]
+        if whole:
+            self._digests[complete] = tensor_digests(whole)
+        for tensor, data in zip(complete, whole, strict=True):
+            meta = self._plan.tensors[tensor]
+            self._batch.extend(as_loaded(meta.name, data, self._shapes))
+            self._batch_nbytes += meta.nbytes
+            if self._batch_nbytes >= _BATCH_NBYTES:
+                self._hand_over()
 
     def _hand_over(self) -> Loader:
         loader = self._loader = self._loader or self._make_loader()

@@ -13,7 +13,7 @@ from weightsync.holder.direct_copy import DirectCopy
 from weightsync.holder.send_buffer import MappedSendBuffer, SendBuffer
 from weightsync.holder.snapshots import FlatSnapshot
 from weightsync.memory.bucket_copies import bucket_rows
-from weightsync.memory.device import DeviceBuffer
+from weightsync.memory.device import DeviceBuffer, open_all
 from weightsync.memory.host import SharedBuffer
 from weightsync.memory.kernels import CopyTable
 from weightsync.memory.tensors import segment_view
@@ -99,7 +99,7 @@ class DeviceStaging:
     def connect(self, trainer: Export) -> None:
         """Map the trainer's memory, from which `fill` then reads. Raises TransportError."""
         starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
-        self.source = memory = self._map(trainer.buffers, self._mapped)
+        self.source = memory = open_all(trainer.buffers, self._mapped)
         segments = by_tensor(self._plan, trainer.layout)
         dtypes = {meta.name: meta.dtype for meta in trainer.layout.tensors}
         cast = {
@@ -128,10 +128,10 @@ class DeviceStaging:
         """Map the engine rank's memory, and unmap the previous one's. Raises TransportError if that fails."""
         self._let_go_of_engine()
         if isinstance(engine, LiveExport):
-            self.flat = FlatSnapshot(self._map(engine.parameters, self._engine))
+            self.flat = FlatSnapshot(open_all(engine.parameters, self._engine))
         elif engine:
             starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
-            self.target = self._map(engine.buffers, self._engine)
+            self.target = open_all(engine.buffers, self._engine)
             segments = by_tensor(self._plan, engine.layout)
             rows = bucket_rows(self._plan, segments, self._address(), starts, into=True)
             self._unpack = CopyTable(*rows, _NUM_BLOCKS)
@@ -243,15 +243,6 @@ class DeviceStaging:
         if self._direct_copy:
             self._direct_copy.close()
             self._direct_copy = None
-
-    @staticmethod
-    def _map(handles: Mapping[str, DeviceHandle], mapped: list[DeviceBuffer]) -> dict[str, torch.Tensor]:
-        memory = {}
-        for name, handle in handles.items():
-            buffer = DeviceBuffer.open(handle)
-            mapped.append(buffer)  # before the next one is opened, which may fail
-            memory[name] = buffer.tensor
-        return memory
 
     def slot(self, bucket: int) -> torch.Tensor:
         """Return the slot of a bucket: uint8, one dimension."""

@@ -29,8 +29,11 @@ def is_sharded(tensor: object) -> TypeGuard[DTensor]:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part, detached: otherwise each version's copy would extend the graph."""
-    return (tensor.to_local() if is_sharded(tensor) else tensor).detach()
+    """Return this rank's part, detached: otherwise each version's copy would extend the graph.
+
+    It is what ``to_local`` returns without gradients, which calls autograd for each tensor.
+    """
+    return (_local(tensor) if is_sharded(tensor) else tensor).detach()
 
 
 class AddressGuard:

@@ -11,7 +11,7 @@ import ctypes
 import functools
 import importlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,25 +69,37 @@ def free(address: int) -> None:
     _runtime().free(address)
 
 
-def export(address: int) -> tuple[bytes, int]:
-    """Return an allocation's CUDA IPC handle, and the offset of `address` in it.
+def export(addresses: Iterable[int]) -> dict[int, tuple[bytes, int]]:
+    """Return the CUDA IPC handle of each address's allocation, and its offset there.
+
+    CUDA is asked once for each allocation, in which PyTorch puts many tensors.
 
     Raises TransportError for memory that cannot be exported: virtual memory, as PyTorch's expandable
     segments and vLLM's sleep mode use it.
     """
+    exported: dict[int, tuple[bytes, int]] = {}
+    handle, base, end = b"", 0, 0
+    for address in sorted(addresses):
+        if not base <= address < end:
+            base, nbytes = _allocation(address)
+            end, handle = base + nbytes, _handle(base)
+        exported[address] = handle, address - base
+    return exported
+
+
+def _handle(base: int) -> bytes:
     runtime = _runtime()
-    base = _allocation(address)
     try:
         handle = bytes(runtime.ipcGetMemHandle(base))
     except runtime.CUDARuntimeError as error:
         raise TransportError(
-            f"memory at {address:#x} on {_device()} cannot be shared with another process ({error}): "
+            f"memory at {base:#x} on {_device()} cannot be shared with another process ({error}): "
             "unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF (or PYTORCH_ALLOC_CONF), and "
             "allocate the tensor outside of vLLM's sleep mode"
         ) from error
     with _lock:
         _exported[handle] = base
-    return handle, address - base
+    return handle
 
 
 def open_handle(handle: bytes) -> int:
@@ -212,15 +224,16 @@ def _map(handle: bytes) -> int:
         ) from error
 
 
-def _allocation(address: int) -> int:
-    """Return the first byte of the allocation at `address`. An IPC handle names a whole allocation."""
+def _allocation(address: int) -> tuple[int, int]:
+    """Return where the allocation at `address` begins, and its size. An IPC handle names all of it."""
+    _runtime()
     base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
     status = _driver().cuMemGetAddressRange_v2(
         ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address)
     )
     if status:
         raise TransportError(f"{address:#x} is no memory of {_device()}: CUDA error {status}")
-    return base.value
+    return base.value, nbytes.value
 
 
 @functools.cache

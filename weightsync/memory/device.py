@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import torch
@@ -34,7 +35,7 @@ class DeviceBuffer:
         """Allocate memory, not cleared. Raises TransportError when the device is short of it."""
         # CUDA puts small allocations into one larger block and would export their neighbours too.
         address = cuda.malloc(max(1, -(-nbytes // _GRANULE)) * _GRANULE)
-        ipc, offset = cuda.export(address)
+        ipc, offset = cuda.export([address])[address]
         return cls(DeviceHandle(_current_device(), os.getpid(), ipc, offset, nbytes), address, owned=True)
 
     @classmethod
@@ -75,17 +76,44 @@ class PeerMemory:
             cuda.close_handle(self._handle.ipc)
 
 
-def export_tensor(tensor: torch.Tensor) -> DeviceHandle:
-    """Export a CUDA tensor's memory from its first element to its last, gaps included.
+def export_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, DeviceHandle]:
+    """Export the memory of tensors of one GPU, each from its first element to its last, gaps included.
 
-    The caller keeps the tensor alive while other processes use the memory.
+    Empty tensors are left out. The caller keeps the others alive while other processes use the memory.
 
     Raises:
         TransportError: PyTorch's allocator took memory that cannot be exported; says what to set.
     """
-    with torch.cuda.device(tensor.device):
-        ipc, offset = cuda.export(tensor.data_ptr())
-    return DeviceHandle(device_id(tensor.device), os.getpid(), ipc, offset, extent_nbytes(tensor))
+    held = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+    if not held:
+        return {}
+    gpu = next(iter(held.values())).device
+    with torch.cuda.device(gpu):
+        exported = cuda.export(tensor.data_ptr() for tensor in held.values())
+    device, pid = device_id(gpu), os.getpid()
+    return {
+        name: DeviceHandle(device, pid, *exported[tensor.data_ptr()], extent_nbytes(tensor))
+        for name, tensor in held.items()
+    }
+
+
+def open_all(handles: Mapping[str, DeviceHandle], opened: list[DeviceBuffer]) -> dict[str, torch.Tensor]:
+    """Map other processes' memory, once for each allocation. Returns views of it: each uint8[nbytes].
+
+    Adds what has to be closed to `opened`, also if it raises as `DeviceBuffer.open`.
+    """
+    wholes: dict[tuple[str, int, bytes], int] = {}
+    for each in handles.values():
+        place = each.device, each.pid, each.ipc
+        wholes[place] = max(wholes.get(place, 0), each.offset + each.nbytes)
+    memory: dict[tuple[str, int, bytes], torch.Tensor] = {}
+    for (device, pid, ipc), nbytes in wholes.items():
+        opened.append(DeviceBuffer.open(DeviceHandle(device, pid, ipc, 0, nbytes)))
+        memory[device, pid, ipc] = opened[-1].tensor
+    return {
+        name: memory[each.device, each.pid, each.ipc][each.offset : each.offset + each.nbytes]
+        for name, each in handles.items()
+    }
 
 
 def _current_device() -> str:

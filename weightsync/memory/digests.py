@@ -92,19 +92,39 @@ def warm_up() -> None:
         tensor_digest(torch.zeros(1, dtype=dtype), (1,))
 
 
+def tensor_digests(tensors: Sequence[torch.Tensor]) -> Digests:
+    """Return the digests of whole tensors of one device, on a GPU by one launch: uint64[len(tensors)]."""
+    if not any(each.is_cuda for each in tensors):
+        return np.array([tensor_digest(each, each.shape) for each in tensors], dtype=np.uint64)
+    with torch.cuda.device(tensors[0].device):
+        table = digest_table(tensors)
+        table.launch(torch.cuda.current_stream())
+        return table.result()
+
+
+def digest_table(tensors: Sequence[torch.Tensor]) -> DigestTable:
+    """Return a table of whole tensors on the current device, for as long as they stay where they are."""
+    wholes = [(number, each, Box.whole(each.shape)) for number, each in enumerate(tensors) if each.numel()]
+    parts = [_part(each, tuple(each.shape), box, number) for number, each, box in wholes]
+    return DigestTable(parts, len(tensors))
+
+
 def _device_digest(data: torch.Tensor, shape: tuple[int, ...], box: Box) -> int:
-    part = DigestPart(
-        tensor=0,
+    with torch.cuda.device(data.device):
+        table = DigestTable([_part(data, shape, box)], num_tensors=1)
+        table.launch(torch.cuda.current_stream())
+        return int(table.result()[0])
+
+
+def _part(data: torch.Tensor, shape: tuple[int, ...], box: Box, number: int = 0) -> DigestPart:
+    return DigestPart(
+        tensor=number,
         address=data.data_ptr(),
         strides=byte_strides(data),
         box=box,
         shape=shape,
         itemsize=data.element_size(),
     )
-    with torch.cuda.device(data.device):
-        table = DigestTable([part], num_tensors=1)
-        table.launch(torch.cuda.current_stream())
-        return int(table.result()[0])
 
 
 def runs(shape: tuple[int, ...], box: Box) -> tuple[npt.NDArray[np.int64], int]:

@@ -34,6 +34,7 @@ class InPlace:
     ) -> None:
         """Prepare the digests. `pieces` are this rank's, each with its memory; `device` is the GPU of all."""
         self._plan, self._pieces = plan, tuple(pieces)
+        self._held = [held for _, held in pieces]
         self._addresses = self._find()
         parts, casts = [], []
         for piece, held in pieces:
@@ -74,7 +75,7 @@ class InPlace:
             return Published(digests, self._count(flagged) if flagged else {})
 
     def _find(self) -> list[int]:
-        return [held.data_ptr() for _, held in self._pieces]
+        return list(map(torch.Tensor.data_ptr, self._held))  # in C: there may be ten thousands
 
     def _count(self, flagged: set[int]) -> dict[str, int]:
         """Count NaN and Inf in the dtype that travels."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +15,10 @@ from weightsync.plan import Box, RankLayout, Segment
 from weightsync.sources.deepspeed import is_partitioned
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.tensors import TensorSource
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
 
 
 class ModuleSource(TensorSource):
@@ -27,7 +33,8 @@ class ModuleSource(TensorSource):
                 )
                 raise ConfigError("self.model", type(self.model).__name__, remedy)
         metas = tuple(meta_of(name, tensor) for name, tensor in tensors.items())
-        segments = tuple(_segment(name, tensor) for name, tensor in tensors.items())
+        cut = functools.cache(_cut)  # a mixture of experts has few shapes, and thousands of tensors
+        segments = tuple(_segment(name, tensor, cut) for name, tensor in tensors.items())
         return LocalWeights(RankLayout(metas, segments, tied), tensors)
 
     def _watch(self, weights: LocalWeights) -> AddressGuard:
@@ -37,17 +44,19 @@ class ModuleSource(TensorSource):
         return named_tensors(self.model)[0]
 
 
-def _segment(name: str, tensor: torch.Tensor) -> Segment:
+def _segment(name: str, tensor: torch.Tensor, cut: Callable[..., Box]) -> Segment:
     local = local_tensor(tensor)
-    offset, extent = (0,) * local.dim(), tuple(local.shape)
-    if is_sharded(tensor):
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    if not is_sharded(tensor):
+        return Segment(name, Box.whole(tuple(local.shape)), name, 0, byte_strides(local))
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise ConfigError(name, str(tensor.placements), "reduce partial values before weights are published")
+    box = cut(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Segment(name, box, name, 0, byte_strides(local))
 
-        if any(placement.is_partial() for placement in tensor.placements):
-            raise ConfigError(
-                name, str(tensor.placements), "reduce partial values before weights are published"
-            )
-        extent, offset = compute_local_shape_and_global_offset(
-            tensor.shape, tensor.device_mesh, tensor.placements
-        )
-    return Segment(name, Box(tuple(offset), tuple(extent)), name, 0, byte_strides(local))
+
+def _cut(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Box:
+    """Return this rank's box of a DTensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    extent, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return Box(tuple(offset), tuple(extent))

@@ -16,7 +16,7 @@ import torch
 
 from weightsync.errors import MovedError, StateError, TransportError
 from weightsync.memory.addresses import local_tensor
-from weightsync.memory.device import export_tensor
+from weightsync.memory.device import export_tensors
 from weightsync.memory.digests import host_bytes, tensor_digest, warm_up
 from weightsync.memory.host import SharedBuffer, num_threads
 from weightsync.memory.host_table import HostPart, HostTable
@@ -467,7 +467,7 @@ def _share(tensors: Mapping[str, torch.Tensor]) -> tuple[str, dict[str, DeviceHa
         logger.warning("weights are copied through the host: %s (%s)", where, share)
         return "", {}
     try:
-        handles = {name: export_tensor(tensor) for name, tensor in tensors.items() if tensor.numel()}
+        handles = export_tensors(tensors)
     except TransportError as error:
         logger.warning("weights are copied through the host: %s", error)
         return "", {}

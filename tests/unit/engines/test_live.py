@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -283,7 +284,10 @@ def test_memory_can_be_exported_if_all_of_it_is_on_a_gpu_and_no_export_fails(
     def memory(numel: int = 1, *, is_cuda: bool = True) -> SimpleNamespace:
         return SimpleNamespace(is_cuda=is_cuda, numel=lambda: numel)
 
-    monkeypatch.setattr("weightsync.engines.live_writer.export_tensor", lambda _: "handle")
+    def shared(live: Mapping[str, SimpleNamespace]) -> dict[str, str]:
+        return {name: "handle" for name, each in live.items() if each.numel()}
+
+    monkeypatch.setattr("weightsync.engines.live_writer.export_tensors", shared)
     assert can_export({"w": memory(), "none": memory(0)})
     assert not can_export({"w": memory(), "v": memory(is_cuda=False)})
     assert not can_export({"none": memory(0)})
@@ -291,7 +295,7 @@ def test_memory_can_be_exported_if_all_of_it_is_on_a_gpu_and_no_export_fails(
     def refuse(_: object) -> str:
         raise TransportError("it is in no memory that can be shared")
 
-    monkeypatch.setattr("weightsync.engines.live_writer.export_tensor", refuse)
+    monkeypatch.setattr("weightsync.engines.live_writer.export_tensors", refuse)
     assert not can_export({"w": memory()})
 
 
@@ -301,10 +305,10 @@ def test_memory_can_be_exported_if_all_of_it_is_on_a_gpu_and_no_export_fails(
 def test_copies_are_laid_out_to_connect_where_no_holder_is_to_write(
     monkeypatch: pytest.MonkeyPatch, asleep: bool, refuses: bool, made_to_connect: int
 ) -> None:
-    def export(_: object) -> str:
+    def export(live: object) -> dict[str, str]:
         if refuses:
             raise TransportError("it is in no memory that can be shared")
-        return "handle"
+        return {"w": "handle"}
 
     made: list[SimpleNamespace] = []
     copied: list[int] = []
@@ -317,7 +321,7 @@ def test_copies_are_laid_out_to_connect_where_no_holder_is_to_write(
     monkeypatch.setattr("weightsync.engines.live_writer.CopyTable", copy_table)
     monkeypatch.setattr("weightsync.engines.live_writer.DigestTable", lambda *_: digests)
     monkeypatch.setattr(torch.cuda, "Stream", lambda: SimpleNamespace(synchronize=lambda: None))
-    monkeypatch.setattr("weightsync.engines.live_writer.export_tensor", export)
+    monkeypatch.setattr("weightsync.engines.live_writer.export_tensors", export)
     plan, (layout,) = build(1, 1, 1)
     memory = SimpleNamespace(is_cuda=True, data_ptr=lambda: 64, numel=lambda: 1)
     writer = LiveWriter(plan, layout, {b.name: memory for b in layout.buffers}, [memory], readable=not asleep)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from weightsync.engines.live_digest import live_digest, require_complete
+from weightsync.engines.live_digest import LiveParameters, require_complete
 from weightsync.errors import TransportError
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def model(cache: float = 1.0) -> nn.Module:
 
 
 def test_equal_parameters_have_equal_digests_whatever_the_scales_of_the_cache() -> None:
-    assert live_digest(model(), CPU) == live_digest(model(2.0), CPU)
+    assert LiveParameters(model(), CPU).digest() == LiveParameters(model(2.0), CPU).digest()
 
 
 @pytest.mark.parametrize("name", ["packed", "scale"])
@@ -48,7 +48,7 @@ def test_equal_parameters_have_equal_digests_whatever_the_scales_of_the_cache() 
 def test_each_bit_counts(name: str, bit: int) -> None:
     first, other = model(), model()
     getattr(other[0], name).data.view(torch.uint8).view(-1)[3] ^= 1 << bit
-    found, wanted = live_digest(other, CPU), live_digest(first, CPU)
+    found, wanted = LiveParameters(other, CPU).digest(), LiveParameters(first, CPU).digest()
     assert found.kind == wanted.kind
     assert found.digest != wanted.digest
 
@@ -65,7 +65,7 @@ def test_each_bit_counts(name: str, bit: int) -> None:
 def test_another_layout_is_another_kind(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     other = model()
     other[0].packed = _frozen(change(other[0].packed.data))
-    assert live_digest(other, CPU).kind != live_digest(model(), CPU).kind
+    assert LiveParameters(other, CPU).digest().kind != LiveParameters(model(), CPU).digest().kind
 
 
 def test_all_that_was_loaded_is_among_the_parameters() -> None:
