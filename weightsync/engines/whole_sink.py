@@ -85,6 +85,7 @@ class WholeSink:
     def written(self) -> None:
         """Note that the live parameters are those of another engine."""
         assert self._parameters is not None, "a holder wrote into a rank that exported nothing"
+        assert self._loader is None, "a holder wrote what tensors had begun to fill"
         self.is_copied = True
 
     def abandon(self) -> None:
