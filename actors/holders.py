@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -20,7 +22,7 @@ from weightsync.actors.remote import RemoteHolder, answer, remote_holder
 from weightsync.actors.weight_holder import Standby, spawn_holder, spawn_standby
 from weightsync.config import SyncConfig
 from weightsync.driver.gather import gather_named
-from weightsync.errors import DeadlineError
+from weightsync.errors import ConfigError, DeadlineError
 
 _DEVICES = ("slot:", "cuda:")
 
@@ -38,6 +40,21 @@ class Holders:
         self._pids: dict[Any, Any] = {}
         self._transport = ""
         self._standbys: list[tuple[str, ActorHandle[Standby]]] = []
+        self._beginning, self._begun = asyncio.Lock(), set[tuple[str, str]]()
+
+    async def begin(self, placement: Placement, trainer: int) -> None:
+        """Start the holder of a trainer rank while engines still start, which takes them longer.
+
+        `place` ends it if it turns out to be none that it wants.
+        """
+        async with self._beginning:
+            with suppress(ConfigError):  # `place` raises it
+                transport = choose_transport(self._config.transport, [placement.device])
+                if not self._transport:
+                    await self._change(transport)
+                if transport == self._transport and placement.key not in self._on:
+                    self._start(placement, trainer)
+                    self._begun.add(placement.key)
 
     def standby(self, node: str, num_gpus: int, num_engines: int) -> None:
         """Start processes on that host ahead of time.
@@ -66,8 +83,9 @@ class Holders:
         running = {
             f"holder on {placement.device}": placement
             for placement in placements
-            if placement.key in self._on
+            if placement.key in self._on and placement.key not in self._begun
         }
+        self._begun.clear()  # connecting waits for these
         pings = {name: self._on[placement.key].ready() for name, placement in running.items()}
         for name, error in (await gather_named(pings, "ping", self._config.timeout_s)).failures.items():
             if running[name].key not in self._on:

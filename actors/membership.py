@@ -288,9 +288,11 @@ class Membership:
         """Return `error`, with the file at fault added if weights come from checkpoints."""
         return error if self.trainers else self.checkpoints.with_file(error)
 
-    async def _placement_of(self, trainer: RemoteTrainer) -> Placement:
+    async def _placement_of(self, trainer: RemoteTrainer, rank: int) -> Placement:
         await self._claims.acquire(trainer)
-        return await trainer.placement()
+        placement = await trainer.placement()
+        await self._holders.begin(placement, rank)
+        return placement
 
     async def _placements_of(self, engine: RemoteEngine) -> list[Placement]:
         await self._claims.acquire(engine)
@@ -314,7 +316,9 @@ class Membership:
         timeout_s = self._config.timeout_s if again else self._config.connect_timeout_s
         of_trainers, of_engines = await asyncio.gather(
             gather_named(
-                {name: self._placement_of(trainer) for name, trainer in trainers.items()}, "start", timeout_s
+                {name: self._placement_of(each, rank) for rank, (name, each) in enumerate(trainers.items())},
+                "start",
+                timeout_s,
             ),
             gather_named(asked, "start", timeout_s),
         )
