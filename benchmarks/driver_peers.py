@@ -392,7 +392,7 @@ class Holder:
         """Return its trainer's digests, as published. The driver asks only if an engine's differ."""
         return self._model.share
 
-    def snapshot(self, header: SnapshotHeader, is_flat: bool, expected: Digests) -> Offer:
+    def snapshot(self, header: SnapshotHeader, is_flat: bool, expected: Digests, live: None) -> Offer:
         return self._offer()
 
     def replicate(self, snapshot_part: SnapshotPart, timeout_s: float) -> Offer:

@@ -9,14 +9,15 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from tests.fleets.direct import Direct, Shared, Staging
 from tests.fleets.loop import CONFIG
+from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
-from weightsync.driver.live_digests import LiveDigests
 from weightsync.engines.live_digest import LiveParameters
 from weightsync.engines.rank import Checkpoint, Rank
 from weightsync.errors import StateError, VerifyError
@@ -26,7 +27,7 @@ from weightsync.holder.staging import HostStaging
 from weightsync.memory.tensors import meta_of
 from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.handles import Attached, Export, LiveExport
-from weightsync.protocol.messages import FeedTicket, Loaded
+from weightsync.protocol.messages import FeedTicket, LiveDigest, Loaded
 from weightsync.report import SyncReport
 from weightsync.testing import DictEngine, LocalEngine
 
@@ -220,11 +221,28 @@ def test_a_copy_with_a_bit_that_flipped_serves_nowhere() -> None:
     drive(work)
 
 
+def test_a_driver_that_took_over_knows_what_the_copies_have_to_be() -> None:
+    async def work(loop: Fleet) -> None:
+        await loop.controller.connect()
+        await loop.update(1)
+        served = {name: each.clone() for name, each in loop.engine("e1").held.items()}
+        loop.train()
+        loop.controller = Controller(CONFIG, loop.fleet)
+        await loop.controller.connect()
+        assert await loop.controller.restore() == []
+        await loop.respawn("e1")
+        assert (await loop.controller.refill("e1")).engines["e1"] == 1
+        assert all(torch.equal(each, loop.engine("e1").held[n]) for n, each in served.items())
+
+    drive(work)
+
+
 def test_copies_that_nothing_is_known_of_serve_nowhere() -> None:
     async def work(loop: Fleet) -> None:
         await loop.controller.connect()
         await loop.update(1)
-        loop.controller._comparison._live = LiveDigests()  # as after another driver took over
+        other = np.zeros((1, 3), np.uint64)
+        loop.controller.snapshot_index.live.learn(other, 0, LiveDigest("kind", "digest"))  # of other tensors
         await loop.respawn("e1")
         with pytest.raises(VerifyError, match="live parameters of rank 0"):
             await loop.controller.refill("e1")

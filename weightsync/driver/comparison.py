@@ -31,11 +31,11 @@ class Comparison:
         proofs: what was compared of each engine that held the right bytes, see `SyncReport.proofs`.
     """
 
-    def __init__(self, config: SyncConfig, fleet: Fleet, trainers: Trainers) -> None:
+    def __init__(self, config: SyncConfig, fleet: Fleet, trainers: Trainers, live: LiveDigests) -> None:
         self._config, self._fleet, self._trainers = config, fleet, trainers
         self.tables: Mapping[str, Digests] = {}
         self.proofs: dict[str, str] = {}
-        self._live = LiveDigests()
+        self._live = live
 
     async def wrong(
         self, plan: Plan, loaded: Mapping[str, LoadReport], expected: Fingerprint

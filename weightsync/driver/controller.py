@@ -73,7 +73,7 @@ class Controller:
         self.engine_group = EngineGroup(config, fleet, self.events, self._update_lock)
         self.snapshot_index = SnapshotIndex(config, fleet, self.events)
         self._trainers = Trainers(config, fleet)
-        self._comparison = Comparison(config, fleet, self._trainers)
+        self._comparison = Comparison(config, fleet, self._trainers, self.snapshot_index.live)
         self._refiller = Refiller(
             config,
             fleet,

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import TypeAlias
 
-from weightsync.protocol.messages import Fingerprint, LoadReport
+from weightsync.protocol.messages import Fingerprint, LiveDigest, LoadReport
 
 _Place: TypeAlias = tuple[int, str]
 """A rank's number, and the kind of its live parameters."""
@@ -22,6 +22,20 @@ class LiveDigests:
         self._version = b""
         self._right: dict[_Place, tuple[str, set[str]]] = {}
 
+    def of(self, engine: str, rank: int) -> LiveDigest | None:
+        """Return the digest that a rank of an engine had, if it was right."""
+        found = (
+            LiveDigest(kind, right)
+            for (number, kind), (right, names) in self._right.items()
+            if number == rank and engine in names
+        )
+        return next(found, None)
+
+    def learn(self, expected: Fingerprint, rank: int, live: LiveDigest) -> None:
+        """Note what was right for these tensors, which a driver before this one had compared."""
+        self._begin(expected)
+        self._right.setdefault((rank, live.kind), (live.digest, set()))
+
     def num_alike(self, engine: str) -> int:
         """Return how many other engines took these tensors, and hold the same bytes on each rank."""
         return min((len(names) - 1 for _, names in self._right.values() if engine in names), default=0)
@@ -36,8 +50,7 @@ class LiveDigests:
             loaded: the answers of engines that got the right tensors or `are_copied`, by name.
             expected: the fingerprint of these tensors.
         """
-        if self._version != expected.tobytes():
-            self._version, self._right = expected.tobytes(), {}
+        self._begin(expected)
         found: defaultdict[_Place, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
         for name, report in loaded.items():
             for rank, live in enumerate(report.live):
@@ -55,6 +68,10 @@ class LiveDigests:
             for name in (name for digest, names in by_digest.items() if digest != right for name in names):
                 unlike[name].append(f"live parameters of rank {place[0]}, which engines alike have otherwise")
         return dict(unlike)
+
+    def _begin(self, expected: Fingerprint) -> None:
+        if self._version != expected.tobytes():
+            self._version, self._right = expected.tobytes(), {}
 
 
 def _majority(engines: Mapping[str, Collection[str]]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weightsync.config import SyncConfig
@@ -14,10 +14,11 @@ from weightsync.driver.engine_state import EngineState
 from weightsync.driver.events import Events, HolderSilent
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
+from weightsync.driver.live_digests import LiveDigests
 from weightsync.driver.stager import StagedVersion
 from weightsync.errors import DeadlineError, PeerLostError, WeightSyncError
 from weightsync.protocol.handles import Offer
-from weightsync.protocol.messages import Fingerprint, Snapshot, SnapshotHeader, SnapshotPart
+from weightsync.protocol.messages import Fingerprint, LiveDigest, Snapshot, SnapshotHeader, SnapshotPart
 
 logger = logging.getLogger("weightsync.driver.snapshot_index")
 
@@ -38,6 +39,7 @@ class SnapshotIndex:
 
     Attributes:
         expected: the version's fingerprint.
+        live: digests of parameters that engines converted. Copies of them keep theirs.
     """
 
     def __init__(self, config: SyncConfig, fleet: Fleet, events: Events) -> None:
@@ -46,6 +48,7 @@ class SnapshotIndex:
         self._replicating: asyncio.Task[None] | None = None
         self._now = _Version()
         self.expected: Fingerprint | None = None
+        self.live = LiveDigests()
 
     async def reserve(self, connection: Connection) -> None:
         """Have holders allocate their snapshots' memory now: page-locking takes a second per 2 GB."""
@@ -148,6 +151,8 @@ class SnapshotIndex:
                 now.offers[header.layout][header.part] = [snapshot_part.offer for snapshot_part in shares]
                 if shares:
                     self.expected = shares[0].expected
+                    if shares[0].live:
+                        self.live.learn(self.expected, self._rank_of(homes[0])[1], shares[0].live)
             if any(all(parts.values()) for parts in now.offers.values()):
                 self._now = now
                 return version
@@ -180,12 +185,19 @@ class SnapshotIndex:
             for rank, homes in enumerate(zip(*copies, strict=True)):
                 yield SnapshotHeader(version, flat.layout, flat.first + rank), list(homes)
 
+    def _rank_of(self, holder: int) -> tuple[str, int]:
+        """Return the engine, and the number of its rank, that a holder serves."""
+        ranks = {h: (name, i) for name, its in self._fleet.engines.items() for i, h in enumerate(its.holders)}
+        return ranks[holder]
+
     async def _copy(self, version: int, connection: Connection, expected: Fingerprint) -> None:
         if self._replicating:  # the snapshots that it reads are about to be replaced
             self._replicating.cancel()
         parts = [(header, home) for header, homes in self._parts(version, connection) for home in homes]
+        is_flat = connection.in_place
+        live = {header: self.live.of(*self._rank_of(home)) if is_flat else None for header, home in parts}
         calls = {
-            f"holder {home}": self._fleet.holders[home].snapshot(header, connection.in_place, expected)
+            f"holder {home}": self._fleet.holders[home].snapshot(header, is_flat, expected, live[header])
             for header, home in parts
         }
         outcome = await gather_named(calls, "keep", self._config.timeout_s)
@@ -201,7 +213,7 @@ class SnapshotIndex:
                 homes.setdefault(header, []).append(home)
         self._now, self.expected = now, expected
         num_planned = connection.plan.members.num_holders  # holders added later have no snapshots
-        self._replicating = asyncio.create_task(self._replicate(now, homes, num_planned, expected))
+        self._replicating = asyncio.create_task(self._replicate(now, homes, num_planned, expected, live))
 
     async def _keep_staged(self, staged: StagedVersion) -> None:
         calls = {f"holder {i}": self._fleet.holders[i].keep_staged(staged.version) for i in staged.parts}
@@ -218,7 +230,12 @@ class SnapshotIndex:
         self._now, self.expected = now, staged.expected
 
     async def _replicate(
-        self, now: _Version, homes: dict[SnapshotHeader, list[int]], num_holders: int, expected: Fingerprint
+        self,
+        now: _Version,
+        homes: Mapping[SnapshotHeader, Sequence[int]],
+        num_holders: int,
+        expected: Fingerprint,
+        live: Mapping[SnapshotHeader, LiveDigest | None],
     ) -> None:
         nodes = [self._fleet.node(i) for i in range(num_holders)]
         for header, kept_on in homes.items():
@@ -227,7 +244,7 @@ class SnapshotIndex:
             offers = now.offers[header.layout][header.part]
             if not offers:
                 continue  # its holder was lost since
-            snapshot_part = SnapshotPart(header, offers[0], expected)
+            snapshot_part = SnapshotPart(header, offers[0], expected, live[header])
             for step in range(min(self._config.mirrors + 1 - len(held), len(others))):
                 place = others[(header.part + step) % len(others)]
                 call = self._fleet.holders[place].replicate(snapshot_part, self._config.timeout_s)

@@ -43,6 +43,7 @@ from weightsync.protocol.messages import (
     FeedTicket,
     Fingerprint,
     Group,
+    LiveDigest,
     Moved,
     Prepared,
     Refilled,
@@ -344,24 +345,22 @@ class Holder:
         if self.snapshot_store is None:
             self.snapshot_store = SnapshotStore(self.name, self._host, protocol, rdma_device, self._ports)
 
-    def snapshot(self, header: SnapshotHeader, is_flat: bool, expected: Fingerprint) -> Offer:
-        """Snapshot the published weights or, if `is_flat`, the engine rank's."""
+    def snapshot(
+        self, header: SnapshotHeader, is_flat: bool, expected: Fingerprint, live: LiveDigest | None = None
+    ) -> Offer:
+        """Snapshot the published weights or, if `is_flat`, the engine rank's, as in `SnapshotPart`."""
         inject("commit", version=header.version)
         with self._moving if is_flat else nullcontext():
-            return self._served_snapshots().snapshot(header, expected, self._snapshot_content(is_flat))
+            return self._store().snapshot(header, expected, self._snapshot_content(is_flat), live=live)
 
     def reserve(self, part: int, is_flat: bool) -> Offer | None:
         """Allocate memory for `snapshot`; mapped checkpoints need none. Raises TransportError."""
         what = self._snapshot_content(is_flat)
-        return (
-            None
-            if isinstance(what, MappedSendBuffer)
-            else self._served_snapshots().reserve(part, what.nbytes)
-        )
+        return None if isinstance(what, MappedSendBuffer) else self._store().reserve(part, what.nbytes)
 
     def map(self, offers: Mapping[int, Sequence[Offer]]) -> None:
         """Map snapshots of other holders on this host, as `SnapshotStore.map`. Raises PeerLostError."""
-        self._served_snapshots().map(offers)
+        self._store().map(offers)
 
     def _snapshot_content(self, is_flat: bool) -> SnapshotContent:
         mapped = self.staging.mapped if self.staging else None
@@ -372,7 +371,7 @@ class Holder:
 
     def replicate(self, snapshot_part: SnapshotPart, timeout_s: float) -> Offer:
         """Copy another holder's snapshot. Raises ReadError or DeadlineError, naming that holder."""
-        return self._served_snapshots().replicate(snapshot_part, timeout_s)
+        return self._store().replicate(snapshot_part, timeout_s)
 
     def snapshots(self) -> list[SnapshotPart]:
         """Return its complete snapshots, after pending writes finish."""
@@ -385,7 +384,7 @@ class Holder:
         """
         if self._plan is None:
             raise StateError(f"{self.name} has no plan: connect first")
-        self._staged_parts = StagedParts(self._plan, self._served_snapshots(), parts)
+        self._staged_parts = StagedParts(self._plan, self._store(), parts)
         return self._staged_parts.offers
 
     def stage(self, task: StageTask, timeout_s: float) -> Sequence[StagedPart]:
@@ -397,7 +396,7 @@ class Holder:
     def keep_staged(self, version: int) -> None:
         """Make what was staged of the committed `version` the snapshots."""
         inject("commit", version=version)
-        self._served_snapshots().keep(version)
+        self._store().keep(version)
 
     def refill(
         self, attempt: int, snapshot: Snapshot, may_map: bool, timeout_s: float, limit_s: float
@@ -463,7 +462,7 @@ class Holder:
         send_buffer = None if self._device else written(self._send_buffer)
         return HolderFeed(self.name, engine, staging.slots, send_buffer, self._trainer)
 
-    def _served_snapshots(self) -> SnapshotStore:
+    def _store(self) -> SnapshotStore:
         if self.snapshot_store is None:
             raise StateError(f"{self.name} has no snapshots yet: connect first")
         return self.snapshot_store

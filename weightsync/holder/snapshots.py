@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeAlias
 
 import msgspec
@@ -17,7 +17,7 @@ from weightsync.config import Ports
 from weightsync.errors import ReadError, TransportError
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.handles import Offer
-from weightsync.protocol.messages import Fingerprint, Snapshot, SnapshotHeader, SnapshotPart
+from weightsync.protocol.messages import Fingerprint, LiveDigest, Snapshot, SnapshotHeader, SnapshotPart
 from weightsync.readers import Read, Reader, Server, choose_protocol, open_reader, serve
 
 
@@ -185,17 +185,22 @@ class SnapshotStore:
                     held.buffer.close()
 
     def snapshot(
-        self, header: SnapshotHeader, expected: Fingerprint, part: SnapshotContent, turn: int = 0
+        self,
+        header: SnapshotHeader,
+        expected: Fingerprint,
+        part: SnapshotContent,
+        turn: int = 0,
+        live: LiveDigest | None = None,
     ) -> Offer:
         """Save `part` for others to read. `expected`: the fingerprint of the whole version in `header`.
 
-        Raises TransportError when memory is short.
+        `live` is as in `SnapshotPart`. Raises TransportError when memory is short.
         """
         with self._changing[header.part]:
             buffer, server = self._place(header.part, part.nbytes, turn)
             part.save(_body(buffer))
             _write_header(buffer, header)
-            self._known(turn)[header.part] = SnapshotPart(header, server.offer, expected)
+            self._known(turn)[header.part] = SnapshotPart(header, server.offer, expected, live)
         return server.offer
 
     def held(self, header: SnapshotHeader) -> Held | None:
@@ -224,7 +229,7 @@ class SnapshotStore:
         with self._changing[part]:
             buffer, server = self._place(part, nbytes, turn)
             self._copy(snapshot_part, nbytes, buffer, timeout_s, turn)
-            self._known(turn)[part] = SnapshotPart(snapshot_part.header, server.offer, snapshot_part.expected)
+            self._known(turn)[part] = replace(snapshot_part, offer=server.offer)
         return server.offer
 
     def keep(self, version: int) -> None:

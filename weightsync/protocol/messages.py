@@ -131,11 +131,16 @@ class SnapshotHeader(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPart:
-    """A snapshot of one part, its offer, and the fingerprint of the whole version."""
+    """A snapshot of one part, its offer, and the fingerprint of the whole version.
+
+    Attributes:
+        live: the digest of the part, if it is a copy of parameters that an engine's loader had made.
+    """
 
     header: SnapshotHeader
     offer: Offer
     expected: Fingerprint
+    live: LiveDigest | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
