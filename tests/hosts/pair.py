@@ -11,6 +11,7 @@ import contextlib
 import pickle
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,14 +100,7 @@ def taken(memory: BufferHandle) -> Iterator[None]:
     """Let another process have the process id and descriptor of `memory` on this host, for other memory."""
     other = SharedBuffer.create(memory.nbytes)
     hold = f"import os; os.dup2({other.fileno()}, {memory.fd}); print(os.getpid(), flush=True); input()"
-    Path("/proc/sys/kernel/ns_last_pid").write_text(str(memory.pid - 1))
-    with subprocess.Popen(
-        [sys.executable, "-c", hold],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        pass_fds=[other.fileno()],
-        text=True,
-    ) as process:
+    with _start_as(memory.pid, [sys.executable, "-c", hold], other.fileno()) as process:
         assert process.stdout
         assert int(process.stdout.readline()) == memory.pid
         try:
@@ -114,6 +108,20 @@ def taken(memory: BufferHandle) -> Iterator[None]:
         finally:
             process.kill()
     other.close()
+
+
+def _start_as(pid: int, command: list[str], fd: int) -> subprocess.Popen[str]:
+    """Start a process with this id. A thread that starts in between may take it: then try again."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        process = subprocess.Popen(command, **pipes, pass_fds=[fd], text=True)
+        if process.pid == pid:
+            return process
+        process.kill()
+        process.communicate()
+        assert time.monotonic() < deadline, f"something on this host has process id {pid}"
 
 
 def _train(store: TCPStore | None, meeting: tuple[str, int], rank: int) -> None:
