@@ -16,7 +16,7 @@ class FlippedEngine(EngineActor):
 
         def flip_and_digest(live: LiveParameters) -> LiveDigest:
             if next(left, None) is not None:
-                held = live._model.named_parameters()
+                held = live.model.named_parameters()
                 packed = next(each for name, each in held if "weight_packed" in name)
                 packed.data.view(-1)[5] ^= 1 << 9
             return digest(live)

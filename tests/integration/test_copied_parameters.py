@@ -38,13 +38,13 @@ class Packing(Rank):
     """A rank whose loader packs each tensor into int8; shares the packed parameters as a GPU's would be."""
 
     def __init__(self, model: nn.Module, shared: Shared) -> None:
-        super().__init__("test", 0, CPU, Host(model))
+        self.host = Host(model)
+        super().__init__("test", 0, CPU, self.host)
         self._shared = shared
 
     def _live_export(self) -> LiveExport:
         layout = RankLayout((), ())
-        model = self._host.converted()
-        assert model is not None
+        model = self.host.converted()
         live = self._shared.export(layout, dict(model.named_parameters()))
         return LiveExport(LiveParameters(model, CPU).digest().kind, live.buffers)
 
@@ -106,8 +106,7 @@ class Engine(DictEngine):
 
     @property
     def host(self) -> Host:
-        assert isinstance(self.rank._host, Host)
-        return self.rank._host
+        return self.rank.host
 
     @property
     def held(self) -> Mapping[str, torch.Tensor]:

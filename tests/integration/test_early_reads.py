@@ -39,8 +39,8 @@ def test_memory_that_moved_while_it_was_read_is_connected_again_and_engines_take
     async def work(loop: Direct) -> None:
         await loop.controller.connect()
         await loop.controller.update(1)
-        assert loop.controller._connection
-        epoch = loop.controller._connection.plan.epoch
+        assert loop.controller.plan
+        epoch = loop.controller.plan.epoch
         loop.train()
         late(loop).finds = MovedError("trainer 0: 0.weight is in other memory")
         report = await loop.controller.update(2)

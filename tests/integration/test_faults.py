@@ -280,8 +280,8 @@ def test_each_allocation_is_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> N
         asked.append(address)
         return address // 100 * 100, 100
 
-    monkeypatch.setattr(device.cuda, "_allocation", allocation)
-    monkeypatch.setattr(device.cuda, "_handle", lambda base: str(base).encode())
+    monkeypatch.setattr(device.cuda, "allocation", allocation)
+    monkeypatch.setattr(device.cuda, "ipc_handle", lambda base: str(base).encode())
     found = device.cuda.export([350, 120, 199, 100, 200, 350])
     assert found == {
         100: (b"100", 0), 120: (b"100", 20), 199: (b"100", 99), 200: (b"200", 0), 350: (b"300", 50)

@@ -24,17 +24,20 @@ class LiveParameters:
     """All live parameters of a model whose loader converts tensors, in the layout that its kernels read.
 
     Scales of a cache are left out: no checkpoint has to have them.
+
+    Attributes:
+        model: the model.
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
-        self._model, self._device = model, device
+        self.model, self._device = model, device
         self._places: Sequence[object] = ()
         self._kind = ""
         self._table: DigestTable | None = None
 
     def digest(self) -> LiveDigest:
         """Return their digest. On a GPU it takes one launch, after the first time."""
-        held = [parameter.detach() for _, parameter in _parameters(self._model)]
+        held = [parameter.detach() for _, parameter in _parameters(self.model)]
         self._follow(held)
         if self._table is None:
             digests = tensor_digests(held)
@@ -49,15 +52,15 @@ class LiveParameters:
 
         Raises TransportError: the memory cannot be shared, or the kernels read more than these bytes.
         """
-        require_complete(self._model)
-        parameters = dict(_parameters(self._model))
-        return LiveExport(_kind(self._model, self._device), export_tensors(parameters))
+        require_complete(self.model)
+        parameters = dict(_parameters(self.model))
+        return LiveExport(_kind(self.model, self._device), export_tensors(parameters))
 
     def _follow(self, held: Sequence[torch.Tensor]) -> None:
         """Prepare again if a parameter is elsewhere, or otherwise."""
         places = [(each.data_ptr(), each.shape, each.stride(), each.dtype) for each in held]
         if places != self._places:
-            self._places, self._kind = places, _kind(self._model, self._device)
+            self._places, self._kind = places, _kind(self.model, self._device)
             if self._device.type == "cuda":
                 with torch.cuda.device(self._device):
                     self._table = digest_table(held)

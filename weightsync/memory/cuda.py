@@ -81,13 +81,14 @@ def export(addresses: Iterable[int]) -> dict[int, tuple[bytes, int]]:
     handle, base, end = b"", 0, 0
     for address in sorted(addresses):
         if not base <= address < end:
-            base, nbytes = _allocation(address)
-            end, handle = base + nbytes, _handle(base)
+            base, nbytes = allocation(address)
+            end, handle = base + nbytes, ipc_handle(base)
         exported[address] = handle, address - base
     return exported
 
 
-def _handle(base: int) -> bytes:
+def ipc_handle(base: int) -> bytes:
+    """Return the handle of the allocation that begins at `base`. Raises as `export`."""
     runtime = _runtime()
     try:
         handle = bytes(runtime.ipcGetMemHandle(base))
@@ -224,7 +225,7 @@ def _map(handle: bytes) -> int:
         ) from error
 
 
-def _allocation(address: int) -> tuple[int, int]:
+def allocation(address: int) -> tuple[int, int]:
     """Return where the allocation at `address` begins, and its size. An IPC handle names all of it."""
     _runtime()
     base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
