@@ -58,7 +58,7 @@ from benchmarks.latency_engines import ENGINES
 from benchmarks.latency_rig import Layers, Rig, start
 from benchmarks.updates import PHASES, Round, check, config, new_version, spread, update_row
 from weightsync import SyncReport
-from weightsync.plan.formats import FIELD
+from weightsync.recipes.quantised import quantization_config
 
 __all__ = ["main"]
 
@@ -126,9 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gpu-memory", type=float, default=0.5, help="share of a GPU that the engine may take"
     )
-    parser.add_argument(
-        "--quantization", type=Path, help="config.json of a quantised model, which vLLM then serves"
-    )
+    parser.add_argument("--quantization", help="config.json of a quantised model, whose format vLLM then has")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--each-rounds", type=int, default=2, help="of one call for each tensor")
     parser.add_argument("--cpu", action="store_true", help="on this host instead of GPUs: a smoke test")
@@ -143,7 +141,7 @@ def _parts(args: argparse.Namespace, notes: list[str]) -> Iterator[dict[str, Any
     num_gpus = len(gpu_uuids())
     common = {"way": args.way, "bucket_mib": args.bucket_mib, "gpu_memory": args.gpu_memory, "cpu": args.cpu}
     common |= {"rounds": args.rounds, "each_rounds": args.each_rounds}
-    common["quantization"] = json.loads(args.quantization.read_text())[FIELD] if args.quantization else None
+    common["quantization"] = quantization_config(args.quantization) if args.quantization else None
     for engine, model, tp in itertools.product(engines, args.model, args.tp):
         if importlib.util.find_spec(engine) is None:
             notes.append(f"{engine}: not installed, left out")

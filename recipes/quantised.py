@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -37,10 +38,15 @@ _OTHERS = ("embed_tokens.weight", "mlp.gate.weight")
 
 
 def read_quantization(given: str) -> Quantization:
-    """Read the ``quantization_config`` of a config.json, or of a YAML file like it.
+    """Read what `quantization_config` returns. Also raises ConfigError if the format is not known here."""
+    return Quantization.read(quantization_config(given))
+
+
+def quantization_config(given: str) -> dict[str, Any]:
+    """Return the ``quantization_config`` of a config.json, or of a YAML file like it.
 
     Raises:
-        ConfigError: it is no such file, or the format is not known here.
+        ConfigError: it is no such file.
     """
     path = Path(given)
     if not path.is_file():
@@ -51,7 +57,8 @@ def read_quantization(given: str) -> Quantization:
         raise ConfigError("--quantization", given, f"it is neither JSON nor YAML: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get(FIELD), dict):
         raise ConfigError("--quantization", given, f"it has no {FIELD}; give a quantised model's config.json")
-    return Quantization.read(config[FIELD])
+    found: dict[str, Any] = config[FIELD]
+    return found
 
 
 def explain_formats(tensors: Sequence[TensorMeta], quantization: Quantization) -> list[str]:

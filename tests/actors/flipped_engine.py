@@ -1,4 +1,4 @@
-"""A quantised engine in whose weights a bit flips."""
+"""A quantised engine that flips a bit of its own weights."""
 
 from __future__ import annotations
 

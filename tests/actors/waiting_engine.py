@@ -16,5 +16,5 @@ class WaitingEngine(Engine):
         deadline = time.monotonic() + patient(60)
         while not may_start.exists():
             assert time.monotonic() < deadline
-            time.sleep(0.02)
+            time.sleep(0.02)  # the file comes from another process
         super().__init__(width, name, slot)

@@ -166,11 +166,13 @@ class Staging(HostStaging):
 class Direct(Loop):
     """A fleet whose holders read the trainer's memory and write that of two engines."""
 
+    source_type: type[Source] = Source
+
     def __init__(self, config: SyncConfig) -> None:
         super().__init__(config)
         self.unreachable, self.on_host, self.begun = set[int](), set[int](), list[int]()
         shared = Shared()
-        self.source = Source(self.model, frozen=self.frozen)
+        self.source = self.source_type(self.model, frozen=self.frozen)
         self.source.shared, self.source.in_place = shared, config.stage == "none"
         self.fleet.trainers[0] = (LocalTrainer(self.source), 0)
         for name, plain in self.engines.items():
@@ -204,8 +206,12 @@ class Direct(Loop):
         return self.begun
 
 
-def drive(work: Callable[[Direct], Coroutine[object, object, None]], config: SyncConfig = CONFIG) -> None:
-    loop = Direct(config)
+def drive(
+    work: Callable[[Direct], Coroutine[object, object, None]],
+    config: SyncConfig = CONFIG,
+    cls: type[Direct] = Direct,
+) -> None:
+    loop = cls(config)
     try:
         asyncio.run(work(loop))
     finally:

@@ -96,7 +96,7 @@ def test_vllm_answers_as_from_the_quantised_checkpoint(
 def test_a_killed_vllm_comes_back_with_the_packed_weights(
     form: str, bundles: PlacementGroup, tmp_path: Path
 ) -> None:
-    """Its holder's copy of them fills it: neither the trainer, which has gone on, nor its loader is asked."""
+    """Its holder's copy of them fills it: the trainer, which has gone on, is not asked."""
     paths = [tmp_path / str(seed) for seed in range(2)]
     for seed, path in enumerate(paths):
         save_qwen3(path, "untied", seed)

@@ -5,7 +5,6 @@ Ranks, holders and the driver are real; device memory is host memory here.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 
@@ -15,7 +14,9 @@ import torch
 from torch import nn
 
 from tests.fleets.direct import Direct, Shared, Staging
+from tests.fleets.direct import drive as drive_direct
 from tests.fleets.loop import CONFIG
+from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
 from weightsync.engines.live_digest import LiveParameters
@@ -35,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 class Packing(Rank):
-    """A rank whose loader packs each tensor into int8; shares the packed parameters as a GPU's would be."""
+    """A rank whose loader packs each tensor into int8. It shares its parameters as a rank on a GPU does."""
 
     def __init__(self, model: nn.Module, shared: Shared) -> None:
         self.host = Host(model)
@@ -129,8 +130,8 @@ class Copying(Staging):
 
 
 class Fleet(Direct):
-    def __init__(self) -> None:
-        super().__init__(CONFIG)
+    def __init__(self, config: SyncConfig = CONFIG) -> None:
+        super().__init__(config)
         for name in self.engines:
             self.start(name)
 
@@ -170,11 +171,11 @@ class Fleet(Direct):
 
 
 def drive(work: Callable[[Fleet], Coroutine[object, object, None]]) -> None:
-    loop = Fleet()
-    try:
-        asyncio.run(work(loop))
-    finally:
-        loop.close()
+    async def typed(loop: Direct) -> None:
+        assert isinstance(loop, Fleet)
+        await work(loop)
+
+    drive_direct(typed, cls=Fleet)
 
 
 def test_a_new_process_gets_the_parameters_that_its_loader_had_made() -> None:

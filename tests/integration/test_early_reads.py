@@ -24,11 +24,12 @@ class Late(Source):
         return super().publish(count)
 
 
-def late(loop: Direct) -> Late:
-    assert isinstance(loop.source, Source)
-    loop.source.__class__ = Late
-    assert isinstance(loop.source, Late)
-    return loop.source
+class Found(Direct):
+    source_type = Late
+
+    def finds(self, error: WeightSyncError) -> None:
+        assert isinstance(self.source, Late)
+        self.source.finds = error
 
 
 def states(loop: Direct) -> set[EngineState]:
@@ -37,27 +38,29 @@ def states(loop: Direct) -> set[EngineState]:
 
 def test_memory_that_moved_while_it_was_read_is_connected_again_and_engines_take_what_is_there_now() -> None:
     async def work(loop: Direct) -> None:
+        assert isinstance(loop, Found)
         await loop.controller.connect()
         await loop.controller.update(1)
         assert loop.controller.plan
         epoch = loop.controller.plan.epoch
         loop.train()
-        late(loop).finds = MovedError("trainer 0: 0.weight is in other memory")
+        loop.finds(MovedError("trainer 0: 0.weight is in other memory"))
         report = await loop.controller.update(2)
         assert (report.engines, report.epoch) == ({"e0": 2, "e1": 2}, epoch + 1)
         assert loop.holds_the_models_weights("e0")
         assert loop.holds_the_models_weights("e1")
 
-    drive(work)
+    drive(work, cls=Found)
 
 
 def test_another_layout_found_while_it_was_read_is_served_by_nobody_until_connected_again() -> None:
     async def work(loop: Direct) -> None:
+        assert isinstance(loop, Found)
         await loop.controller.connect()
         await loop.controller.update(1)
         failed: list[str] = []
         loop.controller.events.subscribe(EngineFailed, lambda event: failed.append(event.name))
-        late(loop).finds = StateError("trainer 0: 2.weight is new: connect() again")
+        loop.finds(StateError("trainer 0: 2.weight is new: connect() again"))
         with pytest.raises(StateError, match=r"2\.weight is new"):
             await loop.controller.update(2)
         assert states(loop) == {EngineState.STALE}
@@ -68,4 +71,4 @@ def test_another_layout_found_while_it_was_read_is_served_by_nobody_until_connec
         assert (await loop.controller.update(2)).engines == {"e0": 2, "e1": 2}
         assert loop.holds_the_models_weights("e0")
 
-    drive(work)
+    drive(work, cls=Found)

@@ -42,7 +42,8 @@ class Comparison:
     ) -> dict[str, list[str]]:
         """Return the tensors that differ from what is `expected`, by engine, or `UNNAMED`.
 
-        For engines that convert tensors, also the ranks whose live parameters differ between equal engines.
+        An engine that converts tensors also gets the ranks whose live parameters differ from those of an
+        equal engine.
         """
         wrong: dict[str, list[str]] = {name: [] for name in loaded}
         differ = [

@@ -50,7 +50,8 @@ class Connection:
         content: the plan's `Plan.content`.
         in_place: trainers' memory is read in place, so it may change after an update.
         checkpoint: the weights come from a checkpoint, not from a trainer.
-        flat_layouts: if `in_place`, the flat snapshots of each engine whose memory its holders have mapped.
+        flat_layouts: the flat snapshots of engines whose memory their holders have mapped. Empty unless
+            `in_place`.
         router: which engines read the trainers' memory.
         layouts: each engine's layouts by rank; an engine that is adopted later must match one of them.
         joined: the same, with the ranks of each engine joined.
@@ -186,11 +187,14 @@ def _flat_layouts(
     first = 0
     for name, ranks in sorted(layouts.items()):
         if all(served[name]):
-            twins = [other for other in flat_layouts if _alike(ranks, layouts[other])]
-            twin = next((other for other in twins if _kinds(served[other]) == _kinds(served[name])), "")
-            flat_layouts[name] = flat_layouts.get(twin) or FlatLayout(
-                flat_layout(content, ranks, _kinds(served[name])), first
+            kinds = _kinds(served[name])
+            alike = (
+                flat
+                for other, flat in flat_layouts.items()
+                if _alike(ranks, layouts[other]) and _kinds(served[other]) == kinds
             )
+            twin = next(alike, None)
+            flat_layouts[name] = twin or FlatLayout(flat_layout(content, ranks, kinds), first)
             first += 0 if twin else len(ranks)
     return flat_layouts
 

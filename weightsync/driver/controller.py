@@ -167,8 +167,8 @@ class Controller:
             StateError: not connected, or fewer than ``min_engines`` engines are alive.
             ConfigError: `version` is not greater than the last that committed.
             WeightSyncError: a failure, if fewer than ``min_engines`` took the version. After a failed publish
-                or pause, engines keep their weights, unless these are read while they are published; sleeping
-                ones may have been woken. After a failed move or comparison they are STALE.
+                or pause, engines keep their weights, unless bytes moved already; sleeping ones may have been
+                woken. After a failed move or comparison they are STALE.
         """
         if not self.connected or self._connection is None:
             raise StateError("call connect() before update_weights()")

@@ -41,10 +41,10 @@ class LiveDigests:
         return min((len(names) - 1 for _, names in self._right.values() if engine in names), default=0)
 
     def unlike(self, loaded: Mapping[str, LoadReport], expected: Fingerprint) -> dict[str, list[str]]:
-        """Return, by engine, the ranks whose live parameters differ from those of engines alike.
+        """Return the ranks whose live parameters differ from those of equal engines, by engine.
 
-        If no more than half of the engines alike agree, and none took these tensors before, all are returned.
-        So are those that got no tensors, but copies of parameters, if no engine alike took these tensors.
+        If no more than half of the equal engines agree, and none took these tensors before, all are returned.
+        So are engines that got copies of parameters, if no equal engine took these tensors.
 
         Args:
             loaded: the answers of engines that got the right tensors or `are_copied`, by name.

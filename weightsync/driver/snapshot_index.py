@@ -142,7 +142,7 @@ class SnapshotIndex:
             number: {snapshot_part.header: snapshot_part for snapshot_part in outcome.answers.get(name, ())}
             for number, name in enumerate(calls)
         }
-        versions = {header.version for shares in found.values() for header in shares}
+        versions, ranks = {header.version for shares in found.values() for header in shares}, self._ranks()
         for version in sorted(versions, reverse=True):
             now = _Version(version)
             for header, homes in self._parts(version, connection, everyone=True):
@@ -152,7 +152,7 @@ class SnapshotIndex:
                 if shares:
                     self.expected = shares[0].expected
                     if shares[0].live:
-                        self.live.learn(self.expected, self._rank_of(homes[0])[1], shares[0].live)
+                        self.live.learn(self.expected, ranks[homes[0]][1], shares[0].live)
             if any(all(parts.values()) for parts in now.offers.values()):
                 self._now = now
                 return version
@@ -185,17 +185,17 @@ class SnapshotIndex:
             for rank, homes in enumerate(zip(*copies, strict=True)):
                 yield SnapshotHeader(version, flat.layout, flat.first + rank), list(homes)
 
-    def _rank_of(self, holder: int) -> tuple[str, int]:
-        """Return the engine, and the number of its rank, that a holder serves."""
-        ranks = {h: (name, i) for name, its in self._fleet.engines.items() for i, h in enumerate(its.holders)}
-        return ranks[holder]
+    def _ranks(self) -> Mapping[int, tuple[str, int]]:
+        """Return the engine that each holder serves, and the number of its rank."""
+        engines = self._fleet.engines.items()
+        return {home: (name, rank) for name, its in engines for rank, home in enumerate(its.holders)}
 
     async def _copy(self, version: int, connection: Connection, expected: Fingerprint) -> None:
         if self._replicating:  # the snapshots that it reads are about to be replaced
             self._replicating.cancel()
         parts = [(header, home) for header, homes in self._parts(version, connection) for home in homes]
-        is_flat = connection.in_place
-        live = {header: self.live.of(*self._rank_of(home)) if is_flat else None for header, home in parts}
+        is_flat, ranks = connection.in_place, self._ranks()
+        live = {header: self.live.of(*ranks[home]) if is_flat else None for header, home in parts}
         calls = {
             f"holder {home}": self._fleet.holders[home].snapshot(header, is_flat, expected, live[header])
             for header, home in parts

@@ -21,12 +21,12 @@ _LIBRARIES = ("vllm", "sglang", "torch")
 
 
 class LiveParameters:
-    """All live parameters of a model whose loader converts tensors, in the layout that its kernels read.
+    """The live parameters of a model whose loader converts tensors, laid out as its kernels read them.
 
     Scales of a cache are left out: no checkpoint has to have them.
 
     Attributes:
-        model: the model.
+        model: the model that serves.
     """
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
@@ -53,8 +53,10 @@ class LiveParameters:
         Raises TransportError: the memory cannot be shared, or the kernels read more than these bytes.
         """
         require_complete(self.model)
-        parameters = dict(_parameters(self.model))
-        return LiveExport(_kind(self.model, self._device), export_tensors(parameters))
+        held = {name: parameter.detach() for name, parameter in _parameters(self.model)}
+        handles = export_tensors(held)
+        self._follow([*held.values()])  # now, while no update waits for it
+        return LiveExport(self._kind, handles)
 
     def _follow(self, held: Sequence[torch.Tensor]) -> None:
         """Prepare again if a parameter is elsewhere, or otherwise."""
@@ -79,8 +81,8 @@ def require_complete(model: torch.nn.Module) -> None:
         made = {name for name, each in vars(module).items() if _may_be_made_of_weights(name, each)}
         if not hasattr(module, "kv_cache_dtype"):
             made |= {name for name in saved if module._buffers[name] is not None}
-        for name in sorted(made):
-            raise TransportError(f"{path}.{name} is no parameter, and may be made of some")
+        if made:
+            raise TransportError(f"{path}.{min(made)} is no parameter, and may be made of some")
 
 
 def _may_be_made_of_weights(name: str, value: object) -> bool:

@@ -36,7 +36,7 @@ class WholeSink:
 
     Attributes:
         live: of what the loader made of them, if `parameters` are given.
-        is_copied: the live parameters were written as another engine had them, and the loader got nothing.
+        is_copied: the holder wrote the live parameters of an equal engine, and the loader got nothing.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class WholeSink:
 
     def take(self, bucket: int, pieces: Sequence[PieceView]) -> None:
         """Copy a bucket's pieces into whole tensors, and pass on complete ones."""
-        self._loader = self._loader or self._make_loader()
+        self._loading()
         complete = [tensor for tensor, box, data in pieces if self._put(tensor, box, data)]
         synchronize(self._device)
         self._add(complete)
@@ -73,7 +73,8 @@ class WholeSink:
         """Finish the loader."""
         if not self.is_copied:
             self._missing.require_none()
-            self._hand_over().finish()
+            self._hand_over()
+            self._loading().finish()
         synchronize(self._device)
 
     def digests(self) -> Digests:
@@ -83,7 +84,7 @@ class WholeSink:
         return self._digests
 
     def written(self) -> None:
-        """Note that the live parameters are those of another engine."""
+        """Note that the live parameters are copies of an equal engine's."""
         assert self._parameters is not None, "a holder wrote into a rank that exported nothing"
         assert self._loader is None, "a holder wrote what tensors had begun to fill"
         self.is_copied = True
@@ -104,9 +105,10 @@ class WholeSink:
 
     def _add(self, complete: Sequence[int]) -> None:
         """Digest tensors that are complete, and pass them on."""
+        if not complete:
+            return
         whole = [self._parts.pop(tensor) for tensor in complete]
-        if whole:
-            self._digests[complete] = tensor_digests(whole)
+        self._digests[complete] = tensor_digests(whole)
         for tensor, data in zip(complete, whole, strict=True):
             meta = self._plan.tensors[tensor]
             self._batch.extend(as_loaded(meta.name, data, self._shapes))
@@ -114,11 +116,13 @@ class WholeSink:
             if self._batch_nbytes >= _BATCH_NBYTES:
                 self._hand_over()
 
-    def _hand_over(self) -> Loader:
-        loader = self._loader = self._loader or self._make_loader()
-        loader.load(self._batch)
+    def _hand_over(self) -> None:
+        self._loading().load(self._batch)
         self._batch, self._batch_nbytes = [], 0
-        return loader
+
+    def _loading(self) -> Loader:
+        self._loader = self._loader or self._make_loader()
+        return self._loader
 
 
 def synchronize(device: torch.device) -> None:

@@ -212,7 +212,7 @@ class Holder:
             return self._feed.ticket
 
     def link(self, engine: RankMemory | LiveMemory | None, trainer: RankMemory | None = None) -> None:
-        """Map the engine rank's memory, that of `LiveMemory` to copy it alone, and the trainer's.
+        """Map the engine rank's memory and the trainer's. No bucket is written to `LiveMemory`.
 
         Unmaps the previous engine rank's memory. Raises TransportError.
         """
@@ -346,7 +346,7 @@ class Holder:
             self.snapshot_store = SnapshotStore(self.name, self._host, protocol, rdma_device, self._ports)
 
     def snapshot(
-        self, header: SnapshotHeader, is_flat: bool, expected: Fingerprint, live: LiveDigest | None = None
+        self, header: SnapshotHeader, is_flat: bool, expected: Fingerprint, live: LiveDigest | None
     ) -> Offer:
         """Snapshot the published weights or, if `is_flat`, the engine rank's, as in `SnapshotPart`."""
         inject("commit", version=header.version)
@@ -411,7 +411,7 @@ class Holder:
             raise StateError(f"{self.name} has no engine to refill: connect first")
         with self._moving, staging.queue():
             limits_s = timeout_s, limit_s
-            consumer = open_consumer(staging, self._feed, True, attempt, plan.slots, *limits_s, of=snapshot)
+            consumer = open_consumer(staging, self._feed, True, attempt, plan.slots, *limits_s, snapshot)
             try:
                 snapshots = self.snapshot_store if may_map else None
                 self._refill = open_refill(plan, snapshot, snapshots, staging, consumer, may_map, timeout_s)

@@ -64,17 +64,17 @@ def open_consumer(
     num_slots: int,
     timeout_s: float,
     limit_s: float,
+    snapshot: Snapshot | None = None,
     only: frozenset[int] | None = None,
-    of: Snapshot | None = None,
 ) -> BucketConsumer:
-    """Return the consumer for the engine rank behind `feed`, in an update or a refill `of` a snapshot.
+    """Return the consumer for the engine rank behind `feed`, in an update or, from `snapshot`, in a refill.
 
     A `WriteConsumer` if the holder writes the rank's memory, as from a flat snapshot, else a `FeedConsumer`.
     """
     taker = feed if feeding else None
-    if staging.mapped and (staging.mapped.writes or (of and of.is_flat)) and feed:
+    if staging.mapped and (staging.mapped.writes or (snapshot and snapshot.is_flat)) and feed:
         return WriteConsumer(staging.mapped, taker, attempt, limit_s, only)
-    return FeedConsumer(taker, attempt, num_slots, timeout_s, limit_s, whole=of is not None)
+    return FeedConsumer(taker, attempt, num_slots, timeout_s, limit_s, whole=snapshot is not None)
 
 
 class FeedConsumer(BucketConsumer):

@@ -227,7 +227,7 @@ def _map(handle: bytes) -> int:
 
 def allocation(address: int) -> tuple[int, int]:
     """Return where the allocation at `address` begins, and its size. An IPC handle names all of it."""
-    _runtime()
+    _runtime()  # sets this thread's device
     base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
     status = _driver().cuMemGetAddressRange_v2(
         ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address)

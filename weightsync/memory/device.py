@@ -102,16 +102,15 @@ def open_all(handles: Mapping[str, DeviceHandle], opened: list[DeviceBuffer]) ->
 
     Adds what has to be closed to `opened`, also if it raises as `DeviceBuffer.open`.
     """
-    wholes: dict[tuple[str, int, bytes], int] = {}
+    ends: dict[tuple[str, int, bytes], int] = {}
     for each in handles.values():
-        place = each.device, each.pid, each.ipc
-        wholes[place] = max(wholes.get(place, 0), each.offset + each.nbytes)
-    memory: dict[tuple[str, int, bytes], torch.Tensor] = {}
-    for (device, pid, ipc), nbytes in wholes.items():
-        opened.append(DeviceBuffer.open(DeviceHandle(device, pid, ipc, 0, nbytes)))
-        memory[device, pid, ipc] = opened[-1].tensor
+        ends[each.allocation] = max(ends.get(each.allocation, 0), each.offset + each.nbytes)
+    whole: dict[tuple[str, int, bytes], torch.Tensor] = {}
+    for place, end in ends.items():
+        opened.append(DeviceBuffer.open(DeviceHandle(*place, offset=0, nbytes=end)))
+        whole[place] = opened[-1].tensor
     return {
-        name: memory[each.device, each.pid, each.ipc][each.offset : each.offset + each.nbytes]
+        name: whole[each.allocation][each.offset : each.offset + each.nbytes]
         for name, each in handles.items()
     }
 

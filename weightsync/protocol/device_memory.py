@@ -33,7 +33,7 @@ class DeviceMemory:
     def of(cls, buffers: Mapping[str, DeviceHandle]) -> DeviceMemory:
         """Make columns of handles by name."""
         handles = buffers.values()
-        places = [(handle.device, handle.pid, handle.ipc) for handle in handles]
+        places = [handle.allocation for handle in handles]
         numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
         return cls(
             pack_names(buffers),

@@ -43,6 +43,11 @@ class DeviceHandle(msgspec.Struct, frozen=True, tag="device"):
     offset: int
     nbytes: int
 
+    @property
+    def allocation(self) -> tuple[str, int, bytes]:
+        """What `ipc` stands for: device, process and the handle itself."""
+        return self.device, self.pid, self.ipc
+
 
 Handle: TypeAlias = BufferHandle | DeviceHandle
 ProtocolName = Literal["zeromq", "tcp", "rdma"]

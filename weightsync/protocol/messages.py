@@ -264,7 +264,7 @@ class LiveDigest:
     """Digest of what an engine's own loader made of the tensors that it got.
 
     Attributes:
-        kind: equal for ranks whose live parameters have the same layout, on equal devices.
+        kind: equal for ranks with the same layout of parameters, on the same kind of device.
         digest: equal for such ranks if all their bytes are.
     """
 
@@ -281,7 +281,7 @@ class Loaded:
         spans: when it began to load and to verify, and the durations.
         live: of the live parameters, if the engine converts tensors.
         are_live: whether `digests` are of live parameters, and not of what the engine's own loader got.
-        are_copied: the live parameters were written as another engine had them. `digests` say nothing.
+        are_copied: the holder wrote the live parameters of an equal engine. `digests` are zeros, then.
     """
 
     digests: Digests
@@ -300,7 +300,7 @@ class LoadReport:
         spans: those of each rank.
         live: those of each rank.
         are_live: whether all ranks' digests are of live parameters.
-        are_copied: whether all ranks' live parameters are copies. `fingerprints` say nothing, then.
+        are_copied: whether all ranks' live parameters are copies. `fingerprints` are of zeros, then.
     """
 
     fingerprints: Fingerprint

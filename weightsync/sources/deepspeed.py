@@ -57,14 +57,14 @@ class DeepSpeedSource(TensorSource):
     def _tensors(self) -> Mapping[str, torch.Tensor]:
         return _live(named_tensors(self.model.module)[0])
 
-    def _finish(self) -> bool:
+    def _finish(self) -> None:
         """Require that partitions hold all changes that were made to gathered parameters.
 
         A forward pass may leave parameters gathered; their partitions are up to date. Those of offloaded
         weights were looked at before they were released.
         """
         if self._offloaded:
-            return False
+            return
         whole = [(name, held) for name, held in self._partitioned if held.ds_status.name == "AVAILABLE"]
         for name, held in whole:
             if getattr(held, _CONTEXT_DEPTH, 0):
@@ -79,7 +79,6 @@ class DeepSpeedSource(TensorSource):
                 f"trainer {self._rank}: {name} was changed while it was gathered, and its partition was not: "
                 "change it within deepspeed.zero.GatheredParameters(..., modifier_rank=0)"
             )
-        return False
 
 
 class _Guard(AddressGuard):

@@ -128,12 +128,11 @@ class TensorSource(ABC):
         """Return the live tensors of `_weights`."""
         return self._weights().tensors
 
-    def _finish(self) -> bool:
+    def _finish(self) -> None:  # noqa: B027 - most have nothing to wait for
         """Have all weights of this version in the tensors of `_weights`, which was called before.
 
-        Returns whether it wrote any. Raises StateError if that cannot be had.
+        Raises StateError if that cannot be had.
         """
-        return False  # most have nothing to wait for
 
     def layout(self) -> RankLayout:
         """Return global shapes, this rank's boxes, and tied names.

@@ -272,7 +272,7 @@ def test_weights_read_in_place_that_moved_have_to_be_connected_again(
         with pytest.raises(MovedError, match=moved):
             call()
     Stand.is_there = True
-    assert rig.source.ready(), "holders may read meanwhile what they have mapped"
+    assert rig.source.ready(), "holders may read what they have mapped before the model is looked through"
     with pytest.raises(MovedError, match=moved):
         rig.source.publish(True)
     rig.source.replace(rig.source.model)

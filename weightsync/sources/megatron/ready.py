@@ -17,7 +17,7 @@ _HOOK = "DistributedDataParallel._make_forward_pre_hook."
 """Begins the name of the hook with which Megatron's wrapper gathers parameters on use."""
 
 
-def finish(model: nn.Module | Sequence[nn.Module]) -> bool:
+def finish(model: nn.Module | Sequence[nn.Module]) -> None:
     """Gather the parameters that the distributed optimizer has updated and left to the next forward pass.
 
     With ``overlap_param_gather`` a step changes only this rank's share of each bucket, and Megatron gathers
@@ -29,30 +29,25 @@ def finish(model: nn.Module | Sequence[nn.Module]) -> bool:
     Args:
         model: a model, or the chunks of this rank's pipeline stage, as Megatron wrapped them.
 
-    Returns:
-        Whether parameters were gathered, or were being gathered.
-
     Raises:
         StateError: the parameters cannot be completed: their wrapper was not given, or keeps them in another
             format until the forward pass.
     """
-    gathered = False
     for module in [model] if isinstance(model, nn.Module) else model:
         wrappers = [*_wrappers(module)]
         for wrapper in wrappers:
-            gathered = _complete(wrapper) or gathered
+            _complete(wrapper)
         if not wrappers and _is_gathered_by_hooks(module):
             raise StateError(
                 "DistributedDataParallel gathers parameters in the forward pass (overlap_param_gather): "
                 "give the model in that wrapper, so that they can be gathered before they are sent"
             )
-    return gathered
 
 
-def _complete(wrapper: Any) -> bool:  # noqa: ANN401 - Megatron's DistributedDataParallel
+def _complete(wrapper: Any) -> None:  # noqa: ANN401 - Megatron's DistributedDataParallel
     config = wrapper.ddp_config
     if not (config.use_distributed_optimizer and config.overlap_param_gather):
-        return False
+        return
     if getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False):
         raise StateError(
             "reuse_grad_buf_for_mxfp8_param_ag converts parameters in the forward pass alone: "
@@ -65,7 +60,6 @@ def _complete(wrapper: Any) -> bool:  # noqa: ANN401 - Megatron's DistributedDat
     with _after_all_streams(wrapper) if missing else nullcontext():
         for group in missing:
             group.start_param_sync(force_sync=True)
-    return bool(missing)
 
 
 @contextmanager

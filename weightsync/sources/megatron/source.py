@@ -91,8 +91,9 @@ class MegatronSource(TensorSource):
     def _tensors(self) -> Mapping[str, torch.Tensor]:
         return {name: tensor for _, _, name, tensor in held(self.model)}
 
-    def _finish(self) -> bool:
-        return not self._offloaded and finish(self.model)  # offloaded weights were completed before
+    def _finish(self) -> None:
+        if not self._offloaded:  # else they were completed before
+            finish(self.model)
 
 
 class _Guard:
