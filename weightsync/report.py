@@ -50,8 +50,9 @@ class SyncReport:
         connect_phases: seconds of each phase of that connect. ``join`` is part of ``attach``.
         routes: by engine, ``direct``, or the reason why it takes broadcasts.
         proofs: by engine, what of it was last compared with what trainers published: ``live weights``, or
-            ``what its loader got`` where its own loader writes them. Quantised engines add how many engines
-            alike have the same bytes as live weights. If they were filled with copies of these bytes, it is
+            ``what its loader got`` where its own loader writes them. For quantised engines it is ``live
+            weights with what was quantised`` of the right tensors, where they can tell; they add how many
+            engines alike have the same live bytes. If they were filled with copies of these bytes, it is
             ``live weights with what its loader had made of them``.
         bytes_from: in a refill, the bytes that were read from each holder.
         ways: in a refill, how each holder was read: ``own``, ``mapped``, ``rdma``, ``tcp`` or ``zeromq``.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.quantised import same_bits
+from tests.quantised import SPECIAL, same_bits
 from weightsync.memory.quantize import quantize
 from weightsync.plan.formats import FP4, Format
 
@@ -35,5 +35,22 @@ def test_a_gpu_quantises_to_the_bytes_of_a_cpu(name: str, dtype: torch.dtype) ->
         weight = (torch.randn(1000, 1536, generator=draw) * 10.0 ** (seed - 5)).to(dtype)
         wanted, found = dict(quantize(weight, form)), dict(quantize(weight.cuda(), form))
         assert wanted.keys() == found.keys()
+        differ = {key for key in wanted if not same_bits(found[key].cpu(), wanted[key])}
+        assert not differ, (seed, differ)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("block", [(128, 128), (4, 8), (3, 5), (64, 1000)])
+@pytest.mark.parametrize("columns", [1, 133, 264])
+def test_blocks_of_any_size_and_value(block: tuple[int, int], columns: int, dtype: torch.dtype) -> None:
+    form = Format(rule="fp8", values="float8_e4m3fn", block=block)
+    for seed in range(4):
+        draw = torch.Generator().manual_seed(seed)
+        weight = torch.randn(257, columns, generator=draw) * 10.0 ** (3 * seed - 6)
+        some = torch.randint(weight.numel(), (len(SPECIAL),), generator=draw)
+        weight.view(-1)[some] = torch.tensor(SPECIAL)
+        weight[:130, : columns // 2] = 0.0
+        wanted = dict(quantize(weight.to(dtype), form))
+        found = dict(quantize(weight.to(dtype).cuda(), form))
         differ = {key for key in wanted if not same_bits(found[key].cpu(), wanted[key])}
         assert not differ, (seed, differ)

@@ -55,17 +55,20 @@ FORMATS: dict[str, dict[str, Any]] = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
+        "modules_to_not_convert": [f"model.layers.{layer}.mlp.gate" for layer in range(4)],
     },
 }
+CASES = [*(("untied", form) for form in FORMATS), ("moe", "fp8 blocks")]
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(("kind", "form"), CASES)
 def test_vllm_answers_as_from_the_quantised_checkpoint(
-    form: str, bundles: PlacementGroup, tmp_path: Path
+    kind: str, form: str, bundles: PlacementGroup, tmp_path: Path
 ) -> None:
+    """The first version goes through vLLM's loader, the others are quantised in place where they can be."""
     paths = [tmp_path / str(seed) for seed in range(2)]
     for seed, path in enumerate(paths):
-        save_qwen3(path, "untied", seed)
+        save_qwen3(path, kind, seed)
         save_quantised(path, path.with_name(f"{seed}-packed"), FORMATS[form])
     packed = [path.with_name(f"{path.name}-packed") for path in paths]
     expected = [from_disk(str(path), 1) for path in packed]

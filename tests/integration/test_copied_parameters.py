@@ -68,6 +68,8 @@ class Host:
     def converted(self) -> nn.Module:
         return self.packed
 
+    def places(self) -> None: ...
+
     def loader(self) -> Host:
         self.num_loads += 1
         return self

@@ -21,9 +21,7 @@ _LIBRARIES = ("vllm", "sglang", "torch")
 
 
 class LiveParameters:
-    """The live parameters of a model whose loader converts tensors, laid out as its kernels read them.
-
-    Scales of a cache are left out: no checkpoint has to have them.
+    """The `parameters_of` a model whose loader converts tensors, laid out as its kernels read them.
 
     Attributes:
         model: the model that serves.
@@ -37,7 +35,7 @@ class LiveParameters:
 
     def digest(self) -> LiveDigest:
         """Return their digest. On a GPU it takes one launch, after the first time."""
-        held = [parameter.detach() for _, parameter in _parameters(self.model)]
+        held = [in_order(parameter.detach()) for _, parameter in parameters_of(self.model)]
         self._follow(held)
         if self._table is None:
             digests = tensor_digests(held)
@@ -53,9 +51,9 @@ class LiveParameters:
         Raises TransportError: the memory cannot be shared, or the kernels read more than these bytes.
         """
         require_complete(self.model)
-        held = {name: parameter.detach() for name, parameter in _parameters(self.model)}
+        held = {name: parameter.detach() for name, parameter in parameters_of(self.model)}
         handles = export_tensors(held)
-        self._follow([*held.values()])  # now, while no update waits for it
+        self._follow([in_order(each) for each in held.values()])  # now, while no update waits for it
         return LiveExport(self._kind, handles)
 
     def _follow(self, held: Sequence[torch.Tensor]) -> None:
@@ -68,12 +66,26 @@ class LiveParameters:
                     self._table = digest_table(held)
 
 
+def in_order(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor without gaps as its memory is, in one dimension: transposed ones are read far faster."""
+    if extent_nbytes(tensor) != tensor.numel() * tensor.element_size():
+        return tensor
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def parameters_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield a model's parameters by name, without scales of caches, which no checkpoint has to have."""
+    for path, module in model.named_modules():
+        if not hasattr(module, "kv_cache_dtype"):
+            yield from module.named_parameters(path, recurse=False)
+
+
 def require_complete(model: torch.nn.Module) -> None:
     """Raise TransportError if a copy of all parameters' bytes would not be all that was loaded.
 
     Some layers keep tensors that they made of parameters beside them, as the absorbed projections of MLA.
     """
-    for name, parameter in _parameters(model):
+    for name, parameter in parameters_of(model):
         if extent_nbytes(parameter) != parameter.numel() * parameter.element_size():
             raise TransportError(f"{name} has gaps, or elements that share memory")
     for path, module in model.named_modules():
@@ -93,15 +105,9 @@ def _may_be_made_of_weights(name: str, value: object) -> bool:
 
 def _kind(model: torch.nn.Module, device: torch.device) -> str:
     kind = hashlib.sha256(_where(device).encode())
-    for name, each in _parameters(model):
+    for name, each in parameters_of(model):
         kind.update(f"{name} {tuple(each.shape)} {each.stride()} {each.dtype};".encode())
     return kind.hexdigest()
-
-
-def _parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    for path, module in model.named_modules():
-        if not hasattr(module, "kv_cache_dtype"):
-            yield from module.named_parameters(path, recurse=False)
 
 
 def _where(device: torch.device) -> str:

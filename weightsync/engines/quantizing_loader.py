@@ -22,20 +22,35 @@ def formats_of(checkpoint: Checkpoint, quantization: Quantization) -> dict[str, 
         ConfigError: no engine has been shown to take a format.
         PlanError: a weight does not fit its format.
     """
-    shapes = {meta.name: meta.shape for meta in checkpoint.tensors}
     found = {}
+    for whole, meta in _handed_over(checkpoint):
+        is_expert = meta.name != whole
+        form = quantization.of(meta.name) if is_expert or whole in checkpoint.linears else None
+        if form is not None:
+            if form.rule in MICROSCALING:
+                remedy = "another format: no engine has been shown to take this one"
+                raise ConfigError(f"{FIELD} of {meta.name}", str(form), remedy)
+            form.stored(meta)
+            found[meta.name] = form
+    return found
+
+
+def stored_tensors(checkpoint: Checkpoint, formats: Mapping[str, Format]) -> list[TensorMeta]:
+    """Return the tensors that a `QuantizingLoader` hands over for a whole checkpoint, in its order."""
+    stored: list[TensorMeta] = []
+    for _, meta in _handed_over(checkpoint):
+        form = formats.get(meta.name)
+        stored += [meta] if form is None else form.stored(meta)
+    return stored
+
+
+def _handed_over(checkpoint: Checkpoint) -> Iterator[tuple[str, TensorMeta]]:
+    """Yield the name of each tensor, and what `as_loaded` makes of it."""
+    shapes = {meta.name: meta.shape for meta in checkpoint.tensors}
     for meta in checkpoint.tensors:
         whole = torch.empty(meta.shape, device="meta")
         for name, part in as_loaded(meta.name, whole, shapes):
-            is_expert = name != meta.name
-            form = quantization.of(name) if is_expert or name in checkpoint.linears else None
-            if form is not None:
-                if form.rule in MICROSCALING:
-                    remedy = "another format: no engine has been shown to take this one"
-                    raise ConfigError(f"{FIELD} of {name}", str(form), remedy)
-                form.stored(TensorMeta(name, meta.dtype, tuple(part.shape)))
-                found[name] = form
-    return found
+            yield meta.name, TensorMeta(name, meta.dtype, tuple(part.shape))
 
 
 def summary(formats: Mapping[str, Format]) -> str:

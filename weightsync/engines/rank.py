@@ -15,7 +15,9 @@ from weightsync.channel.engine_end import EngineFeed
 from weightsync.engines.live_digest import LiveParameters
 from weightsync.engines.live_writer import LiveWriter, can_export
 from weightsync.engines.loader_trace import UnprovableError, trace
+from weightsync.engines.quantizing_sink import NoKernelError, QuantizingSink, QuantizingTables
 from weightsync.engines.rank_process import RankProcess
+from weightsync.engines.stored_places import StoredPlaces
 from weightsync.engines.whole_sink import Loader, WholeSink, synchronize
 from weightsync.errors import DeadlineError, EngineError, StateError, TransportError, WeightSyncError
 from weightsync.faults import Fault, set_faults
@@ -60,6 +62,12 @@ class Host(Protocol):
     def converted(self) -> torch.nn.Module | None:
         """Return the model if its loader makes other bytes of the tensors, the same in all engines alike."""
 
+    def places(self) -> StoredPlaces | None:
+        """Return where live parameters hold what `loader` stores; None if that is not known.
+
+        The first call finds it. No weights change.
+        """
+
     def loader(self) -> Loader:
         """Return the engine's loader of whole tensors, for one update. Raises EngineError if it has none."""
 
@@ -76,6 +84,7 @@ class Rank:
         self._plan: Plan | None = None
         self._writer: LiveWriter | None = None
         self._parameters: LiveParameters | None = None
+        self._tables: QuantizingTables | None = None
         self._engine = ""
 
     def answer(self, method: str, args: Sequence[Any]) -> object:
@@ -130,6 +139,8 @@ class Rank:
         if not layout.buffers:
             model = self._host.converted()
             self._parameters = None if model is None else LiveParameters(model, self._device)
+            if not asleep:
+                self._prepare_tables(self._feed, plan)
             return Attached(plan.digest(), None, None if asleep else self._live_export())
         self._writer = LiveWriter(
             plan, layout, self._live, self._feed.slots, readable=not asleep, views=self._feed.views
@@ -163,7 +174,7 @@ class Rank:
 
     def close(self) -> None:
         """Drop the connection to the holder."""
-        self._writer = None
+        self._writer = self._tables = None
         if self._feed is not None:
             self._feed.close()
             self._feed = None
@@ -218,13 +229,45 @@ class Rank:
             return None
 
     def _load_whole(self, feed: EngineFeed, plan: Plan, attempt: int, timeout_s: float) -> Loaded:
-        sink = WholeSink(plan, self._host.loader, self._device, self._parameters)
+        sink = self._in_place_sink(plan) or WholeSink(plan, self._host.loader, self._device, self._parameters)
         try:
             digests = feed.receive(attempt, sink, timeout_s)
-            return Loaded(digests, feed.spans, sink.live, are_live=False, are_copied=sink.is_copied)
-        except WeightSyncError:
+        except Exception:
             sink.abandon()
             raise
+        if self._tables is None:
+            self._prepare_tables(feed, plan)
+        return Loaded(
+            digests,
+            feed.spans,
+            sink.live,
+            are_live=False,
+            are_copied=sink.is_copied,
+            are_compared=self._tables is not None or self._shown_places() is not None,
+        )
+
+    def _in_place_sink(self, plan: Plan) -> QuantizingSink | None:
+        """Return a sink that quantises in place; None until that is prepared, or if parameters moved."""
+        if self._tables is None or self._parameters is None:
+            return None
+        if self._host.places() is not self._tables.places:
+            self._tables = None
+            return None
+        return QuantizingSink(self._tables, plan, self._parameters)
+
+    def _shown_places(self) -> StoredPlaces | None:
+        places = self._host.places()
+        return places if places is not None and places.are_right else None
+
+    def _prepare_tables(self, feed: EngineFeed, plan: Plan) -> None:
+        """Prepare to quantise in place, where an update has shown that the places are right."""
+        places = self._shown_places()
+        if self._parameters is None or places is None:
+            return
+        try:
+            self._tables = QuantizingTables(plan, feed.slots, places)
+        except (NoKernelError, TransportError, torch.OutOfMemoryError) as error:
+            self._logger.info("rank %d quantises tensor by tensor: %s", self._rank, error)
 
 
 def checkpoint_of(hf_config: object, dtype: torch.dtype) -> Checkpoint:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -56,7 +57,7 @@ def tensor_digest(data: torch.Tensor, shape: Sequence[int], box: Box | None = No
         return 0
     box = box or Box.whole(shape)
     if data.is_cuda:
-        return _device_digest(data, tuple(shape), box)
+        return int(box_digests([BoxPart(0, data, tuple(shape), box)], 1)[0])
     itemsize = data.element_size()
     flat = data.detach().cpu().contiguous().reshape(-1)
     word = word_nbytes(itemsize)
@@ -92,38 +93,61 @@ def warm_up() -> None:
         tensor_digest(torch.zeros(1, dtype=dtype), (1,))
 
 
+@dataclass(frozen=True, slots=True)
+class BoxPart:
+    """`data`, which is `box` of a tensor of `shape`. `number` is the tensor's among the digests."""
+
+    number: int
+    data: torch.Tensor
+    shape: tuple[int, ...]
+    box: Box
+
+    @classmethod
+    def whole(cls, number: int, data: torch.Tensor) -> BoxPart:
+        """Return a whole tensor."""
+        return cls(number, data, tuple(data.shape), Box.whole(data.shape))
+
+
 def tensor_digests(tensors: Sequence[torch.Tensor]) -> Digests:
     """Return the digests of whole tensors of one device, on a GPU by one launch: uint64[len(tensors)]."""
-    if not any(each.is_cuda for each in tensors):
-        return np.array([tensor_digest(each, each.shape) for each in tensors], dtype=np.uint64)
-    with torch.cuda.device(tensors[0].device):
-        table = digest_table(tensors)
-        table.launch(torch.cuda.current_stream())
-        return table.result()
+    return box_digests([BoxPart.whole(number, each) for number, each in enumerate(tensors)], len(tensors))
+
+
+def box_digests(parts: Sequence[BoxPart], num_tensors: int) -> Digests:
+    """Return each tensor's sum over its parts: uint64[num_tensors]. All are on one device.
+
+    On a GPU it takes one launch.
+    """
+    on_gpu = next((part.data.device for part in parts if part.data.is_cuda), None)
+    if on_gpu is not None:
+        with torch.cuda.device(on_gpu):
+            table = box_table(parts, num_tensors)
+            table.launch(torch.cuda.current_stream())
+            return table.result()
+    digests = np.zeros(num_tensors, np.uint64)
+    shares = np.array([tensor_digest(part.data, part.shape, part.box) for part in parts], np.uint64)
+    np.add.at(digests, [part.number for part in parts], shares)
+    return digests
+
+
+def box_table(parts: Sequence[BoxPart], num_tensors: int) -> DigestTable:
+    """Return a table of parts on the current device, for as long as they stay where they are."""
+    return DigestTable([_part(each) for each in parts if each.data.numel()], num_tensors)
 
 
 def digest_table(tensors: Sequence[torch.Tensor]) -> DigestTable:
     """Return a table of whole tensors on the current device, for as long as they stay where they are."""
-    wholes = [(number, each, Box.whole(each.shape)) for number, each in enumerate(tensors) if each.numel()]
-    parts = [_part(each, tuple(each.shape), box, number) for number, each, box in wholes]
-    return DigestTable(parts, len(tensors))
+    return box_table([BoxPart.whole(number, each) for number, each in enumerate(tensors)], len(tensors))
 
 
-def _device_digest(data: torch.Tensor, shape: tuple[int, ...], box: Box) -> int:
-    with torch.cuda.device(data.device):
-        table = DigestTable([_part(data, shape, box)], num_tensors=1)
-        table.launch(torch.cuda.current_stream())
-        return int(table.result()[0])
-
-
-def _part(data: torch.Tensor, shape: tuple[int, ...], box: Box, number: int = 0) -> DigestPart:
+def _part(part: BoxPart) -> DigestPart:
     return DigestPart(
-        tensor=number,
-        address=data.data_ptr(),
-        strides=byte_strides(data),
-        box=box,
-        shape=shape,
-        itemsize=data.element_size(),
+        tensor=part.number,
+        address=part.data.data_ptr(),
+        strides=byte_strides(part.data),
+        box=part.box,
+        shape=part.shape,
+        itemsize=part.data.element_size(),
     )
 
 

@@ -33,4 +33,5 @@ class EngineDigests:
             [rank.live for rank in ranks],
             all(rank.are_live for rank in ranks),
             all(rank.are_copied for rank in ranks),
+            all(rank.are_compared for rank in ranks),
         )

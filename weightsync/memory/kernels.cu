@@ -1,4 +1,4 @@
-// Compiled by NVRTC, without headers. All kernels work through a table of tiles: parts of 2-D
+// Compiled by NVRTC, without headers. Kernels that copy and digest work through a table of tiles: parts of 2-D
 // copies, small enough (see weightsync/memory/kernels.py) that 32-bit numbers count what is in one. A block
 // takes every gridDim-th tile. Except where a tile is transposed its threads never wait for each other, so
 // the next tile's loads start before the last one's stores have ended. KERNEL_name compiles only that kernel.
@@ -422,4 +422,191 @@ DIGEST(digest_words_4, uint32, false)
 #endif
 #ifdef KERNEL_flag_words_4
 DIGEST(flag_words_4, uint32, true)
+#endif
+
+// Weights of 16 bits, which the compiler has no types for without headers.
+struct Bfloat16 {
+    unsigned short bits;
+    static constexpr float kEpsilon = 0.0078125f;
+};
+struct Float16 {
+    unsigned short bits;
+    static constexpr float kEpsilon = 0.0009765625f;
+};
+
+__device__ __forceinline__ float widened(Bfloat16 x) { return __uint_as_float(static_cast<uint32>(x.bits) << 16); }
+__device__ __forceinline__ float widened(Float16 x) {
+    float result;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(x.bits));
+    return result;
+}
+__device__ __forceinline__ float widened(float x) { return x; }
+
+// The value of Element that is nearest to a float.
+template <typename Element>
+__device__ __forceinline__ float rounded(float x);
+template <>
+__device__ __forceinline__ float rounded<Bfloat16>(float x) {
+    const uint32 bits = __float_as_uint(x);
+    return x == x ? __uint_as_float((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u) : x;
+}
+template <>
+__device__ __forceinline__ float rounded<Float16>(float x) {
+    Float16 result;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result.bits) : "f"(x));
+    return widened(result);
+}
+template <>
+__device__ __forceinline__ float rounded<float>(float x) {
+    return x;
+}
+
+template <typename Element>
+__device__ __forceinline__ float epsilon() {
+    return Element::kEpsilon;
+}
+template <>
+__device__ __forceinline__ float epsilon<float>() {
+    return 1.1920928955078125e-7f;
+}
+
+// To float8 (e4m3); beyond its range to the greatest, NaN to NaN.
+__device__ __forceinline__ unsigned char to_fp8(float x) {
+    unsigned short pair;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(x));
+    return static_cast<unsigned char>(pair);
+}
+
+// The arithmetic of each rule, as memory/quantize.py has it. `largest` is the greatest magnitude of a block.
+template <typename Element>
+struct Fp8OfVllm {
+    float scale, inverse;
+    __device__ explicit Fp8OfVllm(float largest)
+        : scale(__fdiv_rn(largest < 1e-4f ? 1e-4f : largest, 448.0f)), inverse(__fdiv_rn(1.0f, scale)) {}
+    __device__ unsigned char operator()(float x) const { return to_fp8(__fmul_rn(x, inverse)); }
+};
+
+template <typename Element>
+__device__ __forceinline__ float scale_of(float largest, float half_range) {
+    const float scale = rounded<Element>(__fdiv_rn(largest, half_range));
+    return scale == 0.0f ? epsilon<Element>() : scale;
+}
+
+// Adding zero turns -0 to 0.
+template <typename Element>
+struct Fp8OfCompressedTensors {
+    float scale;
+    __device__ explicit Fp8OfCompressedTensors(float largest) : scale(scale_of<Element>(largest, 448.0f)) {}
+    __device__ unsigned char operator()(float x) const {
+        return to_fp8(__fadd_rn(rounded<Element>(__fdiv_rn(x, scale)), 0.0f));
+    }
+};
+
+template <typename Element>
+struct Int8OfCompressedTensors {
+    float scale;
+    __device__ explicit Int8OfCompressedTensors(float largest) : scale(scale_of<Element>(largest, 127.5f)) {}
+    __device__ unsigned char operator()(float x) const {
+        const int whole = __float2int_rn(rounded<Element>(__fdiv_rn(x, scale)));
+        return static_cast<unsigned char>(max(-128, min(127, whole)));
+    }
+};
+
+template <typename Element, int kCount>
+struct __align__(sizeof(Element) * kCount) Few {
+    Element values[kCount];
+};
+
+// One block of a matrix to 8 bits an element, and its float32 scale. It is read twice: the second time from
+// the cache.
+template <typename Rule, typename Element, int kCount>
+__device__ __forceinline__ void quantize_block(
+    const Element* source, unsigned char* values, float* scale, uint32 rows, uint32 columns, int64 pitch) {
+    __shared__ uint32 largest;
+    if (threadIdx.x == 0) largest = 0;
+    __syncthreads();
+    const uint32 per_row = columns / kCount, count = rows * per_row;
+    const Divider row_of(per_row);
+    uint32 most = 0;
+#pragma unroll 4
+    for (uint32 i = threadIdx.x; i < count; i += kThreads) {
+        const uint32 row = row_of(i);
+        const int64 at = row * pitch + (i - row * per_row) * kCount;
+        const auto few = *reinterpret_cast<const Few<Element, kCount>*>(source + at);
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) {
+            most = max(most, __float_as_uint(widened(few.values[k])) & 0x7fffffffu);
+        }
+    }
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) most = max(most, __shfl_xor_sync(0xffffffffu, most, lanes));
+    if (threadIdx.x % 32 == 0) atomicMax(&largest, most);  // of floats without signs, NaN above all
+    __syncthreads();
+    const Rule rule(__uint_as_float(largest));
+    if (threadIdx.x == 0) *scale = rule.scale;
+#pragma unroll 4
+    for (uint32 i = threadIdx.x; i < count; i += kThreads) {
+        const uint32 row = row_of(i);
+        const int64 at = row * pitch + (i - row * per_row) * kCount;
+        const auto few = *reinterpret_cast<const Few<Element, kCount>*>(source + at);
+        Few<unsigned char, kCount> made;
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) made.values[k] = rule(widened(few.values[k]));
+        *reinterpret_cast<Few<unsigned char, kCount>*>(values + at) = made;
+    }
+}
+
+// Thread block b quantises block b of a row-major matrix, in row-major order of its blocks.
+template <typename Rule, typename Element>
+__device__ __forceinline__ void quantize_matrix(
+    const Element* source, unsigned char* values, float* scales, int64 rows, int64 columns, int64 block_rows,
+    int64 block_columns) {
+    constexpr int kCount = 16 / sizeof(Element);
+    const int64 across = (columns + block_columns - 1) / block_columns;
+    const int64 row = blockIdx.x / across * block_rows, column = blockIdx.x % across * block_columns;
+    const uint32 height = min(block_rows, rows - row), width = min(block_columns, columns - column);
+    const int64 first = row * columns + column;
+    const int64 bits = reinterpret_cast<int64>(source) | (columns | block_columns) * sizeof(Element);
+    if (bits % 16 == 0 && reinterpret_cast<int64>(values) % kCount == 0) {
+        quantize_block<Rule, Element, kCount>(
+            source + first, values + first, scales + blockIdx.x, height, width, columns);
+    } else {
+        quantize_block<Rule, Element, 1>(
+            source + first, values + first, scales + blockIdx.x, height, width, columns);
+    }
+}
+
+#define QUANTIZE(name, Rule, Element)                                                                       \
+    extern "C" __global__ void __launch_bounds__(kThreads, 2) name(                                         \
+        const Element* source, unsigned char* values, float* scales, int64 rows, int64 columns,             \
+        int64 block_rows, int64 block_columns) {                                                            \
+        quantize_matrix<Rule<Element>>(source, values, scales, rows, columns, block_rows, block_columns);   \
+    }
+
+#ifdef KERNEL_vllm_fp8_bfloat16
+QUANTIZE(vllm_fp8_bfloat16, Fp8OfVllm, Bfloat16)
+#endif
+#ifdef KERNEL_vllm_fp8_float16
+QUANTIZE(vllm_fp8_float16, Fp8OfVllm, Float16)
+#endif
+#ifdef KERNEL_vllm_fp8_float32
+QUANTIZE(vllm_fp8_float32, Fp8OfVllm, float)
+#endif
+#ifdef KERNEL_compressed_fp8_bfloat16
+QUANTIZE(compressed_fp8_bfloat16, Fp8OfCompressedTensors, Bfloat16)
+#endif
+#ifdef KERNEL_compressed_fp8_float16
+QUANTIZE(compressed_fp8_float16, Fp8OfCompressedTensors, Float16)
+#endif
+#ifdef KERNEL_compressed_fp8_float32
+QUANTIZE(compressed_fp8_float32, Fp8OfCompressedTensors, float)
+#endif
+#ifdef KERNEL_compressed_int8_bfloat16
+QUANTIZE(compressed_int8_bfloat16, Int8OfCompressedTensors, Bfloat16)
+#endif
+#ifdef KERNEL_compressed_int8_float16
+QUANTIZE(compressed_int8_float16, Int8OfCompressedTensors, Float16)
+#endif
+#ifdef KERNEL_compressed_int8_float32
+QUANTIZE(compressed_int8_float32, Int8OfCompressedTensors, float)
 #endif

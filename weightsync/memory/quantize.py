@@ -14,6 +14,7 @@ import torch
 
 from weightsync.memory.division import divided
 from weightsync.memory.microscaling import microscale
+from weightsync.memory.quantize_kernels import can_quantize, quantize_into
 from weightsync.plan.formats import MICROSCALING, Format
 
 _FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
@@ -32,6 +33,9 @@ def quantize(weight: torch.Tensor, form: Format) -> Iterator[tuple[str, torch.Te
     """
     if form.rule in MICROSCALING:
         yield from microscale(weight, form)
+        return
+    if can_quantize(weight, form):
+        yield from _by_kernel(weight, form)
         return
     blocks = _in_blocks(weight, form)
     if form.rule == "fp8":
@@ -52,6 +56,14 @@ def quantize(weight: torch.Tensor, form: Format) -> Iterator[tuple[str, torch.Te
         yield "weight_zero_point", _pack(zero_points.reshape(scales.shape).T, form.num_bits).T.contiguous()
     if form.packed:
         yield "weight_shape", torch.tensor(weight.shape, device=weight.device)
+
+
+def _by_kernel(weight: torch.Tensor, form: Format) -> Iterator[tuple[str, torch.Tensor]]:
+    values = torch.empty(weight.shape, dtype=getattr(torch, form.values), device=weight.device)
+    scales = torch.empty(form.grid(weight.shape), dtype=torch.float32, device=weight.device)
+    quantize_into(weight, form, values, scales)
+    yield "weight", values
+    yield form.scale_suffix, scales if form.rule == "fp8" else scales.to(weight.dtype)
 
 
 def _in_blocks(weight: torch.Tensor, form: Format) -> torch.Tensor:

@@ -282,6 +282,7 @@ class Loaded:
         live: of the live parameters, if the engine converts tensors.
         are_live: whether `digests` are of live parameters, and not of what the engine's own loader got.
         are_copied: the holder wrote the live parameters of an equal engine. `digests` are zeros, then.
+        are_compared: live parameters hold what the rank quantised of the tensors: their digests are equal.
     """
 
     digests: Digests
@@ -289,6 +290,7 @@ class Loaded:
     live: LiveDigest | None = None
     are_live: bool = True
     are_copied: bool = False
+    are_compared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +303,7 @@ class LoadReport:
         live: those of each rank.
         are_live: whether all ranks' digests are of live parameters.
         are_copied: whether all ranks' live parameters are copies. `fingerprints` are of zeros, then.
+        are_compared: whether all ranks compared their live parameters with what they quantised.
     """
 
     fingerprints: Fingerprint
@@ -308,3 +311,4 @@ class LoadReport:
     live: Sequence[LiveDigest | None] = ()
     are_live: bool = True
     are_copied: bool = False
+    are_compared: bool = False

@@ -86,6 +86,8 @@ class SglangHost:
     def converted(self) -> torch.nn.Module | None:
         return None
 
+    def places(self) -> None: ...
+
     def loader(self) -> Loads:
         reason = self.stored_otherwise()
         if reason and not self._settings.repacks:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from weightsync.engines.quantizing_loader import QuantizingLoader, formats_of, summary
+from weightsync.engines.live_digest import parameters_of
+from weightsync.engines.quantizing_loader import QuantizingLoader, formats_of, stored_tensors, summary
 from weightsync.engines.rank import Checkpoint, Rank, checkpoint_of
+from weightsync.engines.stored_places import StoredLoader, StoredPlaces, find_places
 from weightsync.engines.vllm.api import (
     ModelRunner,
     Reload,
@@ -21,6 +23,7 @@ from weightsync.engines.vllm.api import (
     stored_otherwise,
 )
 from weightsync.engines.whole_sink import Loader
+from weightsync.plan import TensorMeta
 from weightsync.plan.formats import Format
 
 
@@ -51,6 +54,9 @@ class _Host:
     def __init__(self, runner: ModelRunner, device: torch.device) -> None:
         self._runner, self._device = runner, device
         self._formats: Mapping[str, Format] = {}
+        self._stored: Sequence[TensorMeta] = ()
+        self._places: StoredPlaces | None = None
+        self._addresses: Sequence[int] = ()
 
     def model(self) -> torch.nn.Module:
         return self._runner.get_model()
@@ -61,6 +67,7 @@ class _Host:
         quantization = quantization_of(config)
         checkpoint = checkpoint_of(config.hf_config, config.dtype)
         self._formats = formats_of(checkpoint, quantization)
+        self._stored = stored_tensors(checkpoint, self._formats)
         if quantization.groups:  # vLLM's online quantisation takes the tensors as they are
             require_stored(self.model(), checkpoint.linears, self._formats)
         return replace(checkpoint, converts=summary(self._formats))
@@ -76,6 +83,23 @@ class _Host:
         moves_experts = self._runner.vllm_config.parallel_config.enable_eplb  # by each engine's own load
         return self.model() if self._formats and not moves_experts else None
 
+    def places(self) -> StoredPlaces | None:
+        model = self.converted()
+        if model is None:
+            return None
+        addresses = [each.data_ptr() for _, each in parameters_of(model)]
+        if addresses != self._addresses:
+            self._places = find_places(model, self._stored, self._formats, self._reload, self._device)
+            self._addresses = addresses
+        return self._places
+
     def loader(self) -> Loader:
-        reload = Reload(self._runner.get_model(), self._runner.model_config, self._device)
-        return QuantizingLoader(reload, self._formats) if self._formats else reload
+        if not self._formats:
+            return self._reload()
+        places = self.places()
+        if places is None or places.are_right is False:
+            return QuantizingLoader(self._reload(), self._formats)
+        return QuantizingLoader(StoredLoader(places, self._reload), self._formats)
+
+    def _reload(self) -> Reload:
+        return Reload(self._runner.get_model(), self._runner.model_config, self._device)
