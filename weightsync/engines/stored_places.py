@@ -109,7 +109,9 @@ def find_places(
         require_complete(model)
         segments = trace_reload(model, live, stored, make_loader)
     except (TransportError, UnprovableError) as error:
-        logger.info("each update goes through the engine's loader: %s", error)
+        # Packed formats are always repacked for their kernels. Others may become fast by a setting.
+        level = logging.INFO if all(form.packed for form in formats.values()) else logging.WARNING
+        logger.log(level, "each update goes through the engine's loader, see docs/quantised.md: %s", error)
         return None
     return StoredPlaces(segments, live, {meta.name: meta.shape for meta in stored}, formats)
 
