@@ -17,12 +17,19 @@ def on_daemon(call: Callable[[], T], name: str = "weightsync-daemon") -> Future[
     """
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - the future raises it
-            future.set_exception(error)
-
-    Thread(target=run, daemon=True, name=name).start()
+    Thread(target=_run, args=(future, [call]), daemon=True, name=name).start()
     return future
+
+
+def _run(future: Future[T], calls: list[Callable[[], T]]) -> None:
+    """Run the call in `calls`, and drop it before the future knows.
+
+    The process may exit at once then. A C++ object that ends meanwhile on a daemon thread, such as the `Work`
+    of a process group, would end the process with ``terminate called``: it cannot take the GIL back.
+    """
+    try:
+        result = calls.pop()()
+    except BaseException as error:  # noqa: BLE001 - the future raises it
+        future.set_exception(error)
+    else:
+        future.set_result(result)

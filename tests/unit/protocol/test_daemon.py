@@ -1,0 +1,36 @@
+"""Calls on daemon threads: their results, and what is left of them when the process may exit."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import pytest
+
+from weightsync.protocol.daemon import on_daemon
+
+
+class Call:
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+
+    def __call__(self) -> bool:
+        assert self.may_end.wait(60)
+        return threading.current_thread().daemon
+
+
+def test_a_call_is_gone_when_its_result_is_known() -> None:
+    """What it holds may be a C++ object, whose end on a daemon thread the process's exit must not meet."""
+    call, seen = Call(), list[bool]()
+    end = weakref.finalize(call, lambda: None)
+    future = on_daemon(call)
+    future.add_done_callback(lambda _: seen.append(end.alive))
+    call.may_end.set()
+    del call
+    assert future.result(60)
+    assert seen == [False]
+
+
+def test_an_error_reaches_the_caller() -> None:
+    with pytest.raises(ZeroDivisionError):
+        on_daemon(lambda: 1 // 0).result(60)
