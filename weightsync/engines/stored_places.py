@@ -97,21 +97,27 @@ def find_places(
     formats: Mapping[str, Format],
     make_loader: Callable[[], Loader],
     device: torch.device,
+    obstacle: str = "",
 ) -> StoredPlaces | None:
     """Find the places of `stored` by a reload that changes nothing. None, and a line in the log, if it fails.
 
     They stay right while the parameters stay where they are.
+
+    Args:
+        obstacle: why live bytes are known to be others; "" if they may be the same.
     """
     if device.type == "cpu":
         return None  # vLLM packs weights for it
     live = {name: each.detach() for name, each in parameters_of(model)}
     try:
         require_complete(model)
-        segments = trace_reload(model, live, stored, make_loader)
+        segments = () if obstacle else trace_reload(model, live, stored, make_loader)
     except (TransportError, UnprovableError) as error:
+        obstacle = str(error)
+    if obstacle:
         # Packed formats are always repacked for their kernels. Others may become fast by a setting.
         level = logging.INFO if all(form.packed for form in formats.values()) else logging.WARNING
-        logger.log(level, "each update goes through the engine's loader, see docs/quantised.md: %s", error)
+        logger.log(level, "each update goes through the engine's loader, see docs/quantised.md: %s", obstacle)
         return None
     return StoredPlaces(segments, live, {meta.name: meta.shape for meta in stored}, formats)
 

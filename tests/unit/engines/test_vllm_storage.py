@@ -10,7 +10,7 @@ from torch import nn
 
 from weightsync.engines.engine_ranks import EngineRanks
 from weightsync.engines.vllm.adapter import VllmEngine
-from weightsync.engines.vllm.api import stored_otherwise
+from weightsync.engines.vllm.api import quantized_again, stored_otherwise
 from weightsync.engines.whole_sink import as_loaded
 from weightsync.plan import RankLayout, TensorMeta
 
@@ -151,3 +151,15 @@ def test_ranks_that_cannot_all_be_written_live_all_reload(monkeypatch: pytest.Mo
     found[:] = [live, live]
     assert engine.layout() == [live, live]
     assert asked[2:] == ["layout"]
+
+
+@pytest.mark.parametrize("attribute", ["quant_method", "scheme"])
+def test_layers_that_deep_gemm_has_quantised_again_are_named_with_the_remedy(attribute: str) -> None:
+    model, layer = nn.Module(), nn.Module()
+    model.add_module("down_proj", layer)
+    assert quantized_again(model) == ""
+    for again in (False, True):
+        kernel = SimpleNamespace(use_deep_gemm_e8m0=again)
+        setattr(layer, attribute, SimpleNamespace(fp8_linear=kernel))
+        assert ("have down_proj quantised again" in quantized_again(model)) == again
+    assert "VLLM_USE_DEEP_GEMM_E8M0=0" in quantized_again(model)

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 
+from tests.patience import patient
 from weightsync.protocol.daemon import on_daemon
 
 
@@ -15,7 +16,7 @@ class Call:
         self.may_end = threading.Event()
 
     def __call__(self) -> bool:
-        assert self.may_end.wait(60)
+        assert self.may_end.wait(patient(60))
         return threading.current_thread().daemon
 
 
@@ -27,10 +28,10 @@ def test_a_call_is_gone_when_its_result_is_known() -> None:
     future.add_done_callback(lambda _: seen.append(end.alive))
     call.may_end.set()
     del call
-    assert future.result(60)
+    assert future.result(patient(60))
     assert seen == [False]
 
 
 def test_an_error_reaches_the_caller() -> None:
     with pytest.raises(ZeroDivisionError):
-        on_daemon(lambda: 1 // 0).result(60)
+        on_daemon(lambda: 1 // 0).result(patient(60))

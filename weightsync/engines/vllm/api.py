@@ -221,6 +221,19 @@ def _why_not_plain(module: torch.nn.Module) -> str:
     return ""
 
 
+def quantized_again(model: torch.nn.Module) -> str:
+    """Return why live FP8 blocks are not a checkpoint's, and how to have these; "" if they may be."""
+    for name, module in model.named_modules():
+        holders = (getattr(module, attribute, None) for attribute in ("quant_method", "scheme"))
+        kernels = (getattr(holder, "fp8_linear", None) for holder in holders)
+        if any(getattr(kernel, "use_deep_gemm_e8m0", False) for kernel in kernels):
+            return (
+                f"DeepGEMM's kernels have {name} quantised again, with scales that are powers of two; "
+                "VLLM_USE_DEEP_GEMM_E8M0=0 keeps the checkpoint's, VLLM_USE_DEEP_GEMM=0 serves without them"
+            )
+    return ""
+
+
 def quantization_of(config: ModelConfig) -> Quantization:
     """Return how the model's checkpoint is quantised. Raises ConfigError if that is not known here.
 

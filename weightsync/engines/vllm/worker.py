@@ -18,6 +18,7 @@ from weightsync.engines.vllm.api import (
     Reload,
     loader_names,
     quantization_of,
+    quantized_again,
     require_stored,
     require_updatable,
     stored_otherwise,
@@ -89,8 +90,10 @@ class _Host:
             return None
         addresses = [each.data_ptr() for _, each in parameters_of(model)]
         if addresses != self._addresses:
-            self._places = find_places(model, self._stored, self._formats, self._reload, self._device)
             self._addresses = addresses
+            self._places = find_places(
+                model, self._stored, self._formats, self._reload, self._device, quantized_again(model)
+            )
         return self._places
 
     def loader(self) -> Loader:
