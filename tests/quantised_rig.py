@@ -1,0 +1,130 @@
+"""A rank whose live parameters are quantised in place, on a GPU or on doubles of one."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tests.quantised import same_bits
+from weightsync.channel.sink import PieceView
+from weightsync.engines.live_digest import LiveParameters
+from weightsync.engines.quantizing_sink import QuantizingSink, QuantizingTables
+from weightsync.engines.stored_places import StoredPlaces
+from weightsync.engines.whole_sink import as_loaded
+from weightsync.memory.quantize import quantize
+from weightsync.memory.tensors import meta_of
+from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
+from weightsync.plan.formats import Format
+
+FORMATS = {
+    "fp8 blocks": Format(rule="fp8", values="float8_e4m3fn", block=(128, 128)),
+    "small blocks": Format(rule="fp8", values="float8_e4m3fn", block=(4, 24)),
+    "fp8 channels": Format(rule="compressed-tensors", values="float8_e4m3fn", block=(1, 0)),
+    "int8 channels": Format(rule="compressed-tensors", values="int8", block=(1, 0)),
+}
+SHAPES = {
+    "embed.weight": (1000, 96),
+    "norm.weight": (96,),
+    "a.weight": (512, 96),
+    "m.experts.gate_up_proj": (3, 512, 128),
+    "m.experts.down_proj": (3, 128, 256),
+    "b.weight": (300, 200),
+}
+NUM_TRAINERS, NUM_RANKS, SLOT_NBYTES = 3, 2, 1 << 16
+
+
+def trained(seed: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=draw).bfloat16() for name, shape in SHAPES.items()}
+
+
+def stored(tensors: dict[str, torch.Tensor], form: Format) -> dict[str, torch.Tensor]:
+    """What a checkpoint stores, with float32 scales."""
+    found = {}
+    for whole, tensor in tensors.items():
+        for name, part in as_loaded(whole, tensor, SHAPES):
+            if name in ("embed.weight", "norm.weight"):
+                found[name] = part
+                continue
+            for suffix, data in quantize(part, form):
+                base = name.removesuffix("weight")
+                found[base + suffix] = data.float() if "scale" in suffix else data
+    return found
+
+
+def formats(form: Format) -> dict[str, Format]:
+    names = (name for whole, tensor in trained(0).items() for name, _ in as_loaded(whole, tensor, SHAPES))
+    return {name: form for name in names if name not in ("embed.weight", "norm.weight")}
+
+
+def plan_of() -> Plan:
+    """Rows of three trainers, cut where no block ends, to one engine rank that takes whole tensors."""
+    metas = tuple(TensorMeta(name, "bfloat16", shape) for name, shape in SHAPES.items())
+    sources = []
+    for rank in range(NUM_TRAINERS):
+        segments = []
+        for meta in metas:
+            first, end = (meta.shape[0] * each // NUM_TRAINERS for each in (rank, rank + 1))
+            box = Box((first, *[0] * (len(meta.shape) - 1)), (end - first, *meta.shape[1:]))
+            segments.append(Segment(meta.name, box, meta.name, 0, box.strides(2)))
+        sources.append(RankLayout(metas, tuple(segments)))
+    engine = RankLayout(metas, tuple(map(Segment.whole, metas)))
+    return make_plan(
+        Layout.from_ranks(sources),
+        {"e": Layout.from_ranks([engine])},
+        Members(num_holders=4, trainers=(0, 1, 2), engines=(("e", (3,)),)),
+        bucket_bytes=SLOT_NBYTES,
+        max_staging_bytes=2 * SLOT_NBYTES,
+        slots=2,
+        epoch=1,
+    )
+
+
+class Rig:
+    """The second of two ranks, with the later rows of each stored tensor, those of `b` transposed."""
+
+    def __init__(self, form: Format, device: str) -> None:
+        self.plan, self.form, self.device = plan_of(), form, torch.device(device)
+        self.slots = [torch.empty(SLOT_NBYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+        metas = [meta_of(name, data) for name, data in stored(trained(0), form).items()]
+        self.rows = {meta.name: meta.shape[0] // NUM_RANKS for meta in metas}
+        self.model, segments = nn.Module(), []
+        for meta in metas:
+            first = self.rows[meta.name]
+            box = Box((first, *[0] * (len(meta.shape) - 1)), (meta.shape[0] - first, *meta.shape[1:]))
+            held = torch.empty(box.extent, dtype=getattr(torch, meta.dtype), device=device)
+            name = meta.name.replace(".", "_")
+            held = held.t() if meta.name == "b.weight" else held
+            self.model.register_parameter(name, nn.Parameter(held, requires_grad=False))
+            segments.append(Segment(meta.name, box, name, 0, box.strides(meta.itemsize)))
+        live = dict(self.model.named_parameters())
+        self.places = StoredPlaces(segments, live, {meta.name: meta.shape for meta in metas}, formats(form))
+        self.parameters = LiveParameters(self.model, self.device)
+        self.tables = QuantizingTables(self.plan, self.slots, self.places)
+
+    def take(self, sink: QuantizingSink, tensors: dict[str, torch.Tensor]) -> None:
+        for bucket in self.plan.buckets():
+            slot, views = self.slots[bucket.index % 2], list[PieceView]()
+            for piece in bucket.pieces:
+                data = tensors[self.plan.tensors[piece.tensor].name][piece.box.slices()].contiguous()
+                part = slot[piece.offset : piece.offset + piece.nbytes]
+                part.copy_(data.view(-1).view(torch.uint8))
+                views.append((piece.tensor, piece.box, part.view(torch.bfloat16).view(piece.box.extent)))
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            sink.take(bucket.index, views)
+            slot.fill_(0xAB)
+
+    def sink(self) -> QuantizingSink:
+        return QuantizingSink(self.tables, self.plan, self.parameters)
+
+    def differ(self, tensors: dict[str, torch.Tensor]) -> list[str]:
+        wanted = {name: data[self.rows[name] :] for name, data in stored(tensors, self.form).items()}
+        live = {name: each.detach().cpu() for name, each in self.model.named_parameters()}
+        return [
+            name
+            for name, data in wanted.items()
+            if not same_bits(
+                live[name.replace(".", "_")], data.t().contiguous() if name == "b.weight" else data
+            )
+        ]

@@ -1,0 +1,135 @@
+"""Buckets quantised in place, with the GPU's kernels replaced by the reference on a CPU.
+
+`tests/gpu/test_quantizing_sink.py` runs the kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.quantised_rig import FORMATS, Rig, trained
+from weightsync.engines import quantizing_sink
+from weightsync.engines.quantizing_sink import NoKernelError
+from weightsync.errors import TransportError
+from weightsync.memory.digests import BoxPart, box_digests, tensor_digest
+from weightsync.memory.quantize import quantize
+from weightsync.plan.copies import Copies
+from weightsync.plan.formats import Format
+from weightsync.protocol.messages import Digests
+
+
+class CopyTable:
+    def __init__(self, copies: Copies, bounds: Sequence[int]) -> None:
+        self._rows, self._bounds = copies.table().tolist(), bounds
+
+    def launch(self, group: int, _: object) -> None:
+        for src, dst, rows, nbytes, src_pitch, dst_pitch in self._rows[
+            slice(*self._bounds[group : group + 2])
+        ]:
+            for row in range(rows):
+                ctypes.memmove(dst + row * dst_pitch, src + row * src_pitch, nbytes)
+
+
+class DigestTable:
+    def __init__(self, parts: Sequence[BoxPart], num_tensors: int) -> None:
+        self._parts, self._num_tensors = parts, num_tensors
+
+    def launch(self, _: object) -> None:
+        self._digests = box_digests(self._parts, self._num_tensors)
+
+    def result(self) -> Digests:
+        return self._digests
+
+
+class QuantizeLaunch:
+    kernel = "reference"
+
+    def __init__(self, *args: object) -> None:
+        self._args = args
+
+    @classmethod
+    def of(cls, *args: object) -> QuantizeLaunch:
+        return cls(*args)
+
+    def load(self) -> None: ...
+
+    def launch(self, _: object) -> None:
+        weight, form, values, scales = self._args
+        for target, (_, made) in zip((values, scales), quantize(weight, form), strict=True):
+            target.copy_(made)
+
+
+class Stream:
+    def synchronize(self) -> None: ...
+
+    def record_event(self) -> Stream:
+        return self
+
+
+@pytest.fixture(autouse=True)
+def doubles(monkeypatch: pytest.MonkeyPatch) -> None:
+    for double in (CopyTable, QuantizeLaunch):
+        monkeypatch.setattr(quantizing_sink, double.__name__, double)
+    monkeypatch.setattr(quantizing_sink, "box_table", DigestTable)
+    monkeypatch.setattr(quantizing_sink, "can_quantize", lambda _, form: not form.packed)
+    cuda = SimpleNamespace(device=lambda _: nullcontext(), Stream=Stream)
+    monkeypatch.setattr(torch, "cuda", cuda)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_live_bytes_are_those_of_the_reference(name: str) -> None:
+    rig = Rig(FORMATS[name], "cpu")
+    assert rig.plan.num_buckets > 5
+    kept = []
+    for seed in (0, 1, 0):
+        tensors, sink = trained(seed), rig.sink()
+        kept.append(torch.empty(rig.tables.nbytes + seed, dtype=torch.uint8, device="cpu"))  # elsewhere
+        rig.take(sink, tensors)
+        sink.finish()
+        wanted = [tensor_digest(tensors[meta.name], meta.shape) for meta in rig.plan.tensors]
+        np.testing.assert_array_equal(sink.digests(), np.array(wanted, np.uint64))
+        assert sink.live == rig.parameters.digest()
+        assert rig.differ(tensors) == []
+
+
+def test_a_byte_that_changes_before_verification_fails_the_update() -> None:
+    rig = Rig(FORMATS["fp8 blocks"], "cpu")
+    sink = rig.sink()
+    rig.take(sink, trained(0))
+    rig.tables.wait()
+    rig.model.get_parameter("a_weight").data.view(torch.uint8)[3, 5] ^= 1
+    with pytest.raises(TransportError, match=r"a\.weight was written, and live memory holds other bytes"):
+        sink.finish()
+
+
+def test_live_parameters_that_a_holder_copied_are_digested_as_they_are() -> None:
+    rig = Rig(FORMATS["fp8 channels"], "cpu")
+    sink = rig.sink()
+    sink.written()
+    sink.finish()
+    assert sink.is_copied
+    assert not sink.digests().any()
+    assert sink.live == rig.parameters.digest()
+
+
+def test_a_bucket_that_does_not_come_fails_the_update() -> None:
+    rig = Rig(FORMATS["fp8 blocks"], "cpu")
+    with pytest.raises(TransportError, match=r"0 of \d+ buckets came"):
+        rig.sink().finish()
+
+
+def test_what_no_kernel_makes_is_named() -> None:
+    packed = Format(rule="compressed-tensors", values="int4", block=(1, 8), packed=True)
+    with pytest.raises(NoKernelError, match=r"a\.weight: no kernel quantises bfloat16 to int4"):
+        Rig(packed, "cpu")
+    with pytest.raises(
+        NoKernelError, match=r"experts\.0\.gate_proj\.weight: a block of 100 rows would reach"
+    ):
+        Rig(Format(rule="fp8", values="float8_e4m3fn", block=(100, 96)), "cpu")
