@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import nn
 
@@ -102,8 +104,11 @@ class Rig:
         self.parameters = LiveParameters(self.model, self.device)
         self.tables = QuantizingTables(self.plan, self.slots, self.places)
 
-    def take(self, sink: QuantizingSink, tensors: dict[str, torch.Tensor]) -> None:
-        for bucket in self.plan.buckets():
+    def take(
+        self, sink: QuantizingSink, tensors: dict[str, torch.Tensor], num_buckets: int | None = None
+    ) -> None:
+        """Have `sink` take all buckets of `tensors`, or the first `num_buckets`."""
+        for bucket in itertools.islice(self.plan.buckets(), num_buckets):
             slot, views = self.slots[bucket.index % 2], list[PieceView]()
             for piece in bucket.pieces:
                 data = tensors[self.plan.tensors[piece.tensor].name][piece.box.slices()].contiguous()

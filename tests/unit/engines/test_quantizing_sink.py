@@ -133,3 +133,16 @@ def test_what_no_kernel_makes_is_named() -> None:
         NoKernelError, match=r"experts\.0\.gate_proj\.weight: a block of 100 rows would reach"
     ):
         Rig(Format(rule="fp8", values="float8_e4m3fn", block=(100, 96)), "cpu")
+
+
+def test_an_update_after_one_that_ended_early_writes_everything() -> None:
+    rig = Rig(FORMATS["fp8 blocks"], "cpu")
+    rig.take(rig.sink(), trained(0))
+    early = rig.sink()
+    rig.take(early, trained(1), num_buckets=4)
+    early.abandon()
+    assert rig.differ(trained(0)) != []
+    sink = rig.sink()
+    rig.take(sink, trained(2))
+    sink.finish()
+    assert rig.differ(trained(2)) == []
