@@ -18,6 +18,7 @@ from weightsync.engines.reload_trace import trace_reload
 from weightsync.engines.stored_places import StoredLoader, StoredPlaces, find_places
 from weightsync.engines.vllm.api import Reload
 from weightsync.memory.tensors import meta_of
+from weightsync.plan.formats import Format
 
 pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed"),
@@ -253,6 +254,40 @@ def test_a_tensor_that_did_not_come_or_is_not_live_fails_the_update() -> None:
     load(StoredLoader(places, lambda: reload_of(model)), checkpoint(2))
 
 
-def test_weights_of_a_cpu_are_left_to_the_engine() -> None:
+GPU = torch.device("cuda", 0)
+BLOCKS = Format(rule="fp8", values="float8_e4m3fn", block=(4, 4))
+PACKED = Format(rule="compressed-tensors", values="int4", block=(1, 4), packed=True)
+
+
+def test_places_are_found_for_a_gpu() -> None:
     model = Model(transposed)
-    assert find_places(model, STORED, {}, lambda: reload_of(model), CPU) is None
+    places = find_places(model, STORED, {"d.weight": BLOCKS}, lambda: reload_of(model), GPU)
+    assert places is not None
+    assert places.names == {meta.name for meta in STORED}
+
+
+@pytest.mark.parametrize(
+    ("device", "form", "obstacle", "said"),
+    [
+        (CPU, BLOCKS, "", ""),
+        (GPU, PACKED, "", "INFO packed values are put in another order"),
+        (GPU, BLOCKS, "they are quantised again", "WARNING they are quantised again"),
+    ],
+)
+def test_no_reload_is_run_where_it_is_known_not_to_help(
+    device: torch.device, form: Format, obstacle: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make() -> Reload:
+        raise AssertionError("a reload")
+
+    caplog.set_level("INFO")
+    assert find_places(Model(transposed), STORED, {"d.weight": form}, make, device, obstacle) is None
+    level, _, reason = said.partition(" ")
+    assert [record.levelname for record in caplog.records] == ([level] if level else [])
+    assert reason in caplog.text
+
+
+def test_a_loader_that_computes_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model(negated)
+    assert find_places(model, STORED, {"d.weight": BLOCKS}, lambda: reload_of(model), GPU) is None
+    assert "runs aten.neg.default on q.weight_scale" in caplog.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -109,17 +110,21 @@ def find_places(
     if device.type == "cpu":
         return None  # vLLM packs weights for it
     live = {name: each.detach() for name, each in parameters_of(model)}
+    are_packed = all(form.packed for form in formats.values())
     try:
+        if obstacle or are_packed:
+            _refuse(obstacle or "packed values are put in another order for their kernels")
         require_complete(model)
-        segments = () if obstacle else trace_reload(model, live, stored, make_loader)
+        segments = trace_reload(model, live, stored, make_loader)
     except (TransportError, UnprovableError) as error:
-        obstacle = str(error)
-    if obstacle:
-        # Packed formats are always repacked for their kernels. Others may become fast by a setting.
-        level = logging.INFO if all(form.packed for form in formats.values()) else logging.WARNING
-        logger.log(level, "each update goes through the engine's loader, see docs/quantised.md: %s", obstacle)
+        level = logging.INFO if are_packed else logging.WARNING  # others may become fast by a setting
+        logger.log(level, "each update goes through the engine's loader, see docs/quantised.md: %s", error)
         return None
     return StoredPlaces(segments, live, {meta.name: meta.shape for meta in stored}, formats)
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise UnprovableError(reason)
 
 
 class StoredLoader:
