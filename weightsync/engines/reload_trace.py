@@ -96,8 +96,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     def __init__(self, model: torch.nn.Module, live: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.refusal: UnprovableError | None = None
-        self._wanted = dict(live)
-        self._live = {_storage(each): name for name, each in live.items() if each.numel()}
+        self._live: dict[int, str] = {}
+        for name, each in live.items():
+            if each.numel():
+                self._live.setdefault(_storage(each), name)  # an output head may be tied to the embedding
+        self._wanted = {name: live[name] for name in self._live.values()}
         tensors = (*model.parameters(), *model.buffers())
         self._untouchable = {_storage(each) for each in tensors if each.numel()}
         self._placeholders: dict[int, tuple[TensorMeta, torch.Tensor]] = {}
@@ -116,7 +119,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
     def proven(self) -> tuple[Segment, ...]:
         """Return the segments, after the proof that they fill each live byte once."""
-        segments = tuple(joined(self._segments))
+        # What has no new memory is loaded twice, since vLLM counts elements by loading.
+        segments = tuple(joined(dict.fromkeys(self._segments)))
         buffers = tuple(meta_of(name, each) for name, each in self._wanted.items())
         layout = RankLayout(tuple(self._metas.values()), segments, (), buffers, tuple(self._padding))
         try:
@@ -155,10 +159,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             return False
         key = _storage(target)
         if placeholder := self._placeholders.get(_storage(source)):
-            if key in self._untouchable:
-                self._refuse(f"its loader writes {placeholder[0].name} without processing it")
-            else:
-                self._put(placeholder[0], source, target)
+            self._put(placeholder[0], source, target)
             return True
         if key in self._untouchable:
             if key in self._live and (filled := self._filled.get(_storage(source))):
@@ -167,17 +168,23 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return key == _storage(source) and _place(target) == _place(source)
 
     def _put(self, meta: TensorMeta, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Note that a part of a placeholder is copied into new memory."""
+        """Note that a part of a placeholder is copied into new memory, or at once into a live parameter."""
         held = replace(meta, dtype=str(target.dtype).removeprefix("torch."))
         may_cast = {held.dtype, meta.dtype} <= CASTABLE
         if held != self._metas.setdefault(meta.name, held) or not (held == meta or may_cast):
             self._refuse(f"its loader stores {meta.name}, {meta.dtype}, as {held.dtype}")
             return
-        filled = self._filled.setdefault(_storage(target), _Filled())
+        key = _storage(target)
+        name = self._live.get(key, "")
+        if key in self._untouchable and not name:
+            self._refuse(f"its loader writes {meta.name}, which is no parameter")
+            return
+        start = _start(target) - (_start(self._wanted[name]) if name else 0)
+        segments = self._segments if name else self._filled.setdefault(key, _Filled()).segments
         try:
-            filled.segments.append(segment_of(held, source, "", target, _start(target)))
+            segments.append(segment_of(held, source, name, target, start))
         except UnprovableError as error:
-            self._refuse(f"{meta.name}{error}")
+            self._refuse(f"{meta.name}: {error}")
 
     def _clone(self, source: torch.Tensor, made: torch.Tensor) -> bool:
         """Follow a copy into memory of the same form. Returns whether it is one."""
