@@ -88,7 +88,12 @@ class Checkpoints:
         return [name for name in self._held if name in self._in_memory]
 
     async def register(
-        self, name: str, files: Sequence[str], nodes: Sequence[str], exclude: Collection[str]
+        self,
+        name: str,
+        files: Sequence[str],
+        nodes: Sequence[str],
+        exclude: Collection[str],
+        stored: bool,
     ) -> None:
         """Register a checkpoint.
 
@@ -105,7 +110,7 @@ class Checkpoints:
                 raise ConfigError("nodes", nodes, f"checkpoint {other} is on {[*held.shards]}")
         paths = [os.path.abspath(path) for path in files]
         shards = {
-            node: spawn_shard(node, paths, share, len(nodes), tuple(exclude))
+            node: spawn_shard(node, paths, share, len(nodes), tuple(exclude), stored)
             for share, node in enumerate(nodes)
         }
         try:

@@ -63,7 +63,8 @@ class EngineCalls(Claimable):
         self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float
     ) -> Sequence[AttachReport]:
         """Connect each rank to its holder, see `Engine.attach`."""
-        layouts = await self._ask_layouts()
+        names = {meta.name for meta in plan.tensors}
+        layouts = [each.for_tensors(names) for each in await self._ask_layouts()]
 
         def attach() -> Sequence[AttachReport]:
             inject("connect")

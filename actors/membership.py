@@ -76,7 +76,12 @@ class Membership:
             await self.connect()
 
     async def register_checkpoint(
-        self, name: str, files: Sequence[str], nodes: Sequence[str], exclude: Collection[str]
+        self,
+        name: str,
+        files: Sequence[str],
+        nodes: Sequence[str],
+        exclude: Collection[str],
+        stored: bool,
     ) -> None:
         """Start reading a checkpoint, and start standby holders at the same time.
 
@@ -91,7 +96,7 @@ class Membership:
             for node in nodes:
                 self._holders.standby(node, gpus.get(node, 0), len(self.engines))
             self._expecting = self._expecting or asyncio.ensure_future(self._expect())
-        await self.checkpoints.register(name, files, nodes, exclude)
+        await self.checkpoints.register(name, files, nodes, exclude, stored)
 
     async def _expect(self) -> None:
         """Tell standbys about each engine that starts. `connect` waits for engines and reports failures."""

@@ -139,6 +139,7 @@ class WeightSync:
         *,
         nodes: Sequence[str] | None = None,
         exclude: Collection[str] = (),
+        stored: bool = False,
     ) -> Future[Reading]:
         """Start reading a checkpoint that takes the place of trainers. See docs/checkpoints.md.
 
@@ -149,6 +150,8 @@ class WeightSync:
             files: safetensors files, index files, or folders with either.
             nodes: Ray's ids of the hosts that read, each an equal share; by default this process's host.
             exclude: names of tensors that no engine wants.
+            stored: serve quantised tensors as the files store them, to engines that are quantised alike.
+                Otherwise float8 weights become bfloat16.
 
         Returns:
             A future with the bytes and seconds of the reading.
@@ -157,7 +160,9 @@ class WeightSync:
             ConfigError, PlanError: a file cannot be used; names the file and the tensor.
         """
         on = nodes or [ray.get_runtime_context().get_node_id()]
-        self._loop.run_concurrently(self._members.register_checkpoint(name, files, on, exclude)).result()
+        self._loop.run_concurrently(
+            self._members.register_checkpoint(name, files, on, exclude, stored)
+        ).result()
         return self._loop.run_concurrently(self._members.checkpoints.read(name))
 
     def unregister_checkpoint(self, name: str) -> None:

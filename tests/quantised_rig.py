@@ -102,7 +102,7 @@ class Rig:
         live = dict(self.model.named_parameters())
         self.places = StoredPlaces(segments, live, {meta.name: meta.shape for meta in metas}, formats(form))
         self.parameters = LiveParameters(self.model, self.device)
-        self.tables = QuantizingTables(self.plan, self.slots, self.places)
+        self.tables = QuantizingTables(self.plan, self.slots, self.places, self.places.formats)
 
     def take(
         self, sink: QuantizingSink, tensors: dict[str, torch.Tensor], num_buckets: int | None = None

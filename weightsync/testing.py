@@ -179,7 +179,9 @@ class LocalEngine(LocalPeer):
     async def attach(
         self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float
     ) -> Sequence[AttachReport]:
-        self._digests = EngineDigests(plan, await asyncio.to_thread(self._engine.layout))
+        names = {meta.name for meta in plan.tensors}
+        layouts = await asyncio.to_thread(self._engine.layout)
+        self._digests = EngineDigests(plan, [each.for_tensors(names) for each in layouts])
         attached = await asyncio.to_thread(self._engine.attach, plan, tickets, timeout_s)
         return [*map(AttachReport.of, attached)]
 

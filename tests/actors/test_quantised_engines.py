@@ -23,7 +23,7 @@ from tests.quantised import INT4, int4, save_quantised
 from tests.unit.project.test_docs import blocks
 from weightsync import EngineActor, SyncConfig, WeightSync
 from weightsync.driver.engine_state import EngineState
-from weightsync.errors import VerifyError
+from weightsync.errors import PlanError, VerifyError
 
 pytestmark = [
     pytest.mark.faults,
@@ -187,3 +187,49 @@ def test_a_killed_int4_engine_is_filled_again_from_snapshots_and_then_from_files
         assert sync.update_weights(checkpoint="first").verified
         assert says(started[1]) == checkpoints[0][1]["int4"]
     end(started[1])
+
+
+def test_checkpoints_that_are_quantised_alike_are_served_as_they_are_stored(
+    trainers: list[Any], checkpoints: Checkpoints, start_int4: Callable[[str], Any]
+) -> None:
+    """In place of trainers, and before them. An engine that is killed in between is filled with the same."""
+    started = [start_int4("int4")]
+
+    def respawn(_: str) -> Any:
+        started.append(start_int4("int4"))
+        return started[-1]
+
+    config = SyncConfig(bucket_bytes=64 << 10, respawn_timeout_s=patient(60))
+    with WeightSync(config) as sync:
+        sync.register_engines({"int4": started[0]}, respawn=respawn)
+        for path, _ in checkpoints:
+            sync.register_checkpoint(path.name, [str(path.with_name(f"{path.name}-int4"))], stored=True)
+        sync.connect()
+        for path, answers in [*checkpoints, checkpoints[0]]:
+            report = sync.update_weights(checkpoint=path.name)
+            assert report.routes == {"int4": "it takes whole tensors: all are as its checkpoint stores them"}
+            assert report.proofs == {"int4": "what its loader got; no engine is alike"}
+            assert says(started[-1]) == answers["int4"]
+        os.kill(pid(started[0]), signal.SIGKILL)
+        assert until(lambda: len(started) > 1, patient(30))
+        sync.settle(patient(90))
+        assert says(started[1]) == checkpoints[0][1]["int4"]
+        train(trainers, checkpoints[1][0])
+        sync.register_trainers(trainers)
+        sync.connect()
+        report = sync.update_weights()
+        assert report.routes["int4"].startswith("it takes whole tensors, of which 14 become int4")
+        assert says(started[1]) == checkpoints[1][1]["int4"]
+    end(started[1])
+
+
+def test_a_checkpoint_in_another_format_than_the_engine_does_not_connect(
+    cluster: None, checkpoints: Checkpoints, start_int4: Callable[[str], Any]
+) -> None:
+    engine = start_int4("int4")
+    with WeightSync(SyncConfig(bucket_bytes=64 << 10)) as sync:
+        sync.register_engines({"int4": engine})
+        sync.register_checkpoint("other", [str(checkpoints[0][0].with_name("0-zero points"))], stored=True)
+        with pytest.raises(PlanError, match="weight_zero_point"):
+            sync.connect()
+    end(engine)

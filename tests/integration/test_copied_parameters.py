@@ -70,7 +70,7 @@ class Host:
 
     def places(self) -> None: ...
 
-    def loader(self) -> Host:
+    def loader(self, stored: bool) -> Host:
         self.num_loads += 1
         return self
 

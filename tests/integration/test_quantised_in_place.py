@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,7 +26,8 @@ from weightsync.plan import Plan, RankLayout, Segment
 from weightsync.plan.formats import Format
 from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import FeedTicket, Loaded
-from weightsync.testing import DictEngine, LocalEngine
+from weightsync.sources.module import ModuleSource
+from weightsync.testing import DictEngine, LocalEngine, LocalTrainer
 
 CPU = torch.device("cpu")
 INT8 = Format(rule="compressed-tensors", values="int8", block=(1, 0))
@@ -38,7 +40,8 @@ class Host:
         metas = tuple(meta_of(name, each) for name, each in model.state_dict().items())
         self._checkpoint = Checkpoint(metas, (), frozenset(), "2 become int8")
         self.formats = {meta.name: INT8 for meta in metas if len(meta.shape) == 2}
-        stored = stored_tensors(self._checkpoint, self.formats)
+        self.stored = stored = tuple(stored_tensors(self._checkpoint, self.formats))
+        self._checkpoint = replace(self._checkpoint, stored=stored)
         self.live = nn.ParameterDict(
             {
                 meta.name.replace(".", "_"): nn.Parameter(
@@ -74,10 +77,10 @@ class Host:
     def places(self) -> StoredPlaces:
         return self._places
 
-    def loader(self) -> Loader:
-        if self._places.are_right is False:
-            return QuantizingLoader(self.own(), self.formats)
-        return QuantizingLoader(StoredLoader(self._places, self.own), self.formats)
+    def loader(self, stored: bool) -> Loader:
+        is_known = self._places.are_right is not False
+        loader = StoredLoader(self._places, self.own) if is_known else self.own()
+        return loader if stored else QuantizingLoader(loader, self.formats)
 
     def own(self) -> Host:
         self.num_loads += 1
@@ -94,15 +97,19 @@ class Host:
 
     def differ(self, model: nn.Module) -> list[str]:
         """Return the names of parameters that are not those of a quantised checkpoint of `model`."""
-        stored = {}
-        for name, tensor in model.state_dict().items():
-            if name in self.formats:
-                stored |= {name.removesuffix("weight") + k: v for k, v in quantize(tensor, INT8)}
-            else:
-                stored[name] = tensor
-        return [
-            name for name, each in stored.items() if not same_bits(self.live[name.replace(".", "_")], each)
-        ]
+        stored = stored_of(model, self.formats).items()
+        return [name for name, each in stored if not same_bits(self.live[name.replace(".", "_")], each)]
+
+
+def stored_of(model: nn.Module, formats: Collection[str]) -> dict[str, torch.Tensor]:
+    """Return what a quantised checkpoint of `model` stores."""
+    stored = {}
+    for name, tensor in model.state_dict().items():
+        if name in formats:
+            stored |= {name.removesuffix("weight") + k: v for k, v in quantize(tensor, INT8)}
+        else:
+            stored[name] = tensor
+    return stored
 
 
 class Engine(DictEngine):
@@ -168,6 +175,45 @@ def test_the_loader_is_asked_once_and_each_update_compares_live_weights() -> Non
         assert [host.num_loads for host in loop.hosts] == [1, 1]
 
     drive(work)
+
+
+class Stored(Fleet):
+    """Its trainer holds what the engines store: int8 values and scales."""
+
+    def __init__(self, config: SyncConfig = CONFIG) -> None:
+        super().__init__(config)
+        self.stored = nn.Module()
+        for number in "01":
+            self.stored.add_module(number, nn.Module())
+        for meta in self.hosts[0].stored:
+            number, leaf = meta.name.split(".")
+            held = torch.zeros(meta.shape, dtype=getattr(torch, meta.dtype))
+            self.stored.get_submodule(number).register_buffer(leaf, held)
+        self.source = ModuleSource(self.stored)
+        self.fleet.trainers[0] = LocalTrainer(self.source), 0
+
+    def train(self) -> None:
+        super().train()
+        held = dict(self.stored.named_buffers())
+        for name, each in stored_of(self.model, self.hosts[0].formats).items():
+            held[name].copy_(each)
+
+
+def test_what_is_stored_alike_is_not_quantised_again() -> None:
+    async def work(loop: Loop) -> None:
+        assert isinstance(loop, Stored)
+        await loop.controller.connect()
+        for version in (1, 2, 3):
+            loop.train()
+            report = await loop.controller.update(version)
+            assert report.engines == {"e0": version, "e1": version}
+            assert set(report.routes.values()) == {
+                "it takes whole tensors: all are as its checkpoint stores them"
+            }
+            assert [host.differ(loop.model) for host in loop.hosts] == [[], []]
+        assert [host.num_loads for host in loop.hosts] == [1, 1]
+
+    drive_loop(work, cls=Stored)
 
 
 def test_a_loader_that_does_otherwise_loads_each_update() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -17,7 +17,7 @@ from weightsync.driver.trial import Trial, run_trial
 from weightsync.errors import PlanError, StateError, TransportError, WeightSyncError
 from weightsync.plan import MAPPED, Layout, Members, Plan, make_plan, same_dtype_tensors
 from weightsync.plan.layout import join_tables
-from weightsync.plan.layout_table import LayoutTable
+from weightsync.plan.layout_table import LayoutTable, unpack_names
 from weightsync.protocol.device_memory import LiveMemory, RankMemory
 from weightsync.protocol.messages import AttachReport, Prepared
 from weightsync.protocol.peers import HolderPeer, SharedPlan
@@ -218,12 +218,28 @@ async def _layouts(fleet: Fleet, config: SyncConfig) -> _Layouts:
     )
     needs = engines.require()
     sources = [_published(table, config) for table in trainers.require().values()]
-    ranks = {name: needs[f"engine {name}"] for name in live}
+    ranks = _that_take({name: needs[f"engine {name}"] for name in live}, sources)
     joined: dict[str, Layout] = {}
     for name, its in ranks.items():
         twin = next((other for other in joined if _alike(its, ranks[other])), None)
         joined[name] = joined[twin] if twin else join_tables(its)
     return _Layouts(sources, ranks, join_tables(sources), joined)
+
+
+def _that_take(
+    engines: Mapping[str, Sequence[LayoutTable]], trainers: Sequence[LayoutTable]
+) -> dict[str, Sequence[LayoutTable]]:
+    """Return the layouts of engines, of their own checkpoints' tensors where trainers have these."""
+    names: set[str] = set()
+    if any(len(rank.stored) for ranks in engines.values() for rank in ranks):
+        for packed in {trainer.names for trainer in trainers}:
+            names.update(unpack_names(packed))
+    return {name: _as_they_take(ranks, names) for name, ranks in engines.items()}
+
+
+def _as_they_take(ranks: Sequence[LayoutTable], names: Collection[str]) -> Sequence[LayoutTable]:
+    """Return the layouts of an engine's ranks for tensors of these names. All ranks store the same."""
+    return [rank.as_stored() for rank in ranks] if ranks[0].takes_stored(names) else ranks
 
 
 def _published(trainer: LayoutTable, config: SyncConfig) -> LayoutTable:
@@ -365,7 +381,8 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     member, plan, timeout_s = fleet.engines[name], connection.plan, config.timeout_s
     named = f"engine {name}"
     asked = await gather_named({named: member.peer.layout()}, "layout", timeout_s)
-    layouts = asked.require()[named]
+    names = {meta.name for meta in plan.tensors}
+    layouts = _as_they_take(asked.require()[named], names)
     twins = [other for other, known in connection.layouts.items() if _alike(layouts, known)]
     if not twins:
         raise PlanError(named, "its layout is new to the plan")

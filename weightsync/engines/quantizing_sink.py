@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,16 +51,19 @@ class QuantizingTables:
         places: where what is stored lives.
     """
 
-    def __init__(self, plan: Plan, slots: Sequence[torch.Tensor], places: StoredPlaces) -> None:
+    def __init__(
+        self, plan: Plan, slots: Sequence[torch.Tensor], places: StoredPlaces, formats: Mapping[str, Format]
+    ) -> None:
         """
         Args:
             slots: the bucket slots, uint8, on the device of the live parameters.
+            formats: of what is quantised, by the name of its weight. All else is stored as it comes.
 
         Raises:
             NoKernelError: a tensor is stored in a way that no kernel here writes.
         """
         self.places = places
-        self._plan = plan
+        self._plan, self._formats = plan, formats
         self._slots = [slot.data_ptr() for slot in slots]
         self._shapes = {meta.name: meta.shape for meta in plan.tensors}
         self._assembly = assemble(plan)
@@ -141,7 +144,7 @@ class QuantizingTables:
     def _format_of(self, meta: TensorMeta) -> Format | None:
         """Return the format of all parts of a tensor. Raises NoKernelError if they differ."""
         whole = torch.empty(meta.shape, device="meta")
-        forms = {self.places.formats.get(name) for name, _ in as_loaded(meta.name, whole, self._shapes)}
+        forms = {self._formats.get(name) for name, _ in as_loaded(meta.name, whole, self._shapes)}
         if len(forms) > 1:
             raise NoKernelError(f"experts of {meta.name} are stored in different formats")
         return forms.pop()

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -35,13 +36,14 @@ class Checkpoint:
     Attributes:
         tied: its (alias, canonical) names.
         linears: weights of linear layers, which an engine's own checkpoint may have quantised.
-        converts: what the engine makes of the tensors, see `RankLayout`.
+        converts, stored: what the engine makes of the tensors, see `RankLayout`.
     """
 
     tensors: tuple[TensorMeta, ...]
     tied: tuple[tuple[str, str], ...]
     linears: frozenset[str]
     converts: str = ""
+    stored: tuple[TensorMeta, ...] = ()
 
 
 class Host(Protocol):
@@ -68,8 +70,11 @@ class Host(Protocol):
         The first call finds it. No weights change.
         """
 
-    def loader(self) -> Loader:
-        """Return the engine's loader of whole tensors, for one update. Raises EngineError if it has none."""
+    def loader(self, stored: bool) -> Loader:
+        """Return the engine's loader of whole tensors, for one update. Raises EngineError if it has none.
+
+        `stored`: they are those that the engine's own checkpoint stores, see `Checkpoint`.
+        """
 
 
 class Rank:
@@ -85,6 +90,7 @@ class Rank:
         self._writer: LiveWriter | None = None
         self._parameters: LiveParameters | None = None
         self._tables: QuantizingTables | None = None
+        self._takes_stored = False
         self._engine = ""
 
     def answer(self, method: str, args: Sequence[Any]) -> object:
@@ -135,6 +141,7 @@ class Rank:
         """Connect to the holder. `tickets` has all ranks'. While `asleep`, the weights have no memory."""
         self.close()
         layout, ticket = self.layout(), tickets[self._rank]
+        self._takes_stored = layout.takes_stored({meta.name for meta in plan.tensors})
         self._feed, self._plan, self._engine = EngineFeed.open(ticket, plan, timeout_s), plan, ticket.engine
         if not layout.buffers:
             model = self._host.converted()
@@ -229,7 +236,8 @@ class Rank:
             return None
 
     def _load_whole(self, feed: EngineFeed, plan: Plan, attempt: int, timeout_s: float) -> Loaded:
-        sink = self._in_place_sink(plan) or WholeSink(plan, self._host.loader, self._device, self._parameters)
+        make_loader = partial(self._host.loader, self._takes_stored)
+        sink = self._in_place_sink(plan) or WholeSink(plan, make_loader, self._device, self._parameters)
         try:
             digests = feed.receive(attempt, sink, timeout_s)
         except Exception:
@@ -265,7 +273,8 @@ class Rank:
         if self._parameters is None or places is None:
             return
         try:
-            self._tables = QuantizingTables(plan, feed.slots, places)
+            formats = {} if self._takes_stored else places.formats
+            self._tables = QuantizingTables(plan, feed.slots, places, formats)
         except (NoKernelError, TransportError, torch.OutOfMemoryError) as error:
             self._logger.info("rank %d quantises tensor by tensor: %s", self._rank, error)
 
@@ -285,6 +294,5 @@ def checkpoint_of(hf_config: object, dtype: torch.dtype) -> Checkpoint:
 
 def _whole_layout(checkpoint: Checkpoint, device: str) -> RankLayout:
     segments = tuple(map(Segment.whole, checkpoint.tensors))
-    return RankLayout(
-        checkpoint.tensors, segments, checkpoint.tied, device=device, converts=checkpoint.converts
-    )
+    tensors, tied, converts = checkpoint.tensors, checkpoint.tied, checkpoint.converts
+    return RankLayout(tensors, segments, tied, device=device, converts=converts, stored=checkpoint.stored)

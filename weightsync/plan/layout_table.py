@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -157,6 +157,7 @@ class LayoutTable:
         padding: [k, 3], (name of the buffer, byte offset, nbytes).
         frozen: [k], names.
         device, stage, converts: those of the layout.
+        stored_names, stored: the names of the layout's stored tensors, as of `pack_names`, and these.
     """
 
     names: bytes
@@ -169,6 +170,8 @@ class LayoutTable:
     device: str
     stage: Stage | None
     converts: str
+    stored_names: bytes
+    stored: MetaTable
 
     @classmethod
     def of(cls, layout: RankLayout) -> LayoutTable:
@@ -193,6 +196,8 @@ class LayoutTable:
                 layout.device,
                 layout.stage,
                 layout.converts,
+                pack_names(meta.name for meta in layout.stored),
+                MetaTable.of(layout.stored, {meta.name: i for i, meta in enumerate(layout.stored)}),
             )
         except OverflowError:
             raise _too_large(layout) from None
@@ -210,6 +215,7 @@ class LayoutTable:
             self.stage,
             self.frozen_names(names),
             self.converts,
+            self.stored.metas(unpack_names(self.stored_names)),
         )
 
     def tied_names(self, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -224,8 +230,19 @@ class LayoutTable:
         """Return names of the frozen tensors. `names` are those of `unpack_names`."""
         return tuple(names[name] for name in self.frozen.tolist())
 
+    def takes_stored(self, names: Collection[str]) -> bool:
+        """Whether `names` of tensors that come are those of the stored ones, see `RankLayout`."""
+        if not len(self.stored):
+            return False
+        full = set(unpack_names(self.names))
+        return any(name in names for name in unpack_names(self.stored_names) if name not in full)
+
+    def as_stored(self) -> LayoutTable:
+        """Return the layout of the stored tensors."""
+        return LayoutTable.of(self.rank_layout().as_stored())
+
     def alike(self, other: LayoutTable) -> bool:
-        """Whether both layouts are equal, devices and conversions aside."""
+        """Whether both layouts are equal, devices, conversions and stored tensors aside."""
         parts = ("tensors", "segments", "tied", "buffers", "padding", "frozen")
         return (
             self.stage == other.stage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from heapq import nlargest
@@ -192,6 +192,7 @@ def _num_shared(one: str, other: str) -> int:
 
 
 MAPPED = "mapped"
+AS_STORED = "all are as its checkpoint stores them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +273,7 @@ class RankLayout:
         stage: which part of the model it knows, if it is not all.
         frozen: names of tensors that do not change after the first update.
         converts: what the rank makes of the tensors, if it does not keep their values; for reports.
+        stored: the tensors of the rank's own checkpoint, if it converts `tensors` to these. It takes either.
     """
 
     tensors: tuple[TensorMeta, ...]
@@ -283,3 +285,18 @@ class RankLayout:
     stage: Stage | None = None
     frozen: tuple[str, ...] = ()
     converts: str = ""
+    stored: tuple[TensorMeta, ...] = ()
+
+    def takes_stored(self, names: Collection[str]) -> bool:
+        """Whether `names` of tensors that come are those of `stored`. Only these have scales."""
+        full = {meta.name for meta in self.tensors}
+        return any(meta.name in names for meta in self.stored if meta.name not in full)
+
+    def for_tensors(self, names: Collection[str]) -> RankLayout:
+        """Return the layout with which the rank takes tensors of these names: its own, or `as_stored`."""
+        return self.as_stored() if self.takes_stored(names) else self
+
+    def as_stored(self) -> RankLayout:
+        """Return the layout of a rank that takes whole tensors of its own checkpoint."""
+        segments = tuple(map(Segment.whole, self.stored))
+        return RankLayout(self.stored, segments, self.tied, device=self.device, converts=AS_STORED)

@@ -52,10 +52,15 @@ class CheckpointStore:
     """
 
     def __init__(
-        self, paths: Sequence[str], share: int = 0, num_shares: int = 1, exclude: Collection[str] = ()
+        self,
+        paths: Sequence[str],
+        share: int = 0,
+        num_shares: int = 1,
+        exclude: Collection[str] = (),
+        stored: bool = False,
     ) -> None:
-        """Read and check the headers. Raises the errors of `contents`."""
-        found = contents(paths, exclude)
+        """Read and check the headers. `exclude` and `stored` as in `contents`, whose errors it raises."""
+        found = contents(paths, exclude, stored)
         self.tensors, self.origin = found.tensors, found.origin
         self._files = found.files
         self._shapes = {meta.name: meta for meta in found.tensors}

@@ -44,7 +44,7 @@ class Contents:
         return {stretch.tensor: str(self.files[stretch.buffer].path) for stretch in self.stretches}
 
 
-def contents(paths: Sequence[str], exclude: Collection[str] = ()) -> Contents:
+def contents(paths: Sequence[str], exclude: Collection[str] = (), stored: bool = False) -> Contents:
     """Read the headers of `paths`: files, index files, or folders that hold either.
 
     Single experts are declared as transformers' models stack them, see `stacked`. Float8 weights are declared
@@ -52,6 +52,7 @@ def contents(paths: Sequence[str], exclude: Collection[str] = ()) -> Contents:
 
     Args:
         exclude: names, as in the files, of tensors that no engine takes.
+        stored: declare all tensors as the files have them, also float8 weights and single experts.
 
     Raises:
         ConfigError: a file is missing, is not a safetensors file, or is truncated; an index names a
@@ -78,11 +79,11 @@ def contents(paths: Sequence[str], exclude: Collection[str] = ()) -> Contents:
         if name not in found:
             raise ConfigError("exclude", name, nearest(name, found))
         del found[name]
-    return _contents(files, found, scaled_weights(found))
+    return _contents(files, found, [] if stored else scaled_weights(found), stack=not stored)
 
 
 def _contents(
-    files: Sequence[StoredFile], found: Mapping[str, Place], scaled: Sequence[ScaledWeight]
+    files: Sequence[StoredFile], found: Mapping[str, Place], scaled: Sequence[ScaledWeight], *, stack: bool
 ) -> Contents:
     """Replace the weights of `scaled` by bfloat16 ones, in a further file for each that has some."""
     numbers = {file: number for number, file in enumerate(files)}
@@ -99,7 +100,8 @@ def _contents(
         Stretch(meta.name, Box.whole(meta.shape), meta.itemsize, number, start)
         for meta, number, start in held.values()
     ]
-    return Contents((*files, *more), *stacked([meta for meta, _, _ in held.values()], whole))
+    metas = [meta for meta, _, _ in held.values()]
+    return Contents((*files, *more), *(stacked(metas, whole) if stack else (tuple(metas), tuple(whole))))
 
 
 def _resolve(paths: Sequence[str]) -> Iterator[tuple[Path, Sequence[str]]]:

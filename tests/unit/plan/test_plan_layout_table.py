@@ -51,6 +51,7 @@ LAYOUTS = st.builds(
     st.none() | STAGES,
     st.lists(NAMES, max_size=4).map(tuple),
     NAMES,
+    metas(),
 )
 
 
@@ -60,12 +61,25 @@ def test_a_table_gives_its_layout_back(layout: RankLayout) -> None:
     assert sent.rank_layout() == layout
 
 
+def test_a_rank_takes_what_its_checkpoint_stores_where_that_has_scales() -> None:
+    full = TensorMeta("a.weight", "bfloat16", (8, 4)), TensorMeta("b", "bfloat16", (4,))
+    stored = TensorMeta("a.weight", "int8", (8, 4)), TensorMeta("a.weight_scale", "float32", (8, 1)), full[1]
+    layout = RankLayout(full, tuple(map(Segment.whole, full)), device="cuda:0", stored=stored)
+    table = LayoutTable.of(layout)
+    for names, takes in (({"a.weight", "b"}, False), ({meta.name for meta in stored}, True), (set(), False)):
+        assert layout.takes_stored(names) == table.takes_stored(names) == takes
+        assert layout.for_tensors(names) == (layout.as_stored() if takes else layout)
+    assert table.as_stored().rank_layout() == layout.as_stored()
+    assert (layout.as_stored().tensors, layout.as_stored().device) == (stored, "cuda:0")
+    assert not RankLayout(full, ()).takes_stored({meta.name for meta in stored})
+
+
 @given(LAYOUTS, LAYOUTS)
 def test_tables_are_alike_if_layouts_are_equal_but_for_devices_and_conversions(
     one: RankLayout, other: RankLayout
 ) -> None:
-    table, aside = LayoutTable.of(one), {"device": "", "converts": ""}
-    assert table.alike(LayoutTable.of(replace(one, device="cuda:other", converts="all")))
+    table, aside = LayoutTable.of(one), {"device": "", "converts": "", "stored": ()}
+    assert table.alike(LayoutTable.of(replace(one, device="cuda:other", converts="all", stored=())))
     assert table.alike(LayoutTable.of(other)) == (replace(one, **aside) == replace(other, **aside))
 
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.quantised import same_bits
 from tests.unit.sources.test_checkpoint_store import held
 from weightsync.errors import ConfigError, PlanError
+from weightsync.memory.digests import tensor_digest
 from weightsync.memory.quantize import quantize
 from weightsync.plan.formats import Format, Quantization
 from weightsync.sources.checkpoint_store import CheckpointStore
@@ -98,6 +100,19 @@ def test_without_a_configuration_they_stay_as_they_are_stored(tmp_path: Path) ->
     kept = {m.name for m in contents([str(tmp_path)]).tensors if m.dtype == "float8_e4m3fn"}
     assert kept == {"a.weight", "b.weight"}
     assert stored["a.weight"].dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("config", [BLOCKS, CHANNELS], ids=["blocks", "channels"])
+def test_they_are_served_as_they_are_stored_if_asked(config: dict[str, Any], tmp_path: Path) -> None:
+    stored, _ = save(tmp_path, config)
+    source = CheckpointStore([str(tmp_path)], stored=True)
+    source.read()
+    found = held(source)
+    assert found.keys() == stored.keys()
+    assert all(same_bits(found[name], tensor) for name, tensor in stored.items())
+    assert source.published(source.tensors).digests.tolist() == [
+        tensor_digest(stored[meta.name], meta.shape) for meta in source.tensors
+    ]
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ class SglangHost:
 
     def places(self) -> None: ...
 
-    def loader(self) -> Loads:
+    def loader(self, stored: bool) -> Loads:
         reason = self.stored_otherwise()
         if reason and not self._settings.repacks:
             raise EngineError(

@@ -71,7 +71,8 @@ class _Host:
         self._stored = stored_tensors(checkpoint, self._formats)
         if quantization.groups:  # vLLM's online quantisation takes the tensors as they are
             require_stored(self.model(), checkpoint.linears, self._formats)
-        return replace(checkpoint, converts=summary(self._formats))
+        stored = tuple(self._stored) if self._formats else ()
+        return replace(checkpoint, converts=summary(self._formats), stored=stored)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         known_as = loader_names(self.model())
@@ -96,13 +97,14 @@ class _Host:
             )
         return self._places
 
-    def loader(self) -> Loader:
-        if not self._formats:
-            return self._reload()
+    def loader(self, stored: bool) -> Loader:
         places = self.places()
+        loader: Loader
         if places is None or places.are_right is False:
-            return QuantizingLoader(self._reload(), self._formats)
-        return QuantizingLoader(StoredLoader(places, self._reload), self._formats)
+            loader = self._reload()
+        else:
+            loader = StoredLoader(places, self._reload)
+        return loader if stored or not self._formats else QuantizingLoader(loader, self._formats)
 
     def _reload(self) -> Reload:
         return Reload(self._runner.get_model(), self._runner.model_config, self._device)
