@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from weightsync.actors.claim import Claimable
@@ -50,6 +50,9 @@ class TrainerShard(Claimable):
             update, and after it their digests are compared alone. An update raises StateError if one changed.
         offloads: True if the trainer shares its GPU with an engine and calls `offload`. Weights then travel
             through host memory.
+        quantization: the ``quantization_config`` of the engines, to quantise linear layers here: fewer bytes
+            travel. All engines must be quantised alike, and each rank must hold whole blocks. See
+            docs/quantised.md.
     """
 
     model: Any
@@ -60,6 +63,7 @@ class TrainerShard(Claimable):
     _names: Names | None = None
     _frozen: Collection[str] = ()
     _offloads: bool = False
+    _quantization: Mapping[str, Any] | None = None
     _made: ModelSource | None = None
     _attached: Source | None = None
     _attached_plan: Plan | None = None
@@ -73,9 +77,10 @@ class TrainerShard(Claimable):
         offloads: bool = False,
         names: Names | None = None,
         frozen: Collection[str] = (),
+        quantization: Mapping[str, Any] | None = None,
     ) -> None:
         self._slot, self._exclude, self._offloads, self._names = slot, exclude, offloads, names
-        self._frozen = frozen
+        self._frozen, self._quantization = frozen, quantization
 
     def offload(self) -> None:
         """Release the GPU memory of all parameters and persistent buffers of ``self.model``.
@@ -164,6 +169,7 @@ class TrainerShard(Claimable):
                 ("names", self._names),
                 ("frozen", self._frozen),
                 ("offloads", self._offloads),
+                ("quantization", self._quantization),
             ):
                 if given:
                     raise ConfigError(name, given, "leave it out: self.source decides")
@@ -178,6 +184,7 @@ class TrainerShard(Claimable):
                 frozen=self._frozen,
                 offloads=self._offloads,
                 hf_config=self.hf_config,
+                quantization=self._quantization,
             )
         if self._made.model is not self.model:
             self._made.replace(self.model)

@@ -76,14 +76,8 @@ class WeightSync:
         self._fleet = Fleet([], {}, [], share=share)
         self._controller = Controller(self.config, self._fleet)
         self._members = members = Membership(self.config, self._fleet, self._controller, name)
-        self._healer = Healer(
-            self.config,
-            self._fleet,
-            self._controller,
-            members.respawn,
-            members.can_respawn,
-            members.rejoin,
-        )
+        parts = self.config, self._fleet, self._controller
+        self._healer = Healer(*parts, members.respawn, members.can_respawn, members.rejoin)
         self._faults: FaultPlan | None = None
         self._armed: set[int] = set()
         self._metrics = Metrics(cluster)
@@ -160,9 +154,8 @@ class WeightSync:
             ConfigError, PlanError: a file cannot be used; names the file and the tensor.
         """
         on = nodes or [ray.get_runtime_context().get_node_id()]
-        self._loop.run_concurrently(
-            self._members.register_checkpoint(name, files, on, exclude, stored)
-        ).result()
+        registering = self._members.register_checkpoint(name, files, on, exclude, stored)
+        self._loop.run_concurrently(registering).result()
         return self._loop.run_concurrently(self._members.checkpoints.read(name))
 
     def unregister_checkpoint(self, name: str) -> None:

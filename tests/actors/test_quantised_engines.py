@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import pytest
 import ray
+from safetensors.torch import load_file
 
 from tests.actors.bf16_trainer import Bf16Trainer
 from tests.actors.faulty import pid
@@ -233,3 +234,26 @@ def test_a_checkpoint_in_another_format_than_the_engine_does_not_connect(
         with pytest.raises(PlanError, match="weight_zero_point"):
             sync.connect()
     end(engine)
+
+
+def test_trainers_that_quantise_send_a_third_and_engines_answer_alike(
+    cluster: None, checkpoints: Checkpoints, start_int4: Callable[[str], Any], tmp_path: Path
+) -> None:
+    """Two FSDP2 ranks hold halves of each matrix."""
+    arguments = (2, str(tmp_path / "meeting"), str(checkpoints[0][0]), INT4)
+    trainers = [spawn(Bf16Trainer, rank, *arguments) for rank in range(2)]
+    engine = start_int4("int4")
+    with WeightSync(SyncConfig(bucket_bytes=64 << 10)) as sync:
+        sync.register_trainers(trainers)
+        sync.register_engines({"int4": engine})
+        sync.connect()
+        for version, (path, answers) in enumerate([*checkpoints, checkpoints[0]], start=1):
+            train(trainers, path)
+            report = sync.update_weights(version)
+            assert report.routes == {"int4": "it takes whole tensors: all are as its checkpoint stores them"}
+            assert says(engine) == answers["int4"]
+        full = sum(each.nbytes for each in load_file(checkpoints[0][0] / "model.safetensors").values())
+        assert report.nbytes < full / 2
+    end(engine)
+    for trainer in trainers:
+        ray.kill(trainer)

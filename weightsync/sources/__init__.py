@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pkgutil import resolve_name
+from typing import Any
 
 from weightsync.errors import ConfigError, nearest
 from weightsync.sources.base import ExportsWeights, ModelSource, Offloads, Source
@@ -27,10 +28,11 @@ def make_source(
     frozen: Collection[str] = (),
     offloads: bool = False,
     hf_config: object = None,
+    quantization: Mapping[str, Any] | None = None,
 ) -> ModelSource:
-    """Import and make the source of `model`, or of a list of its chunks.
+    """Import and make the source of `model`, or of a list of its chunks. Arguments are `TrainerShard`'s.
 
-    Raises ConfigError if its type has no entry in `SOURCES`.
+    Raises ConfigError if its type has no entry in `SOURCES`, or if another argument excludes `quantization`.
     """
     chunk = model[0] if isinstance(model, (list, tuple)) and model else model
     bases = [f"{each.__module__}.{each.__qualname__}" for each in type(chunk).__mro__]
@@ -38,7 +40,28 @@ def make_source(
     if found is None:
         remedy = f"set self.source, or give a model of a known type; {nearest(bases[0], SOURCES)}"
         raise ConfigError("self.model", bases[0], remedy)
+    if quantization is not None:
+        return _quantized(model, found, quantization, exclude, frozen, {"names": names, "offloads": offloads})
     source: ModelSource = resolve_name(found)(
         model, exclude, names=names, frozen=frozen, offloads=offloads, hf_config=hf_config
     )
     return source
+
+
+def _quantized(
+    model: Any,  # noqa: ANN401 - a framework's
+    found: str,
+    quantization: Mapping[str, Any],
+    exclude: Collection[str],
+    frozen: Collection[str],
+    others: Mapping[str, object],
+) -> ModelSource:
+    if found != SOURCES["torch.nn.modules.module.Module"]:
+        remedy = "leave it out: weights of this model are quantised on the engine"
+        raise ConfigError("quantization", type(model).__name__, remedy)
+    for name, given in others.items():
+        if given:
+            raise ConfigError(name, given, "leave it out: weights that are quantised here do not take it")
+    from weightsync.sources.quantized_module import QuantizedModuleSource
+
+    return QuantizedModuleSource(model, quantization, exclude, frozen=frozen)

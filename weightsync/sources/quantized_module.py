@@ -1,0 +1,174 @@
+"""Weights of an `nn.Module` that travel as a quantised checkpoint stores them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from weightsync.errors import ConfigError
+from weightsync.memory.addresses import AddressGuard, local_tensor
+from weightsync.memory.quantize import quantize
+from weightsync.plan import Box, RankLayout, Segment, TensorMeta
+from weightsync.plan.formats import MICROSCALING, Format, Quantization
+from weightsync.sources.local_weights import LocalWeights
+from weightsync.sources.module import ModuleSource
+
+DTYPE = "bfloat16"
+"""The dtype from which weights are quantised, as engines do."""
+
+_FIELD = "quantization"
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """This rank's rows of a quantised weight, and the buffers of what is stored of them, by suffix."""
+
+    form: Format
+    buffers: Mapping[str, torch.Tensor]
+
+
+class QuantizedModuleSource(ModuleSource):
+    """A `ModuleSource` whose linear layers are quantised by the rank that holds their rows.
+
+    Only engines that are quantised alike take them. Bytes do not depend on how the model is cut: each rank
+    holds whole blocks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        quantization: Mapping[str, Any],
+        exclude: Collection[str] = (),
+        *,
+        frozen: Collection[str] = (),
+    ) -> None:
+        """
+        Args:
+            quantization: the ``quantization_config`` of the engines.
+            exclude, frozen: those of `TrainerShard`.
+
+        Raises:
+            ConfigError: a format that is not known, or that needs more than a rank's rows.
+        """
+        super().__init__(model, exclude, frozen=frozen)
+        self._quantization = Quantization.read(quantization)
+        self._stored: RankLayout | None = None
+        self._matrices: dict[str, _Matrix] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def _weights(self) -> LocalWeights:
+        weights = super()._weights()
+        self._stored = self._store(super()._selected(weights), weights.tensors)
+        return replace(weights, tensors={**weights.tensors, **self._buffers})
+
+    def _selected(self, weights: LocalWeights) -> RankLayout:
+        assert self._stored is not None
+        return self._stored
+
+    def _tensors(self) -> Mapping[str, torch.Tensor]:
+        return {**super()._tensors(), **self._buffers}
+
+    def _watch(self, weights: LocalWeights) -> _Guard:
+        return _Guard(self.model, {n: t for n, t in weights.tensors.items() if n not in self._buffers})
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Quantise this rank's rows, as they are now."""
+        super()._finish()
+        live = super()._tensors()
+        for name, matrix in self._matrices.items():
+            rows = local_tensor(live[name]).to(getattr(torch, DTYPE))
+            for suffix, made in quantize(rows, matrix.form) if len(rows) else ():
+                if suffix in matrix.buffers:
+                    matrix.buffers[suffix].copy_(made)
+
+    def _store(self, layout: RankLayout, live: Mapping[str, torch.Tensor]) -> RankLayout:
+        """Return the layout of what is stored, and allocate buffers for it the first time."""
+        forms = self._forms(layout)
+        metas = {meta.name: meta for meta in layout.tensors}
+        stored = {name: forms[name].stored(replace(metas[name], dtype=DTYPE)) for name in forms}
+        segments: list[Segment] = []
+        for segment in layout.segments:
+            if segment.tensor in forms:
+                device = local_tensor(live[segment.buffer]).device
+                segments += self._cut(segment, metas[segment.tensor], forms[segment.tensor], stored, device)
+            else:
+                segments.append(segment)
+        tensors = tuple(each for meta in layout.tensors for each in stored.get(meta.name, (meta,)))
+        frozen = tuple(each.name for name in layout.frozen for each in stored.get(name, (metas[name],)))
+        return replace(layout, tensors=tensors, segments=tuple(segments), frozen=frozen)
+
+    def _forms(self, layout: RankLayout) -> dict[str, Format]:
+        """Return the formats of linear layers, by name. Raises ConfigError for what a rank cannot make."""
+        linears = {
+            f"{path}.weight" for path, module in self.model.named_modules() if isinstance(module, nn.Linear)
+        }
+        found = {}
+        for meta in layout.tensors:
+            form = self._quantization.of(meta.name) if meta.name in linears else None
+            if form is None:
+                continue
+            if form.rule in MICROSCALING or form.block == (0, 0) or not form.symmetric:
+                remedy = "quantise on the engine: leave quantization out"
+                raise ConfigError(f"{_FIELD} of {meta.name}", str(form), remedy)
+            found[meta.name] = form
+        return found
+
+    def _cut(
+        self,
+        segment: Segment,
+        meta: TensorMeta,
+        form: Format,
+        stored: Mapping[str, tuple[TensorMeta, ...]],
+        device: torch.device,
+    ) -> list[Segment]:
+        """Return what is stored of a rank's rows. Raises ConfigError if they cut a block."""
+        first, end, rows = segment.box.offset[0], segment.box.end[0], meta.shape[0]
+        block = form.block[0]
+        if segment.box.extent[1] != meta.shape[1] or first % block or (end % block and end != rows):
+            remedy = f"a rank has to hold whole blocks of {form}; leave quantization out, or cut otherwise"
+            raise ConfigError(f"{_FIELD} of {meta.name}", f"its part {segment.box}", remedy)
+        buffers, segments = {}, []
+        for each in stored[meta.name]:
+            suffix = each.name[len(meta.name.removesuffix("weight")) :]
+            scale = block if suffix == form.scale_suffix else 1
+            box = Box.whole(each.shape)
+            if suffix != "weight_shape":
+                held = (-(-end // scale) - first // scale, *each.shape[1:])
+                box = Box((first // scale, *[0] * (len(each.shape) - 1)), held)
+            buffer = self._buffer(each, box, device)
+            if suffix == "weight_shape":
+                buffer.copy_(torch.tensor(meta.shape))
+            else:
+                buffers[suffix] = buffer
+            segments.append(Segment(each.name, box, _buffer_name(each), 0, box.strides(each.itemsize)))
+        self._matrices[segment.buffer] = _Matrix(form, buffers)
+        return segments
+
+    def _buffer(self, meta: TensorMeta, box: Box, device: torch.device) -> torch.Tensor:
+        """Return this rank's part of a stored tensor, which stays where it is."""
+        name, dtype = _buffer_name(meta), getattr(torch, meta.dtype)
+        held = self._buffers.get(name)
+        if held is None or held.shape != box.extent or held.device != device:
+            held = self._buffers[name] = torch.empty(box.extent, dtype=dtype, device=device)
+        return held
+
+
+class _Guard(AddressGuard):
+    """Guards the model's own tensors. Buffers of what is stored do not move."""
+
+    def __init__(self, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(module, tensors)
+        self._names = frozenset(tensors)
+
+    def moved(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        return super().moved({name: each for name, each in tensors.items() if name in self._names})
+
+
+def _buffer_name(meta: TensorMeta) -> str:
+    """Return a name that no tensor of a model has."""
+    return f"{meta.name} as it is stored"
