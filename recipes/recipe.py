@@ -104,10 +104,12 @@ class TrainerSpec:
             tensor's elements (ZeRO-3), ``megatron`` cuts a dense model by tensor parallelism and a
             mixture by its experts, ``plain`` has the whole model on each rank (DDP).
         count: number of ranks, each an actor.
+        quantize: whether trainers quantise linear layers, in place of engines, so that fewer bytes travel.
     """
 
     kind: Literal["fsdp2", "deepspeed", "megatron", "plain"] = "fsdp2"
     count: Positive = 2
+    quantize: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, field="trainers")
@@ -225,6 +227,7 @@ class Recipe:
             if spec.quantization != (first := next(iter(self.engines.values()))).quantization:
                 remedy = f"give {first.quantization}, as the first group has: all engines take one dtype"
                 raise ConfigError(f"engines.{group}.quantization", spec.quantization, remedy)
+        self._check_quantize()
         if self.loop.prompts_per_step % self.trainers.count:
             remedy = f"give a multiple of trainers.count, {self.trainers.count}"
             raise ConfigError("loop.prompts_per_step", self.loop.prompts_per_step, remedy)
@@ -245,6 +248,20 @@ class Recipe:
             )
             raise ConfigError("loop.sleep", self.loop.sleep, remedy)
         check_events(self.engine_specs, self.events, self.loop.steps)
+
+    def _check_quantize(self) -> None:
+        """Raise ConfigError if trainers cannot quantise, or no engine takes what they make."""
+        if not self.trainers.quantize:
+            return
+        remedy = ""
+        if all(spec.quantization == "none" for spec in self.engines.values()):
+            remedy = "give engines a quantization"
+        elif self.trainers.kind not in ("fsdp2", "plain"):
+            remedy = f"give trainers.kind fsdp2 or plain; {self.trainers.kind} cannot"
+        elif self.loop.sleep:
+            remedy = "give loop.sleep 0; trainers that offload cannot"
+        if remedy:
+            raise ConfigError("trainers.quantize", True, remedy)
 
     @property
     def engine_specs(self) -> dict[str, EngineSpec]:

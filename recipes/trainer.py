@@ -16,6 +16,7 @@ from weightsync.protocol.ports import listen
 from weightsync.protocol.routes import joined, keep_to_interface_of, own_address
 from weightsync.recipes.grpo import Group
 from weightsync.recipes.learner import Learner
+from weightsync.recipes.quantised import INT4
 from weightsync.recipes.recipe import LoopSpec, TrainerSpec
 
 PATIENCE = timedelta(seconds=60)
@@ -27,7 +28,7 @@ class GrpoTrainer(TrainerShard):
     def __init__(
         self, rank: int, spec: TrainerSpec, model_path: str, loop: LoopSpec, slot: str | None, device: str
     ) -> None:
-        super().__init__(slot, offloads=loop.sleep > 0)
+        super().__init__(slot, offloads=loop.sleep > 0, quantization=INT4 if spec.quantize else None)
         self._rank, self._spec = rank, spec
         self._model_path, self._loop, self._device = model_path, loop, device
         self._store: TCPStore | None = None

@@ -50,12 +50,20 @@ def test_groups_of_engines_with_other_numbers_of_ranks_serve_the_same_version(tm
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="needs vLLM")
-def test_rollouts_of_int4_engines_train_the_quickstart_to_its_target(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("quantize", "converts"),
+    [
+        ("false", "it takes whole tensors, of which 14 become int4 with a scale for 1 x 32"),
+        ("true", "it takes whole tensors: all are as its checkpoint stores them"),
+    ],
+)
+def test_rollouts_of_int4_engines_train_the_quickstart_to_its_target(
+    quantize: str, converts: str, tmp_path: Path
+) -> None:
     int4 = ("--set", "engines.main.kind=vllm", "--set", "engines.main.quantization=int4")
-    report = run(tmp_path / "run", "quickstart", *int4)
+    report = run(tmp_path / "run", "quickstart", *int4, "--set", f"trainers.quantize={quantize}")
     assert report["status"] == "done"
     assert len(report["steps"]) == 25
-    converts = "it takes whole tensors, of which 14 become int4 with a scale for 1 x 32"
     assert set(report["steps"][-1]["routes"].values()) == {converts}
     assert converts in (tmp_path / "run" / "report.html").read_text()
 
