@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -13,6 +14,7 @@ from weightsync.engines.live_digest import LiveParameters
 from weightsync.engines.quantizing_sink import QuantizingSink, QuantizingTables
 from weightsync.engines.stored_places import StoredPlaces
 from weightsync.engines.whole_sink import as_loaded
+from weightsync.memory.digests import tensor_digest
 from weightsync.memory.quantize import quantize
 from weightsync.memory.tensors import meta_of
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
@@ -133,3 +135,17 @@ class Rig:
                 live[name.replace(".", "_")], data.t().contiguous() if name == "b.weight" else data
             )
         ]
+
+    def check_updates(self) -> None:
+        """Take three updates, each by way of other memory, and compare every byte and digest."""
+        assert self.plan.num_buckets > 5
+        kept = []
+        for seed in (0, 1, 0):
+            tensors, sink = trained(seed), self.sink()
+            kept.append(torch.empty(self.tables.nbytes + seed, dtype=torch.uint8, device=self.device))
+            self.take(sink, tensors)
+            sink.finish()
+            wanted = [tensor_digest(tensors[meta.name], meta.shape) for meta in self.plan.tensors]
+            np.testing.assert_array_equal(sink.digests(), np.array(wanted, np.uint64))
+            assert sink.live == self.parameters.digest()
+            assert self.differ(tensors) == []

@@ -5,7 +5,7 @@ Ranks, holders and the driver are real; device memory is host memory here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import nn
 from tests.fleets.direct import Direct, Shared, Staging
 from tests.fleets.direct import drive as drive_direct
 from tests.fleets.loop import CONFIG
+from tests.fleets.rank_engine import RankEngine
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
@@ -27,10 +28,10 @@ from weightsync.holder.snapshots import FlatSnapshot
 from weightsync.holder.staging import HostStaging
 from weightsync.memory.tensors import meta_of
 from weightsync.plan import Plan, RankLayout
-from weightsync.protocol.handles import Attached, Export, LiveExport
-from weightsync.protocol.messages import FeedTicket, LiveDigest, Loaded
+from weightsync.protocol.handles import Export, LiveExport
+from weightsync.protocol.messages import LiveDigest
 from weightsync.report import SyncReport
-from weightsync.testing import DictEngine, LocalEngine
+from weightsync.testing import LocalEngine
 
 CPU = torch.device("cpu")
 
@@ -93,19 +94,8 @@ def packed(tensor: torch.Tensor) -> nn.Parameter:
     return nn.Parameter((tensor.detach() * 100).to(torch.int8), requires_grad=False)
 
 
-class Engine(DictEngine):
-    """Serves what its `rank` holds."""
-
+class Engine(RankEngine):
     rank: Packing
-
-    def layout(self) -> Sequence[RankLayout]:
-        return [self.rank.layout()]
-
-    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
-        return [self.rank.attach(plan, tickets, timeout_s, False)]
-
-    def load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
-        return [self.rank.load(attempt, timeout_s)]
 
     @property
     def host(self) -> Host:
@@ -114,9 +104,6 @@ class Engine(DictEngine):
     @property
     def held(self) -> Mapping[str, torch.Tensor]:
         return self.host.packed.state_dict()
-
-    def close(self) -> None:
-        self.rank.close()
 
 
 class Copying(Staging):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.fleets.loop import CONFIG, Loop
 from tests.fleets.loop import drive as drive_loop
+from tests.fleets.rank_engine import RankEngine
 from tests.kernel_doubles import use_doubles
 from tests.quantised import same_bits
 from weightsync.config import SyncConfig
@@ -22,12 +23,10 @@ from weightsync.engines.stored_places import StoredLoader, StoredPlaces
 from weightsync.engines.whole_sink import Loader
 from weightsync.memory.quantize import quantize
 from weightsync.memory.tensors import meta_of
-from weightsync.plan import Plan, RankLayout, Segment
+from weightsync.plan import Segment
 from weightsync.plan.formats import Format
-from weightsync.protocol.handles import Attached
-from weightsync.protocol.messages import FeedTicket, Loaded
 from weightsync.sources.module import ModuleSource
-from weightsync.testing import DictEngine, LocalEngine, LocalTrainer
+from weightsync.testing import LocalEngine, LocalTrainer
 
 CPU = torch.device("cpu")
 INT8 = Format(rule="compressed-tensors", values="int8", block=(1, 0))
@@ -112,27 +111,12 @@ def stored_of(model: nn.Module, formats: Collection[str]) -> dict[str, torch.Ten
     return stored
 
 
-class Engine(DictEngine):
-    """Serves what its rank holds."""
-
+class Engine(RankEngine):
     host: Host
-    rank: Rank
-
-    def layout(self) -> Sequence[RankLayout]:
-        return [self.rank.layout()]
-
-    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
-        return [self.rank.attach(plan, tickets, timeout_s, False)]
-
-    def load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
-        return [self.rank.load(attempt, timeout_s)]
 
     @property
     def held(self) -> Mapping[str, torch.Tensor]:
         return self.host.live.state_dict()
-
-    def close(self) -> None:
-        self.rank.close()
 
 
 class Fleet(Loop):
