@@ -282,10 +282,10 @@ def test_quantized_weights_need_an_sglang_that_processes_them_again() -> None:
         settings = RankSettings("e0", "", "bfloat16", repacks)
         host = sglang_worker.SglangHost(model, torch.device("cpu"), settings)
         if repacks:
-            assert host.loader()
+            assert host.loader(stored=False)
         else:
             with pytest.raises(EngineError, match=r"Fp8LinearMethod.*before 0\.5\.21"):
-                host.loader()
+                host.loader(stored=False)
 
 
 def test_a_quantised_checkpoint_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:

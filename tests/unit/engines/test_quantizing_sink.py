@@ -1,6 +1,6 @@
 """Buckets quantised in place, with the GPU's kernels replaced by the reference on a CPU.
 
-`tests/gpu/test_quantizing_sink.py` runs the kernels.
+`tests/gpu/test_quantised_in_place_on_gpu.py` runs the kernels.
 """
 
 from __future__ import annotations
