@@ -16,6 +16,7 @@ from tests.kernel_doubles import use_doubles
 from tests.quantised import same_bits
 from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineState
+from weightsync.engines import quantizing_sink
 from weightsync.engines.live_digest import parameters_of
 from weightsync.engines.quantizing_loader import QuantizingLoader, stored_tensors
 from weightsync.engines.rank import Checkpoint, Rank
@@ -213,6 +214,28 @@ def test_a_loader_that_does_otherwise_loads_each_update() -> None:
             }
         assert [host.num_loads for host in loop.hosts] == [3, 3]
 
+    drive(work)
+
+
+def test_without_a_kernel_tensors_are_written_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Format] = []
+
+    def can_quantize(_: torch.Tensor, form: Format) -> bool:
+        asked.append(form)
+        return False
+
+    async def work(loop: Fleet) -> None:
+        await loop.controller.connect()
+        for version in (1, 2, 3):
+            loop.train()
+            report = await loop.controller.update(version)
+            proof = "live weights with what was quantised and with 1 engine alike"
+            assert report.proofs == {"e0": proof, "e1": proof}
+            assert [host.differ(loop.model) for host in loop.hosts] == [[], []]
+        assert [host.num_loads for host in loop.hosts] == [1, 1]
+        assert len(asked) == 2, "each engine asks once"
+
+    monkeypatch.setattr(quantizing_sink, "can_quantize", can_quantize)
     drive(work)
 
 

@@ -90,7 +90,7 @@ class Rank:
         self._writer: LiveWriter | None = None
         self._parameters: LiveParameters | None = None
         self._tables: QuantizingTables | None = None
-        self._takes_stored = False
+        self._takes_stored, self._has_kernels = False, True
         self._engine = ""
 
     def answer(self, method: str, args: Sequence[Any]) -> object:
@@ -142,6 +142,7 @@ class Rank:
         self.close()
         layout, ticket = self.layout(), tickets[self._rank]
         self._takes_stored = layout.takes_stored({meta.name for meta in plan.tensors})
+        self._has_kernels = True
         self._feed, self._plan, self._engine = EngineFeed.open(ticket, plan, timeout_s), plan, ticket.engine
         if not layout.buffers:
             model = self._host.converted()
@@ -270,12 +271,13 @@ class Rank:
     def _prepare_tables(self, feed: EngineFeed, plan: Plan) -> None:
         """Prepare to quantise in place, where an update has shown that the places are right."""
         places = self._shown_places()
-        if self._parameters is None or places is None:
+        if self._parameters is None or places is None or not self._has_kernels:
             return
         try:
             formats = {} if self._takes_stored else places.formats
             self._tables = QuantizingTables(plan, feed.slots, places, formats)
         except (NoKernelError, TransportError, torch.OutOfMemoryError) as error:
+            self._has_kernels = False  # until the next plan
             self._logger.info("rank %d quantises tensor by tensor: %s", self._rank, error)
 
 
