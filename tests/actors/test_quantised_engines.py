@@ -208,7 +208,7 @@ def test_checkpoints_that_are_quantised_alike_are_served_as_they_are_stored(
         sync.connect()
         for path, answers in [*checkpoints, checkpoints[0]]:
             report = sync.update_weights(checkpoint=path.name)
-            assert report.routes == {"int4": "it takes whole tensors: all are as its checkpoint stores them"}
+            assert report.routes == {"int4": "it takes whole tensors, of which none is converted"}
             assert report.proofs == {"int4": "what its loader got; no engine is alike"}
             assert says(started[-1]) == answers["int4"]
         os.kill(pid(started[0]), signal.SIGKILL)
@@ -250,7 +250,7 @@ def test_trainers_that_quantise_send_a_third_and_engines_answer_alike(
         for version, (path, answers) in enumerate([*checkpoints, checkpoints[0]], start=1):
             train(trainers, path)
             report = sync.update_weights(version)
-            assert report.routes == {"int4": "it takes whole tensors: all are as its checkpoint stores them"}
+            assert report.routes == {"int4": "it takes whole tensors, of which none is converted"}
             assert says(engine) == answers["int4"]
         full = sum(each.nbytes for each in load_file(checkpoints[0][0] / "model.safetensors").values())
         assert report.nbytes < full / 2

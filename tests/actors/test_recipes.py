@@ -54,7 +54,7 @@ def test_groups_of_engines_with_other_numbers_of_ranks_serve_the_same_version(tm
     ("quantize", "converts"),
     [
         ("false", "it takes whole tensors, of which 14 become int4 with a scale for 1 x 32"),
-        ("true", "it takes whole tensors: all are as its checkpoint stores them"),
+        ("true", "it takes whole tensors, of which none is converted"),
     ],
 )
 def test_rollouts_of_int4_engines_train_the_quickstart_to_its_target(

@@ -66,13 +66,14 @@ class Comparison:
             return "live weights"
         if report.are_copied:
             return "live weights with what its loader had made of them"
-        alike = count_text(self._live.num_alike(name), "engine") if self._live.num_alike(name) else ""
+        num_alike = self._live.num_alike(name)
+        alike = f"{count_text(num_alike, 'engine')} alike" if num_alike else ""
         if report.are_compared:
-            return "live weights with what was quantised" + (f" and with {alike} alike" if alike else "")
+            return "live weights with what was quantised" + (f" and with {alike}" if alike else "")
         if not any(report.live):
             return "what its loader got"
         if alike:
-            return f"what its loader got, and live weights with {alike} alike"
+            return f"what its loader got, and live weights with {alike}"
         return "what its loader got; no engine is alike"
 
     async def changed_frozen(self, plan: Plan, version: int) -> str:

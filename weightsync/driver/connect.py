@@ -218,7 +218,7 @@ async def _layouts(fleet: Fleet, config: SyncConfig) -> _Layouts:
     )
     needs = engines.require()
     sources = [_published(table, config) for table in trainers.require().values()]
-    ranks = _that_take({name: needs[f"engine {name}"] for name in live}, sources)
+    ranks = _as_taken({name: needs[f"engine {name}"] for name in live}, sources)
     joined: dict[str, Layout] = {}
     for name, its in ranks.items():
         twin = next((other for other in joined if _alike(its, ranks[other])), None)
@@ -226,7 +226,7 @@ async def _layouts(fleet: Fleet, config: SyncConfig) -> _Layouts:
     return _Layouts(sources, ranks, join_tables(sources), joined)
 
 
-def _that_take(
+def _as_taken(
     engines: Mapping[str, Sequence[LayoutTable]], trainers: Sequence[LayoutTable]
 ) -> dict[str, Sequence[LayoutTable]]:
     """Return the layouts of engines, of their own checkpoints' tensors where trainers have these."""
@@ -234,10 +234,10 @@ def _that_take(
     if any(len(rank.stored) for ranks in engines.values() for rank in ranks):
         for packed in {trainer.names for trainer in trainers}:
             names.update(unpack_names(packed))
-    return {name: _as_they_take(ranks, names) for name, ranks in engines.items()}
+    return {name: _ranks_as_taken(ranks, names) for name, ranks in engines.items()}
 
 
-def _as_they_take(ranks: Sequence[LayoutTable], names: Collection[str]) -> Sequence[LayoutTable]:
+def _ranks_as_taken(ranks: Sequence[LayoutTable], names: Collection[str]) -> Sequence[LayoutTable]:
     """Return the layouts of an engine's ranks for tensors of these names. All ranks store the same."""
     return [rank.as_stored() for rank in ranks] if ranks[0].takes_stored(names) else ranks
 
@@ -382,7 +382,7 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     named = f"engine {name}"
     asked = await gather_named({named: member.peer.layout()}, "layout", timeout_s)
     names = {meta.name for meta in plan.tensors}
-    layouts = _as_they_take(asked.require()[named], names)
+    layouts = _ranks_as_taken(asked.require()[named], names)
     twins = [other for other, known in connection.layouts.items() if _alike(layouts, known)]
     if not twins:
         raise PlanError(named, "its layout is new to the plan")

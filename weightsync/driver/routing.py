@@ -15,7 +15,6 @@ from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.errors import ConfigError, VerifyError
 from weightsync.plan import Layout, Plan, Reads, Reshard, same_dtype_tensors
-from weightsync.plan.segment import AS_STORED
 from weightsync.protocol.device_memory import DeviceMemory, RankMemory
 from weightsync.protocol.messages import UpdateTask
 
@@ -45,7 +44,7 @@ def obstacle(
         converts: what these make of the tensors, see `RankLayout`.
     """
     if converts:
-        return f"it takes whole tensors{':' if converts == AS_STORED else ', of which'} {converts}"
+        return f"it takes whole tensors, of which {converts}"
     if config.mode == "broadcast":
         return "sync.mode is broadcast"
     if demoted:

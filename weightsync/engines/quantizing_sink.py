@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,8 +23,6 @@ from weightsync.plan.assembly import assemble
 from weightsync.plan.copies import BoxCopy, Copies, box_copies
 from weightsync.plan.formats import Format
 from weightsync.protocol.messages import Digests, LiveDigest
-
-logger = logging.getLogger("weightsync.engines.quantizing_sink")
 
 _ALIGN = 256
 

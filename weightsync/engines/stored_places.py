@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NoReturn
 
 import numpy as np
 import torch
@@ -54,6 +53,7 @@ class StoredPlaces:
         self._parts: defaultdict[str, list[tuple[Segment, torch.Tensor]]] = defaultdict(list)
         for segment in segments:
             self._parts[segment.tensor].append((segment, segment_view(live[segment.buffer], segment)))
+        self._device = next((each.device for each in live.values()), None)
         self._table: DigestTable | None = None
 
     @property
@@ -74,17 +74,19 @@ class StoredPlaces:
 
     def digests(self) -> Digests:
         """Digest what the live parameters hold of each tensor: uint64[len(names)]."""
-        parts = [
+        if not self._device or self._device.type == "cpu":
+            return box_digests(self._places(), len(self._numbers))
+        with torch.cuda.device(self._device):
+            self._table = self._table or box_table(self._places(), len(self._numbers))
+            self._table.launch(torch.cuda.current_stream())
+            return self._table.result()
+
+    def _places(self) -> list[BoxPart]:
+        return [
             BoxPart(self._numbers[name], place, self._shapes[name], segment.box)
             for name, held in self._parts.items()
             for segment, place in held
         ]
-        if not any(part.data.is_cuda for part in parts):
-            return box_digests(parts, len(self._numbers))
-        with torch.cuda.device(parts[0].data.device):
-            self._table = self._table or box_table(parts, len(self._numbers))
-            self._table.launch(torch.cuda.current_stream())
-            return self._table.result()
 
     def differing(self, digests: Digests) -> list[str]:
         """Return the names of tensors of which live memory holds other bytes than `digests` say."""
@@ -111,20 +113,19 @@ def find_places(
         return None  # vLLM packs weights for it
     live = {name: each.detach() for name, each in parameters_of(model)}
     are_packed = all(form.packed for form in formats.values())
-    try:
-        if obstacle or are_packed:
-            _refuse(obstacle or "packed values are put in another order for their kernels")
-        require_complete(model)
-        segments = trace_reload(model, live, stored, make_loader)
-    except (TransportError, UnprovableError) as error:
-        level = logging.INFO if are_packed else logging.WARNING  # others may become fast by a setting
-        logger.log(level, "each update goes through the engine's loader, see docs/quantised.md: %s", error)
-        return None
-    return StoredPlaces(segments, live, {meta.name: meta.shape for meta in stored}, formats)
-
-
-def _refuse(reason: str) -> NoReturn:
-    raise UnprovableError(reason)
+    if are_packed:
+        obstacle = "packed values are put in another order for their kernels"
+    if not obstacle:
+        try:
+            require_complete(model)
+            segments = trace_reload(model, live, stored, make_loader)
+        except (TransportError, UnprovableError) as error:
+            obstacle = str(error)
+        else:
+            return StoredPlaces(segments, live, {meta.name: meta.shape for meta in stored}, formats)
+    level = logging.INFO if are_packed else logging.WARNING  # others may become fast by a setting
+    logger.log(level, "each update goes through the engine's loader, see docs/quantised.md: %s", obstacle)
+    return None
 
 
 class StoredLoader:

@@ -17,7 +17,7 @@ class Assembly:
     Attributes:
         offset: the first byte of each tensor, a multiple of 256.
         complete: for each bucket, the tensors that it completes. Empty tensors are in none.
-        nbytes: the bytes that all places take together.
+        nbytes: the bytes that all places take together, a multiple of 256.
     """
 
     offset: tuple[int, ...]
@@ -42,7 +42,7 @@ def assemble(plan: Plan) -> Assembly:
         for tensor in complete[bucket.index]:
             del taken[tensor]
     found = tuple(tuple(complete[index]) for index in range(plan.num_buckets))
-    return Assembly(tuple(offset), found, nbytes)
+    return Assembly(tuple(offset), found, _aligned(nbytes))
 
 
 def _gap(taken: list[tuple[int, int]], nbytes: int) -> int:
@@ -51,5 +51,9 @@ def _gap(taken: list[tuple[int, int]], nbytes: int) -> int:
     for first, end in taken:
         if start + nbytes <= first:
             break
-        start = max(start, -(-end // _ALIGN) * _ALIGN)
+        start = max(start, _aligned(end))
     return start
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN

@@ -192,7 +192,6 @@ def _num_shared(one: str, other: str) -> int:
 
 
 MAPPED = "mapped"
-AS_STORED = "all are as its checkpoint stores them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,4 +298,4 @@ class RankLayout:
     def as_stored(self) -> RankLayout:
         """Return the layout of a rank that takes whole tensors of its own checkpoint."""
         segments = tuple(map(Segment.whole, self.stored))
-        return RankLayout(self.stored, segments, self.tied, device=self.device, converts=AS_STORED)
+        return RankLayout(self.stored, segments, self.tied, device=self.device, converts="none is converted")

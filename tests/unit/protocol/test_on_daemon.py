@@ -21,7 +21,7 @@ class Call:
 
 
 def test_a_call_is_gone_when_its_result_is_known() -> None:
-    """What it holds may be a C++ object, whose end on a daemon thread the process's exit must not meet."""
+    """A C++ object that it holds must not be destroyed on a daemon thread while the process exits."""
     call, seen = Call(), list[bool]()
     end = weakref.finalize(call, lambda: None)
     future = on_daemon(call)
