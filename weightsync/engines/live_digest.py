@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from weightsync.engines.kernel_state import tensors_beside
 from weightsync.errors import TransportError
 from weightsync.memory.device import export_tensors
 from weightsync.memory.digests import digest_table, tensor_digests
@@ -95,6 +96,8 @@ def require_complete(model: torch.nn.Module) -> None:
             made |= {name for name in saved if module._buffers[name] is not None}
         if made:
             raise TransportError(f"{path}.{min(made)} is no parameter, and may be made of some")
+    if beside := next(tensors_beside(model), None):
+        raise TransportError(f"{beside} is no parameter, and may be made of some")
 
 
 def _may_be_made_of_weights(name: str, value: object) -> bool:

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from weightsync.engines.checks import require_gpus
+from weightsync.engines.kernel_state import KernelState
 from weightsync.engines.loader_fill import FillCount, ToFill
 from weightsync.engines.sampling import Sampling
 from weightsync.errors import ConfigError, nearest
@@ -311,6 +312,8 @@ class Reload:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self._model, self._config, self._device = model, config, device
+        # On a CPU, experts are packed again after the reload, by the kernels that it made.
+        self._kernels = None if device.type == "cpu" else KernelState.of_references(model)
         with torch.device(device):
             initialize_layerwise_reload(self._model)
         self._account = LoadAccount(model)
@@ -348,6 +351,8 @@ class Reload:
 
         with torch.no_grad(), torch.device(self._device), _without_failed_to_load():
             finalize_layerwise_reload(self._model, self._config)
+        if self._kernels:
+            self._kernels.put_back()
 
 
 _Came = tuple[str, torch.Size, torch.dtype]
