@@ -14,10 +14,19 @@ from weightsync.faults import Fault, inject, set_faults
 from weightsync.memory.fingerprints import publish_report
 from weightsync.plan import Plan
 from weightsync.plan.layout_table import LayoutTable
-from weightsync.protocol.handles import BufferHandle, DeviceHandle
+from weightsync.protocol.handles import BufferHandle, DeviceHandle, PushTicket
 from weightsync.protocol.messages import AttachReport, Digests, PublishReport
 from weightsync.protocol.timing import PhaseClock
-from weightsync.sources import ExportsWeights, ModelSource, Names, Offloads, Source, make_source
+from weightsync.sources import (
+    ExportsWeights,
+    ModelSource,
+    Names,
+    Offloads,
+    PushesWeights,
+    Source,
+    attach,
+    make_source,
+)
 
 
 class TrainerShard(Claimable):
@@ -121,11 +130,18 @@ class TrainerShard(Claimable):
         source = self._current_source()
         return source.trial_handle() if isinstance(source, ExportsWeights) else None
 
-    def sync_attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> AttachReport:
-        """Map the holder's send buffer, or let it read this rank's memory in place."""
+    def sync_can_push(self) -> bool:
+        """Return whether this rank can push weights from host memory to its holder's GPU."""
+        source = self._current_source()
+        return self._slot is None and isinstance(source, PushesWeights) and source.can_push()
+
+    def sync_attach(
+        self, plan: Plan, trainer: int, send_buffer: BufferHandle | PushTicket | None
+    ) -> AttachReport:
+        """Map the holder's send buffer, let it read this rank's memory in place, or push to it."""
         self._attached = self._current_source()
         self._attached_plan = plan
-        return AttachReport.of(self._attached.attach(plan, trainer, send_buffer))
+        return AttachReport.of(attach(self._attached, plan, trainer, send_buffer))
 
     def sync_dial(self, offer: ControlOffer) -> None:
         """Prepare to tell the driver when holders may read this rank's weights."""

@@ -1,4 +1,4 @@
-"""Rates of the GPUs' link: bare collectives, and the same through our transport."""
+"""Rates of the GPUs' links: bare collectives, the same through our transport, copies from the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ from weightsync.transports.base import Broadcast
 
 __all__ = ["bare_rates"]
 
-_KINDS = ("ncclBroadcast", "torch broadcast", "our broadcast", "torch all_gather", "our grouped")
+_KINDS = (
+    "ncclBroadcast",
+    "torch broadcast",
+    "our broadcast",
+    "torch all_gather",
+    "our grouped",
+    "host to device",
+)
 
 
 class BareRank:
@@ -37,6 +44,7 @@ class BareRank:
         )
         self._data = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
         self._parts = self._data.chunk(num_ranks)
+        self._host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
         self._stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._transport = transport_class("nccl")()
         self._bare: Any = None
@@ -60,6 +68,7 @@ class BareRank:
         for root, part in zip(roots, self._parts, strict=True):
             if root == self._rank:
                 part.fill_(number % 251)
+        self._host.fill_(number % 251)
         dist.barrier()
         torch.cuda.synchronize()
         started = time.perf_counter()
@@ -76,6 +85,8 @@ class BareRank:
             self._bare.broadcast(at, at, self._data.numel(), unsigned, 0, self._stream.cuda_stream)
         elif kind == "torch broadcast":
             dist.broadcast(self._data, 0)
+        elif kind == "host to device":  # on all GPUs at once, each from memory of its own
+            self._data.copy_(self._host, non_blocking=True)
         elif kind == "our broadcast":
             self._transport.start([Broadcast(self._data, 0)]).wait()
         elif kind == "torch all_gather":

@@ -21,9 +21,9 @@ from weightsync.memory.offload import Offload
 from weightsync.memory.tensors import byte_strides, meta_of
 from weightsync.plan import Plan, RankLayout, Segment
 from weightsync.plan.layout_table import LayoutTable
-from weightsync.protocol.handles import Attached, BufferHandle
+from weightsync.protocol.handles import Attached, BufferHandle, PushTicket
 from weightsync.protocol.messages import AttachReport, Digests, FeedTicket, Loaded, LoadReport, PublishReport
-from weightsync.sources.base import ExportsWeights, Source
+from weightsync.sources import ExportsWeights, PushesWeights, Source, attach
 
 __all__ = ["DictEngine", "Fault", "FaultPlan", "LocalEngine", "LocalPeer", "LocalTrainer"]
 
@@ -150,9 +150,14 @@ class LocalTrainer(LocalPeer):
     async def layout(self) -> LayoutTable:
         return LayoutTable.of(await asyncio.to_thread(self._source.layout))
 
-    async def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> AttachReport:
+    async def can_push(self) -> bool:
+        return isinstance(self._source, PushesWeights) and self._source.can_push()
+
+    async def attach(
+        self, plan: Plan, trainer: int, send_buffer: BufferHandle | PushTicket | None
+    ) -> AttachReport:
         self._frozen = plan.frozen
-        return AttachReport.of(await asyncio.to_thread(self._source.attach, plan, trainer, send_buffer))
+        return AttachReport.of(await asyncio.to_thread(attach, self._source, plan, trainer, send_buffer))
 
     async def publish(self, count: bool, readable: asyncio.Future[None]) -> PublishReport:
         source = self._source

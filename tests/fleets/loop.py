@@ -36,7 +36,7 @@ class Loop:
             Holder(f"holder {i}", "127.0.0.1", make_staging=partial(self.stage, i))
             for i in range(num_engines + 1)
         ]
-        self.source = ModuleSource(self.model, frozen=self.frozen)
+        self.source = self.source_of(self.model)
         members = {
             name: EngineMember(LocalEngine(e), (i + 1,)) for i, (name, e) in enumerate(self.engines.items())
         }
@@ -45,6 +45,9 @@ class Loop:
 
     def make(self) -> nn.Module:
         return nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 5))
+
+    def source_of(self, model: nn.Module) -> ModuleSource:
+        return ModuleSource(model, frozen=self.frozen)
 
     def stage(
         self, holder: int, plan: Plan, index: int, send_buffer: SendBuffer | None, receives: bool

@@ -10,6 +10,7 @@ import pytest
 import ray
 import torch
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from transformers import Qwen3Config
 
 from tests.patience import patient
 
@@ -49,3 +50,21 @@ def bundles(cluster: None) -> Iterator[PlacementGroup]:
 @pytest.fixture
 def num_gpus() -> int:
     return torch.cuda.device_count()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    """A Qwen3 of 90 MB in bfloat16; its vocabulary divides by no number of shards."""
+    Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        vocab_size=10007,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    ).save_pretrained(tmp_path)
+    return str(tmp_path)

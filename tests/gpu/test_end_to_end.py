@@ -8,14 +8,12 @@ import statistics
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import ray
 import torch
 from ray.util.placement_group import PlacementGroup
-from transformers import Qwen3Config
 
 from tests.gpu.fleet import Engine, Trainer, spawn
 from tests.patience import patient
@@ -30,24 +28,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> str:
-    """A Qwen3 of 90 MB in bfloat16; its vocabulary divides by no number of shards."""
-    Qwen3Config(
-        architectures=["Qwen3ForCausalLM"],
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        vocab_size=10007,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    ).save_pretrained(tmp_path)
-    return str(tmp_path)
-
-
 class Fleet:
     """`num_trainers` ranks on the first GPUs; `engine_gpus` says where the engines are."""
 
@@ -60,6 +40,7 @@ class Fleet:
         dtype: str = "bfloat16",
         source: str = "device",
     ) -> None:
+        self.path = path
         self.trainers = [
             spawn(Trainer, bundles, i, path, i, num_trainers, dtype, source) for i in range(num_trainers)
         ]

@@ -12,10 +12,11 @@ from typing import TypeAlias
 from weightsync.config import SyncConfig
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
+from weightsync.driver.pushing import find_pushing
 from weightsync.driver.routing import Router
 from weightsync.driver.trial import Trial, run_trial
 from weightsync.errors import PlanError, StateError, TransportError, WeightSyncError
-from weightsync.plan import MAPPED, Layout, Members, Plan, make_plan, same_dtype_tensors
+from weightsync.plan import MAPPED, PUSHED, Layout, Members, Plan, make_plan, same_dtype_tensors
 from weightsync.plan.layout import join_tables
 from weightsync.plan.layout_table import LayoutTable, unpack_names
 from weightsync.protocol.device_memory import LiveMemory, RankMemory
@@ -48,7 +49,7 @@ class Connection:
         plan: held by every member.
         shared: `plan` as members get it; also those that are adopted later.
         content: the plan's `Plan.content`.
-        in_place: trainers' memory is read in place, so it may change after an update.
+        in_place: trainers' memory is read in place, or pushed from there, so it may change after an update.
         checkpoint: the weights come from a checkpoint, not from a trainer.
         flat_layouts: the flat snapshots of engines whose memory their holders have mapped. Empty unless
             `in_place`.
@@ -100,8 +101,11 @@ async def connect(
         layouts = await _layouts(fleet, config)
     with clock.phase("trial"):
         trial = await run_trial(fleet, config, layouts.trainers, layouts.engines, demoted or {})
+        pushing = await find_pushing(
+            fleet, config, layouts.trainers, layouts.engines, layouts.source, layouts.joined
+        )
     num_slots = config.num_slots if _needs_buckets(layouts, trial) else 0
-    return await _open(fleet, config, layouts, epoch, num_slots, demoted or {}, trial, clock)
+    return await _open(fleet, config, layouts, epoch, num_slots, demoted or {}, trial, pushing, clock)
 
 
 def _needs_buckets(layouts: _Layouts, trial: Trial) -> bool:
@@ -120,6 +124,7 @@ async def _open(
     num_slots: int,
     demoted: Mapping[str, str],
     trial: Trial,
+    pushing: Collection[int],
     clock: PhaseClock,
 ) -> Connection:
     timeout_s = config.connect_timeout_s
@@ -127,12 +132,12 @@ async def _open(
         plan = _plan(fleet, layouts, config, epoch, num_slots)
     with clock.phase("prepare"):
         shared_plan = SharedPlan(fleet.share(plan))
-        devices = {
-            holder: layout.device
-            for (_, holder), layout in zip(fleet.trainers, layouts.trainers, strict=True)
+        sources = {
+            holder: PUSHED if rank in pushing else layouts.trainers[rank].device
+            for rank, (_, holder) in enumerate(fleet.trainers)
         }
         calls = {
-            f"holder {i}": holder.prepare(shared_plan, i, devices.get(i, ""))
+            f"holder {i}": holder.prepare(shared_plan, i, sources.get(i, ""))
             for i, holder in enumerate(fleet.holders)
         }
         prepared = list((await gather_named(calls, "prepare", timeout_s)).require().values())
@@ -163,7 +168,7 @@ async def _open(
         await router.meet()
     for member in fleet.live().values():
         member.attached = True
-    content, in_place = plan.content(), any(exports)
+    content, in_place = plan.content(), any(exports) or bool(pushing)
     flat_layouts = _flat_layouts(content, layouts.engines, served) if in_place else {}
     checkpoint = any(rank.device == MAPPED for rank in layouts.trainers)
     return Connection(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
 from weightsync.config import Ports
 from weightsync.errors import TransportError
+from weightsync.holder.pushed_share import Then
 from weightsync.holder.staging import Staging
 from weightsync.plan import Plan, broadcast_groups
 from weightsync.protocol.messages import Group
@@ -52,8 +54,15 @@ class Communicators:
             ops = [Broadcast(torch.zeros(1, dtype=torch.uint8, device=device), root) for root in roots]
             transport.start(ops).wait()
 
-    def start(self, bucket: int, staging: Staging) -> list[Pending]:
-        """Start the broadcasts that fill a bucket."""
+    def fill(self, bucket: int, staging: Staging, timeout_s: float) -> list[Pending]:
+        """Queue the copies of this holder's share of a bucket, and its broadcasts."""
+        filling = staging.fill(bucket, timeout_s)
+        if not staging.fills_late:
+            return [*filling, *self._start(bucket, staging)]
+        mark = partial(staging.mark, f"filling of bucket {bucket}", timeout_s)
+        return [Then(filling, lambda: [mark(), *self._start(bucket, staging)])]
+
+    def _start(self, bucket: int, staging: Staging) -> list[Pending]:
         started = []
         for group, transport in self.transports.items():
             steps = [

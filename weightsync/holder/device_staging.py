@@ -10,6 +10,7 @@ import torch
 
 from weightsync.errors import DeadlineError, TransportError
 from weightsync.holder.direct_copy import DirectCopy
+from weightsync.holder.pushed_share import PushedShare
 from weightsync.holder.send_buffer import MappedSendBuffer, SendBuffer
 from weightsync.holder.snapshots import FlatSnapshot
 from weightsync.memory.bucket_copies import bucket_rows
@@ -92,6 +93,10 @@ class DeviceStaging:
         return self
 
     @property
+    def fills_late(self) -> bool:
+        return isinstance(self._send_buffer, PushedShare)
+
+    @property
     def writes(self) -> bool:
         """Whether the holder writes the engine rank's memory. The rank then reads no slots."""
         return self._unpack is not None
@@ -160,7 +165,8 @@ class DeviceStaging:
 
     def fill(self, bucket: int, timeout_s: float) -> Sequence[Pending]:
         stream = self._filling
-        if free := self._free.get(bucket % len(self._buffers)):
+        free = self._free.get(bucket % len(self._buffers))
+        if free:
             stream.wait_event(free)
         if self._pack:
             self._pack.launch(bucket, stream)
@@ -168,6 +174,10 @@ class DeviceStaging:
                 target.copy_(source)
         elif isinstance(self._send_buffer, MappedSendBuffer):
             self._send_buffer.fill(bucket, self.slot(bucket))
+        elif isinstance(self._send_buffer, PushedShare):
+            if free:  # the trainer's process does not wait for it, and uses its ring as we use the slots
+                _Event(free, f"writing of what bucket {bucket} replaces", self._index, timeout_s).wait()
+            return self._send_buffer.fill(bucket, self.slot(bucket), timeout_s)
         elif self._send_buffer is not None:
             data = self._send_buffer.tensor
             own = [step for step in self._plan.bucket_steps(bucket) if step.root == self._index]

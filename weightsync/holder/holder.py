@@ -16,11 +16,14 @@ from weightsync.errors import ConfigError, StateError
 from weightsync.faults import Fault, inject, set_faults
 from weightsync.holder.broadcasts import Communicators
 from weightsync.holder.cross_host import CrossHostExchange
+from weightsync.holder.pushed_share import PushedShare
 from weightsync.holder.refill import Refill, open_refill
 from weightsync.holder.restore import BucketRestore, Restore
 from weightsync.holder.send_buffer import (
     MappedSendBuffer,
     SendBuffer,
+    given_to_trainer,
+    published_parts,
     send_buffer_for,
     snapshot_content,
     written,
@@ -28,8 +31,8 @@ from weightsync.holder.send_buffer import (
 from weightsync.holder.snapshots import SnapshotContent, SnapshotStore
 from weightsync.holder.staged_parts import StagedParts
 from weightsync.holder.staging import HostStaging, Staging
-from weightsync.holder.trainer_parts import copied_parts, digest_parts, parts_in_place
-from weightsync.holder.update import BucketConsumer, open_consumer, run_update
+from weightsync.holder.trainer_parts import digest_parts, parts_in_place
+from weightsync.holder.update import BucketConsumer, open_consumer, patience, run_update
 from weightsync.memory.device import DeviceBuffer
 from weightsync.memory.gpu_usage import MemorySampler, used_nbytes
 from weightsync.memory.tensors import device_id
@@ -57,13 +60,7 @@ from weightsync.protocol.messages import (
 )
 from weightsync.protocol.routes import keep_to_interface_of
 from weightsync.protocol.timing import PhaseClock
-from weightsync.transports import Pending, Transport, transport_class
-
-_PATIENCE = 0.5, 0.9
-"""Fractions of a move's time: for one wait for an engine rank, and for all such waits together.
-
-Other holders wait a move's time for each bucket. The rest is left for sending the bucket.
-"""
+from weightsync.transports import Transport, transport_class
 
 
 class Holder:
@@ -122,6 +119,10 @@ class Holder:
         """The communicators of its broadcasts, by members. Empty before `prepare`, and without buckets."""
         return self._groups.transports if self._groups else {}
 
+    @property
+    def _pushed(self) -> PushedShare | None:
+        return self._send_buffer if isinstance(self._send_buffer, PushedShare) else None
+
     def ready(self) -> tuple[str, str, Ports | None]:
         """Return its name, transport and ports. Raises the device's error, which is permanent."""
         if self._device:
@@ -160,8 +161,9 @@ class Holder:
     def prepare(self, plan: Plan, index: int, source: str) -> Prepared:
         """Allocate memory for `plan` as holder `index`, and release what an earlier plan used.
 
-        `source`: the device of its trainer rank's layout; on this holder's device it is read in place. A send
-        buffer is kept if the new plan lays it out alike. Raises TransportError when memory is short.
+        `source`: the device of its trainer rank's layout; on this holder's device it is read in place. Or
+        `PUSHED`. A send buffer is kept if the new plan lays it out alike. Raises TransportError when memory
+        is short.
         """
         with self._preparing:  # a call from a driver that died may still be running
             return self._prepare(plan, index, source)
@@ -174,7 +176,9 @@ class Holder:
         trainer = trainers.index(index) if index in trainers else -1
         in_place = bool(self._device) and source == self._device
         send_buffer, self._send_buffer = self._send_buffer, None
-        self._send_buffer = send_buffer_for(plan, -1 if in_place else trainer, source, before, send_buffer)
+        self._send_buffer = send_buffer_for(
+            plan, -1 if in_place else trainer, source, self._device, before, send_buffer
+        )
         engine = next((name for name, holders in engines.items() if index in holders), None)
         self.staging = self._stage(plan, index, engine is not None)
         self._plan, self._plan_digest, self._index, self._trainer = plan, digest, index, trainer
@@ -183,7 +187,8 @@ class Holder:
         # On devices every holder has slots to receive into, and one NCCL communicator is cheaper than many.
         self._groups = Communicators(plan, index, bool(self._device), self._transport)
         offers = self._groups.offers(self._host, self._ports)
-        return Prepared(digest, written(self._send_buffer), self._feed.ticket if self._feed else None, offers)
+        ticket = self._feed.ticket if self._feed else None
+        return Prepared(digest, given_to_trainer(self._send_buffer), ticket, offers)
 
     def source(self, name: str, exports: Mapping[str, HostExport | None]) -> None:
         """Map checkpoints and publish one (`MappedSendBuffer.source`). Ignored by other send buffers."""
@@ -233,10 +238,15 @@ class Holder:
         self._groups.join(offers, timeout_s)
 
     def accept(self, timeout_s: float) -> None:
-        """Wait for the engine rank's hello. Raises DeadlineError, WireError, PeerError or EngineError."""
+        """Wait for the hello of the engine rank, and of a trainer rank that pushes.
+
+        Raises DeadlineError, WireError, PeerError, EngineError or TransportError.
+        """
         with self._moving:  # `adopt` and `close` wait before they close the feed
             if self._feed:
                 self._feed.accept(self._plan_digest, timeout_s)
+            if self._pushed:
+                self._pushed.accept(timeout_s)
         for slot in self._retired:  # engine ranks of this epoch have mapped the new slots
             slot.close()
         self._retired = ()
@@ -254,7 +264,7 @@ class Holder:
         with self._moving, staging.queue():
             self._groups.warm_up(staging.device)
             if plan.slots and plan.num_buckets:
-                for pending in self._start(plan, staging, 0, timeout_s):
+                for pending in self._groups.fill(0, staging, timeout_s):
                     pending.wait()
 
     def route(self, reads: Sequence[Reads], memory: Mapping[int, DeviceMemory]) -> None:
@@ -305,14 +315,16 @@ class Holder:
     def _run(
         self, plan: Plan, staging: Staging, attempt: int, feeding: bool, task: UpdateTask, timeout_s: float
     ) -> BucketConsumer:
-        limits_s = _PATIENCE[0] * timeout_s, _PATIENCE[1] * timeout_s
-        only = task.cast if task.copies_directly else None
+        only, limits_s = task.cast if task.copies_directly else None, patience(timeout_s)
         consumer = open_consumer(staging, self._feed, feeding, attempt, plan.slots, *limits_s, only=only)
-        start = partial(self._start, plan, staging, timeout_s=timeout_s)
+        assert self._groups
+        start = partial(self._groups.fill, staging=staging, timeout_s=timeout_s)
         for each in (self._groups, self.cross_host):
             if each:
                 each.set_timeout(timeout_s)  # until the first update they have the time for connecting
         try:
+            if self._pushed:
+                self._pushed.drain(timeout_s)
             run_update(plan, task, self._index, staging, self.cross_host, start, consumer)
         except Exception as error:
             # Errors of the device and of NCCL too: other holders would wait until their deadline.
@@ -327,17 +339,14 @@ class Holder:
 
         Returns digests as `Source.publish` does. Raises StateError when it serves no trainer rank.
         """
-        plan, staging, trainer, send_buffer = self._plan, self.staging, self._trainer, self._send_buffer
+        plan, staging, trainer = self._plan, self.staging, self._trainer
         if plan is None or staging is None or trainer < 0:
             raise StateError(f"{self.name} serves no trainer rank: connect first")
         with self._moving, staging.queue():
             if self._read and staging.mapped:
                 parts = parts_in_place(plan, trainer, self._read, staging.mapped.source)
-            elif isinstance(send_buffer, MappedSendBuffer):
-                parts = send_buffer.held()
             else:
-                assert send_buffer is not None
-                parts = copied_parts(plan, trainer, send_buffer)
+                parts = published_parts(plan, trainer, self._send_buffer)
             return digest_parts(plan, parts)
 
     def serve_snapshots(self, protocol: str, rdma_device: str) -> None:
@@ -410,6 +419,8 @@ class Holder:
         if plan is None or staging is None or self._feed is None:
             raise StateError(f"{self.name} has no engine to refill: connect first")
         with self._moving, staging.queue():
+            if self._pushed:
+                self._pushed.drain(timeout_s)
             limits_s = timeout_s, limit_s
             consumer = open_consumer(staging, self._feed, True, attempt, plan.slots, *limits_s, snapshot)
             try:
@@ -431,7 +442,7 @@ class Holder:
 
     def abort(self, cause: str) -> None:
         """Leave the communicators at once. A running `move` then raises TransportError."""
-        for each in (self._groups, self.cross_host):
+        for each in (self._groups, self.cross_host, self._pushed):
             if each:
                 each.abort(cause)
 
@@ -441,10 +452,7 @@ class Holder:
             self._feed.drop()
 
     def sample_memory(self, on: bool) -> tuple[str, Samples]:
-        """Start or stop the memory sampler. Returns the device and the samples since the last start.
-
-        Without a device both are empty.
-        """
+        """Start or stop the memory sampler. Returns the device and what it saw; without a device, nothing."""
         seen: Samples = self._sampler.stop() if self._sampler else ()
         self._sampler = MemorySampler(used_nbytes) if on and self._device else None
         return self._device, seen
@@ -466,11 +474,6 @@ class Holder:
         if self.snapshot_store is None:
             raise StateError(f"{self.name} has no snapshots yet: connect first")
         return self.snapshot_store
-
-    def _start(self, plan: Plan, staging: Staging, bucket: int, timeout_s: float) -> list[Pending]:
-        """Queue the copies of this holder's share of a bucket, and its broadcasts."""
-        assert self._groups
-        return [*staging.fill(bucket, timeout_s), *self._groups.start(bucket, staging)]
 
     def _stage(self, plan: Plan, index: int, receives: bool) -> Staging:
         if not self._device:

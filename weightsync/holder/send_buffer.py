@@ -1,4 +1,4 @@
-"""The host memory that a holder sends from: its own buffer, or mapped checkpoints."""
+"""What a holder sends from: a buffer in host memory, mapped checkpoints, or what its trainer rank pushes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from typing import TypeAlias
 import torch
 
 from weightsync.errors import StateError
+from weightsync.holder.pushed_share import PushedShare
 from weightsync.holder.snapshots import Copy, SnapshotContent
-from weightsync.holder.trainer_parts import Part
+from weightsync.holder.trainer_parts import Part, copied_parts
 from weightsync.memory.host import SharedBuffer, map_pages, num_threads
-from weightsync.plan import MAPPED, Piece, Plan
+from weightsync.plan import MAPPED, PUSHED, Piece, Plan
 from weightsync.plan.plan import by_tensor
-from weightsync.protocol.handles import BufferHandle, HostExport
+from weightsync.protocol.handles import BufferHandle, HostExport, PushTicket
 
 
 class Bounce:
@@ -214,38 +215,58 @@ def _typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (data if data.data_ptr() % dtype.itemsize == 0 else data.clone()).view(dtype)
 
 
-SendBuffer: TypeAlias = SharedBuffer | MappedSendBuffer
+SendBuffer: TypeAlias = SharedBuffer | MappedSendBuffer | PushedShare
 
 
 def send_buffer_for(
-    plan: Plan, trainer: int, source: str, before: Plan | None, send_buffer: SendBuffer | None
+    plan: Plan, trainer: int, source: str, device: str, before: Plan | None, send_buffer: SendBuffer | None
 ) -> SendBuffer | None:
     """Return the send buffer of `trainer` (-1: none). Reuses `send_buffer` if its layout is unchanged.
 
-    `source` is the device in the rank's layout. `before` is the plan that `send_buffer` was made for.
-    Closes `send_buffer` if it is not reused. Raises TransportError when the host is short of memory.
+    `source` is the device in the rank's layout, or `PUSHED`; `device` is the holder's. `before` is the plan
+    that `send_buffer` was made for. Closes `send_buffer` if it is not reused. Raises TransportError when the
+    host is short of memory.
     """
     if send_buffer is not None:
         if (
             trainer >= 0
             and isinstance(send_buffer, SharedBuffer)
-            and source != MAPPED
+            and source not in (MAPPED, PUSHED)
             and before is not None
             and before.tensors == plan.tensors
             and before.trainer_pieces(trainer) == plan.trainer_pieces(trainer)
         ):
             return send_buffer
         send_buffer.close()
-    if trainer >= 0 and source == MAPPED:
+    if trainer < 0:
+        return None
+    if source == MAPPED:
         return MappedSendBuffer(plan, trainer)
-    return SharedBuffer.create(plan.send_buffer_nbytes(trainer)) if trainer >= 0 else None
+    if source == PUSHED:
+        return PushedShare(plan, trainer, device)
+    return SharedBuffer.create(plan.send_buffer_nbytes(trainer))
 
 
 def snapshot_content(send_buffer: SendBuffer | None) -> SnapshotContent | None:
-    """Return the content for a snapshot of the send buffer, if there is one."""
+    """Return the content for a snapshot of the send buffer, if it keeps what was published."""
+    if isinstance(send_buffer, PushedShare):
+        return None
     return Copy(send_buffer) if isinstance(send_buffer, SharedBuffer) else send_buffer
+
+
+def published_parts(plan: Plan, trainer: int, send_buffer: SendBuffer | None) -> Iterator[Part]:
+    """Yield the parts that `trainer` published, or would push."""
+    assert send_buffer is not None
+    if isinstance(send_buffer, SharedBuffer):
+        return copied_parts(plan, trainer, send_buffer)
+    return send_buffer.held()
 
 
 def written(send_buffer: SendBuffer | None) -> BufferHandle | None:
     """Return the handle of the memory that a trainer rank publishes into, if any."""
     return send_buffer.handle if isinstance(send_buffer, SharedBuffer) else None
+
+
+def given_to_trainer(send_buffer: SendBuffer | None) -> BufferHandle | PushTicket | None:
+    """Return how a trainer rank reaches the send buffer, if it does."""
+    return send_buffer.ticket if isinstance(send_buffer, PushedShare) else written(send_buffer)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from weightsync.holder.pushed_share import PushedShare
 from weightsync.holder.send_buffer import MappedSendBuffer, SendBuffer
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Plan, Step
@@ -32,6 +33,10 @@ class Staging(Protocol):
     @property
     def mapped(self) -> DeviceStaging | None:
         """The memory of other processes on its device. None in host memory, where nobody exports any."""
+
+    @property
+    def fills_late(self) -> bool:
+        """Whether a bucket is filled only once what `fill` returned was waited for."""
 
     def queue(self) -> AbstractContextManager[None]:
         """Return a context for `fill` and its broadcasts: on a device, a stream."""
@@ -63,12 +68,17 @@ class HostStaging:
 
     def __init__(self, plan: Plan, index: int, send_buffer: SendBuffer | None, receives: bool) -> None:
         self._index, self._send_buffer = index, send_buffer
-        count = plan.slots if receives or isinstance(send_buffer, MappedSendBuffer) else 0
+        fills = isinstance(send_buffer, MappedSendBuffer | PushedShare)
+        count = plan.slots if receives or fills else 0
         self._slots = [SharedBuffer.create(plan.max_bucket_nbytes) for _ in range(count)]
 
     @property
     def slots(self) -> tuple[Handle, ...]:
         return tuple(slot.handle for slot in self._slots)
+
+    @property
+    def fills_late(self) -> bool:
+        return isinstance(self._send_buffer, PushedShare)
 
     def queue(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -79,6 +89,8 @@ class HostStaging:
     def fill(self, bucket: int, timeout_s: float) -> Sequence[Pending]:
         if isinstance(self._send_buffer, MappedSendBuffer):
             self._send_buffer.fill(bucket, self._slots[bucket % len(self._slots)].tensor)
+        if isinstance(self._send_buffer, PushedShare):
+            return self._send_buffer.fill(bucket, self._slots[bucket % len(self._slots)].tensor, timeout_s)
         return ()
 
     def targets(self) -> Sequence[SharedBuffer]:

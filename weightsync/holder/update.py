@@ -24,6 +24,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("weightsync.holder.update")
 
 
+def patience(timeout_s: float) -> tuple[float, float]:
+    """Return how long one wait for an engine rank may take in a move, and all such waits together.
+
+    Other holders wait a move's time for each bucket. The rest is left for sending the bucket.
+    """
+    return 0.5 * timeout_s, 0.9 * timeout_s
+
+
 class BucketConsumer(ABC):
     """The end of a holder's pipeline in one attempt. Goes on without an engine rank that fails.
 

@@ -21,6 +21,7 @@ from weightsync.errors import TransportError
 
 _EXTRAS = "install weightsync with the extra cuda12 or cuda13, whichever torch.version.cuda says"
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+_PORTABLE = 1  # cudaHostRegisterPortable
 
 _lock = threading.Lock()
 _exported: dict[bytes, int] = {}
@@ -129,6 +130,26 @@ def close_handle(handle: bytes) -> None:
             _opened[handle] = (address, count - 1)
         else:
             _runtime().ipcCloseMemHandle(address)
+
+
+def lock_pages(address: int, nbytes: int) -> None:
+    """Page-lock host memory of this process for copies to any device. Raises TransportError if that fails."""
+    runtime = _runtime()
+    try:
+        runtime.hostRegister(address, nbytes, _PORTABLE)
+    except runtime.CUDARuntimeError as error:
+        raise TransportError(f"{nbytes} bytes of host memory cannot be page-locked: {error}") from error
+
+
+def unlock_pages(address: int) -> None:
+    """Undo `lock_pages`. The memory must not be in use."""
+    _runtime().hostUnregister(address)
+
+
+def copy_from_host(target: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> None:
+    """Start copying `nbytes` of page-locked host memory at `source` to `target` on the current device."""
+    runtime = _runtime()
+    runtime.memcpyAsync(target, source, nbytes, runtime.memcpyHostToDevice, stream.cuda_stream)
 
 
 def view(address: int, nbytes: int) -> torch.Tensor:

@@ -6,11 +6,22 @@ from weightsync.plan.explain import Cluster, Explanation
 from weightsync.plan.layout import Layout
 from weightsync.plan.members import Members, broadcast_groups
 from weightsync.plan.plan import Bucket, Piece, Plan, Step
-from weightsync.plan.segment import ITEMSIZE, MAPPED, Box, RankLayout, Segment, Stage, TensorMeta, Unmatched
+from weightsync.plan.segment import (
+    ITEMSIZE,
+    MAPPED,
+    PUSHED,
+    Box,
+    RankLayout,
+    Segment,
+    Stage,
+    TensorMeta,
+    Unmatched,
+)
 
 __all__ = [
     "ITEMSIZE",
     "MAPPED",
+    "PUSHED",
     "Box",
     "Bucket",
     "Cluster",

@@ -192,6 +192,8 @@ def _num_shared(one: str, other: str) -> int:
 
 
 MAPPED = "mapped"
+PUSHED = "pushed"
+"""What a holder sends if its trainer rank pushes weights from host memory. No layout has this device."""
 
 
 @dataclass(frozen=True, slots=True)

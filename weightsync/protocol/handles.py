@@ -50,6 +50,24 @@ class DeviceHandle(msgspec.Struct, frozen=True, tag="device"):
 
 
 Handle: TypeAlias = BufferHandle | DeviceHandle
+
+
+@dataclass(frozen=True, slots=True)
+class PushTicket:
+    """How a trainer rank reaches the holder that it pushes weights to, see `weightsync.channel.push`.
+
+    Attributes:
+        endpoint: the path of the holder's socket.
+        device: where the rank makes the buffers: ``cuda:<UUID>``, or empty for host memory.
+        num_buffers, nbytes: how many, and the bytes of each.
+    """
+
+    endpoint: str
+    device: str
+    num_buffers: int
+    nbytes: int
+
+
 ProtocolName = Literal["zeromq", "tcp", "rdma"]
 
 

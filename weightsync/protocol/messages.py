@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from weightsync.errors import SlowError
 from weightsync.protocol.device_memory import DeviceMemory, LiveMemory
-from weightsync.protocol.handles import Attached, BufferHandle, Handle, Offer
+from weightsync.protocol.handles import Attached, BufferHandle, Handle, Offer, PushTicket
 from weightsync.protocol.timing import Span
 
 Group = tuple[int, ...]
@@ -24,13 +24,14 @@ class Prepared:
 
     Attributes:
         plan_digest: the plan's digest, as this holder computed it.
-        send_buffer: where its trainer rank publishes; None without one, and if its memory is read in place.
+        send_buffer: where its trainer rank publishes, or how it is reached by one that pushes; None without
+            a trainer rank, and if its memory is read in place.
         ticket: how its engine rank reaches it, if it serves one.
         offers: the rendezvous of each communicator in which this holder is the first rank, by members.
     """
 
     plan_digest: str
-    send_buffer: BufferHandle | None
+    send_buffer: BufferHandle | PushTicket | None
     ticket: FeedTicket | None
     offers: Mapping[Group, str]
 

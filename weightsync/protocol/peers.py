@@ -10,7 +10,7 @@ from weightsync.plan import Reads
 from weightsync.plan.cross_host import BundleTable
 from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.device_memory import DeviceMemory, LiveMemory, RankMemory
-from weightsync.protocol.handles import BufferHandle, DeviceHandle, HostExport, Offer
+from weightsync.protocol.handles import BufferHandle, DeviceHandle, HostExport, Offer, PushTicket
 from weightsync.protocol.messages import (
     AttachReport,
     Digests,
@@ -55,12 +55,14 @@ class TrainerPeer(Protocol):
 
     `trial_handle` is that of `weightsync.sources.ExportsWeights`, None for others. For these sources,
     `publish` calls `ready` first, and resolves `readable` if holders may read the weights from then on.
+    `can_push` is that of `weightsync.sources.PushesWeights`, False for others.
     """
 
     async def layout(self) -> LayoutTable: ...
     async def trial_handle(self) -> DeviceHandle | None: ...
+    async def can_push(self) -> bool: ...
     async def attach(
-        self, plan: SharedPlan, trainer: int, send_buffer: BufferHandle | None
+        self, plan: SharedPlan, trainer: int, send_buffer: BufferHandle | PushTicket | None
     ) -> AttachReport: ...
     async def publish(self, count: bool, readable: asyncio.Future[None]) -> PublishReport: ...
     async def digests(self) -> Digests: ...

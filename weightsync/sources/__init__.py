@@ -7,10 +7,22 @@ from pkgutil import resolve_name
 from typing import Any
 
 from weightsync.errors import ConfigError, nearest
-from weightsync.sources.base import ExportsWeights, ModelSource, Offloads, Source
+from weightsync.plan import Plan
+from weightsync.protocol.handles import Attached, BufferHandle, PushTicket
+from weightsync.sources.base import ExportsWeights, ModelSource, Offloads, PushesWeights, Source
 from weightsync.sources.selection import Names
 
-__all__ = ["SOURCES", "ExportsWeights", "ModelSource", "Names", "Offloads", "Source", "make_source"]
+__all__ = [
+    "SOURCES",
+    "ExportsWeights",
+    "ModelSource",
+    "Names",
+    "Offloads",
+    "PushesWeights",
+    "Source",
+    "attach",
+    "make_source",
+]
 
 SOURCES = {
     "deepspeed.runtime.engine.DeepSpeedEngine": "weightsync.sources.deepspeed:DeepSpeedSource",
@@ -18,6 +30,16 @@ SOURCES = {
     "torch.nn.modules.module.Module": "weightsync.sources.module:ModuleSource",
 }
 """The source of each type of model, ``module:Class``, imported on use. The nearest type counts."""
+
+
+def attach(
+    source: Source, plan: Plan, trainer: int, send_buffer: BufferHandle | PushTicket | None
+) -> Attached:
+    """Attach `source` as trainer rank `trainer`, in the way that its holder offers."""
+    if not isinstance(send_buffer, PushTicket):
+        return source.attach(plan, trainer, send_buffer)
+    assert isinstance(source, PushesWeights), "it was asked by can_push()"
+    return source.attach_push(plan, trainer, send_buffer)
 
 
 def make_source(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 from weightsync.plan import Plan, RankLayout
-from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle
+from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, PushTicket
 from weightsync.protocol.messages import Published
 
 
@@ -76,6 +76,20 @@ class ExportsWeights(Protocol):
         Called before `publish`, which then runs while holders already read: if it raises, engines that took
         bytes do not serve them. If this returns False, holders wait for `publish`. Raises what it raises.
         """
+
+
+@runtime_checkable
+class PushesWeights(Protocol):
+    """A source of weights in host memory that can copy them to a GPU whenever a holder asks for a bucket.
+
+    It also is an `ExportsWeights`: holders ask after `ready`, while `publish` digests.
+    """
+
+    def can_push(self) -> bool:
+        """Whether `attach_push` may be called. The driver asks after `layout`, if that has no device."""
+
+    def attach_push(self, plan: Plan, trainer: int, ticket: PushTicket) -> Attached:
+        """Connect to the holder of trainer rank `trainer`. Called in place of `attach`."""
 
 
 @runtime_checkable

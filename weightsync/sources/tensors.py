@@ -5,40 +5,32 @@ from __future__ import annotations
 import dataclasses
 import logging
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from weightsync.errors import MovedError, StateError, TransportError
 from weightsync.memory.addresses import local_tensor
 from weightsync.memory.device import export_tensors
-from weightsync.memory.digests import host_bytes, tensor_digest, warm_up
-from weightsync.memory.host import SharedBuffer, num_threads
-from weightsync.memory.host_table import HostPart, HostTable
-from weightsync.memory.nonfinite import NonfiniteTable
+from weightsync.memory.digests import warm_up
+from weightsync.memory.host import SharedBuffer
 from weightsync.memory.tensors import device_id, segment_view
 from weightsync.plan import Box, Piece, Plan, RankLayout, Segment
 from weightsync.plan.plan import by_tensor
-from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export
-from weightsync.protocol.messages import Published, combine
-from weightsync.sources.device_copies import DeviceCopies
+from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export, PushTicket
+from weightsync.protocol.messages import Published
 from weightsync.sources.difference import difference
 from weightsync.sources.experts import stack_experts
 from weightsync.sources.in_place import InPlace
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.offloaded import Offloaded, Stored
+from weightsync.sources.piece_copies import PieceCopies
+from weightsync.sources.pushes import Pushes
 from weightsync.sources.selection import Names, Selection
 
 logger = logging.getLogger("weightsync.sources")
-
-
-_CHUNK_NBYTES = 4 << 20
-"""Bytes that are copied, and then digested while they are still in the processor's cache."""
 
 
 class Guard(Protocol):
@@ -55,20 +47,6 @@ class Guard(Protocol):
 
     def moved(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         """Return the names of tensors whose address, shape, strides or dtype changed."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """A part of a piece, in this rank's memory and in the send buffer."""
-
-    tensor: int
-    box: Box
-    segment: Segment
-    start: int
-
-    @property
-    def index(self) -> tuple[slice, ...]:
-        return self.box.slices(self.segment.box)
 
 
 class TensorSource(ABC):
@@ -110,11 +88,8 @@ class TensorSource(ABC):
         self._is_begun = self._is_replaced = False
         self._plan: Plan | None = None
         self._sources: tuple[tuple[Piece, Segment], ...] = ()
-        self._table = HostTable((), 0)
-        self._copies: tuple[_Copy, ...] = ()
-        self._device_copies: tuple[DeviceCopies, ...] = ()
-        self._on_gpus: tuple[_Copy, ...] = ()
-        self._nonfinite = NonfiniteTable(())
+        self._copies: PieceCopies | None = None
+        self._pushes: Pushes | None = None
 
     @abstractmethod
     def _weights(self) -> LocalWeights:
@@ -173,10 +148,7 @@ class TensorSource(ABC):
 
     def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
         """Map the send buffer and prepare all copies, or prepare publishing in place."""
-        self.close()
-        layout = self._layout or self.layout()
-        self._rank, self._plan = trainer, plan
-        self._sources = _pair(plan, trainer, layout)
+        layout = self._begin(plan, trainer)
         if send_buffer is None:
             live = {name: local_tensor(tensor) for name, tensor in self._tensors().items()}
             cuts = [
@@ -188,55 +160,43 @@ class TensorSource(ABC):
         warm_up()
         self._send_buffer = SharedBuffer.open(send_buffer)
         self._make_copies()
-        if self._offloads or self._device_copies:
+        if self._offloads or (self._copies and self._copies.has_device_copies):
             self._send_buffer.pin()
         return Attached(plan.digest(), None)
 
+    def can_push(self) -> bool:
+        """Whether this rank can push its weights: all are on the host, and there is a GPU to push them to."""
+        if self._offloads or not torch.cuda.is_available():
+            return False
+        return all(tensor.device.type == "cpu" for tensor in self._live().values())
+
+    def attach_push(self, plan: Plan, trainer: int, ticket: PushTicket) -> Attached:
+        """Lock the weights' pages, and connect to the holder that asks for them."""
+        self._begin(plan, trainer)
+        warm_up()
+        self._pushes = Pushes(plan, trainer, ticket)
+        self._make_copies()
+        self._pushes.start()
+        return Attached(plan.digest(), None)
+
+    def _begin(self, plan: Plan, trainer: int) -> RankLayout:
+        self.close()
+        layout = self._layout or self.layout()
+        self._rank, self._plan = trainer, plan
+        self._sources = _pair(plan, trainer, layout)
+        return layout
+
     def _make_copies(self) -> None:
-        """Prepare the copies: together those of each GPU, in a table those on the host without a cast."""
+        """Prepare the copies to the send buffer, or pushes."""
         assert self._plan is not None
-        assert self._send_buffer is not None
         assert self._guard is not None
-        live, metas, start = self._live(), self._plan.tensors, self._send_buffer.tensor.data_ptr()
-        parts, by_table, others = [], [], []
-        on_gpus: defaultdict[torch.device, list[tuple[Piece, _Copy, torch.Tensor]]] = defaultdict(list)
-        for piece, segment in self._sources:
-            meta, source = metas[piece.tensor], segment_view(live[segment.buffer], segment)
-            dtype: torch.dtype = getattr(torch, meta.dtype)
-            for copy in _chunks(self._plan, piece, segment, whole=source.is_cuda):
-                cut = source[copy.index]
-                is_stray = segment.buffer in self._guard.strays
-                if cut.is_cuda and not is_stray:
-                    on_gpus[cut.device].append((piece, copy, cut))
-                    continue
-                if is_stray or not _is_ready(cut, dtype):
-                    others.append(copy)
-                    continue
-                by_table.append(copy)
-                parts.append(
-                    HostPart(
-                        tensor=piece.tensor,
-                        address=cut.data_ptr(),
-                        box=copy.box,
-                        shape=meta.shape,
-                        itemsize=meta.itemsize,
-                        target=start + copy.start,
-                    )
-                )
-        self._table, self._copies = HostTable(parts, len(metas)), (*by_table, *others)
-        self._nonfinite = NonfiniteTable(
-            (metas[copy.tensor].dtype, copy.start, copy.box.numel * metas[copy.tensor].itemsize)
-            for copy in self._copies
+        if self._pushes:
+            self._pushes.prepare(self._sources, self._live(), self._guard.strays)
+            return
+        assert self._send_buffer is not None
+        self._copies = PieceCopies(
+            self._plan, self._sources, self._live(), self._guard.strays, self._send_buffer.tensor
         )
-        self._device_copies = tuple(
-            DeviceCopies(
-                self._plan,
-                [(piece, cut, self._in(self._send_buffer, copy).view(cut.shape)) for piece, copy, cut in its],
-                device,
-            )
-            for device, its in on_gpus.items()
-        )
-        self._on_gpus = tuple(copy for its in on_gpus.values() for _, copy, _ in its)
 
     def ready(self) -> bool:
         """Have weights that are read in place written, and start to digest them. Returns False for others.
@@ -245,8 +205,13 @@ class TensorSource(ABC):
         does it, while holders read: what they read stays allocated. If it is no longer the model's, `publish`
         raises, and no engine serves it. Raises as `publish`.
         """
+        if self._pushes:
+            self._follow()
+            self._finish()
+            self._pushes.copy(self._live)
+            self._is_begun = True
         if self._in_place is None:
-            return False
+            return self._is_begun
         if self._is_replaced or not self._in_place.has_memory():
             self._follow()
         self._is_replaced = False
@@ -267,13 +232,16 @@ class TensorSource(ABC):
                 offloaded, or it is not whole; names this rank and the tensor.
         """
         assert self._plan is not None
-        if not self._in_place:
+        if not (self._in_place or self._pushes):
             self._follow()
             self._finish()
             return self._in_send_buffer if self._in_send_buffer is not None else self._to_send_buffer(count)
         if not self._is_begun:
             self.ready()
         self._is_begun = False
+        if self._pushes:
+            return self._pushes.digest(count)
+        assert self._in_place
         if self._follow():
             self._finish()
             self._in_place.begin()  # FSDP had gathered it: digest what it is now
@@ -293,12 +261,12 @@ class TensorSource(ABC):
                 self._follow()
                 self._finish()
             published = self._to_send_buffer(count=True) if self._send_buffer else None
-            if self._send_buffer:
-                for copy in (*self._copies, *self._on_gpus):
+            if self._copies:
+                for copy in self._copies.copies:
                     stored.setdefault(copy.segment.buffer, []).append(
-                        Stored(copy.segment, copy.index, self._in(self._send_buffer, copy))
+                        Stored(copy.segment, copy.index, self._copies.place(copy))
                     )
-            self._device_copies = ()  # they have memory of their own on the GPU; `onload` has them made again
+            self._copies = None  # they have memory of their own on the GPU; `onload` has them made again
             self._offloaded = Offloaded(self._live(), stored)
             self._in_send_buffer = published
             self._guard = self._watch(self._weights())
@@ -345,61 +313,16 @@ class TensorSource(ABC):
                 f"trainer {self._rank}: {_listed(moved)}, while the weights are offloaded: onload() first"
             )
 
-    def _in(self, send_buffer: SharedBuffer, copy: _Copy) -> torch.Tensor:
-        """Return the part of the send buffer for `copy`, 1-D, in the dtype that travels."""
-        assert self._plan is not None
-        meta = self._plan.tensors[copy.tensor]
-        data = send_buffer.tensor[copy.start : copy.start + copy.box.numel * meta.itemsize]
-        dtype: torch.dtype = getattr(torch, meta.dtype)
-        return data.view(dtype)
-
     def _to_send_buffer(self, count: bool) -> Published:
-        assert self._plan is not None
-        assert self._send_buffer is not None
-        metas, send_buffer, table = self._plan.tensors, self._send_buffer, self._table
-        first = table.ranges[-1][1] if table.ranges else 0
-        others = range(first, len(self._copies))
-        live = self._live() if others else {}
-        for device in {tensor.device for tensor in live.values() if tensor.is_cuda}:
-            torch.cuda.synchronize(device)  # the trainer may still write weights on another stream
-        counts = np.zeros(len(self._copies), np.int64)
-
-        def run(first: int, end: int) -> None:
-            table.run(first, end)
-            if count:
-                self._nonfinite.count(send_buffer.tensor, counts, first, end)
-
-        def publish(number: int) -> int:
-            copy = self._copies[number]
-            target = self._in(send_buffer, copy)
-            with torch.no_grad():
-                cut = segment_view(live[copy.segment.buffer], copy.segment)[copy.index].to(target.dtype)
-                _copy(cut, target)
-            if count:
-                self._nonfinite.count(send_buffer.tensor, counts, number, number + 1)
-            # Digest the weights, not the copy, so that a wrong copy is found.
-            return tensor_digest(cut, metas[copy.tensor].shape, copy.box)
-
-        with ThreadPoolExecutor(num_threads(16)) as threads:
-            ran = threads.map(run, *zip(*table.ranges, strict=True)) if table.ranges else ()
-            shares = list(threads.map(publish, others))
-            list(ran)  # raises the first error of a thread
-        sent = [copies.run(count) for copies in self._device_copies]
-        digests = combine([table.digests(), *(each.digests for each in sent)])
-        for number, share in zip(others, shares, strict=True):
-            # Add to a slice: arrays wrap around, scalars would warn.
-            tensor = self._copies[number].tensor
-            digests[tensor : tensor + 1] += np.uint64(share)
-        nonfinite: Counter[str] = Counter()
-        for number in np.flatnonzero(counts).tolist():
-            nonfinite[metas[self._copies[number].tensor].name] += int(counts[number])
-        for each in sent:
-            nonfinite.update(each.nonfinite)
-        return Published(digests, dict(nonfinite))
+        assert self._copies
+        return self._copies.run(self._live, count)
 
     def close(self) -> None:
         """Disconnect from the holder. Offloaded tensors leave the send buffer first."""
-        self._in_place, self._is_begun, self._device_copies = None, False, ()
+        self._in_place, self._is_begun, self._copies = None, False, None
+        if self._pushes:
+            self._pushes.close()
+            self._pushes = None
         if self._offloaded and self._in_send_buffer is not None:
             self._offloaded.leave_send_buffer()
             self._in_send_buffer = None
@@ -427,31 +350,6 @@ def _holding(segments: deque[Segment], box: Box) -> Segment:
     while not segments[0].box.contains(box):
         segments.rotate(-1)
     return segments[0]
-
-
-def _chunks(plan: Plan, piece: Piece, segment: Segment, *, whole: bool) -> Iterator[_Copy]:
-    """Yield the copies of one piece in the send buffer's order; one if `whole`."""
-    itemsize = plan.tensors[piece.tensor].itemsize
-    start = piece.send_buffer_offset
-    for box in piece.box.split(piece.box.numel if whole else _CHUNK_NBYTES // itemsize):
-        yield _Copy(piece.tensor, box, segment, start)
-        start += box.numel * itemsize
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy `source` to contiguous, 1-D `target` of the same dtype."""
-    if source.is_contiguous() and source.device.type == "cpu":
-        # NumPy copies on this thread alone; torch would split the copy over its own threads.
-        np.copyto(target.view(torch.uint8).numpy(), host_bytes(source))
-    else:
-        target.view(source.shape).copy_(source)
-
-
-def _is_ready(cut: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a tensor can be copied as it is: on the host, contiguous, aligned, in `dtype`."""
-    if cut.device.type != "cpu" or cut.dtype != dtype or not cut.is_contiguous():
-        return False
-    return cut.data_ptr() % cut.element_size() == 0
 
 
 def _share(tensors: Mapping[str, torch.Tensor]) -> tuple[str, dict[str, DeviceHandle]]:

@@ -1,0 +1,218 @@
+"""The channel by which a holder asks its trainer rank to push weights from host memory.
+
+No other process can map a trainer's heap. The rank makes a *ring* of buffers that its holder maps, and says
+hello with their handles. Then the holder asks for one bucket after another. The rank copies its share of a
+bucket into a buffer of the ring, and says when it is there.
+
+Both ends are on one host. Messages travel on a Unix socket in a private directory, which is removed as soon
+as the rank is connected. A process that ends closes its end, so that the other one notices at once.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from contextlib import suppress
+
+import msgspec
+
+from weightsync.channel.private_directory import PrivateDirectory
+from weightsync.errors import DeadlineError, PeerLostError, TransportError, WireError
+from weightsync.protocol.handles import Handle, PushTicket
+
+_MAX_NBYTES = 64 << 10
+_POLL_S = 0.05
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Trainer rank → holder, first: its plan, and the buffers that it copies into, in turn."""
+
+    plan_digest: str
+    ring: tuple[Handle, ...]
+
+
+class Push(msgspec.Struct, frozen=True, tag="push"):
+    """Holder → trainer rank: copy your share of `bucket` into buffer number `buffer` of the ring."""
+
+    ticket: int
+    bucket: int
+    buffer: int
+
+
+class Pushed(msgspec.Struct, frozen=True, tag="pushed"):
+    """Trainer rank → holder: what `ticket` asked for is there, or failed for a `cause`."""
+
+    ticket: int
+    cause: str = ""
+
+
+_to_holder = msgspec.msgpack.Decoder(Hello | Pushed)
+_to_trainer = msgspec.msgpack.Decoder(Push)
+
+
+class PushFeed:
+    """The holder's end. Used by one thread at a time, except for `abort`, which any thread may call."""
+
+    def __init__(self, trainer: str, device: str, num_buffers: int, nbytes: int) -> None:
+        """
+        Args:
+            trainer: the rank's name in errors.
+            device, num_buffers, nbytes: what the rank makes, see `PushTicket`.
+        """
+        self._directory = PrivateDirectory()
+        endpoint = str(self._directory.path / "push")
+        self.ticket = PushTicket(endpoint, device, num_buffers, nbytes)
+        self._trainer = trainer
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(endpoint)
+        self._listener.listen(1)
+        self._connection: socket.socket | None = None
+        self._last = 0
+        self._open: dict[int, str | None] = {}
+        self._cause = ""
+        self._aborted = threading.Event()
+
+    def accept(self, plan_digest: str, timeout_s: float) -> tuple[Handle, ...]:
+        """Wait for the rank's hello. Returns the handles of its ring.
+
+        Raises DeadlineError when it does not come, WireError when the rank has another plan.
+        """
+        deadline = time.monotonic() + timeout_s
+        self._wait(self._listener, deadline, "hello", timeout_s)
+        self._connection, _ = self._listener.accept()
+        self._listener.close()
+        self._directory.remove()
+        hello = self._receive(deadline, "hello", timeout_s)
+        if not isinstance(hello, Hello) or hello.plan_digest != plan_digest:
+            raise WireError(f"{self._trainer} does not hold plan {plan_digest}: {hello}")
+        return hello.ring
+
+    def ask(self, bucket: int, buffer: int) -> int:
+        """Ask for a bucket. Returns the ticket for `wait`. Raises PeerLostError if the rank has ended."""
+        assert self._connection
+        self._last += 1
+        try:
+            self._connection.send(msgspec.msgpack.encode(Push(self._last, bucket, buffer)))
+        except OSError as error:
+            raise self._lost(error) from error
+        self._open[self._last] = None
+        return self._last
+
+    def wait(self, ticket: int, bucket: int, timeout_s: float) -> None:
+        """Wait until what `ask` asked for is there.
+
+        Raises DeadlineError, PeerLostError if the rank has ended, TransportError if it failed or `abort` was
+        called.
+        """
+        deadline = time.monotonic() + timeout_s
+        while (cause := self._open[ticket]) is None:
+            self._take(deadline, f"push of bucket {bucket}", timeout_s)
+        del self._open[ticket]
+        if cause:
+            raise TransportError(f"{self._trainer} cannot push bucket {bucket}: {cause}")
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until nothing is being pushed, so that the ring and what it goes to may be used otherwise.
+
+        Raises as `wait`, but for what the rank could not push.
+        """
+        deadline = time.monotonic() + timeout_s
+        while any(cause is None for cause in self._open.values()):
+            self._take(deadline, "the end of pushes that were given up", timeout_s)
+        self._open.clear()
+
+    def abort(self, cause: str) -> None:
+        """End all current and later waits."""
+        self._cause = cause
+        self._aborted.set()
+
+    def close(self) -> None:
+        """Close the sockets. The rank then pushes no more. Safe to call twice."""
+        self._listener.close()
+        self._directory.remove()
+        if self._connection:
+            self._connection.close()
+
+    def _take(self, deadline: float, phase: str, timeout_s: float) -> None:
+        message = self._receive(deadline, phase, timeout_s)
+        if not isinstance(message, Pushed) or message.ticket not in self._open:
+            raise WireError(f"{self._trainer} says {message}, which nobody asked for")
+        self._open[message.ticket] = message.cause
+
+    def _receive(self, deadline: float, phase: str, timeout_s: float) -> Hello | Pushed:
+        assert self._connection
+        self._wait(self._connection, deadline, phase, timeout_s)
+        try:
+            data = self._connection.recv(_MAX_NBYTES)
+        except OSError as error:
+            raise self._lost(error) from error
+        if not data:
+            raise self._lost("its process ended, or is being connected again")
+        try:
+            message: Hello | Pushed = _to_holder.decode(data)
+        except msgspec.MsgspecError as error:
+            raise WireError(f"not a message of ours: {error}") from error
+        return message
+
+    def _wait(self, one: socket.socket, deadline: float, phase: str, timeout_s: float) -> None:
+        while True:
+            if self._aborted.is_set():
+                raise TransportError(self._cause)
+            left = deadline - time.monotonic()
+            # Look once more after the deadline: perhaps this process was stopped, not the trainer.
+            if _has_message(one, max(0.0, min(left, _POLL_S))):
+                return
+            if left <= 0:
+                raise DeadlineError(phase, (self._trainer,), timeout_s)
+
+    def _lost(self, cause: object) -> PeerLostError:
+        return PeerLostError(self._trainer, str(cause))
+
+
+class PushEnd:
+    """The trainer rank's end."""
+
+    def __init__(self, ticket: PushTicket, plan_digest: str, ring: tuple[Handle, ...]) -> None:
+        """Connect, and say hello. Raises PeerLostError if the holder is gone."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._socket.connect(ticket.endpoint)
+            self._socket.send(msgspec.msgpack.encode(Hello(plan_digest, ring)))
+        except OSError as error:
+            self._socket.close()
+            raise PeerLostError("its holder", f"{ticket.endpoint}: {error}") from error
+
+    def has_ask(self) -> bool:
+        """Whether `receive` would not wait."""
+        return _has_message(self._socket, 0)
+
+    def receive(self) -> Push | None:
+        """Return what is asked next, or None if the connection was closed by either end."""
+        try:
+            data = self._socket.recv(_MAX_NBYTES)
+        except OSError:
+            return None
+        return _to_trainer.decode(data) if data else None
+
+    def answer(self, ticket: int, cause: str = "") -> None:
+        """Say that something was pushed, or why not. The holder may have ended meanwhile."""
+        with suppress(OSError):  # `receive` will say so
+            self._socket.send(msgspec.msgpack.encode(Pushed(ticket, cause[:4096])))
+
+    def hang_up(self) -> None:
+        """End the connection; a `receive` in another thread ends."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the socket, which nobody uses any more."""
+        self._socket.close()
+
+
+def _has_message(one: socket.socket, timeout_s: float) -> bool:
+    """Whether a message, a connection or the end of one comes within `timeout_s`."""
+    poll = select.poll()
+    poll.register(one, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))

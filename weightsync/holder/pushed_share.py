@@ -1,0 +1,112 @@
+"""A trainer rank's share of each bucket, which the rank itself copies to where its holder can read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from weightsync.channel.push import PushFeed
+from weightsync.holder.trainer_parts import Part
+from weightsync.memory.device import Buffer, open_buffer
+from weightsync.plan import Plan
+from weightsync.protocol.handles import PushTicket
+from weightsync.transports import Pending
+
+
+class PushedShare:
+    """Weights that a trainer rank pushes from host memory whenever a bucket is to be filled.
+
+    The rank owns the buffers that it pushes to, its *ring*: if this process ends, it loses nothing.
+    """
+
+    def __init__(self, plan: Plan, trainer: int, device: str) -> None:
+        """`device`: that of this holder's slots, on which the rank makes its ring; "" for host memory."""
+        self._plan, self._trainer, self._shares = plan, trainer, plan.shares(trainer)
+        nbytes = max((end - first for first, end in self._shares.values()), default=0)
+        self._feed = PushFeed(f"trainer {trainer}", device, max(plan.slots, 1), nbytes)
+        self._ring: Sequence[Buffer] = ()
+
+    @property
+    def ticket(self) -> PushTicket:
+        """How the rank reaches this process."""
+        return self._feed.ticket
+
+    def accept(self, timeout_s: float) -> None:
+        """Wait until the rank has connected, and map its ring. Later calls do nothing.
+
+        Raises DeadlineError, WireError if it has another plan, TransportError if the ring cannot be mapped.
+        """
+        if not self._ring:
+            handles = self._feed.accept(self._plan.digest(), timeout_s)
+            self._ring = [open_buffer(handle) for handle in handles]
+
+    def fill(self, bucket: int, slot: torch.Tensor, timeout_s: float) -> Sequence[Pending]:
+        """Ask for this rank's share of `bucket`. What is returned waits for it, and queues a copy to `slot`.
+
+        The slot's previous copy must have ended, and the ring is used as the slots are. `wait` raises as
+        `PushFeed.wait`.
+        """
+        if bucket not in self._shares:
+            return ()
+        buffer = bucket % len(self._ring)
+        ticket = self._feed.ask(bucket, buffer)
+
+        def copy() -> Sequence[Pending]:
+            self._feed.wait(ticket, bucket, timeout_s)
+            self._copy(bucket, self._ring[buffer].tensor, slot)
+            return ()
+
+        return [Then((), copy)]
+
+    def held(self) -> Iterator[Part]:
+        """Yield copies of the parts that the rank would push now. Raises as `PushFeed.wait`."""
+        self.drain(_HELD_TIMEOUT_S)
+        for bucket in self._shares:
+            self._feed.wait(self._feed.ask(bucket, 0), bucket, _HELD_TIMEOUT_S)
+            for piece in self._plan.bucket(bucket).pieces:
+                if piece.trainer == self._trainer:
+                    at = piece.send_buffer_offset - self._shares[bucket][0]
+                    data = self._ring[0].tensor[at : at + piece.nbytes].clone()
+                    dtype = getattr(torch, self._plan.tensors[piece.tensor].dtype)
+                    yield piece.tensor, piece.box, data.view(dtype).view(piece.box.extent)
+
+    def drain(self, timeout_s: float) -> None:
+        """Wait until the rank pushes nothing more for an update that failed. Raises as `PushFeed.drain`."""
+        self._feed.drain(timeout_s)
+
+    def abort(self, cause: str) -> None:
+        """End all waits for the rank."""
+        self._feed.abort(cause)
+
+    def close(self) -> None:
+        """Disconnect, and unmap the ring."""
+        self._feed.close()
+        for buffer in self._ring:
+            buffer.close()
+        self._ring = ()
+
+    def _copy(self, bucket: int, ring: torch.Tensor, slot: torch.Tensor) -> None:
+        first, _ = self._shares[bucket]
+        for step in self._plan.bucket_steps(bucket):
+            if step.trainer == self._trainer:
+                at = step.send_buffer_offset - first
+                part = ring[at : at + step.nbytes]
+                slot[step.offset : step.offset + step.nbytes].copy_(part, non_blocking=True)
+
+
+_HELD_TIMEOUT_S = 30.0
+"""For one bucket, when a mistake is looked for."""
+
+
+class Then:
+    """A pending operation that waits for others, and then starts more and waits for these."""
+
+    def __init__(self, pending: Sequence[Pending], start: Callable[[], Sequence[Pending]]) -> None:
+        self._pending, self._start = pending, start
+
+    def wait(self) -> None:
+        for each in self._pending:
+            each.wait()
+        for each in self._start():
+            each.wait()

@@ -1,0 +1,212 @@
+"""Copies of a rank's pieces to host memory, with digests of the originals."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from weightsync.memory.digests import host_bytes, tensor_digest
+from weightsync.memory.host import num_threads
+from weightsync.memory.host_table import HostPart, HostTable
+from weightsync.memory.nonfinite import NonfiniteTable, count_nonfinite
+from weightsync.memory.tensors import segment_view
+from weightsync.plan import Box, Piece, Plan, Segment
+from weightsync.protocol.messages import Published, combine
+from weightsync.sources.device_copies import DeviceCopies
+
+_CHUNK_NBYTES = 4 << 20
+"""Bytes that are copied, and then digested while they are still in the processor's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class PieceCopy:
+    """A part of a piece, in this rank's memory and in the order of the send buffer."""
+
+    tensor: int
+    bucket: int
+    box: Box
+    segment: Segment
+    start: int
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        return self.box.slices(self.segment.box)
+
+
+class PieceCopies:
+    """One epoch's pieces, each with its place in host memory that is laid out as a send buffer.
+
+    Attributes:
+        copies: all parts that are copied.
+        kept: parts that are read where they lie, each with its elements, in the dtype that travels.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        pieces: Sequence[tuple[Piece, Segment]],
+        live: Mapping[str, torch.Tensor],
+        strays: Collection[str],
+        memory: torch.Tensor,
+        stays: Callable[[torch.Tensor], bool] = lambda _: False,
+    ) -> None:
+        """Prepare the copies: together those of each GPU, in a table those on the host without a cast.
+
+        Args:
+            live: the tensors now, by buffer.
+            strays: buffers whose tensors have to be looked up each time.
+            memory: where to copy: uint8[nbytes of the send buffer], on the host.
+            stays: whether a part on the host, which needs no cast, is read where it lies.
+        """
+        self._plan, self._memory = plan, memory
+        metas, start = plan.tensors, memory.data_ptr()
+        parts, kept_parts, by_table, others = [], [], [], []
+        self.kept: list[tuple[PieceCopy, torch.Tensor]] = []
+        on_gpus: defaultdict[torch.device, list[tuple[Piece, PieceCopy, torch.Tensor]]] = defaultdict(list)
+        for piece, segment in pieces:
+            meta, source = metas[piece.tensor], segment_view(live[segment.buffer], segment)
+            dtype: torch.dtype = getattr(torch, meta.dtype)
+            for copy in _chunks(plan, piece, segment, whole=source.is_cuda):
+                cut = source[copy.index]
+                is_stray = segment.buffer in strays
+                if cut.is_cuda and not is_stray:
+                    on_gpus[cut.device].append((piece, copy, cut))
+                    continue
+                if is_stray or not _is_ready(cut, dtype):
+                    others.append(copy)
+                    continue
+                part = HostPart(
+                    tensor=piece.tensor,
+                    address=cut.data_ptr(),
+                    box=copy.box,
+                    shape=meta.shape,
+                    itemsize=meta.itemsize,
+                    target=0 if (stay := stays(cut)) else start + copy.start,
+                )
+                if stay:
+                    self.kept.append((copy, cut))
+                    kept_parts.append(part)
+                else:
+                    by_table.append(copy)
+                    parts.append(part)
+        self._table, self._kept_table = HostTable(parts, len(metas)), HostTable(kept_parts, len(metas))
+        self._on_host = (*by_table, *others)
+        self._nonfinite = NonfiniteTable(
+            (metas[copy.tensor].dtype, copy.start, copy.box.numel * metas[copy.tensor].itemsize)
+            for copy in self._on_host
+        )
+        self._device_copies = tuple(
+            DeviceCopies(
+                plan, [(piece, cut, self.place(copy).view(cut.shape)) for piece, copy, cut in its], gpu
+            )
+            for gpu, its in on_gpus.items()
+        )
+        self.copies = (*self._on_host, *(copy for its in on_gpus.values() for _, copy, _ in its))
+
+    @property
+    def has_device_copies(self) -> bool:
+        """Whether some of the pieces are on a GPU."""
+        return bool(self._device_copies)
+
+    def place(self, copy: PieceCopy) -> torch.Tensor:
+        """Return where a part is copied to, 1-D, in the dtype that travels."""
+        meta = self._plan.tensors[copy.tensor]
+        data = self._memory[copy.start : copy.start + copy.box.numel * meta.itemsize]
+        dtype: torch.dtype = getattr(torch, meta.dtype)
+        return data.view(dtype)
+
+    def run(self, find: Callable[[], Mapping[str, torch.Tensor]], count: bool) -> Published:
+        """Copy what is copied, and digest it.
+
+        Args:
+            find: returns the tensors now, by buffer. Called if some are strays, or need a cast.
+            count: count NaN and Inf, too.
+        """
+        table = self._table
+        first = table.ranges[-1][1] if table.ranges else 0
+        others = range(first, len(self._on_host))
+        live = find() if others else {}
+        for device in {tensor.device for tensor in live.values() if tensor.is_cuda}:
+            torch.cuda.synchronize(device)  # the trainer may still write weights on another stream
+        counts = np.zeros(len(self._on_host), np.int64)
+
+        def run(first: int, end: int) -> None:
+            table.run(first, end)
+            if count:
+                self._nonfinite.count(self._memory, counts, first, end)
+
+        def publish(number: int) -> int:
+            copy = self._on_host[number]
+            target = self.place(copy)
+            with torch.no_grad():
+                cut = segment_view(live[copy.segment.buffer], copy.segment)[copy.index].to(target.dtype)
+                _copy(cut, target)
+            if count:
+                self._nonfinite.count(self._memory, counts, number, number + 1)
+            # Digest the weights, not the copy, so that a wrong copy is found.
+            return tensor_digest(cut, self._plan.tensors[copy.tensor].shape, copy.box)
+
+        with ThreadPoolExecutor(num_threads(16)) as threads:
+            ran = threads.map(run, *zip(*table.ranges, strict=True)) if table.ranges else ()
+            shares = list(threads.map(publish, others))
+            list(ran)  # raises the first error of a thread
+        sent = [copies.run(count) for copies in self._device_copies]
+        digests = combine([table.digests(), *(each.digests for each in sent)])
+        for number, share in zip(others, shares, strict=True):
+            # Add to a slice: arrays wrap around, scalars would warn.
+            tensor = self._on_host[number].tensor
+            digests[tensor : tensor + 1] += np.uint64(share)
+        nonfinite: Counter[str] = Counter()
+        for number in np.flatnonzero(counts).tolist():
+            nonfinite[self._name(self._on_host[number])] += int(counts[number])
+        for each in sent:
+            nonfinite.update(each.nonfinite)
+        return Published(digests, dict(nonfinite))
+
+    def digest_kept(self, count: bool) -> Published:
+        """Digest what is read where it lies, and count NaN and Inf there if `count` is set."""
+        nonfinite: Counter[str] = Counter()
+
+        def run(first: int, end: int) -> list[tuple[str, int]]:
+            self._kept_table.run(first, end)
+            held = self.kept[first:end] if count else ()
+            return [(self._name(copy), found) for copy, cut in held if (found := count_nonfinite(cut))]
+
+        with ThreadPoolExecutor(num_threads(16)) as threads:
+            for its in threads.map(run, *zip(*self._kept_table.ranges, strict=True)) if self.kept else ():
+                for name, found in its:
+                    nonfinite[name] += found
+        return Published(self._kept_table.digests(), dict(nonfinite))
+
+    def _name(self, copy: PieceCopy) -> str:
+        return self._plan.tensors[copy.tensor].name
+
+
+def _chunks(plan: Plan, piece: Piece, segment: Segment, *, whole: bool) -> Iterator[PieceCopy]:
+    """Yield the copies of one piece in the send buffer's order; one if `whole`."""
+    itemsize = plan.tensors[piece.tensor].itemsize
+    start = piece.send_buffer_offset
+    for box in piece.box.split(piece.box.numel if whole else _CHUNK_NBYTES // itemsize):
+        yield PieceCopy(piece.tensor, piece.bucket, box, segment, start)
+        start += box.numel * itemsize
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy `source` to contiguous, 1-D `target` of the same dtype."""
+    if source.is_contiguous() and source.device.type == "cpu":
+        # NumPy copies on this thread alone; torch would split the copy over its own threads.
+        np.copyto(target.view(torch.uint8).numpy(), host_bytes(source))
+    else:
+        target.view(source.shape).copy_(source)
+
+
+def _is_ready(cut: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a tensor can be copied as it is: on the host, contiguous, aligned, in `dtype`."""
+    if cut.device.type != "cpu" or cut.dtype != dtype or not cut.is_contiguous():
+        return False
+    return cut.data_ptr() % cut.element_size() == 0
