@@ -1,6 +1,7 @@
 """Times `update_weights` on GPUs by source, placement, bucket size and slots, against bare rates.
 
-    python -m benchmarks.bench_sync --gpu [--world 1 2 4] [--source device host] [--bucket-mib 256 512]
+    python -m benchmarks.bench_sync --gpu [--world 1 2 4] [--source device host] [--host-weights copy|push]
+        [--bucket-mib 256 512]
         [--slots 2 3] [--model 8b|llama|moe|moe-stacked] [--gib 16] [--rounds 7] [--empty] [--long 200]
 
 One trainer rank and one engine rank per GPU. ``colocated`` shares each of `world` GPUs between the
@@ -26,6 +27,7 @@ import argparse
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--world", type=int, nargs="+", help="numbers of GPUs (all)")
     parser.add_argument("--placement", nargs="+", default=["colocated"], choices=_PLACEMENTS)
     parser.add_argument("--source", nargs="+", default=["device", "host"], choices=["device", "host"])
+    parser.add_argument("--host-weights", default="copy", choices=["copy", "push"], help="of --source host")
     parser.add_argument("--mode", nargs="+", default=["auto"], choices=MODES)
     parser.add_argument("--bucket-mib", type=int, nargs="+", default=[256])
     parser.add_argument("--slots", type=int, nargs="+", default=[2])
@@ -113,7 +116,12 @@ _PLACEMENTS = ("colocated", "disaggregated")
 def _parts(args: argparse.Namespace, worlds: Sequence[int], *, cpu: bool) -> Iterator[dict[str, Any]]:
     """Yield what each process measures."""
     common = {"gib": args.gib, "layers": args.layers, "rounds": args.rounds, "cpu": cpu}
-    common |= {"mode": args.mode, "bucket_mib": args.bucket_mib, "slots": args.slots}
+    common |= {
+        "host_weights": args.host_weights,
+        "mode": args.mode,
+        "bucket_mib": args.bucket_mib,
+        "slots": args.slots,
+    }
     for world in worlds:
         if world > 1 and not (args.no_bare or cpu):
             yield {"kind": "bare", "world": world, **common}
@@ -171,6 +179,7 @@ def _case(
         "table": {"matrix": "update_weights", "empty": "control", "long": "many updates"}[spec["kind"]],
         "model": spec["model"],
         "source": spec["source"],
+        **({"host weights": spec["host_weights"]} if spec["source"] == "host" else {}),
         "placement": spec["placement"],
         "world": spec["world"],
         "bucket MiB": bucket_mib,
@@ -178,7 +187,8 @@ def _case(
         "mode": mode,
     }
     try:
-        return row | _measure(spec, fleet, config(bucket_mib, num_slots, mode))
+        settings = replace(config(bucket_mib, num_slots, mode), host_weights=spec["host_weights"])
+        return row | _measure(spec, fleet, settings)
     except (WrongWeightsError, WeightSyncError) as error:
         return row | {"failed": f"{type(error).__name__}: {error}"}
 

@@ -299,6 +299,10 @@ class SyncConfig:
             engines serve; they pause only to copy it from there. For links slower than that memory. Each such
             host keeps two copies of the model. Trainers then publish to their host, also from GPUs.
             ``none`` sends weights to paused engines.
+        host_weights: how weights in the trainers' host memory are published. ``copy`` copies them to
+            page-locked memory before engines pause. ``push`` has trainers copy them straight to their GPUs
+            where holders map all engines' memory, or keep no versions: it takes no such memory, and engines
+            are paused while trainers digest.
         bucket_bytes: the most bytes that travel as one message.
         num_slots: buckets per holder. One is read while the others are filled.
         max_staging_bytes: the most bytes of buckets per holder. A plan that needs more is refused.
@@ -331,6 +335,7 @@ class SyncConfig:
     mode: Literal["auto", "broadcast", "direct"] = "auto"
     transport: Literal["auto", "gloo", "nccl"] = "auto"
     stage: Literal["none", "host"] = "none"
+    host_weights: Literal["copy", "push"] = "copy"
     bucket_bytes: BucketSize = 256 << 20
     num_slots: Positive = 2
     max_staging_bytes: StagingSize = 2 << 30

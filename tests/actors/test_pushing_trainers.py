@@ -29,7 +29,11 @@ def engines(cluster: None) -> list[Any]:
 @pytest.fixture
 def sync(engines: list[Any]) -> Iterator[WeightSync]:
     config = SyncConfig(
-        bucket_bytes=8192, keep_versions=1, timeout_s=patient(5), connect_timeout_s=patient(30)
+        host_weights="push",
+        bucket_bytes=8192,
+        keep_versions=1,
+        timeout_s=patient(5),
+        connect_timeout_s=patient(30),
     )
     with WeightSync(config) as sync:
         sync.register_trainers([spawn(Pushing, WIDTH, f"s{i}") for i in range(2)])

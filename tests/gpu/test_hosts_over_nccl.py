@@ -10,13 +10,11 @@ import pytest
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from tests.gpu.test_end_to_end import Fleet, path, start_and_kill
+from tests.gpu.test_end_to_end import Fleet, start_and_kill
 from tests.patience import patient
 from weightsync import PeerLostError, SyncConfig, WeightSync
 from weightsync.driver.connect import Connection, connect
 from weightsync.driver.fleet import Fleet as DriversFleet
-
-__all__ = ["path"]
 
 pytestmark = [
     pytest.mark.gpu,

@@ -28,7 +28,9 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-CONFIG = SyncConfig(bucket_bytes=4 << 20, timeout_s=patient(10), connect_timeout_s=patient(60))
+CONFIG = SyncConfig(
+    host_weights="push", bucket_bytes=4 << 20, timeout_s=patient(10), connect_timeout_s=patient(60)
+)
 SETTLE_S = patient(120)
 
 
@@ -46,7 +48,7 @@ def move(trainer: Any) -> None:
     """Put a trainer's parameters into other memory."""
 
     def replace(actor: Any) -> None:
-        actor.model._apply(lambda tensor: tensor.clone())
+        actor.model.float().bfloat16()
 
     ray.get(trainer.__ray_call__.remote(replace), timeout=patient(60))
 

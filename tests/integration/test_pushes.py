@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from weightsync.protocol.handles import Attached, BufferHandle, PushTicket
 from weightsync.protocol.messages import Published
 from weightsync.sources.module import ModuleSource
 
-PUSHING = replace(CONFIG, keep_versions=1)
+PUSHING = replace(CONFIG, keep_versions=1, host_weights="push")
 """Without copies to heal from, weights of trainers that can push are pushed."""
 
 
@@ -80,13 +81,14 @@ def test_each_version_arrives_bit_for_bit(cls: type[Loop]) -> None:
     drive(work, PUSHING, cls)
 
 
-def test_engines_that_heal_from_copies_get_a_send_buffer() -> None:
+@pytest.mark.parametrize("settings", [{"keep_versions": 2}, {"host_weights": "copy"}])
+def test_engines_that_heal_from_copies_get_a_send_buffer(settings: dict[str, Any]) -> None:
     async def work(loop: Loop) -> None:
         await loop.controller.connect()
         await loop.controller.update(1)
         assert source(loop).ways == ("published",)
 
-    drive(work, CONFIG, Pushing)
+    drive(work, replace(PUSHING, **settings), Pushing)
 
 
 def test_tensors_that_moved_are_pushed_from_where_they_are_now() -> None:

@@ -38,8 +38,8 @@ class DigestsAgain(HostTable):
         self.again = HostTable([replace(part, target=0) for part in parts], num_tensors)
         super().__init__(parts, num_tensors)
 
-    def run(self, first: int, end: int) -> None:
-        super().run(first, end)
+    def run(self, first: int, end: int, count: bool = False) -> None:
+        super().run(first, end, count)
         if end > first:
             DigestsAgain.between()
         self.again.run(first, end)
@@ -50,7 +50,7 @@ class DigestsAgain(HostTable):
 
 @pytest.fixture(autouse=True)
 def _tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightsync.sources.tensors.HostTable", DigestsAgain)
+    monkeypatch.setattr("weightsync.sources.piece_copies.HostTable", DigestsAgain)
 
 
 def write_between_copy_and_digest(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:

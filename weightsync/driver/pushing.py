@@ -21,7 +21,7 @@ async def find_pushing(
 ) -> frozenset[int]:
     """Return the trainer ranks whose holders ask them for their weights, a bucket at a time.
 
-    All others with weights on the host publish them to a send buffer. It is a copy of a version, from which
+    There are none without ``sync.host_weights: push``. All others with weights on the host publish them to a send buffer. It is a copy of a version, from which
     engines heal, and by which weights can be staged. Without it, copies of the engines' memory have to do.
     So ranks push only if holders keep no copies, or if they map the memory of every engine. If a tensor needs
     a cast, the send buffer is the faster way, since it is page-locked.
@@ -31,7 +31,7 @@ async def find_pushing(
         source, joined: the trainers' layout, and that of each engine.
     """
     on_host = [rank for rank, layout in enumerate(trainers) if not layout.device]
-    if config.stage != "none" or not on_host:
+    if config.host_weights != "push" or config.stage != "none" or not on_host:
         return frozenset()
     if same_dtype_tensors(source, *next(iter(joined.items())))[1]:
         return frozenset()

@@ -1,4 +1,4 @@
-"""Copies and digests of many parts of host tensors in one call."""
+"""Copies and digests of many parts of host tensors in one call, with the count of what is not finite."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ from weightsync.memory.digest_factors import (
 )
 from weightsync.memory.digests import digest_kernel, in_lanes, runs
 from weightsync.memory.host import num_threads
+from weightsync.memory.nonfinite import word_counter
 from weightsync.plan import Box
 from weightsync.protocol.messages import Digests
 
 _Int64 = npt.NDArray[np.int64]
-_Kernel = Callable[[int, int, _Int64, _Int64, Digests, _Int64, Digests], None]
+_Kernel = Callable[[int, int, bool, _Int64, _Int64, Digests, _Int64, Digests, _Int64], None]
 
 _PART_COST = 64
 """The fixed cost of a part, in bytes that take as long."""
 _RANGE_COST = 8 << 20
 _BLOCK_NBYTES = 256 << 10
-"""Bytes that are copied, and then digested while they are still in the core's own cache."""
+"""Bytes that are copied, then digested and searched while they are still in the core's own cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,7 @@ class HostPart:
         address: the address of its first element.
         itemsize: bytes per element.
         target: the address to copy it to, before it is digested; 0 for no copy.
+        mask: the bits that are all set in NaN and Inf alone, of `MASKS`; 0 for none.
     """
 
     tensor: int
@@ -53,6 +55,7 @@ class HostPart:
     shape: tuple[int, ...]
     itemsize: int
     target: int = 0
+    mask: int = 0
 
 
 class HostTable:
@@ -62,6 +65,7 @@ class HostTable:
 
     Attributes:
         ranges: ranges of parts with a few MiB each, which several threads may `run` at once.
+        counts: how many elements of each part were NaN or Inf in the last `run` that counted: int64[n].
     """
 
     def __init__(self, parts: Sequence[HostPart], num_tensors: int) -> None:
@@ -69,11 +73,12 @@ class HostTable:
         self._num_tensors = num_tensors
         self._tensor = np.array([part.tensor for part in parts], np.int64)
         self._shares = np.zeros(len(parts), np.uint64)
+        self.counts: _Int64 = np.zeros(len(parts), np.int64)
         rows, starts, num_starts = [], [np.zeros(0, np.int64)], 0
         for part in parts:
             word, nbytes = word_nbytes(part.itemsize), part.box.numel * part.itemsize
             if part.tensor < 0:
-                rows.append((part.address, part.target, nbytes, 0, 0, 0, 0))
+                rows.append((part.address, part.target, nbytes, 0, 0, 0, 0, 0, 1))
                 continue
             first, run = _ZERO, part.box.numel
             if part.box.extent != part.shape:
@@ -84,9 +89,10 @@ class HostTable:
                 first, run, kind = first * word // LANE_NBYTES, run * word // LANE_NBYTES, _LANES[word]
             starts.append(first)
             end = num_starts + len(first)
-            rows.append((part.address, part.target, nbytes, kind, num_starts, end, run))
+            held = part.address, part.target, nbytes
+            rows.append((*held, kind, num_starts, end, run, part.mask, part.itemsize))
             num_starts = end
-        self._rows = np.array(rows, np.int64).reshape(-1, 7)
+        self._rows = np.array(rows, np.int64).reshape(-1, 9)
         self._starts = np.concatenate(starts)
         cost = np.cumsum(self._rows[:, 2] + _PART_COST) // _RANGE_COST
         cuts = [*np.flatnonzero(np.diff(cost, prepend=-1)).tolist(), len(rows)]
@@ -94,9 +100,9 @@ class HostTable:
         if parts:
             self.run(0, 0)  # compiles the kernel, so that no update pays for it
 
-    def run(self, first: int, end: int) -> None:
-        """Copy and digest parts `first` to `end`."""
-        _kernel()(first, end, self._rows, self._starts, *_factors(), self._shares)
+    def run(self, first: int, end: int, count: bool = False) -> None:
+        """Copy and digest parts `first` to `end`, and count NaN and Inf in them if asked."""
+        _kernel()(first, end, count, self._rows, self._starts, *_factors(), self._shares, self.counts)
 
     def run_all(self) -> None:
         """Copy and digest all parts, in several threads if there are several ranges."""
@@ -138,7 +144,7 @@ def _kernel() -> _Kernel:
     from numba import carray, njit, types
     from numba.extending import intrinsic
 
-    digest, bytewise, pairwise = digest_kernel(), _WORDS[1], _WORDS[2]
+    digest, count_words, bytewise, pairwise = digest_kernel(), word_counter(), _WORDS[1], _WORDS[2]
     memcpy = ctypes.CDLL(None).memcpy
     memcpy.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_size_t]
     memcpy.restype = ctypes.c_size_t
@@ -154,7 +160,7 @@ def _kernel() -> _Kernel:
 
         return intrinsic(of_address)
 
-    at8, at16, at32 = (pointer(each) for each in (types.uint8, types.uint16, types.uint32))
+    at8, at16, at32, at64 = map(pointer, (types.uint8, types.uint16, types.uint32, types.uint64))
 
     @njit(nogil=True, cache=False)  # type: ignore[untyped-decorator]
     def share(
@@ -167,33 +173,49 @@ def _kernel() -> _Kernel:
             return digest(carray(at16(address), nbytes // 2), first, run, columns, ones)
         return digest(carray(at32(address), nbytes // 4), first, run, columns, ones)
 
+    @njit(nogil=True, cache=False)  # type: ignore[untyped-decorator]
+    def nonfinite(address: int, nbytes: int, itemsize: int, mask: int) -> int:
+        if itemsize == 1:
+            return count_words(carray(at8(address), nbytes), np.uint8(mask))
+        if itemsize == 2:
+            return count_words(carray(at16(address), nbytes // 2), np.uint16(mask))
+        if itemsize == 4:
+            return count_words(carray(at32(address), nbytes // 4), np.uint32(mask))
+        return count_words(carray(at64(address), nbytes // 8), np.uint64(mask))
+
     def work(
         low: int,
         high: int,
+        count: bool,
         rows: _Int64,
         starts: _Int64,
         factors: Digests,
         sizes: _Int64,
         shares: Digests,
+        counts: _Int64,
     ) -> None:
         start = np.zeros(1, np.int64)
         for i in range(low, high):
             address, target, nbytes, kind = rows[i, 0], rows[i, 1], rows[i, 2], rows[i, 3]
             first, run = starts[rows[i, 4] : rows[i, 5]], rows[i, 6]
+            mask, itemsize = rows[i, 7] if count else 0, rows[i, 8]
             columns, ones = factors[kind, : sizes[kind, 0]], sizes[kind, 1]
-            if kind == 0 or target == 0 or len(first) > 1 or nbytes <= _BLOCK_NBYTES:
+            is_one = kind != 0 and len(first) == 1
+            length = _BLOCK_NBYTES if is_one and (target != 0 or mask != 0) else nbytes
+            total, found = np.uint64(0), 0
+            for at in range(0, nbytes, max(length, 1)):
+                length = min(length, nbytes - at)
                 if target:
-                    memcpy(target, address, nbytes)
-                if kind:
-                    shares[i] = share(address, nbytes, kind, first, run, columns, ones)
-                continue
-            total, size = np.uint64(0), nbytes // run
-            for at in range(0, nbytes, _BLOCK_NBYTES):
-                length = min(_BLOCK_NBYTES, nbytes - at)
-                memcpy(target + at, address + at, length)
-                start[0] = first[0] + at // size
-                total += share(address + at, length, kind, start, length // size, columns, ones)
-            shares[i] = total
+                    memcpy(target + at, address + at, length)
+                if is_one:
+                    words = length // (nbytes // run)
+                    start[0] = first[0] + at // (nbytes // run)
+                    total += share(address + at, length, kind, start, words, columns, ones)
+                elif kind:
+                    total = share(address, nbytes, kind, first, run, columns, ones)
+                if mask:
+                    found += nonfinite(address + at, length, itemsize, mask)
+            shares[i], counts[i] = total, found
 
     compiled: _Kernel = njit(nogil=True, cache=False)(work)
     return compiled

@@ -83,13 +83,12 @@ def word_mask(dtype: str) -> int:
 
 
 @functools.cache
-def _kernel() -> _Kernel:
-    """Return the counting kernel, compiled with Numba on the first call."""
+def word_counter() -> Callable[[_Words, int], int]:
+    """Return the function that counts words with all bits of a mask, made with Numba for other kernels."""
     from numba import njit
 
     block = 4096
 
-    @njit(nogil=True, cache=False)  # type: ignore[untyped-decorator]
     def in_words(words: _Words, mask: int) -> int:
         total = 0
         for at in range(0, len(words), block):
@@ -101,6 +100,17 @@ def _kernel() -> _Kernel:
                 for k in range(len(part)):
                     total += (part[k] & mask) == mask
         return total
+
+    compiled: Callable[[_Words, int], int] = njit(nogil=True, cache=False)(in_words)
+    return compiled
+
+
+@functools.cache
+def _kernel() -> _Kernel:
+    """Return the counting kernel, compiled with Numba on the first call."""
+    from numba import njit
+
+    in_words = word_counter()
 
     def count(by1: _Words, by2: _Words, by4: _Words, by8: _Words, table: Int64, counts: Int64) -> None:
         for row in range(len(table)):

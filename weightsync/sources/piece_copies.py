@@ -13,10 +13,10 @@ import torch
 from weightsync.memory.digests import host_bytes, tensor_digest
 from weightsync.memory.host import num_threads
 from weightsync.memory.host_table import HostPart, HostTable
-from weightsync.memory.nonfinite import NonfiniteTable, count_nonfinite
+from weightsync.memory.nonfinite import MASKS, count_nonfinite
 from weightsync.memory.tensors import segment_view
 from weightsync.plan import Box, Piece, Plan, Segment
-from weightsync.protocol.messages import Published, combine
+from weightsync.protocol.messages import Digests, Published, combine
 from weightsync.sources.device_copies import DeviceCopies
 
 _CHUNK_NBYTES = 4 << 20
@@ -87,6 +87,7 @@ class PieceCopies:
                     shape=meta.shape,
                     itemsize=meta.itemsize,
                     target=0 if (stay := stays(cut)) else start + copy.start,
+                    mask=MASKS.get(meta.dtype, 0),
                 )
                 if stay:
                     self.kept.append((copy, cut))
@@ -95,18 +96,14 @@ class PieceCopies:
                     by_table.append(copy)
                     parts.append(part)
         self._table, self._kept_table = HostTable(parts, len(metas)), HostTable(kept_parts, len(metas))
-        self._on_host = (*by_table, *others)
-        self._nonfinite = NonfiniteTable(
-            (metas[copy.tensor].dtype, copy.start, copy.box.numel * metas[copy.tensor].itemsize)
-            for copy in self._on_host
-        )
+        self._by_table, self._others = by_table, others
         self._device_copies = tuple(
             DeviceCopies(
                 plan, [(piece, cut, self.place(copy).view(cut.shape)) for piece, copy, cut in its], gpu
             )
             for gpu, its in on_gpus.items()
         )
-        self.copies = (*self._on_host, *(copy for its in on_gpus.values() for _, copy, _ in its))
+        self.copies = (*by_table, *others, *(copy for its in on_gpus.values() for _, copy, _ in its))
 
     @property
     def has_device_copies(self) -> bool:
@@ -127,64 +124,55 @@ class PieceCopies:
             find: returns the tensors now, by buffer. Called if some are strays, or need a cast.
             count: count NaN and Inf, too.
         """
-        table = self._table
-        first = table.ranges[-1][1] if table.ranges else 0
-        others = range(first, len(self._on_host))
-        live = find() if others else {}
+        live = find() if self._others else {}
         for device in {tensor.device for tensor in live.values() if tensor.is_cuda}:
             torch.cuda.synchronize(device)  # the trainer may still write weights on another stream
-        counts = np.zeros(len(self._on_host), np.int64)
+        nonfinite: Counter[str] = Counter()
 
-        def run(first: int, end: int) -> None:
-            table.run(first, end)
-            if count:
-                self._nonfinite.count(self._memory, counts, first, end)
-
-        def publish(number: int) -> int:
-            copy = self._on_host[number]
+        def publish(copy: PieceCopy) -> tuple[int, int]:
             target = self.place(copy)
             with torch.no_grad():
                 cut = segment_view(live[copy.segment.buffer], copy.segment)[copy.index].to(target.dtype)
                 _copy(cut, target)
-            if count:
-                self._nonfinite.count(self._memory, counts, number, number + 1)
             # Digest the weights, not the copy, so that a wrong copy is found.
-            return tensor_digest(cut, self._plan.tensors[copy.tensor].shape, copy.box)
+            share = tensor_digest(cut, self._plan.tensors[copy.tensor].shape, copy.box)
+            return share, count_nonfinite(target) if count else 0
 
         with ThreadPoolExecutor(num_threads(16)) as threads:
-            ran = threads.map(run, *zip(*table.ranges, strict=True)) if table.ranges else ()
-            shares = list(threads.map(publish, others))
-            list(ran)  # raises the first error of a thread
+            published = threads.map(publish, self._others)
+            digests = _run(self._table, threads, count)
+            for copy, (share, found) in zip(self._others, published, strict=True):
+                # Add to a slice: arrays wrap around, scalars would warn.
+                digests[copy.tensor : copy.tensor + 1] += np.uint64(share)
+                nonfinite[self._name(copy)] += found
         sent = [copies.run(count) for copies in self._device_copies]
-        digests = combine([table.digests(), *(each.digests for each in sent)])
-        for number, share in zip(others, shares, strict=True):
-            # Add to a slice: arrays wrap around, scalars would warn.
-            tensor = self._on_host[number].tensor
-            digests[tensor : tensor + 1] += np.uint64(share)
-        nonfinite: Counter[str] = Counter()
-        for number in np.flatnonzero(counts).tolist():
-            nonfinite[self._name(self._on_host[number])] += int(counts[number])
+        if count:
+            nonfinite.update(self._found(self._table, self._by_table))
         for each in sent:
             nonfinite.update(each.nonfinite)
-        return Published(digests, dict(nonfinite))
+        return Published(combine([digests, *(each.digests for each in sent)]), dict(+nonfinite))
 
     def digest_kept(self, count: bool) -> Published:
         """Digest what is read where it lies, and count NaN and Inf there if `count` is set."""
-        nonfinite: Counter[str] = Counter()
-
-        def run(first: int, end: int) -> list[tuple[str, int]]:
-            self._kept_table.run(first, end)
-            held = self.kept[first:end] if count else ()
-            return [(self._name(copy), found) for copy, cut in held if (found := count_nonfinite(cut))]
-
         with ThreadPoolExecutor(num_threads(16)) as threads:
-            for its in threads.map(run, *zip(*self._kept_table.ranges, strict=True)) if self.kept else ():
-                for name, found in its:
-                    nonfinite[name] += found
-        return Published(self._kept_table.digests(), dict(nonfinite))
+            digests = _run(self._kept_table, threads, count)
+        found = self._found(self._kept_table, [copy for copy, _ in self.kept]) if count else {}
+        return Published(digests, dict(found))
+
+    def _found(self, table: HostTable, copies: Sequence[PieceCopy]) -> Counter[str]:
+        found: Counter[str] = Counter()
+        for number in np.flatnonzero(table.counts).tolist():
+            found[self._name(copies[number])] += int(table.counts[number])
+        return found
 
     def _name(self, copy: PieceCopy) -> str:
         return self._plan.tensors[copy.tensor].name
+
+
+def _run(table: HostTable, threads: ThreadPoolExecutor, count: bool) -> Digests:
+    """Run all of a table, and return its digests."""
+    list(threads.map(lambda each: table.run(each[0], each[1], count), table.ranges))  # raises an error
+    return table.digests()
 
 
 def _chunks(plan: Plan, piece: Piece, segment: Segment, *, whole: bool) -> Iterator[PieceCopy]:

@@ -314,6 +314,8 @@ class TensorSource(ABC):
             )
 
     def _to_send_buffer(self, count: bool) -> Published:
+        if self._copies is None:  # an `offload` that failed gave them up
+            self._make_copies()
         assert self._copies
         return self._copies.run(self._live, count)
 

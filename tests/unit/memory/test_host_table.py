@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from weightsync.memory import host_table
 from weightsync.memory.digests import tensor_digest
 from weightsync.memory.host_table import HostPart, HostTable
+from weightsync.memory.nonfinite import MASKS, count_nonfinite
 from weightsync.plan import Box
 
-DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.int64]
+DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.float64, torch.float8_e4m3fn]
 shapes = st.lists(st.integers(1, 5), max_size=3).map(tuple)
 
 
@@ -65,6 +66,7 @@ def test_digests_add_up_to_the_tensors_and_targets_have_the_bytes(
                         shape=tuple(data.shape),
                         itemsize=data.element_size(),
                         target=target.data_ptr(),
+                        mask=MASKS.get(str(data.dtype).removeprefix("torch."), 0),
                     )
                 )
         table = HostTable(parts, len(made))
@@ -74,6 +76,11 @@ def test_digests_add_up_to_the_tensors_and_targets_have_the_bytes(
             for source, target in kept:
                 assert torch.equal(source.view(-1).view(torch.uint8), target.view(-1).view(torch.uint8))
                 target.zero_()
+        assert table.counts.sum() == 0
+        for first, end in table.ranges:
+            table.run(first, end, count=True)
+        assert table.digests().tolist() == wanted
+        assert table.counts.tolist() == [count_nonfinite(source) for source, _ in kept]
 
     check()
 
@@ -97,7 +104,8 @@ def test_what_has_no_digest_is_copied_alone() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", [200_001, 262_144])
-def test_long_parts_are_copied_and_digested_in_blocks(dtype: torch.dtype, columns: int) -> None:
+@pytest.mark.parametrize("copies", [True, False])
+def test_long_parts_are_copied_and_digested_in_blocks(dtype: torch.dtype, columns: int, copies: bool) -> None:
     numbers = torch.arange(3 * columns * dtype.itemsize, dtype=torch.int64)
     data = (numbers * 31 % 251).to(torch.uint8).view(dtype).view(3, columns)
     target = torch.zeros_like(data)
@@ -108,9 +116,15 @@ def test_long_parts_are_copied_and_digested_in_blocks(dtype: torch.dtype, column
             box=Box((row, 0), (rows, columns)),
             shape=(3, columns),
             itemsize=dtype.itemsize,
-            target=target[row:].data_ptr(),
+            target=target[row:].data_ptr() if copies else 0,
+            mask=MASKS.get(str(dtype).removeprefix("torch."), 0),
         )
         for row, rows in ((0, 1), (1, 2))
     ]
-    assert run(HostTable(parts, 1)) == [tensor_digest(data, data.shape)]
-    assert torch.equal(target.view(torch.uint8), data.view(torch.uint8))
+    table = HostTable(parts, 1)
+    assert run(table) == [tensor_digest(data, data.shape)]
+    table.run(0, 2, count=True)
+    assert table.digests().tolist() == [tensor_digest(data, data.shape)]
+    assert table.counts.tolist() == [count_nonfinite(data[:1]), count_nonfinite(data[1:])]
+    if copies:
+        assert torch.equal(target.view(torch.uint8), data.view(torch.uint8))
