@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -81,14 +82,41 @@ def test_each_version_arrives_bit_for_bit(cls: type[Loop]) -> None:
     drive(work, PUSHING, cls)
 
 
-@pytest.mark.parametrize("settings", [{"keep_versions": 2}, {"host_weights": "copy"}])
-def test_engines_that_heal_from_copies_get_a_send_buffer(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"keep_versions": 2}, "holders do not map every engine's memory, and sync.keep_versions is 2"),
+        ({"keep_versions": 2, "stage": "host"}, "sync.stage is host"),
+        ({"host_weights": "copy"}, ""),
+    ],
+)
+def test_weights_that_cannot_be_pushed_are_copied_and_the_log_says_why(
+    settings: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def work(loop: Loop) -> None:
         await loop.controller.connect()
         await loop.controller.update(1)
         assert source(loop).ways == ("published",)
 
     drive(work, replace(PUSHING, **settings), Pushing)
+    assert (f"weights on the host are copied before they move: {reason}" in caplog.text) == bool(reason)
+
+
+class Half(Pushing):
+    """The trainer's weights are in bfloat16, the engines' in float32."""
+
+    def source_of(self, model: nn.Module) -> ModuleSource:
+        return PushingSource(copy.deepcopy(model).bfloat16(), frozen=self.frozen)
+
+
+def test_weights_that_need_a_cast_are_copied(caplog: pytest.LogCaptureFixture) -> None:
+    async def work(loop: Loop) -> None:
+        await loop.controller.connect()
+        assert (await loop.controller.update(1)).verified
+        assert source(loop).ways == ("published",)
+
+    drive(work, PUSHING, Half)
+    assert "0.bias has another dtype in the engines" in caplog.text
 
 
 def test_tensors_that_moved_are_pushed_from_where_they_are_now() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 
 from weightsync.config import SyncConfig
@@ -9,6 +10,8 @@ from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.plan import Layout, same_dtype_tensors
 from weightsync.plan.layout_table import LayoutTable
+
+logger = logging.getLogger("weightsync.driver.pushing")
 
 
 async def find_pushing(
@@ -21,24 +24,32 @@ async def find_pushing(
 ) -> frozenset[int]:
     """Return the trainer ranks whose holders ask them for their weights, a bucket at a time.
 
-    There are none without ``sync.host_weights: push``. All others with weights on the host publish them to a send buffer. It is a copy of a version, from which
-    engines heal, and by which weights can be staged. Without it, copies of the engines' memory have to do.
-    So ranks push only if holders keep no copies, or if they map the memory of every engine. If a tensor needs
-    a cast, the send buffer is the faster way, since it is page-locked.
+    There are none without ``sync.host_weights: push``. Other ranks with weights on the host publish them to a
+    send buffer: a copy of a version, from which engines heal, and by which weights can be staged. Without it,
+    copies of the engines' memory have to do. The log says why weights are copied though a push is asked for.
 
     Args:
         trainers, engines: the layouts of their ranks.
         source, joined: the trainers' layout, and that of each engine.
     """
     on_host = [rank for rank, layout in enumerate(trainers) if not layout.device]
-    if config.host_weights != "push" or config.stage != "none" or not on_host:
+    if config.host_weights != "push" or not on_host:
         return frozenset()
-    if same_dtype_tensors(source, *next(iter(joined.items())))[1]:
-        return frozenset()
-    if config.keep_versions > 1 and not await _map_all(fleet, config, engines):
+    obstacle = ""
+    if config.stage != "none":
+        obstacle = "sync.stage is host"
+    elif cast := same_dtype_tensors(source, *next(iter(joined.items())))[1]:
+        obstacle = f"{min(cast)} has another dtype in the engines"
+    elif config.keep_versions > 1 and not await _map_all(fleet, config, engines):
+        obstacle = "holders do not map every engine's memory, and sync.keep_versions is 2"
+    if obstacle:
+        logger.warning("[driver] weights on the host are copied before they move: %s", obstacle)
         return frozenset()
     calls = {f"trainer {rank}": fleet.trainers[rank][0].can_push() for rank in on_host}
     answers = (await gather_named(calls, "trial", config.connect_timeout_s)).require()
+    unable = [name for name, can in answers.items() if not can]
+    if unable:
+        logger.warning("[driver] weights of %s are copied: it sees no GPU, or offloads", ", ".join(unable))
     return frozenset(rank for rank in on_host if answers[f"trainer {rank}"])
 
 
