@@ -74,7 +74,6 @@ def test_a_trainer_that_is_killed_while_it_is_asked_fails_the_update_at_once(syn
     with pytest.raises(PeerLostError, match="trainer 1"):
         sync.update_weights(2)
     assert time.monotonic() - begun < patient(5)
-    assert {*sync.serving()} <= {"e0", "e1"}
 
 
 @pytest.mark.faults

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeAlias
@@ -89,9 +89,9 @@ class Pushes:
         assert self._copies
         assert self._copied
         kept = self._copies.digest_kept(count)
-        return Published(
-            combine([kept.digests, self._copied.digests]), {**kept.nonfinite, **self._copied.nonfinite}
-        )
+        # A tensor may be pushed in part, and copied in part.
+        nonfinite = Counter(kept.nonfinite) + Counter(self._copied.nonfinite)
+        return Published(combine([kept.digests, self._copied.digests]), dict(nonfinite))
 
     def close(self) -> None:
         """Disconnect, and release all memory."""
