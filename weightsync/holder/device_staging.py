@@ -165,8 +165,7 @@ class DeviceStaging:
 
     def fill(self, bucket: int, timeout_s: float) -> Sequence[Pending]:
         stream = self._filling
-        free = self._free.get(bucket % len(self._buffers))
-        if free:
+        if free := self._free.get(bucket % len(self._buffers)):
             stream.wait_event(free)
         if self._pack:
             self._pack.launch(bucket, stream)
@@ -175,8 +174,6 @@ class DeviceStaging:
         elif isinstance(self._send_buffer, MappedSendBuffer):
             self._send_buffer.fill(bucket, self.slot(bucket))
         elif isinstance(self._send_buffer, PushedShare):
-            if free:  # the trainer's process does not wait for it, and uses its ring as we use the slots
-                _Event(free, f"writing of what bucket {bucket} replaces", self._index, timeout_s).wait()
             return self._send_buffer.fill(bucket, self.slot(bucket), timeout_s)
         elif self._send_buffer is not None:
             data = self._send_buffer.tensor

@@ -32,7 +32,7 @@ from weightsync.holder.snapshots import SnapshotContent, SnapshotStore
 from weightsync.holder.staged_parts import StagedParts
 from weightsync.holder.staging import HostStaging, Staging
 from weightsync.holder.trainer_parts import digest_parts, parts_in_place
-from weightsync.holder.update import BucketConsumer, open_consumer, patience, run_update
+from weightsync.holder.update import BucketConsumer, moved_buckets, open_consumer, patience, run_update
 from weightsync.memory.device import DeviceBuffer
 from weightsync.memory.gpu_usage import MemorySampler, used_nbytes
 from weightsync.memory.tensors import device_id
@@ -324,7 +324,7 @@ class Holder:
                 each.set_timeout(timeout_s)  # until the first update they have the time for connecting
         try:
             if self._pushed:
-                self._pushed.drain(timeout_s)
+                self._pushed.begin(moved_buckets(plan, task), timeout_s)
             run_update(plan, task, self._index, staging, self.cross_host, start, consumer)
         except Exception as error:
             # Errors of the device and of NCCL too: other holders would wait until their deadline.

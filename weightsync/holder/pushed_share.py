@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -17,15 +18,20 @@ from weightsync.transports import Pending
 class PushedShare:
     """Weights that a trainer rank pushes from host memory whenever a bucket is to be filled.
 
-    The rank owns the buffers that it pushes to, its *ring*: if this process ends, it loses nothing.
+    The rank owns the buffers that it pushes to, its *ring*: if this process ends, it loses nothing. The ring
+    holds more buckets than there are slots, so that the link to the host works while slots are taken.
     """
 
     def __init__(self, plan: Plan, trainer: int, device: str) -> None:
         """`device`: that of this holder's slots, on which the rank makes its ring; "" for host memory."""
         self._plan, self._trainer, self._shares = plan, trainer, plan.shares(trainer)
         nbytes = max((end - first for first, end in self._shares.values()), default=0)
-        self._feed = PushFeed(f"trainer {trainer}", device, max(plan.slots, 1), nbytes)
+        self._feed = PushFeed(f"trainer {trainer}", device, max(2 * plan.slots, 1), nbytes)
         self._ring: Sequence[Buffer] = ()
+        self._next: deque[int] = deque()
+        self._free: deque[int] = deque()
+        self._asked: dict[int, tuple[int, int]] = {}
+        self._copied: list[int] = []
 
     @property
     def ticket(self) -> PushTicket:
@@ -40,21 +46,32 @@ class PushedShare:
         if not self._ring:
             handles = self._feed.accept(self._plan.digest(), timeout_s)
             self._ring = [open_buffer(handle) for handle in handles]
+            self._free.extend(range(len(self._ring)))
+
+    def begin(self, buckets: Iterable[int], timeout_s: float) -> None:
+        """Ask for the first of `buckets`, for which `fill` is called in this order. Raises as `drain`."""
+        self.drain(timeout_s)
+        self._next.extend(bucket for bucket in buckets if bucket in self._shares)
+        self._ask()
 
     def fill(self, bucket: int, slot: torch.Tensor, timeout_s: float) -> Sequence[Pending]:
-        """Ask for this rank's share of `bucket`. What is returned waits for it, and queues a copy to `slot`.
+        """Return what waits for this rank's share of `bucket`, and queues a copy to `slot`.
 
-        The slot's previous copy must have ended, and the ring is used as the slots are. `wait` raises as
-        `PushFeed.wait`.
+        All copies that were queued before must have ended. `wait` raises as `PushFeed.wait`.
         """
         if bucket not in self._shares:
             return ()
-        buffer = bucket % len(self._ring)
-        ticket = self._feed.ask(bucket, buffer)
+        self._free.extend(self._copied)
+        self._copied.clear()
+        if bucket not in self._asked and bucket not in self._next:
+            self._next.append(bucket)
+        self._ask()
 
         def copy() -> Sequence[Pending]:
+            ticket, buffer = self._asked.pop(bucket)
             self._feed.wait(ticket, bucket, timeout_s)
             self._copy(bucket, self._ring[buffer].tensor, slot)
+            self._copied.append(buffer)
             return ()
 
         return [Then((), copy)]
@@ -74,6 +91,9 @@ class PushedShare:
     def drain(self, timeout_s: float) -> None:
         """Wait until the rank pushes nothing more for an update that failed. Raises as `PushFeed.drain`."""
         self._feed.drain(timeout_s)
+        for left in (self._next, self._free, self._asked, self._copied):
+            left.clear()
+        self._free.extend(range(len(self._ring)))
 
     def abort(self, cause: str) -> None:
         """End all waits for the rank."""
@@ -85,6 +105,12 @@ class PushedShare:
         for buffer in self._ring:
             buffer.close()
         self._ring = ()
+
+    def _ask(self) -> None:
+        """Ask for the next buckets, as many as the ring has room for."""
+        while self._next and self._free:
+            bucket, buffer = self._next.popleft(), self._free.popleft()
+            self._asked[bucket] = self._feed.ask(bucket, buffer), buffer
 
     def _copy(self, bucket: int, ring: torch.Tensor, slot: torch.Tensor) -> None:
         first, _ = self._shares[bucket]

@@ -210,7 +210,6 @@ def run_update(
     buckets, a `WriteConsumer` can do with some. Errors pass unchanged.
     """
     writes = task.copies_directly and consumer.taking
-    num_buckets = plan.num_buckets if task.frozen else plan.num_changing_buckets
     if writes or task.exchanges:
         inject("move", bucket=0, num_buckets=1)
     if writes:
@@ -220,16 +219,24 @@ def run_update(
         assert exchange
         exchange.move(lambda: task.copies_directly and consumer.taking)
     pump(
-        range(num_buckets)
-        if task.broadcasts_all
-        else sorted(each for each in task.cast if each < num_buckets),
+        moved_buckets(plan, task),
         # Selected buckets may share a slot, so the next one starts after the last was offered.
         plan.slots if task.broadcasts_all else 1,
         start,
         lambda bucket: inject_in_move(plan, bucket, index, staging.at if staging.slots else None),
         consumer,
     )
-    consumer.finish(num_buckets, is_all=task.frozen)
+    consumer.finish(_num_buckets(plan, task), is_all=task.frozen)
+
+
+def moved_buckets(plan: Plan, task: UpdateTask) -> Sequence[int]:
+    """Return the buckets that are broadcast in an update, in order."""
+    buckets = range(_num_buckets(plan, task))
+    return buckets if task.broadcasts_all else sorted(task.cast.intersection(buckets))
+
+
+def _num_buckets(plan: Plan, task: UpdateTask) -> int:
+    return plan.num_buckets if task.frozen else plan.num_changing_buckets
 
 
 def pump(
