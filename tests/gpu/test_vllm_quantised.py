@@ -80,9 +80,7 @@ def test_vllm_answers_as_from_the_quantised_checkpoint(
     with WeightSync(CONFIG) as sync:
         sync.register_trainers([trainer])
         sync.register_engines({"e0": engine})
-        before = ray.get(engine.answers.remote())
         sync.connect()
-        assert [each["tokens"] for each in ray.get(engine.answers.remote())] == [e["tokens"] for e in before]
         for version, number in enumerate((0, 1, 0), start=1):
             ray.get(trainer.load.remote(str(paths[number])))
             report = sync.update_weights(version)
