@@ -56,6 +56,7 @@ setup(
         "mooncake": ["mooncake-transfer-engine>=0.3.13"],
         "deepspeed": ["deepspeed>=0.19"],
         "megatron": ["megatron-core>=0.16"],
+        "peft": ["peft>=0.18"],
         "mbridge": ["mbridge>=0.15", "megatron-core>=0.16"],
         "dev": [
             "pytest>=8",

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
+from typing import Any
 
 from weightsync.actors.claim import Claimable
 from weightsync.actors.placement import Placement
 from weightsync.channel.control import ControlOffer, Turns, answer_calls
-from weightsync.engines import Engine, ExportsMemory, HasRankProcesses, Sleeps
+from weightsync.engines import Engine, ExportsMemory, HasRankProcesses, ServesAdapters, Sleeps
 from weightsync.errors import ConfigError
 from weightsync.faults import Fault, inject, set_faults, split_by_rank
 from weightsync.memory.engine_digests import EngineDigests
 from weightsync.plan import Plan, RankLayout
 from weightsync.plan.layout_table import LayoutTable
+from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.messages import AttachReport, Digests, FeedTicket, LoadReport
 
@@ -31,6 +35,7 @@ class EngineCalls(Claimable):
     _slot: str | None = None
     _layouts: Sequence[RankLayout] | None = None
     _digests: EngineDigests | None = None
+    _parts: Mapping[str, tuple[AdapterSpec, EngineCalls]] = MappingProxyType({})
 
     async def sync_placements(self) -> list[Placement]:
         """Return the placement of each rank: the device that its layout names."""
@@ -136,6 +141,29 @@ class EngineCalls(Claimable):
     @cached_property
     def _turns(self) -> Turns:
         return Turns()
+
+    async def sync_open_adapter(self, spec: AdapterSpec) -> None:
+        """Prepare to be called with `sync_adapter`. An adapter of that name is closed first."""
+        if not isinstance(self._engine, ServesAdapters):
+            remedy = "serve adapters with vLLM: engines of other kinds have no slots that updates write"
+            raise ConfigError("adapter", type(self._engine).__name__, remedy)
+        part = EngineCalls()
+        part._engine = await asyncio.to_thread(self._engine.open_adapter, spec)
+        part._slot = f"pid-{os.getpid()}"
+        self._parts = {**self._parts, spec.name: (spec, part)}
+
+    async def sync_close_adapter(self, name: str) -> None:
+        """Give an adapter's slots back. Safe to call twice."""
+        self._parts = {other: part for other, part in self._parts.items() if other != name}
+        if isinstance(self._engine, ServesAdapters):
+            await asyncio.to_thread(self._engine.close_adapter, name)
+
+    async def sync_adapter(self, spec: AdapterSpec, method: str, *args: Any) -> Any:  # noqa: ANN401
+        """Call a ``sync_…`` method of one adapter, which has its own plan, holders and version."""
+        if self._parts.get(spec.name, (None,))[0] != spec:
+            await self.sync_open_adapter(spec)  # this process took the place of another
+        answer = getattr(self._parts[spec.name][1], method)(*args)
+        return await answer if inspect.isawaitable(answer) else answer
 
     async def sync_watch(self) -> None:
         """Wait forever. Ray fails the call as soon as this process ends."""

@@ -1,8 +1,10 @@
-"""Checks what is registered: handles of actors of the right kind, each given once."""
+"""Checks what users give: handles of actors of the right kind, each given once, and versions."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from ray.actor import ActorClass, ActorHandle
 
@@ -30,6 +32,19 @@ def check_engines(handles: object) -> None:
         if not isinstance(name, str) or not name:
             raise ConfigError("engines", name, "give a text as the name of an engine")
     _check([(f"engines[{name!r}]", handle) for name, handle in handles.items()], "sync_placements")
+
+
+def check_version(version: int | None, newest: int) -> int:
+    """Return `version` as an int, by default the one after `newest`. Raises ConfigError if it is no number.
+
+    NumPy's integers are accepted, booleans are not.
+    """
+    if version is None:
+        return newest + 1
+    if not isinstance(version, bool):
+        with suppress(TypeError):
+            return operator.index(version)
+    raise ConfigError("version", version, f"give a whole number, such as {newest + 1}, or nothing")
 
 
 def _check(handles: Iterable[tuple[str, object]], method: str) -> None:

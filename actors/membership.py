@@ -36,6 +36,7 @@ from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.errors import ConfigError, PlanError, StateError, WeightSyncError, nearest
 from weightsync.faults import FaultPlan
+from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.peers import TrainerPeer
 from weightsync.report import SyncReport
 
@@ -51,9 +52,20 @@ class Membership:
         respawner: starts another actor for an engine; None if engines cannot be respawned.
     """
 
-    def __init__(self, config: SyncConfig, fleet: Fleet, controller: Controller, run: str | None) -> None:
-        """`run`: the name under which holders outlive this process, if they do."""
-        self._config, self._fleet, self._controller = config, fleet, controller
+    def __init__(
+        self,
+        config: SyncConfig,
+        fleet: Fleet,
+        controller: Controller,
+        run: str | None,
+        adapter: AdapterSpec | None = None,
+    ) -> None:
+        """
+        Args:
+            run: the name under which holders outlive this process, if they do.
+            adapter: the adapter that is moved, in place of the model.
+        """
+        self._config, self._fleet, self._controller, self._adapter = config, fleet, controller, adapter
         self.trainers: list[ActorHandle[Any]] = []
         self.engines: dict[str, ActorHandle[Any]] = {}
         self.checkpoints = Checkpoints(config)
@@ -67,6 +79,9 @@ class Membership:
         self._silent: dict[str, ActorHandle[Any]] = {}
         self._checking = set[asyncio.Task[None]]()
         self._cut_off = set[str]()
+
+    def _engine(self, name: str, handle: ActorHandle[Any]) -> RemoteEngine:
+        return remote_engine(f"engine {name}", handle, self._adapter)
 
     async def reconnect(self) -> None:
         """Connect again if a holder was lost or added since the last connect."""
@@ -105,7 +120,7 @@ class Membership:
             for placement in await engine.placements():
                 self._holders.expect(placement)
 
-        calls = {name: started(remote_engine(f"engine {name}", h)) for name, h in self.engines.items()}
+        calls = {name: started(self._engine(name, h)) for name, h in self.engines.items()}
         await gather_named(calls, "start", self._config.connect_timeout_s)
 
     async def unregister_checkpoint(self, name: str) -> None:
@@ -131,7 +146,7 @@ class Membership:
         member = self._fleet.engines.get(name)
         if member and member.record.state is EngineState.DEAD:
             return False
-        ping = {name: remote_engine(f"engine {name}", self.engines[name]).placements()}
+        ping = {name: self._engine(name, self.engines[name]).placements()}
         return not (await gather_named(ping, "ping", self._config.timeout_s)).failures
 
     def can_respawn(self, name: str) -> bool:
@@ -173,7 +188,7 @@ class Membership:
     async def _is_heard(self, name: str) -> bool:
         """Wait for an engine that is cut off. Returns whether it answered."""
         logger.warning("[engine %s] its host is lost: waiting for it, unless Ray gives it up", name)
-        engine = remote_engine(f"engine {name}", self.engines[name])
+        engine = self._engine(name, self.engines[name])
         heartbeat_s, deadline = self._config.heartbeat_s, time.monotonic() + self._config.connect_timeout_s
         while time.monotonic() < deadline:
             began = time.monotonic()
@@ -194,7 +209,7 @@ class Membership:
         """Wait for the engine, then assign or start a holder for each rank."""
         if self._controller.plan is None:
             raise StateError("call connect() first")
-        engine, process = remote_engine(f"engine {name}", handle), f"engine {name}"
+        engine, process = self._engine(name, handle), f"engine {name}"
         started = await gather_named(
             {process: self._placements_of(engine)}, "start", self._config.connect_timeout_s
         )
@@ -309,8 +324,9 @@ class Membership:
             raise StateError("register_trainers() and register_engines() come before connect()")
         known = {name: member.record for name, member in self._fleet.engines.items()}
         records = {name: known.get(name, EngineRecord()) for name in self.engines}
-        trainers = {f"trainer {i}": remote_trainer(f"trainer {i}", h) for i, h in enumerate(self.trainers)}
-        engines = {name: remote_engine(f"engine {name}", h) for name, h in self.engines.items()}
+        named = {f"trainer {i}": handle for i, handle in enumerate(self.trainers)}
+        trainers = {name: remote_trainer(name, handle, self._adapter) for name, handle in named.items()}
+        engines = {name: self._engine(name, h) for name, h in self.engines.items()}
         asked = {
             f"engine {name}": self._placements_of(engine)
             for name, engine in engines.items()

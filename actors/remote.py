@@ -6,6 +6,7 @@ Only this file knows both.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, cast
 
@@ -26,6 +27,7 @@ from weightsync.channel.control import CALLS
 from weightsync.config import Ports
 from weightsync.errors import ConfigError, PeerError, PeerLostError, WeightSyncError
 from weightsync.faults import Fault
+from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.messages import PublishReport
 from weightsync.protocol.peers import EnginePeer, HolderPeer, TrainerPeer
 
@@ -71,8 +73,11 @@ class Remote:
     `remote_trainer`, `remote_engine` and `remote_holder` return it with the types of its methods.
     """
 
-    def __init__(self, name: str, handle: ActorHandle[Any], prefix: str) -> None:
-        self.name, self.handle, self._prefix = name, handle, prefix
+    def __init__(
+        self, name: str, handle: ActorHandle[Any], prefix: str, adapter: AdapterSpec | None = None
+    ) -> None:
+        """With an `adapter`, the methods are those of the actor's part for it."""
+        self.name, self.handle, self._prefix, self._adapter = name, handle, prefix, adapter
         self.channel: ControlChannel | None = None
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
@@ -94,18 +99,25 @@ class Remote:
         if self.channel and self.channel.stuck and method in CALLS:
             await self.channel.channels.replace(cast("Callee", self))
         try:
-            remote = getattr(self.handle, self._prefix + method)
+            remote = self._remote(self._prefix + method)
         except AttributeError as error:
             remedy = "give the handle of an actor derived from TrainerShard, EngineActor or VllmActor"
             raise ConfigError(self.name, type(self.handle).__name__, remedy) from error
-        return await answer(self.name, remote.remote(*args))
+        return await answer(self.name, remote(*args))
+
+    def _remote(self, method: str) -> Callable[..., Awaitable[Any]]:
+        """Return what calls a method of the actor. Raises AttributeError if it has none."""
+        remote: Callable[..., Awaitable[Any]] = getattr(self.handle, method).remote
+        if self._adapter is None:
+            return remote
+        return functools.partial(self.handle.sync_adapter.remote, self._adapter, method)
 
 
 class _Trainer(Remote):
     """A trainer's actor, which says during `publish` that its weights may be read."""
 
-    def __init__(self, name: str, handle: ActorHandle[Any]) -> None:
-        super().__init__(name, handle, "sync_")
+    def __init__(self, name: str, handle: ActorHandle[Any], adapter: AdapterSpec | None) -> None:
+        super().__init__(name, handle, "sync_", adapter)
         self.notices: ReadableNotices | None = None
 
     async def publish(self, count: bool, readable: asyncio.Future[None]) -> PublishReport:
@@ -144,14 +156,14 @@ class RemoteHolder(_Actor, Callee, HolderPeer, Protocol):
     async def watch(self) -> None: ...
 
 
-def remote_trainer(name: str, handle: ActorHandle[Any]) -> RemoteTrainer:
-    """Return a trainer's actor as a peer called `name`."""
-    return cast("RemoteTrainer", _Trainer(name, handle))
+def remote_trainer(name: str, handle: ActorHandle[Any], adapter: AdapterSpec | None = None) -> RemoteTrainer:
+    """Return a trainer's actor, or its part for an adapter, as a peer called `name`."""
+    return cast("RemoteTrainer", _Trainer(name, handle, adapter))
 
 
-def remote_engine(name: str, handle: ActorHandle[Any]) -> RemoteEngine:
-    """Return an engine's actor as a peer called `name`."""
-    return cast("RemoteEngine", Remote(name, handle, "sync_"))
+def remote_engine(name: str, handle: ActorHandle[Any], adapter: AdapterSpec | None = None) -> RemoteEngine:
+    """Return an engine's actor, or its part for an adapter, as a peer called `name`."""
+    return cast("RemoteEngine", Remote(name, handle, "sync_", adapter))
 
 
 def remote_holder(name: str, handle: ActorHandle[Any]) -> RemoteHolder:

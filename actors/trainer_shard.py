@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from weightsync.actors.claim import Claimable
@@ -14,6 +16,7 @@ from weightsync.faults import Fault, inject, set_faults
 from weightsync.memory.fingerprints import publish_report
 from weightsync.plan import Plan
 from weightsync.plan.layout_table import LayoutTable
+from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.handles import BufferHandle, DeviceHandle, PushTicket
 from weightsync.protocol.messages import AttachReport, Digests, PublishReport
 from weightsync.protocol.timing import PhaseClock
@@ -78,6 +81,7 @@ class TrainerShard(Claimable):
     _attached_plan: Plan | None = None
     _digests: Digests | None = None
     _notices: Notices | None = None
+    _parts: Mapping[str, TrainerShard] = MappingProxyType({})
 
     def __init__(
         self,
@@ -171,6 +175,34 @@ class TrainerShard(Claimable):
         if self._digests is None:
             raise StateError("nothing was published yet")
         return self._digests
+
+    def sync_open_adapter(self, name: str, adapter: str) -> AdapterSpec:
+        """Prepare to publish PEFT's `adapter` of ``self.model`` by `sync_adapter`. Returns what it is.
+
+        Engines call it `name`. Raises ConfigError if there is none, or if engines could not serve it.
+        """
+        from weightsync.sources.lora import LoraSource
+
+        part = TrainerShard(slot=f"pid-{os.getpid()}")
+        part.source = source = LoraSource(self.model, adapter)
+        self._parts = {**self._parts, name: part}
+        return source.spec(name)
+
+    def sync_close_adapter(self, name: str) -> None:
+        """Forget an adapter. Safe to call twice."""
+        if (part := self._parts.get(name)) and part.source:
+            part.source.close()
+        self._parts = {other: part for other, part in self._parts.items() if other != name}
+
+    def sync_adapter(self, spec: AdapterSpec, method: str, *args: Any) -> Any:  # noqa: ANN401
+        """Call a ``sync_…`` method of one adapter, which has its own plan, holder and version."""
+        from weightsync.sources.lora import LoraSource
+
+        part = self._parts[spec.name]
+        assert isinstance(part.source, LoraSource)
+        if part.source.model is not self.model:
+            part.source.replace(self.model)
+        return getattr(part, method)(*args)
 
     def _attached_source(self) -> Source:
         source = self._current_source()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import operator
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -15,8 +13,10 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
+from weightsync.actors.adapter_methods import AdapterMethods
+from weightsync.actors.adapters import Adapters
 from weightsync.actors.detached import run_prefix
-from weightsync.actors.handles import check_engines, check_trainers
+from weightsync.actors.handles import check_engines, check_trainers, check_version
 from weightsync.actors.loop import LoopThread
 from weightsync.actors.membership import Membership
 from weightsync.actors.metrics import Metrics
@@ -37,7 +37,7 @@ from weightsync.sources.checkpoint_store import Reading
 _POLL_S = 0.02
 
 
-class WeightSync:
+class WeightSync(AdapterMethods):
     """Moves new weights from trainer actors to engine actors, version after version::
 
         sync = WeightSync(SyncConfig(timeout_s=60))
@@ -78,10 +78,11 @@ class WeightSync:
         self._members = members = Membership(self.config, self._fleet, self._controller, name)
         parts = self.config, self._fleet, self._controller
         self._healer = Healer(*parts, members.respawn, members.can_respawn, members.rejoin)
+        self._adapters = Adapters(self.config, lambda: members.engines if self._controller.plan else {})
         self._faults: FaultPlan | None = None
         self._armed: set[int] = set()
         self._metrics = Metrics(cluster)
-        self._controller.events.subscribe(EngineHealed, lambda event: self._metrics.heal(event.report))
+        self._controller.events.subscribe(EngineHealed, self._healed)
         self._controller.events.subscribe(
             EngineFailed, lambda event: self._metrics.failure(event.name, event.error)
         )
@@ -319,7 +320,7 @@ class WeightSync:
         """
         held: Future[None] = Future()
         try:
-            number = self._whole(version)
+            number = check_version(version, self.version)
             report = self._loop.submit(lambda: self._update(number, checkpoint, held))
         except (ConfigError, StateError) as error:
             refused: Future[SyncReport] = Future()
@@ -416,6 +417,7 @@ class WeightSync:
     def close(self) -> None:
         """End the holders, also named ones. Trainers and engines keep running. Safe to call twice."""
         if self._loop.shut():
+            self._loop.run_concurrently(self._adapters.close()).result()
             self._loop.run_concurrently(
                 self._controller.snapshot_index.stop()
             ).result()  # it would warn about holders that end
@@ -446,15 +448,6 @@ class WeightSync:
             if isinstance(error, BaseException) and not isinstance(error, WeightSyncError):
                 raise error
 
-    def _whole(self, version: int | None) -> int:
-        """Return `version` as an int. NumPy's integers are accepted, booleans are not."""
-        if version is None:
-            return self.version + 1
-        if not isinstance(version, bool):
-            with suppress(TypeError):
-                return operator.index(version)
-        raise ConfigError("version", version, f"give a whole number, such as {self.version + 1}, or nothing")
-
     async def _update(self, version: int, checkpoint: str, held: Future[None]) -> SyncReport:
         await self._members.choose(checkpoint)
         async with self._controller.exclusive():
@@ -469,6 +462,10 @@ class WeightSync:
                 raise self._members.with_file(error) from error
             self._metrics.update(report, self.plan)
             return replace(report, checkpoint=checkpoint)
+
+    def _healed(self, event: EngineHealed) -> None:
+        self._metrics.heal(event.report)
+        self._adapters.follow()
 
     async def _join(self, name: str, handle: ActorHandle[Any]) -> SyncReport | None:
         await self._members.check_free(name)

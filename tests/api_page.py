@@ -72,6 +72,14 @@ def markdown(docstring: str | None) -> list[str]:
     return lines
 
 
+def members(thing: type) -> dict[str, object]:
+    """Return what a class has of its own, and of bases that are not public."""
+    bases = [each for each in thing.__mro__[1:] if each.__module__.startswith("weightsync.actors")]
+    hidden = [each for each in bases if each.__name__ not in weightsync.__all__]
+    inherited = {name: found for each in hidden for name, found in vars(each).items()}
+    return {**vars(thing), **{name: found for name, found in inherited.items() if name not in vars(thing)}}
+
+
 def page() -> str:
     """Return the whole of docs/api.md."""
     names = [name for name in weightsync.__all__ if not name.startswith("_")]
@@ -82,7 +90,7 @@ def page() -> str:
         lines.append(f"| [`{name}`](#{name.lower()}) | {first} |")
     for name, thing in things.items():
         lines += ["", f"## {name}", "", signature(name, thing), "", *markdown(thing.__doc__)]
-        for method, found in vars(thing).items() if inspect.isclass(thing) else ():
+        for method, found in members(thing).items() if inspect.isclass(thing) else ():
             target = found if isinstance(found, property) else getattr(thing, method)
             is_method = isinstance(found, property | classmethod) or inspect.isfunction(found)
             if is_method and not method.startswith(("_", "sync_")):

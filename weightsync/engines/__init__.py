@@ -9,7 +9,15 @@ from pkgutil import resolve_name
 from typing import Any
 
 from weightsync.channel.sink import Sink
-from weightsync.engines.base import Engine, ExportsMemory, Generates, HasRankProcesses, Rollout, Sleeps
+from weightsync.engines.base import (
+    Engine,
+    ExportsMemory,
+    Generates,
+    HasRankProcesses,
+    Rollout,
+    ServesAdapters,
+    Sleeps,
+)
 from weightsync.errors import ConfigError, nearest
 
 __all__ = [
@@ -19,6 +27,7 @@ __all__ = [
     "Generates",
     "HasRankProcesses",
     "Rollout",
+    "ServesAdapters",
     "Sink",
     "Sleeps",
     "choose_engine",

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from weightsync.faults import Fault
 from weightsync.plan import Plan, RankLayout
+from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import FeedTicket, Loaded
 
@@ -32,19 +33,24 @@ class Rollout:
         tokens: one list of new token ids per prompt, in the prompts' order.
         versions: per prompt, the versions that served its first and its last token.
         aborted: per prompt, whether a pause cut it short, see ``sync.pause``.
+        adapter, adapter_version: the adapter that answered, and its version; empty and 0 without one.
     """
 
     tokens: list[list[int]]
     versions: list[tuple[int, int]]
     aborted: list[bool]
+    adapter: str = ""
+    adapter_version: int = 0
 
     @classmethod
-    def of(cls, completions: Sequence[Completion]) -> Rollout:
+    def of(cls, completions: Sequence[Completion], adapter: str = "", adapter_version: int = 0) -> Rollout:
         """Make a rollout from completions in the prompts' order."""
         return cls(
             [each.tokens for each in completions],
             [each.versions for each in completions],
             [each.aborted for each in completions],
+            adapter,
+            adapter_version,
         )
 
     @property
@@ -138,6 +144,20 @@ class Sleeps(Protocol):
         asleep; frozen requests wait. Raises DeadlineError, or ConfigError if the engine was not started to
         sleep.
         """
+
+
+@runtime_checkable
+class ServesAdapters(Protocol):
+    """An engine with slots for LoRA adapters, which are updated apart from its weights."""
+
+    def open_adapter(self, spec: AdapterSpec) -> Engine:
+        """Return an `Engine` that updates an adapter, in slots that it takes.
+
+        An adapter of that name is closed first. Raises ConfigError if there are not enough slots.
+        """
+
+    def close_adapter(self, name: str) -> None:
+        """Give an adapter's slots back. Safe to call twice."""
 
 
 @runtime_checkable

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from weightsync.channel.engine_end import EngineFeed
+from weightsync.engines.adapter_rank import AdapterRank, AdapterSlots
 from weightsync.engines.live_digest import LiveParameters
 from weightsync.engines.live_writer import LiveWriter, can_export
 from weightsync.engines.loader_trace import UnprovableError, trace
@@ -25,6 +26,7 @@ from weightsync.faults import Fault, set_faults
 from weightsync.memory.kernels import load_digests
 from weightsync.memory.tensors import device_id, meta_of, named_tensors
 from weightsync.plan import Plan, RankLayout, Segment, TensorMeta
+from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.handles import Attached, LiveExport
 from weightsync.protocol.messages import FeedTicket, Loaded
 
@@ -76,6 +78,9 @@ class Host(Protocol):
         `stored`: they are those that the engine's own checkpoint stores, see `Checkpoint`.
         """
 
+    def slots(self) -> AdapterSlots:
+        """Return the engine's adapter slots. Raises ConfigError if updates cannot write any."""
+
 
 class Rank:
     """One rank. `answer` calls its methods by name, one at a time."""
@@ -92,6 +97,7 @@ class Rank:
         self._tables: QuantizingTables | None = None
         self._takes_stored, self._has_kernels = False, True
         self._engine = ""
+        self._adapters: dict[str, AdapterRank] = {}
 
     def answer(self, method: str, args: Sequence[Any]) -> object:
         """Call a method. Returns its result or its error; never raises, since that may end the engine."""
@@ -186,6 +192,15 @@ class Rank:
         if self._feed is not None:
             self._feed.close()
             self._feed = None
+
+    def adapter(self, spec: AdapterSpec, numbers: Sequence[int], method: str, args: Sequence[Any]) -> object:
+        """Call a method of an `AdapterRank`, which the first call makes, and ``close`` ends."""
+        held = self._adapters.get(spec.name)
+        if method == "close":
+            self._adapters.pop(spec.name, None)
+        elif held is None:
+            held = self._adapters[spec.name] = AdapterRank(self._rank, spec, numbers, self._host.slots())
+        return getattr(held, method)(*args) if held else None
 
     def _begin(self, feed: EngineFeed, writer: LiveWriter, attempt: int) -> None:
         try:

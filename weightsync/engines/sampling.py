@@ -40,6 +40,7 @@ class Sampling:
         temperature: 0 takes the likeliest token; otherwise the whole distribution is drawn from.
         seed: makes a call repeatable; equal prompts of one call are still drawn differently.
         stop_token_ids: a completion ends with the first of these, and with no other token.
+        adapter: the name of the adapter that answers; empty for the model without one.
 
     Raises:
         ConfigError: naming the field, as ``sampling.<field>``.
@@ -49,12 +50,18 @@ class Sampling:
     temperature: float = 1.0
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    adapter: str = ""
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ConfigError("sampling.max_tokens", self.max_tokens, "give 1 or more")
         if not self.temperature >= 0:
             raise ConfigError("sampling.temperature", self.temperature, "give 0 or more")
+
+    def require_no_adapter(self) -> None:
+        """Raise ConfigError, for engines without adapters."""
+        if self.adapter:
+            raise ConfigError("sampling.adapter", self.adapter, "leave it out: this engine has no adapters")
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Sampling:

@@ -47,6 +47,12 @@ class ServingRanks(EngineRanks):
         self.require_awake("update or wake it first")
         settings = Sampling.of(sampling)
         params = [self._params(settings, index) for index in range(len(prompts))]
+        return self._answer(prompts, params, settings)
+
+    def _answer(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[Params], settings: Sampling
+    ) -> Rollout:
+        settings.require_no_adapter()
         return Rollout.of(self.loop.complete(prompts, params))
 
     @abstractmethod

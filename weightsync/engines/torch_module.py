@@ -193,6 +193,7 @@ class TorchEngine:
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Mapping[str, Any]) -> Rollout:
         """Complete all prompts in one batch; calls run one after another."""
         settings = Sampling.of(sampling)
+        settings.require_no_adapter()
         if self._asleep:
             raise StateError(f"engine {self._name} is asleep: update or wake it first")
         version = self._gate.enter(self._name)

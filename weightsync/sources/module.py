@@ -34,7 +34,7 @@ class ModuleSource(TensorSource):
                 raise ConfigError("self.model", type(self.model).__name__, remedy)
         metas = tuple(meta_of(name, tensor) for name, tensor in tensors.items())
         cut = functools.cache(_cut)  # a mixture of experts has few shapes, and thousands of tensors
-        segments = tuple(_segment(name, tensor, cut) for name, tensor in tensors.items())
+        segments = tuple(segment_of(name, tensor, cut) for name, tensor in tensors.items())
         return LocalWeights(RankLayout(metas, segments, tied), tensors)
 
     def _watch(self, weights: LocalWeights) -> AddressGuard:
@@ -44,7 +44,16 @@ class ModuleSource(TensorSource):
         return named_tensors(self.model)[0]
 
 
-def _segment(name: str, tensor: torch.Tensor, cut: Callable[..., Box]) -> Segment:
+def _cut(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Box:
+    """Return this rank's box of a DTensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    extent, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return Box(tuple(offset), tuple(extent))
+
+
+def segment_of(name: str, tensor: torch.Tensor, cut: Callable[..., Box] = _cut) -> Segment:
+    """Return which box of a tensor this rank has. Raises ConfigError if it has a part of a sum."""
     local = local_tensor(tensor)
     if not is_sharded(tensor):
         return Segment(name, Box.whole(tuple(local.shape)), name, 0, byte_strides(local))
@@ -52,11 +61,3 @@ def _segment(name: str, tensor: torch.Tensor, cut: Callable[..., Box]) -> Segmen
         raise ConfigError(name, str(tensor.placements), "reduce partial values before weights are published")
     box = cut(tensor.shape, tensor.device_mesh, tensor.placements)
     return Segment(name, box, name, 0, byte_strides(local))
-
-
-def _cut(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Box:
-    """Return this rank's box of a DTensor."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    extent, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
-    return Box(tuple(offset), tuple(extent))

@@ -10,7 +10,7 @@ from torch import nn
 
 from weightsync.engines.engine_ranks import EngineRanks
 from weightsync.engines.vllm.adapter import VllmEngine
-from weightsync.engines.vllm.api import quantized_again, stored_otherwise
+from weightsync.engines.vllm.storage import quantized_again, stored_otherwise
 from weightsync.engines.whole_sink import as_loaded
 from weightsync.plan import RankLayout, TensorMeta
 

@@ -35,6 +35,7 @@ RUN_BY = {
         "tests/unit/recipes/test_recipes_cli.py",
         "tests/actors/test_chaos.py",
     ],
+    "docs/adapters.md": ["tests/actors/test_adapters.py"],
     "docs/checkpoints.md": ["tests/actors/test_checkpoints.py"] * 3,
     "docs/extending.md": ["tests/unit/project/test_docs.py"] * 2,
     "docs/faults.md": ["tests/actors/test_pages.py"] * 2,

@@ -6,11 +6,15 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from weightsync.engines.vllm.lora import Adapted
+
 
 class Steppable(Protocol):
     """The methods of vLLM's ``LLMEngine`` that are used here."""
 
-    def add_request(self, request_id: str, prompt: object, params: object) -> object: ...
+    def add_request(
+        self, request_id: str, prompt: object, params: object, *, lora_request: object = ...
+    ) -> object: ...
     def abort_request(self, request_ids: list[str]) -> None: ...
     def step(self) -> Sequence[Any]: ...
     def reset_prefix_cache(self, reset_running_requests: bool = ...) -> bool: ...
@@ -39,7 +43,11 @@ class Stepper:
         self, name: str, prompt: Sequence[int], params: object, on_tokens: Callable[[Sequence[int]], object]
     ) -> None:
         """Run a request, see `Server.run`. Raises ValueError, or the error of a step that failed."""
-        self.engine.add_request(name, {"type": "token", "prompt_token_ids": list(prompt)}, params)
+        tokens = {"type": "token", "prompt_token_ids": list(prompt)}
+        if isinstance(params, Adapted):
+            self.engine.add_request(name, tokens, params.sampling, lora_request=params.lora)
+        else:
+            self.engine.add_request(name, tokens, params)
         ended = self.loop.create_future()
         self._requests[name] = on_tokens, ended
         self._step_soon()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weightsync.engines.adapter_rank import AdapterSlots
 from weightsync.engines.live_digest import parameters_of
 from weightsync.engines.quantizing_loader import QuantizingLoader, formats_of, stored_tensors, summary
 from weightsync.engines.rank import Checkpoint, Rank, checkpoint_of
@@ -18,11 +19,11 @@ from weightsync.engines.vllm.api import (
     Reload,
     loader_names,
     quantization_of,
-    quantized_again,
     require_stored,
     require_updatable,
-    stored_otherwise,
 )
+from weightsync.engines.vllm.lora import LoraSlots
+from weightsync.engines.vllm.storage import quantized_again, stored_otherwise
 from weightsync.engines.whole_sink import Loader
 from weightsync.plan import TensorMeta
 from weightsync.plan.formats import Format
@@ -105,6 +106,9 @@ class _Host:
         else:
             loader = StoredLoader(places, self._reload)
         return loader if stored or not self._formats else QuantizingLoader(loader, self._formats)
+
+    def slots(self) -> AdapterSlots:
+        return LoraSlots(self._runner)
 
     def _reload(self) -> Reload:
         return Reload(self._runner.get_model(), self._runner.model_config, self._device)

@@ -1,0 +1,78 @@
+"""The part of the public API that is about LoRA adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ray.actor import ActorHandle
+
+from weightsync.actors.adapters import Adapters
+from weightsync.actors.handles import check_trainers
+from weightsync.actors.loop import LoopThread
+from weightsync.errors import ConfigError
+from weightsync.report import SyncReport
+
+
+class AdapterMethods:
+    """Base of `WeightSync`, which sets `_loop` and `_adapters`."""
+
+    _loop: LoopThread
+    _adapters: Adapters
+
+    def register_adapter(
+        self, name: str, trainers: Sequence[ActorHandle[Any]], *, adapter: str = "default"
+    ) -> None:
+        """Take slots for a LoRA adapter on every engine, and connect its trainers. See docs/adapters.md.
+
+        Call it after `connect`. Engines that come back after a crash get the adapter's version again.
+
+        Args:
+            name: what requests call it, such as ``{"adapter": "math"}``.
+            trainers: all ranks in rank order, handles of actors derived from `TrainerShard` whose
+                ``self.model`` PEFT made. They may be those of `register_trainers`, or others.
+            adapter: what PEFT calls it.
+
+        Raises:
+            ConfigError: the name is taken, PEFT's adapter does not exist or does more than A and B, or an
+                engine has no slots for it; names the option to give.
+            PlanError: engines and trainers differ in a tensor; names it.
+            StateError: before `connect`.
+            DeadlineError: a process did not answer within ``config.connect_timeout_s``; names it.
+        """
+        check_trainers(trainers)
+        if not isinstance(name, str) or not name:
+            raise ConfigError("name", name, "give a text, which requests use")
+        self._loop.submit(lambda: self._adapters.register(name, trainers, adapter)).result()
+
+    def update_adapter(self, name: str, version: int | None = None) -> SyncReport:
+        """Move an adapter's weights into the slots of all engines, as a version of its own.
+
+        Engines make tokens meanwhile. Requests that begin later use the new version on every engine that took
+        it; those that run end with the version with which they began.
+
+        Args:
+            name: the adapter.
+            version: larger than its version before; by default the next number.
+
+        Returns:
+            The report. `SyncReport.engines` has the engines that serve the version.
+
+        Raises:
+            ConfigError: no adapter has this name, or the version is not larger.
+            DeadlineError: requests that use the version before the current one did not end in time.
+            WeightSyncError: as `update_weights`.
+        """
+        return self._loop.submit(lambda: self._adapters.update(name, version)).result()
+
+    def unregister_adapter(self, name: str) -> None:
+        """Give an adapter's slots back. Requests that name it are refused from then on.
+
+        Raises:
+            ConfigError: no adapter has this name.
+        """
+        self._loop.submit(lambda: self._adapters.unregister(name)).result()
+
+    def adapter_versions(self) -> dict[str, int]:
+        """Return the committed version of each adapter; 0 before its first update."""
+        return self._adapters.versions()

@@ -1,0 +1,155 @@
+"""LoRA adapters: each has trainers, holders and versions of its own, on the engines of one WeightSync."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ray.actor import ActorHandle
+
+from weightsync.actors.handles import check_version
+from weightsync.actors.membership import Membership
+from weightsync.actors.remote import answer, share
+from weightsync.config import SyncConfig
+from weightsync.driver.controller import Controller
+from weightsync.driver.fleet import Fleet
+from weightsync.driver.gather import gather_named
+from weightsync.driver.healing import Healer
+from weightsync.errors import ConfigError, StateError, WeightSyncError, nearest
+from weightsync.protocol.adapters import AdapterSpec
+from weightsync.report import SyncReport
+
+logger = logging.getLogger("weightsync.adapters")
+
+Engines = Callable[[], Mapping[str, ActorHandle[Any]]]
+
+
+class Adapter:
+    """One adapter, moved through host memory: it is small, and engines go on meanwhile."""
+
+    def __init__(self, spec: AdapterSpec, config: SyncConfig, trainers: Sequence[ActorHandle[Any]]) -> None:
+        self.spec = spec
+        self._config = replace(config, mode="broadcast", transport="gloo", stage="none", host_weights="copy")
+        self._fleet = Fleet([], {}, [], share=share)
+        self._controller = Controller(self._config, self._fleet)
+        parts = self._config, self._fleet, self._controller
+        self._members = members = Membership(*parts, None, spec)
+        members.trainers = list(trainers)
+        self._healer = Healer(*parts, members.respawn, members.can_respawn, members.rejoin)
+        self._following = asyncio.Lock()
+
+    @property
+    def version(self) -> int:
+        """The newest committed version, 0 before the first."""
+        return self._controller.version
+
+    async def connect(self, engines: Mapping[str, ActorHandle[Any]]) -> None:
+        """Take slots on every engine and connect trainers with them. Raises as `WeightSync.connect`."""
+        self._members.engines = dict(engines)
+        async with self._controller.exclusive():
+            await self._members.connect()
+
+    async def update(self, version: int, engines: Mapping[str, ActorHandle[Any]]) -> SyncReport:
+        """Move a version to every engine. Raises as `WeightSync.update_weights`."""
+        await self.follow(engines)
+        async with self._controller.exclusive():
+            await self._members.reconnect()
+            return await self._controller.update(version)
+
+    async def follow(self, engines: Mapping[str, ActorHandle[Any]]) -> None:
+        """Take in engines that are new, or have a new process, and give them the committed version."""
+        async with self._following:
+            for name in self._members.engines.keys() - engines.keys():
+                self._healer.forget(name)
+                await self._members.part(name)
+            for name, handle in engines.items():
+                if self._members.engines.get(name) != handle:
+                    self._healer.forget(name)
+                    await self._members.join(name, handle)
+
+    async def close(self) -> None:
+        """End its holders, and give the slots back."""
+        trainers = {f"trainer {i}": handle for i, handle in enumerate(self._members.trainers)}
+        engines = {f"engine {name}": handle for name, handle in self._members.engines.items()}
+        await self._controller.snapshot_index.stop()
+        self._members.close()
+        await self._members.release()
+        calls = {
+            name: answer(name, handle.sync_close_adapter.remote(self.spec.name))
+            for name, handle in (trainers | engines).items()
+        }
+        await gather_named(calls, "close", self._config.timeout_s)  # a dead process has no slots
+
+
+class Adapters:
+    """The adapters of one WeightSync, by name. Its methods run on the loop of the WeightSync."""
+
+    def __init__(self, config: SyncConfig, engines: Engines) -> None:
+        """`engines` returns the engines that are registered now."""
+        self._config, self._engines = config, engines
+        self._held: dict[str, Adapter] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def register(self, name: str, trainers: Sequence[ActorHandle[Any]], adapter: str) -> None:
+        """Connect an adapter, see `WeightSync.register_adapter`."""
+        if not self._engines():
+            raise StateError("connect() comes before register_adapter()")
+        if name in self._held:
+            raise ConfigError("name", name, "unregister_adapter() comes first: there is one of this name")
+        calls = {
+            f"trainer {i}": answer(f"trainer {i}", handle.sync_open_adapter.remote(name, adapter))
+            for i, handle in enumerate(trainers)
+        }
+        specs = (await gather_named(calls, "open", self._config.connect_timeout_s)).require()
+        new = Adapter(specs["trainer 0"], self._config, trainers)
+        try:
+            await new.connect(self._engines())
+        except BaseException:
+            await new.close()
+            raise
+        self._held[name] = new
+
+    async def unregister(self, name: str) -> None:
+        """Close an adapter. Raises ConfigError if there is none of this name."""
+        await self._known(name).close()
+        del self._held[name]
+
+    async def update(self, name: str, version: int | None) -> SyncReport:
+        """Move a version, by default the next one, of an adapter."""
+        held = self._known(name)
+        return await held.update(check_version(version, held.version), self._engines())
+
+    def versions(self) -> dict[str, int]:
+        """Return the committed version of each adapter."""
+        return {name: held.version for name, held in self._held.items()}
+
+    def follow(self) -> None:
+        """Bring the adapters to engines that have a new process, in the background."""
+        for held in self._held.values():
+            task = asyncio.get_running_loop().create_task(self._follow(held))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Close all adapters."""
+        for task in self._tasks:
+            task.cancel()
+        for name in [*self._held]:
+            await self.unregister(name)
+
+    async def _follow(self, held: Adapter) -> None:
+        try:
+            await held.follow(self._engines())
+        except WeightSyncError as error:
+            logger.warning(
+                "[adapter %s] is not on every engine, until its next update: %s", held.spec.name, error
+            )
+
+    def _known(self, name: str) -> Adapter:
+        if name not in self._held:
+            remedy = nearest(name, self._held) if self._held else "register_adapter() comes first"
+            raise ConfigError("name", name, remedy)
+        return self._held[name]

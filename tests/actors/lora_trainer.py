@@ -1,0 +1,90 @@
+"""Trainer ranks of LoRA adapters, and an engine that says its pid, for tests: their processes import this."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AutoModelForCausalLM
+
+from weightsync.actors.engine import EngineActor
+from weightsync.actors.trainer_shard import TrainerShard
+
+TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
+
+
+class LoraTrainer(TrainerShard):
+    """One rank of a model with PEFT's adapters, sharded by FSDP2 if there are several ranks."""
+
+    def __init__(
+        self,
+        path: str,
+        adapters: Mapping[str, int],
+        rank: int = 0,
+        world: int = 1,
+        targets: Sequence[str] = TARGETS,
+    ) -> None:
+        """`adapters`: the rank of each one, by PEFT's name."""
+        super().__init__(f"lora-{rank}")
+        self.steps, self._targets = 0, targets
+        self._rank, self._world, self._adapters, self._path = rank, world, adapters, path
+
+    def start(self, meeting: str = "") -> None:
+        """Load the model, and meet the other ranks at a file."""
+        base = AutoModelForCausalLM.from_pretrained(self._path, dtype=torch.float32)
+        configs = {
+            name: LoraConfig(r=rank, lora_alpha=3 * rank, target_modules=list(self._targets))
+            for name, rank in self._adapters.items()
+        }
+        (first, config), *others = configs.items()
+        model = get_peft_model(base, config, first)
+        for name, other in others:
+            model.add_adapter(name, other)
+        if self._world > 1:
+            torch.distributed.init_process_group(
+                "gloo", f"file://{meeting}", rank=self._rank, world_size=self._world
+            )
+            for layer in model.get_base_model().model.layers:
+                fully_shard(layer)
+            fully_shard(model)
+        self.model = model
+
+    @torch.no_grad()
+    def train(self, adapter: str, seed: int) -> None:
+        """Give an adapter other weights, the same on every rank."""
+        draw = torch.Generator().manual_seed(seed)
+        for name, parameter in self.model.named_parameters():
+            if f".{adapter}." in name:
+                whole = torch.randn(parameter.shape, generator=draw) * 0.3
+                if isinstance(parameter, DTensor):
+                    whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
+                parameter.copy_(whole)
+
+    def step(self) -> None:
+        """Train PEFT's default adapter, as the page does."""
+        self.steps += 1
+        self.train("default", self.steps)
+
+    @torch.no_grad()
+    def answers(self, adapter: str, prompt: Sequence[int], num_tokens: int) -> list[int]:
+        """Return the tokens of PEFT's own forward pass, with `adapter` or, if it is empty, without."""
+        tokens = list(prompt)
+        if adapter:
+            self.model.set_adapter(adapter)
+        else:
+            self.model.disable_adapter_layers()
+        for _ in range(num_tokens):
+            tokens.append(int(self.model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        self.model.enable_adapter_layers()
+        return tokens[len(prompt) :]
+
+
+class NamedEngine(EngineActor):
+    """A vLLM that says which process it is."""
+
+    async def pid(self) -> int:
+        return os.getpid()

@@ -1,0 +1,279 @@
+"""LoRA adapters that PEFT trains, on real vLLMs: their tokens are those of PEFT's own forward pass."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.actor import ActorHandle
+
+from tests.actors.fleet import spawn, until
+from tests.models import build_tiny_qwen3
+from tests.patience import patient
+from tests.unit.project.test_docs import blocks
+from weightsync import ConfigError, EngineActor, PlanError, SyncConfig, WeightSync
+from weightsync.engines import Rollout
+from weightsync.errors import PeerLostError, StateError, WeightSyncError
+
+pytestmark = [
+    pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed"),
+    pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="peft is not installed"),
+    pytest.mark.timeout(300),
+]
+
+CONFIG = SyncConfig(timeout_s=patient(30), connect_timeout_s=patient(120))
+OPTIONS: Mapping[str, Any] = {"enable_lora": True, "max_loras": 4, "max_lora_rank": 8, "max_model_len": 64}
+RANKS = {"default": 4, "second": 8}
+"""PEFT's adapters, and the rank of each."""
+PROMPT = [5, 9, 3, 7]
+GREEDY: Mapping[str, Any] = {"max_tokens": 8, "temperature": 0.0}
+
+
+class Rig:
+    """Trainer ranks, a reference trainer with the same weights, and engines that serve a base model."""
+
+    def __init__(self, sync: WeightSync, folder: Path, options: Mapping[str, Any], world: int = 1) -> None:
+        from tests.actors.lora_trainer import LoraTrainer, NamedEngine
+
+        self.sync, self.path = sync, str(folder / "base")
+        build_tiny_qwen3(folder / "base")
+        build_tiny_qwen3(folder / "other", seed=1)
+        self._spawn = lambda name: spawn(NamedEngine, "vllm", self.path, name, options)
+        self.engines: dict[str, Any] = {"e0": self._spawn("e0")}
+        self.trainers = [spawn(LoraTrainer, self.path, RANKS, rank, world) for rank in range(world)]
+        self.reference = self.trainers[0]
+        if world > 1:
+            self.reference = spawn(LoraTrainer, self.path, RANKS)
+        alone = [] if world == 1 else [self.reference.start.remote()]
+        ray.get(alone + [each.start.remote(str(folder / "meeting")) for each in self.trainers])
+        sync.register_engines(self.engines, respawn=self.respawn)
+        for name in ("base", "other"):
+            sync.register_checkpoint(name, [str(folder / name)])
+        sync.connect()
+        sync.update_weights(1, checkpoint="base")
+
+    def respawn(self, name: str) -> ActorHandle[Any]:
+        self.engines[name] = self._spawn(name)
+        return self.engines[name]
+
+    def train(self, adapter: str, seed: int) -> None:
+        everyone = {*self.trainers, self.reference}
+        ray.get([each.train.remote(adapter, seed) for each in everyone])
+
+    def ask(self, adapter: str, **sampling: object) -> Rollout:
+        settings = {**GREEDY, **sampling, "adapter": adapter}
+        return ray.get(self.engines["e0"].generate.remote([PROMPT], settings), timeout=patient(60))
+
+    def expected(self, adapter: str) -> list[int]:
+        """Return what PEFT answers with an adapter of its own name."""
+        return ray.get(self.reference.answers.remote(adapter, PROMPT, GREEDY["max_tokens"]))
+
+    def answers_as_peft(self, adapter: str, peft: str, version: int) -> bool:
+        rollout = self.ask(adapter)
+        assert (rollout.adapter, rollout.adapter_version) == (adapter, version)
+        return rollout.tokens == [self.expected(peft)]
+
+    def close(self) -> None:
+        for actor in (*self.engines.values(), *self.trainers, self.reference):
+            ray.kill(actor)
+
+
+@pytest.fixture
+def options() -> Mapping[str, Any]:
+    return OPTIONS
+
+
+@pytest.fixture
+def world() -> int:
+    return 1
+
+
+@pytest.fixture
+def rig(tmp_path: Path, options: Mapping[str, Any], world: int) -> Iterator[Rig]:
+    with WeightSync(CONFIG) as sync:
+        rig = Rig(sync, tmp_path, options, world)
+        yield rig
+    rig.close()
+
+
+def check_versions(rig: Rig, versions: Sequence[int]) -> None:
+    """Two adapters of different ranks, in turns, each with its own versions."""
+    sync = rig.sync
+    sync.register_adapter("math", rig.trainers)
+    sync.register_adapter("code", rig.trainers, adapter="second")
+    plain = rig.ask("")
+    assert plain.tokens == [rig.expected("")]
+    seen = set()
+    for version in versions:
+        for name, peft, seed in (("math", "default", version), ("code", "second", -version)):
+            rig.train(peft, seed)
+            report = sync.update_adapter(name)
+            assert report.verified
+            assert (report.version, report.engines) == (version, {"e0": version})
+            assert report.proofs == {"e0": "live weights"}
+            assert rig.answers_as_peft(name, peft, version)
+            seen.add(tuple(rig.ask(name).tokens[0]))
+    assert len(seen) > len(versions), "other weights, other answers"
+    assert rig.ask("") == plain
+    assert sync.adapter_versions() == {"math": versions[-1], "code": versions[-1]}
+
+
+@pytest.mark.slow
+def test_each_version_of_each_adapter_answers_as_peft_does(rig: Rig) -> None:
+    check_versions(rig, range(1, 4))
+    sync = rig.sync
+    sync.update_weights(2, checkpoint="other")  # a base that moves leaves the adapters in place
+    assert rig.ask("math").tokens != [rig.expected("default")]
+    sync.update_weights(3, checkpoint="base")
+    assert rig.answers_as_peft("math", "default", 3)
+    with pytest.raises(ConfigError, match=r"options.max_loras: 4 .* give at least 6"):
+        sync.register_adapter("third", rig.trainers)
+    with pytest.raises(ConfigError, match=r"adapter: 'secnd' .* did you mean 'second'"):
+        sync.register_adapter("third", rig.trainers, adapter="secnd")
+    with pytest.raises(ConfigError, match=r"name: 'maths' .* did you mean 'math'"):
+        sync.update_adapter("maths")
+    with pytest.raises(ConfigError, match=r"sampling.adapter: 'coda' .* did you mean 'code'"):
+        rig.ask("coda")
+    sync.unregister_adapter("math")
+    with pytest.raises(ConfigError, match=r"sampling.adapter: 'math'"):
+        rig.ask("math")
+    sync.register_adapter("third", rig.trainers)
+    with pytest.raises(StateError, match="adapter third of engine e0 has no version yet"):
+        rig.ask("third")
+    sync.update_adapter("third", 7)
+    assert rig.answers_as_peft("third", "default", 7)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("world", [2])
+@pytest.mark.parametrize("options", [{**OPTIONS, "tensor_parallel_size": 2}])
+def test_two_fsdp2_ranks_train_what_two_tensor_parallel_ranks_serve(rig: Rig) -> None:
+    check_versions(rig, range(1, 11))
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("kind", "options", "rank", "targets", "says"),
+    [
+        ("vllm", {}, 4, ["q_proj"], r"options.enable_lora: False .* start the engine with true"),
+        ("vllm", OPTIONS, 16, ["q_proj"], r"options.max_lora_rank: 8 .* give at least 16"),
+        ("vllm", {**OPTIONS, "max_loras": 1}, 4, ["q_proj"], r"options.max_loras: 1 .* give at least 2"),
+        ("vllm", OPTIONS, 4, ["q_proj", "lm_head"], r"lm_head.lora_A.weight: .* no engine has it"),
+        ("torch", {}, 4, ["q_proj"], r"adapter: 'TorchEngine' .* serve adapters with vLLM"),
+    ],
+)
+def test_what_does_not_fit_an_engine_is_refused_by_name(
+    kind: str, options: Mapping[str, Any], rank: int, targets: list[str], says: str, tmp_path: Path
+) -> None:
+    from tests.actors.lora_trainer import LoraTrainer
+
+    path = str(tmp_path / "base")
+    build_tiny_qwen3(tmp_path / "base")
+    trainer = spawn(LoraTrainer, path, {"default": rank}, 0, 1, targets)
+    engine = spawn(EngineActor, kind, path, "e0", options)
+    ray.get(trainer.start.remote())
+    with WeightSync(CONFIG) as sync:
+        sync.register_engines({"e0": engine})
+        sync.register_checkpoint("base", [path])
+        with pytest.raises(StateError, match="connect"):
+            sync.register_adapter("math", [trainer])
+        sync.connect()
+        sync.update_weights(checkpoint="base")
+        with pytest.raises((ConfigError, PlanError), match=says):
+            sync.register_adapter("math", [trainer])
+        assert sync.adapter_versions() == {}
+        assert sync.update_weights(checkpoint="base").engines == {"e0": 2}
+    for actor in (trainer, engine):
+        ray.kill(actor)
+
+
+@pytest.mark.faults
+def test_the_pages_loop_prints_each_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.actors.lora_trainer import LoraTrainer
+
+    path = str(tmp_path / "base")
+    build_tiny_qwen3(tmp_path / "base")
+    trainer = spawn(LoraTrainer, path, RANKS)
+    ray.get(trainer.start.remote())
+    (code,) = blocks("docs/adapters.md")
+    names = {"ray": ray, "WeightSync": WeightSync, "EngineActor": EngineActor, "path": path}
+    names |= {"trainers": [trainer], "prompts": [PROMPT]}
+    exec(compile(code, "docs/adapters.md", "exec"), names)
+    printed = capsys.readouterr().out
+    assert [f"math {version} " in printed for version in (1, 2, 3)] == [True] * 3
+    assert printed.count("verified") == 3
+    for actor in (trainer, names["engine"]):
+        ray.kill(actor)
+
+
+@pytest.mark.faults
+def test_requests_end_with_the_version_with_which_they_began(rig: Rig) -> None:
+    """Long requests run throughout twenty updates, several of them at any time."""
+    rig.train("default", 1)
+    rig.sync.register_adapter("math", rig.trainers)
+    rig.sync.update_adapter("math", 1)
+    expected = {1: tuple(ray.get(rig.reference.answers.remote("default", PROMPT, 48)))}
+    rollouts: list[Rollout] = []
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.is_set():
+            rollouts.append(rig.ask("math", max_tokens=48))
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for version in range(2, 21):
+        rig.train("default", version)
+        expected[version] = tuple(ray.get(rig.reference.answers.remote("default", PROMPT, 48)))
+        assert rig.sync.update_adapter("math", version).verified
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert len({rollout.adapter_version for rollout in rollouts}) > 5
+    for rollout in rollouts:
+        assert tuple(rollout.tokens[0]) == expected[rollout.adapter_version]
+
+
+@pytest.mark.faults
+def test_a_killed_engine_gets_its_adapters_again(rig: Rig) -> None:
+    rig.train("default", 1)
+    rig.sync.register_adapter("math", rig.trainers)
+    rig.sync.update_adapter("math", 4)
+    answer = rig.expected("default")
+    rig.train("default", 2)  # the trainer has gone on: it is not asked
+    os.kill(ray.get(rig.engines["e0"].pid.remote()), signal.SIGKILL)
+
+    def is_back() -> bool:
+        try:
+            return rig.ask("math").adapter_version == 4
+        except (WeightSyncError, ray.exceptions.RayError):
+            return False
+
+    assert until(is_back, patient(120))
+    assert rig.ask("math").tokens == [answer]
+    assert rig.sync.update_adapter("math").engines == {"e0": 5}
+    assert rig.answers_as_peft("math", "default", 5)
+
+
+@pytest.mark.faults
+def test_a_trainer_that_dies_leaves_the_version_that_is_served(rig: Rig) -> None:
+    rig.train("default", 1)
+    rig.sync.register_adapter("math", rig.trainers)
+    rig.sync.update_adapter("math", 1)
+    before = rig.ask("math")
+    ray.kill(rig.trainers[0])
+    begun = time.monotonic()
+    with pytest.raises(PeerLostError, match="trainer 0"):
+        rig.sync.update_adapter("math", 2)
+    assert time.monotonic() - begun < patient(20)
+    assert rig.ask("math") == before
+    assert rig.sync.adapter_versions() == {"math": 1}

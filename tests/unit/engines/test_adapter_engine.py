@@ -1,0 +1,132 @@
+"""Which slot of an adapter is written and which one serves, with ranks that only take notes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from tests.patience import patient
+from weightsync.engines.adapter_engine import AdapterEngine
+from weightsync.errors import DeadlineError, EngineError, StateError
+from weightsync.plan import TensorMeta
+from weightsync.protocol.adapters import AdapterSpec
+
+SPEC = AdapterSpec("math", (TensorMeta("up_proj.lora_A.weight", "float32", (2, 4)),))
+SOON_S = 0.1
+
+
+class Ranks:
+    """Two ranks. `late` calls of ``outcome`` find the first one still writing."""
+
+    def __init__(self) -> None:
+        self.written: list[int] = []
+        self.late = 0
+        self.error: Exception | None = None
+
+    def __call__(self, method: str, *args: Any) -> list[Any]:
+        if method == "begin":
+            self.written.append(args[0])
+        if method == "outcome":
+            if self.error:
+                raise self.error
+            self.late -= 1
+            return [None if self.late >= 0 else "loaded", "loaded"]
+        return []
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    return Ranks()
+
+
+@pytest.fixture
+def engine(ranks: Ranks) -> AdapterEngine:
+    return AdapterEngine("e0", SPEC, (7, 8), ranks)
+
+
+def update(engine: AdapterEngine, version: int) -> None:
+    engine.pause("keep", patient(10))
+    assert engine.load(1, patient(10)) == ["loaded", "loaded"]
+    engine.resume(version)
+
+
+def test_versions_take_turns_in_two_slots(engine: AdapterEngine, ranks: Ranks) -> None:
+    assert engine.serving() == 0
+    for version, number in ((3, 7), (4, 8), (9, 7)):
+        ranks.late = 2
+        update(engine, version)
+        with engine.use() as served:
+            assert (served.version, served.number) == (version, number)
+    assert ranks.written == [7, 8, 7]
+    assert engine.serving() == 9
+
+
+def test_nothing_is_served_before_the_first_version(engine: AdapterEngine) -> None:
+    with pytest.raises(StateError, match="adapter math of engine e0 has no version yet"), engine.use():
+        pass
+    with pytest.raises(StateError, match="was not written"):
+        engine.resume(1)
+
+
+def test_a_slot_that_requests_use_is_not_written(engine: AdapterEngine, ranks: Ranks) -> None:
+    update(engine, 1)
+    with engine.use() as first:
+        update(engine, 2)
+        with pytest.raises(DeadlineError, match=r"engine e0: 1 calls of generate .* of adapter math"):
+            engine.pause("keep", SOON_S)
+        with pytest.raises(DeadlineError):
+            engine.load(1, SOON_S)
+        assert ranks.written == [7, 8]
+        with engine.use() as second:
+            assert (first.version, second.version) == (1, 2)
+    update(engine, 3)
+
+
+def test_an_update_goes_on_once_the_last_request_ended(engine: AdapterEngine) -> None:
+    update(engine, 1)
+    with engine.use():
+        update(engine, 2)
+        waiting = threading.Thread(target=update, args=(engine, 3))
+        waiting.start()
+        time.sleep(SOON_S)
+        assert engine.serving() == 2
+    waiting.join(patient(10))
+    assert engine.serving() == 3
+
+
+def test_a_load_that_failed_leaves_the_version_that_serves(engine: AdapterEngine, ranks: Ranks) -> None:
+    update(engine, 1)
+    ranks.error = EngineError("e0", "load", "a holder died", 0)
+    with pytest.raises(EngineError, match="a holder died"):
+        engine.load(2, patient(10))
+    assert engine.serving() == 1
+    engine.resume(1)  # an update that failed is undone
+    with pytest.raises(StateError, match="was not written"):
+        engine.resume(2)
+    with engine.use() as served:
+        assert (served.version, served.number) == (1, 7)
+
+
+def test_what_was_written_is_not_served_under_an_earlier_number(engine: AdapterEngine) -> None:
+    update(engine, 1)
+    engine.load(2, patient(10))
+    engine.resume(1)
+    with engine.use() as served:
+        assert served.number == 7
+
+
+def test_ranks_that_do_not_end_are_named(engine: AdapterEngine, ranks: Ranks) -> None:
+    ranks.late = 10**6
+    with pytest.raises(DeadlineError, match="engine e0 rank 0") as error:
+        engine.load(1, SOON_S)
+    assert "rank 1" not in str(error.value)
+
+
+def test_a_closed_adapter_takes_no_requests(engine: AdapterEngine) -> None:
+    update(engine, 1)
+    engine.close()
+    with pytest.raises(StateError, match="is closed"), engine.use():
+        pass

@@ -1,0 +1,153 @@
+"""What of a PEFT model is published as an adapter, and what is refused."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from weightsync.errors import ConfigError, StateError
+from weightsync.memory.host import SharedBuffer
+from weightsync.plan import Layout, Members, Plan, RankLayout, Segment, make_plan
+from weightsync.protocol.adapters import AdapterSpec
+from weightsync.sources.lora import LoraSource
+
+peft = pytest.importorskip("peft")
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+NAMES = [
+    f"layers.{layer}.{module}.lora_{kind}.weight"
+    for layer in range(2)
+    for module in ("up_proj", "down_proj")
+    for kind in "AB"
+]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(6, 10)
+        self.down_proj = nn.Linear(10, 6)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(12, 6)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+
+def adapted(**settings: Any) -> nn.Module:
+    config = {"r": 3, "lora_alpha": 6, "target_modules": ["up_proj", "down_proj"], **settings}
+    model: nn.Module = peft.get_peft_model(Model(), peft.LoraConfig(**config))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.normal_()
+    return model
+
+
+def published(source: LoraSource, dtype: str = "float32") -> dict[str, torch.Tensor]:
+    """Publish as the driver has it done, and return what travels."""
+    layout = source.layout()
+    assert layout.device == ""
+    plan = plan_of(layout, dtype)
+    buffer = SharedBuffer.create(plan.send_buffer_nbytes(0))
+    try:
+        source.attach(plan, 0, buffer.handle)
+        source.publish(True)
+        found = {}
+        for piece in plan.trainer_pieces(0):
+            data = buffer.tensor[piece.send_buffer_offset : piece.send_buffer_offset + piece.nbytes].clone()
+            meta = plan.tensors[piece.tensor]
+            found[meta.name] = data.view(getattr(torch, meta.dtype)).view(piece.box.extent)
+        return found
+    finally:
+        source.close()
+        buffer.close()
+
+
+def plan_of(layout: RankLayout, dtype: str) -> Plan:
+    wanted = tuple(type(meta)(meta.name, dtype, meta.shape) for meta in layout.tensors)
+    engine = Layout.from_ranks([RankLayout(wanted, tuple(map(Segment.whole, wanted)))])
+    members = Members(num_holders=2, trainers=(0,), engines=(("e", (1,)),))
+    sides = Layout.from_ranks([layout]), {"e": engine}
+    return make_plan(*sides, members, bucket_bytes=1 << 20, max_staging_bytes=4 << 20)
+
+
+@pytest.mark.parametrize(("settings", "scaling"), [({}, 2.0), ({"use_rslora": True}, 6 / 3**0.5)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_and_b_times_the_scaling_travel(settings: dict[str, Any], scaling: float, dtype: str) -> None:
+    model = adapted(**settings)
+    found = published(LoraSource(model, "default"), dtype)
+    assert sorted(found) == sorted(NAMES)
+    live = dict(model.named_parameters())
+    for name, value in found.items():
+        path = f"base_model.model.{name.removesuffix('.weight')}.default.weight"
+        wanted = live[path] * scaling if ".lora_B" in name else live[path]
+        assert torch.equal(value, wanted.to(value.dtype))
+
+
+def test_each_version_is_what_the_parameters_are_then() -> None:
+    model = adapted()
+    source = LoraSource(model, "default")
+    first = published(source)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    second = published(source)
+    assert all(torch.equal(second[name], first[name] + 1) for name in NAMES if ".lora_A" in name)
+    assert all(torch.allclose(second[name], first[name] + 2) for name in NAMES if ".lora_B" in name)
+
+
+def test_the_spec_has_the_names_of_the_base_models_checkpoint() -> None:
+    wrapped = nn.Module()
+    wrapped.module = adapted(rank_pattern={"down_proj": 5})
+    for model in (wrapped.module, wrapped):
+        spec = LoraSource(model, "default").spec("math")
+        assert [meta.name for meta in spec.tensors] == NAMES
+        assert (spec.name, spec.rank) == ("math", 5)
+        assert spec.tensors[0].shape == (3, 6)
+        assert pickle.loads(pickle.dumps(spec)) == spec == AdapterSpec("math", spec.tensors)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"use_dora": True}, "DoRA's magnitude in base_model.model.layers.0.up_proj"),
+        ({"lora_bias": True}, "lora_bias in base_model.model.layers.0.up_proj"),
+        ({"modules_to_save": ["embed"]}, "modules_to_save in base_model.model.embed"),
+        ({"target_modules": ["embed"]}, "an embedding's LoRA in base_model.model.embed"),
+    ],
+)
+def test_what_is_more_than_a_and_b_is_refused(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        LoraSource(adapted(**settings), "default")
+
+
+def test_an_unknown_adapter_is_refused() -> None:
+    with pytest.raises(ConfigError, match="adapter: 'defalt' is not valid; did you mean 'default'"):
+        LoraSource(adapted(), "defalt")
+    with pytest.raises(ConfigError, match="adapter: 'default' is not valid; the model has none"):
+        LoraSource(Model(), "default")
+
+
+def test_an_adapter_that_changed_its_shape_has_to_be_registered_again() -> None:
+    model = adapted()
+    source = LoraSource(model, "default")
+    plan = plan_of(source.layout(), "float32")
+    buffer = SharedBuffer.create(plan.send_buffer_nbytes(0))
+    source.attach(plan, 0, buffer.handle)
+    source.replace(adapted(r=4))
+    with pytest.raises(StateError, match=r"up_proj.lora_A.weight of adapter default was \(3, 6\) before"):
+        source.publish(True)
+    source.replace(adapted(target_modules=["up_proj"]))
+    with pytest.raises(StateError, match=r"layers.0.down_proj.lora_A.weight of adapter default is gone"):
+        source.publish(True)
+    source.close()
+    buffer.close()

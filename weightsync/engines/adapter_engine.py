@@ -1,0 +1,132 @@
+"""One adapter of an engine, which is updated like an engine of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from weightsync.errors import DeadlineError, StateError
+from weightsync.plan import Plan, RankLayout
+from weightsync.protocol.adapters import AdapterSpec
+from weightsync.protocol.handles import Attached
+from weightsync.protocol.messages import FeedTicket, Loaded
+
+_POLL_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A version of an adapter that requests can use: its engine's number of the slot, and the version."""
+
+    number: int
+    version: int
+
+
+class AdapterEngine:
+    """An `Engine` that writes the adapter slots of another while that one serves.
+
+    A version is written to the slot that serves none. Requests that begin after `resume` use it. Those that
+    run keep the version with which they began, in the other slot.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        spec: AdapterSpec,
+        numbers: tuple[int, int],
+        on_ranks: Callable[..., list[Any]],
+    ) -> None:
+        """`on_ranks` calls a method of `AdapterRank` on each rank of engine `engine`."""
+        self._name, self._spec, self._numbers, self._on_ranks = engine, spec, numbers, on_ranks
+        self._changed = threading.Condition()
+        self._running: Counter[int] = Counter()
+        self._served: Served | None = None
+        self._written = 0
+        self._closed = False
+
+    @property
+    def spec(self) -> AdapterSpec:
+        """The adapter that it serves."""
+        return self._spec
+
+    def layout(self) -> Sequence[RankLayout]:
+        """Return the layout of each rank, in the tensors' names of the spec."""
+        return self._on_ranks("layout")
+
+    def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
+        """Connect each rank to its holder."""
+        return self._on_ranks("attach", plan, tuple(tickets), timeout_s)
+
+    def pause(self, mode: str, timeout_s: float) -> None:
+        """Wait until the slot that is written next is used by no request. All modes are alike.
+
+        Raises DeadlineError.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._running[self._next], timeout_s):
+                count = self._running[self._next]
+                calls = f"{count} calls of generate that use an earlier version of adapter {self._spec.name}"
+                raise DeadlineError("pause", (f"engine {self._name}: {calls}",), timeout_s)
+
+    def load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
+        """Write one attempt's buckets to the slot that serves no version. Returns digests of the slot."""
+        self.pause("", timeout_s)
+        self._written = 0
+        self._on_ranks("begin", self._next, attempt, timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while None in (outcomes := self._on_ranks("outcome", 0.0)):
+            if time.monotonic() > deadline:
+                late = [f"engine {self._name} rank {i}" for i, each in enumerate(outcomes) if each is None]
+                raise DeadlineError(f"load of adapter {self._spec.name}", late, timeout_s)
+            time.sleep(_POLL_S)
+        self._written = self._next
+        return outcomes
+
+    def resume(self, version: int) -> None:
+        """Have new requests use what was written, unless they use `version` already.
+
+        Raises StateError if it was not written.
+        """
+        with self._changed:
+            if version != self.serving():
+                if not self._written:
+                    raise StateError(f"adapter {self._spec.name} of engine {self._name} was not written")
+                self._served = Served(self._written, version)
+            self._written = 0
+            self._changed.notify_all()
+
+    def serving(self) -> int:
+        """Return the version that new requests use; 0 before the first."""
+        return self._served.version if self._served else 0
+
+    @contextmanager
+    def use(self) -> Iterator[Served]:
+        """Keep the current version in its slot meanwhile. Raises StateError if there is none."""
+        with self._changed:
+            served = self._served
+            if served is None or self._closed:
+                why = "is closed" if self._closed else "has no version yet: update_adapter() comes first"
+                raise StateError(f"adapter {self._spec.name} of engine {self._name} {why}")
+            self._running[served.number] += 1
+        try:
+            yield served
+        finally:
+            with self._changed:
+                self._running[served.number] -= 1
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Give the slots back. Requests that use them should have ended."""
+        self._closed = True
+        self._on_ranks("close")
+
+    @property
+    def _next(self) -> int:
+        """The number of the slot that is written next."""
+        first, second = self._numbers
+        return second if self._served and self._served.number == first else first

@@ -1,0 +1,64 @@
+"""Whether live parameters hold what vLLM's loaders wrote, told by its layers and their methods."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from weightsync.engines.vllm.api import ModelRunner
+
+# These keep parameters as their loaders write them. For mixture-of-experts layers it depends on the backend.
+_PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+_EXPERTS_METHOD, _PLAIN_BACKENDS = "UnquantizedFusedMoEMethod", ("TRITON", "BATCHED_TRITON")
+
+
+def stored_otherwise(runner: ModelRunner, device: torch.device) -> str:
+    """Return why live parameters may differ from the loader's bytes; "" if they do not.
+
+    Accepts only models that are known to keep the bytes: on GPUs, without quantization, offloading and
+    moving experts, of layers that use their weights as they were loaded.
+    """
+    config = runner.vllm_config
+    if device.type != "cuda":
+        return f"on {device.type}, vLLM packs weights"
+    if runner.model_config.quantization is not None:
+        return f"the weights are quantized ({runner.model_config.quantization})"
+    if config.parallel_config.enable_eplb:
+        return "experts move between ranks (EPLB)"
+    model = runner.get_model()
+    away = next((name for name, each in model.named_parameters() if each.device != device), None)
+    if away:
+        return f"{away} does not lie on {device}"
+    reasons = ((name, _why_not_plain(module)) for name, module in model.named_modules())
+    return next((f"{name}: {reason}" for name, reason in reasons if reason), "")
+
+
+def _why_not_plain(module: torch.nn.Module) -> str:
+    method = getattr(module, "quant_method", None)
+    kind = type(method).__name__
+    if method is not None and kind == _EXPERTS_METHOD:
+        backend: str = method.unquantized_backend.name
+        return "" if backend in _PLAIN_BACKENDS else f"backend {backend} rearranges experts"
+    if method is not None and kind not in _PLAIN_METHODS:
+        return f"{kind} may repack weights"
+    # Attention has the hook for quantized caches, experts' methods were checked above; others derive tensors.
+    known = ("Attention", _EXPERTS_METHOD)
+    hooked = hasattr(module, "process_weights_after_loading")
+    if hooked and not any(cls.__name__ in known for cls in type(module).__mro__):
+        return f"{type(module).__name__} processes its weights after loading"
+    return ""
+
+
+def quantized_again(model: torch.nn.Module) -> str:
+    """Return why live FP8 blocks are not a checkpoint's, and how to have these; "" if they may be."""
+    for name, module in model.named_modules():
+        holders = (getattr(module, attribute, None) for attribute in ("quant_method", "scheme"))
+        kernels = (getattr(holder, "fp8_linear", None) for holder in holders)
+        if any(getattr(kernel, "use_deep_gemm_e8m0", False) for kernel in kernels):
+            return (
+                f"DeepGEMM's kernels have {name} quantised again, with scales that are powers of two; "
+                "VLLM_USE_DEEP_GEMM_E8M0=0 keeps the checkpoint's, VLLM_USE_DEEP_GEMM=0 serves without them"
+            )
+    return ""
