@@ -1,4 +1,4 @@
-"""The part of the public API that is about LoRA adapters."""
+"""The part of the public API that is about what engines serve beside their model."""
 
 from __future__ import annotations
 
@@ -8,17 +8,23 @@ from typing import Any
 from ray.actor import ActorHandle
 
 from weightsync.actors.adapters import Adapters
+from weightsync.actors.coverage import coverage
 from weightsync.actors.handles import check_trainers
 from weightsync.actors.loop import LoopThread
+from weightsync.driver.controller import Controller
+from weightsync.driver.fleet import Fleet
 from weightsync.errors import ConfigError
-from weightsync.report import SyncReport
+from weightsync.report import Covered, SyncReport
 
 
 class AdapterMethods:
-    """Base of `WeightSync`, which sets `_loop` and `_adapters`."""
+    """Base of `WeightSync`, which sets the attributes."""
 
     _loop: LoopThread
     _adapters: Adapters
+    _controller: Controller
+    _fleet: Fleet
+    _last: SyncReport | None
 
     def register_adapter(
         self, name: str, trainers: Sequence[ActorHandle[Any]], *, adapter: str = "default"
@@ -72,6 +78,14 @@ class AdapterMethods:
             ConfigError: no adapter has this name.
         """
         self._loop.submit(lambda: self._adapters.unregister(name)).result()
+
+    def coverage(self) -> list[Covered]:
+        """List what each engine serves: its model and each adapter, with versions and what was compared.
+
+        `print` shows one line of a row. Empty before `connect`.
+        """
+        model = coverage("model", self._controller, self._fleet, self._last)
+        return model + self._adapters.coverage()
 
     def adapter_versions(self) -> dict[str, int]:
         """Return the committed version of each adapter; 0 before its first update."""

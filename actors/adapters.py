@@ -10,19 +10,23 @@ from typing import Any
 
 from ray.actor import ActorHandle
 
+from weightsync.actors.coverage import coverage
 from weightsync.actors.handles import check_version
 from weightsync.actors.membership import Membership
 from weightsync.actors.remote import answer, share
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
 from weightsync.driver.fleet import Fleet
-from weightsync.driver.gather import gather_named
+from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.driver.healing import Healer
-from weightsync.errors import ConfigError, StateError, WeightSyncError, nearest
+from weightsync.errors import ConfigError, PeerLostError, StateError, WeightSyncError, nearest
 from weightsync.protocol.adapters import AdapterSpec
-from weightsync.report import SyncReport
+from weightsync.report import Covered, SyncReport
 
 logger = logging.getLogger("weightsync.adapters")
+
+_END_S = 90.0
+"""Longer than engines wait for requests."""
 
 Engines = Callable[[], Mapping[str, ActorHandle[Any]]]
 
@@ -40,6 +44,7 @@ class Adapter:
         members.trainers = list(trainers)
         self._healer = Healer(*parts, members.respawn, members.can_respawn, members.rejoin)
         self._following = asyncio.Lock()
+        self._last: SyncReport | None = None
 
     @property
     def version(self) -> int:
@@ -49,6 +54,12 @@ class Adapter:
     async def connect(self, engines: Mapping[str, ActorHandle[Any]]) -> None:
         """Take slots on every engine and connect trainers with them. Raises as `WeightSync.connect`."""
         self._members.engines = dict(engines)
+        # A driver that died may have left the adapter there, with versions that this one does not know.
+        calls = {
+            f"engine {name}": answer(f"engine {name}", handle.sync_open_adapter.remote(self.spec))
+            for name, handle in engines.items()
+        }
+        (await gather_named(calls, "open", self._config.connect_timeout_s)).require()
         async with self._controller.exclusive():
             await self._members.connect()
 
@@ -57,7 +68,12 @@ class Adapter:
         await self.follow(engines)
         async with self._controller.exclusive():
             await self._members.reconnect()
-            return await self._controller.update(version)
+            self._last = await self._controller.update(version)
+            return self._last
+
+    def coverage(self) -> list[Covered]:
+        """Return what each engine serves of it."""
+        return coverage(f"adapter {self.spec.name}", self._controller, self._fleet, self._last)
 
     async def follow(self, engines: Mapping[str, ActorHandle[Any]]) -> None:
         """Take in engines that are new, or have a new process, and give them the committed version."""
@@ -70,18 +86,20 @@ class Adapter:
                     self._healer.forget(name)
                     await self._members.join(name, handle)
 
-    async def close(self) -> None:
-        """End its holders, and give the slots back."""
-        trainers = {f"trainer {i}": handle for i, handle in enumerate(self._members.trainers)}
-        engines = {f"engine {name}": handle for name, handle in self._members.engines.items()}
+    async def close(self, timeout_s: float) -> None:
+        """End its holders, and give the slots back. Raises DeadlineError if requests still use them then."""
         await self._controller.snapshot_index.stop()
         self._members.close()
         await self._members.release()
+        for trainer in self._members.trainers:  # which may be training: nobody waits for them
+            trainer.sync_close_adapter.remote(self.spec.name)
         calls = {
-            name: answer(name, handle.sync_close_adapter.remote(self.spec.name))
-            for name, handle in (trainers | engines).items()
+            f"engine {name}": answer(f"engine {name}", handle.sync_close_adapter.remote(self.spec.name))
+            for name, handle in self._members.engines.items()
         }
-        await gather_named(calls, "close", self._config.timeout_s)  # a dead process has no slots
+        failures = (await gather_named(calls, "close", timeout_s)).failures.values()
+        if left := [error for error in failures if not isinstance(error, PeerLostError)]:
+            raise left[0]
 
 
 class Adapters:
@@ -108,14 +126,15 @@ class Adapters:
         try:
             await new.connect(self._engines())
         except BaseException:
-            await new.close()
+            await _closed(new)
             raise
         self._held[name] = new
 
     async def unregister(self, name: str) -> None:
         """Close an adapter. Raises ConfigError if there is none of this name."""
-        await self._known(name).close()
+        held = self._known(name)
         del self._held[name]
+        await held.close(_END_S)
 
     async def update(self, name: str, version: int | None) -> SyncReport:
         """Move a version, by default the next one, of an adapter."""
@@ -125,6 +144,10 @@ class Adapters:
     def versions(self) -> dict[str, int]:
         """Return the committed version of each adapter."""
         return {name: held.version for name, held in self._held.items()}
+
+    def coverage(self) -> list[Covered]:
+        """Return what each engine serves of each adapter."""
+        return [row for held in self._held.values() for row in held.coverage()]
 
     def follow(self) -> None:
         """Bring the adapters to engines that have a new process, in the background."""
@@ -137,8 +160,9 @@ class Adapters:
         """Close all adapters."""
         for task in self._tasks:
             task.cancel()
-        for name in [*self._held]:
-            await self.unregister(name)
+        for held in self._held.values():
+            await _closed(held)
+        self._held.clear()
 
     async def _follow(self, held: Adapter) -> None:
         try:
@@ -153,3 +177,11 @@ class Adapters:
             remedy = nearest(name, self._held) if self._held else "register_adapter() comes first"
             raise ConfigError("name", name, remedy)
         return self._held[name]
+
+
+async def _closed(adapter: Adapter) -> None:
+    """Close an adapter as far as that is possible."""
+    try:
+        await adapter.close(GRACE_S)
+    except WeightSyncError as error:
+        logger.warning("[adapter %s] keeps its slots: %s", adapter.spec.name, error)

@@ -79,6 +79,7 @@ class WeightSync(AdapterMethods):
         parts = self.config, self._fleet, self._controller
         self._healer = Healer(*parts, members.respawn, members.can_respawn, members.rejoin)
         self._adapters = Adapters(self.config, lambda: members.engines if self._controller.plan else {})
+        self._last: SyncReport | None = None
         self._faults: FaultPlan | None = None
         self._armed: set[int] = set()
         self._metrics = Metrics(cluster)
@@ -461,6 +462,7 @@ class WeightSync(AdapterMethods):
                 self._metrics.update_failed()
                 raise self._members.with_file(error) from error
             self._metrics.update(report, self.plan)
+            self._last = report
             return replace(report, checkpoint=checkpoint)
 
     def _healed(self, event: EngineHealed) -> None:

@@ -29,6 +29,40 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Covered:
+    """What one engine serves of one component, and what is known of it.
+
+    Attributes:
+        engine: its name.
+        component: ``model``, or ``adapter math``.
+        version: the version that it serves, 0 if none.
+        num_tensors: tensors that updates cover, with those that are frozen.
+        num_frozen: those that updates compare and do not move.
+        nbytes: bytes of all of them, in the dtypes that travel.
+        route: as `SyncReport.routes`; empty before the first update.
+        proof: what the last update compared, as `SyncReport.proofs`; empty if that was another version. An
+            engine that was healed since was compared with the same digests.
+    """
+
+    engine: str
+    component: str
+    version: int
+    num_tensors: int
+    num_frozen: int
+    nbytes: int
+    route: str
+    proof: str
+
+    def __str__(self) -> str:
+        frozen = f", {self.num_frozen} of them frozen" if self.num_frozen else ""
+        told = f"version {self.version}, {self.proof or 'not compared'}" if self.version else "no version"
+        return (
+            f"{self.engine}, {self.component}: {told}; "
+            f"{self.num_tensors} tensors{frozen}, {bytes_text(self.nbytes)}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SyncReport:
     """Report of one update or refill.
 

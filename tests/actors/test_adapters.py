@@ -124,6 +124,13 @@ def check_versions(rig: Rig, versions: Sequence[int]) -> None:
     assert len(seen) > len(versions), "other weights, other answers"
     assert rig.ask("") == plain
     assert sync.adapter_versions() == {"math": versions[-1], "code": versions[-1]}
+    model, *adapters = sync.coverage()
+    assert (model.component, model.version, model.num_tensors) == ("model", 1, len(sync.plan.tensors))
+    assert str(model).startswith("e0, model: version 1, what its loader got; 24 tensors, ")
+    assert [str(row).split(";")[0] for row in adapters] == [
+        f"e0, adapter {name}: version {versions[-1]}, live weights" for name in ("math", "code")
+    ]
+    assert [row.num_tensors for row in adapters] == [20, 20], "A and B of five modules in two layers"
 
 
 @pytest.mark.slow

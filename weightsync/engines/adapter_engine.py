@@ -17,6 +17,7 @@ from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import FeedTicket, Loaded
 
 _POLL_S = 0.005
+_END_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,7 @@ class AdapterEngine:
         Raises DeadlineError.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._running[self._next], timeout_s):
-                count = self._running[self._next]
-                calls = f"{count} calls of generate that use an earlier version of adapter {self._spec.name}"
-                raise DeadlineError("pause", (f"engine {self._name}: {calls}",), timeout_s)
+            self._wait_unused((self._next,), "pause", timeout_s)
 
     def load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
         """Write one attempt's buckets to the slot that serves no version. Returns digests of the slot."""
@@ -120,10 +118,23 @@ class AdapterEngine:
                 self._running[served.number] -= 1
                 self._changed.notify_all()
 
-    def close(self) -> None:
-        """Give the slots back. Requests that use them should have ended."""
-        self._closed = True
+    def close(self, timeout_s: float = _END_S) -> None:
+        """Refuse requests, wait for those that run, and give the slots back. Safe to call twice.
+
+        Raises DeadlineError; the slots then stay taken, since the engine would look for other weights.
+        """
+        with self._changed:
+            self._closed = True
+            self._wait_unused(self._numbers, "close", timeout_s)
         self._on_ranks("close")
+
+    def _wait_unused(self, numbers: Sequence[int], phase: str, timeout_s: float) -> None:
+        def used() -> int:
+            return sum(self._running[number] for number in numbers)
+
+        if not self._changed.wait_for(lambda: not used(), timeout_s):
+            calls = f"{used()} calls of generate that use adapter {self._spec.name} as it was"
+            raise DeadlineError(phase, (f"engine {self._name}: {calls}",), timeout_s)
 
     @property
     def _next(self) -> int:

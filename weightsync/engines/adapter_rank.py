@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -102,14 +103,20 @@ class AdapterRank:
 
     def _write(self, feed: EngineFeed, writer: LiveWriter, attempt: int, timeout_s: float) -> None:
         try:
-            writer.begin(None)  # slots are allocated once, when the engine starts
-            self._outcome = Loaded(feed.receive(attempt, writer, timeout_s), feed.spans)
+            with self._on_device():
+                writer.begin(None)  # slots are allocated once, when the engine starts
+                self._outcome = Loaded(feed.receive(attempt, writer, timeout_s), feed.spans)
         except WeightSyncError as error:
             self._outcome = error
         except Exception as error:  # noqa: BLE001 - the driver has to get it
             self._outcome = EngineError(
                 self._spec.name, "load", f"{type(error).__name__}: {error}", self._rank
             )
+
+    def _on_device(self) -> AbstractContextManager[None]:
+        """Return a context in which this thread, which is new, uses the rank's device."""
+        device = next(tensor.device for slot in self._held.values() for tensor in slot.live.values())
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
     def _disconnect(self) -> None:
         self._writers = {}

@@ -157,7 +157,7 @@ class ServesAdapters(Protocol):
         """
 
     def close_adapter(self, name: str) -> None:
-        """Give an adapter's slots back. Safe to call twice."""
+        """Give an adapter's slots back, once no request uses them. Raises DeadlineError if some do."""
 
 
 @runtime_checkable

@@ -23,12 +23,13 @@ class Ranks:
 
     def __init__(self) -> None:
         self.written: list[int] = []
-        self.late = 0
+        self.late, self.closed = 0, False
         self.error: Exception | None = None
 
     def __call__(self, method: str, *args: Any) -> list[Any]:
         if method == "begin":
             self.written.append(args[0])
+        self.closed = method == "close"
         if method == "outcome":
             if self.error:
                 raise self.error
@@ -75,7 +76,7 @@ def test_a_slot_that_requests_use_is_not_written(engine: AdapterEngine, ranks: R
     update(engine, 1)
     with engine.use() as first:
         update(engine, 2)
-        with pytest.raises(DeadlineError, match=r"engine e0: 1 calls of generate .* of adapter math"):
+        with pytest.raises(DeadlineError, match=r"engine e0: 1 calls of generate that use adapter math"):
             engine.pause("keep", SOON_S)
         with pytest.raises(DeadlineError):
             engine.load(1, SOON_S)
@@ -125,8 +126,15 @@ def test_ranks_that_do_not_end_are_named(engine: AdapterEngine, ranks: Ranks) ->
     assert "rank 1" not in str(error.value)
 
 
-def test_a_closed_adapter_takes_no_requests(engine: AdapterEngine) -> None:
+def test_slots_are_given_back_once_no_request_uses_them(engine: AdapterEngine, ranks: Ranks) -> None:
     update(engine, 1)
+    with engine.use():
+        with pytest.raises(DeadlineError, match=r"close: .* engine e0: 1 calls of generate"):
+            engine.close(SOON_S)
+        assert not ranks.closed
+        with pytest.raises(StateError, match="is closed"), engine.use():
+            pass
     engine.close()
+    assert ranks.closed
     with pytest.raises(StateError, match="is closed"), engine.use():
         pass

@@ -121,9 +121,10 @@ class VllmEngine(ServingRanks, VllmRanks):
         return self._adapters[spec.name]
 
     def close_adapter(self, name: str) -> None:
-        """Give an adapter's slots back. Safe to call twice."""
-        if held := self._adapters.pop(name, None):
+        """Give an adapter's slots back, once no request uses them. Raises DeadlineError if some do."""
+        if held := self._adapters.get(name):
             held.close()
+            self._adapters.pop(name, None)
 
     def _answer(
         self, prompts: Sequence[Sequence[int]], params: Sequence[Params], settings: Sampling
