@@ -76,6 +76,7 @@ class AdapterMethods:
 
         Raises:
             ConfigError: no adapter has this name.
+            DeadlineError: requests use it for more than a minute; that engine keeps its slots.
         """
         self._loop.submit(lambda: self._adapters.unregister(name)).result()
 

@@ -76,7 +76,10 @@ class Adapter:
         return coverage(f"adapter {self.spec.name}", self._controller, self._fleet, self._last)
 
     async def follow(self, engines: Mapping[str, ActorHandle[Any]]) -> None:
-        """Take in engines that are new, or have a new process, and give them the committed version."""
+        """Take in engines that are new, or have a new process, and give them the committed version.
+
+        Those that cannot have it are left out until the next call. The log says why.
+        """
         async with self._following:
             for name in self._members.engines.keys() - engines.keys():
                 self._healer.forget(name)
@@ -84,7 +87,13 @@ class Adapter:
             for name, handle in engines.items():
                 if self._members.engines.get(name) != handle:
                     self._healer.forget(name)
-                    await self._members.join(name, handle)
+                    await self._take_in(name, handle)
+
+    async def _take_in(self, name: str, handle: ActorHandle[Any]) -> None:
+        try:
+            await self._members.join(name, handle)
+        except WeightSyncError as error:
+            logger.warning("[engine %s] has no adapter %s yet: %s", name, self.spec.name, error)
 
     async def close(self, timeout_s: float) -> None:
         """End its holders, and give the slots back. Raises DeadlineError if requests still use them then."""
@@ -152,7 +161,7 @@ class Adapters:
     def follow(self) -> None:
         """Bring the adapters to engines that have a new process, in the background."""
         for held in self._held.values():
-            task = asyncio.get_running_loop().create_task(self._follow(held))
+            task = asyncio.get_running_loop().create_task(held.follow(self._engines()))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -163,14 +172,6 @@ class Adapters:
         for held in self._held.values():
             await _closed(held)
         self._held.clear()
-
-    async def _follow(self, held: Adapter) -> None:
-        try:
-            await held.follow(self._engines())
-        except WeightSyncError as error:
-            logger.warning(
-                "[adapter %s] is not on every engine, until its next update: %s", held.spec.name, error
-            )
 
     def _known(self, name: str) -> Adapter:
         if name not in self._held:

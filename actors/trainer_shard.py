@@ -198,7 +198,9 @@ class TrainerShard(Claimable):
         """Call a ``sync_…`` method of one adapter, which has its own plan, holder and version."""
         from weightsync.sources.lora import LoraSource
 
-        part = self._parts[spec.name]
+        part = self._parts.get(spec.name)
+        if part is None:
+            raise StateError(f"this process does not know adapter {spec.name}: register it again")
         assert isinstance(part.source, LoraSource)
         if part.source.model is not self.model:
             part.source.replace(self.model)

@@ -472,11 +472,14 @@ class WeightSync(AdapterMethods):
     async def _join(self, name: str, handle: ActorHandle[Any]) -> SyncReport | None:
         await self._members.check_free(name)
         self._healer.forget(name)
-        return await self._members.join(name, handle)
+        report = await self._members.join(name, handle)
+        self._adapters.follow()
+        return report
 
     async def _part(self, name: str) -> None:
         self._healer.forget(name)
         await self._members.part(name)
+        self._adapters.follow()
         self._metrics.serve({name: 0})
 
     async def _sleep(self, engines: Collection[str], level: int) -> None:

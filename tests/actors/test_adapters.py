@@ -272,6 +272,29 @@ def test_a_killed_engine_gets_its_adapters_again(rig: Rig) -> None:
 
 
 @pytest.mark.faults
+def test_an_engine_that_joins_gets_the_version_that_the_others_serve(rig: Rig) -> None:
+    rig.train("default", 1)
+    rig.sync.register_adapter("math", rig.trainers)
+    rig.sync.update_adapter("math", 3)
+    answer = rig.expected("default")
+    rig.train("default", 2)
+    rig.respawn("e1")
+    rig.sync.add_engine("e1", rig.engines["e1"])
+
+    def has_it() -> bool:
+        rows = {(row.engine, row.component): row.version for row in rig.sync.coverage()}
+        return rows.get(("e1", "adapter math")) == 3
+
+    assert until(has_it, patient(60))
+    asked = {**GREEDY, "adapter": "math"}
+    assert ray.get(rig.engines["e1"].generate.remote([PROMPT], asked)).tokens == [answer]
+    assert rig.sync.update_adapter("math").engines == {"e0": 4, "e1": 4}
+    rig.sync.remove_engine("e0")
+    assert until(lambda: {row.engine for row in rig.sync.coverage()} == {"e1"}, patient(60))
+    assert rig.sync.update_adapter("math").engines == {"e1": 5}
+
+
+@pytest.mark.faults
 def test_a_trainer_that_dies_leaves_the_version_that_is_served(rig: Rig) -> None:
     rig.train("default", 1)
     rig.sync.register_adapter("math", rig.trainers)

@@ -50,11 +50,6 @@ class AdapterEngine:
         self._written = 0
         self._closed = False
 
-    @property
-    def spec(self) -> AdapterSpec:
-        """The adapter that it serves."""
-        return self._spec
-
     def layout(self) -> Sequence[RankLayout]:
         """Return the layout of each rank, in the tensors' names of the spec."""
         return self._on_ranks("layout")
