@@ -82,6 +82,12 @@ class Rig:
         return rollout.tokens == [self.expected(peft)]
 
     def close(self) -> None:
+        """End all actors. Engines end by themselves, since a killed one leaves its ranks' shared memory."""
+        ray.wait(
+            [each.close.remote() for each in self.engines.values()],
+            num_returns=len(self.engines),
+            timeout=patient(30),
+        )
         for actor in (*self.engines.values(), *self.trainers, self.reference):
             ray.kill(actor)
 
