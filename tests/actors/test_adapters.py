@@ -121,6 +121,7 @@ def check_versions(rig: Rig, versions: Sequence[int]) -> None:
     for version in versions:
         for name, peft, seed in (("math", "default", version), ("code", "second", -version)):
             rig.train(peft, seed)
+            ray.get([each.answers.remote(peft, PROMPT, 1) for each in rig.trainers])  # FSDP gathers them
             report = sync.update_adapter(name)
             assert report.verified
             assert (report.version, report.engines) == (version, {"e0": version})
