@@ -72,9 +72,9 @@ class Rig:
         settings = {**GREEDY, **sampling, "adapter": adapter}
         return ray.get(self.engines["e0"].generate.remote([PROMPT], settings), timeout=patient(60))
 
-    def expected(self, adapter: str) -> list[int]:
+    def expected(self, adapter: str, prompt: Sequence[int] = PROMPT) -> list[int]:
         """Return what PEFT answers with an adapter of its own name."""
-        return ray.get(self.reference.answers.remote(adapter, PROMPT, GREEDY["max_tokens"]))
+        return ray.get(self.reference.answers.remote(adapter, prompt, GREEDY["max_tokens"]))
 
     def answers_as_peft(self, adapter: str, peft: str, version: int) -> bool:
         rollout = self.ask(adapter)
@@ -164,6 +164,22 @@ def test_each_version_of_each_adapter_answers_as_peft_does(rig: Rig) -> None:
         rig.ask("third")
     sync.update_adapter("third", 7)
     assert rig.answers_as_peft("third", "default", 7)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("options", [{**OPTIONS, "block_size": 32}])
+def test_a_version_that_is_counted_anew_does_not_find_the_caches_of_the_old_one(rig: Rig) -> None:
+    """vLLM keeps what it computed of whole blocks of a prompt, by the request's name of the adapter."""
+    prompt = [*range(3, 48)]
+    asked = {**GREEDY, "adapter": "math"}
+    for seed in (1, 2):
+        rig.train("default", seed)
+        rig.sync.register_adapter("math", rig.trainers)
+        rig.sync.update_adapter("math", 1)
+        for _ in range(2):
+            found = ray.get(rig.engines["e0"].generate.remote([prompt], asked)).tokens
+            assert found == [rig.expected("default", prompt)]
+        rig.sync.unregister_adapter("math")
 
 
 @pytest.mark.faults

@@ -35,8 +35,12 @@ class Adapted:
 
 
 def adapted(name: str, version: int, number: int, sampling: object) -> Adapted:
-    """Return settings of a request for slot `number`. Prefixes are cached by name, so it has a version."""
-    return Adapted(sampling, lora_request(f"{name}@{version}", number))
+    """Return settings of a request for slot `number`.
+
+    vLLM caches prefixes by a name, so it has the version. It also has the slot, whose number is never used
+    again: an adapter that is registered again may count its versions anew.
+    """
+    return Adapted(sampling, lora_request(f"{name}@{version} in {number}", number))
 
 
 class LoraSlots:
