@@ -183,6 +183,8 @@ class TrainerShard(Claimable):
         """
         from weightsync.sources.lora import LoraSource
 
+        if not hasattr(self, "model"):
+            raise StateError(f"{type(self).__name__} has to set self.model before its adapter is registered")
         part = TrainerShard(slot=f"pid-{os.getpid()}")
         part.source = source = LoraSource(self.model, adapter)
         self._parts = {**self._parts, name: part}

@@ -36,6 +36,9 @@ class LoraSource(TensorSource):
 
     def __init__(self, model: Any, adapter: str) -> None:  # noqa: ANN401 - PEFT's, or what wraps it
         """Raises ConfigError if `model` has no such adapter, or one that engines cannot serve."""
+        if not isinstance(model, torch.nn.Module):
+            remedy = "adapters are read from a module that PEFT made"
+            raise ConfigError("self.model", type(model).__name__, remedy)
         super().__init__(model)
         self._adapter = adapter
         self._held: dict[str, torch.Tensor] = {}

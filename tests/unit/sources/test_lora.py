@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.errors import ConfigError, StateError
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Layout, Members, Plan, RankLayout, Segment, make_plan
@@ -135,6 +136,10 @@ def test_an_unknown_adapter_is_refused() -> None:
         LoraSource(adapted(), "defalt")
     with pytest.raises(ConfigError, match="adapter: 'default' is not valid; the model has none"):
         LoraSource(Model(), "default")
+    with pytest.raises(ConfigError, match=r"self.model: 'list' .* a module that PEFT made"):
+        LoraSource([adapted()], "default")
+    with pytest.raises(StateError, match=r"TrainerShard has to set self.model"):
+        TrainerShard().sync_open_adapter("math", "default")
 
 
 def test_an_adapter_that_changed_its_shape_has_to_be_registered_again() -> None:
