@@ -35,8 +35,8 @@ class AdapterMethods:
 
         Args:
             name: what requests call it, such as ``{"adapter": "math"}``.
-            trainers: all ranks in rank order, handles of actors derived from `TrainerShard` whose
-                ``self.model`` PEFT made. They may be those of `register_trainers`, or others.
+            trainers: all ranks in rank order, handles of actors derived from `TrainerShard`, with a PEFT
+                model as ``self.model``. They may be those of `register_trainers`, or others.
             adapter: what PEFT calls it.
 
         Raises:
@@ -54,8 +54,8 @@ class AdapterMethods:
     def update_adapter(self, name: str, version: int | None = None) -> SyncReport:
         """Move an adapter's weights into the slots of all engines, as a version of its own.
 
-        Engines make tokens meanwhile. Requests that begin later use the new version on every engine that took
-        it; those that run end with the version with which they began.
+        Engines go on making tokens. Requests that begin afterwards use the new version on every engine that
+        took it. Running requests end with the version that they began with.
 
         Args:
             name: the adapter.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +32,7 @@ Engines = Callable[[], Mapping[str, ActorHandle[Any]]]
 
 
 class Adapter:
-    """One adapter, moved through host memory: it is small, and engines go on meanwhile."""
+    """One adapter. It moves through host memory, since it is small."""
 
     def __init__(self, spec: AdapterSpec, config: SyncConfig, trainers: Sequence[ActorHandle[Any]]) -> None:
         self.spec = spec
@@ -44,6 +44,7 @@ class Adapter:
         members.trainers = list(trainers)
         self._healer = Healer(*parts, members.respawn, members.can_respawn, members.rejoin)
         self._following = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._last: SyncReport | None = None
 
     @property
@@ -55,10 +56,7 @@ class Adapter:
         """Take slots on every engine and connect trainers with them. Raises as `WeightSync.connect`."""
         self._members.engines = dict(engines)
         # A driver that died may have left the adapter there, with versions that this one does not know.
-        calls = {
-            f"engine {name}": answer(f"engine {name}", handle.sync_open_adapter.remote(self.spec))
-            for name, handle in engines.items()
-        }
+        calls = self._calls(engines, "sync_open_adapter")
         (await gather_named(calls, "open", self._config.connect_timeout_s)).require()
         async with self._controller.exclusive():
             await self._members.connect()
@@ -75,15 +73,24 @@ class Adapter:
         """Return what each engine serves of it."""
         return coverage(f"adapter {self.spec.name}", self._controller, self._fleet, self._last)
 
+    def follow_soon(self, engines: Mapping[str, ActorHandle[Any]]) -> None:
+        """Call `follow` in the background."""
+        task = asyncio.get_running_loop().create_task(self.follow(engines))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     async def follow(self, engines: Mapping[str, ActorHandle[Any]]) -> None:
         """Take in engines that are new, or have a new process, and give them the committed version.
 
-        Those that cannot have it are left out until the next call. The log says why.
+        Those that cannot have it are left out until the next call. The log says why. Engines that were
+        removed give their slots back.
         """
         async with self._following:
-            for name in self._members.engines.keys() - engines.keys():
+            gone = {name: held for name, held in self._members.engines.items() if name not in engines}
+            for name in gone:
                 self._healer.forget(name)
                 await self._members.part(name)
+            await gather_named(self._calls(gone, "sync_close_adapter"), "close", GRACE_S)
             for name, handle in engines.items():
                 if self._members.engines.get(name) != handle:
                     self._healer.forget(name)
@@ -95,20 +102,35 @@ class Adapter:
         except WeightSyncError as error:
             logger.warning("[engine %s] has no adapter %s yet: %s", name, self.spec.name, error)
 
-    async def close(self, timeout_s: float) -> None:
-        """End its holders, and give the slots back. Raises DeadlineError if requests still use them then."""
+    async def close(self, engines: Mapping[str, ActorHandle[Any]], timeout_s: float) -> None:
+        """End its holders, and give the slots of `engines` back.
+
+        Raises DeadlineError if requests still use them then.
+        """
+        tasks = [*self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for name in self._healer.busy():
+            self._healer.forget(name)
         await self._controller.snapshot_index.stop()
         self._members.close()
         await self._members.release()
         for trainer in self._members.trainers:  # which may be training: nobody waits for them
             trainer.sync_close_adapter.remote(self.spec.name)
-        calls = {
-            f"engine {name}": answer(f"engine {name}", handle.sync_close_adapter.remote(self.spec.name))
-            for name, handle in self._members.engines.items()
-        }
+        calls = self._calls({**self._members.engines, **engines}, "sync_close_adapter")
         failures = (await gather_named(calls, "close", timeout_s)).failures.values()
         if left := [error for error in failures if not isinstance(error, PeerLostError)]:
             raise left[0]
+
+    def _calls(
+        self, engines: Mapping[str, ActorHandle[Any]], method: str
+    ) -> Mapping[str, Coroutine[Any, Any, None]]:
+        """Call a method of each engine's actor with the spec."""
+        return {
+            f"engine {name}": answer(f"engine {name}", getattr(handle, method).remote(self.spec))
+            for name, handle in engines.items()
+        }
 
 
 class Adapters:
@@ -118,7 +140,6 @@ class Adapters:
         """`engines` returns the engines that are registered now."""
         self._config, self._engines = config, engines
         self._held: dict[str, Adapter] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def register(self, name: str, trainers: Sequence[ActorHandle[Any]], adapter: str) -> None:
         """Connect an adapter, see `WeightSync.register_adapter`."""
@@ -134,8 +155,8 @@ class Adapters:
         new = Adapter(specs["trainer 0"], self._config, trainers)
         try:
             await new.connect(self._engines())
-        except BaseException:
-            await _closed(new)
+        except WeightSyncError:
+            await self._closed(new)
             raise
         self._held[name] = new
 
@@ -143,7 +164,7 @@ class Adapters:
         """Close an adapter. Raises ConfigError if there is none of this name."""
         held = self._known(name)
         del self._held[name]
-        await held.close(_END_S)
+        await held.close(self._engines(), _END_S)
 
     async def update(self, name: str, version: int | None) -> SyncReport:
         """Move a version, by default the next one, of an adapter."""
@@ -159,30 +180,25 @@ class Adapters:
         return [row for held in self._held.values() for row in held.coverage()]
 
     def follow(self) -> None:
-        """Bring the adapters to engines that have a new process, in the background."""
+        """Bring the adapters to engines that are new or have a new process, in the background."""
         for held in self._held.values():
-            task = asyncio.get_running_loop().create_task(held.follow(self._engines()))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            held.follow_soon(dict(self._engines()))
 
     async def close(self) -> None:
         """Close all adapters."""
-        for task in self._tasks:
-            task.cancel()
         for held in self._held.values():
-            await _closed(held)
+            await self._closed(held)
         self._held.clear()
+
+    async def _closed(self, adapter: Adapter) -> None:
+        """Close an adapter as far as that is possible."""
+        try:
+            await adapter.close(self._engines(), GRACE_S)
+        except WeightSyncError as error:
+            logger.warning("[adapter %s] keeps its slots: %s", adapter.spec.name, error)
 
     def _known(self, name: str) -> Adapter:
         if name not in self._held:
             remedy = nearest(name, self._held) if self._held else "register_adapter() comes first"
             raise ConfigError("name", name, remedy)
         return self._held[name]
-
-
-async def _closed(adapter: Adapter) -> None:
-    """Close an adapter as far as that is possible."""
-    try:
-        await adapter.close(GRACE_S)
-    except WeightSyncError as error:
-        logger.warning("[adapter %s] keeps its slots: %s", adapter.spec.name, error)

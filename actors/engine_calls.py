@@ -15,7 +15,7 @@ from weightsync.actors.claim import Claimable
 from weightsync.actors.placement import Placement
 from weightsync.channel.control import ControlOffer, Turns, answer_calls
 from weightsync.engines import Engine, ExportsMemory, HasRankProcesses, ServesAdapters, Sleeps
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, StateError
 from weightsync.faults import Fault, inject, set_faults, split_by_rank
 from weightsync.memory.engine_digests import EngineDigests
 from weightsync.plan import Plan, RankLayout
@@ -147,23 +147,34 @@ class EngineCalls(Claimable):
         if not isinstance(self._engine, ServesAdapters):
             remedy = "serve adapters with vLLM: engines of other kinds have no slots that updates write"
             raise ConfigError("adapter", type(self._engine).__name__, remedy)
-        part = EngineCalls()
-        part._engine = await asyncio.to_thread(self._engine.open_adapter, spec)
-        part._slot = f"pid-{os.getpid()}"
-        self._parts = {**self._parts, spec.name: (spec, part)}
+        async with self._asking:
+            part = EngineCalls()
+            part._engine = await asyncio.to_thread(self._engine.open_adapter, spec)
+            part._slot = f"pid-{os.getpid()}"
+            self._parts = {**self._parts, spec.name: (spec, part)}
 
-    async def sync_close_adapter(self, name: str) -> None:
-        """Give an adapter's slots back. Safe to call twice."""
-        self._parts = {other: part for other, part in self._parts.items() if other != name}
-        if isinstance(self._engine, ServesAdapters):
-            await asyncio.to_thread(self._engine.close_adapter, name)
+    async def sync_close_adapter(self, spec: AdapterSpec) -> None:
+        """Give the slots back, if the adapter of that name is still this one. Safe to call twice."""
+        async with self._asking:
+            if isinstance(self._engine, ServesAdapters) and spec == self._spec(spec.name):
+                await asyncio.to_thread(self._engine.close_adapter, spec.name)
+                self._parts = {name: part for name, part in self._parts.items() if name != spec.name}
 
     async def sync_adapter(self, spec: AdapterSpec, method: str, *args: Any) -> Any:  # noqa: ANN401
-        """Call a ``sync_…`` method of one adapter, which has its own plan, holders and version."""
-        if self._parts.get(spec.name, (None,))[0] != spec:
-            await self.sync_open_adapter(spec)  # this process took the place of another
+        """Call a ``sync_…`` method of one adapter, which has its own plan, holders and version.
+
+        Raises StateError if it was closed. The first call, a claim, opens it in a process that took the place
+        of another.
+        """
+        if self._spec(spec.name) != spec:
+            if method != "sync_claim":
+                raise StateError(f"adapter {spec.name} has no slots here: register it again")
+            await self.sync_open_adapter(spec)
         answer = getattr(self._parts[spec.name][1], method)(*args)
         return await answer if inspect.isawaitable(answer) else answer
+
+    def _spec(self, name: str) -> AdapterSpec | None:
+        return self._parts[name][0] if name in self._parts else None
 
     async def sync_watch(self) -> None:
         """Wait forever. Ray fails the call as soon as this process ends."""

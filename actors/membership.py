@@ -467,5 +467,6 @@ class Membership:
 
     async def release(self) -> None:
         """Hang up, and release the actors, so that another WeightSync can connect them."""
+        await self._watches.close()
         await self._channels.close()
         await self._claims.release()

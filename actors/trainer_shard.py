@@ -185,10 +185,12 @@ class TrainerShard(Claimable):
 
         if not hasattr(self, "model"):
             raise StateError(f"{type(self).__name__} has to set self.model before its adapter is registered")
+        source = LoraSource(self.model, adapter)
+        spec = source.spec(name)
         part = TrainerShard(slot=f"pid-{os.getpid()}")
-        part.source = source = LoraSource(self.model, adapter)
+        part.source = source
         self._parts = {**self._parts, name: part}
-        return source.spec(name)
+        return spec
 
     def sync_close_adapter(self, name: str) -> None:
         """Forget an adapter. Safe to call twice."""

@@ -37,6 +37,13 @@ class Watches:
         """Call `lost` once when `holder` ends."""
         self._begin(holder.handle, lambda: self._ended(holder.watch(), lost))
 
+    async def close(self) -> None:
+        """End all watches, and wait until they have ended."""
+        tasks = [*self._tasks.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     def _begin(self, handle: Any, work: Callable[[], Coroutine[object, object, None]]) -> None:  # noqa: ANN401
         if handle in self._tasks:
             return

@@ -5,8 +5,8 @@
 One trainer has two PEFT adapters of the same shapes, on all linear layers of a Qwen3 in float32. ``ours`` is
 `WeightSync.update_adapter`, from the call until requests get the new version; live slots are compared with
 the trainer's digests. ``theirs`` is what frameworks do: the trainer saves the adapter as PEFT does, in
-``/dev/shm``, and vLLM's ``add_lora`` loads it in place; nothing is compared. vLLM serves no requests
-meanwhile. The adapters change before each round, outside of both clocks. The first two rounds are left out.
+``/dev/shm``, and vLLM's ``add_lora`` loads it in place; nothing is compared. vLLM serves no requests during a
+round. The adapters change before each round, outside of both clocks. The first two rounds are left out.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Trainer(TrainerShard):
         self.model.add_adapter(_THEIRS, config)
 
     def change(self) -> None:
-        """Draw both adapters anew."""
+        """Draw new weights for both adapters."""
         import torch
 
         with torch.no_grad():

@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-CONFIG = SyncConfig(timeout_s=patient(30), connect_timeout_s=patient(120))
+CONFIG = SyncConfig(timeout_s=patient(30), connect_timeout_s=patient(120), heartbeat_s=patient(1))
 OPTIONS: Mapping[str, Any] = {"enable_lora": True, "max_loras": 4, "max_lora_rank": 8, "max_model_len": 64}
 RANKS = {"default": 4, "second": 8}
 """PEFT's adapters, and the rank of each."""
@@ -162,6 +162,9 @@ def test_each_version_of_each_adapter_answers_as_peft_does(rig: Rig) -> None:
     sync.register_adapter("third", rig.trainers)
     with pytest.raises(StateError, match="adapter third of engine e0 has no version yet"):
         rig.ask("third")
+    time.sleep(1.5 * CONFIG.heartbeat_s)  # those of the adapter that was unregistered have ended
+    with pytest.raises(ConfigError, match=r"sampling.adapter: 'math'"):
+        rig.ask("math")
     sync.update_adapter("third", 7)
     assert rig.answers_as_peft("third", "default", 7)
 

@@ -36,7 +36,7 @@ class FakeLlm:
 
     def abort_request(self, request_ids: list[str]) -> None:
         for number in request_ids:
-            del self.left[number]
+            self.left.pop(number, None)
 
     def step(self) -> list[SimpleNamespace]:
         assert self.permits.acquire(timeout=TIMEOUT_S)
@@ -114,6 +114,15 @@ def test_wait_lets_running_requests_end_and_holds_new_ones(llm, loop, threads) -
     loop.resume(2)
     llm.permits.release()
     assert held.result(TIMEOUT_S) == [Completion([0], (2, 2))]
+
+
+def test_a_call_of_which_one_prompt_fails_leaves_no_request_behind(llm, loop) -> None:
+    loop.resume(1)
+    with pytest.raises(EngineError, match="the prompt is empty"):
+        loop.complete([[1], [], [2]], of(1, 1, 1))
+    assert llm.left == {}
+    llm.permits.release(2)
+    assert loop.complete([[3]], of(2)) == [Completion([0, 1], (1, 1))]
 
 
 def test_keep_freezes_between_two_steps(llm, loop, threads, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from weightsync.protocol.messages import FeedTicket, Loaded
 
 _POLL_S = 0.005
 _END_S = 60.0
+"""Time for requests and a load to end when an adapter is closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class AdapterEngine:
         self._running: Counter[int] = Counter()
         self._served: Served | None = None
         self._written = 0
-        self._closed = False
+        self._loading = self._closed = False
 
     def layout(self) -> Sequence[RankLayout]:
         """Return the layout of each rank, in the tensors' names of the spec."""
@@ -64,34 +65,52 @@ class AdapterEngine:
         Raises DeadlineError.
         """
         with self._changed:
+            self._written = 0
             self._wait_unused((self._next,), "pause", timeout_s)
 
     def load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
         """Write one attempt's buckets to the slot that serves no version. Returns digests of the slot."""
         self.pause("", timeout_s)
-        self._written = 0
-        self._on_ranks("begin", self._next, attempt, timeout_s)
+        with self._load():
+            self._on_ranks("begin", self._next, attempt, timeout_s)
+            loaded = self._outcomes(timeout_s)
+            self._written = self._next
+            return loaded
+
+    @contextmanager
+    def _load(self) -> Iterator[None]:
+        """Have `close` wait until this load is over."""
+        with self._changed:
+            self._require_open()
+            self._loading = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._loading = False
+                self._changed.notify_all()
+
+    def _outcomes(self, timeout_s: float) -> Sequence[Loaded]:
+        """Wait for each rank. The engine makes tokens between two looks at them."""
         deadline = time.monotonic() + timeout_s
-        while None in (outcomes := self._on_ranks("outcome", 0.0)):
+        while None in (loaded := self._on_ranks("outcome")):
             if time.monotonic() > deadline:
-                late = [f"engine {self._name} rank {i}" for i, each in enumerate(outcomes) if each is None]
+                late = [f"engine {self._name} rank {i}" for i, each in enumerate(loaded) if each is None]
                 raise DeadlineError(f"load of adapter {self._spec.name}", late, timeout_s)
+            self._require_open()
             time.sleep(_POLL_S)
-        self._written = self._next
-        return outcomes
+        return loaded
 
     def resume(self, version: int) -> None:
-        """Have new requests use what was written, unless they use `version` already.
+        """Have new requests use what was written since the last `pause`, as `version`.
 
-        Raises StateError if it was not written.
+        Raises StateError if nothing was, and they do not use `version` already.
         """
         with self._changed:
-            if version != self.serving():
-                if not self._written:
-                    raise StateError(f"adapter {self._spec.name} of engine {self._name} was not written")
-                self._served = Served(self._written, version)
-            self._written = 0
-            self._changed.notify_all()
+            if self._written:
+                self._served, self._written = Served(self._written, version), 0
+            elif version != self.serving():
+                raise StateError(f"adapter {self._spec.name} of engine {self._name} was not written")
 
     def serving(self) -> int:
         """Return the version that new requests use; 0 before the first."""
@@ -99,11 +118,12 @@ class AdapterEngine:
 
     @contextmanager
     def use(self) -> Iterator[Served]:
-        """Keep the current version in its slot meanwhile. Raises StateError if there is none."""
+        """Keep the current version in its slot until the context ends. Raises StateError if there is none."""
         with self._changed:
+            self._require_open()
             served = self._served
-            if served is None or self._closed:
-                why = "is closed" if self._closed else "has no version yet: update_adapter() comes first"
+            if served is None:
+                why = "has no version yet: update_adapter() comes first"
                 raise StateError(f"adapter {self._spec.name} of engine {self._name} {why}")
             self._running[served.number] += 1
         try:
@@ -114,14 +134,21 @@ class AdapterEngine:
                 self._changed.notify_all()
 
     def close(self, timeout_s: float = _END_S) -> None:
-        """Refuse requests, wait for those that run, and give the slots back. Safe to call twice.
+        """Refuse requests, wait for those that run and for a load, and give the slots back.
 
-        Raises DeadlineError; the slots then stay taken, since the engine would look for other weights.
+        Safe to call twice. Raises DeadlineError; the slots then stay taken, since a request without its slot
+        would end the engine.
         """
         with self._changed:
             self._closed = True
             self._wait_unused(self._numbers, "close", timeout_s)
+            if not self._changed.wait_for(lambda: not self._loading, timeout_s):
+                raise DeadlineError("close", (f"a load of adapter {self._spec.name}",), timeout_s)
         self._on_ranks("close")
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StateError(f"adapter {self._spec.name} of engine {self._name} is closed")
 
     def _wait_unused(self, numbers: Sequence[int], phase: str, timeout_s: float) -> None:
         def used() -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,9 +12,11 @@ import torch
 
 from weightsync.channel.engine_end import EngineFeed
 from weightsync.engines.live_writer import LiveWriter
-from weightsync.errors import DeadlineError, EngineError, StateError, WeightSyncError
+from weightsync.engines.load_errors import naming_load
+from weightsync.errors import StateError
 from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.adapters import AdapterSpec
+from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import FeedTicket, Loaded
 
@@ -45,16 +47,16 @@ class AdapterSlots(Protocol):
 
 
 class AdapterRank:
-    """One adapter in one rank. A slot is written by a thread, so that the engine makes tokens meanwhile."""
+    """One adapter in one rank. A thread writes its slot while the engine makes tokens."""
 
     def __init__(self, rank: int, spec: AdapterSpec, numbers: Sequence[int], slots: AdapterSlots) -> None:
         """Reserve the slots. Raises as `AdapterSlots.reserve`."""
-        self._rank, self._spec, self._slots = rank, spec, slots
+        self._rank, self._spec, self._slots, self._numbers = rank, spec, slots, tuple(numbers)
         self._held = {slot.number: slot for slot in slots.reserve(spec, numbers)}
         self._feed: EngineFeed | None = None
         self._writers: dict[int, LiveWriter] = {}
-        self._thread: threading.Thread | None = None
-        self._outcome: Loaded | WeightSyncError | None = None
+        self._engine = ""
+        self._load: Future[Loaded] | None = None
 
     def layout(self) -> RankLayout:
         """Return the boxes of the adapter's tensors that this rank serves."""
@@ -63,7 +65,9 @@ class AdapterRank:
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Attached:
         """Connect to the holder. `tickets` has all ranks'."""
         self._disconnect()
-        self._feed = feed = EngineFeed.open(tickets[self._rank], plan, timeout_s)
+        ticket = tickets[self._rank]
+        self._engine = ticket.engine
+        self._feed = feed = EngineFeed.open(ticket, plan, timeout_s)
         self._writers = {
             number: LiveWriter(plan, slot.layout, slot.live, feed.slots, views=feed.views)
             for number, slot in self._held.items()
@@ -71,47 +75,34 @@ class AdapterRank:
         return Attached(plan.digest(), None)
 
     def begin(self, number: int, attempt: int, timeout_s: float) -> None:
-        """Start to write slot `number`, which no request may use, with one attempt's buckets.
+        """Start to write slot `number`, which no request may use. Raises StateError before `attach`.
 
-        Raises StateError before `attach`, DeadlineError if an earlier attempt does not end.
+        An earlier attempt that still runs ends first, or this one fails.
         """
-        if self._feed is None:
+        feed = self._feed
+        if feed is None:
             raise StateError(f"adapter {self._spec.name} is not attached: connect first")
-        if self._thread:
-            self._thread.join(timeout_s)
-            if self._thread.is_alive():
-                raise DeadlineError(f"load of adapter {self._spec.name}", (f"rank {self._rank}",), timeout_s)
-        writer, self._outcome = self._writers[number], None
-        arguments = self._feed, writer, attempt, timeout_s
-        self._thread = threading.Thread(
-            target=self._write, args=arguments, daemon=True, name=f"adapter-{self._spec.name}"
+        writer = self._writers[number]
+        self._load = on_daemon(
+            lambda: self._write(feed, writer, attempt, timeout_s), f"adapter-{self._spec.name}"
         )
-        self._thread.start()
 
-    def outcome(self, wait_s: float) -> Loaded | None:
+    def outcome(self) -> Loaded | None:
         """Return what the slot holds, or None while it is being written. Raises what ended that early."""
-        if self._thread:
-            self._thread.join(wait_s)
-        if isinstance(self._outcome, WeightSyncError):
-            raise self._outcome
-        return self._outcome
+        assert self._load, "begin() comes first"
+        return self._load.result() if self._load.done() else None
 
     def close(self) -> None:
-        """Disconnect, and give the slots back."""
+        """Disconnect, and give the slots back. Raises StateError while a slot is being written."""
         self._disconnect()
-        self._slots.release(tuple(self._held))
+        if self._load and not self._load.done():
+            raise StateError(f"adapter {self._spec.name} is still being written: it keeps its slots")
+        self._slots.release(self._numbers)
 
-    def _write(self, feed: EngineFeed, writer: LiveWriter, attempt: int, timeout_s: float) -> None:
-        try:
-            with self._on_device():
-                writer.begin(None)  # slots are allocated once, when the engine starts
-                self._outcome = Loaded(feed.receive(attempt, writer, timeout_s), feed.spans)
-        except WeightSyncError as error:
-            self._outcome = error
-        except Exception as error:  # noqa: BLE001 - the driver has to get it
-            self._outcome = EngineError(
-                self._spec.name, "load", f"{type(error).__name__}: {error}", self._rank
-            )
+    def _write(self, feed: EngineFeed, writer: LiveWriter, attempt: int, timeout_s: float) -> Loaded:
+        with self._on_device(), naming_load(self._engine, self._rank):
+            writer.begin(None)  # slots are allocated once, when the engine starts
+            return Loaded(feed.receive(attempt, writer, timeout_s), feed.spans)
 
     def _on_device(self) -> AbstractContextManager[None]:
         """Return a context in which this thread, which is new, uses the rank's device."""

@@ -16,12 +16,13 @@ from weightsync.channel.engine_end import EngineFeed
 from weightsync.engines.adapter_rank import AdapterRank, AdapterSlots
 from weightsync.engines.live_digest import LiveParameters
 from weightsync.engines.live_writer import LiveWriter, can_export
+from weightsync.engines.load_errors import naming_load
 from weightsync.engines.loader_trace import UnprovableError, trace
 from weightsync.engines.quantizing_sink import NoKernelError, QuantizingSink, QuantizingTables
 from weightsync.engines.rank_process import RankProcess
 from weightsync.engines.stored_places import StoredPlaces
 from weightsync.engines.whole_sink import Loader, WholeSink, synchronize
-from weightsync.errors import DeadlineError, EngineError, StateError, TransportError, WeightSyncError
+from weightsync.errors import EngineError, StateError, TransportError, WeightSyncError
 from weightsync.faults import Fault, set_faults
 from weightsync.memory.kernels import load_digests
 from weightsync.memory.tensors import device_id, meta_of, named_tensors
@@ -78,15 +79,15 @@ class Host(Protocol):
         `stored`: they are those that the engine's own checkpoint stores, see `Checkpoint`.
         """
 
-    def slots(self) -> AdapterSlots:
-        """Return the engine's adapter slots. Raises ConfigError if updates cannot write any."""
-
 
 class Rank:
     """One rank. `answer` calls its methods by name, one at a time."""
 
-    def __init__(self, kind: str, rank: int, device: torch.device, host: Host) -> None:
-        self._rank, self._device, self._host = rank, device, host
+    def __init__(
+        self, kind: str, rank: int, device: torch.device, host: Host, slots: AdapterSlots | None = None
+    ) -> None:
+        """`slots`: those of an engine that serves adapters."""
+        self._rank, self._device, self._host, self._slots = rank, device, host, slots
         self._logger = logging.getLogger(f"weightsync.engines.{kind}")
         self._layout: RankLayout | None = None
         self._live: dict[str, torch.Tensor] = {}
@@ -97,7 +98,7 @@ class Rank:
         self._tables: QuantizingTables | None = None
         self._takes_stored, self._has_kernels = False, True
         self._engine = ""
-        self._adapters: dict[str, AdapterRank] = {}
+        self._adapters: dict[tuple[int, ...], AdapterRank] = {}
 
     def answer(self, method: str, args: Sequence[Any]) -> object:
         """Call a method. Returns its result or its error; never raises, since that may end the engine."""
@@ -176,15 +177,11 @@ class Rank:
         """Take one attempt's buckets."""
         if self._feed is None or self._plan is None:
             raise StateError("a rank is not attached: connect first")
-        try:
+        with naming_load(self._engine, self._rank):
             if self._writer:
                 self._begin(self._feed, self._writer, attempt)
                 return Loaded(self._feed.receive(attempt, self._writer, timeout_s), self._feed.spans)
             return self._load_whole(self._feed, self._plan, attempt, timeout_s)
-        except WeightSyncError as error:
-            if isinstance(error, DeadlineError | EngineError):
-                raise
-            raise EngineError(self._engine, "load", str(error), self._rank) from error
 
     def close(self) -> None:
         """Drop the connection to the holder."""
@@ -194,13 +191,18 @@ class Rank:
             self._feed = None
 
     def adapter(self, spec: AdapterSpec, numbers: Sequence[int], method: str, args: Sequence[Any]) -> object:
-        """Call a method of an `AdapterRank`, which the first call makes, and ``close`` ends."""
-        held = self._adapters.get(spec.name)
+        """Call a method of the `AdapterRank` with these slots. ``layout`` makes it, and ``close`` ends it."""
+        key = tuple(numbers)
+        if key not in self._adapters:
+            if method == "close":
+                return None
+            if method != "layout" or self._slots is None:
+                raise StateError(f"adapter {spec.name} has no slots here: register it again")
+            self._adapters[key] = AdapterRank(self._rank, spec, key, self._slots)
+        answer = getattr(self._adapters[key], method)(*args)
         if method == "close":
-            self._adapters.pop(spec.name, None)
-        elif held is None:
-            held = self._adapters[spec.name] = AdapterRank(self._rank, spec, numbers, self._host.slots())
-        return getattr(held, method)(*args) if held else None
+            del self._adapters[key]
+        return answer
 
     def _begin(self, feed: EngineFeed, writer: LiveWriter, attempt: int) -> None:
         try:

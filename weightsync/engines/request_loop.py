@@ -59,10 +59,11 @@ class Params:
     stops: frozenset[int] = frozenset()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Request:
     prompt: list[int]
     params: Params
+    call: list[_Request]
     tokens: list[int] = field(default_factory=list)
     versions: tuple[int, int] | None = None
     aborted: bool = False
@@ -160,9 +161,14 @@ class RequestLoop:
     def complete(self, prompts: Sequence[Sequence[int]], params: Sequence[Params]) -> list[Completion]:
         """Run requests, together with those of other callers. While frozen, they wait.
 
+        If one fails, the others are ended before this raises.
+
         Raises StateError before the first `resume` and after `close`, EngineError if the engine fails.
         """
-        requests = [_Request(list(prompt), each) for prompt, each in zip(prompts, params, strict=True)]
+        requests: list[_Request] = []
+        requests += [
+            _Request(list(prompt), each, requests) for prompt, each in zip(prompts, params, strict=True)
+        ]
         self._result(self._submit(self._admit(requests)))
         return [self._result(request.done) for request in requests]
 
@@ -274,13 +280,17 @@ class RequestLoop:
                 self._abort(name)
 
         try:
-            await self.server.run(name, request.prompt, request.params.settings, append)
+            if not request.aborted:
+                await self.server.run(name, request.prompt, request.params.settings, append)
             self._complete(request)
         except Exception as error:  # noqa: BLE001 - the waiting caller's thread raises it
             failed = EngineError(self._name, "generate", f"{type(error).__name__}: {error}")
-            request.fail(failed)
             if self.server.broken:
                 self._end(failed)
+            elif not request.aborted:
+                self._abort(*[other for other, each in self._running.items() if each.call is request.call])
+            for each in request.call:
+                each.fail(failed)
         finally:
             del self._running[name]
             if not self._running:

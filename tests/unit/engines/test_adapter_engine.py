@@ -104,19 +104,30 @@ def test_a_load_that_failed_leaves_the_version_that_serves(engine: AdapterEngine
     with pytest.raises(EngineError, match="a holder died"):
         engine.load(2, patient(10))
     assert engine.serving() == 1
-    engine.resume(1)  # an update that failed is undone
+    engine.resume(1)  # an update that failed before it moved anything
     with pytest.raises(StateError, match="was not written"):
         engine.resume(2)
     with engine.use() as served:
         assert (served.version, served.number) == (1, 7)
 
 
-def test_what_was_written_is_not_served_under_an_earlier_number(engine: AdapterEngine) -> None:
+def test_a_version_that_is_sent_again_is_what_was_written_last(engine: AdapterEngine) -> None:
+    """A driver that missed the answer to a commit counts the version as failed, and sends it again."""
+    update(engine, 1)
+    update(engine, 1)
+    with engine.use() as served:
+        assert (served.version, served.number) == (1, 8)
+
+
+def test_what_was_written_and_not_served_is_forgotten_by_the_next_pause(engine: AdapterEngine) -> None:
     update(engine, 1)
     engine.load(2, patient(10))
+    engine.pause("keep", patient(10))
+    with pytest.raises(StateError, match="was not written"):
+        engine.resume(2)
     engine.resume(1)
     with engine.use() as served:
-        assert served.number == 7
+        assert (served.version, served.number) == (1, 7)
 
 
 def test_ranks_that_do_not_end_are_named(engine: AdapterEngine, ranks: Ranks) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from weightsync.actors.trainer_shard import TrainerShard
 from weightsync.errors import ConfigError, StateError
@@ -124,18 +125,53 @@ def test_the_spec_has_the_names_of_the_base_models_checkpoint() -> None:
         ({"lora_bias": True}, "lora_bias in base_model.model.layers.0.up_proj"),
         ({"modules_to_save": ["embed"]}, "modules_to_save in base_model.model.embed"),
         ({"target_modules": ["embed"]}, "an embedding's LoRA in base_model.model.embed"),
+        ({"bias": "all"}, "bias='all' in its configuration"),
+        ({"bias": "lora_only"}, "bias='lora_only' in its configuration"),
+        ({"trainable_token_indices": {"embed": [1]}}, "trainable tokens in base_model.model.embed"),
     ],
 )
 def test_what_is_more_than_a_and_b_is_refused(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        LoraSource(adapted(**settings), "default")
+        LoraSource(adapted(**settings), "default").spec("math")
+
+
+def test_what_a_variant_of_lora_computes_is_refused() -> None:
+    """As PEFT's aLoRA, which acts on some tokens alone. Engines compute plain LoRA."""
+    model = adapted()
+    layer = next(module for module in model.modules() if hasattr(module, "lora_variant"))
+    layer.lora_variant["default"] = Block()
+    with pytest.raises(ConfigError, match=r"Block \(a variant of LoRA\) in .*layers.0.up_proj"):
+        LoraSource(model, "default").spec("math")
+
+
+def test_wrappers_of_layers_leave_no_trace_in_names() -> None:
+    model = adapted()
+    layers = model.get_submodule("base_model.model.layers")
+    assert isinstance(layers, nn.ModuleList)
+    layers[0], layers[1] = checkpoint_wrapper(layers[0]), torch.compile(layers[1])
+    assert sorted(published(LoraSource(model, "default"))) == sorted(NAMES)
+
+
+def test_an_adapter_with_other_modules_can_be_laid_out_again() -> None:
+    source = LoraSource(adapted(), "default")
+    source.layout()
+    source.replace(adapted(target_modules=["up_proj"]))
+    assert sorted(published(source)) == [name for name in sorted(NAMES) if "up_proj" in name]
+
+
+def test_parameters_that_zero_partitions_are_refused() -> None:
+    model = adapted()
+    parameter = next(each for name, each in model.named_parameters() if ".lora_A" in name)
+    parameter.ds_tensor = parameter.data
+    with pytest.raises(ConfigError, match=r"lora_A.weight is partitioned by ZeRO-3"):
+        LoraSource(model, "default").spec("math")
 
 
 def test_an_unknown_adapter_is_refused() -> None:
     with pytest.raises(ConfigError, match="adapter: 'defalt' is not valid; did you mean 'default'"):
-        LoraSource(adapted(), "defalt")
+        LoraSource(adapted(), "defalt").spec("math")
     with pytest.raises(ConfigError, match="adapter: 'default' is not valid; the model has none"):
-        LoraSource(Model(), "default")
+        LoraSource(Model(), "default").spec("math")
     with pytest.raises(ConfigError, match=r"self.model: 'list' .* a module that PEFT made"):
         LoraSource([adapted()], "default")
     with pytest.raises(StateError, match=r"TrainerShard has to set self.model"):

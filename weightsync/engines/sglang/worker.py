@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from weightsync.engines.adapter_rank import AdapterSlots
 from weightsync.engines.rank import Checkpoint, Rank, checkpoint_of
 from weightsync.engines.sglang.api import Loads, stored_otherwise
 from weightsync.engines.sglang.rank_calls import Call, reply
@@ -88,9 +87,6 @@ class SglangHost:
         return None
 
     def places(self) -> None: ...
-
-    def slots(self) -> AdapterSlots:
-        raise ConfigError("adapter", "SGLang", "serve adapters with vLLM: SGLang's slots are not written yet")
 
     def loader(self, stored: bool) -> Loads:
         reason = self.stored_otherwise()

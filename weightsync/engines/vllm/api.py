@@ -168,7 +168,8 @@ def lora_request(name: str, number: int) -> LoRARequest:
     """Return what a request says to be answered by the adapter in slot `number`."""
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest(name, number, "weightsync")  # a path, which is not read for an adapter that has a slot
+    # A path is needed. It is not read while the adapter has its slot, and must not name one on a model hub.
+    return LoRARequest(name, number, "/nonexistent/weightsync")
 
 
 def lora_model(manager: Any, number: int, rank: int, tensors: dict[str, torch.Tensor]) -> Any:  # noqa: ANN401

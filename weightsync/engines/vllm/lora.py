@@ -15,7 +15,7 @@ import torch
 
 from weightsync.engines.adapter_rank import Slot
 from weightsync.engines.vllm.api import lora_model, lora_request
-from weightsync.errors import ConfigError, EngineError
+from weightsync.errors import ConfigError
 from weightsync.memory.tensors import byte_strides
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 from weightsync.protocol.adapters import AdapterSpec
@@ -37,8 +37,8 @@ class Adapted:
 def adapted(name: str, version: int, number: int, sampling: object) -> Adapted:
     """Return settings of a request for slot `number`.
 
-    vLLM caches prefixes by a name, so it has the version. It also has the slot, whose number is never used
-    again: an adapter that is registered again may count its versions anew.
+    vLLM caches prefixes by the request's name of the adapter. So the name has the version, and the slot's
+    number, which is not used twice: an adapter that is registered again may start at version 1 again.
     """
     return Adapted(sampling, lora_request(f"{name}@{version} in {number}", number))
 
@@ -103,7 +103,7 @@ class LoraSlots:
                 self._activate(manager, spec, number, partial(_digits, spec, axis, base))
                 live = dict(_stacks(manager, number))
                 for name, stack in live.items():
-                    found[axis][name] = found[axis].get(name, -1) + stack.long() * base
+                    found[axis][name] = found[axis].get(name, -1) + stack.cpu().int() * base
                 manager.remove_adapter(number)
         places = [
             _segment(spec, name, [each[name] for each in found], stack)
@@ -155,7 +155,7 @@ def _digits(spec: AdapterSpec, axis: int, base: int, index: int) -> torch.Tensor
 def _segment(spec: AdapterSpec, name: str, found: Sequence[torch.Tensor], live: torch.Tensor) -> Segment:
     """Return which box of which tensor is where in a stack, by the coordinates that were `found` there.
 
-    Raises EngineError if it is not one box in order.
+    Raises ConfigError if it is not one box in order.
     """
     rows, columns = torch.nonzero(found[0] >= 0, as_tuple=True)
     top, left = int(rows.min()), int(columns.min())
@@ -165,8 +165,8 @@ def _segment(spec: AdapterSpec, name: str, found: Sequence[torch.Tensor], live: 
     meta = spec.tensors[number]
     counted = torch.arange(extent[0])[:, None], torch.arange(extent[1])[None]
     expected = torch.tensor(number), row + counted[0], column + counted[1]
-    if not all(bool((each.cpu() == wanted).all()) for each, wanted in zip(held, expected, strict=True)):
-        raise EngineError(spec.name, "reserve", f"vLLM rearranges {meta.name} in {name}")
+    if not all(bool((each == wanted).all()) for each, wanted in zip(held, expected, strict=True)):
+        raise ConfigError("adapter", spec.name, f"vLLM rearranges {meta.name} in {name}: leave it out")
     strides = byte_strides(live)
     offset = top * strides[0] + left * strides[1]
     return Segment(meta.name, Box((row, column), extent), name, offset, strides)

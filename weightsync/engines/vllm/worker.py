@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weightsync.engines.adapter_rank import AdapterSlots
 from weightsync.engines.live_digest import parameters_of
 from weightsync.engines.quantizing_loader import QuantizingLoader, formats_of, stored_tensors, summary
 from weightsync.engines.rank import Checkpoint, Rank, checkpoint_of
@@ -45,7 +44,8 @@ class WeightSyncWorker:
         next call.
         """
         if not hasattr(self, "_ws_rank"):
-            self._ws_rank = Rank("vllm", self.rank, self.device, _Host(self.model_runner, self.device))
+            host, slots = _Host(self.model_runner, self.device), LoraSlots(self.model_runner)
+            self._ws_rank = Rank("vllm", self.rank, self.device, host, slots)
         method, args = pickle.loads(blob)
         return pickle.dumps(self._ws_rank.answer(method, args))
 
@@ -106,9 +106,6 @@ class _Host:
         else:
             loader = StoredLoader(places, self._reload)
         return loader if stored or not self._formats else QuantizingLoader(loader, self._formats)
-
-    def slots(self) -> AdapterSlots:
-        return LoraSlots(self._runner)
 
     def _reload(self) -> Reload:
         return Reload(self._runner.get_model(), self._runner.model_config, self._device)
