@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-__all__ = ["free_port", "gpu_uuids", "kill", "spawn", "start_ray"]
+__all__ = ["free_port", "gpu_uuids", "kill", "ray_nodes", "spawn", "start_ray"]
 
 _PASSED_ON = ("NCCL_", "VLLM_", "CUDA_", "HF_", "WEIGHTSYNC_")
 
@@ -29,6 +32,34 @@ def gpu_uuids() -> list[str]:
 
 def start_ray(num_gpus: int) -> None:
     """Start Ray. Its actors find this repository and what is on our PYTHONPATH."""
+    ray.init(**_environment(), address="local", **_node(num_gpus))
+
+
+@contextmanager
+def ray_nodes(num_gpus: int, num_nodes: int) -> Iterator[list[str]]:
+    """Run Ray with several nodes, which are hosts to us, on this host. Yields their ids."""
+    environment, node = _environment(), _node(num_gpus)
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    try:
+        nodes = [cluster.head_node, *(cluster.add_node(**node) for _ in range(num_nodes - 1))]
+        ray.init(**environment, address=cluster.address)
+        yield [each.node_id for each in nodes]
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def _node(num_gpus: int) -> dict[str, Any]:
+    return {
+        "num_cpus": len(os.sched_getaffinity(0)),
+        "num_gpus": num_gpus,
+        "object_store_memory": 512 << 20,
+        "include_dashboard": False,
+    }
+
+
+def _environment() -> dict[str, Any]:
+    """Set this process's environment. Returns Ray's options for that of actors."""
     # Some virtual machines grow their memory as it is touched, and Ray would end actors for lack of it.
     os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112 (Ray spells it so)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -36,16 +67,11 @@ def start_ray(num_gpus: int) -> None:
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     kept = {name: value for name, value in os.environ.items() if name.startswith(_PASSED_ON)}
     kept.pop("CUDA_VISIBLE_DEVICES", None)
-    ray.init(
-        address="local",
-        num_cpus=len(os.sched_getaffinity(0)),
-        num_gpus=num_gpus,
-        object_store_memory=512 << 20,
-        include_dashboard=False,
-        log_to_driver=bool(os.environ.get("WEIGHTSYNC_BENCH_LOGS")),
-        logging_level="ERROR",
-        runtime_env={"env_vars": {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **kept}},
-    )
+    return {
+        "log_to_driver": bool(os.environ.get("WEIGHTSYNC_BENCH_LOGS")),
+        "logging_level": "ERROR",
+        "runtime_env": {"env_vars": {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **kept}},
+    }
 
 
 def spawn(
@@ -54,8 +80,9 @@ def spawn(
     gpu: str | None = None,
     num_threads: int = 8,
     env: dict[str, str] | None = None,
+    node: str | None = None,
 ) -> ActorHandle[Any]:
-    """Start an actor that sees `gpu` alone, or none.
+    """Start an actor that sees `gpu` alone, or none, on a Ray `node`.
 
     Several actors share a GPU and their pairing matters, so GPUs are set directly and Ray's own
     assignment is turned off.
@@ -66,7 +93,9 @@ def spawn(
         "OMP_NUM_THREADS": str(num_threads),
         **(env or {}),
     }
-    options = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": variables}}
+    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": variables}}
+    if node:
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
     return ray.remote(cls).options(**options).remote(*args)
 
 

@@ -147,10 +147,12 @@ def start(
     *,
     cpu: bool,
     config: SyncConfig,
+    nodes: tuple[str, str] | None = None,
 ) -> Iterator[Rig]:
     """Start an engine with dummy weights, and a trainer rank on each GPU.
 
-    `quantization`: the ``quantization_config`` of a vLLM.
+    `quantization`: the ``quantization_config`` of a vLLM. `nodes`: Ray's for the trainers and, on the next
+    GPUs, for the engine.
     """
     tensors = model_of(model)
     with tempfile.TemporaryDirectory(prefix="weightsync-bench-") as folder:
@@ -158,16 +160,23 @@ def start(
         gpus = [None if cpu else str(gpu) for gpu in range(num_ranks)]
         meeting = f"{folder}/meeting"
         slots = [f"slot-{rank}" if cpu else None for rank in range(num_ranks)]
+        theirs, its = nodes or (None, None)
         trainers = [
-            spawn(LatencyTrainer, tensors, rank, num_ranks, meeting, "device", slot, gpu=gpu, env=_ENV)
+            spawn(
+                *(LatencyTrainer, tensors, rank, num_ranks, meeting, "device", slot),
+                gpu=gpu,
+                env=_ENV,
+                node=theirs,
+            )
             for rank, (slot, gpu) in enumerate(zip(slots, gpus, strict=True))
         ]
         options = _ON_CPU[kind] if cpu else _on_gpus(kind, gpu_memory)
         options = {"tensor_parallel_size": num_ranks, **options}
         if quantization:
             options |= {"dtype": "bfloat16", "hf_overrides": {FIELD: quantization}}
-        visible = ",".join(gpu for gpu in gpus if gpu)
-        engine = spawn(ENGINES[kind], folder, tensors, options, gpu=visible, env=_ENV)
+        first = num_ranks if nodes else 0
+        visible = "" if cpu else ",".join(str(first + rank) for rank in range(num_ranks))
+        engine = spawn(ENGINES[kind], folder, tensors, options, gpu=visible, env=_ENV, node=its)
         ray.get([trainer.load_code.remote(kind) for trainer in trainers])
         layouts = [table.rank_layout() for table in ray.get(engine.sync_layout.remote())]
         with WeightSync(config) as sync:

@@ -95,11 +95,16 @@ def test_vllm_answers_as_from_the_quantised_checkpoint(
         ray.kill(actor)
 
 
-@pytest.mark.parametrize("form", ["int4 with zero points", "int8", "fp8"])
+@pytest.mark.parametrize(
+    ("form", "version"), [("int4 with zero points", 1), ("int8", 1), ("fp8", 1), ("fp8 blocks", 2)]
+)
 def test_a_killed_vllm_comes_back_with_the_packed_weights(
-    form: str, bundles: PlacementGroup, tmp_path: Path
+    form: str, version: int, bundles: PlacementGroup, tmp_path: Path
 ) -> None:
-    """Its holder's copy of them fills it: the trainer, which has gone on, is not asked."""
+    """Its holder's copy of them fills it: the trainer, which has gone on, is not asked.
+
+    The second version is quantised in place where that is possible.
+    """
     paths = [tmp_path / str(seed) for seed in range(2)]
     for seed, path in enumerate(paths):
         save_qwen3(path, "untied", seed)
@@ -118,22 +123,23 @@ def test_a_killed_vllm_comes_back_with_the_packed_weights(
         sync.register_trainers([trainer])
         sync.register_engines({"e0": engine}, respawn=respawn)
         sync.connect()
-        ray.get(trainer.load.remote(str(paths[0])))
-        sync.update_weights(1)
+        for number in range(version):
+            ray.get(trainer.load.remote(str(paths[number])))
+            sync.update_weights(number + 1)
         sync.settle(patient(60))
         (wanted,), answers = ray.get([engine.live.remote(), engine.answers.remote()])
-        ray.get(trainer.load.remote(str(paths[1])))
+        ray.get(trainer.load.remote(str(paths[version % 2])))
         os.kill(ray.get(engine.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
         deadline = time.monotonic() + patient(200)
         while not sync.heals and time.monotonic() < deadline:
             sync.settle(patient(200))
         (heal,) = sync.heals
         sys.stdout.write(f"{heal}\n")
-        assert (heal.version, heal.verified, set(heal.ways.values())) == (1, True, {"own"})
+        assert (heal.version, heal.verified, set(heal.ways.values())) == (version, True, {"own"})
         (live,) = ray.get(engine.live.remote())
         assert [name for name in wanted if live[name] != wanted[name] and ".attn._" not in name] == []
         assert_same(ray.get(engine.answers.remote()), answers)
-        assert sync.update_weights(2).engines == {"e0": 2}
+        assert sync.update_weights(version + 1).engines == {"e0": version + 1}
         assert ray.get(engine.answers.remote()) != answers
     ray.get(engine.close.remote())
     for actor in (trainer, engine):

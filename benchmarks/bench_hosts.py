@@ -1,0 +1,189 @@
+"""Times updates between two hosts over sockets, against bare sends. The hosts are two GPUs of this one.
+
+    python -m benchmarks.bench_hosts --engine vllm --model 8b
+    python -m benchmarks.bench_hosts --cpu --engine torch --model tiny      on a CPU, as a smoke test
+
+Ray has two nodes, which are hosts to weightsync: a trainer on one with the first GPU, a real engine with
+dummy weights on the other with the second. NCCL may use neither NVLink, nor PCIe, nor shared memory
+(``NCCL_P2P_DISABLE``, ``NCCL_SHM_DISABLE``, ``NCCL_IB_DISABLE``), so every byte takes a socket. Before each
+update the trainer has new weights and the engine 0xFF, and every element is compared after it. Neither is
+timed.
+
+  direct     messages as planned between hosts, unpacked into live weights
+  broadcast  buckets, copied from there
+  bare       the same number of bytes by ``torch.distributed.send`` and ``recv``, in messages of a bucket,
+             between two processes on the same GPUs and nodes, in turns with the updates
+  share      bare / move: `move` is the phase in which bytes arrive, are written and are digested
+  sockets    bytes that this host's interfaces received in one update, by ``/proc/net/dev``
+
+Medians, without the first round of each way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+from ray.actor import ActorHandle
+
+from benchmarks.cluster import kill, ray_nodes, spawn
+from benchmarks.common import environment, print_table, write_json
+from benchmarks.isolate import asked, emit, run_part, stage
+from benchmarks.latency_rig import Rig, start
+from benchmarks.updates import Mode, Round, check, config, new_version, spread, update_row
+from weightsync import SyncConfig, WeightSync
+
+__all__ = ["main"]
+
+_SOCKETS_ONLY = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+_WAYS: Mapping[str, Mode] = {"direct": "auto", "broadcast": "broadcast"}
+_COLUMNS = (
+    *("engine", "way", "route", "total ms", "total range", "move ms", "bare ms", "bare range"),
+    *("share", "sockets GB", "GB", "bare GB/s"),
+)
+
+
+def main() -> None:
+    """Parse arguments, measure, print and write the result."""
+    if "--part" in sys.argv:
+        _run_part(asked())
+        return
+    args = _parser().parse_args()
+    if importlib.util.find_spec(args.engine) is None:
+        sys.exit(f"{args.engine} is not installed")
+    where = environment()
+    spec = {key: value for key, value in vars(args).items() if key not in ("json", "part_timeout")}
+    rows, trouble = run_part("benchmarks.bench_hosts", spec, args.part_timeout)
+    notes = [trouble] if trouble else []
+    if args.json:
+        write_json(args.json, "hosts", rows, where, notes)
+    print_table("two hosts over sockets", [{n: row[n] for n in _COLUMNS} for row in rows], where, notes)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--engine", default="vllm", choices=["vllm", "sglang", "torch"])
+    parser.add_argument("--model", default="8b", choices=["1b", "8b", "tiny"])
+    parser.add_argument("--way", nargs="+", default=[*_WAYS], choices=_WAYS)
+    parser.add_argument("--bucket-mib", type=int, default=256)
+    parser.add_argument("--gpu-memory", type=float, default=0.5, help="share of a GPU for the engine")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cpu", action="store_true", help="without GPUs: a smoke test, by broadcast alone")
+    parser.add_argument("--part-timeout", type=float, default=400, help="seconds for everything")
+    parser.add_argument("--json", type=Path)
+    return parser
+
+
+def _run_part(spec: Mapping[str, Any]) -> None:
+    os.environ |= _SOCKETS_ONLY
+    cpu, engine, model = spec["cpu"], spec["engine"], spec["model"]
+    settings = replace(config(spec["bucket_mib"], 2), timeout_s=240)
+    with ray_nodes(0 if cpu else 2, 2) as nodes:
+        stage("starting the engine and the trainer")
+        apart = nodes[0], nodes[1]
+        with start(engine, model, 1, spec["gpu_memory"], cpu=cpu, config=settings, nodes=apart) as rig:
+            stage("starting bare processes")
+            bare = _Bare(apart, cpu=cpu)
+            for way in spec["way"]:
+                if not (cpu and way == "direct"):
+                    row = _measure(rig, way, settings, bare, spec["rounds"])
+                    emit({"engine": f"{engine} {model}", "way": way, **row})
+            bare.end()
+
+
+def _measure(rig: Rig, way: str, settings: SyncConfig, bare: _Bare, num_rounds: int) -> dict[str, object]:
+    rounds: list[Round] = []
+    alone: list[float] = []
+    sockets: list[int] = []
+    with WeightSync(replace(settings, mode=_WAYS[way])) as sync:
+        mine = replace(rig, sync=sync)
+        stage(f"{way}: connecting")
+        mine.connect()
+        for _ in range(num_rounds + 1):
+            version = new_version()
+            mine.prepare(version)
+            before = _received()
+            rounds.append(mine.ours())
+            sockets.append(_received() - before)
+            check(mine.wrong(version), way, version)
+            alone.append(bare.send(rig.nbytes, settings.bucket_bytes))
+            stage(f"{way}: {rounds[-1].seconds:.2f} s, bare {alone[-1]:.2f} s")
+    row = update_row(rounds[1:]) | spread("bare", alone[1:])
+    row["share"] = statistics.median(alone[1:]) * 1e3 / float(str(row["move ms"]))
+    row["sockets GB"] = statistics.median(sockets[1:]) / 1e9
+    row["bare GB/s"] = rig.nbytes / statistics.median(alone[1:]) / 1e9
+    return row
+
+
+def _received() -> int:
+    """Return the bytes that all interfaces of this host have received."""
+    lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+    return sum(int(line.partition(":")[2].split()[0]) for line in lines)
+
+
+class _BareRank:
+    """One of two processes that send and receive, and do nothing else."""
+
+    def join(self, meeting: str, rank: int) -> None:
+        """Join the other one."""
+        backend, device = ("nccl", "cuda") if torch.cuda.is_available() else ("gloo", "cpu")
+        self._rank, self._device = rank, device
+        dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=2)
+
+    def move(self, nbytes: int, message: int) -> float:
+        """Move `nbytes` from rank 0 to rank 1. Returns seconds from a barrier to the last byte here."""
+        data = torch.zeros(min(nbytes, message), dtype=torch.uint8, device=self._device)
+        call = dist.recv if self._rank else dist.send
+        dist.barrier()
+        self._wait()
+        begun = time.perf_counter()
+        for part in _messages(data, nbytes):
+            call(part, 1 - self._rank)
+        self._wait()
+        return time.perf_counter() - begun
+
+    def _wait(self) -> None:
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+
+
+def _messages(data: torch.Tensor, nbytes: int) -> Iterator[torch.Tensor]:
+    for at in range(0, nbytes, len(data)):
+        yield data[: nbytes - at]
+
+
+class _Bare:
+    """Bare sends from the first node to the second."""
+
+    def __init__(self, nodes: Sequence[str], *, cpu: bool) -> None:
+        meeting = tempfile.mktemp(prefix="weightsync-bench-")
+        self._ranks: list[ActorHandle[Any]] = [
+            spawn(_BareRank, gpu=None if cpu else str(rank), node=node) for rank, node in enumerate(nodes)
+        ]
+        ray.get([each.join.remote(meeting, rank) for rank, each in enumerate(self._ranks)], timeout=120)
+
+    def send(self, nbytes: int, message: int) -> float:
+        """Return the seconds of `nbytes`, by the receiver's clock."""
+        seconds: list[float] = ray.get([each.move.remote(nbytes, message) for each in self._ranks])
+        return seconds[1]
+
+    def end(self) -> None:
+        kill(self._ranks)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""A LoRA adapter in the slots of a vLLM with CUDA graphs answers as one that vLLM read from files."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from tests.gpu.adapter_actors import AdapterEngine, AdapterTrainer
+from tests.gpu.fleet import spawn, visible_devices
+from tests.gpu.qwen3_models import save_qwen3
+from tests.patience import patient
+from weightsync import SyncConfig, WeightSync
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed"),
+    pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="peft is not installed"),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning"),
+    pytest.mark.timeout(400),
+]
+
+CONFIG = SyncConfig(timeout_s=patient(30), connect_timeout_s=patient(60))
+PROMPTS = [[5, 9, 3, 7], [11] * 9, [*range(200, 230)]]
+NUM_TOKENS = 16
+RANK = 16
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_it_answers_as_one_that_vllm_read_from_files(
+    num_ranks: int, bundles: PlacementGroup, num_gpus: int, tmp_path: Path
+) -> None:
+    if num_gpus < num_ranks:
+        pytest.skip(f"needs {num_ranks} GPUs")
+    path = str(tmp_path / "base")
+    save_qwen3(tmp_path / "base", "untied", 0)
+    trainer = spawn(AdapterTrainer, bundles, 0)
+    arguments = (path, "e0", num_ranks, RANK)
+    if num_ranks == 1:
+        engine = spawn(AdapterEngine, bundles, 0, *arguments)
+    else:  # further ranks are vLLM's own processes, so that one actor has to see all its GPUs
+        visible = visible_devices(bundles, range(num_ranks))
+        engine = spawn(AdapterEngine, bundles, 0, *arguments, share=0, visible=visible)
+    ray.get([trainer.start.remote(path, RANK), engine.sync_layout.remote()], timeout=patient(200))
+    sampling = {"max_tokens": NUM_TOKENS, "temperature": 0.0}
+    with WeightSync(CONFIG) as sync:
+        sync.register_engines({"e0": engine})
+        sync.register_checkpoint("base", [path])
+        sync.connect()
+        sync.update_weights(checkpoint="base")
+        sync.register_adapter("math", [trainer])
+        seen = set()
+        for version in range(1, 5):
+            ray.get([trainer.train.remote(version), trainer.save.remote(str(tmp_path / f"v{version}"))])
+            report = sync.update_adapter("math")
+            sys.stdout.write(f"{report} {report.seconds * 1e3:.1f} ms {dict(report.phases)}\n")
+            assert report.verified
+            assert report.proofs == {"e0": "live weights"}
+            rollout = ray.get(engine.generate.remote(PROMPTS, {**sampling, "adapter": "math"}))
+            assert (rollout.adapter, rollout.adapter_version) == ("math", version)
+            by_file = engine.by_file.remote(str(tmp_path / f"v{version}"), PROMPTS, NUM_TOKENS)
+            assert rollout.tokens == ray.get(by_file, timeout=patient(60))
+            seen.add(str(rollout.tokens))
+        assert len(seen) == 4, "other weights, other answers"
+        plain = ray.get(engine.generate.remote(PROMPTS, sampling))
+        assert str(plain.tokens) not in seen
+    ray.kill(engine)
+    ray.kill(trainer)
