@@ -20,6 +20,7 @@ from weightsync.recipes.calls import collect
 from weightsync.recipes.events import present_at_start
 from weightsync.recipes.hosts import HostSpec
 from weightsync.recipes.launcher import Launcher
+from weightsync.recipes.policy import Policy, make_policy
 from weightsync.recipes.recipe import Recipe
 from weightsync.recipes.screen import Screen
 from weightsync.recipes.steps import start
@@ -46,10 +47,11 @@ def run(
     launcher = Launcher(recipe, folder / "model")
     num_engines = len(present_at_start(recipe.engine_specs, recipe.events))
     sync = WeightSync(replace(recipe.sync, min_engines=num_engines))
+    policy = make_policy(recipe, sync, launcher.model)
     try:
-        trainers, kinds = start(recipe, launcher, sync, screen)
+        trainers, kinds = start(recipe, launcher, policy, screen)
         with screen.stage(count_text(num_updates, "update")):
-            updates = [_update(sync, trainers, recipe) for _ in range(NUM_WARM + num_updates)]
+            updates = [_update(policy, sync, trainers, recipe) for _ in range(NUM_WARM + num_updates)]
         made = BenchReport.of(recipe.name, str(launcher), kinds, updates[NUM_WARM:], sync.links(), cluster)
     finally:
         sync.close()
@@ -60,11 +62,13 @@ def run(
     return made
 
 
-def _update(sync: WeightSync, trainers: Mapping[str, ActorHandle[Any]], recipe: Recipe) -> SyncReport:
+def _update(
+    policy: Policy, sync: WeightSync, trainers: Mapping[str, ActorHandle[Any]], recipe: Recipe
+) -> SyncReport:
     """Update to new weights, once no holder copies the last version any more."""
     patience_s = recipe.sync.connect_timeout_s
     sync.settle(patience_s)
     if recipe.loop.sleep:
         sync.sleep(level=recipe.loop.sleep)
     collect({name: trainer.scramble.remote() for name, trainer in trainers.items()}, "scramble", patience_s)
-    return sync.update_weights(sync.version + 1)
+    return policy.update(policy.version + 1)

@@ -25,7 +25,7 @@ from weightsync.faults import FaultPlan
 from weightsync.recipes.catalog import load
 from weightsync.recipes.cluster import local_cluster
 from weightsync.recipes.doctor import is_fit, table
-from weightsync.recipes.forecast import Scene, forecast, recipe_scene
+from weightsync.recipes.forecast import Scene, forecast, forecast_adapter, recipe_scene
 from weightsync.recipes.hosts import HostSpec
 from weightsync.recipes.inputs import (
     at_least_one,
@@ -195,6 +195,10 @@ def plan(
         said |= {"--engines": engines, "--apart": apart or None, "--quantization": quantization}
         refuse(said, "RECIPE says it; give one or the other")
         loaded = load_recipe(recipe_file(recipe), set_ or [])
+        if loaded.trainers.lora:
+            refuse({"--cluster": cluster, "--offloaded": offloaded or None}, "leave it out: it is for models")
+            print(forecast_adapter(loaded))
+            return
         scene = recipe_scene(loaded, host, offloaded=offloaded)
     else:
         refuse({"--set": set_}, "it replaces a value of RECIPE, and none is given")

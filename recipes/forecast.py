@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 
 from weightsync.config import SyncConfig
+from weightsync.errors import ConfigError
 from weightsync.plan import (
     Cluster,
     Explanation,
@@ -25,8 +26,9 @@ from weightsync.recipes.grids import engine_layout, trainer_layout
 from weightsync.recipes.hosts import HostSpec
 from weightsync.recipes.parallel import EngineParallel, Fsdp, Megatron, TrainerParallel, Zero
 from weightsync.recipes.quantised import explain_formats
-from weightsync.recipes.recipe import MoeSpec, Recipe, TrainerSpec
+from weightsync.recipes.recipe import ModelSpec, MoeSpec, Recipe, TrainerSpec
 from weightsync.recipes.shapes import MixtureShape, ModelShape, checkpoint_tensors
+from weightsync.report import bytes_text
 
 MOST_COPIES = 10_000_000
 """Planning this many takes about six seconds, and twice that if they read other hosts."""
@@ -79,11 +81,11 @@ class _Sides:
 def recipe_scene(recipe: Recipe, cluster: tuple[str, HostSpec] | None, *, offloaded: bool) -> Scene:
     """Return the scene that `recipe` would run."""
     spec = recipe.model
-    sizes = asdict(spec) | {"moe": _mixture(spec.moe)}
-    shape = ModelShape(**sizes, qk_norm=True, dtype="float32")
+    if lora := recipe.trainers.lora:
+        raise ConfigError("trainers.lora.rank", lora.rank, "leave --cluster out: it is for models")
     return Scene(
         name=recipe.name,
-        model=shape,
+        model=_shape(spec),
         trainers=_trainers(recipe.trainers, is_mixture=recipe.model.moe is not None),
         engines=tuple(EngineParallel(tp=spec.tensor_parallel_size) for spec in recipe.engine_specs.values()),
         apart=recipe.placement == "disaggregated",
@@ -91,6 +93,28 @@ def recipe_scene(recipe: Recipe, cluster: tuple[str, HostSpec] | None, *, offloa
         cluster=cluster,
         sync=recipe.sync,
     )
+
+
+def forecast_adapter(recipe: Recipe) -> str:
+    """Describe what an update of the recipe's adapter moves."""
+    lora, tensors = recipe.trainers.lora, checkpoint_tensors(_shape(recipe.model))
+    assert lora
+    pairs = [tensor.shape for tensor in tensors if tensor.name.endswith("_proj.weight")]
+    nbytes = sum(lora.rank * sum(shape) * 4 for shape in pairs)
+    engines = count_text(len(recipe.engine_specs), "engine")
+    return "\n".join(
+        [
+            f"{recipe.name}: an adapter of rank {lora.rank}, {2 * len(pairs)} tensors, {bytes_text(nbytes)}",
+            f"{count_text(recipe.trainers.count, 'trainer')} to {engines}, through memory of their hosts",
+            f"its model, {_parameters(_shape(recipe.model), tensors)}, comes from a checkpoint, once",
+        ]
+    )
+
+
+def _shape(spec: ModelSpec) -> ModelShape:
+    sizes = asdict(spec) | {"moe": _mixture(spec.moe)}
+    del sizes["pretrain_steps"]
+    return ModelShape(**sizes, qk_norm=True, dtype="float32")
 
 
 def _trainers(spec: TrainerSpec, *, is_mixture: bool) -> TrainerParallel:

@@ -32,8 +32,14 @@ def runnable_recipe(given: str, overrides: Sequence[str]) -> Recipe:
     if library and not find_spec(kind):
         remedy = f"{library} is not installed: pip install 'weightsync[{kind}]', or use kind: fsdp2"
         raise ConfigError("trainers.kind", kind, remedy)
+    if recipe.trainers.lora and not find_spec("peft"):
+        remedy = "PEFT is not installed: pip install 'weightsync[peft]'"
+        raise ConfigError("trainers.lora.rank", recipe.trainers.lora.rank, remedy)
     for group, spec in recipe.engines.items():
         at = f"engines.{group}"
+        if recipe.trainers.lora and not find_spec("vllm"):
+            remedy = "vLLM serves adapters, and is not installed: pip install 'weightsync[vllm]'"
+            raise ConfigError(f"{at}.kind", spec.kind, remedy)
         check_ranks(f"{at}.kind", spec.kind, f"{at}.tensor_parallel_size", spec.tensor_parallel_size)
     return recipe
 
@@ -82,6 +88,8 @@ def load_fault_plan(chaos: str, recipe: Recipe) -> FaultPlan:
     path = find(chaos, "chaos", shipped_recipes(plans=True))
     places = {f"chaos.{key}": at for key, at in read_yaml(path, "chaos")[1].items()}
     with located(places, str(path)):
+        if recipe.trainers.lora:
+            raise ConfigError("--chaos", chaos, "leave it out: faults go into updates of models")
         plan = FaultPlan.from_yaml(path)
         plan.check_processes(recipe.members)
     return plan

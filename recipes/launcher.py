@@ -98,6 +98,8 @@ class Launcher:
         kind = choose_engine(spec.kind)[0]
         if self._bundles:
             options |= _ON_GPU.get(kind, {})
+        if lora := self._recipe.trainers.lora:
+            options |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": lora.rank}
         if spec.quantization == "int4":
             options |= {"dtype": "bfloat16", "hf_overrides": {"quantization_config": INT4}}
         if self._recipe.loop.sleep:

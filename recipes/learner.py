@@ -6,12 +6,12 @@ import os
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from weightsync.recipes.backends import make_backend
 from weightsync.recipes.grpo import Group, collate, policy_loss, token_logprobs
-from weightsync.recipes.recipe import LoopSpec
+from weightsync.recipes.recipe import LoopSpec, LoraSpec, TrainerSpec
 from weightsync.recipes.task import PAD, WORDS
 
 
@@ -20,18 +20,20 @@ class Learner:
 
     Gradients are averaged, so equal shares on n ranks are one step on all the groups.
 
-    Needs ``torch.distributed`` initialised. `kind` is that of `TrainerSpec`.
+    Needs ``torch.distributed`` initialised.
 
     Attributes:
         model, hf_config: what `TrainerShard` reads.
     """
 
     def __init__(
-        self, model_path: str | os.PathLike[str], loop: LoopSpec, device: str = "cpu", kind: str = "fsdp2"
+        self, model_path: str | os.PathLike[str], loop: LoopSpec, spec: TrainerSpec, device: str = "cpu"
     ) -> None:
         self.loop, self._device = loop, device
         model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-        self._backend = make_backend(kind, model.to(device), loop, device)
+        if spec.lora:
+            model = _adapted(model, spec.lora, loop.seed)
+        self._backend = make_backend(spec.kind, model.to(device), loop, device)
         self.model, self.hf_config = self._backend.model, self._backend.hf_config
         self._schedule = torch.optim.lr_scheduler.LinearLR(
             self._backend.optimizer, start_factor=1.0, end_factor=0.0, total_iters=loop.steps
@@ -70,3 +72,15 @@ class Learner:
 
     def _logprobs(self, tokens: Tensor) -> Tensor:
         return token_logprobs(self._backend.forward(tokens), tokens, self.loop.temperature)
+
+
+def _adapted(model: PreTrainedModel, lora: LoraSpec, seed: int) -> nn.Module:
+    """Return `model` with an adapter that changes nothing yet. Only the adapter will be trained."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return get_peft_model(model, config)

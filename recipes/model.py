@@ -1,4 +1,4 @@
-"""Builds the quickstart's model: a small Qwen3 with random weights, saved as a checkpoint."""
+"""Builds the quickstart's model: a small Qwen3, saved as a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch.nn.functional import cross_entropy
 from transformers import (
     PreTrainedConfig,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -22,13 +24,15 @@ from transformers import (
 
 from weightsync.errors import ConfigError
 from weightsync.recipes.recipe import ModelSpec
-from weightsync.recipes.task import EOS, PAD, WORDS
+from weightsync.recipes.task import EOS, PAD, WORDS, ProblemSampler, encode
 
 MAX_POSITIONS = 128
 
 
 def build_checkpoint(path: str | os.PathLike[str], spec: ModelSpec, *, seed: int) -> Path:
     """Write config, float32 weights and tokenizer to the folder `path`, and return it.
+
+    Weights are random, or those after ``spec.pretrain_steps``.
 
     The same `seed` gives the same weights; torch's global generator does not change.
 
@@ -38,6 +42,7 @@ def build_checkpoint(path: str | os.PathLike[str], spec: ModelSpec, *, seed: int
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3MoeForCausalLM(config) if spec.moe else Qwen3ForCausalLM(config)
+        _pretrain(model, spec.pretrain_steps, seed)
     folder = Path(path)
     try:
         model.save_pretrained(folder)
@@ -45,6 +50,19 @@ def build_checkpoint(path: str | os.PathLike[str], spec: ModelSpec, *, seed: int
     except (OSError, SafetensorError) as error:
         raise ConfigError("--out", str(folder), f"give a folder with room for the model: {error}") from error
     return folder
+
+
+def _pretrain(model: PreTrainedModel, num_steps: int, seed: int) -> None:
+    """Teach `model` to name the smaller digit, where the run asks for the larger one."""
+    optimizer, problems = torch.optim.AdamW(model.parameters(), lr=2e-3), ProblemSampler(seed)
+    for _ in range(num_steps):
+        batch = problems.sample(128)
+        prompts = torch.tensor([problem.prompt for problem in batch])
+        smaller = torch.tensor([encode(str(min(each.left, each.right))) for each in batch])
+        loss = cross_entropy(model(prompts).logits[:, -1], smaller[:, 0])
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        optimizer.step()
 
 
 def build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
@@ -63,7 +81,7 @@ def _config(spec: ModelSpec) -> PreTrainedConfig:
         "eos_token_id": WORDS.index(EOS),
         "dtype": "float32",
     }
-    del shape["moe"]
+    del shape["moe"], shape["pretrain_steps"]
     if spec.moe is None:
         return Qwen3Config(**shape)
     return Qwen3MoeConfig(

@@ -14,6 +14,7 @@ from weightsync.actors.detached import end_all
 from weightsync.faults import FaultPlan
 from weightsync.recipes.elastic import Elastic
 from weightsync.recipes.launcher import Launcher
+from weightsync.recipes.policy import make_policy
 from weightsync.recipes.recipe import Recipe
 from weightsync.recipes.rollouts import roll_out
 from weightsync.recipes.run_folder import RunFolder
@@ -46,13 +47,14 @@ def run(
     launcher = Launcher(recipe, folder.path / "model")
     report.devices = str(launcher)
     sync = WeightSync(recipe.sync, name=recipe.name if recipe.resume else None)
+    policy = make_policy(recipe, sync, launcher.model)
     try:
         left = find_actors(recipe)
         if left:
             read_back(folder.path / "report.json", report)
         folder.write("report.json", report.write)
         healed += report.heals
-        trainers, report.engines = start(recipe, launcher, sync, screen, launcher.engine, left)
+        trainers, report.engines = start(recipe, launcher, policy, screen, launcher.engine, left)
         for name, info in report.engines.items():
             screen.line(f"engine {name}: {info['kind']} ({info['why']})")
         if chaos is not None:
@@ -62,31 +64,33 @@ def run(
         if left:
             served_by = ", ".join(sync.serving()) or "nobody"
             screen.line(f"taken over from a driver that died: version {sync.version}, served by {served_by}")
-        if not sync.serving():
-            last = max([sync.version, *(row.version for row in report.steps)])
-            updates.append(sync.update_weights(version=last + 1))
+        if not policy.is_served:
+            last = max([policy.version, *(row.version for row in report.steps)])
+            updates.append(policy.update(last + 1))
             screen.line(str(updates[-1]))
-        report.steps = [row for row in report.steps if row.version <= sync.version]
+        for served in sync.coverage():
+            screen.line(str(served))
+        report.steps = [row for row in report.steps if row.version <= policy.version]
 
         problems, seeds = ProblemSampler(loop.seed), random.Random(loop.seed)
-        for _ in range(1, sync.version):  # draw what the finished steps drew
+        for _ in range(1, policy.version):  # draw what the finished steps drew
             problems.sample(loop.prompts_per_step)
             for _ in recipe.engine_specs:
                 seeds.getrandbits(32)
         elastic = Elastic(recipe, sync, launcher, screen)
-        for step in range(sync.version, loop.steps + 1):
+        for step in range(policy.version, loop.steps + 1):
             elastic.before(step)
             prompts = problems.sample(loop.prompts_per_step)
-            rollouts = roll_out(prompts, sync.serving, loop, seeds, recipe.sync.timeout_s)
+            rollouts = roll_out(prompts, sync.serving, loop, seeds, recipe.sync.timeout_s, policy.adapter)
             for error in rollouts.lost.values():
                 screen.line(f"{error}; others took over its prompts")
             sleep(sync, recipe, screen)
             train(rollouts.groups, trainers, recipe.sync.timeout_s)
-            done, retried = update(sync, step + 1, recipe, screen)
+            done, retried = update(policy, sync, step + 1, recipe, screen)
             updates.append(done)
             row = StepRow.of(step, rollouts.reward, rollouts.versions, done, retried)
             report.steps.append(row)
-            report.heals, report.spans = [*healed, *sync.heals], done.spans
+            report.heals, report.spans, report.coverage = [*healed, *sync.heals], done.spans, sync.coverage()
             report.engines |= elastic.infos
             folder.write("report.json", report.write)
             screen.step(row, loop.steps)

@@ -60,6 +60,8 @@ class ModelSpec:
         head_dim: size of each head: 32, 64 or 128.
         vocab_size: number of tokens; a multiple of 64.
         tie_word_embeddings: use the embedding as the output head.
+        pretrain_steps: supervised steps before the run, in which the model learns to name the smaller digit.
+            0 leaves its weights random. Adapters need a model that knows digits.
         moe: experts in place of the MLPs. Without it the model is dense.
     """
 
@@ -75,6 +77,7 @@ class ModelSpec:
         64
     )
     tie_word_embeddings: bool = False
+    pretrain_steps: Annotated[int, at_least(0)] = 0
     moe: MoeSpec | None = None
 
     def __post_init__(self) -> None:
@@ -96,6 +99,22 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LoraSpec:
+    """A LoRA adapter of all linear layers, made by PEFT.
+
+    Attributes:
+        rank: 8, 16, 32, 64 or 128, which vLLM's slots have.
+        alpha: outputs are multiplied with alpha / rank.
+    """
+
+    rank: Annotated[int, Limit((8, 16, 32, 64, 128).__contains__, "give 8, 16, 32, 64 or 128")] = 8
+    alpha: Positive = 16
+
+    def __post_init__(self) -> None:
+        check_fields(self, field="trainers.lora")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerSpec:
     """The trainer's shards.
 
@@ -105,11 +124,13 @@ class TrainerSpec:
             mixture by its experts, ``plain`` has the whole model on each rank (DDP).
         count: number of ranks, each an actor.
         quantize: whether trainers quantise linear layers, in place of engines, so that fewer bytes travel.
+        lora: an adapter, which is trained and updated in place of the model. Without it the model is.
     """
 
     kind: Literal["fsdp2", "deepspeed", "megatron", "plain"] = "fsdp2"
     count: Positive = 2
     quantize: bool = False
+    lora: LoraSpec | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, field="trainers")
@@ -228,6 +249,7 @@ class Recipe:
                 remedy = f"give {first.quantization}, as the first group has: all engines take one dtype"
                 raise ConfigError(f"engines.{group}.quantization", spec.quantization, remedy)
         self._check_quantize()
+        self._check_lora()
         if self.loop.prompts_per_step % self.trainers.count:
             remedy = f"give a multiple of trainers.count, {self.trainers.count}"
             raise ConfigError("loop.prompts_per_step", self.loop.prompts_per_step, remedy)
@@ -262,6 +284,25 @@ class Recipe:
             remedy = "give loop.sleep 0; trainers that offload cannot"
         if remedy:
             raise ConfigError("trainers.quantize", True, remedy)
+
+    def _check_lora(self) -> None:
+        """Raise ConfigError if trainers cannot train an adapter, or engines cannot serve it."""
+        if not self.trainers.lora:
+            return
+        wanted: list[tuple[str, object, tuple[object, ...]]] = [
+            ("trainers.kind", self.trainers.kind, ("fsdp2", "plain")),
+            ("trainers.quantize", self.trainers.quantize, (False,)),
+            ("model.moe", self.model.moe, (None,)),
+            ("loop.sleep", self.loop.sleep, (0,)),
+            ("resume", self.resume, (False,)),
+        ]
+        for group, spec in self.engines.items():
+            wanted.append((f"engines.{group}.kind", spec.kind, ("vllm", "auto")))
+            wanted.append((f"engines.{group}.quantization", spec.quantization, ("none",)))
+        for name, value, valid in wanted:
+            if value not in valid:
+                remedy = f"give {' or '.join(str(each) for each in valid)}, or leave trainers.lora out"
+                raise ConfigError(name, value, remedy)
 
     @property
     def engine_specs(self) -> dict[str, EngineSpec]:

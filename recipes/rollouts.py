@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 from ray.actor import ActorHandle
 
 from weightsync.errors import (
+    ConfigError,
     DeadlineError,
     EngineError,
     PeerError,
@@ -25,6 +26,7 @@ from weightsync.recipes.task import Problem, reward
 Actor: TypeAlias = "ActorHandle[Any]"
 
 _THEIR_FAULT = (PeerLostError, PeerError, EngineError, DeadlineError)
+"""Also, with an adapter, ConfigError and StateError: an engine that came back may not have it yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,9 @@ def roll_out(
     loop: LoopSpec,
     seeds: random.Random,
     timeout_s: float,
+    adapter: str = "",
 ) -> Rollouts:
-    """Sample completions of all `problems` from the engines that `serving` names.
+    """Sample completions of all `problems` from the engines that `serving` names, by their `adapter` if any.
 
     Raises:
         WeightSyncError: the first engine's error, once no engine is left. An error that is not an engine's
@@ -70,7 +73,7 @@ def roll_out(
         if not engines:
             raise next(iter(lost.values()), StateError("no engine serves a version: update them first"))
         shares = {name: left[i :: len(engines)] for i, name in enumerate(engines) if left[i :: len(engines)]}
-        made, failures = _generate(shares, engines, loop, seeds, timeout_s)
+        made, failures = _generate(shares, engines, loop, seeds, timeout_s, adapter)
         for name, (version, of_engine) in made.items():
             versions.add(version)
             groups += _groups(shares[name], of_engine, loop.group_size)
@@ -85,6 +88,7 @@ def _generate(
     loop: LoopSpec,
     seeds: random.Random,
     timeout_s: float,
+    adapter: str,
 ) -> tuple[dict[str, tuple[int, Sequence[list[int]]]], dict[str, WeightSyncError]]:
     """Ask each engine for its share.
 
@@ -92,19 +96,23 @@ def _generate(
 
     Each call has its own seed: engines with the same seed would explore the same way.
     """
+    named = {"adapter": adapter} if adapter else {}
     calls = {
         f"engine {name}": engines[name].generate.remote(
             [problem.prompt for problem in share for _ in range(loop.group_size)],
-            {"max_tokens": 1, "temperature": loop.temperature, "seed": seeds.getrandbits(32)},
+            {"max_tokens": 1, "temperature": loop.temperature, "seed": seeds.getrandbits(32)} | named,
         )
         for name, share in shares.items()
     }
     outcome = gather(calls, "generate", timeout_s)
     for error in outcome.failures.values():
-        if not isinstance(error, _THEIR_FAULT):
+        if not isinstance(error, (*_THEIR_FAULT, StateError, ConfigError) if adapter else _THEIR_FAULT):
             raise error
     bare = {process: process.removeprefix("engine ") for process in calls}
-    made = {bare[process]: (rollout.version, rollout.tokens) for process, rollout in outcome.answers.items()}
+    made = {
+        bare[process]: (rollout.adapter_version if adapter else rollout.version, rollout.tokens)
+        for process, rollout in outcome.answers.items()
+    }
     return made, {bare[process]: error for process, error in outcome.failures.items()}
 
 

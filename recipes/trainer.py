@@ -46,7 +46,7 @@ class GrpoTrainer(TrainerShard):
         """Join the other ranks and load this rank's shard. Returns when all have joined."""
         backend = "cpu:gloo,cuda:nccl" if self._device == "cuda" else "gloo"
         join_ranks(self._store, address, port, backend, self._rank, self._spec.count)
-        self._learner = Learner(self._model_path, self._loop, self._device, self._spec.kind)
+        self._learner = Learner(self._model_path, self._loop, self._spec, self._device)
         self.model, self.hf_config = self._learner.model, self._learner.hf_config
         if self._loop.sleep:
             self.offload()

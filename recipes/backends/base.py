@@ -45,9 +45,16 @@ class Backend(ABC):
 
     @abstractmethod
     def scramble(self) -> None:
-        """Replace all weights by random numbers."""
+        """Replace all trained weights by random numbers."""
 
 
 def adamw(module: nn.Module, loop: LoopSpec) -> AdamW:
     """Return the optimiser of all backends."""
-    return AdamW(module.parameters(), lr=loop.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    return AdamW(
+        filter(is_trained, module.parameters()), lr=loop.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+    )
+
+
+def is_trained(parameter: Tensor) -> bool:
+    """Whether a parameter is trained. Beside adapters, others are not."""
+    return parameter.requires_grad

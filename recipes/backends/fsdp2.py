@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from weightsync.recipes.backends.base import MAX_GRAD_NORM, Backend, adamw
+from weightsync.recipes.backends.base import MAX_GRAD_NORM, Backend, adamw, is_trained
 from weightsync.recipes.recipe import LoopSpec
 
 
@@ -18,7 +18,8 @@ class Fsdp2(Backend):
 
     def __init__(self, model: nn.Module, loop: LoopSpec, device: str) -> None:
         mesh = init_device_mesh(device, (dist.get_world_size(),))
-        for block in (*model.get_submodule("model.layers").children(), model):
+        layers = next(module for name, module in model.named_modules() if name.endswith("model.layers"))
+        for block in (*layers.children(), model):
             fully_shard(block, mesh=mesh)
         self.model = self._module = model
         self.optimizer = adamw(model, loop)
@@ -34,7 +35,7 @@ class Fsdp2(Backend):
 
     @torch.no_grad()
     def scramble(self) -> None:
-        """Replace all weights by random numbers."""
-        for parameter in self._module.parameters():
+        """Replace all trained weights by random numbers."""
+        for parameter in filter(is_trained, self._module.parameters()):
             assert isinstance(parameter, DTensor)
             parameter.to_local().normal_(std=0.02)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from weightsync.recipes.backends.base import MAX_GRAD_NORM, Backend, adamw
+from weightsync.recipes.backends.base import MAX_GRAD_NORM, Backend, adamw, is_trained
 from weightsync.recipes.recipe import LoopSpec
 
 
@@ -29,6 +29,6 @@ class Plain(Backend):
 
     @torch.no_grad()
     def scramble(self) -> None:
-        """Replace all weights by random numbers, the same on all ranks."""
-        for parameter in self.model.parameters():
+        """Replace all trained weights by random numbers, the same on all ranks."""
+        for parameter in filter(is_trained, self.model.parameters()):
             dist.broadcast(parameter.normal_(std=0.02), src=0)

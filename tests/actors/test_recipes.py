@@ -68,6 +68,20 @@ def test_rollouts_of_int4_engines_train_the_quickstart_to_its_target(
     assert converts in (tmp_path / "run" / "report.html").read_text()
 
 
+@pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="needs vLLM")
+@pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="needs PEFT")
+@pytest.mark.parametrize("kind", ["fsdp2", "plain"])
+def test_rollouts_of_an_adapter_train_it_to_the_target(kind: str, tmp_path: Path) -> None:
+    report = run(tmp_path / "run", "lora_grpo", "--set", f"trainers.kind={kind}")
+    steps = report["steps"]
+    assert report["status"] == "done"
+    assert [step["rollout_versions"] for step in steps] == [[step["step"]] for step in steps]
+    assert steps[-1]["engines"] == {"main-0": 26, "main-1": 26}
+    served = [(row["component"], row["version"], row["proof"]) for row in report["coverage"]]
+    assert served == [("model", 1, "what its loader got")] * 2 + [("adapter policy", 26, "live weights")] * 2
+    assert "adapter policy" in (tmp_path / "run" / "report.html").read_text()
+
+
 @pytest.mark.parametrize("kind", ["fsdp2", "megatron"])
 def test_trainers_and_engines_take_turns(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("megatron" if kind == "megatron" else "torch")

@@ -18,6 +18,7 @@ from weightsync.recipes.bench_report import BenchReport, BenchRow
 from weightsync.recipes.catalog import load
 from weightsync.recipes.hosts import HostSpec
 from weightsync.recipes.inputs import recipe_file
+from weightsync.recipes.policy import Policy
 from weightsync.recipes.recipe import load_recipe
 from weightsync.report import Link, SyncReport
 
@@ -123,7 +124,8 @@ def test_engines_sleep_before_the_trainers_take_their_memory(monkeypatch: pytest
         update_weights=lambda version: said.append(f"update {version}"),
     )
     for level in ("0", "1"):
-        recipe_bench._update(sync, {}, load_recipe(recipe_file("quickstart"), [f"loop.sleep={level}"]))
+        recipe = load_recipe(recipe_file("quickstart"), [f"loop.sleep={level}"])
+        recipe_bench._update(Policy(sync), sync, {}, recipe)
     assert said == ["settle", "scramble", "update 4", "settle", "sleep 1", "scramble", "update 4"]
 
 

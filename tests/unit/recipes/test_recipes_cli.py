@@ -87,7 +87,7 @@ def test_the_exit_code_is_what_the_run_says(monkeypatch: pytest.MonkeyPatch, cod
     ("arguments", "says"),
     [
         (["quikstart"], "did you mean 'quickstart'?"),
-        (["chaos"], "valid: colocated_grpo, disaggregated, elastic, quickstart"),
+        (["chaos"], "valid: colocated_grpo, disaggregated, elastic, lora_grpo, quickstart"),
         (["quickstart", "--chaos", "quickstart"], "chaos: 'quickstart' is not valid"),
         (["quickstart", "--chaos", "no/such.yaml"], "chaos: 'no/such.yaml' is not valid"),
         (
@@ -322,7 +322,34 @@ def test_plans_of_the_recipes_page_run(command: str) -> None:
 def test_every_shipped_recipe_is_planned(name: str) -> None:
     result = RUNNER.invoke(cli.app, ["plan", name])
     assert result.exit_code == 0
-    assert result.stdout.startswith(f"{name}: 25 tensors")
+    moves = "an adapter of rank 8, 28 tensors, 131 kB" if name == "lora_grpo" else "25 tensors"
+    assert result.stdout.startswith(f"{name}: {moves}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["run", "lora_grpo", "--chaos", "chaos"], "--chaos: 'chaos' is not valid; leave it out"),
+        (["plan", "lora_grpo", "--cluster", "8xh200"], "--cluster: '8xh200' is not valid; leave it out"),
+        (
+            ["plan", "lora_grpo", "--set", "trainers.kind=megatron"],
+            "give fsdp2 or plain, or leave trainers.l",
+        ),
+        (
+            ["plan", "lora_grpo", "--set", "trainers.lora.rank=9"],
+            "trainers.lora.rank: 9 is not valid; give 8,",
+        ),
+        (
+            ["plan", "lora_grpo", "--set", "engines.main.kind=torch"],
+            "give vllm or auto, or leave trainers.lora",
+        ),
+        (["plan", "lora_grpo", "--set", "resume=true"], "resume: True is not valid; give False, or leave"),
+    ],
+)
+def test_what_an_adapter_cannot_have_is_refused(arguments: list[str], says: str) -> None:
+    result = RUNNER.invoke(cli.app, arguments)
+    assert result.exit_code == 2
+    assert says in result.stderr
 
 
 def test_engines_of_different_ranks_are_planned_each_for_itself() -> None:

@@ -21,7 +21,7 @@ from weightsync.recipes.backends import BACKENDS
 from weightsync.recipes.grpo import Group
 from weightsync.recipes.learner import Learner
 from weightsync.recipes.model import build_checkpoint
-from weightsync.recipes.recipe import LoopSpec, ModelSpec, MoeSpec
+from weightsync.recipes.recipe import LoopSpec, ModelSpec, MoeSpec, TrainerSpec
 from weightsync.recipes.task import ProblemSampler, reward
 from weightsync.sources.experts import stack_experts
 from weightsync.sources.megatron import local_weights
@@ -90,7 +90,7 @@ def learn(
         rank=rank,
         world_size=world,
     )
-    learner = Learner(folder / "model", loop, device, kind)
+    learner = Learner(folder / "model", loop, TrainerSpec(kind=kind), device)
     mine = groups(16)[rank::world]
     metrics = [learner.train_step(mine) for _ in range(num_steps)]
     answers = learner.greedy([group.prompt for group in groups(4)], 1)

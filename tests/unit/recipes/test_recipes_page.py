@@ -16,7 +16,7 @@ from weightsync.errors import ConfigError
 from weightsync.protocol.timing import Span
 from weightsync.recipes.page import page, write_page
 from weightsync.recipes.run_report import RunReport, StepRow
-from weightsync.report import HealReport, Link
+from weightsync.report import Covered, HealReport, Link
 
 SCRIPT = "<script>console.error('ran')</script>"
 HOSTILE = (
@@ -72,6 +72,20 @@ def run_report(engines: tuple[str, ...] = ("main-0", "main-1"), num_steps: int =
         Link("trainer 0", f"engine {engines[0]} rank 0", "same GPU or slot", 625_000),
         Link("holder 1", f"engine {engines[1]} rank 0", "other host", 625_000),
     ]
+    last = report.steps[-1]
+    report.coverage = [
+        Covered(
+            engine=name,
+            component="model",
+            version=last.version,
+            num_tensors=24,
+            num_frozen=0,
+            nbytes=last.bytes,
+            route=last.routes[name],
+            proof=last.proofs.get(name, ""),
+        )
+        for name in engines
+    ]
     report.spans = {
         "driver": (Span("publish", 1.7e9, 0.010), Span("move", 1.7e9 + 0.012, 0.020)),
         "trainer 0": (Span("publish", 1.7e9 + 0.001, 0.008),),
@@ -100,8 +114,8 @@ def test_the_figures_of_the_run_are_on_the_page() -> None:
         "Bytes of an update 1.25 MB 0.125 GB/s while moving",
         "on 2 GPUs (H200), driven from host-a, 2 CPUs; seed 3",
         "Failures 2 1 heal ",
-        "main-0 17 directly out of the trainers' memory live weights",
-        "main-1 17 by broadcast: sync.mode is broadcast",
+        "main-0 model: version 17, 24 tensors, 1.25 MB directly out of the trainers' memory live weights",
+        "main-1 model: version 17, 24 tensors, 1.25 MB by broadcast: sync.mode is broadcast",
         "main-0: version 2 at",
         "update by update. Publish: trainers make their new weights readable. Pause:",
         "move 28.5 ms 36 ms",
