@@ -65,6 +65,8 @@ class TrainerShard(Claimable):
         quantization: the ``quantization_config`` of the engines, to quantise linear layers here: fewer bytes
             travel. All engines must be quantised alike, and each rank must hold whole blocks. See
             docs/quantised.md.
+        merge: a LoRA adapter of ``self.model`` by PEFT's name, such as ``default``. Each version then has it
+            merged, for engines without adapter slots. See docs/adapters.md.
     """
 
     model: Any
@@ -76,6 +78,7 @@ class TrainerShard(Claimable):
     _frozen: Collection[str] = ()
     _offloads: bool = False
     _quantization: Mapping[str, Any] | None = None
+    _merge: str = ""
     _made: ModelSource | None = None
     _attached: Source | None = None
     _attached_plan: Plan | None = None
@@ -91,9 +94,10 @@ class TrainerShard(Claimable):
         names: Names | None = None,
         frozen: Collection[str] = (),
         quantization: Mapping[str, Any] | None = None,
+        merge: str = "",
     ) -> None:
         self._slot, self._exclude, self._offloads, self._names = slot, exclude, offloads, names
-        self._frozen, self._quantization = frozen, quantization
+        self._frozen, self._quantization, self._merge = frozen, quantization, merge
 
     def offload(self) -> None:
         """Release the GPU memory of all parameters and persistent buffers of ``self.model``.
@@ -224,6 +228,7 @@ class TrainerShard(Claimable):
                 ("frozen", self._frozen),
                 ("offloads", self._offloads),
                 ("quantization", self._quantization),
+                ("merge", self._merge),
             ):
                 if given:
                     raise ConfigError(name, given, "leave it out: self.source decides")
@@ -239,6 +244,7 @@ class TrainerShard(Claimable):
                 offloads=self._offloads,
                 hf_config=self.hf_config,
                 quantization=self._quantization,
+                merge=self._merge,
             )
         if self._made.model is not self.model:
             self._made.replace(self.model)

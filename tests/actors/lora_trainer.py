@@ -27,9 +27,10 @@ class LoraTrainer(TrainerShard):
         rank: int = 0,
         world: int = 1,
         targets: Sequence[str] = TARGETS,
+        merge: str = "",
     ) -> None:
-        """`adapters`: the rank of each one, by PEFT's name."""
-        super().__init__(f"lora-{rank}")
+        """`adapters`: the rank of each one, by PEFT's name. `merge`: the one that the weights have merged."""
+        super().__init__(f"lora-{rank}", merge=merge)
         self.steps, self._targets = 0, targets
         self._rank, self._world, self._adapters, self._path = rank, world, adapters, path
 

@@ -43,7 +43,7 @@ def attach(
 
 
 def make_source(
-    model: object,
+    model: Any,  # noqa: ANN401 - a framework's
     exclude: Collection[str] = (),
     *,
     names: Names | None = None,
@@ -51,10 +51,12 @@ def make_source(
     offloads: bool = False,
     hf_config: object = None,
     quantization: Mapping[str, Any] | None = None,
+    merge: str = "",
 ) -> ModelSource:
     """Import and make the source of `model`, or of a list of its chunks. Arguments are `TrainerShard`'s.
 
-    Raises ConfigError if its type has no entry in `SOURCES`, or if another argument excludes `quantization`.
+    Raises ConfigError if its type has no entry in `SOURCES`, or if another argument excludes `quantization`
+    or `merge`.
     """
     chunk = model[0] if isinstance(model, (list, tuple)) and model else model
     bases = [f"{each.__module__}.{each.__qualname__}" for each in type(chunk).__mro__]
@@ -62,28 +64,28 @@ def make_source(
     if found is None:
         remedy = f"set self.source, or give a model of a known type; {nearest(bases[0], SOURCES)}"
         raise ConfigError("self.model", bases[0], remedy)
-    if quantization is not None:
-        return _quantized(model, found, quantization, exclude, frozen, {"names": names, "offloads": offloads})
+    derived = {"quantization": quantization, "merge": merge}
+    if setting := next((name for name, given in derived.items() if given), ""):
+        derived.pop(setting)
+        _require_plain(found, setting, model, {**derived, "names": names, "offloads": offloads})
+    if merge:
+        from weightsync.sources.merged_lora import MergedLoraSource
+
+        return MergedLoraSource(model, merge, exclude, frozen=frozen)
+    if quantization:
+        from weightsync.sources.quantized_module import QuantizedModuleSource
+
+        return QuantizedModuleSource(model, quantization, exclude, frozen=frozen)
     source: ModelSource = resolve_name(found)(
         model, exclude, names=names, frozen=frozen, offloads=offloads, hf_config=hf_config
     )
     return source
 
 
-def _quantized(
-    model: Any,  # noqa: ANN401 - a framework's
-    found: str,
-    quantization: Mapping[str, Any],
-    exclude: Collection[str],
-    frozen: Collection[str],
-    others: Mapping[str, object],
-) -> ModelSource:
+def _require_plain(found: str, setting: str, model: object, others: Mapping[str, object]) -> None:
+    """Raise ConfigError if the model is no module, or if one of `others` is given beside `setting`."""
     if found != SOURCES["torch.nn.modules.module.Module"]:
-        remedy = "leave it out: weights of this model are quantised on the engine"
-        raise ConfigError("quantization", type(model).__name__, remedy)
+        raise ConfigError(setting, type(model).__name__, "leave it out: it takes plain modules and FSDP2")
     for name, given in others.items():
         if given:
-            raise ConfigError(name, given, "leave it out: weights that are quantised here do not take it")
-    from weightsync.sources.quantized_module import QuantizedModuleSource
-
-    return QuantizedModuleSource(model, quantization, exclude, frozen=frozen)
+            raise ConfigError(name, given, f"leave it out: weights do not take it beside {setting}")

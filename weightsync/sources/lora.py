@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from weightsync.errors import ConfigError, StateError, nearest
+from weightsync.errors import ConfigError, StateError
 from weightsync.memory.addresses import local_tensor
 from weightsync.memory.tensors import byte_strides, meta_of
 from weightsync.plan import RankLayout
@@ -16,19 +16,10 @@ from weightsync.protocol.adapters import LORA_A, LORA_B, AdapterSpec
 from weightsync.sources.deepspeed import is_partitioned
 from weightsync.sources.local_weights import LocalWeights
 from weightsync.sources.module import segment_of
+from weightsync.sources.peft_modules import adapted_modules, base_name
 from weightsync.sources.tensors import TensorSource
 
-_PEFT = "base_model.model."
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""What activation checkpoints and `torch.compile` add to the names of modules."""
 _KINDS = {LORA_A: "lora_A", LORA_B: "lora_B"}
-_MORE = {
-    "modules_to_save": "modules_to_save",
-    "lora_embedding_A": "an embedding's LoRA",
-    "lora_magnitude_vector": "DoRA's magnitude",
-    "trainable_tokens_delta": "trainable tokens",
-}
-"""What PEFT's modules have beside A and B, by attribute."""
 
 
 class LoraSource(TensorSource):
@@ -57,23 +48,13 @@ class LoraSource(TensorSource):
         """
         self.model.state_dict(keep_vars=True)  # FSDP shards again what it has gathered
         found: dict[str, tuple[torch.Tensor, float]] = {}
-        known: set[str] = set()
-        for path, module in self.model.named_modules():
-            known.update(getattr(module, "lora_A", ()))
-            if reason := _more_than_lora(path, module, self._adapter):
-                raise ConfigError("adapter", self._adapter, f"{reason} has no place in an engine's slots")
-            if self._adapter not in getattr(module, "lora_A", ()):
-                continue
+        for path, module in adapted_modules(self.model, self._adapter).items():
             for suffix, kind in _KINDS.items():
-                live = getattr(module, kind)[self._adapter].weight
-                scaling = float(module.scaling[self._adapter]) if suffix == LORA_B else 1.0
-                found[_name(path, suffix)] = live, scaling
+                name, live = base_name(path) + suffix, getattr(module, kind)[self._adapter].weight
+                found[name] = live, float(module.scaling[self._adapter]) if suffix == LORA_B else 1.0
                 if is_partitioned(live):
-                    remedy = f"{_name(path, suffix)} is partitioned by ZeRO-3: give plain modules or FSDP2"
+                    remedy = f"{name} is partitioned by ZeRO-3: give plain modules or FSDP2"
                     raise ConfigError("self.model", type(self.model).__name__, remedy)
-        if not found:
-            remedy = nearest(self._adapter, known) if known else "the model has none"
-            raise ConfigError("adapter", self._adapter, remedy)
         return found
 
     def _weights(self) -> LocalWeights:
@@ -106,13 +87,6 @@ class LoraSource(TensorSource):
             held.copy_(live if scaling == 1 else live * scaling)
 
 
-def _name(path: str, suffix: str) -> str:
-    """Return a module's name in the base's checkpoint, with `suffix`. Other wrappers come before PEFT's."""
-    for wrapper in _WRAPPERS:
-        path = path.replace(wrapper, "")
-    return path.split(_PEFT, 1)[-1] + suffix
-
-
 class _Unmoved:
     """The copies on the host never move, and `_finish` looks at what they are of."""
 
@@ -123,20 +97,3 @@ class _Unmoved:
 
     def moved(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         return []
-
-
-def _more_than_lora(path: str, module: torch.nn.Module, adapter: str) -> str:
-    """Return what an adapter has or does in a module beside A and B; "" for nothing."""
-    for kind, called in _MORE.items():
-        names: Collection[str] = getattr(module, kind, None) or ()
-        if adapter in names:
-            return f"{called} in {path}"
-    variants: Mapping[str, object] = getattr(module, "lora_variant", None) or {}
-    if adapter in variants:
-        return f"{type(variants[adapter]).__name__} (a variant of LoRA) in {path}"
-    flags: Mapping[str, bool] = getattr(module, "lora_bias", None) or {}
-    if flags.get(adapter):
-        return f"lora_bias in {path}"
-    configs: Any = getattr(module, "peft_config", None) or {}
-    trained = getattr(configs.get(adapter), "bias", "none") if isinstance(configs, Mapping) else "none"
-    return "" if trained == "none" else f"bias={trained!r} in its configuration"

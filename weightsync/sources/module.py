@@ -44,6 +44,18 @@ class ModuleSource(TensorSource):
         return named_tensors(self.model)[0]
 
 
+class OwnTensors(AddressGuard):
+    """Guards a model's own tensors, where a source adds buffers that do not move."""
+
+    def __init__(self, module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+        """`tensors`: the model's own."""
+        super().__init__(module, tensors)
+        self._names = frozenset(tensors)
+
+    def moved(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        return super().moved({name: each for name, each in tensors.items() if name in self._names})
+
+
 def _cut(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Box:
     """Return this rank's box of a DTensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

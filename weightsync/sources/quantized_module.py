@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from weightsync.errors import ConfigError
-from weightsync.memory.addresses import AddressGuard, local_tensor
+from weightsync.memory.addresses import local_tensor
 from weightsync.memory.quantize import quantize
 from weightsync.plan import Box, RankLayout, Segment, TensorMeta
 from weightsync.plan.formats import MICROSCALING, Format, Quantization
 from weightsync.sources.local_weights import LocalWeights
-from weightsync.sources.module import ModuleSource
+from weightsync.sources.module import ModuleSource, OwnTensors
 
 DTYPE = "bfloat16"
 """The dtype from which weights are quantised, as engines do."""
@@ -72,8 +72,8 @@ class QuantizedModuleSource(ModuleSource):
     def _tensors(self) -> Mapping[str, torch.Tensor]:
         return {**super()._tensors(), **self._buffers}
 
-    def _watch(self, weights: LocalWeights) -> _Guard:
-        return _Guard(self.model, {n: t for n, t in weights.tensors.items() if n not in self._buffers})
+    def _watch(self, weights: LocalWeights) -> OwnTensors:
+        return OwnTensors(self.model, {n: t for n, t in weights.tensors.items() if n not in self._buffers})
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -156,17 +156,6 @@ class QuantizedModuleSource(ModuleSource):
         if held is None or held.shape != box.extent or held.device != device:
             held = self._buffers[name] = torch.empty(box.extent, dtype=dtype, device=device)
         return held
-
-
-class _Guard(AddressGuard):
-    """Guards the model's own tensors. Buffers of what is stored do not move."""
-
-    def __init__(self, module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(module, tensors)
-        self._names = frozenset(tensors)
-
-    def moved(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
-        return super().moved({name: each for name, each in tensors.items() if name in self._names})
 
 
 def _buffer_name(meta: TensorMeta) -> str:

@@ -1,0 +1,97 @@
+"""What travels of a PEFT model whose adapter is merged, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.sources.test_lora import Model, adapted, published
+from weightsync.errors import ConfigError
+from weightsync.sources import make_source
+from weightsync.sources.merged_lora import MergedLoraSource
+
+peft = pytest.importorskip("peft")
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def expected(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The base's tensors, with W + scaling * BA for those that are adapted."""
+    found = {name: tensor.detach().clone() for name, tensor in model.get_base_model().state_dict().items()}
+    wanted = {}
+    for name, tensor in found.items():
+        if ".lora_" in name:
+            continue
+        plain = name.replace(".base_layer.", ".")
+        path = name.removesuffix(".base_layer.weight")
+        a, b = (found.get(f"{path}.lora_{kind}.default.weight") for kind in "AB")
+        if name.endswith(".base_layer.weight") and a is not None and b is not None:
+            tensor = (tensor.float() + b.float() @ a.float() * 2.0).to(tensor.dtype)
+        wanted[plain] = tensor
+    return wanted
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_base_travels_with_the_adapter_added_in_float32(dtype: str) -> None:
+    model = adapted().to(getattr(torch, dtype))
+    source = MergedLoraSource(model, "default")
+    found, wanted = published(source, dtype), expected(model)
+    assert found.keys() == wanted.keys() == Model().state_dict().keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_versions_leave_no_rounding_behind() -> None:
+    model = adapted().to(torch.bfloat16)
+    source = MergedLoraSource(model, "default")
+    for _ in range(5):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if ".lora_" in name:
+                    parameter.normal_()
+        published(source, "bfloat16")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B" in name:
+                parameter.zero_()
+    found, base = published(source, "bfloat16"), expected(model)
+    assert all(torch.equal(found[name], base[name]) for name in base)
+
+
+def test_what_nobody_trains_is_frozen() -> None:
+    model = adapted()
+    weights = {f"layers.{layer}.{name}.weight" for layer in range(2) for name in ("up_proj", "down_proj")}
+    layout = MergedLoraSource(model, "default").layout()
+    assert set(layout.frozen) == Model().state_dict().keys() - weights
+    model.get_submodule("base_model.model.embed").weight.requires_grad_(True)
+    assert "embed.weight" not in MergedLoraSource(model, "default").layout().frozen
+
+
+def tied() -> nn.Module:
+    class Tied(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(6, 12, bias=False)
+            self.head.weight = self.embed.weight
+
+    model: nn.Module = peft.get_peft_model(Tied(), peft.LoraConfig(target_modules=["head", "up_proj"]))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "says"),
+    [
+        (adapted, {"merge": "defualt"}, "adapter: 'defualt' is not valid; did you mean 'default'"),
+        (Model, {"merge": "default"}, "adapter: 'default' is not valid; the model has none"),
+        (lambda: adapted(use_dora=True), {"merge": "default"}, "leave DoRA's magnitude .* out"),
+        (tied, {"merge": "default"}, "leave base_model.model.head out: its weight is tied"),
+        (adapted, {"merge": "default", "names": {"a": "b"}}, "names: .* leave it out: .* beside merge"),
+        (adapted, {"merge": "default", "offloads": True}, "offloads: .* beside merge"),
+        (adapted, {"merge": "default", "quantization": {"quant_method": "fp8"}}, "merge: .* beside quantiz"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(model: Any, settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        make_source(model(), **settings).layout()

@@ -1,0 +1,66 @@
+"""What PEFT makes of a model's modules, and what an adapter has there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from weightsync.errors import ConfigError, nearest
+
+_PEFT = "base_model.model."
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+"""What activation checkpoints and `torch.compile` add to the names of modules."""
+_MORE = {
+    "modules_to_save": "modules_to_save",
+    "lora_embedding_A": "an embedding's LoRA",
+    "lora_magnitude_vector": "DoRA's magnitude",
+    "trainable_tokens_delta": "trainable tokens",
+}
+"""What PEFT's modules have beside A and B, by attribute."""
+
+
+def adapted_modules(model: torch.nn.Module, adapter: str) -> dict[str, Any]:
+    """Return PEFT's modules that have `adapter`, by their paths in `model`.
+
+    Raises ConfigError if there are none, or if the adapter does more than A and B.
+    """
+    found: dict[str, Any] = {}
+    known: set[str] = set()
+    for path, module in model.named_modules():
+        known.update(getattr(module, "lora_A", ()))
+        if reason := _more_than_lora(path, module, adapter):
+            raise ConfigError("adapter", adapter, f"leave {reason} out: A and B of linear layers are read")
+        if adapter in getattr(module, "lora_A", ()):
+            found[path] = module
+    if not found:
+        raise ConfigError("adapter", adapter, nearest(adapter, known) if known else "the model has none")
+    return found
+
+
+def base_name(name: str) -> str:
+    """Return the name that a module or tensor has in the base's checkpoint.
+
+    What wraps PEFT's model comes before its own prefix.
+    """
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name.split(_PEFT, 1)[-1]
+
+
+def _more_than_lora(path: str, module: torch.nn.Module, adapter: str) -> str:
+    """Return what an adapter has or does in a module beside A and B; "" for nothing."""
+    for kind, called in _MORE.items():
+        names: Collection[str] = getattr(module, kind, None) or ()
+        if adapter in names:
+            return f"{called} in {path}"
+    variants: Mapping[str, object] = getattr(module, "lora_variant", None) or {}
+    if adapter in variants:
+        return f"{type(variants[adapter]).__name__} (a variant of LoRA) in {path}"
+    flags: Mapping[str, bool] = getattr(module, "lora_bias", None) or {}
+    if flags.get(adapter):
+        return f"lora_bias in {path}"
+    configs: Any = getattr(module, "peft_config", None) or {}
+    trained = getattr(configs.get(adapter), "bias", "none") if isinstance(configs, Mapping) else "none"
+    return "" if trained == "none" else f"bias={trained!r} in its configuration"
