@@ -1,12 +1,14 @@
 """verl's own CheckpointEngineManager over Ray, with its rollout workers; run by test_verl.py.
 
-    python -m tests.contract.verl_fleet FOLDER
+    python -m tests.contract.verl_fleet FOLDER [nccl]
 
-Two actors, of which one sends, and two replicas; one leaves after the second update, and comes back.
+Two actors, of which one sends, and two replicas; one leaves after the second update, and comes back. With
+nccl one actor on a GPU and one replica on another, since NCCL takes one rank for each GPU.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -25,13 +27,16 @@ from verl.workers.config import CheckpointEngineConfig
 
 from tests.patience import patient
 
-ROOT = Path(__file__).parents[2]
-CONFIG = CheckpointEngineConfig(
-    backend="weightsync",
-    custom_backend_module="weightsync.plugins.verl",
-    update_weights_bucket_megabytes=1,
-    engine_kwargs={"weightsync": {"transport": "gloo", "timeout_s": patient(60)}},
-)
+PATH = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+
+
+def configured(transport: str) -> CheckpointEngineConfig:
+    return CheckpointEngineConfig(
+        backend="weightsync",
+        custom_backend_module="weightsync.plugins.verl",
+        update_weights_bucket_megabytes=1,
+        engine_kwargs={"weightsync": {"transport": transport, "timeout_s": patient(60)}},
+    )
 
 
 def weights(version: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -45,18 +50,20 @@ def weights(version: int) -> Iterator[tuple[str, torch.Tensor]]:
 class Actor(Worker):
     """The part of verl's ActorRolloutRefWorker that moves weights."""
 
-    def __init__(self, is_master: bool) -> None:
+    def __init__(self, config: CheckpointEngineConfig, is_master: bool) -> None:
         super().__init__()
-        import_external_libs(CONFIG.custom_backend_module)
-        options = CONFIG.engine_kwargs["weightsync"]
+        import_external_libs(config.custom_backend_module)
+        options = config.engine_kwargs["weightsync"]
+        self.device = "cuda" if options["transport"] == "nccl" else "cpu"
         self.engine = CheckpointEngineRegistry.new(
-            CONFIG.backend, is_master=is_master, bucket_size=1 << 20, **options
+            config.backend, is_master=is_master, bucket_size=1 << 20, **options
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int, mode: str) -> dict[str, object]:
         assert mode == "weightsync"
-        return await self.engine.send_weights(weights(global_steps), global_steps=global_steps) or {}
+        sent = ((name, tensor.to(self.device)) for name, tensor in weights(global_steps))
+        return await self.engine.send_weights(sent, global_steps=global_steps) or {}
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
     def execute_checkpoint_engine(self, method: str, *args: object, **kwargs: object) -> object:
@@ -73,7 +80,7 @@ class Adapter:
         self, came: AsyncIterator[tuple[str, torch.Tensor]], global_steps: int, wire_format: str
     ) -> None:
         assert wire_format == "named_tensors"
-        held = {name: tensor.clone() async for name, tensor in came}
+        held = {name: tensor.cpu().clone() async for name, tensor in came}
         wanted = dict(weights(global_steps))
         if list(held) == list(wanted) and all(torch.equal(held[name], wanted[name]) for name in wanted):
             self.equal.append(global_steps)
@@ -90,22 +97,28 @@ class Replica:
     abort_all_requests = release_kv_cache = resume_kv_cache = resume_generation = nothing
 
 
-def start(kind: type, folder: Path, *args: object) -> Any:
+def start(kind: type, folder: Path, gpu: int | None, *args: object) -> Any:
     env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    env |= {"DIST_INIT_METHOD": f"file://{folder}/{uuid4().hex}", "PYTHONPATH": str(ROOT)}
+    env |= {"DIST_INIT_METHOD": f"file://{folder}/{uuid4().hex}", "PYTHONPATH": PATH}
+    if gpu is not None:
+        env |= {"CUDA_VISIBLE_DEVICES": str(gpu), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
     return ray.remote(kind).options(runtime_env={"env_vars": env}).remote(*args)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, transport: str = "gloo") -> None:
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-    actors = [start(Actor, folder, index == 0) for index in range(2)]
+    config, gpus = configured(transport), [0, 1] if transport == "nccl" else [None] * 4
+    num_actors = len(gpus) // 2
+    actors = [start(Actor, folder, gpu, config, not i) for i, gpu in enumerate(gpus[:num_actors])]
     group = RayWorkerGroup(
         worker_handles=actors, ray_cls_with_init=RayClassWithInitArgs(cls=ray.remote(Actor))
     )
-    settings = SimpleNamespace(name="vllm", checkpoint_engine=CONFIG)
-    workers = [start(CheckpointEngineWorker, folder, settings, None, Adapter()) for _ in range(2)]
-    first, second = map(Replica, workers)
-    manager = CheckpointEngineManager(CONFIG, group, [first, second])
+    settings = SimpleNamespace(name="vllm", checkpoint_engine=config)
+    workers = [
+        start(CheckpointEngineWorker, folder, gpu, settings, None, Adapter()) for gpu in gpus[num_actors:]
+    ]
+    replicas = [*map(Replica, workers)]
+    manager = CheckpointEngineManager(config, group, replicas)
 
     def update(version: int) -> list[str]:
         manager.update_weights(global_steps=version)
@@ -116,15 +129,18 @@ def main(folder: Path) -> None:
     epochs = [update(1), update(2)]
     assert epochs[0] == epochs[1], "the communicator was not kept"
     assert len(set(epochs[0])) == 1
-    manager.remove_replicas([second])
+    others = replicas[1:]
+    if others:
+        manager.remove_replicas(others)
     epochs.append(update(3))
-    assert epochs[2][0] == epochs[2][1] != epochs[1][0], "who left is waited for"
-    manager.add_replicas([second])
+    if others:
+        assert epochs[2][0] == epochs[2][1] != epochs[1][0], "who left is waited for"
+        manager.add_replicas(others)
     assert len(set(update(4))) == 1
     equal = [ray.get(each.__ray_call__.remote(lambda self: self.server_adapter.equal)) for each in workers]
-    assert equal == [[1, 2, 3, 4], [1, 2, 4]], equal
+    assert equal == [[1, 2, 3, 4], [1, 2, 4]][: len(workers)], equal
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])
     ray.shutdown()
