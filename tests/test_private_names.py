@@ -18,6 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 OURS = ("weightsync", "actors", "recipes", "benchmarks", "tests")
 THIRD_PARTY = {
+    "_checkpoint": "torch",
     "_dynamo": "torch",
     "_exit": "os",
     "_get_original_loader": "vllm",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,6 +91,24 @@ def test_a_view_and_a_second_version(pool, transports) -> None:
         for coming in [pool.submit(receive, stream) for stream in streams[1:]]:
             assert torch.equal(coming.result(TIMEOUT_S)["weight"], weight)
         sent.result(TIMEOUT_S)
+
+
+class LateTransport:
+    """Sends each message only when it is waited for, as NCCL may."""
+
+    def __init__(self) -> None:
+        self.were_there: list[bool] = []
+
+    def start(self, ops) -> SimpleNamespace:
+        (message,) = (weakref.ref(op.data) for op in ops)
+        return SimpleNamespace(wait=lambda: self.were_there.append(message() is not None))
+
+
+def test_messages_keep_their_memory_until_they_have_been_sent() -> None:
+    transport = LateTransport()
+    send(TensorStream(transport, 0, 1, HOST, 64), {f"t{i}": torch.ones(20) for i in range(5)})
+    assert len(transport.were_there) > 15
+    assert all(transport.were_there)
 
 
 class Bus:

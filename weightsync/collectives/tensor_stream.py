@@ -137,7 +137,7 @@ class _Outgoing:
         self._transport, self._device, self._version = transport, device, version
         self._digests = digester
         self._slots = [torch.empty(bucket_nbytes, dtype=torch.uint8, device=device) for _ in range(_SLOTS)]
-        self._travelling: list[list[Pending]] = [[] for _ in range(_SLOTS)]
+        self._travelling: list[list[tuple[Pending, torch.Tensor]]] = [[] for _ in range(_SLOTS)]
         self._number = self._used = 0
         self._chunks: list[_Chunk] = []
 
@@ -171,8 +171,9 @@ class _Outgoing:
         head = msgspec.msgpack.encode(_Head(self._version, self._number, is_last, self._chunks, digests))
         sizes = np.array([len(head), self._used]).tobytes()
         messages = (self._bytes(sizes), self._bytes(head), data)
-        ops = [Broadcast(message, 0) for message in messages if len(message)]
-        self._travelling[self._at] = [self._transport.start([op]) for op in ops]
+        self._travelling[self._at] = [
+            (self._transport.start([Broadcast(message, 0)]), message) for message in messages if len(message)
+        ]
         self._number, self._used, self._chunks = self._number + 1, 0, []
         _wait(self._travelling[self._at])  # the bucket before this one, whose slot is packed next
 
@@ -259,9 +260,11 @@ def _cut(data: torch.Tensor, chunk: _Chunk) -> torch.Tensor:
     return data[chunk.offset : chunk.offset + chunk.num * dtype.itemsize].view(dtype)
 
 
-def _wait(pending: list[Pending]) -> None:
-    while pending:
-        pending.pop(0).wait()
+def _wait(travelling: list[tuple[Pending, torch.Tensor]]) -> None:
+    """Wait for messages, which keep their memory until then."""
+    while travelling:
+        pending, _message = travelling.pop(0)
+        pending.wait()
 
 
 class _Digester:

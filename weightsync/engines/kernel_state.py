@@ -36,6 +36,22 @@ class KernelState:
             vars(holder).update(attributes)
 
 
+class VolatileBuffers:
+    """Which buffers of a model's modules are not persistent, as it is now.
+
+    vLLM 0.24 registers all of them as persistent after a reload. Persistent ones count as weights.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        modules = (module for module in model.modules() if module._non_persistent_buffers_set)
+        self._held = [(module, set(module._non_persistent_buffers_set)) for module in modules]
+
+    def put_back(self) -> None:
+        """Have those that are still there be volatile again."""
+        for module, names in self._held:
+            module._non_persistent_buffers_set.update(names & module._buffers.keys())
+
+
 def tensors_beside(model: torch.nn.Module) -> Iterator[str]:
     """Yield the paths of tensors that kernels hold, and that may be made of weights without being live.
 

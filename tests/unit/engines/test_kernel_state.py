@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from weightsync.engines.kernel_state import KernelState, tensors_beside
+from weightsync.engines.kernel_state import KernelState, VolatileBuffers, tensors_beside
 from weightsync.engines.live_digest import require_complete
 from weightsync.errors import TransportError
 
@@ -92,3 +92,20 @@ def test_kernels_read_live_parameters_again_once_their_state_is_put_back(
     assert not hasattr(experts.quant_method, "num_reloads")
     experts.scale.data.fill_(2)
     assert experts.quant_method.kernel.scales.first.eq(2).all()
+
+
+def test_volatile_buffers_are_so_after_a_reload_that_registers_them_again() -> None:
+    """A module whose cache counted as a weight could not be filled from a copy of its parameters."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Module())
+    for name, persistent in (("cache", False), ("gone", False), ("steps", True)):
+        model[1].register_buffer(name, torch.ones(4), persistent=persistent)
+    volatile = VolatileBuffers(model)
+    for name in ("cache", "steps"):
+        model[1].register_buffer(name, torch.ones(4))
+    del model[1].gone
+    with pytest.raises(TransportError, match=r"1\.cache is no parameter"):
+        require_complete(model)
+    volatile.put_back()
+    assert model[1]._non_persistent_buffers_set == {"cache"}
+    del model[1].steps
+    require_complete(model)

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from weightsync.engines.checks import require_gpus
-from weightsync.engines.kernel_state import KernelState
+from weightsync.engines.kernel_state import KernelState, VolatileBuffers
 from weightsync.engines.loader_fill import FillCount, ToFill
 from weightsync.engines.sampling import Sampling
 from weightsync.errors import ConfigError, nearest
@@ -289,6 +289,7 @@ class Reload:
         self._model, self._config, self._device = model, config, device
         # On a CPU, experts are packed again after the reload, by the kernels that it made.
         self._kernels = None if device.type == "cpu" else KernelState.of_references(model)
+        self._volatile = VolatileBuffers(model)
         with torch.device(device):
             initialize_layerwise_reload(self._model)
         self._account = LoadAccount(model)
@@ -326,6 +327,7 @@ class Reload:
 
         with torch.no_grad(), torch.device(self._device), _without_failed_to_load():
             finalize_layerwise_reload(self._model, self._config)
+        self._volatile.put_back()
         if self._kernels:
             self._kernels.put_back()
 
