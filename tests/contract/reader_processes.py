@@ -13,7 +13,7 @@ import torch
 from tests.forked import forking
 from weightsync.memory.host import SharedBuffer
 from weightsync.protocol.handles import Offer
-from weightsync.readers import serve
+from weightsync.readers import serve, serve_unmapped
 
 _FACTOR = 0x1E3779B97F4A7C15
 
@@ -23,13 +23,33 @@ def pattern(nbytes: int, key: int) -> torch.Tensor:
     return (torch.arange(-(-nbytes // 8)) * _FACTOR + key).view(torch.uint8)[:nbytes]
 
 
+class Copied:
+    """Memory that only its process can read, as a GPU's: each answer is a copy."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+        self.nbytes = len(memory)
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        return self._memory[start : start + nbytes].numpy().tobytes()
+
+
 def hold(pipe: Connection, key: int, nbytes: int, protocols: Sequence[str]) -> None:
-    """Be the holder, which says what it offers, until the other end of `pipe` is closed."""
+    """Be the holder, which says what it offers, until the other end of `pipe` is closed.
+
+    "unmapped" among `protocols`: over ZeroMQ, as memory that nobody maps.
+    """
     os.setsid()
     buffer = SharedBuffer.create(nbytes)
     buffer.tensor.copy_(pattern(nbytes, key))
-    servers = [serve(buffer, f"holder {key}", "127.0.0.1", protocol) for protocol in protocols]
-    pipe.send({server.offer.protocol: server.offer for server in servers})
+    name, host = f"holder {key}", "127.0.0.1"
+    servers = [
+        serve_unmapped(Copied(buffer.tensor), name, host)
+        if protocol == "unmapped"
+        else serve(buffer, name, host, protocol)
+        for protocol in protocols
+    ]
+    pipe.send({protocol: server.offer for protocol, server in zip(protocols, servers, strict=True)})
     with contextlib.suppress(EOFError):
         pipe.recv()
     for server in servers:

@@ -31,16 +31,18 @@ from weightsync.protocol.handshake import Doorman, show_secret
 from weightsync.readers import Read, Reader, choice, choose_protocol, open_reader, serve
 from weightsync.readers.base import pieces
 from weightsync.readers.mooncake_process import probe
-from weightsync.readers.zeromq_server import Answer, Request
+from weightsync.readers.zeromq_server import CHUNK_NBYTES, Answer, Request
 
 NO_MOONCAKE = probe("tcp", "")
 WAYS = [
     "mapped",
     "zeromq",
+    "unmapped",
     pytest.param("tcp", marks=pytest.mark.skipif(bool(NO_MOONCAKE), reason=NO_MOONCAKE)),
 ]
 NETWORK = WAYS[1:]
 PROTOCOLS = ["zeromq"] if NO_MOONCAKE else ["zeromq", "tcp"]
+SERVED = [*PROTOCOLS, "unmapped"]
 NBYTES = (64 << 20) + 13
 SHORT_S = patient(0.5)
 """What a read waits for a peer that is stopped; those that are not come within it."""
@@ -65,7 +67,7 @@ class Targets:
     def open(self, targets: Sequence[SharedBuffer], offers: dict[str, Offer], way: str) -> Reader:
         reader = open_reader(targets, offers, may_map=way == "mapped")
         self._readers.append(reader)
-        assert set(reader.ways.values()) == {way}
+        assert set(reader.ways.values()) == {"zeromq" if way == "unmapped" else way}
         return reader
 
     def close(self) -> None:
@@ -75,7 +77,7 @@ class Targets:
 
 @pytest.fixture(scope="module")
 def peers() -> Iterator[list[Peer]]:
-    found = [Peer(key, NBYTES, PROTOCOLS) for key in (1, 2, 3)]
+    found = [Peer(key, NBYTES, SERVED) for key in (1, 2, 3)]
     yield found
     for peer in found:
         peer.end()
@@ -84,7 +86,7 @@ def peers() -> Iterator[list[Peer]]:
 @pytest.fixture(scope="module")
 def mortals() -> Iterator[Iterator[Peer]]:
     """Peers for tests that kill them, one for each."""
-    found = [Peer(key, NBYTES, PROTOCOLS) for key in range(4, 6 + len(PROTOCOLS))]
+    found = [Peer(key, NBYTES, SERVED) for key in range(4, 6 + len(SERVED))]
     yield iter(found)
     for peer in found:
         peer.end()
@@ -132,6 +134,15 @@ def test_three_peers_fill_two_targets_at_once_and_again(rig: Targets, way: str) 
         for i in range(3):
             part = target.tensor[i * third : (i + 1) * third]
             assert torch.equal(part, pattern(NBYTES, i + 1)[i * third + turn :][:third])
+
+
+def test_memory_that_nobody_can_map_is_read_over_the_network_on_its_own_host_too(rig: Targets) -> None:
+    target = rig.buffer(1000)
+    reader = open_reader([target], {"peer 1": rig.peers[0].offer("unmapped")}, may_map=True)
+    with contextlib.closing(reader):
+        assert reader.ways == {"peer 1": "zeromq"}
+        reader.read([Read("peer 1", 5, 0, 0, 1000)], patient(5))
+    assert torch.equal(target.tensor, pattern(NBYTES, 1)[5:1005])
 
 
 def test_each_peer_is_read_its_own_way(rig: Targets) -> None:
@@ -357,11 +368,20 @@ def test_a_secret_refused_before_the_first_read_is_named_too(rig: Targets) -> No
 def test_what_is_no_request_does_not_end_a_server(rig: Targets) -> None:
     offer = rig.peers[0].offer("zeromq")
     too_far = msgspec.msgpack.encode(Request(3, 1 << 62, 1 << 62))
+    too_much = msgspec.msgpack.encode(Request(3, 0, CHUNK_NBYTES + 1))
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         show_secret(socket, offer.secret)
         socket.connect(offer.endpoint)
-        for frames in ([b""], [b"x"], [b"x" * 24], [too_far], [too_far, b""], [msgpack([1, -1, 2])]):
+        for frames in (
+            [b""],
+            [b"x"],
+            [b"x" * 24],
+            [too_far],
+            [too_far, b""],
+            [too_much],
+            [msgpack([1, -1, 2])],
+        ):
             socket.send_multipart(frames)
             assert socket.poll(int(1000 * patient(5)))
             (answer,) = socket.recv_multipart()

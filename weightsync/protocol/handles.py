@@ -15,7 +15,7 @@ from weightsync.plan.layout_table import LayoutTable
 class BufferHandle(msgspec.Struct, frozen=True, tag="host"):
     """A name of a buffer of `nbytes`, for other processes of the same user and host.
 
-    `is_file`: the buffer is a file called `name`, which is only read.
+    `is_file`: the buffer is a file called `name`, which is only read. Without a name nobody can map it.
     """
 
     pid: int
@@ -23,6 +23,11 @@ class BufferHandle(msgspec.Struct, frozen=True, tag="host"):
     name: str
     nbytes: int
     is_file: bool = False
+
+    @classmethod
+    def unmapped(cls, nbytes: int) -> BufferHandle:
+        """Return the handle of memory that no other process can map."""
+        return cls(0, -1, "", nbytes)
 
     @property
     def link(self) -> str:
@@ -78,7 +83,8 @@ class Offer:
     Attributes:
         holder: name of the holder that offers them.
         protocol: how they are served to other hosts.
-        memory: how a process of the same host maps them. A process that finds it is on that host.
+        memory: how a process of the same host maps them. A process that finds it is on that host. Without a
+            name, nobody can map it.
         endpoint: what `protocol` connects to.
         base: the address of byte 0 in the process that serves it (Mooncake).
         secret: shown when a reader connects (ZeroMQ).

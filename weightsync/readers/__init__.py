@@ -7,7 +7,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, cast
 
 from weightsync.errors import ConfigError, nearest
-from weightsync.readers.base import Read, Reader, Server
+from weightsync.readers.base import Read, Readable, Reader, Server
 from weightsync.readers.choice import choose_protocol, rdma_devices
 from weightsync.readers.parallel import ParallelReader
 
@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 __all__ = [
     "WAYS",
     "Read",
+    "Readable",
     "Reader",
     "Server",
     "choose_protocol",
     "open_reader",
     "rdma_devices",
     "serve",
+    "serve_unmapped",
 ]
 
 WAYS = {
@@ -51,14 +53,22 @@ def serve(
     protocol, or if none of `ports` can be had; TransportError when the server does not start.
     """
     if protocol == "zeromq":
-        from weightsync.readers.zeromq_server import ZeroMqServer
+        from weightsync.readers.zeromq_server import SharedMemory, ZeroMqServer
 
-        return ZeroMqServer(buffer, holder, host, ports)
+        return ZeroMqServer(SharedMemory(buffer), buffer.handle, holder, host, ports)
     if protocol in ("tcp", "rdma"):
         from weightsync.readers.mooncake import MooncakeServer
 
         return MooncakeServer(buffer, holder, host, cast("ProtocolName", protocol), rdma_device, ports)
     raise ConfigError("protocol", protocol, nearest(protocol, ("rdma", "tcp", "zeromq")))
+
+
+def serve_unmapped(memory: Readable, holder: str, host: str, ports: Ports | None = None) -> Server:
+    """Let peers read `memory`, which none can map, over ZeroMQ. Raises as `serve`."""
+    from weightsync.protocol.handles import BufferHandle
+    from weightsync.readers.zeromq_server import ZeroMqServer
+
+    return ZeroMqServer(memory, BufferHandle.unmapped(memory.nbytes), holder, host, ports)
 
 
 def open_reader(

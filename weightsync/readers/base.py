@@ -24,6 +24,19 @@ class Read:
     nbytes: int
 
 
+class Readable(Protocol):
+    """Memory that a server sends from. A `SharedBuffer` is served as it is, other memory through this."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def read(self, start: int, nbytes: int) -> bytes | memoryview:
+        """Return `nbytes` bytes from `start` on, both within bounds. Called from the server's thread alone.
+
+        What is returned must stay as it is until it is sent, or be a view of what may change.
+        """
+
+
 class Server(Protocol):
     """Lets peers read one buffer until `close`. Reads are not protected against changes."""
 

@@ -30,7 +30,8 @@ def can_map(offer: Offer) -> bool:
     Only the memory proves the host: its name is random, while boot ids, namespaces, process ids and hostnames
     of cloned machines and containers may be alike. False also if the process that offered it is gone.
     """
-    if offer.memory.is_file:  # other hosts may have a file of that name
+    # Other hosts may have a file of that name. Memory without a name is served over the network alone.
+    if offer.memory.is_file or not offer.memory.name:
         return False
     try:
         os.close(open_memory(offer.memory, os.O_RDONLY))

@@ -21,9 +21,8 @@ from weightsync.protocol.handles import Offer
 from weightsync.protocol.handshake import decode_one, dial, hang_up
 from weightsync.readers.base import Read, by_peer, pieces
 from weightsync.readers.ending import Ending
-from weightsync.readers.zeromq_server import Request, answers
+from weightsync.readers.zeromq_server import CHUNK_NBYTES, Request, answers
 
-CHUNK_NBYTES = 1 << 20
 WINDOW = 4
 """Chunks requested from one peer at a time."""
 MAX_IO_THREADS = 4

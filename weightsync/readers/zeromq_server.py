@@ -1,4 +1,4 @@
-"""Serves one buffer over ZeroMQ to peers that show its secret.
+"""Serves memory over ZeroMQ to peers that show its secret.
 
 A request is one frame, a `Request`. An answer is an `Answer`, then a frame of data unless it refuses.
 Secrets are checked as in `weightsync.protocol.handshake`.
@@ -14,10 +14,13 @@ import msgspec
 from weightsync.config import Ports
 from weightsync.errors import WireError
 from weightsync.memory.host import SharedBuffer
-from weightsync.protocol.handles import Offer
+from weightsync.protocol.handles import BufferHandle, Offer
 from weightsync.protocol.handshake import Server, decode_one
+from weightsync.readers.base import Readable
 
 MAX_FRAME_NBYTES = 256
+CHUNK_NBYTES = 1 << 20
+"""The most bytes of one answer. Longer requests are refused."""
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -41,17 +44,36 @@ requests = msgspec.msgpack.Decoder(Request)
 answers = msgspec.msgpack.Decoder(Answer)
 
 
-class ZeroMqServer(Server):
-    """Answers requests for parts of one buffer."""
+class SharedMemory:
+    """A shared buffer as `Readable`: answers are views of it."""
 
-    def __init__(self, buffer: SharedBuffer, holder: str, host: str, ports: Ports | None) -> None:
-        """Raises ConfigError or TransportError as `weightsync.protocol.ports.listen`."""
+    def __init__(self, buffer: SharedBuffer) -> None:
         self._view = buffer.tensor.numpy().data
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._view)
+
+    def read(self, start: int, nbytes: int) -> memoryview:
+        return self._view[start : start + nbytes]
+
+
+class ZeroMqServer(Server):
+    """Answers requests for parts of `memory`."""
+
+    def __init__(
+        self, memory: Readable, handle: BufferHandle, holder: str, host: str, ports: Ports | None
+    ) -> None:
+        """Start to serve. `handle` is how processes of this host map the memory.
+
+        Raises ConfigError or TransportError as `weightsync.protocol.ports.listen`.
+        """
+        self._memory = memory
         super().__init__(host, ports, MAX_FRAME_NBYTES, f"{holder} cannot serve")
         self.offer = Offer(
             holder=holder,
             protocol="zeromq",
-            memory=buffer.handle,
+            memory=handle,
             endpoint=self.endpoint,
             secret=self.secret,
         )
@@ -62,8 +84,19 @@ class ZeroMqServer(Server):
             request = decode_one(requests, frames)
         except WireError as error:
             return [msgspec.msgpack.encode(Answer(0, str(error)))]
-        start, end = request.offset, request.offset + request.nbytes
-        if end > len(self._view):
-            refusal = f"{request.nbytes} bytes from {start} on, of the {len(self._view)} that it has"
-            return [msgspec.msgpack.encode(Answer(request.ticket, refusal))]
-        return [msgspec.msgpack.encode(Answer(request.ticket)), self._view[start:end]]
+        start, nbytes = request.offset, request.nbytes
+        if start + nbytes > self._memory.nbytes:
+            return _refuse(
+                request, f"{nbytes} bytes from {start} on, of the {self._memory.nbytes} that it has"
+            )
+        if nbytes > CHUNK_NBYTES:
+            return _refuse(request, f"{nbytes} bytes at once, of at most {CHUNK_NBYTES}")
+        try:
+            data = self._memory.read(start, nbytes)
+        except Exception as error:  # noqa: BLE001 - the device's errors too: the peer reads elsewhere then
+            return _refuse(request, f"{type(error).__name__}: {error}")
+        return [msgspec.msgpack.encode(Answer(request.ticket)), data]
+
+
+def _refuse(request: Request, why: str) -> Sequence[bytes]:
+    return [msgspec.msgpack.encode(Answer(request.ticket, why))]
