@@ -339,7 +339,7 @@ class WeightSync(AdapterMethods):
             handle: an `EngineActor`, or an actor derived from `VllmActor`.
 
         Returns:
-            The report of its refill from the holders. None if they keep no version that it can take: it then
+            The report of its refill from the holders. None if they have no version that it can take: it then
             serves from the next update on.
 
         Raises:
@@ -370,7 +370,7 @@ class WeightSync(AdapterMethods):
 
         Raises:
             ConfigError: no engine has this name.
-            StateError: the engine is DEAD (use `add_engine`), or holders keep no version that it can take.
+            StateError: the engine is DEAD (use `add_engine`), or holders have no version that it can take.
             WeightSyncError: the refill failed; the engine is STALE or DEAD.
         """
         self._known(name)

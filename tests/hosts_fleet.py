@@ -175,6 +175,7 @@ class Staging(HostStaging):
         super().__init__(plan, index, send_buffer, receives)
         self._plan, self.writes, self._direct_copy = plan, False, None
         self.mapped, self.source, self.target, self.flat = self, {}, {}, None
+        self._targets: list[SharedBuffer] = []
 
     def connect(self, trainer: Export) -> None:
         self.source = mapped(trainer.buffers)
@@ -212,11 +213,22 @@ class Staging(HostStaging):
                 slot[step.offset : step.offset + step.nbytes] = self.at(step)
         return ()
 
+    def targets(self) -> Sequence[SharedBuffer]:
+        while len(self._targets) < 2:
+            self._targets.append(SharedBuffer.create(self._plan.max_bucket_nbytes))
+        return self._targets
+
     def write(self, bucket: int) -> None:
         self._unpack.run(bucket)
 
     def wait_written(self, timeout_s: float) -> None:
         """Copies on the host have ended when their call returns."""
+
+    def close(self) -> None:
+        super().close()
+        for target in self._targets:
+            target.close()
+        self._targets = []
 
 
 class MappingHolder(Holder):

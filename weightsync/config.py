@@ -312,7 +312,8 @@ class SyncConfig:
         pause: running requests: ``keep`` freezes them and continues with the new weights, ``wait`` lets them
             finish first, ``abort`` ends them with the tokens that they have.
         keep_versions: 2 keeps a copy of the committed version in the holders' host memory, from which engines
-            are refilled. 1 keeps none.
+            are refilled. 1 keeps none: an engine whose memory its holders write is refilled from equal ones
+            that serve, others wait for the next update.
         mirrors: further copies of the committed version on other hosts, if there are any.
         heal_attempts: how many times a failed engine is healed before it is given up; 0 heals none.
         heal_backoff_s: the first attempt starts at once. The second waits twice as many seconds as this, each

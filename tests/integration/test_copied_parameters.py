@@ -6,6 +6,7 @@ Ranks, holders and the driver are real; device memory is host memory here.
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -159,12 +160,12 @@ class Fleet(Direct):
         await self.controller.adopt(name)
 
 
-def drive(work: Callable[[Fleet], Coroutine[object, object, None]]) -> None:
+def drive(work: Callable[[Fleet], Coroutine[object, object, None]], config: SyncConfig = CONFIG) -> None:
     async def typed(loop: Direct) -> None:
         assert isinstance(loop, Fleet)
         await work(loop)
 
-    drive_direct(typed, cls=Fleet)
+    drive_direct(typed, config, cls=Fleet)
 
 
 def test_a_new_process_gets_the_parameters_that_its_loader_had_made() -> None:
@@ -190,6 +191,26 @@ def test_a_new_process_gets_the_parameters_that_its_loader_had_made() -> None:
         assert loop.engine("e0").host.num_loads == 1
 
     drive(work)
+
+
+def test_without_copies_a_new_process_gets_the_parameters_of_an_engine_that_serves() -> None:
+    async def work(loop: Fleet) -> None:
+        await loop.controller.connect()
+        await loop.update(1)
+        served = {name: each.clone() for name, each in loop.engine("e0").held.items()}
+        loop.train()
+        await loop.respawn("e1")
+        report = await loop.controller.refill("e1")
+        assert (report.engines, report.ways) == ({"e0": 1, "e1": 1}, {"holder 1": "zeromq"})
+        assert report.proofs["e1"] == "live weights with what its loader had made of them"
+        assert loop.engine("e1").host.num_loads == 0
+        assert all(torch.equal(each, loop.engine("e1").held[n]) for n, each in served.items())
+        await loop.respawn("e0")
+        next(iter(loop.engine("e1").held.values()))[0] ^= 1
+        with pytest.raises(VerifyError, match="live parameters of rank 0"):
+            await loop.controller.refill("e0")
+
+    drive(work, replace(CONFIG, keep_versions=1))
 
 
 def test_a_copy_with_a_bit_that_flipped_serves_nowhere() -> None:

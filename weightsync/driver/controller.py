@@ -71,7 +71,7 @@ class Controller:
         self.events.subscribe(HolderSilent, lambda _: self._disconnect())
         self._update_lock = UpdateLock(min(GRACE_S, config.timeout_s))
         self.engine_group = EngineGroup(config, fleet, self.events, self._update_lock)
-        self.snapshot_index = SnapshotIndex(config, fleet, self.events)
+        self.snapshot_index = SnapshotIndex(config, fleet, self.events, self.engine_group)
         self._trainers = Trainers(config, fleet)
         self._comparison = Comparison(config, fleet, self._trainers, self.snapshot_index.live)
         self._refiller = Refiller(
@@ -207,14 +207,14 @@ class Controller:
         if self._connection.in_place:
             try:
                 with clock.phase("publish"):
-                    await self.snapshot_index.copied()
+                    await self.snapshot_index.writable()
                     paused = await self._ready_and_pause(takers, version)
                 return await self._deliver(version, takers, paused, clock, when_held)
             finally:
                 if self._publishing:
                     self._publishing.close()
         with clock.phase("publish"):
-            await self.snapshot_index.copied()
+            await self.snapshot_index.writable()
             await self._publish(version)
         when_held()
         if self._stager:
@@ -231,7 +231,7 @@ class Controller:
         Raises ConfigError if an engine cannot sleep, and DeadlineError if one does not pause in time. That
         engine is unchanged, and the others sleep.
         """
-        await self.snapshot_index.copied()  # holders may still copy from the engines' memory
+        await self.snapshot_index.writable(names)  # holders may still copy from the engines' memory
         await self.engine_group.sleep(names, level)
 
     async def wake(self, names: Collection[str]) -> None:
@@ -248,9 +248,9 @@ class Controller:
         await self.engine_group.wake(names)
 
     def can_refill(self, engine: str) -> bool:
-        """Whether holders have a snapshot of the committed version that fits `engine`."""
+        """Whether `engine` can be filled with the committed version, from snapshots or equal engines."""
         now = self._connection
-        return now is not None and self.snapshot_index.snapshot(self.version, now, engine) is not None
+        return now is not None and self.snapshot_index.can_fill(self.version, now, engine)
 
     async def adopt(self, name: str) -> None:
         """Connect an engine that was added or restarted after ``connect``.
@@ -261,9 +261,9 @@ class Controller:
         await self._refiller.adopt(self._connected, name)
 
     async def refill(self, name: str) -> SyncReport:
-        """Bring one engine to the committed version from snapshots, without trainers or other engines.
+        """Bring one engine to the committed version without trainers, from snapshots or engines that serve.
 
-        Raises StateError if no holder has a snapshot, else the cause of the failure: the engine is STALE or
+        Raises StateError if neither has it, else the cause of the failure: the engine is STALE or
         DEAD.
         """
         clock = PhaseClock()

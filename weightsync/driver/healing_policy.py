@@ -96,7 +96,7 @@ def decide(
         max_attempts: how many attempts are allowed; 0 heals nothing.
         backoff_s: attempt n waits for ``backoff_s * 2 ** (n - 1)`` seconds, at most 60; the first does not
             wait.
-        can_refill: holders have a snapshot of the committed version.
+        can_refill: a snapshot of the committed version, or an engine that serves it, can fill the engine.
         can_respawn: the engine's process can be started again.
         num_live: number of engines that are neither DEAD nor STALE.
         min_engines: how many of these are enough.

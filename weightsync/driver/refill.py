@@ -1,4 +1,4 @@
-"""Brings one engine back while others serve: adopts it, then refills it from snapshots."""
+"""Brings one engine back while others serve: adopts it, then refills it from snapshots or from them."""
 
 from __future__ import annotations
 
@@ -68,33 +68,43 @@ class Refiller:
         """Bring one engine to the version `committed()`. Returns what its ranks read, added up.
 
         Raises:
-            StateError: no holder has a snapshot of that version, or the engine is not attached.
+            StateError: no holder has a snapshot of that version and no engine alike serves it, or the engine
+                is not attached.
             WeightSyncError: the cause of a failure; the engine is STALE or DEAD.
         """
         async with self._sharing(name, lambda: self._stop(self._fleet.engines[name])):
             await self._snapshot_index.copied()  # an update may have run since
-            member, connection, version = self._fleet.engines[name], connected(), committed()
-            snapshot = self._snapshot_index.snapshot(version, connection, name)
-            if snapshot is None or not member.attached:
-                raise StateError("no holder keeps the committed version: call update_weights() with the next")
-            self._engine_group.begin([name], version)
-            with clock.phase("pause"):
-                paused = await self._engine_group.pause({name: member})
-            if not paused:
+            connection, version = connected(), committed()
+            async with self._snapshot_index.sources(version, connection, name) as snapshot:
+                if snapshot is None or not self._fleet.engines[name].attached:
+                    raise StateError(
+                        "no holder keeps the committed version, and no engine alike serves it: "
+                        "call update_weights() with the next"
+                    )
+                return await self._fill(name, connection, version, snapshot, clock)
+
+    async def _fill(
+        self, name: str, connection: Connection, version: int, snapshot: Snapshot, clock: PhaseClock
+    ) -> Refilled:
+        member = self._fleet.engines[name]
+        self._engine_group.begin([name], version)
+        with clock.phase("pause"):
+            paused = await self._engine_group.pause({name: member})
+        if not paused:
+            raise self._engine_group.failures[name]
+        with clock.phase("move"):
+            ranks = [snapshot.of_rank(rank) for rank in range(len(member.holders))]
+            loaded, refilled = await self._read(
+                name, ranks, self._config.connect_timeout_s, may_map=self._config.refill == "auto"
+            )
+        with clock.phase("verify"):
+            assert self._snapshot_index.expected is not None
+            wrong = await self._comparison.wrong(connection.plan, loaded, self._snapshot_index.expected)
+            verified = self._engine_group.judge(version, wrong, {})
+        with clock.phase("commit"):
+            if not await self._engine_group.resume(verified, version):
                 raise self._engine_group.failures[name]
-            with clock.phase("move"):
-                ranks = [snapshot.of_rank(rank) for rank in range(len(member.holders))]
-                loaded, refilled = await self._read(
-                    name, ranks, self._config.connect_timeout_s, may_map=self._config.refill == "auto"
-                )
-            with clock.phase("verify"):
-                assert self._snapshot_index.expected is not None
-                wrong = await self._comparison.wrong(connection.plan, loaded, self._snapshot_index.expected)
-                verified = self._engine_group.judge(version, wrong, {})
-            with clock.phase("commit"):
-                if not await self._engine_group.resume(verified, version):
-                    raise self._engine_group.failures[name]
-            return refilled
+        return refilled
 
     async def read_staged(self, names: Sequence[str], staged: StagedVersion) -> dict[str, LoadReport]:
         """Have paused engines take a version from their hosts' memory, in parallel.

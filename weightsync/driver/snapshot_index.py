@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from weightsync.config import SyncConfig
 from weightsync.driver.connect import Connection
+from weightsync.driver.engine_group import EngineGroup
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.events import Events, HolderSilent
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.driver.live_digests import LiveDigests
+from weightsync.driver.live_sources import LiveSources
 from weightsync.driver.stager import StagedVersion
 from weightsync.errors import DeadlineError, PeerLostError, WeightSyncError
 from weightsync.protocol.handles import Offer
@@ -25,10 +28,19 @@ logger = logging.getLogger("weightsync.driver.snapshot_index")
 
 @dataclass(slots=True)
 class _Version:
-    """Offers of each part of a version, by layout and the part's number."""
+    """Offers of each part of a version, by layout and the part's number.
+
+    `hosts` has the host of each holder that made one.
+    """
 
     number: int = 0
     offers: defaultdict[str, dict[int, list[Offer]]] = field(default_factory=lambda: defaultdict(dict))
+    hosts: dict[str, str] = field(default_factory=dict)
+
+    def add(self, layout: str, part: int, offer: Offer, host: str) -> None:
+        """Add an offer of a holder on `host`."""
+        self.offers[layout].setdefault(part, []).append(offer)
+        self.hosts[offer.holder] = host
 
 
 class SnapshotIndex:
@@ -40,10 +52,12 @@ class SnapshotIndex:
     Attributes:
         expected: the version's fingerprint.
         live: digests of parameters that engines converted. Copies of them keep theirs.
+        live_sources: engines that serve the version, which others can read where there are no copies.
     """
 
-    def __init__(self, config: SyncConfig, fleet: Fleet, events: Events) -> None:
+    def __init__(self, config: SyncConfig, fleet: Fleet, events: Events, engine_group: EngineGroup) -> None:
         self._config, self._fleet, self._events = config, fleet, events
+        self.live_sources = LiveSources(config, fleet, engine_group)
         self._copying: asyncio.Task[None] | None = None
         self._replicating: asyncio.Task[None] | None = None
         self._now = _Version()
@@ -52,6 +66,7 @@ class SnapshotIndex:
 
     async def reserve(self, connection: Connection) -> None:
         """Have holders allocate their snapshots' memory now: page-locking takes a second per 2 GB."""
+        self.live_sources.begin(0)  # holders do not know what the memory holds that they have mapped now
         if self._config.keep_versions < 2:
             return
         for name in connection.layouts if connection.in_place else ():
@@ -92,7 +107,8 @@ class SnapshotIndex:
 
     def begin(self, version: int, connection: Connection, expected: Fingerprint) -> None:
         """Start snapshotting the committed `version`. Its memory must not change until `copied` returns."""
-        self._now = _Version()
+        self._now, self.expected = _Version(), expected
+        self.live_sources.begin(version)
         if self._config.keep_versions > 1 and (connection.flat_layouts or not connection.in_place):
             self._copying = asyncio.create_task(self._copy(version, connection, expected))
 
@@ -107,6 +123,14 @@ class SnapshotIndex:
             await asyncio.wait([self._copying], timeout=self._config.timeout_s)
             self._copying.cancel()
 
+    async def writable(self, released: Collection[str] = ()) -> None:
+        """Wait until no memory of an engine is read, and send buffers may be written again.
+
+        Memory of engines in `released` is about to be released.
+        """
+        self.live_sources.leave_out(released)
+        await asyncio.gather(self.copied(), self.live_sources.withdrawn())
+
     async def settled(self) -> None:
         """Wait until the snapshots are copied and replicated."""
         await self.copied()
@@ -114,24 +138,74 @@ class SnapshotIndex:
             await asyncio.wait([self._replicating])
 
     async def stop(self) -> None:
-        """Cancel copying and replicating."""
+        """Cancel copying and replicating. Nobody reads engines afterwards."""
         tasks = [task for task in (self._copying, self._replicating) if task]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, self.live_sources.withdrawn(), return_exceptions=True)
 
     def snapshot(self, version: int, connection: Connection, engine: str) -> Snapshot | None:
         """Return a complete snapshot of `version` that `engine` can be filled from, or None."""
-        flat = connection.flat_layouts.get(engine)
-        if version != self._now.number or (connection.in_place and not flat):
-            return None
-        layout = flat.layout if flat else connection.content
-        parts = self._now.offers.get(layout, {})
-        if not parts or not all(parts.values()):
-            return None
-        return Snapshot(
-            version, layout, {number: tuple(offers) for number, offers in parts.items()}, bool(flat)
+        layout = self._layout(connection, engine)
+        return _complete(version, layout, self._copies(version, layout), engine in connection.flat_layouts)
+
+    def can_fill(self, version: int, connection: Connection, engine: str) -> bool:
+        """Whether `engine` can be filled with `version`, from copies or from engines that serve it."""
+        copied = self.snapshot(version, connection, engine) is not None
+        return copied or bool(self.live_sources.names(version, connection, engine))
+
+    @asynccontextmanager
+    async def sources(
+        self, version: int, connection: Connection, engine: str
+    ) -> AsyncIterator[Snapshot | None]:
+        """Yield what `engine` can be filled from: copies and, on hosts without any, engines that serve.
+
+        Engines serve as sources while the body runs. Yields None if a part is nowhere.
+        """
+        layout, flat = self._layout(connection, engine), connection.flat_layouts.get(engine)
+        copies = self._copies(version, layout)
+        holders, names = self._fleet.engines[engine].holders, list[str]()
+        if flat and not self._suffice(copies, flat.first, holders):
+            having: set[str] = set()
+            if copies and all(copies.values()):
+                having = {self._now.hosts[each.holder] for offers in copies.values() for each in offers}
+            names = self.live_sources.names(version, connection, engine, having)
+        if not flat or not names:
+            yield _complete(version, layout, copies, bool(flat))
+            return
+        async with self.live_sources.offered(version, flat, names) as live:
+            parts = {}
+            for number in range(flat.first, flat.first + len(holders)):
+                copied = {offer.holder: offer for offer in copies.get(number, ())}
+                parts[number] = [*({offer.holder: offer for offer in live.get(number, ())} | copied).values()]
+            yield _complete(version, layout, parts, is_flat=True)
+
+    def _layout(self, connection: Connection, engine: str) -> str:
+        """Return the layout of the snapshots that fill `engine`, "" if none do."""
+        if flat := connection.flat_layouts.get(engine):
+            return flat.layout
+        return "" if connection.in_place else connection.content
+
+    def _copies(self, version: int, layout: str) -> Mapping[int, Sequence[Offer]]:
+        return self._now.offers.get(layout, {}) if version == self._now.number else {}
+
+    def _suffice(
+        self,
+        copies: Mapping[int, Sequence[Offer]],
+        first: int,
+        holders: Sequence[int],
+    ) -> bool:
+        """Whether copies alone are quicker: on the engine's own host, or read by RDMA or Mooncake's TCP."""
+        needed = [copies.get(first + rank, ()) for rank in range(len(holders))]
+        if not all(needed):
+            return False
+        if all(offer.protocol != "zeromq" for offers in needed for offer in offers):
+            return True
+        near = (
+            any(self._now.hosts[offer.holder] == self._fleet.node(holder) for offer in offers)
+            for offers, holder in zip(needed, holders, strict=True)
         )
+        return self._config.refill == "auto" and all(near)
 
     async def restore(self, connection: Connection) -> int:
         """Find a previous driver's snapshots. Returns the newest version that is complete, or 0."""
@@ -147,8 +221,11 @@ class SnapshotIndex:
             now = _Version(version)
             for header, homes in self._parts(version, connection, everyone=True):
                 order = [*homes, *(found.keys() - set(homes))]
-                shares = [found[number][header] for number in order if header in found[number]]
-                now.offers[header.layout][header.part] = [snapshot_part.offer for snapshot_part in shares]
+                having = [number for number in order if header in found[number]]
+                shares = [found[number][header] for number in having]
+                now.offers[header.layout][header.part] = []
+                for number, share in zip(having, shares, strict=True):
+                    now.add(header.layout, header.part, share.offer, self._fleet.node(number))
                 if shares:
                     self.expected = shares[0].expected
                     if shares[0].live:
@@ -207,11 +284,11 @@ class SnapshotIndex:
         now = _Version(version)
         homes: dict[SnapshotHeader, list[int]] = {}
         for header, home in parts:
-            offers = now.offers[header.layout].setdefault(header.part, [])
+            now.offers[header.layout].setdefault(header.part, [])
             if offer := outcome.answers.get(f"holder {home}"):
-                offers.append(offer)
+                now.add(header.layout, header.part, offer, self._fleet.node(home))
                 homes.setdefault(header, []).append(home)
-        self._now, self.expected = now, expected
+        self._now = now
         num_planned = connection.plan.members.num_holders  # holders added later have no snapshots
         self._replicating = asyncio.create_task(self._replicate(now, homes, num_planned, expected, live))
 
@@ -224,9 +301,9 @@ class SnapshotIndex:
         now = _Version(staged.version)
         for home, parts in staged.parts.items():
             for each in parts:
-                offers = now.offers[staged.layout].setdefault(each.part, [])
+                now.offers[staged.layout].setdefault(each.part, [])
                 if f"holder {home}" in outcome.answers:
-                    offers.append(each.offer)
+                    now.add(staged.layout, each.part, each.offer, self._fleet.node(home))
         self._now, self.expected = now, staged.expected
 
     async def _replicate(
@@ -259,8 +336,18 @@ class SnapshotIndex:
                         error,
                     )
                     self._tell(error)
-                now.offers[header.layout][header.part] += outcome.answers.values()
+                for offer in outcome.answers.values():
+                    now.add(header.layout, header.part, offer, nodes[place])
 
     def _tell(self, error: WeightSyncError) -> None:
         if isinstance(error, (DeadlineError, PeerLostError)):
             self._events.publish(HolderSilent())
+
+
+def _complete(
+    version: int, layout: str, parts: Mapping[int, Sequence[Offer]], is_flat: bool
+) -> Snapshot | None:
+    """Return the snapshot if each part has an offer, else None."""
+    if not parts or not all(parts.values()):
+        return None
+    return Snapshot(version, layout, {number: tuple(offers) for number, offers in parts.items()}, is_flat)

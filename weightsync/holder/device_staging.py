@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from weightsync.errors import DeadlineError, TransportError
+from weightsync.errors import ConfigError, DeadlineError, TransportError
 from weightsync.holder.direct_copy import DirectCopy
 from weightsync.holder.pushed_share import PushedShare
 from weightsync.holder.send_buffer import MappedSendBuffer, SendBuffer
@@ -17,7 +17,7 @@ from weightsync.memory.bucket_copies import bucket_rows
 from weightsync.memory.device import DeviceBuffer, open_all
 from weightsync.memory.host import SharedBuffer
 from weightsync.memory.kernels import CopyTable
-from weightsync.memory.tensors import segment_view
+from weightsync.memory.tensors import device_id, segment_view
 from weightsync.plan import Piece, Plan, Reads, Segment, Step
 from weightsync.plan.plan import by_tensor
 from weightsync.plan.portions import Portion, needed_portions
@@ -28,6 +28,12 @@ _NUM_BLOCKS = 64
 """Thread blocks of a copy: close to full speed, and NCCL still finds free multiprocessors."""
 _MIN_TARGETS = 2
 """A refill reads into one target while the other is copied to the device."""
+
+
+def check_device(device: str) -> None:
+    """Raise ConfigError unless `device` is the first GPU that this process sees."""
+    if (found := device_id(torch.device("cuda", 0))) != device:
+        raise ConfigError("device", device, f"the first that this process sees is {found}")
 
 
 def take_slots(

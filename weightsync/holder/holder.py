@@ -12,13 +12,13 @@ import torch
 from weightsync.channel.control import ControlOffer, Turns, answer_calls
 from weightsync.channel.engine_end import HolderFeed
 from weightsync.config import Ports
-from weightsync.errors import ConfigError, StateError
+from weightsync.errors import StateError
 from weightsync.faults import Fault, inject, set_faults
 from weightsync.holder.broadcasts import Communicators
 from weightsync.holder.cross_host import CrossHostExchange
+from weightsync.holder.live_source import LiveSource
 from weightsync.holder.pushed_share import PushedShare
-from weightsync.holder.refill import Refill, open_refill
-from weightsync.holder.restore import BucketRestore, Restore
+from weightsync.holder.refill import RefillRuns
 from weightsync.holder.send_buffer import (
     MappedSendBuffer,
     SendBuffer,
@@ -35,7 +35,6 @@ from weightsync.holder.trainer_parts import digest_parts, parts_in_place
 from weightsync.holder.update import BucketConsumer, moved_buckets, open_consumer, patience, run_update
 from weightsync.memory.device import DeviceBuffer
 from weightsync.memory.gpu_usage import MemorySampler, used_nbytes
-from weightsync.memory.tensors import device_id
 from weightsync.plan import Plan, RankLayout, Reads
 from weightsync.plan.cross_host import BundleTable, CrossHostTerms
 from weightsync.protocol.device_memory import DeviceMemory, LiveMemory, RankMemory, read_handles
@@ -106,7 +105,7 @@ class Holder:
         self._feed: HolderFeed | None = None
         self.snapshot_store: SnapshotStore | None = None
         self._staged_parts: StagedParts | None = None
-        self._refill: Refill | Restore | BucketRestore | None = None
+        self._live_source, self._refills = LiveSource(name, host, ports), RefillRuns(name)
         self._moving, self._preparing = threading.Lock(), threading.Lock()
         self._watched, self._turns = threading.Event(), Turns()
 
@@ -223,6 +222,7 @@ class Holder:
         """
         if self.staging and (memory := self.staging.mapped):
             with self._moving, self.staging.queue():
+                self._live_source.end()
                 if trainer:
                     export = trainer.export()
                     memory.connect(export)
@@ -308,7 +308,8 @@ class Holder:
         if plan is None or staging is None:
             raise StateError(f"{self.name} has no plan: connect first")
         clock = PhaseClock()
-        with clock.phase("move"), self._moving, staging.queue():
+        writing = self._live_source.writing(attempt) if feeding else nullcontext()
+        with clock.phase("move"), self._moving, writing, staging.queue():
             consumer = self._run(plan, staging, attempt, feeding, task, timeout_s)
         return Moved(clock.spans[0], consumer.waited_s, consumer.slow)
 
@@ -415,30 +416,29 @@ class Holder:
         `timeout_s` is for one bucket, `limit_s` for all. Raises ReadError or DeadlineError naming the holder
         that failed when no other holder has the same part; TransportError when it was stopped.
         """
-        plan, staging = self._plan, self.staging
-        if plan is None or staging is None or self._feed is None:
+        plan, staging, feed = self._plan, self.staging, self._feed
+        if plan is None or staging is None or feed is None:
             raise StateError(f"{self.name} has no engine to refill: connect first")
-        with self._moving, staging.queue():
+        with self._moving, self._live_source.writing(attempt), staging.queue():
             if self._pushed:
                 self._pushed.drain(timeout_s)
-            limits_s = timeout_s, limit_s
-            consumer = open_consumer(staging, self._feed, True, attempt, plan.slots, *limits_s, snapshot)
-            try:
-                snapshots = self.snapshot_store if may_map else None
-                self._refill = open_refill(plan, snapshot, snapshots, staging, consumer, may_map, timeout_s)
-                return self._refill.run()
-            except Exception as error:
-                consumer.cancel(f"{self.name}: {type(error).__name__}: {error}")
-                raise
-            finally:
-                if self._refill:
-                    self._refill.close()
-                    self._refill = None
+            store = self.snapshot_store if may_map else None
+            consumer = open_consumer(staging, feed, True, attempt, plan.slots, timeout_s, limit_s, snapshot)
+            return self._refills.run(plan, snapshot, store, staging, consumer, may_map, timeout_s)
 
     def stop_refill(self, cause: str) -> None:
         """End a running `refill`, which then raises TransportError."""
-        if refill := self._refill:
-            refill.stop(cause)
+        self._refills.stop(cause)
+
+    def offer_live(self, header: SnapshotHeader, attempt: int) -> Offer:
+        """Let peers read the engine rank's live memory, as `LiveSource.offer`. A `move` is waited for."""
+        with self._moving:
+            mapped = self.staging.mapped if self.staging else None
+            return self._live_source.offer(header, mapped.flat if mapped else None, attempt)
+
+    def withdraw_live(self, attempt: int) -> None:
+        """End what `offer_live` began, as `LiveSource.withdraw`."""
+        self._live_source.withdraw(attempt)
 
     def abort(self, cause: str) -> None:
         """Leave the communicators at once. A running `move` then raises TransportError."""
@@ -448,6 +448,7 @@ class Holder:
 
     def drop_engine(self) -> None:
         """Give up the engine rank. A `move` that waits for it goes on without it."""
+        self._live_source.end()
         if self._feed:
             self._feed.drop()
 
@@ -478,10 +479,9 @@ class Holder:
     def _stage(self, plan: Plan, index: int, receives: bool) -> Staging:
         if not self._device:
             return self._make_staging(plan, index, self._send_buffer, receives)
-        from weightsync.holder.device_staging import DeviceStaging, take_slots
+        from weightsync.holder.device_staging import DeviceStaging, check_device, take_slots
 
-        if (found := device_id(torch.device("cuda", 0))) != self._device:
-            raise ConfigError("device", self._device, f"the first that this process sees is {found}")
+        check_device(self._device)
         self._slots, retired = take_slots(plan, self._slots)
         self._retired = (*self._retired, *retired)
         return DeviceStaging(plan, index, self._send_buffer, self._slots)

@@ -250,6 +250,41 @@ class FlatSink:
         return first, min(self._step, self._flat.nbytes - first)
 
 
+class RefillRuns:
+    """The refills of one holder's engine rank, one at a time."""
+
+    def __init__(self, holder: str) -> None:
+        self._holder = holder
+        self._running: Refill | Restore | BucketRestore | None = None
+
+    def run(
+        self,
+        plan: Plan,
+        snapshot: Snapshot,
+        snapshots: SnapshotStore | None,
+        staging: Staging,
+        consumer: BucketConsumer,
+        may_map: bool,
+        timeout_s: float,
+    ) -> Refilled:
+        """Run the refill that `open_refill` returns for these. On an error the engine rank is told."""
+        try:
+            self._running = open_refill(plan, snapshot, snapshots, staging, consumer, may_map, timeout_s)
+            return self._running.run()
+        except Exception as error:
+            consumer.cancel(f"{self._holder}: {type(error).__name__}: {error}")
+            raise
+        finally:
+            if self._running:
+                self._running.close()
+                self._running = None
+
+    def stop(self, cause: str) -> None:
+        """Stop the refill that runs, if any. It then raises TransportError(`cause`)."""
+        if refill := self._running:
+            refill.stop(cause)
+
+
 def open_refill(
     plan: Plan,
     snapshot: Snapshot,

@@ -34,10 +34,19 @@ class FlatSnapshot:
 
     def save(self, to: torch.Tensor) -> None:
         """Copy everything to `to`, uint8[nbytes] on the host, and wait until it is there."""
-        for live, held in self._pairs(to, 0):
-            held.copy_(live, non_blocking=True)
-        if any(live.is_cuda for live in self._live):
+        self.copy_to(to, 0)
+        if self.is_on_device:
             torch.cuda.current_stream().synchronize()
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether the memory is a GPU's."""
+        return any(live.is_cuda for live in self._live)
+
+    def copy_to(self, to: torch.Tensor, first: int) -> None:
+        """Start copying from byte `first` on to `to`, uint8 on the host; uses the current stream."""
+        for live, held in self._pairs(to, first):
+            held.copy_(live, non_blocking=True)
 
     def load(self, held: torch.Tensor, first: int) -> None:
         """Start writing `held` from byte `first` on. It is uint8 on the host; uses the current stream."""
@@ -329,16 +338,18 @@ def read_headers(
     }
 
 
+def encode_header(header: SnapshotHeader | None) -> bytes:
+    """Return what stands in front of a part: `HEADER_NBYTES` bytes, zeros without a `header`."""
+    return (msgspec.json.encode(header) if header else b"").ljust(HEADER_NBYTES, b"\0")
+
+
 def _header(memory: torch.Tensor) -> SnapshotHeader | None:
     data = memory.numpy().tobytes().rstrip(b"\0")
     return msgspec.json.decode(data, type=SnapshotHeader) if data else None
 
 
 def _write_header(buffer: SharedBuffer, header: SnapshotHeader | None) -> None:
-    data = msgspec.json.encode(header) if header else b""
-    buffer.tensor[:HEADER_NBYTES] = torch.frombuffer(
-        bytearray(data.ljust(HEADER_NBYTES, b"\0")), dtype=torch.uint8
-    )
+    buffer.tensor[:HEADER_NBYTES] = torch.frombuffer(bytearray(encode_header(header)), dtype=torch.uint8)
 
 
 def _body(buffer: SharedBuffer) -> torch.Tensor:

@@ -187,7 +187,8 @@ class Snapshot:
     Attributes:
         layout: `Plan.content` if a part is what one trainer rank published, `flat_layout` if it is the
             `FlatSnapshot` of one engine rank.
-        parts: offers by part number; first those of holders that copied it, then those that replicated it.
+        parts: offers by part number: of holders that copied it, that replicated it, and that let their engine
+            rank's live memory be read.
         is_flat: whether parts are flat snapshots.
     """
 

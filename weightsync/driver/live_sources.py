@@ -1,0 +1,122 @@
+"""Engines that serve the committed version, as sources of others."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+from weightsync.config import SyncConfig
+from weightsync.driver.connect import Connection, FlatLayout
+from weightsync.driver.engine_group import EngineGroup
+from weightsync.driver.engine_state import EngineState
+from weightsync.driver.fleet import Fleet
+from weightsync.driver.gather import GRACE_S, gather_named
+from weightsync.protocol.handles import Offer
+from weightsync.protocol.messages import SnapshotHeader
+
+logger = logging.getLogger("weightsync.driver.live_sources")
+
+_OFFER_S = 10.0
+"""How long a refill waits for offers. A holder that is late is left out."""
+
+
+class LiveSources:
+    """Has holders let others read their engine ranks' live memory, while an engine is refilled from it.
+
+    The memory must have been mapped by the holder, and hold what it got in an update or a refill since.
+    """
+
+    def __init__(self, config: SyncConfig, fleet: Fleet, engine_group: EngineGroup) -> None:
+        self._config, self._fleet, self._engine_group = config, fleet, engine_group
+        self._version = 0
+        self._left_out: set[str] = set()
+        self._readers: Counter[int] = Counter()
+        self._withdrawing: set[asyncio.Future[None]] = set()
+
+    def begin(self, version: int) -> None:
+        """Note that engines which serve `version` took it since they were connected. 0: none did."""
+        self._version = version
+        self._left_out.clear()
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Use these engines no more until the next update: their memory is released."""
+        self._left_out.update(names)
+
+    def names(
+        self, version: int, connection: Connection, engine: str, without: Collection[str] = ()
+    ) -> list[str]:
+        """Return engines from which `engine` can be filled, one for each host but those in `without`."""
+        flat = connection.flat_layouts.get(engine)
+        if not flat or version != self._version:
+            return []
+        hosts: dict[str, str] = {}
+        for name, member in self._fleet.engines.items():
+            serves = (member.record.state, member.record.version) == (EngineState.SERVING, version)
+            host = self._fleet.node(member.holders[0])
+            if (
+                serves
+                and member.attached
+                and connection.flat_layouts.get(name) == flat
+                and name not in (engine, *self._left_out)
+                and host not in without
+            ):
+                hosts.setdefault(host, name)
+        return list(hosts.values())
+
+    @asynccontextmanager
+    async def offered(
+        self, version: int, flat: FlatLayout, names: Iterable[str]
+    ) -> AsyncIterator[Mapping[int, Sequence[Offer]]]:
+        """Have the holders of engines `names` offer their ranks' memory while the body runs.
+
+        Yields offers by the part's number. A holder that fails is logged and left out.
+        """
+        headers = {
+            holder: SnapshotHeader(version, flat.layout, flat.first + rank)
+            for name in names
+            for rank, holder in enumerate(self._fleet.engines[name].holders)
+        }
+        self._readers.update(headers.keys())
+        try:
+            yield await self._ask(headers)
+        finally:
+            self._release(headers.keys())
+
+    async def withdrawn(self) -> None:
+        """Wait until no holder serves live memory, or does not answer, even if engines are still refilled."""
+        if holders := [holder for holder, count in self._readers.items() if count > 0]:
+            await self._withdraw(holders)
+        if self._withdrawing:
+            await asyncio.wait(self._withdrawing)
+
+    async def _ask(self, headers: Mapping[int, SnapshotHeader]) -> dict[int, list[Offer]]:
+        attempt = self._engine_group.next_attempt()
+        calls = {
+            f"holder {i}": self._fleet.holders[i].offer_live(header, attempt) for i, header in headers.items()
+        }
+        outcome = await gather_named(calls, "offer", min(_OFFER_S, self._config.timeout_s))
+        for name, error in outcome.failures.items():
+            logger.warning("[%s] does not offer its engine's memory: %s", name, error)
+        offers: dict[int, list[Offer]] = {}
+        for i, header in headers.items():
+            if offer := outcome.answers.get(f"holder {i}"):
+                offers.setdefault(header.part, []).append(offer)
+        return offers
+
+    def _release(self, holders: Collection[int]) -> None:
+        """Withdraw what no other refill reads, in the background: an update may wait for this one's end."""
+        self._readers.subtract(holders)
+        if unread := [holder for holder in holders if not self._readers[holder]]:
+            task = asyncio.ensure_future(self._withdraw(unread))
+            self._withdrawing.add(task)
+            task.add_done_callback(self._withdrawing.discard)
+
+    async def _withdraw(self, holders: Iterable[int]) -> None:
+        attempt = self._engine_group.next_attempt()
+        calls = {f"holder {i}": self._fleet.holders[i].withdraw_live(attempt) for i in holders}
+        outcome = await gather_named(calls, "withdraw", min(GRACE_S, self._config.timeout_s))
+        for name, error in outcome.failures.items():
+            logger.warning("[%s] may still serve its engine's memory: %s", name, error)
