@@ -2,14 +2,16 @@
 
     python -m tests.contract.verl_fleet FOLDER [nccl]
 
-Two actors, of which one sends, and two replicas; one leaves after the second update, and comes back. With
-nccl one actor on a GPU and one replica on another, since NCCL takes one rank for each GPU.
+With gloo, two actors, of which one sends, and two replicas; one leaves after the second update, and comes
+back. NCCL takes one rank for each GPU: one actor has the first GPU, one replica the second, and another
+replica takes its place after the second update.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,16 +76,20 @@ class Adapter:
     """In the place of verl's client of an inference server."""
 
     def __init__(self) -> None:
-        self.equal: list[int] = []
+        self.equal: list[tuple[int, str]] = []
 
     async def update_weights(
         self, came: AsyncIterator[tuple[str, torch.Tensor]], global_steps: int, wire_format: str
     ) -> None:
         assert wire_format == "named_tensors"
-        held = {name: tensor.cpu().clone() async for name, tensor in came}
+        held, devices = {}, set()
+        async for name, tensor in came:
+            held[name] = tensor.cpu().clone()
+            devices.add(tensor.device.type)
+        (device,) = devices
         wanted = dict(weights(global_steps))
         if list(held) == list(wanted) and all(torch.equal(held[name], wanted[name]) for name in wanted):
-            self.equal.append(global_steps)
+            self.equal.append((global_steps, device))
 
 
 class Replica:
@@ -97,48 +103,105 @@ class Replica:
     abort_all_requests = release_kv_cache = resume_kv_cache = resume_generation = nothing
 
 
-def start(kind: type, folder: Path, gpu: int | None, *args: object) -> Any:
-    env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    env |= {"DIST_INIT_METHOD": f"file://{folder}/{uuid4().hex}", "PYTHONPATH": PATH}
-    if gpu is not None:
-        env |= {"CUDA_VISIBLE_DEVICES": str(gpu), "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-    return ray.remote(kind).options(runtime_env={"env_vars": env}).remote(*args)
+class Fleet:
+    """The actors, verl's manager, and replicas in the order in which they came."""
+
+    def __init__(self, folder: Path, transport: str, num_actors: int, num_gpus: int) -> None:
+        """`num_gpus` are those of each actor and each replica."""
+        self._folder, self._num_gpus, self._config = folder, num_gpus, configured(transport)
+        self._actors = [self._start(Actor, self._config, index == 0) for index in range(num_actors)]
+        self.group = RayWorkerGroup(
+            worker_handles=self._actors, ray_cls_with_init=RayClassWithInitArgs(cls=ray.remote(Actor))
+        )
+        self.manager = CheckpointEngineManager(self._config, self.group, [])
+        self._workers: list[Any] = []
+
+    def add(self) -> Replica:
+        settings = SimpleNamespace(name="vllm", checkpoint_engine=self._config)
+        self._workers.append(self._start(CheckpointEngineWorker, settings, None, Adapter()))
+        replica = Replica(self._workers[-1])
+        self.manager.add_replicas([replica])
+        return replica
+
+    def kill(self, replica: Replica) -> None:
+        (worker,) = replica.workers
+        self._workers.remove(worker)
+        self.manager.remove_replicas([replica])
+        ray.kill(worker)
+
+    def update(self, version: int) -> list[str]:
+        """Return the names of the communicators of the actor that sends and of each replica."""
+        began = time.monotonic()
+        self.manager.update_weights(global_steps=version)
+        say(f"version {version} is there after {time.monotonic() - began:.1f} s")
+        asked = [self._actors[0].__ray_call__.remote(lambda self: self.engine.epoch)]
+        asked += [
+            each.__ray_call__.remote(lambda self: self.checkpoint_engine.epoch) for each in self._workers
+        ]
+        return ray.get(asked)
+
+    def equal(self) -> list[list[tuple[int, str]]]:
+        """Of each replica, the versions that came bit for bit, and on which kind of device."""
+        return ray.get(
+            [each.__ray_call__.remote(lambda self: self.server_adapter.equal) for each in self._workers]
+        )
+
+    def _start(self, kind: type, *args: object) -> Any:
+        # Of the GPUs, Ray shows an actor its own, as verl has it.
+        env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+        env |= {"MASTER_PORT": "0", "DIST_INIT_METHOD": f"file://{self._folder}/{uuid4().hex}"}
+        options = {"num_gpus": self._num_gpus, "runtime_env": {"env_vars": env | {"PYTHONPATH": PATH}}}
+        return ray.remote(kind).options(**options).remote(*args)
+
+
+def over_gloo(folder: Path) -> None:
+    fleet = Fleet(folder, "gloo", num_actors=2, num_gpus=0)
+    _, second = fleet.add(), fleet.add()
+    epochs = [fleet.update(1), fleet.update(2)]
+    assert epochs[0] == epochs[1], "the communicator was not kept"
+    assert len(set(epochs[0])) == 1
+    fleet.manager.remove_replicas([second])
+    epochs.append(fleet.update(3))
+    assert epochs[2][0] == epochs[2][1] != epochs[1][0], "who left is waited for"
+    fleet.manager.add_replicas([second])
+    assert len(set(fleet.update(4))) == 1
+    equal = fleet.equal()
+    assert equal == [[(each, "cpu") for each in versions] for versions in ([1, 2, 3, 4], [1, 2, 4])], equal
+
+
+def over_nccl(folder: Path) -> None:
+    fleet = Fleet(folder, "nccl", num_actors=1, num_gpus=1)
+    first = fleet.add()
+    epochs = [fleet.update(1), fleet.update(2)]
+    assert epochs[0] == epochs[1], "the communicator was not kept"
+    equal = fleet.equal()
+    assert equal == [[(1, "cuda"), (2, "cuda")]], equal
+    fleet.kill(first)
+    fleet.add()
+    epochs += [fleet.update(3), fleet.update(4)]
+    assert epochs[2] == epochs[3] != epochs[1], "who left is waited for"
+    assert all(len(set(each)) == 1 for each in epochs), epochs
+    equal = fleet.equal()
+    assert equal == [[(3, "cuda"), (4, "cuda")]], equal
+
+
+def say(what: str) -> None:
+    sys.stdout.write(f"{what}\n")
+    sys.stdout.flush()
 
 
 def main(folder: Path, transport: str = "gloo") -> None:
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
-    config, gpus = configured(transport), [0, 1] if transport == "nccl" else [None] * 4
-    num_actors = len(gpus) // 2
-    actors = [start(Actor, folder, gpu, config, not i) for i, gpu in enumerate(gpus[:num_actors])]
-    group = RayWorkerGroup(
-        worker_handles=actors, ray_cls_with_init=RayClassWithInitArgs(cls=ray.remote(Actor))
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=128 << 20,
+        # A host that gives its guest memory as it is used looks full when it is not.
+        _system_config={"memory_monitor_refresh_ms": 0},
     )
-    settings = SimpleNamespace(name="vllm", checkpoint_engine=config)
-    workers = [
-        start(CheckpointEngineWorker, folder, gpu, settings, None, Adapter()) for gpu in gpus[num_actors:]
-    ]
-    replicas = [*map(Replica, workers)]
-    manager = CheckpointEngineManager(config, group, replicas)
-
-    def update(version: int) -> list[str]:
-        manager.update_weights(global_steps=version)
-        asked = [actors[0].__ray_call__.remote(lambda self: self.engine.epoch)]
-        asked += [each.__ray_call__.remote(lambda self: self.checkpoint_engine.epoch) for each in workers]
-        return ray.get(asked)
-
-    epochs = [update(1), update(2)]
-    assert epochs[0] == epochs[1], "the communicator was not kept"
-    assert len(set(epochs[0])) == 1
-    others = replicas[1:]
-    if others:
-        manager.remove_replicas(others)
-    epochs.append(update(3))
-    if others:
-        assert epochs[2][0] == epochs[2][1] != epochs[1][0], "who left is waited for"
-        manager.add_replicas(others)
-    assert len(set(update(4))) == 1
-    equal = [ray.get(each.__ray_call__.remote(lambda self: self.server_adapter.equal)) for each in workers]
-    assert equal == [[1, 2, 3, 4], [1, 2, 4]][: len(workers)], equal
+    say("Ray is up")
+    {"gloo": over_gloo, "nccl": over_nccl}[transport](folder)
 
 
 if __name__ == "__main__":
