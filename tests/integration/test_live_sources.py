@@ -130,6 +130,19 @@ def test_one_that_joins_is_filled_on_a_host_of_its_own() -> None:
     drive(work, "a", {"e0": "b", "e1": "b"}, CONFIG)
 
 
+def test_an_engine_of_the_same_host_is_enough_so_that_a_byte_crosses_to_a_host_once() -> None:
+    async def work(loop: Hosts) -> None:
+        await commit(loop)
+        for name, source in (("e1", "holder 1"), ("e2", "holder 5"), ("e3", "holder 5")):
+            loop.respawn(name, on="d")
+            await loop.controller.adopt(name)
+            report = await loop.controller.refill(name)
+            assert report.bytes_from.keys() == {source}
+            assert loop.wrong(name) == []
+
+    drive(work, "a", {"e0": "b", "e1": "b", "e2": "b", "e3": "b"}, CONFIG)
+
+
 def test_reads_are_spread_over_copies_and_engines_on_hosts_without_one() -> None:
     async def work(loop: Hosts) -> None:
         loop.holders[1].name = "holder 7"  # as of one whose place among the holders has changed

@@ -160,7 +160,8 @@ class SnapshotIndex:
     ) -> AsyncIterator[Snapshot | None]:
         """Yield what `engine` can be filled from: copies and, on hosts without any, engines that serve.
 
-        Engines serve as sources while the body runs. Yields None if a part is nowhere.
+        An engine of its own host is enough: then nothing crosses a link between hosts. Engines serve as
+        sources while the body runs. Yields None if a part is nowhere.
         """
         layout, flat = self._layout(connection, engine), connection.flat_layouts.get(engine)
         copies = self._copies(version, layout)
@@ -170,6 +171,8 @@ class SnapshotIndex:
             if copies and all(copies.values()):
                 having = {self._now.hosts[each.holder] for offers in copies.values() for each in offers}
             names = self.live_sources.names(version, connection, engine, having)
+            if near := [name for name in names if self._host(name) == self._host(engine)]:
+                names, copies = near, {}
         if not flat or not names:
             yield _complete(version, layout, copies, bool(flat))
             return
@@ -179,6 +182,9 @@ class SnapshotIndex:
                 copied = {offer.holder: offer for offer in copies.get(number, ())}
                 parts[number] = [*({offer.holder: offer for offer in live.get(number, ())} | copied).values()]
             yield _complete(version, layout, parts, is_flat=True)
+
+    def _host(self, engine: str) -> str:
+        return self._fleet.node(self._fleet.engines[engine].holders[0])
 
     def _layout(self, connection: Connection, engine: str) -> str:
         """Return the layout of the snapshots that fill `engine`, "" if none do."""
