@@ -68,7 +68,7 @@ def test_a_worker_with_a_draft_refuses_to_join() -> None:
     speculative = SimpleNamespace(method="eagle", model="a/draft")
     config = SimpleNamespace(speculative_config=speculative, parallel_config=None, model_config=None)
     engine = WeightSyncTransferEngine(None, config, torch.device("cpu"), torch.nn.Linear(1, 1))
-    with pytest.raises(ConfigError, match=r"speculative_config: .*eagle.*leave speculative decoding out"):
+    with pytest.raises(ConfigError, match=r"speculative_config: .*eagle.*leave it out"):
         engine.init_transfer_engine(WeightSyncInitInfo("", 2))
 
 

@@ -32,9 +32,11 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 _FIXED = ("model", "load_format", "worker_extension_cls")
-_SPECULATIVE = ("speculative", "spec_", "draft")
+_SHORT_SPECULATIVE = ("spec_method", "spec_model", "spec_tokens")
+_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 _NO_DRAFT = (
-    "leave speculative decoding out: updates reach the target model alone, a draft would keep other weights"
+    "leave it out, or speculate with ngram or suffix: updates reach the target model alone, a draft would "
+    "keep other weights"
 )
 _FROM_CONFIG = ("input_scale_ub",)
 _FULL_CACHES = ("auto", "bfloat16", "float16")
@@ -78,9 +80,8 @@ def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> Eng
 
     known = {spec.name for spec in dataclasses.fields(EngineArgs)} - set(_FIXED)
     for key, value in options.items():
-        # Match the names of other vLLM versions, too.
-        if value is not None and (key.startswith(_SPECULATIVE) or key == "num_speculative_tokens"):
-            raise ConfigError(f"options.{key}", value, _NO_DRAFT)
+        if key in _SHORT_SPECULATIVE and value is not None:
+            raise ConfigError(f"options.{key}", value, "give it in options.speculative_config")
         if key not in known:
             raise ConfigError(f"options.{key}", value, nearest(key, known))
     settings = {"dtype": "auto", "skip_tokenizer_init": True, "disable_log_stats": True, **options}
@@ -109,7 +110,8 @@ def require_updatable(config: VllmConfig, model: torch.nn.Module) -> None:
 
     A checkpoint may ask for speculative decoding: vLLM then loads the draft without an option.
     """
-    if speculative := config.speculative_config:
+    speculative = config.speculative_config
+    if speculative and speculative.method not in _WITHOUT_WEIGHTS:
         value = {"method": speculative.method, "model": speculative.model}
         raise ConfigError("speculative_config", value, _NO_DRAFT)
     for name, module in model.named_modules():
