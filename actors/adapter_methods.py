@@ -8,7 +8,7 @@ from typing import Any
 from ray.actor import ActorHandle
 
 from weightsync.actors.adapters import Adapters
-from weightsync.actors.coverage import coverage
+from weightsync.actors.coverage import coverage, draft_coverage
 from weightsync.actors.handles import check_trainers
 from weightsync.actors.loop import LoopThread
 from weightsync.driver.controller import Controller
@@ -81,12 +81,13 @@ class AdapterMethods:
         self._loop.submit(lambda: self._adapters.unregister(name)).result()
 
     def coverage(self) -> list[Covered]:
-        """List what each engine serves: its model and each adapter, with versions and what was compared.
+        """List what each engine serves: its model, its draft and each adapter, with what was compared.
 
         `print` shows one line of a row. Empty before `connect`.
         """
         model = coverage("model", self._controller, self._fleet, self._last)
-        return model + self._adapters.coverage()
+        draft = draft_coverage(self._fleet, self._last)
+        return model + draft + self._adapters.coverage()
 
     def adapter_versions(self) -> dict[str, int]:
         """Return the committed version of each adapter; 0 before its first update."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weightsync.driver.controller import Controller
 from weightsync.driver.fleet import Fleet
+from weightsync.plan.explain import count_text
 from weightsync.report import Covered, SyncReport
 
 
@@ -26,3 +27,29 @@ def coverage(component: str, controller: Controller, fleet: Fleet, last: SyncRep
         )
         for name, version in versions.items()
     ]
+
+
+def draft_coverage(fleet: Fleet, last: SyncReport | None) -> list[Covered]:
+    """Return a row for each engine with a draft model, which is frozen."""
+    rows = []
+    for name, member in fleet.engines.items():
+        if not (ranks := fleet.drafts.by_engine.get(name)):
+            continue
+        version = member.record.version
+        num_hidden = sum(rank.num_hidden for rank in ranks)
+        compared = "live weights with those at its start"
+        if num_hidden:
+            compared += f"; not compared: {count_text(num_hidden, 'layer')} that the engine has repacked"
+        rows.append(
+            Covered(
+                engine=name,
+                component="draft",
+                version=version,
+                num_tensors=max(rank.num_tensors for rank in ranks),
+                num_frozen=max(rank.num_tensors for rank in ranks),
+                nbytes=sum(rank.nbytes for rank in ranks),
+                route="",
+                proof=compared if last and last.version == version else "",
+            )
+        )
+    return rows

@@ -96,7 +96,8 @@ def _of(hint: object) -> Schema:
     if origin in (Union, UnionType):
         return {"anyOf": [{"type": "null"} if arg is NoneType else _of(arg) for arg in args]}
     if origin in (dict, Mapping):
-        return {"type": "object", "additionalProperties": _of(args[1])}
+        keys = {"propertyNames": _of(args[0])} if get_args(args[0]) else {}
+        return {"type": "object", **keys, "additionalProperties": _of(args[1])}
     if origin is tuple:
         return {"type": "array", "items": _of(args[0])}
     if isinstance(hint, type) and is_dataclass(hint):

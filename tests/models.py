@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
-__all__ = ["build_tiny_qwen3", "greedy", "pack_int4", "redraw"]
+__all__ = ["build_tiny_eagle", "build_tiny_qwen3", "greedy", "pack_int4", "redraw"]
 
 # head_dim 32 is the smallest that vLLM's CPU attention takes.
 _SHAPE = {
@@ -43,6 +43,35 @@ def build_tiny_qwen3(path: Path, moe: bool = False, seed: int = 0) -> PreTrained
     redraw(model, seed)
     model.save_pretrained(path)
     return model
+
+
+def build_tiny_eagle(path: Path, seed: int = 0) -> None:
+    """Save an EAGLE draft of one layer for the dense model of `build_tiny_qwen3`.
+
+    It has no embedding and no head of its own.
+    """
+    shape = {**_SHAPE, "num_hidden_layers": 1, "rms_norm_eps": 1e-6}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **shape}
+    hidden, inner, heads, groups = 64, 128, 4 * 32, 2 * 32
+    shapes = {
+        "fc": (hidden, 2 * hidden),
+        "layers.0.self_attn.q_proj": (heads, hidden),
+        "layers.0.self_attn.k_proj": (groups, hidden),
+        "layers.0.self_attn.v_proj": (groups, hidden),
+        "layers.0.self_attn.o_proj": (hidden, heads),
+        "layers.0.mlp.gate_proj": (inner, hidden),
+        "layers.0.mlp.up_proj": (inner, hidden),
+        "layers.0.mlp.down_proj": (hidden, inner),
+    }
+    draw = torch.Generator().manual_seed(seed)
+    tensors = {
+        f"{name}.weight": torch.randn(shape, generator=draw) * shape[-1] ** -0.5
+        for name, shape in shapes.items()
+    }
+    tensors["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import wraps
 from types import NoneType, UnionType
 from typing import (
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T", bound="DataclassInstance")
+
+Component = Literal["draft"]
+Treatment = Literal["frozen"]
 
 _Remedies = Mapping[object, str]
 """The remedy for a value of the wrong type, by the right type."""
@@ -184,7 +187,7 @@ def _convert(hint: object, value: object, field: str, remedies: _Remedies) -> ob
         return _either(args, value, field, remedies)
     if origin in (dict, Mapping):
         return {
-            key: _convert(args[1], item, _join(field, key), remedies)
+            _key(args[0], key, item, field): _convert(args[1], item, _join(field, key), remedies)
             for key, item in _mapping(value, field).items()
         }
     if origin is tuple:
@@ -226,6 +229,14 @@ def _scalar(hint: object, value: object, field: str, remedies: _Remedies) -> obj
     if type(value) is not hint:
         raise ConfigError(field, value, remedies[hint])
     return value
+
+
+def _key(hint: object, key: str, item: object, field: str) -> str:
+    """Return a key of a mapping. Raises ConfigError, with its value, if its type does not allow it."""
+    known = get_args(hint)
+    if known and key not in known:
+        raise ConfigError(_join(field, key), item, f"the key is unknown; {nearest(key, known)}")
+    return key
 
 
 def _choice(choices: tuple[object, ...], value: object, field: str) -> object:
@@ -326,6 +337,8 @@ class SyncConfig:
         nonfinite: NaN and Inf in published weights: ``warn`` logs their tensors, ``refuse`` fails the update
             while engines keep serving, ``ignore`` does not look.
         rdma_device: the network devices that ``rdma`` may use, with commas between them; empty takes any.
+        components: what else engines serve than the model, and what updates do with it. ``{"draft":
+            "frozen"}`` lets engines speculate with a draft model: updates leave it as it is, and compare it.
         ports: the first and the last port on which holders listen, such as ``29600-29699``, for a firewall.
             Without it they listen on any free port. See docs/hosts.md for the ports of gloo and NCCL.
 
@@ -353,6 +366,7 @@ class SyncConfig:
     refill: Literal["auto", "rdma", "tcp", "zeromq"] = "auto"
     nonfinite: Literal["warn", "refuse", "ignore"] = "warn"
     rdma_device: str = ""
+    components: Mapping[Component, Treatment] = field(default_factory=dict, hash=False)
     ports: Ports | None = None
 
     def __post_init__(self) -> None:

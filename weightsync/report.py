@@ -34,8 +34,8 @@ class Covered:
 
     Attributes:
         engine: its name.
-        component: ``model``, or ``adapter math``.
-        version: the version that it serves, 0 if none.
+        component: ``model``, ``draft``, or ``adapter math``.
+        version: the version that it serves, 0 if none; that of the model for a draft.
         num_tensors: tensors that updates cover, with those that are frozen.
         num_frozen: those that updates compare and do not move.
         nbytes: bytes of all of them, in the dtypes that travel.
@@ -54,7 +54,8 @@ class Covered:
     proof: str
 
     def __str__(self) -> str:
-        frozen = f", {self.num_frozen} of them frozen" if self.num_frozen else ""
+        some = "all" if self.num_frozen == self.num_tensors else f"{self.num_frozen} of them"
+        frozen = f", {some} frozen" if self.num_frozen else ""
         told = f"version {self.version}, {self.proof or 'not compared'}" if self.version else "no version"
         return (
             f"{self.engine}, {self.component}: {told}; "

@@ -268,6 +268,11 @@ def test_concurrent_calls_get_their_own_answers(rig: Rig) -> None:
         ("vllm", {"max_model_length": 128}, "options.max_model_length"),
         ("vllm", {"load_format": "auto"}, "options.load_format"),
         ("vllm", {"spec_tokens": 3}, "options.spec_tokens"),
+        (
+            "vllm",
+            {"speculative_config": {"draft_load_config": {"load_format": "dummy"}}},
+            "options.speculative_config.draft_load_config",
+        ),
         ("vllm", {"num_speculative_tokens": 3}, "options.num_speculative_tokens"),
         ("sglang", {"dtype": "float64"}, "options.dtype"),
         ("sglang", {"memory_fraction_static": 0.5}, "options.memory_fraction_static"),

@@ -8,8 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.contract.conftest import Rig
+from tests.models import build_tiny_eagle
+from weightsync.engines.vllm.draft import VllmDraft
+from weightsync.errors import ConfigError, EngineError, StateError
 
 pytestmark = [
     pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="vllm is not installed"),
@@ -29,30 +34,112 @@ PROMPTS = [[5, 9, 3, 5, 9], [7, 7, 7, 7], [40, 2, 61, 17, 8, 2]]
 
 
 @pytest.fixture
-def speculative() -> Mapping[str, Any]:
-    return NGRAM
+def method() -> str:
+    return "draft_model"
 
 
 @pytest.fixture
-def rig(speculative: Mapping[str, Any], tmp_path: Path) -> Iterator[Rig]:
+def rig(method: str, tmp_path: Path) -> Iterator[Rig]:
+    speculative: Mapping[str, Any] = NGRAM
+    if method != "ngram":
+        # The draft model is what the target becomes with the first of the rig's models.
+        draft = tmp_path / ("1" if method == "draft_model" else "eagle")
+        speculative = {"method": method, "model": str(draft), "num_speculative_tokens": 2}
+        build_tiny_eagle(tmp_path / "eagle")
     options = {"speculative_config": speculative, "disable_log_stats": False}
     rig = Rig("vllm", False, "host", tmp_path, **options)
     yield rig
     rig.close()
 
 
-def counted(rig: Rig) -> dict[str, int]:
-    """How many tokens were drafted, and how many of them accepted, since the engine started."""
+def counted(rig: Rig) -> tuple[int, int]:
+    """How many tokens were drafted, and how many of them were accepted, since the engine started."""
     metrics = rig.engine.call(lambda engine: engine.get_metrics())
     values = {each.name: int(each.value) for each in metrics if hasattr(each, "value")}
-    return {name: values[f"vllm:spec_decode_num_{name}_tokens"] for name in ("draft", "accepted")}
+    return values["vllm:spec_decode_num_draft_tokens"], values["vllm:spec_decode_num_accepted_tokens"]
 
 
+def models(engine: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Return the target and the draft of an engine with one rank."""
+    runner = engine.model_executor.driver_worker.worker.model_runner
+    return runner.get_model(), runner.get_draft_model()
+
+
+def check_version(rig: Rig, version: int) -> float:
+    """Update, and compare greedy tokens with those of the target alone.
+
+    Returns the part of the drafted tokens that the target accepted.
+    """
+    model, before = rig.models[(version - 1) % 2], counted(rig)
+    rig.update(model, version)
+    rollout = rig.generate(PROMPTS).result()
+    assert rig.serves(model, PROMPTS, rollout.tokens)
+    assert rollout.versions == [(version, version)] * len(PROMPTS)
+    drafted, accepted = (now - then for now, then in zip(counted(rig), before, strict=True))
+    assert drafted > 0
+    return accepted / drafted
+
+
+@pytest.mark.parametrize("method", ["ngram"])
 def test_tokens_with_ngrams_are_those_of_the_target(rig: Rig) -> None:
     for version in (1, 2, 3):
-        model = rig.models[version % 2]
-        rig.update(model, version)
-        rollout = rig.generate(PROMPTS).result()
-        assert rig.serves(model, PROMPTS, rollout.tokens)
-        assert rollout.versions == [(version, version)] * len(PROMPTS)
-    assert counted(rig)["draft"] > 0
+        check_version(rig, version)
+    assert rig.layout[0].draft is None
+
+
+def test_a_draft_model_is_accepted_by_the_version_that_equals_it(rig: Rig) -> None:
+    """vLLM 0.32 gives it the target's dummy weights: they are replaced by those of its files."""
+    accepted = [check_version(rig, version) for version in (1, 2, 3, 4)]
+    assert (accepted[0], accepted[2]) == (1, 1)
+    assert max(accepted[1], accepted[3]) < 0.5
+    draft = rig.layout[0].draft
+    assert draft
+    assert (draft.method, draft.model, draft.num_hidden) == ("draft_model", str(rig.folder / "1"), 0)
+    with pytest.raises(ConfigError, match=r"level: 2 .* give 1: updates do not bring back a draft"):
+        rig.engine.sleep(2, "keep", 1)
+
+
+@pytest.mark.parametrize("method", ["eagle"])
+def test_an_eagle_draft_keeps_its_weights_and_the_targets_embedding(rig: Rig) -> None:
+    target, draft = rig.engine.call(models)
+    files = load_file(rig.folder / "eagle" / "model.safetensors")
+    for version in (1, 2, 3):
+        check_version(rig, version)
+        embedding = draft.model.embed_tokens.weight.detach()
+        assert embedding.data_ptr() == target.model.embed_tokens.weight.data_ptr()
+        assert torch.equal(embedding, rig.models[(version - 1) % 2].model.embed_tokens.weight)
+        packed = dict(VllmDraft("eagle", "", draft).packed())
+        assert torch.equal(packed["model.fc"].T, files["fc.weight"])
+        assert torch.equal(packed["model.layers.0.mlp.down_proj"].T, files["layers.0.mlp.down_proj.weight"])
+    described = rig.layout[0].draft
+    assert described
+    assert (described.num_tensors, described.num_hidden) == (6, 0), "four linear layers, fc, and a norm"
+    assert described.nbytes == sum(each.nbytes for each in files.values())
+
+
+@torch.no_grad()
+def spoil(engine: Any, name: str) -> None:
+    """Change one element of a draft. A packed layer is packed again, of other weights."""
+    _, draft = models(engine)
+    module = draft.get_submodule(name)
+    if module.weight.numel():
+        module.weight[0] += 1
+    else:
+        weight = module.cpu_linear(torch.eye(module.input_size_per_partition), module.weight, None).T.clone()
+        weight[0, 0] += 1
+        module.weight = torch.nn.Parameter(weight)
+        module.quant_method.process_weights_after_loading(module)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.norm", pytest.param("model.layers.1.mlp.down_proj", marks=pytest.mark.faults)]
+)
+def test_a_draft_that_changed_fails_the_update_by_its_tensors_name(rig: Rig, name: str) -> None:
+    check_version(rig, 1)
+    rig.engine.call(lambda engine: spoil(engine, name))
+    for _ in range(2):
+        with pytest.raises(EngineError, match=f"verify: draft {name}.*: bytes are not those") as caught:
+            rig.update(rig.models[1], 2)
+    assert (caught.value.engine, caught.value.rank) == ("e0", 0)
+    with pytest.raises(StateError, match="has no whole weights"):
+        rig.engine.resume(2)

@@ -307,3 +307,21 @@ def test_sync_config_travels() -> None:
     config = SyncConfig(timeout_s=7)
     assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
     assert dataclasses.replace(config, num_slots=3).timeout_s == 7
+
+
+@pytest.mark.parametrize(
+    ("components", "says"),
+    [
+        ({"drafts": "frozen"}, r"sync\.components\.drafts: .* the key is unknown; did you mean 'draft'"),
+        ({"draft": "frosen"}, r"sync\.components\.draft: 'frosen' .* did you mean 'frozen'"),
+        (["draft"], r"sync\.components: .* give a mapping"),
+    ],
+)
+def test_components_are_known_by_name(components: Any, says: str) -> None:
+    for make in (
+        lambda: SyncConfig(components=components),
+        lambda: SyncConfig.from_dict({"components": components}),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            make()
+    assert SyncConfig.from_dict({"components": {"draft": "frozen"}}).components == {"draft": "frozen"}

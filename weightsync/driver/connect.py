@@ -90,7 +90,8 @@ async def connect(
     communicators for broadcasts. Engines in `demoted` cannot read directly, see `Router`.
 
     Raises:
-        PlanError, ConfigError: the two sides do not fit, or a member computed another plan.
+        PlanError, ConfigError: the two sides do not fit, a member computed another plan, or a draft model is
+            not frozen on purpose.
         DeadlineError: names the members that did not answer within ``config.connect_timeout_s``.
         StateError: no engine is alive.
         TransportError: a mapping failed; or an engine that could read directly in the trial no longer can,
@@ -99,6 +100,7 @@ async def connect(
     clock = PhaseClock()
     with clock.phase("layouts"):
         layouts = await _layouts(fleet, config)
+        fleet.drafts.check(layouts.engines, config)
     with clock.phase("trial"):
         trial = await run_trial(fleet, config, layouts.trainers, layouts.engines, demoted or {})
         pushing = await find_pushing(
@@ -381,7 +383,8 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     """Connect one engine with its holders, without trainers and other engines.
 
     Raises PlanError if the plan has no engine of this layout, or if the engine needs buckets and the plan has
-    none. The whole fleet has to connect again, then. Also raises the other errors of `connect`.
+    none. The whole fleet has to connect again, then. Also raises the other errors of `connect`, such as
+    ConfigError for a draft model that is not frozen, or has other bytes than the same draft before.
     """
     member, plan, timeout_s = fleet.engines[name], connection.plan, config.timeout_s
     named = f"engine {name}"
@@ -391,6 +394,7 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
     twins = [other for other, known in connection.layouts.items() if _alike(layouts, known)]
     if not twins:
         raise PlanError(named, "its layout is new to the plan")
+    fleet.drafts.check({name: layouts}, config)
     holders = {f"holder {i}": fleet.holders[i] for i in member.holders}
     await _serve_snapshots(holders, config)
     calls = {process: holder.adopt(connection.shared, name) for process, holder in holders.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from weightsync.driver.drafts import Drafts
 from weightsync.driver.engine_state import EngineRecord, EngineState
 from weightsync.protocol.peers import EnginePeer, HolderPeer, TrainerPeer
 
@@ -36,6 +37,7 @@ class Fleet:
         holders: in order; those from the plan's `num_holders` on were added after it was made.
         nodes: the host of each holder, under any name; holders beyond its end share one host.
         share: makes what calls of peers carry in place of a value that many get; by default the value itself.
+        drafts: the draft models of engines that were connected.
     """
 
     trainers: list[tuple[TrainerPeer, int]]
@@ -43,6 +45,7 @@ class Fleet:
     holders: list[HolderPeer]
     nodes: list[str] = field(default_factory=list)
     share: Callable[[object], object] = _itself
+    drafts: Drafts = field(default_factory=Drafts)
 
     def live(self) -> dict[str, EngineMember]:
         """Return every engine that is not DEAD."""

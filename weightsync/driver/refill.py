@@ -18,7 +18,7 @@ from weightsync.driver.gather import GRACE_S, gather_named, remoteness
 from weightsync.driver.snapshot_index import SnapshotIndex
 from weightsync.driver.stager import StagedVersion
 from weightsync.driver.update_lock import UpdateLock
-from weightsync.errors import DeadlineError, StateError, WeightSyncError
+from weightsync.errors import ConfigError, DeadlineError, StateError, WeightSyncError
 from weightsync.protocol.messages import LoadReport, Refilled, Snapshot
 from weightsync.protocol.peers import EnginePeer
 from weightsync.protocol.timing import PhaseClock
@@ -52,11 +52,16 @@ class Refiller:
     async def adopt(self, connected: Callable[[], Connection], name: str) -> None:
         """Connect an engine that was added or restarted. Raises the errors of `driver.connect.adopt`.
 
-        `connected` is called once no update runs, since an update may connect again.
+        `connected` is called once no update runs, since an update may connect again. An engine that would be
+        refused again, such as for its draft, is DEAD: the others connect without it.
         """
         async with self._sharing(name, lambda: self._engine_group.drop(self._fleet.engines[name])):
             if not self._fleet.engines[name].attached:
-                await adopt(self._fleet, connected(), name, self._config)
+                try:
+                    await adopt(self._fleet, connected(), name, self._config)
+                except ConfigError:
+                    self._engine_group.enter([name], EngineState.DEAD)
+                    raise
 
     async def refill(
         self,

@@ -57,13 +57,22 @@ def tensors_beside(model: torch.nn.Module) -> Iterator[str]:
 
     Live are the parameters and buffers of `model`, and views of them.
     """
+    return (f"{path}.{where}" for path, where in _beside(model))
+
+
+def modules_beside(model: torch.nn.Module) -> set[str]:
+    """Return the paths of modules whose kernels hold such tensors."""
+    return {path for path, _ in _beside(model)}
+
+
+def _beside(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
     tensors = (*model.parameters(), *model.buffers())
     live = {each.untyped_storage().data_ptr() for each in tensors if each.numel()}
     seen = {id(module) for module in model.modules()}
     for path, name, holder in _holders(model):
         for where, tensor in _tensors(holder, seen):
             if tensor.untyped_storage().data_ptr() not in live:
-                yield f"{path}.{name}{where}"
+                yield path, f"{name}{where}"
 
 
 def _holders(model: torch.nn.Module) -> Iterator[tuple[str, str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -15,10 +15,39 @@ from weightsync.memory.digests import digest_table, tensor_digests
 from weightsync.memory.kernels import DigestTable
 from weightsync.memory.tensors import extent_nbytes
 from weightsync.protocol.handles import LiveExport
-from weightsync.protocol.messages import LiveDigest
+from weightsync.protocol.messages import Digests, LiveDigest
 
 _LIBRARIES = ("vllm", "sglang", "torch")
 """Other versions of these may store the same parameters in another order."""
+
+
+class TensorDigests:
+    """Digests of tensors that mostly stay where they are. On a GPU they then take one launch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._places: Sequence[object] = ()
+        self._table: DigestTable | None = None
+
+    def follow(self, held: Sequence[torch.Tensor]) -> bool:
+        """Prepare again if a tensor is elsewhere, or otherwise. Returns whether one is."""
+        places = [(each.data_ptr(), each.shape, each.stride(), each.dtype) for each in held]
+        if places == self._places:
+            return False
+        self._places = places
+        if self._device.type == "cuda":
+            with torch.cuda.device(self._device):
+                self._table = digest_table(held)
+        return True
+
+    def of(self, held: Sequence[torch.Tensor]) -> Digests:
+        """Return the digest of each tensor."""
+        self.follow(held)
+        if self._table is None:
+            return tensor_digests(held)
+        with torch.cuda.device(self._device):
+            self._table.launch(torch.cuda.current_stream())
+            return self._table.result()
 
 
 class LiveParameters:
@@ -30,21 +59,14 @@ class LiveParameters:
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
         self.model, self._device = model, device
-        self._places: Sequence[object] = ()
+        self._digests = TensorDigests(device)
         self._kind = ""
-        self._table: DigestTable | None = None
 
     def digest(self) -> LiveDigest:
         """Return their digest. On a GPU it takes one launch, after the first time."""
         held = [in_order(parameter.detach()) for _, parameter in parameters_of(self.model)]
         self._follow(held)
-        if self._table is None:
-            digests = tensor_digests(held)
-        else:
-            with torch.cuda.device(self._device):
-                self._table.launch(torch.cuda.current_stream())
-                digests = self._table.result()
-        return LiveDigest(self._kind, hashlib.sha256(digests.tobytes()).hexdigest())
+        return LiveDigest(self._kind, hashlib.sha256(self._digests.of(held).tobytes()).hexdigest())
 
     def export(self) -> LiveExport:
         """Export them, so that a copy of their bytes brings them back.
@@ -58,13 +80,8 @@ class LiveParameters:
         return LiveExport(self._kind, handles)
 
     def _follow(self, held: Sequence[torch.Tensor]) -> None:
-        """Prepare again if a parameter is elsewhere, or otherwise."""
-        places = [(each.data_ptr(), each.shape, each.stride(), each.dtype) for each in held]
-        if places != self._places:
-            self._places, self._kind = places, _kind(self.model, self._device)
-            if self._device.type == "cuda":
-                with torch.cuda.device(self._device):
-                    self._table = digest_table(held)
+        if self._digests.follow(held) or not self._kind:
+            self._kind = kind_of(parameters_of(self.model), self._device)
 
 
 def in_order(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,9 +123,10 @@ def _may_be_made_of_weights(name: str, value: object) -> bool:
     return value.is_floating_point() or value.element_size() == 1
 
 
-def _kind(model: torch.nn.Module, device: torch.device) -> str:
+def kind_of(tensors: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> str:
+    """Return what is equal for equal names, shapes, strides and dtypes in the same kind of memory."""
     kind = hashlib.sha256(_where(device).encode())
-    for name, each in parameters_of(model):
+    for name, each in tensors:
         kind.update(f"{name} {tuple(each.shape)} {each.stride()} {each.dtype};".encode())
     return kind.hexdigest()
 

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ import torch
 
 from weightsync.channel.engine_end import EngineFeed
 from weightsync.engines.adapter_rank import AdapterRank, AdapterSlots
+from weightsync.engines.frozen_draft import FrozenDraft, HasDraft
 from weightsync.engines.live_digest import LiveParameters
 from weightsync.engines.live_writer import LiveWriter, can_export
 from weightsync.engines.load_errors import naming_load
@@ -27,6 +28,7 @@ from weightsync.faults import Fault, set_faults
 from weightsync.memory.kernels import load_digests
 from weightsync.memory.tensors import device_id, meta_of, named_tensors
 from weightsync.plan import Plan, RankLayout, Segment, TensorMeta
+from weightsync.plan.explain import count_text
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.handles import Attached, LiveExport
 from weightsync.protocol.messages import FeedTicket, Loaded
@@ -95,6 +97,7 @@ class Rank:
         self._plan: Plan | None = None
         self._writer: LiveWriter | None = None
         self._parameters: LiveParameters | None = None
+        self._draft: FrozenDraft | None = None
         self._tables: QuantizingTables | None = None
         self._takes_stored, self._has_kernels = False, True
         self._engine = ""
@@ -123,18 +126,22 @@ class Rank:
         """Return where the loader puts each tensor, if proven, else a layout of whole tensors.
 
         Whole tensors have no live buffers. The layout is found once, since live parameters keep their
-        addresses.
+        addresses. A draft's bytes are those of this time from then on.
         """
         if self._layout is None:
-            self._layout = self._find_layout()
+            self._layout = self._with_draft(self._find_layout())
             if self._layout.buffers and self._device.type == "cuda":
                 threading.Thread(target=self._load_kernels, args=(self._layout,), daemon=True).start()
         return self._layout
 
     def reload(self) -> RankLayout:
         """Take whole tensors from now on, even if the layout was proven."""
-        self._layout = _whole_layout(self._host.checkpoint(), device_id(self._device))
+        self._layout = self._with_draft(_whole_layout(self._host.checkpoint(), device_id(self._device)))
         return self._layout
+
+    def has_draft(self) -> bool:
+        """Whether this rank has a draft model, with weights of its own."""
+        return self.layout().draft is not None
 
     def addresses(self) -> dict[str, int]:
         """Return the address of each live parameter. They do not change, since CUDA graphs use them."""
@@ -174,14 +181,17 @@ class Rank:
         synchronize(self._device)
 
     def load(self, attempt: int, timeout_s: float) -> Loaded:
-        """Take one attempt's buckets."""
+        """Take one attempt's buckets. Raises EngineError if a draft's own tensors changed."""
         if self._feed is None or self._plan is None:
             raise StateError("a rank is not attached: connect first")
         with naming_load(self._engine, self._rank):
             if self._writer:
                 self._begin(self._feed, self._writer, attempt)
-                return Loaded(self._feed.receive(attempt, self._writer, timeout_s), self._feed.spans)
-            return self._load_whole(self._feed, self._plan, attempt, timeout_s)
+                loaded = Loaded(self._feed.receive(attempt, self._writer, timeout_s), self._feed.spans)
+            else:
+                loaded = self._load_whole(self._feed, self._plan, attempt, timeout_s)
+        self._require_same_draft()
+        return loaded
 
     def close(self) -> None:
         """Drop the connection to the holder."""
@@ -203,6 +213,19 @@ class Rank:
         if method == "close":
             del self._adapters[key]
         return answer
+
+    def _with_draft(self, layout: RankLayout) -> RankLayout:
+        if self._draft is None and isinstance(self._host, HasDraft) and (found := self._host.draft()):
+            self._draft = FrozenDraft(found, self._host.model(), self._device)
+        return layout if self._draft is None else replace(layout, draft=self._draft.describe())
+
+    def _require_same_draft(self) -> None:
+        if self._draft and (changed := self._draft.changed()):
+            names = ", ".join(f"draft {name}" for name in changed[:3])
+            cause = (
+                f"{names}: bytes are not those that it started with, of {count_text(len(changed), 'tensor')}"
+            )
+            raise EngineError(self._engine, "verify", cause, self._rank)
 
     def _begin(self, feed: EngineFeed, writer: LiveWriter, attempt: int) -> None:
         try:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import PlanError
+from weightsync.plan.draft import Draft
 from weightsync.plan.segment import (
     DTYPES,
     MOST_NBYTES,
@@ -156,7 +157,7 @@ class LayoutTable:
         tied: [k, 2], names of (alias, canonical).
         padding: [k, 3], (name of the buffer, byte offset, nbytes).
         frozen: [k], names.
-        device, stage, converts: those of the layout.
+        device, stage, converts, draft: those of the layout.
         stored_names, stored: the names of the layout's stored tensors, as of `pack_names`, and these.
     """
 
@@ -172,6 +173,7 @@ class LayoutTable:
     converts: str
     stored_names: bytes
     stored: MetaTable
+    draft: Draft | None = None
 
     @classmethod
     def of(cls, layout: RankLayout) -> LayoutTable:
@@ -198,6 +200,7 @@ class LayoutTable:
                 layout.converts,
                 pack_names(meta.name for meta in layout.stored),
                 MetaTable.of(layout.stored, {meta.name: i for i, meta in enumerate(layout.stored)}),
+                layout.draft,
             )
         except OverflowError:
             raise _too_large(layout) from None
@@ -216,6 +219,7 @@ class LayoutTable:
             self.frozen_names(names),
             self.converts,
             self.stored.metas(unpack_names(self.stored_names)),
+            self.draft,
         )
 
     def tied_names(self, names: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -242,7 +246,7 @@ class LayoutTable:
         return LayoutTable.of(self.rank_layout().as_stored())
 
     def alike(self, other: LayoutTable) -> bool:
-        """Whether both layouts are equal, devices, conversions and stored tensors aside."""
+        """Whether both layouts are equal, devices, conversions, stored tensors and drafts aside."""
         parts = ("tensors", "segments", "tied", "buffers", "padding", "frozen")
         return (
             self.stage == other.stage

@@ -12,6 +12,7 @@ from itertools import takewhile
 from types import MappingProxyType
 
 from weightsync.errors import PlanError, nearest
+from weightsync.plan.draft import Draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +276,7 @@ class RankLayout:
         frozen: names of tensors that do not change after the first update.
         converts: what the rank makes of the tensors, if it does not keep their values; for reports.
         stored: the tensors of the rank's own checkpoint, if it converts `tensors` to these. It takes either.
+        draft: the draft model that an engine's rank speculates with.
     """
 
     tensors: tuple[TensorMeta, ...]
@@ -287,6 +289,7 @@ class RankLayout:
     frozen: tuple[str, ...] = ()
     converts: str = ""
     stored: tuple[TensorMeta, ...] = ()
+    draft: Draft | None = None
 
     def takes_stored(self, names: Collection[str]) -> bool:
         """Whether `names` of tensors that come are those of `stored`. Only these have scales."""
@@ -300,4 +303,11 @@ class RankLayout:
     def as_stored(self) -> RankLayout:
         """Return the layout of a rank that takes whole tensors of its own checkpoint."""
         segments = tuple(map(Segment.whole, self.stored))
-        return RankLayout(self.stored, segments, self.tied, device=self.device, converts="none is converted")
+        return RankLayout(
+            self.stored,
+            segments,
+            self.tied,
+            device=self.device,
+            converts="none is converted",
+            draft=self.draft,
+        )

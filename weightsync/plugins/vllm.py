@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from weightsync.collectives.tensor_stream import TensorStream
-from weightsync.engines.vllm.api import LoadAccount, Reload, require_updatable
+from weightsync.engines.vllm.api import LoadAccount, Reload, require_no_draft, require_updatable
 from weightsync.engines.whole_sink import as_loaded
 from weightsync.errors import StateError
 from weightsync.plugins.sender import Sender, device_of
@@ -64,6 +64,7 @@ class WeightSyncTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """Join the trainer and the other workers. Raises ConfigError, see `require_updatable`."""
         # 0.24 passes no configuration.
         if config := getattr(self, "vllm_config", None) or get_current_vllm_config_or_none():
+            require_no_draft(config)
             require_updatable(config, self.model)
         self.shutdown()
         # 0.24 does not pass the device, and during a reload parameters have none.

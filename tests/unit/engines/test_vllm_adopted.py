@@ -141,20 +141,6 @@ def refusal(config: SimpleNamespace, model: torch.nn.Module) -> ConfigError:
     return error
 
 
-@pytest.mark.parametrize("method", ["eagle3", "mtp"])
-def test_a_worker_whose_engine_has_a_draft_refuses_its_first_call(method: str) -> None:
-    config = SimpleNamespace(speculative_config=SimpleNamespace(method=method, model="a/draft"))
-    error = refusal(config, torch.nn.Module())
-    assert (error.field, error.value) == ("speculative_config", {"method": method, "model": "a/draft"})
-    assert "leave it out" in error.remedy
-
-
-@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix"])
-def test_a_worker_that_speculates_without_weights_is_updatable(method: str) -> None:
-    config = SimpleNamespace(speculative_config=SimpleNamespace(method=method, model=None))
-    require_updatable(config, torch.nn.Module())
-
-
 def test_a_worker_whose_kernels_would_read_freed_scales_refuses_its_first_call() -> None:
     config = SimpleNamespace(
         speculative_config=None, model_config=SimpleNamespace(quantization="compressed-tensors")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.unit.plan.plan_strategies import World, worlds
 from weightsync.errors import PlanError
 from weightsync.plan import Box, RankLayout, Segment, Stage, TensorMeta, Unmatched
+from weightsync.plan.draft import Draft
 from weightsync.plan.layout import join_tables
 from weightsync.plan.layout_table import LayoutTable, MetaTable
 
@@ -52,6 +53,7 @@ LAYOUTS = st.builds(
     st.lists(NAMES, max_size=4).map(tuple),
     NAMES,
     metas(),
+    st.none() | st.builds(Draft, NAMES, NAMES, *([st.integers(0, 9)] * 3), NAMES, NAMES),
 )
 
 
@@ -64,13 +66,15 @@ def test_a_table_gives_its_layout_back(layout: RankLayout) -> None:
 def test_a_rank_takes_what_its_checkpoint_stores_where_that_has_scales() -> None:
     full = TensorMeta("a.weight", "bfloat16", (8, 4)), TensorMeta("b", "bfloat16", (4,))
     stored = TensorMeta("a.weight", "int8", (8, 4)), TensorMeta("a.weight_scale", "float32", (8, 1)), full[1]
-    layout = RankLayout(full, tuple(map(Segment.whole, full)), device="cuda:0", stored=stored)
+    draft = Draft("mtp", "a/draft", 1, 2, 0, "kind", "digest")
+    layout = RankLayout(full, tuple(map(Segment.whole, full)), device="cuda:0", stored=stored, draft=draft)
     table = LayoutTable.of(layout)
     for names, takes in (({"a.weight", "b"}, False), ({meta.name for meta in stored}, True), (set(), False)):
         assert layout.takes_stored(names) == table.takes_stored(names) == takes
         assert layout.for_tensors(names) == (layout.as_stored() if takes else layout)
     assert table.as_stored().rank_layout() == layout.as_stored()
     assert (layout.as_stored().tensors, layout.as_stored().device) == (stored, "cuda:0")
+    assert layout.as_stored().draft == draft
     assert not RankLayout(full, ()).takes_stored({meta.name for meta in stored})
 
 
@@ -78,8 +82,10 @@ def test_a_rank_takes_what_its_checkpoint_stores_where_that_has_scales() -> None
 def test_tables_are_alike_if_layouts_are_equal_but_for_devices_and_conversions(
     one: RankLayout, other: RankLayout
 ) -> None:
-    table, aside = LayoutTable.of(one), {"device": "", "converts": "", "stored": ()}
-    assert table.alike(LayoutTable.of(replace(one, device="cuda:other", converts="all", stored=())))
+    table, aside = LayoutTable.of(one), {"device": "", "converts": "", "stored": (), "draft": None}
+    assert table.alike(
+        LayoutTable.of(replace(one, device="cuda:other", converts="all", stored=(), draft=None))
+    )
     assert table.alike(LayoutTable.of(other)) == (replace(one, **aside) == replace(other, **aside))
 
 

@@ -33,11 +33,8 @@ if TYPE_CHECKING:
 
 _FIXED = ("model", "load_format", "worker_extension_cls")
 _SHORT_SPECULATIVE = ("spec_method", "spec_model", "spec_tokens")
-_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
-_NO_DRAFT = (
-    "leave it out, or speculate with ngram or suffix: updates reach the target model alone, a draft would "
-    "keep other weights"
-)
+WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
+"""Methods that speculate without a draft model."""
 _FROM_CONFIG = ("input_scale_ub",)
 _FULL_CACHES = ("auto", "bfloat16", "float16")
 _FULL = (torch.bfloat16, torch.float16, torch.float32)
@@ -50,6 +47,7 @@ class ModelRunner(Protocol):
     model_config: ModelConfig
 
     def get_model(self) -> torch.nn.Module: ...
+    def get_draft_model(self) -> torch.nn.Module | None: ...
 
 
 def set_environment() -> None:
@@ -85,6 +83,8 @@ def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> Eng
         if key not in known:
             raise ConfigError(f"options.{key}", value, nearest(key, known))
     settings = {"dtype": "auto", "skip_tokenizer_init": True, "disable_log_stats": True, **options}
+    if speculative := settings.get("speculative_config"):
+        settings["speculative_config"] = _from_own_files(speculative)
     if current_platform.is_cpu():
         settings.setdefault("enforce_eager", True)
     if max(settings.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline")) > 1:
@@ -105,15 +105,43 @@ def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> Eng
     return EngineArgs(model=model_path, load_format="dummy", worker_extension_cls=worker, **settings)
 
 
+def _from_own_files(speculative: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a speculative configuration that loads a draft from its files, and not as the target's dummy."""
+    from vllm.config import LoadConfig, SpeculativeConfig
+
+    given = speculative.get("draft_load_config")
+    asked = given.get("load_format") if isinstance(given, Mapping) else getattr(given, "load_format", None)
+    if asked == "dummy":
+        remedy = "leave it out: a draft is loaded from its own checkpoint"
+        raise ConfigError("options.speculative_config.draft_load_config", asked, remedy)
+    known = {spec.name for spec in dataclasses.fields(SpeculativeConfig)}
+    if given or speculative.get("method") in WITHOUT_WEIGHTS or "draft_load_config" not in known:
+        return dict(speculative)
+    return {**speculative, "draft_load_config": LoadConfig()}
+
+
+def draft_files(draft: torch.nn.Module, config: ModelConfig) -> Iterable[tuple[str, torch.Tensor]]:
+    """Read a draft's checkpoint, as vLLM does by default."""
+    from vllm.config import LoadConfig
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    return DefaultModelLoader(LoadConfig()).get_all_weights(config, draft)  # type: ignore[no-any-return,unused-ignore]
+
+
+def require_no_draft(config: VllmConfig) -> None:
+    """Raise ConfigError if a draft would keep other weights than the target, and nobody would know."""
+    speculative = config.speculative_config
+    if speculative and speculative.method not in WITHOUT_WEIGHTS:
+        value = {"method": speculative.method, "model": speculative.model}
+        remedy = "leave it out, or speculate with ngram or suffix: updates reach the target model alone"
+        raise ConfigError("speculative_config", value, remedy)
+
+
 def require_updatable(config: VllmConfig, model: torch.nn.Module) -> None:
     """Raise ConfigError if an update would leave some weights unchanged, or break them.
 
-    A checkpoint may ask for speculative decoding: vLLM then loads the draft without an option.
+    A draft model is not looked at.
     """
-    speculative = config.speculative_config
-    if speculative and speculative.method not in _WITHOUT_WEIGHTS:
-        value = {"method": speculative.method, "model": speculative.model}
-        raise ConfigError("speculative_config", value, _NO_DRAFT)
     for name, module in model.named_modules():
         if "MoE" in type(module).__name__ and _is_lora(module):
             remedy = (

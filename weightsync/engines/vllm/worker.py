@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from weightsync.engines.frozen_draft import DraftModel
 from weightsync.engines.live_digest import parameters_of
 from weightsync.engines.quantizing_loader import QuantizingLoader, formats_of, stored_tensors, summary
 from weightsync.engines.rank import Checkpoint, Rank, checkpoint_of
@@ -21,6 +22,7 @@ from weightsync.engines.vllm.api import (
     require_stored,
     require_updatable,
 )
+from weightsync.engines.vllm.draft import draft_of
 from weightsync.engines.vllm.lora import LoraSlots
 from weightsync.engines.vllm.storage import quantized_again, stored_otherwise
 from weightsync.engines.whole_sink import Loader
@@ -74,6 +76,9 @@ class _Host:
             require_stored(self.model(), checkpoint.linears, self._formats)
         stored = tuple(self._stored) if self._formats else ()
         return replace(checkpoint, converts=summary(self._formats), stored=stored)
+
+    def draft(self) -> DraftModel | None:
+        return draft_of(self._runner, self._device)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         known_as = loader_names(self.model())

@@ -1,0 +1,53 @@
+"""Draft models of engines: frozen on purpose, and the same bytes in all engines that have the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from weightsync.config import SyncConfig
+from weightsync.errors import ConfigError
+from weightsync.plan.draft import Draft
+from weightsync.plan.layout_table import LayoutTable
+
+_REMEDY = (
+    'SyncConfig(components={"draft": "frozen"}) freezes it on purpose and has each update compare it, '
+    "or leave speculative decoding out: no update reaches a draft"
+)
+
+
+class Drafts:
+    """What engines said of their drafts. Digests are remembered after their engine is gone.
+
+    Attributes:
+        by_engine: the drafts of each engine's ranks that have one.
+    """
+
+    def __init__(self) -> None:
+        self.by_engine: dict[str, Sequence[Draft]] = {}
+        self._first: dict[tuple[str, str, int, str], tuple[str, str]] = {}
+
+    def check(self, engines: Mapping[str, Sequence[LayoutTable]], config: SyncConfig) -> None:
+        """Take in what engines serve now. Raises ConfigError if a draft is not frozen, or has other bytes."""
+        for name, ranks in engines.items():
+            found = {rank: table.draft for rank, table in enumerate(ranks) if table.draft}
+            for rank, draft in found.items():
+                if config.components.get("draft") != "frozen":
+                    raise _error(name, draft, _REMEDY)
+                self._compare(name, rank, draft)
+            self.by_engine[name] = [*found.values()]
+
+    def _compare(self, name: str, rank: int, draft: Draft) -> None:
+        key = draft.method, draft.model, rank, draft.kind
+        engine, digest = self._first.setdefault(key, (name, draft.digest))
+        if digest != draft.digest:
+            other = "it had others before" if engine == name else f"engine {engine} has others"
+            remedy = (
+                f"its bytes in rank {rank} are not those that this draft had: {other}. Give all engines the "
+                "same files, or give another draft a path of its own"
+            )
+            raise _error(name, draft, remedy)
+
+
+def _error(engine: str, draft: Draft, remedy: str) -> ConfigError:
+    value = {"method": draft.method, "model": draft.model}
+    return ConfigError(f"speculative_config of engine {engine}", value, remedy)

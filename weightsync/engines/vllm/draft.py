@@ -1,0 +1,94 @@
+"""The draft model of a vLLM rank, with the weights of its own checkpoint.
+
+Engines start with dummy weights for the target. vLLM's ``draft_load_config`` loads EAGLE and MTP drafts from
+their files all the same; vLLM 0.32 ignores it for the method ``draft_model``, whose draft is loaded here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from weightsync.engines.frozen_draft import DraftModel, own_tensors, shares_weights
+from weightsync.engines.vllm.api import WITHOUT_WEIGHTS, ModelRunner, Reload, draft_files
+from weightsync.errors import ConfigError
+
+_DUMMY = 1e-3
+"""vLLM draws dummy weights between this and its negative. A checkpoint has some that are larger."""
+
+
+_COLUMNS = ("input_size_per_partition", "input_size", "embedding_dim")
+"""The attributes with the number of columns of a layer's weight in this rank, the first that it has."""
+
+
+class VllmDraft(DraftModel):
+    """A draft of vLLM, which on a CPU packs weights of linear layers into memory of oneDNN."""
+
+    def packed(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what packed layers answer to the unit vectors: their weights, to the bit."""
+        for path, module in self.model.named_modules():
+            columns = next((getattr(module, each) for each in _COLUMNS if hasattr(module, each)), 0)
+            if columns and hasattr(module, "cpu_linear"):
+                with torch.no_grad():
+                    units = torch.eye(columns, dtype=module.weight.dtype)
+                    yield path, module.cpu_linear(units, module.weight, None)
+
+
+def draft_of(runner: ModelRunner, device: torch.device) -> DraftModel | None:
+    """Return the draft of a rank, None if it has none. Dummy weights are replaced by those of its files.
+
+    Raises ConfigError if its weights cannot be found, or are dummies that cannot be replaced.
+    """
+    speculative = runner.vllm_config.speculative_config
+    if speculative is None or speculative.method in WITHOUT_WEIGHTS:
+        return None
+    draft = _module(runner)
+    path = str(getattr(speculative.draft_model_config, "model", None) or speculative.model)
+    if draft is None:
+        if runner.vllm_config.parallel_config.pipeline_parallel_size > 1:
+            return None  # it is in the last stage
+        value = {"method": speculative.method, "model": path}
+        remedy = "use a draft model, EAGLE, MTP, ngram or suffix: the weights of this method are not found"
+        raise ConfigError("speculative_config", value, remedy)
+    target = runner.get_model()
+    if _is_dummy(draft, target):
+        if shares_weights(draft, target):
+            remedy = (
+                'give {"load_format": "auto"}: the draft has dummy weights, and shares some with the target'
+            )
+            raise ConfigError("speculative_config.draft_load_config", None, remedy)
+        _load(draft, speculative.draft_model_config, device)
+        if _is_dummy(draft, target):
+            remedy = "give the folder of a trained draft: all its weights lie within those of dummies"
+            raise ConfigError("speculative_config.model", path, remedy)
+    return VllmDraft(str(speculative.method), path, draft)
+
+
+def _module(runner: ModelRunner) -> torch.nn.Module | None:
+    if hasattr(runner, "get_draft_model"):
+        return runner.get_draft_model()
+    for name in ("drafter", "speculator"):  # before 0.32
+        found = getattr(getattr(runner, name, None), "model", None)
+        if isinstance(found, torch.nn.Module):
+            return found
+    return None
+
+
+def _is_dummy(draft: torch.nn.Module, target: torch.nn.Module) -> bool:
+    """Whether no floating-point tensor of the draft's own has an element that is larger than dummies are."""
+    parameters = {id(each) for each in draft.parameters()}
+    own = own_tensors(draft, target).values()
+    weights = [each for each in own if id(each) in parameters and each.is_floating_point()]
+    return bool(weights) and all(float(each.detach().abs().max()) <= _DUMMY for each in weights)
+
+
+def _load(draft: torch.nn.Module, config: Any, device: torch.device) -> None:  # noqa: ANN401 - vLLM's
+    reload = Reload(draft, config, device)
+    try:
+        reload.load(draft_files(draft, config))
+        reload.finish()
+    except BaseException:
+        reload.abandon()
+        raise
