@@ -45,30 +45,37 @@ def build_tiny_qwen3(path: Path, moe: bool = False, seed: int = 0) -> PreTrained
     return model
 
 
-def build_tiny_eagle(path: Path, seed: int = 0) -> None:
-    """Save an EAGLE draft of one layer for the dense model of `build_tiny_qwen3`.
+def build_tiny_eagle(path: Path, third: bool = False, seed: int = 0) -> None:
+    """Save an EAGLE draft of one layer for the dense model of `build_tiny_qwen3`, or one of EAGLE-3.
 
-    It has no embedding and no head of its own.
+    Neither has an embedding of its own. That of EAGLE-3 has a head.
     """
-    shape = {**_SHAPE, "num_hidden_layers": 1, "rms_norm_eps": 1e-6}
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **shape}
     hidden, inner, heads, groups = 64, 128, 4 * 32, 2 * 32
+    layer, wide = ("midlayer", 2 * hidden) if third else ("layers.0", hidden)
     shapes = {
-        "fc": (hidden, 2 * hidden),
-        "layers.0.self_attn.q_proj": (heads, hidden),
-        "layers.0.self_attn.k_proj": (groups, hidden),
-        "layers.0.self_attn.v_proj": (groups, hidden),
-        "layers.0.self_attn.o_proj": (hidden, heads),
-        "layers.0.mlp.gate_proj": (inner, hidden),
-        "layers.0.mlp.up_proj": (inner, hidden),
-        "layers.0.mlp.down_proj": (hidden, inner),
+        "fc": (hidden, (3 if third else 2) * hidden),
+        f"{layer}.self_attn.q_proj": (heads, wide),
+        f"{layer}.self_attn.k_proj": (groups, wide),
+        f"{layer}.self_attn.v_proj": (groups, wide),
+        f"{layer}.self_attn.o_proj": (hidden, heads),
+        f"{layer}.mlp.gate_proj": (inner, hidden),
+        f"{layer}.mlp.up_proj": (inner, hidden),
+        f"{layer}.mlp.down_proj": (hidden, inner),
     }
+    norms = [f"{layer}.post_attention_layernorm"]
+    config = {"model_type": "llama", **_SHAPE, "num_hidden_layers": 1, "rms_norm_eps": 1e-6}
+    config["architectures"] = ["LlamaForCausalLM"]
+    if third:
+        shapes["lm_head"] = (256, hidden)
+        norms += [f"{layer}.input_layernorm", f"{layer}.hidden_norm", "norm"]
+        config["architectures"] = ["LlamaForCausalLMEagle3"]
+        config |= {"draft_vocab_size": 256, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
     draw = torch.Generator().manual_seed(seed)
     tensors = {
         f"{name}.weight": torch.randn(shape, generator=draw) * shape[-1] ** -0.5
         for name, shape in shapes.items()
     }
-    tensors["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
+    tensors |= {f"{name}.weight": torch.ones(hidden) for name in norms}
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config))
     save_file(tensors, path / "model.safetensors", {"format": "pt"})

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import signal
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import ray
 from ray.actor import ActorHandle
 
 from tests.actors.fleet import spawn, until
-from tests.models import build_tiny_qwen3
+from tests.models import build_tiny_qwen3, greedy
 from tests.patience import patient
 from tests.unit.project.test_docs import blocks
 from weightsync import ConfigError, EngineActor, SyncConfig, WeightSync
@@ -39,8 +40,8 @@ GREEDY: Mapping[str, Any] = {"max_tokens": 16, "temperature": 0.0}
 class Fleet:
     """Engines whose draft is what their target becomes with checkpoint "base"."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, num_ranks: int = 1) -> None:
+        self.folder, self.num_ranks = folder, num_ranks
         for name, seed in (("base", 0), ("other", 1), ("draft", 0)):
             build_tiny_qwen3(folder / name, seed=seed)
         self.engines: dict[str, Any] = {}
@@ -52,8 +53,10 @@ class Fleet:
             "method": "draft_model",
             "model": str(self.folder / "draft"),
             "num_speculative_tokens": 2,
+            "draft_tensor_parallel_size": self.num_ranks,
         }
         options = {"speculative_config": speculative, "max_model_len": 64, "disable_log_stats": False}
+        options["tensor_parallel_size"] = self.num_ranks
         self.engines[name] = spawn(DraftEngine, "vllm", str(self.folder / "base"), name, options, name)
         return self.engines[name]
 
@@ -73,13 +76,21 @@ class Fleet:
         return tokens, accepted / drafted
 
     def close(self) -> None:
+        """End all engines. A killed one leaves its ranks' shared memory."""
+        ending = [engine.close.remote() for engine in self.engines.values()]
+        ray.wait(ending, num_returns=len(ending), timeout=patient(30))
         for engine in self.engines.values():
             ray.kill(engine)
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    fleet = Fleet(tmp_path)
+def num_ranks() -> int:
+    return 1
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, num_ranks: int) -> Iterator[Fleet]:
+    fleet = Fleet(tmp_path, num_ranks)
     yield fleet
     fleet.close()
 
@@ -113,6 +124,24 @@ def test_a_draft_that_nobody_covers_does_not_connect_and_a_frozen_one_does(fleet
         assert str(draft) == (
             "e0, draft: version 3, live weights with those at its start; 21 tensors, all frozen, 657 kB"
         )
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("num_ranks", [2])
+def test_two_ranks_each_compare_their_part_of_the_draft(fleet: Fleet) -> None:
+    with WeightSync(CONFIG) as sync:
+        fleet.register(sync, "e0")
+        sync.connect()
+        seen = []
+        for version, name in ((1, "base"), (2, "other"), (3, "base")):
+            assert sync.update_weights(version, checkpoint=name).engines == {"e0": version}
+            seen.append(fleet.ask("e0"))
+        assert seen[0] == seen[2]
+        assert seen[0][1] == 1
+        assert seen[1][1] < 0.5
+        row = sync.coverage()[1]
+        assert (row.component, row.num_tensors, row.num_frozen) == ("draft", 21, 21)
+        assert row.proof == "live weights with those at its start"
 
 
 @pytest.mark.faults
@@ -168,6 +197,34 @@ def test_a_draft_that_changed_fails_its_engine_which_is_respawned(fleet: Fleet) 
         ray.get(fleet.engines["e0"].spoil.remote())
         with pytest.raises(EngineError, match=r"draft model\.norm\.weight"):
             sync.update_weights(4, checkpoint="base")
+
+
+@pytest.mark.faults
+def test_an_engine_that_its_user_made_follows_the_same_rules(tmp_path: Path) -> None:
+    from tests.actors.draft_engine import OwnEngine
+
+    models = {
+        name: build_tiny_qwen3(tmp_path / name, seed=seed) for name, seed in (("base", 0), ("other", 1))
+    }
+    speculative = {"method": "draft_model", "model": str(tmp_path / "base"), "num_speculative_tokens": 2}
+    engine = spawn(OwnEngine, str(tmp_path / "base"), speculative)
+    for config in (replace(CONFIG, components={}), CONFIG):
+        with WeightSync(config) as sync:
+            sync.register_engines({"e0": engine})
+            for name in models:
+                sync.register_checkpoint(name, [str(tmp_path / name)])
+            if not config.components:
+                with pytest.raises(ConfigError, match=r"speculative_config of engine e0: .*'draft_model'"):
+                    sync.connect()
+                continue
+            sync.connect()
+            for version, name in ((1, "base"), (2, "other")):
+                assert sync.update_weights(version, checkpoint=name).engines == {"e0": version}
+                asked = engine.generate.remote(PROMPTS[0], 16)
+                assert ray.get(asked, timeout=patient(60)) == greedy(models[name], PROMPTS[:1])[0]
+            assert [row.component for row in sync.coverage()] == ["model", "draft"]
+    ray.get(engine.end.remote())
+    ray.kill(engine)
 
 
 @pytest.mark.faults

@@ -8,6 +8,7 @@ import pytest
 
 from weightsync import SyncReport
 from weightsync.protocol.timing import Span
+from weightsync.report import Covered
 
 REPORT = SyncReport(
     version=7,
@@ -53,4 +54,25 @@ def test_to_dict_is_json_and_complete() -> None:
     spans = {name: tuple(Span(**span) for span in spans) for name, spans in data.pop("spans").items()}
     assert SyncReport(**data, spans=spans) == replace(
         REPORT, phases=dict(REPORT.phases), connect_phases=dict(REPORT.connect_phases)
+    )
+
+
+def test_a_row_of_coverage_is_one_line() -> None:
+    row = Covered(
+        engine="e0",
+        component="draft",
+        version=3,
+        num_tensors=21,
+        num_frozen=21,
+        nbytes=657_000,
+        route="",
+        proof="live weights",
+    )
+    assert str(row) == "e0, draft: version 3, live weights; 21 tensors, all frozen, 657 kB"
+    assert (
+        str(replace(row, num_frozen=2, version=0))
+        == "e0, draft: no version; 21 tensors, 2 of them frozen, 657 kB"
+    )
+    assert (
+        str(replace(row, num_frozen=0, proof="")) == "e0, draft: version 3, not compared; 21 tensors, 657 kB"
     )
