@@ -42,7 +42,7 @@ class EngineRanks(ABC):
     def __init__(self, name: str) -> None:
         self._name = name
         self._asleep: list[str] = []
-        self._whole = False
+        self._whole = self._has_draft = False
 
     @abstractmethod
     def on_ranks(self, method: str, *args: object) -> list[Any]:
@@ -55,6 +55,7 @@ class EngineRanks(ABC):
             # Digests of shards and of whole tensors do not add up to one another.
             logger.warning("[engine %s] loads whole tensors: not all ranks can be written live", self._name)
             layouts = self.on_ranks("reload")
+        self._has_draft = any(layout.draft for layout in layouts)
         return layouts
 
     def can_export(self) -> Sequence[bool]:
@@ -93,6 +94,9 @@ class EngineRanks(ABC):
             raise ConfigError(
                 field, False, f"engine {self._name} can sleep (level {level}) if started with true"
             )
+        if level > 1 and self._has_draft:
+            remedy = "give 1: level 2 drops the draft, and no update brings it back"
+            raise ConfigError("level", level, remedy)
         if WEIGHTS in self._asleep:
             return
         self.pause(mode, timeout_s)

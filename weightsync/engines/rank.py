@@ -139,10 +139,6 @@ class Rank:
         self._layout = self._with_draft(_whole_layout(self._host.checkpoint(), device_id(self._device)))
         return self._layout
 
-    def has_draft(self) -> bool:
-        """Whether this rank has a draft model, with weights of its own."""
-        return self.layout().draft is not None
-
     def addresses(self) -> dict[str, int]:
         """Return the address of each live parameter. They do not change, since CUDA graphs use them."""
         return {name: each.data_ptr() for name, each in self._host.model().named_parameters()}

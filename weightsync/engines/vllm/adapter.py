@@ -40,12 +40,6 @@ class VllmRanks(EngineRanks):
             replies = self._ask(blob)
         return answers_of(pickle.loads(reply) for reply in replies)
 
-    def sleep(self, level: int, mode: str, timeout_s: float) -> None:
-        """Pause, then release memory, see `Sleeps.sleep`. Raises ConfigError if a draft would be lost."""
-        if level > 1 and any(self.on_ranks("has_draft")):
-            raise ConfigError("level", level, "give 1: updates do not bring back a draft that level 2 drops")
-        super().sleep(level, mode, timeout_s)
-
     @abstractmethod
     def _ask(self, blob: bytes) -> Sequence[bytes]:
         """Call every rank's worker with `blob`; return the reply of each."""

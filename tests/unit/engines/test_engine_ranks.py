@@ -1,0 +1,47 @@
+"""What adapters keep of their ranks' layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from weightsync.engines.engine_ranks import EngineRanks
+from weightsync.errors import ConfigError
+from weightsync.plan import RankLayout
+from weightsync.plan.draft import Draft
+
+
+class Sleeping(EngineRanks):
+    """An engine of two ranks. The second may have a draft."""
+
+    def __init__(self, draft: Draft | None) -> None:
+        super().__init__("e0")
+        self.layouts = [RankLayout((), ()), RankLayout((), (), draft=draft)]
+        self.released: list[int] = []
+
+    def on_ranks(self, method: str, *args: object) -> list[Any]:
+        return self.layouts if method == "layout" else [None, None]
+
+    def pause(self, mode: str, timeout_s: float) -> None: ...
+
+    def _sleep_option(self, level: int) -> tuple[str, bool]:
+        return "options.enable_sleep_mode", True
+
+    def _release(self, level: int) -> None:
+        self.released.append(level)
+
+    def _allocate(self, part: str) -> None: ...
+
+
+@pytest.mark.parametrize("draft", [None, Draft("eagle", "a/draft", 1, 4, 0, "kind", "digest")])
+def test_an_engine_with_a_draft_sleeps_with_it(draft: Draft | None) -> None:
+    engine = Sleeping(draft)
+    engine.layout()
+    if draft:
+        with pytest.raises(ConfigError, match=r"level: 2 .* give 1: level 2 drops the draft"):
+            engine.sleep(2, "keep", 1)
+        engine.sleep(1, "keep", 1)
+    else:
+        engine.sleep(2, "keep", 1)
+    assert engine.released == [1 if draft else 2]
