@@ -15,12 +15,12 @@ from weightsync.errors import ConfigError
 CPU = torch.device("cpu")
 
 
-def runner(draft: nn.Module | None, method: str | None = "eagle", **parallel: int) -> Any:
+def runner(draft: nn.Module | None, method: str | None = "eagle") -> Any:
     model = SimpleNamespace(model="a/draft")
     speculative = method and SimpleNamespace(method=method, model="given", draft_model_config=model)
     config = SimpleNamespace(
         speculative_config=speculative,
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1, **parallel),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1, enable_eplb=False),
     )
     return SimpleNamespace(vllm_config=config, get_model=target, get_draft_model=lambda: draft)
 
@@ -73,3 +73,19 @@ def test_dummy_weights_beside_shared_ones_are_refused() -> None:
     draft.append(TARGET)
     with pytest.raises(ConfigError, match=r"draft_load_config: .* the draft has dummy weights, and shares"):
         draft_of(runner(draft), CPU)
+
+
+def test_float8_weights_are_no_reason_to_take_a_draft_for_a_dummy_one() -> None:
+    model = nn.Sequential(nn.LayerNorm(2), nn.Identity())
+    model[1].weight = nn.Parameter(torch.zeros(2).to(torch.float8_e4m3fn), requires_grad=False)
+    assert draft_of(runner(model), CPU)
+
+
+def test_experts_of_a_draft_that_move_are_refused() -> None:
+    model = nn.Sequential(nn.LayerNorm(2), nn.Identity())
+    model[1].w13_weight = nn.Parameter(torch.ones(2))
+    serving = runner(model)
+    assert draft_of(serving, CPU)
+    serving.vllm_config.parallel_config.enable_eplb = True
+    with pytest.raises(ConfigError, match=r"enable_eplb: True .* it moves experts of the draft"):
+        draft_of(serving, CPU)

@@ -37,7 +37,7 @@ WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
 """Methods that speculate without a draft model."""
 _FROM_CONFIG = ("input_scale_ub",)
 _FULL_CACHES = ("auto", "bfloat16", "float16")
-_FULL = (torch.bfloat16, torch.float16, torch.float32)
+FULL = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class ModelRunner(Protocol):
@@ -270,7 +270,7 @@ def require_stored(model: torch.nn.Module, weights: Iterable[str], formats: Mapp
         has = get_layerwise_info(module).restore_metadata[0] if module is not None else {}
         form = formats.get(name)
         wanted = {"weight"} if form is None else set(form.suffixes)
-        is_whole = form is not None or "weight" not in has or has["weight"].dtype in _FULL
+        is_whole = form is not None or "weight" not in has or has["weight"].dtype in FULL
         if has and not (wanted <= has.keys() and is_whole):
             found = ", ".join(f"{key} ({_dtype(each)})" for key, each in sorted(has.items()))
             remedy = (

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from weightsync.engines.frozen_draft import DraftModel, own_tensors, shares_weights
-from weightsync.engines.vllm.api import WITHOUT_WEIGHTS, ModelRunner, Reload, draft_files
+from weightsync.engines.vllm.api import FULL, WITHOUT_WEIGHTS, ModelRunner, Reload, draft_files
 from weightsync.errors import ConfigError
 
 _DUMMY = 1e-3
@@ -52,6 +52,11 @@ def draft_of(runner: ModelRunner, device: torch.device) -> DraftModel | None:
         value = {"method": speculative.method, "model": path}
         remedy = "use a draft model, EAGLE, MTP, ngram or suffix: the weights of this method are not found"
         raise ConfigError("speculative_config", value, remedy)
+    if runner.vllm_config.parallel_config.enable_eplb and any(
+        hasattr(m, "w13_weight") for m in draft.modules()
+    ):
+        remedy = "leave it out: it moves experts of the draft, whose bytes are compared where they lie"
+        raise ConfigError("enable_eplb", True, remedy)
     target = runner.get_model()
     if _is_dummy(draft, target):
         if shares_weights(draft, target):
@@ -77,10 +82,10 @@ def _module(runner: ModelRunner) -> torch.nn.Module | None:
 
 
 def _is_dummy(draft: torch.nn.Module, target: torch.nn.Module) -> bool:
-    """Whether no floating-point tensor of the draft's own has an element that is larger than dummies are."""
+    """Whether no full-precision parameter of the draft's own has an element larger than dummies have."""
     parameters = {id(each) for each in draft.parameters()}
     own = own_tensors(draft, target).values()
-    weights = [each for each in own if id(each) in parameters and each.is_floating_point()]
+    weights = [each for each in own if id(each) in parameters and each.dtype in FULL]
     return bool(weights) and all(float(each.detach().abs().max()) <= _DUMMY for each in weights)
 
 
