@@ -267,6 +267,7 @@ def test_concurrent_calls_get_their_own_answers(rig: Rig) -> None:
         ("vllm", {"dtype": "float64"}, "options.dtype"),
         ("vllm", {"max_model_length": 128}, "options.max_model_length"),
         ("vllm", {"load_format": "auto"}, "options.load_format"),
+        ("vllm", {"speculative_config": "eagle"}, "options.speculative_config"),
         ("vllm", {"spec_tokens": 3}, "options.spec_tokens"),
         (
             "vllm",

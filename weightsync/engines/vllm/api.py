@@ -105,10 +105,13 @@ def engine_args(model_path: str, options: Mapping[str, Any], worker: str) -> Eng
     return EngineArgs(model=model_path, load_format="dummy", worker_extension_cls=worker, **settings)
 
 
-def _from_own_files(speculative: Mapping[str, Any]) -> dict[str, Any]:
+def _from_own_files(speculative: object) -> dict[str, Any]:
     """Return a speculative configuration that loads a draft from its files, and not as the target's dummy."""
     from vllm.config import LoadConfig, SpeculativeConfig
 
+    if not isinstance(speculative, Mapping):
+        remedy = "give a mapping with method, num_speculative_tokens and, for a draft, model"
+        raise ConfigError("options.speculative_config", speculative, remedy)
     given = speculative.get("draft_load_config")
     asked = given.get("load_format") if isinstance(given, Mapping) else getattr(given, "load_format", None)
     if asked == "dummy":
