@@ -37,11 +37,15 @@ def start_ray(num_gpus: int) -> None:
 
 @contextmanager
 def ray_nodes(num_gpus: int, num_nodes: int) -> Iterator[list[str]]:
-    """Run Ray with several nodes, which are hosts to us, on this host. Yields their ids."""
+    """Run Ray with several nodes on this host, each with an address of its own. Yields their ids.
+
+    They are hosts to us.
+    """
     environment, node = _environment(), _node(num_gpus)
     cluster = Cluster(initialize_head=True, head_node_args=node)
     try:
-        nodes = [cluster.head_node, *(cluster.add_node(**node) for _ in range(num_nodes - 1))]
+        others = [{"node_ip_address": f"127.0.0.{number}", **node} for number in range(2, num_nodes + 1)]
+        nodes = [cluster.head_node, *(cluster.add_node(**each) for each in others)]
         ray.init(**environment, address=cluster.address)
         yield [each.node_id for each in nodes]
     finally:
