@@ -22,7 +22,6 @@ Medians, without the first round of each way.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import statistics
 import sys
@@ -39,8 +38,7 @@ import torch.distributed as dist
 from ray.actor import ActorHandle
 
 from benchmarks.cluster import kill, ray_nodes, spawn
-from benchmarks.common import environment, print_table, write_json
-from benchmarks.isolate import asked, emit, run_part, stage
+from benchmarks.isolate import asked, emit, measure_engine, stage
 from benchmarks.latency_rig import Rig, start
 from benchmarks.updates import Mode, Round, check, config, new_version, spread, update_row
 from weightsync import SyncConfig, WeightSync
@@ -60,16 +58,9 @@ def main() -> None:
     if "--part" in sys.argv:
         _run_part(asked())
         return
-    args = _parser().parse_args()
-    if importlib.util.find_spec(args.engine) is None:
-        sys.exit(f"{args.engine} is not installed")
-    where = environment()
-    spec = {key: value for key, value in vars(args).items() if key not in ("json", "part_timeout")}
-    rows, trouble = run_part("benchmarks.bench_hosts", spec, args.part_timeout)
-    notes = [trouble] if trouble else []
-    if args.json:
-        write_json(args.json, "hosts", rows, where, notes)
-    print_table("two hosts over sockets", [{n: row[n] for n in _COLUMNS} for row in rows], where, notes)
+    measure_engine(
+        "benchmarks.bench_hosts", _parser().parse_args(), "hosts", "two hosts over sockets", _COLUMNS
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -18,7 +18,6 @@ engine is compared after it, untimed. The first two updates have no clients and 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import statistics
 import sys
 import threading
@@ -35,8 +34,7 @@ import torch
 from ray.actor import ActorHandle
 
 from benchmarks.cluster import spawn, start_ray
-from benchmarks.common import environment, print_table, write_json
-from benchmarks.isolate import asked, emit, run_part, stage
+from benchmarks.isolate import asked, emit, measure_engine, stage
 from benchmarks.latency_rig import Rig, start
 from benchmarks.updates import Round, check, config, new_version, spread
 from weightsync import SyncReport
@@ -57,16 +55,7 @@ def main() -> None:
     if "--part" in sys.argv:
         _run_part(asked())
         return
-    args = _parser().parse_args()
-    if importlib.util.find_spec(args.engine) is None:
-        sys.exit(f"{args.engine} is not installed")
-    where = environment()
-    spec = {key: value for key, value in vars(args).items() if key not in ("json", "part_timeout")}
-    rows, trouble = run_part("benchmarks.bench_staged", spec, args.part_timeout)
-    notes = [trouble] if trouble else []
-    if args.json:
-        write_json(args.json, "staged", rows, where, notes)
-    print_table("staged updates", [{name: row[name] for name in _COLUMNS} for row in rows], where, notes)
+    measure_engine("benchmarks.bench_staged", _parser().parse_args(), "staged", "staged updates", _COLUMNS)
 
 
 def _parser() -> argparse.ArgumentParser:

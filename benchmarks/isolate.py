@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import signal
@@ -10,11 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["asked", "emit", "run_part", "stage"]
+from benchmarks.common import environment, print_table, write_json
+
+__all__ = ["asked", "emit", "measure_engine", "run_part", "stage"]
 
 _MARK = "ROW "
 _STAGE = "STAGE "
@@ -92,6 +95,21 @@ def run_part(
     if late.is_set():
         return rows, f"{_label(spec)}: not done after {timeout_s:.0f} s, given up in: {last}"
     return rows, None if status == 0 else f"{_label(spec)}: ended with status {status} in: {last}"
+
+
+def measure_engine(
+    module: str, args: argparse.Namespace, name: str, title: str, columns: Sequence[str]
+) -> None:
+    """Measure ``args.engine`` in one part of `module`; print the table, and write ``args.json`` if given."""
+    if importlib.util.find_spec(args.engine) is None:
+        sys.exit(f"{args.engine} is not installed")
+    where = environment()
+    spec = {key: value for key, value in vars(args).items() if key not in ("json", "part_timeout")}
+    rows, trouble = run_part(module, spec, args.part_timeout)
+    notes = [trouble] if trouble else []
+    if args.json:
+        write_json(args.json, name, rows, where, notes)
+    print_table(title, [{column: row[column] for column in columns} for row in rows], where, notes)
 
 
 def _end(part: subprocess.Popen[str], late: threading.Event) -> None:

@@ -56,5 +56,5 @@ def adamw(module: nn.Module, loop: LoopSpec) -> AdamW:
 
 
 def is_trained(parameter: Tensor) -> bool:
-    """Whether a parameter is trained. Beside adapters, others are not."""
+    """Whether a parameter is trained. If there is an adapter, only its own are."""
     return parameter.requires_grad

@@ -42,7 +42,7 @@ class LiveMemory:
             self._flat.copy_to(part, first - HEADER_NBYTES)
         if self._stream:
             self._stream.synchronize()
-        # The header is taken last, so it is zero if something wrote the bytes meanwhile.
+        # The header is taken last, so it is zero if something wrote the bytes during the copy.
         return self._header[start : start + nbytes] + part.numpy().tobytes()
 
     def clear(self) -> None:

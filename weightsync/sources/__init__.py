@@ -88,4 +88,4 @@ def _require_plain(found: str, setting: str, model: object, others: Mapping[str,
         raise ConfigError(setting, type(model).__name__, "leave it out: it takes plain modules and FSDP2")
     for name, given in others.items():
         if given:
-            raise ConfigError(name, given, f"leave it out: weights do not take it beside {setting}")
+            raise ConfigError(name, given, f"leave it out: it cannot be given with {setting}")

@@ -87,9 +87,9 @@ def tied() -> nn.Module:
         (Model, {"merge": "default"}, "adapter: 'default' is not valid; the model has none"),
         (lambda: adapted(use_dora=True), {"merge": "default"}, "leave DoRA's magnitude .* out"),
         (tied, {"merge": "default"}, "leave base_model.model.head out: its weight is tied"),
-        (adapted, {"merge": "default", "names": {"a": "b"}}, "names: .* leave it out: .* beside merge"),
-        (adapted, {"merge": "default", "offloads": True}, "offloads: .* beside merge"),
-        (adapted, {"merge": "default", "quantization": {"quant_method": "fp8"}}, "merge: .* beside quantiz"),
+        (adapted, {"merge": "default", "names": {"a": "b"}}, "names: .* leave it out: .* with merge"),
+        (adapted, {"merge": "default", "offloads": True}, "offloads: .* with merge"),
+        (adapted, {"merge": "default", "quantization": {"quant_method": "fp8"}}, "merge: .* with quantiz"),
     ],
 )
 def test_what_cannot_be_merged_is_refused(model: Any, settings: dict[str, Any], says: str) -> None:
