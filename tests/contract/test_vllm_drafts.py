@@ -80,6 +80,7 @@ def check_version(rig: Rig, version: int) -> float:
     return accepted / drafted
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("method", ["ngram"])
 def test_tokens_with_ngrams_are_those_of_the_target(rig: Rig) -> None:
     for version in (1, 2, 3):
@@ -87,6 +88,7 @@ def test_tokens_with_ngrams_are_those_of_the_target(rig: Rig) -> None:
     assert rig.layout[0].draft is None
 
 
+@pytest.mark.faults
 def test_a_draft_model_is_accepted_by_the_version_that_equals_it(rig: Rig) -> None:
     """vLLM 0.32 gives it the target's dummy weights: they are replaced by those of its files."""
     accepted = [check_version(rig, version) for version in (1, 2, 3, 4)]
