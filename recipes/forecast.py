@@ -81,8 +81,8 @@ class _Sides:
 def recipe_scene(recipe: Recipe, cluster: tuple[str, HostSpec] | None, *, offloaded: bool) -> Scene:
     """Return the scene that `recipe` would run."""
     spec = recipe.model
-    if lora := recipe.trainers.lora:
-        raise ConfigError("trainers.lora.rank", lora.rank, "leave --cluster out: it is for models")
+    if recipe.trainers.lora:
+        raise ConfigError("--cluster", cluster and cluster[0], "leave it out: it is for models")
     return Scene(
         name=recipe.name,
         model=_shape(spec),

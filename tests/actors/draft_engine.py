@@ -1,4 +1,4 @@
-"""A vLLM with a draft, whose process and draft tests reach."""
+"""A vLLM with a draft, for tests that kill its process or change the draft."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ GREEDY: Mapping[str, Any] = {"max_tokens": 16, "temperature": 0.0}
 
 
 class Fleet:
-    """Engines whose draft is what their target becomes with checkpoint "base"."""
+    """Engines with a draft that equals the target once it has checkpoint "base"."""
 
     def __init__(self, folder: Path, num_ranks: int = 1) -> None:
         self.folder, self.num_ranks = folder, num_ranks

@@ -288,7 +288,8 @@ class RequestLoop:
             if self.server.broken:
                 self._end(failed)
             elif not request.aborted:
-                self._abort(*[other for other, each in self._running.items() if each.call is request.call])
+                others = (item for item in self._running.items() if item[1] is not request)
+                self._abort(*[other for other, each in others if each.call is request.call])
             for each in request.call:
                 each.fail(failed)
         finally:
