@@ -66,6 +66,7 @@ class Source:
     """A trainer rank that holds rows and exports them like a GPU's."""
 
     def __init__(self, tensors: Sequence[TensorMeta], rank: Rank, device: str) -> None:
+        """`device` is "" for a rank with weights in host memory, which exports nothing."""
         self.rank, self._dtypes = rank, {meta.name: meta.dtype for meta in tensors}
         self._layout = RankLayout(tuple(tensors), tuple(rank.segments), device=device)
         self._plan: Plan | None = None
@@ -79,13 +80,16 @@ class Source:
         return self._layout
 
     def trial_handle(self) -> DeviceHandle | None:
+        if not self._layout.device:
+            return None
         return next(iter(export(self._layout, flat(self.rank)).buffers.values()), None)
 
     def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
         assert send_buffer
         self._plan, self._send_buffer = plan, SharedBuffer.open(send_buffer)
         self._pieces = plan.trainer_pieces(trainer)
-        return Attached(plan.digest(), export(self._layout, flat(self.rank)))
+        exported = export(self._layout, flat(self.rank)) if self._layout.device else None
+        return Attached(plan.digest(), exported)
 
     def ready(self) -> bool:
         return not any(piece.nbytes for piece in self._pieces if self._plan and self._plan.slots)
@@ -218,6 +222,10 @@ class Staging(HostStaging):
             self._targets.append(SharedBuffer.create(self._plan.max_bucket_nbytes))
         return self._targets
 
+    def put(self, bucket: int, timeout_s: float) -> None:
+        held = self._targets[bucket % len(self._targets)].tensor
+        self._slots[bucket % len(self._slots)].tensor[: len(held)] = held
+
     def write(self, bucket: int) -> None:
         self._unpack.run(bucket)
 
@@ -255,10 +263,12 @@ class Hosts:
         hidden: int = 60,
         alone: Sequence[str] = (),
         address: str = "127.0.0.1",
+        trainers_on: str = "cuda",
     ) -> None:
         """Make the fleet.
 
         Engines have equal numbers of ranks; those in `alone` do not share memory. Holders are at `address`.
+        Trainers have their weights on GPUs, or in host memory if `trainers_on` is "".
         """
         self._address = address
         size = max(map(len, engines.values()))
@@ -277,7 +287,7 @@ class Hosts:
                 if not meta.shape and number:
                     continue
                 hold(rank, meta, box, np.zeros(meta.shape, NUMPY[meta.dtype]))
-            self.sources.append(Source(self.tensors, rank, f"cuda:{number}"))
+            self.sources.append(Source(self.tensors, rank, trainers_on and f"{trainers_on}:{number}"))
         hosts, members, self.engines = list(trainers), {}, {}
         for name, on in engines.items():
             engine = Engine(name, self.tensors, len(on), len(hosts), name not in alone)

@@ -7,8 +7,11 @@ of its own members.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +24,7 @@ from tests.patience import patient
 from weightsync import SyncConfig
 from weightsync.driver.controller import Controller
 from weightsync.driver.fleet import EngineMember, Fleet
+from weightsync.errors import PeerLostError
 from weightsync.testing import LocalEngine, LocalPeer, LocalTrainer
 
 CONFIG = SyncConfig(
@@ -73,6 +77,14 @@ class Site:
         """Write the next weights to all sources."""
         self._fleet.train()
 
+    def restart(self, name: str) -> None:
+        """Start an engine of this host anew, which holds nothing."""
+        self._fleet.respawn(name)
+
+    def die(self) -> None:
+        """End this process as a crash does."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
     def wrong(self, name: str) -> list[str]:
         """Return what an engine of this host holds and should not."""
         return self._fleet.wrong(name)
@@ -102,7 +114,10 @@ class Far:
 
     def _call(self, method: str, *arguments: Any) -> Any:
         call = self._site.call.remote(self._kind, self._key, method, arguments)
-        return ray.get(call, timeout=CONFIG.connect_timeout_s + patient(10))
+        try:
+            return ray.get(call, timeout=CONFIG.connect_timeout_s + patient(10))
+        except ray.exceptions.ActorDiedError as error:
+            raise PeerLostError(f"{self._kind} {self._key}", "its process ended") from error
 
 
 def fleet(case: Case, sites: Mapping[str, Any]) -> Fleet:
@@ -159,16 +174,25 @@ async def count(case: Case, sites: Mapping[str, Any]) -> None:
             assert nbytes == case.lacks[host] * size
 
 
+@contextmanager
+def sites_of(case: Case) -> Iterator[Mapping[str, Any]]:
+    """Start a process on each host, by its letter."""
+    sites = {
+        letter: ray.remote(Site).options(num_cpus=0, resources={host: 1}, max_concurrency=32).remote(case)
+        for letter, host in HOSTS.items()
+    }
+    try:
+        yield sites
+        for site in sites.values():
+            with suppress(ray.exceptions.ActorDiedError):  # a case may have killed it
+                ray.get(site.close.remote(), timeout=patient(10))
+    finally:
+        for site in sites.values():
+            ray.kill(site)
+
+
 def direct() -> None:
     """Count each case."""
     for case in CASES:
-        sites = {
-            letter: ray.remote(Site).options(num_cpus=0, resources={host: 1}, max_concurrency=32).remote(case)
-            for letter, host in HOSTS.items()
-        }
-        try:
+        with sites_of(case) as sites:
             asyncio.run(count(case, sites))
-            ray.get([site.close.remote() for site in sites.values()], timeout=patient(10))
-        finally:
-            for site in sites.values():
-                ray.kill(site)

@@ -18,7 +18,7 @@ import ray
 import torch
 
 from tests.actors.fleet import Engine, Trainer
-from tests.hosts import direct, lost_links, quickstart_loop
+from tests.hosts import direct, live_sources, lost_links, quickstart_loop
 from tests.hosts.lost_links import FOREVER_S
 from tests.hosts.network import KERNELS_PORTS, SUBNET, second_address
 from tests.hosts.outside import ask, put, say
@@ -246,6 +246,7 @@ SCENARIOS = {
         doctor,
         two_addresses,
         direct.direct,
+        live_sources.live_sources,
         lost_links.lost_links,
         lost_links.hasty_ray,
         quickstart_loop.quickstart_loop,

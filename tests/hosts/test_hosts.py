@@ -42,6 +42,7 @@ def why_not() -> str:
         "doctor",
         "two_addresses",
         "direct",
+        "live_sources",
         "lost_links",
         "hasty_ray",
         "quickstart_loop",

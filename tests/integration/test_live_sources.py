@@ -9,11 +9,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-import torch
 
 from tests.hosts_fleet import Hosts, drive
+from tests.live_fleet import CONFIG, THREE, commit, flat, lose, when_filled
 from tests.patience import patient
-from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.healing import Healer
 from weightsync.driver.refill import GaveWayError
@@ -27,58 +26,13 @@ from weightsync.errors import (
 )
 from weightsync.holder.holder import Holder
 from weightsync.holder.refill import Refill
-from weightsync.holder.snapshots import HEADER_NBYTES, FlatSnapshot
+from weightsync.holder.snapshots import HEADER_NBYTES
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan.portions import Portion
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import Snapshot, SnapshotHeader
 from weightsync.readers import Read, open_reader
 from weightsync.testing import LocalPeer
-
-CONFIG = SyncConfig(
-    bucket_bytes=4096,
-    timeout_s=patient(15),
-    connect_timeout_s=patient(20),
-    keep_versions=1,
-    refill="zeromq",
-)
-THREE = {"e0": "b", "e1": "c", "e2": "d"}
-"""Engines on three hosts, whose holders are 1, 2 and 3."""
-
-
-async def commit(loop: Hosts, version: int = 1) -> None:
-    if version == 1:
-        await loop.controller.connect()
-    await loop.update(version)
-    await loop.controller.snapshot_index.settled()
-
-
-async def lose(loop: Hosts, name: str) -> None:
-    """Start another process in the place of engine `name`: it holds nothing of the version."""
-    loop.respawn(name)
-    await loop.controller.adopt(name)
-    assert loop.wrong(name)
-
-
-def flat(holder: Holder) -> FlatSnapshot:
-    assert holder.staging
-    assert holder.staging.mapped
-    found = holder.staging.mapped.flat
-    assert found
-    return found
-
-
-def when_filled(holder: Holder, act: Callable[[], None], piece: int = 1) -> None:
-    """Call `act` once, before `holder` writes piece number `piece` to its engine rank."""
-    memory, pieces = flat(holder), iter(range(1 << 20))
-    load = memory.load
-
-    def acting(held: torch.Tensor, first: int) -> None:
-        if next(pieces) == piece:
-            act()
-        load(held, first)
-
-    memory.load = acting  # type: ignore[method-assign]
 
 
 @contextmanager

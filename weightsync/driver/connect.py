@@ -51,8 +51,7 @@ class Connection:
         content: the plan's `Plan.content`.
         in_place: trainers' memory is read in place, or pushed from there, so it may change after an update.
         checkpoint: the weights come from a checkpoint, not from a trainer.
-        flat_layouts: the flat snapshots of engines whose memory their holders have mapped. Empty unless
-            `in_place`.
+        flat_layouts: the flat snapshots of engines whose memory their holders have mapped.
         router: which engines read the trainers' memory.
         layouts: each engine's layouts by rank; an engine that is adopted later must match one of them.
         joined: the same, with the ranks of each engine joined.
@@ -171,7 +170,7 @@ async def _open(
     for member in fleet.live().values():
         member.attached = True
     content, in_place = plan.content(), any(exports) or bool(pushing)
-    flat_layouts = _flat_layouts(content, layouts.engines, served) if in_place else {}
+    flat_layouts = _flat_layouts(content, layouts.engines, served)
     checkpoint = any(rank.device == MAPPED for rank in layouts.trainers)
     return Connection(
         plan,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
 
 from weightsync.config import SyncConfig
@@ -45,43 +45,44 @@ class LiveSources:
         """Use these engines no more until the next update: their memory is released."""
         self._left_out.update(names)
 
-    def names(
-        self, version: int, connection: Connection, engine: str, without: Collection[str] = ()
-    ) -> list[str]:
-        """Return engines from which `engine` can be filled, one for each host but those in `without`."""
+    def by_host(self, version: int, connection: Connection, engine: str) -> dict[str, str]:
+        """Return engines from which `engine` can be filled, one for each host of their first ranks."""
         flat = connection.flat_layouts.get(engine)
         if not flat or version != self._version:
-            return []
-        hosts: dict[str, str] = {}
+            return {}
+        found: dict[str, str] = {}
         for name, member in self._fleet.engines.items():
             serves = (member.record.state, member.record.version) == (EngineState.SERVING, version)
-            host = self._fleet.node(member.holders[0])
             if (
                 serves
                 and member.attached
                 and connection.flat_layouts.get(name) == flat
                 and name not in (engine, *self._left_out)
-                and host not in without
             ):
-                hosts.setdefault(host, name)
-        return list(hosts.values())
+                found.setdefault(self._fleet.node(member.holders[0]), name)
+        return found
 
     @asynccontextmanager
     async def offered(
         self, version: int, flat: FlatLayout, names: Iterable[str]
-    ) -> AsyncIterator[Mapping[int, Sequence[Offer]]]:
+    ) -> AsyncIterator[Mapping[str, Mapping[int, Offer]]]:
         """Have the holders of engines `names` offer their ranks' memory while the body runs.
 
-        Yields offers by the part's number. A holder that fails is logged and left out.
+        Yields each engine's offers by the part's number. A holder that fails is logged and left out.
         """
+        ranks = {name: self._fleet.engines[name].holders for name in names}
         headers = {
             holder: SnapshotHeader(version, flat.layout, flat.first + rank)
-            for name in names
-            for rank, holder in enumerate(self._fleet.engines[name].holders)
+            for holders in ranks.values()
+            for rank, holder in enumerate(holders)
         }
         self._readers.update(headers.keys())
         try:
-            yield await self._ask(headers)
+            offers = await self._ask(headers)
+            yield {
+                name: {headers[holder].part: offers[holder] for holder in holders if holder in offers}
+                for name, holders in ranks.items()
+            }
         finally:
             self._release(headers.keys())
 
@@ -92,7 +93,7 @@ class LiveSources:
         if self._withdrawing:
             await asyncio.wait(self._withdrawing)
 
-    async def _ask(self, headers: Mapping[int, SnapshotHeader]) -> dict[int, list[Offer]]:
+    async def _ask(self, headers: Mapping[int, SnapshotHeader]) -> dict[int, Offer]:
         attempt = self._engine_group.next_attempt()
         calls = {
             f"holder {i}": self._fleet.holders[i].offer_live(header, attempt) for i, header in headers.items()
@@ -100,11 +101,7 @@ class LiveSources:
         outcome = await gather_named(calls, "offer", min(_OFFER_S, self._config.timeout_s))
         for name, error in outcome.failures.items():
             logger.warning("[%s] does not offer its engine's memory: %s", name, error)
-        offers: dict[int, list[Offer]] = {}
-        for i, header in headers.items():
-            if offer := outcome.answers.get(f"holder {i}"):
-                offers.setdefault(header.part, []).append(offer)
-        return offers
+        return {i: offer for i in headers if (offer := outcome.answers.get(f"holder {i}"))}
 
     def _release(self, holders: Collection[int]) -> None:
         """Withdraw what no other refill reads, in the background: an update may wait for this one's end."""

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 from weightsync.config import SyncConfig
 from weightsync.driver.comparison import Comparison
-from weightsync.driver.connect import Connection, adopt
+from weightsync.driver.connect import Connection, FlatLayout, adopt
 from weightsync.driver.engine_group import EngineGroup
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.events import Events, HolderSilent
@@ -48,6 +48,7 @@ class Refiller:
             update_lock,
         )
         self._comparison = comparison
+        self._first_of_host: dict[tuple[str, FlatLayout], asyncio.Event] = {}
 
     async def adopt(self, connected: Callable[[], Connection], name: str) -> None:
         """Connect an engine that was added or restarted. Raises the errors of `driver.connect.adopt`.
@@ -75,11 +76,17 @@ class Refiller:
         Raises:
             StateError: no holder has a snapshot of that version and no engine alike serves it, or the engine
                 is not attached.
+            GaveWayError: an update stopped it, or brought the engine that version.
             WeightSyncError: the cause of a failure; the engine is STALE or DEAD.
         """
-        async with self._sharing(name, lambda: self._stop(self._fleet.engines[name])):
+        async with (
+            self._turn(connected(), committed, name) as waited,
+            self._sharing(name, lambda: self._stop(self._fleet.engines[name])),
+        ):
             await self._snapshot_index.copied()  # an update may have run since
-            connection, version = connected(), committed()
+            connection, version, record = connected(), committed(), self._fleet.engines[name].record
+            if waited and (record.state, record.version) == (EngineState.SERVING, version):
+                raise GaveWayError(f"engine {name} took version {version} from an update meanwhile")
             async with self._snapshot_index.sources(version, connection, name) as snapshot:
                 if snapshot is None or not self._fleet.engines[name].attached:
                     raise StateError(
@@ -87,6 +94,35 @@ class Refiller:
                         "call update_weights() with the next"
                     )
                 return await self._fill(name, connection, version, snapshot, clock)
+
+    @asynccontextmanager
+    async def _turn(
+        self, connection: Connection, committed: Callable[[], int], name: str
+    ) -> AsyncIterator[bool]:
+        """Let one engine of a host read from other hosts. Those alike then read from it.
+
+        The wait ends when that one's refill does, which has deadlines of its own. Yields whether there was
+        a wait.
+        """
+        flat, host = connection.flat_layouts.get(name), self._fleet.node(self._fleet.engines[name].holders[0])
+        waited = False
+        if flat is None:
+            yield waited
+            return
+        while not (is_near := self._snapshot_index.is_near(committed(), connection, name)):
+            if not (first := self._first_of_host.get((host, flat))):
+                break
+            await first.wait()
+            waited = True
+        if is_near:
+            yield waited
+            return
+        self._first_of_host[host, flat] = ended = asyncio.Event()
+        try:
+            yield waited
+        finally:
+            del self._first_of_host[host, flat]
+            ended.set()
 
     async def _fill(
         self, name: str, connection: Connection, version: int, snapshot: Snapshot, clock: PhaseClock

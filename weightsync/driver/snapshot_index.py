@@ -18,6 +18,7 @@ from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.driver.live_digests import LiveDigests
 from weightsync.driver.live_sources import LiveSources
+from weightsync.driver.source_choice import Candidates, SourceChoice
 from weightsync.driver.stager import StagedVersion
 from weightsync.errors import DeadlineError, PeerLostError, WeightSyncError
 from weightsync.protocol.handles import Offer
@@ -144,74 +145,51 @@ class SnapshotIndex:
             task.cancel()
         await asyncio.gather(*tasks, self.live_sources.withdrawn(), return_exceptions=True)
 
-    def snapshot(self, version: int, connection: Connection, engine: str) -> Snapshot | None:
-        """Return a complete snapshot of `version` that `engine` can be filled from, or None."""
-        layout = self._layout(connection, engine)
-        return _complete(version, layout, self._copies(version, layout), engine in connection.flat_layouts)
-
     def can_fill(self, version: int, connection: Connection, engine: str) -> bool:
         """Whether `engine` can be filled with `version`, from copies or from engines that serve it."""
-        copied = self.snapshot(version, connection, engine) is not None
-        return copied or bool(self.live_sources.names(version, connection, engine))
+        return self._choose(version, connection, engine).suffices
+
+    def is_near(self, version: int, connection: Connection, engine: str) -> bool:
+        """Whether `engine` can be filled with `version` from its own host."""
+        return self._choose(version, connection, engine).is_near
 
     @asynccontextmanager
     async def sources(
         self, version: int, connection: Connection, engine: str
     ) -> AsyncIterator[Snapshot | None]:
-        """Yield what `engine` can be filled from: copies and, on hosts without any, engines that serve.
+        """Yield what `engine` can be filled from. Yields None if a part is nowhere.
 
-        An engine of its own host is enough: then nothing crosses a link between hosts. Engines serve as
-        sources while the body runs. Yields None if a part is nowhere.
+        Engines serve as sources while the body runs.
         """
-        layout, flat = self._layout(connection, engine), connection.flat_layouts.get(engine)
-        copies = self._copies(version, layout)
-        holders, names = self._fleet.engines[engine].holders, list[str]()
-        if flat and not self._suffice(copies, flat.first, holders):
-            having: set[str] = set()
-            if copies and all(copies.values()):
-                having = {self._now.hosts[each.holder] for offers in copies.values() for each in offers}
-            names = self.live_sources.names(version, connection, engine, having)
-            if near := [name for name in names if self._host(name) == self._host(engine)]:
-                names, copies = near, {}
-        if not flat or not names:
-            yield _complete(version, layout, copies, bool(flat))
-            return
-        async with self.live_sources.offered(version, flat, names) as live:
-            parts = {}
-            for number in range(flat.first, flat.first + len(holders)):
-                copied = {offer.holder: offer for offer in copies.get(number, ())}
-                parts[number] = [*({offer.holder: offer for offer in live.get(number, ())} | copied).values()]
-            yield _complete(version, layout, parts, is_flat=True)
+        choice, flat = self._choose(version, connection, engine), connection.flat_layouts.get(engine)
+        if flat and (connection.in_place or choice.live):
+            first, num_ranks = (
+                SnapshotHeader(version, flat.layout, flat.first),
+                len(self._fleet.engines[engine].holders),
+            )
+            async with self.live_sources.offered(version, flat, choice.live) as offers:
+                yield choice.snapshot(first, num_ranks, is_flat=True, live=offers)
+        else:
+            first = SnapshotHeader(version, self._layout(connection, engine), 0)
+            yield choice.snapshot(first, len(choice.first.copies), is_flat=False, live={})
 
-    def _host(self, engine: str) -> str:
-        return self._fleet.node(self._fleet.engines[engine].holders[0])
+    def _choose(self, version: int, connection: Connection, engine: str) -> SourceChoice:
+        layout, holders = self._layout(connection, engine), self._fleet.engines[engine].holders
+        copies = self._now.offers.get(layout, {}) if version == self._now.number else {}
+        return Candidates(
+            copies,
+            self._now.hosts,
+            self.live_sources.by_host(version, connection, engine),
+            [self._fleet.node(holder) for holder in holders],
+            mixes=connection.in_place,
+        ).choose()
 
     def _layout(self, connection: Connection, engine: str) -> str:
-        """Return the layout of the snapshots that fill `engine`, "" if none do."""
-        if flat := connection.flat_layouts.get(engine):
-            return flat.layout
-        return "" if connection.in_place else connection.content
-
-    def _copies(self, version: int, layout: str) -> Mapping[int, Sequence[Offer]]:
-        return self._now.offers.get(layout, {}) if version == self._now.number else {}
-
-    def _suffice(
-        self,
-        copies: Mapping[int, Sequence[Offer]],
-        first: int,
-        holders: Sequence[int],
-    ) -> bool:
-        """Whether copies alone are quicker: on the engine's own host, or read by RDMA or Mooncake's TCP."""
-        needed = [copies.get(first + rank, ()) for rank in range(len(holders))]
-        if not all(needed):
-            return False
-        if all(offer.protocol != "zeromq" for offers in needed for offer in offers):
-            return True
-        near = (
-            any(self._now.hosts[offer.holder] == self._fleet.node(holder) for offer in offers)
-            for offers, holder in zip(needed, holders, strict=True)
-        )
-        return self._config.refill == "auto" and all(near)
+        """Return the layout of the copies that fill `engine`, "" if none do."""
+        if not connection.in_place:
+            return connection.content
+        flat = connection.flat_layouts.get(engine)
+        return flat.layout if flat else ""
 
     async def restore(self, connection: Connection) -> int:
         """Find a previous driver's snapshots. Returns the newest version that is complete, or 0."""
@@ -348,12 +326,3 @@ class SnapshotIndex:
     def _tell(self, error: WeightSyncError) -> None:
         if isinstance(error, (DeadlineError, PeerLostError)):
             self._events.publish(HolderSilent())
-
-
-def _complete(
-    version: int, layout: str, parts: Mapping[int, Sequence[Offer]], is_flat: bool
-) -> Snapshot | None:
-    """Return the snapshot if each part has an offer, else None."""
-    if not parts or not all(parts.values()):
-        return None
-    return Snapshot(version, layout, {number: tuple(offers) for number, offers in parts.items()}, is_flat)

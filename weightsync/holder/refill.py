@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from weightsync.errors import DeadlineError, ReadError, StateError, TransportError, WeightSyncError
@@ -18,6 +18,7 @@ from weightsync.holder.update import BucketConsumer
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Plan
 from weightsync.plan.portions import Portion, all_portions
+from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import Refilled, Snapshot, SnapshotHeader
 from weightsync.readers import Read, Reader, open_reader
 from weightsync.transports import Pending
@@ -35,11 +36,9 @@ class Refill:
         """`timeout_s`: the engine rank's wait for a bucket; `may_map`: map snapshots on this host."""
         self._kept, self._sink, self._may_map = snapshot, intake, may_map
         self._timeout_s = timeout_s
-        self._peers = {
-            part: {f"{offer.holder}:{part}": offer for offer in offers}
-            for part, offers in snapshot.parts.items()
-        }
-        self._scratch = SharedBuffer.create(HEADER_NBYTES * sum(map(len, self._peers.values())))
+        self._peers, self._reserve = _by_peer(snapshot.parts), _by_peer(snapshot.reserve)
+        most = [len(self._peers[part]) + len(self._reserve.get(part, ())) for part in self._peers]
+        self._scratch = SharedBuffer.create(HEADER_NBYTES * sum(most))
         self._targets = [*intake.targets, self._scratch]
         self._reader: Reader | None = None
         self._lock, self._stopped = threading.Lock(), ""
@@ -136,6 +135,8 @@ class Refill:
             part = next(number for number, known in self._peers.items() if peer in known)
             del self._peers[part][peer]
             if not self._peers[part]:
+                self._peers[part] = self._reserve.pop(part, {})
+            if not self._peers[part]:
                 if isinstance(error, ReadError):
                     raise ReadError(_holder(peer), error.cause) from error
                 raise DeadlineError("refill", (_holder(peer),), self._patience) from error
@@ -144,6 +145,10 @@ class Refill:
             if self._reader:
                 self._reader.close()
                 self._reader = None
+
+
+def _by_peer(parts: Mapping[int, Sequence[Offer]]) -> dict[int, dict[str, Offer]]:
+    return {part: {f"{offer.holder}:{part}": offer for offer in offers} for part, offers in parts.items()}
 
 
 def _holder(peer: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -190,19 +190,22 @@ class Snapshot:
         parts: offers by part number: of holders that copied it, that replicated it, and that let their engine
             rank's live memory be read.
         is_flat: whether parts are flat snapshots.
+        reserve: offers of parts on other hosts, read only if all of `parts` are lost.
     """
 
     version: int
     layout: str
     parts: Mapping[int, Sequence[Offer]]
     is_flat: bool = False
+    reserve: Mapping[int, Sequence[Offer]] = field(default_factory=dict)
 
     def of_rank(self, rank: int) -> Snapshot:
         """Return the snapshot with only the parts that rank `rank` of an engine needs."""
         if not self.is_flat:
             return self
         part = min(self.parts) + rank
-        return replace(self, parts={part: self.parts[part]})
+        reserve = {part: self.reserve[part]} if part in self.reserve else {}
+        return replace(self, parts={part: self.parts[part]}, reserve=reserve)
 
 
 @dataclass(frozen=True, slots=True)

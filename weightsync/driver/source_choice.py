@@ -1,0 +1,130 @@
+"""The choice of what an engine is filled from: copies, and engines that serve the same version."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from weightsync.protocol.handles import Offer
+from weightsync.protocol.messages import Snapshot, SnapshotHeader
+
+Parts = Mapping[int, Sequence[Offer]]
+"""Offers by the number of the part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Copies of each part, and engines whose live memory has it."""
+
+    copies: Parts = field(default_factory=dict)
+    live: Sequence[str] = ()
+
+    def parts(self, offers: Mapping[str, Mapping[int, Offer]]) -> dict[int, Sequence[Offer]]:
+        """Return what offers each part. `offers` has those of live engines; a holder's copy goes before."""
+        found: dict[int, dict[str, Offer]] = {}
+        for part, copies in self.copies.items():
+            found[part] = {offer.holder: offer for offer in copies}
+        for name in self.live:
+            for part, offer in offers.get(name, {}).items():
+                found.setdefault(part, {}).setdefault(offer.holder, offer)
+        return {part: [*each.values()] for part, each in found.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class SourceChoice:
+    """What one engine is filled from.
+
+    Attributes:
+        first: what it reads.
+        reserve: what it reads where nothing of `first` is left.
+        is_near: `first` is on the engine's own host, so nothing crosses a link.
+    """
+
+    first: Sources
+    reserve: Sources = field(default_factory=Sources)
+    is_near: bool = False
+
+    @property
+    def live(self) -> Sequence[str]:
+        """The engines that have to offer their memory."""
+        return [*self.first.live, *self.reserve.live]
+
+    @property
+    def suffices(self) -> bool:
+        """Whether each part is somewhere, if the live engines offer theirs."""
+        return bool(self.first.live) or (bool(self.first.copies) and all(self.first.copies.values()))
+
+    def snapshot(
+        self, header: SnapshotHeader, num_parts: int, is_flat: bool, live: Mapping[str, Mapping[int, Offer]]
+    ) -> Snapshot | None:
+        """Return what offers each of `num_parts` parts from that of `header` on, None if one is nowhere.
+
+        `live` has the offers of live engines.
+        """
+        numbers = range(header.part, header.part + num_parts)
+        first, reserve = self.first.parts(live), self.reserve.parts(live)
+        parts = {number: first.get(number) or reserve.pop(number, ()) for number in numbers}
+        if not parts or not all(parts.values()):
+            return None
+        return Snapshot(header.version, header.layout, parts, is_flat, reserve)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """All that an engine could be filled from.
+
+    Attributes:
+        copies: offers of each part.
+        hosts: the host of each holder that made one.
+        live: engines alike that serve the version, by host.
+        nodes: the hosts of the engine's ranks.
+        mixes: a part is what one rank holds, in copies and in live memory alike. Else each rank needs all
+            copies, and either those are read or live memory.
+    """
+
+    copies: Parts
+    hosts: Mapping[str, str]
+    live: Mapping[str, str]
+    nodes: Sequence[str]
+    mixes: bool
+
+    def choose(self) -> SourceChoice:
+        """Choose sources of the engine's own host, else of as many hosts as there are."""
+        near, far = self._near(), self._near(others=True)
+        copied = {host for offers in self.copies.values() for host in map(self._host, offers)}
+        elsewhere = [name for host, name in self.live.items() if host not in copied]
+        if self._are_all_here(near):
+            return SourceChoice(Sources(near), Sources(far, elsewhere if self.mixes else ()), is_near=True)
+        if own := self.live.get(self.nodes[0]):
+            rest = [name for name in self.live.values() if name != own]
+            copies = self.copies if self.mixes else {}
+            return SourceChoice(Sources(live=[own]), Sources(copies, rest), is_near=True)
+        if self._are_whole and all(each.protocol != "zeromq" for its in self.copies.values() for each in its):
+            return SourceChoice(Sources(self.copies))  # by RDMA or Mooncake's TCP they alone are quicker
+        if self.mixes:
+            return SourceChoice(Sources(self.copies, elsewhere))
+        # Live memory has a part for each rank. Of copies, each reads all.
+        if self.live and (len(self.nodes) > 1 or len(self.live) > len(copied) or not self._are_whole):
+            return SourceChoice(Sources(live=[*self.live.values()]))
+        return SourceChoice(Sources(self.copies))
+
+    def _host(self, offer: Offer) -> str:
+        return self.hosts[offer.holder]
+
+    def _needs(self, part: int) -> set[str]:
+        """Return the hosts of the ranks that need a part."""
+        return {self.nodes[part - min(self.copies)]} if self.mixes else set(self.nodes)
+
+    def _near(self, others: bool = False) -> Parts:
+        """Return the copies on the hosts of ranks that need them, or the others."""
+        return {
+            part: [each for each in its if (self._host(each) in self._needs(part)) is not others]
+            for part, its in self.copies.items()
+        }
+
+    @property
+    def _are_whole(self) -> bool:
+        return bool(self.copies) and all(self.copies.values())
+
+    def _are_all_here(self, near: Parts) -> bool:
+        return bool(near) and all(self._needs(part) <= {*map(self._host, its)} for part, its in near.items())
