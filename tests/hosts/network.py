@@ -30,8 +30,12 @@ KERNELS_PORTS = 40000, 40999
 _HEAD = ["--head", "--port=6379"]
 JOBS_PORT = 8265
 """Where the head takes jobs, if it has a dashboard."""
-PATIENT = '{"health_check_failure_threshold": 1000}'
-"""Ray's settings with which it waits for a host. By default it declares one dead after half a minute."""
+PATIENT = '{"health_check_failure_threshold": 1000, "object_manager_pull_timeout_ms": 200}'
+"""Ray's settings with which it waits for a host. By default it declares one dead after half a minute.
+
+What one host has fetched, others fetch from any that has it. If that one is not reached, they choose anew
+after the second value, by default 10 s, then after twice as long, and so on.
+"""
 DEFAULT = "{}"
 """Ray's own settings."""
 HASTY = (

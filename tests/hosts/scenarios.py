@@ -155,7 +155,7 @@ def two_addresses() -> None:
     for name in OTHERS:
         ask("address", name)
     ask("cut", "west/east", FOREVER_S)
-    config = replace(CONFIG, mirrors=0, connect_timeout_s=patient(2.5))
+    config = replace(CONFIG, mirrors=0, connect_timeout_s=patient(5))
     with WeightSync(config) as sync:
         trainer, engines = members(sync)
         near, far = f"{SUBNET}3", second_address(f"{SUBNET}3")

@@ -21,6 +21,8 @@ logger = logging.getLogger("weightsync.driver.live_sources")
 
 _OFFER_S = 10.0
 """How long a refill waits for offers. A holder that is late is left out."""
+_RESERVE_S = 1.0
+"""The same, for offers that it may not need."""
 
 
 class LiveSources:
@@ -64,21 +66,27 @@ class LiveSources:
 
     @asynccontextmanager
     async def offered(
-        self, version: int, flat: FlatLayout, names: Iterable[str]
+        self, version: int, flat: FlatLayout, names: Collection[str], reserve: Collection[str]
     ) -> AsyncIterator[Mapping[str, Mapping[int, Offer]]]:
-        """Have the holders of engines `names` offer their ranks' memory while the body runs.
+        """Have the holders of engines `names` and `reserve` offer their ranks' memory while the body runs.
 
-        Yields each engine's offers by the part's number. A holder that fails is logged and left out.
+        Yields each engine's offers by the part's number. A holder that fails is logged and left out. Those of
+        `reserve` have less time.
         """
-        ranks = {name: self._fleet.engines[name].holders for name in names}
+        ranks = {name: self._fleet.engines[name].holders for name in (*names, *reserve)}
         headers = {
             holder: SnapshotHeader(version, flat.layout, flat.first + rank)
             for holders in ranks.values()
             for rank, holder in enumerate(holders)
         }
+        spare = {holder for name in reserve for holder in ranks[name]}
         self._readers.update(headers.keys())
         try:
-            offers = await self._ask(headers)
+            asked, more = await asyncio.gather(
+                self._ask({i: header for i, header in headers.items() if i not in spare}, _OFFER_S),
+                self._ask({i: headers[i] for i in spare}, _RESERVE_S),
+            )
+            offers = asked | more
             yield {
                 name: {headers[holder].part: offers[holder] for holder in holders if holder in offers}
                 for name, holders in ranks.items()
@@ -93,12 +101,12 @@ class LiveSources:
         if self._withdrawing:
             await asyncio.wait(self._withdrawing)
 
-    async def _ask(self, headers: Mapping[int, SnapshotHeader]) -> dict[int, Offer]:
+    async def _ask(self, headers: Mapping[int, SnapshotHeader], limit_s: float) -> dict[int, Offer]:
         attempt = self._engine_group.next_attempt()
         calls = {
             f"holder {i}": self._fleet.holders[i].offer_live(header, attempt) for i, header in headers.items()
         }
-        outcome = await gather_named(calls, "offer", min(_OFFER_S, self._config.timeout_s))
+        outcome = await gather_named(calls, "offer", min(limit_s, self._config.timeout_s))
         for name, error in outcome.failures.items():
             logger.warning("[%s] does not offer its engine's memory: %s", name, error)
         return {i: offer for i in headers if (offer := outcome.answers.get(f"holder {i}"))}

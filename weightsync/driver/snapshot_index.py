@@ -162,12 +162,14 @@ class SnapshotIndex:
         Engines serve as sources while the body runs.
         """
         choice, flat = self._choose(version, connection, engine), connection.flat_layouts.get(engine)
-        if flat and (connection.in_place or choice.live):
+        if flat and (connection.in_place or choice.first.live):
             first, num_ranks = (
                 SnapshotHeader(version, flat.layout, flat.first),
                 len(self._fleet.engines[engine].holders),
             )
-            async with self.live_sources.offered(version, flat, choice.live) as offers:
+            async with self.live_sources.offered(
+                version, flat, choice.first.live, choice.reserve.live
+            ) as offers:
                 yield choice.snapshot(first, num_ranks, is_flat=True, live=offers)
         else:
             first = SnapshotHeader(version, self._layout(connection, engine), 0)

@@ -45,11 +45,6 @@ class SourceChoice:
     is_near: bool = False
 
     @property
-    def live(self) -> Sequence[str]:
-        """The engines that have to offer their memory."""
-        return [*self.first.live, *self.reserve.live]
-
-    @property
     def suffices(self) -> bool:
         """Whether each part is somewhere, if the live engines offer theirs."""
         return bool(self.first.live) or (bool(self.first.copies) and all(self.first.copies.values()))
@@ -91,10 +86,10 @@ class Candidates:
     def choose(self) -> SourceChoice:
         """Choose sources of the engine's own host, else of as many hosts as there are."""
         near, far = self._near(), self._near(others=True)
-        copied = {host for offers in self.copies.values() for host in map(self._host, offers)}
-        elsewhere = [name for host, name in self.live.items() if host not in copied]
+        copied = [{*map(self._host, offers)} for offers in self.copies.values()]
+        has_all = set.intersection(*copied) if copied else set()
         if self._are_all_here(near):
-            return SourceChoice(Sources(near), Sources(far, elsewhere if self.mixes else ()), is_near=True)
+            return SourceChoice(Sources(near), Sources(far), is_near=True)
         if own := self.live.get(self.nodes[0]):
             rest = [name for name in self.live.values() if name != own]
             copies = self.copies if self.mixes else {}
@@ -102,9 +97,12 @@ class Candidates:
         if self._are_whole and all(each.protocol != "zeromq" for its in self.copies.values() for each in its):
             return SourceChoice(Sources(self.copies))  # by RDMA or Mooncake's TCP they alone are quicker
         if self.mixes:
+            elsewhere = [name for host, name in self.live.items() if host not in has_all]
             return SourceChoice(Sources(self.copies, elsewhere))
         # Live memory has a part for each rank. Of copies, each reads all.
-        if self.live and (len(self.nodes) > 1 or len(self.live) > len(copied) or not self._are_whole):
+        if self.live and (
+            len(self.nodes) > 1 or len(self.live) > len(set[str]().union(*copied)) or not self._are_whole
+        ):
             return SourceChoice(Sources(live=[*self.live.values()]))
         return SourceChoice(Sources(self.copies))
 
