@@ -30,13 +30,23 @@ _END_S = 90.0
 
 Engines = Callable[[], Mapping[str, ActorHandle[Any]]]
 
+_BUCKET_NBYTES = 32 << 20
+"""Each GPU rank of an engine keeps room for one bucket of each adapter."""
+
 
 class Adapter:
     """One adapter. It moves through host memory, since it is small."""
 
     def __init__(self, spec: AdapterSpec, config: SyncConfig, trainers: Sequence[ActorHandle[Any]]) -> None:
         self.spec = spec
-        self._config = replace(config, mode="broadcast", transport="gloo", stage="none", host_weights="copy")
+        self._config = replace(
+            config,
+            mode="broadcast",
+            transport="gloo",
+            stage="none",
+            host_weights="copy",
+            bucket_bytes=min(config.bucket_bytes, _BUCKET_NBYTES),
+        )
         self._fleet = Fleet([], {}, [], share=share)
         self._controller = Controller(self._config, self._fleet)
         parts = self._config, self._fleet, self._controller

@@ -1,8 +1,10 @@
-"""A LoRA adapter to a real vLLM on the CPU: into its slots, and by vLLM's own loader, in turns.
+"""A LoRA adapter to a real vLLM: into its slots, and by vLLM's own loader, in turns.
 
     python -m benchmarks.bench_adapters [--hidden 1024] [--layers 8] [--rank 32] [--rounds 9] [--json FILE]
+    python -m benchmarks.bench_adapters --gpu --hidden 4096 --layers 36      a Qwen3-8B's adapter, on one GPU
 
-One trainer has two PEFT adapters of the same shapes, on all linear layers of a Qwen3 in float32. ``ours`` is
+One trainer has two PEFT adapters of the same shapes, on all linear layers of a Qwen3 in float32, on a GPU in
+bfloat16, which it shares with vLLM and its CUDA graphs. ``ours`` is
 `WeightSync.update_adapter`, from the call until requests get the new version; live slots are compared with
 the trainer's digests. ``theirs`` is what frameworks do: the trainer saves the adapter as PEFT does, in
 ``/dev/shm``, and vLLM's ``add_lora`` loads it in place; nothing is compared. vLLM serves no requests during a
@@ -20,7 +22,8 @@ from typing import Any
 
 import ray
 
-from benchmarks.bench_sync import spawn, start_ray
+from benchmarks.bench_sync import start_ray
+from benchmarks.cluster import spawn
 from benchmarks.common import environment, print_table, write_json
 from weightsync import EngineActor, SyncConfig, TrainerShard, WeightSync
 
@@ -39,9 +42,11 @@ class Trainer(TrainerShard):
         from transformers import AutoConfig, AutoModelForCausalLM
 
         super().__init__()
-        base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
+        config = AutoConfig.from_pretrained(path)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            base = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
         config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(_TARGETS))
-        self.model: Any = get_peft_model(base, config, _OURS)
+        self.model: Any = get_peft_model(base, config, _OURS, autocast_adapter_dtype=False)
         self.model.add_adapter(_THEIRS, config)
 
     def change(self) -> None:
@@ -52,6 +57,8 @@ class Trainer(TrainerShard):
             for name, parameter in self.model.named_parameters():
                 if ".lora_" in name:
                     parameter.normal_(std=0.01)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
     def save(self, folder: str) -> None:
         """Save one adapter as PEFT does."""
@@ -81,28 +88,30 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--gpu", action="store_true", help="trainer and engine on the first GPU")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     where = environment(("torch", "ray", "numpy", "vllm", "peft"))
     start_ray()
     try:
-        row = _measure(args.hidden, args.layers, args.rank, args.rounds)
+        row = _measure(args.hidden, args.layers, args.rank, args.rounds, "0" if args.gpu else None)
     finally:
         ray.shutdown()
     shown = {name: value for name, value in row.items() if not name.endswith("samples ms")}
-    print_table("an adapter to a vLLM on the CPU", [shown], where)
+    print_table(f"an adapter to a vLLM on the {'GPU' if args.gpu else 'CPU'}", [shown], where)
     if args.json:
         write_json(args.json, "adapters", [row], where)
 
 
-def _measure(hidden: int, layers: int, rank: int, rounds: int) -> dict[str, object]:
+def _measure(hidden: int, layers: int, rank: int, rounds: int, gpu: str | None) -> dict[str, object]:
     times: dict[str, list[float]] = {_OURS: [], _THEIRS: []}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         path, saved = f"{directory}/model", f"{directory}/adapter"
-        _save_model(path, hidden, layers)
-        trainer = spawn(Trainer, path, rank)
-        options = {"enable_lora": True, "max_loras": 3, "max_lora_rank": rank, "max_model_len": 64}
-        engine = spawn(Engine, "vllm", path, "e0", options)
+        _save_model(path, hidden, layers, gpu)
+        trainer = spawn(Trainer, path, rank, gpu=gpu)
+        options: dict[str, object] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": rank}
+        options |= {"max_model_len": 64} | ({"gpu_memory_utilization": 0.5} if gpu else {})
+        engine = spawn(Engine, "vllm", path, "e0", options, gpu=gpu)
         with WeightSync(SyncConfig()) as sync:
             sync.register_engines({"e0": engine})
             sync.register_checkpoint("base", [path])
@@ -121,6 +130,7 @@ def _measure(hidden: int, layers: int, rank: int, rounds: int) -> dict[str, obje
         for actor in (trainer, engine):
             ray.kill(actor)
     row: dict[str, object] = {"hidden": hidden, "layers": layers, "rank": rank, "MB": report.nbytes / 1e6}
+    row |= {f"{phase} ms": seconds * 1e3 for phase, seconds in report.phases.items()}
     for name, seconds in times.items():
         kept = [second * 1e3 for second in seconds[_WARM_ROUNDS:]]
         row |= {f"{name} ms": statistics.median(kept), f"{name} range": f"{min(kept):.1f}-{max(kept):.1f}"}
@@ -128,8 +138,8 @@ def _measure(hidden: int, layers: int, rank: int, rounds: int) -> dict[str, obje
     return row
 
 
-def _save_model(path: str, hidden: int, layers: int) -> None:
-    """Save a Qwen3 with random weights."""
+def _save_model(path: str, hidden: int, layers: int, gpu: str | None) -> None:
+    """Save a Qwen3 with random weights, made on the first GPU if there is a `gpu`."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -143,9 +153,11 @@ def _save_model(path: str, hidden: int, layers: int) -> None:
         head_dim=64,
         vocab_size=4096,
         tie_word_embeddings=False,
-        dtype="float32",
+        dtype="bfloat16" if gpu else "float32",
     )
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    with torch.device("cuda" if gpu else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+    model.save_pretrained(path)
 
 
 if __name__ == "__main__":

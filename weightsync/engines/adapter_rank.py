@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from weightsync.channel.engine_end import EngineFeed
+from weightsync.engines.device_sink import DeviceSink
 from weightsync.engines.live_writer import LiveWriter
 from weightsync.engines.load_errors import naming_load
 from weightsync.errors import StateError
@@ -54,7 +55,7 @@ class AdapterRank:
         self._rank, self._spec, self._slots, self._numbers = rank, spec, slots, tuple(numbers)
         self._held = {slot.number: slot for slot in slots.reserve(spec, numbers)}
         self._feed: EngineFeed | None = None
-        self._writers: dict[int, LiveWriter] = {}
+        self._writers: dict[int, LiveWriter | DeviceSink] = {}
         self._engine = ""
         self._load: Future[Loaded] | None = None
 
@@ -68,11 +69,16 @@ class AdapterRank:
         ticket = tickets[self._rank]
         self._engine = ticket.engine
         self._feed = feed = EngineFeed.open(ticket, plan, timeout_s)
-        self._writers = {
-            number: LiveWriter(plan, slot.layout, slot.live, feed.slots, views=feed.views)
-            for number, slot in self._held.items()
-        }
+        with self._on_device():
+            self._writers = self._prepare(plan, feed)
         return Attached(plan.digest(), None)
+
+    def _prepare(self, plan: Plan, feed: EngineFeed) -> dict[int, LiveWriter | DeviceSink]:
+        held, device = self._held.items(), self._device
+        if device.type != "cuda":
+            return {n: LiveWriter(plan, s.layout, s.live, feed.slots, views=feed.views) for n, s in held}
+        bucket = torch.empty(max(map(len, feed.slots), default=0), dtype=torch.uint8, device=device)
+        return {n: DeviceSink(plan, s.layout, s.live, feed.slots, bucket) for n, s in held}
 
     def begin(self, number: int, attempt: int, timeout_s: float) -> None:
         """Start to write slot `number`, which no request may use. Raises StateError before `attach`.
@@ -99,15 +105,20 @@ class AdapterRank:
             raise StateError(f"adapter {self._spec.name} is still being written: it keeps its slots")
         self._slots.release(self._numbers)
 
-    def _write(self, feed: EngineFeed, writer: LiveWriter, attempt: int, timeout_s: float) -> Loaded:
+    def _write(
+        self, feed: EngineFeed, writer: LiveWriter | DeviceSink, attempt: int, timeout_s: float
+    ) -> Loaded:
         with self._on_device(), naming_load(self._engine, self._rank):
             writer.begin(None)  # slots are allocated once, when the engine starts
             return Loaded(feed.receive(attempt, writer, timeout_s), feed.spans)
 
     def _on_device(self) -> AbstractContextManager[None]:
-        """Return a context in which this thread, which is new, uses the rank's device."""
-        device = next(tensor.device for slot in self._held.values() for tensor in slot.live.values())
-        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        """Return a context in which this thread uses the rank's device."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+    @property
+    def _device(self) -> torch.device:
+        return next(tensor.device for slot in self._held.values() for tensor in slot.live.values())
 
     def _disconnect(self) -> None:
         self._writers = {}

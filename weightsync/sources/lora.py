@@ -61,7 +61,8 @@ class LoraSource(TensorSource):
         segments, metas = [], []
         self._held = {}
         for name, (live, _) in self._parameters().items():
-            held = self._held[name] = torch.empty(local_tensor(live).shape, dtype=live.dtype)
+            local = local_tensor(live)
+            held = self._held[name] = torch.empty(local.shape, dtype=live.dtype, pin_memory=local.is_cuda)
             metas.append(meta_of(name, live))
             segments.append(dataclasses.replace(segment_of(name, live), strides=byte_strides(held)))
         return LocalWeights(RankLayout(tuple(metas), tuple(segments)), self._held)
@@ -84,7 +85,10 @@ class LoraSource(TensorSource):
             if held.shape != live.shape:
                 was = f"{tuple(held.shape)} before, and is {tuple(live.shape)}"
                 raise StateError(f"{name} of adapter {self._adapter} was {was}: register it again")
-            held.copy_(live if scaling == 1 else live * scaling)
+            held.copy_(live if scaling == 1 else live * scaling, non_blocking=True)
+        for device in {local_tensor(parameter).device for parameter, _ in now.values()}:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()
 
 
 class _Unmoved:
