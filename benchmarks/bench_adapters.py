@@ -31,6 +31,7 @@ _WARM_ROUNDS = 2
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _OURS, _THEIRS = "ours", "theirs"
 _THEIR_NUMBER = 1
+_ON_GPU = {"max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.5}
 
 
 class Trainer(TrainerShard):
@@ -110,7 +111,7 @@ def _measure(hidden: int, layers: int, rank: int, rounds: int, gpu: str | None) 
         _save_model(path, hidden, layers, gpu)
         trainer = spawn(Trainer, path, rank, gpu=gpu)
         options: dict[str, object] = {"enable_lora": True, "max_loras": 3, "max_lora_rank": rank}
-        options |= {"max_model_len": 64} | ({"gpu_memory_utilization": 0.5} if gpu else {})
+        options |= {"max_model_len": 64, **(_ON_GPU if gpu else {})}
         engine = spawn(Engine, "vllm", path, "e0", options, gpu=gpu)
         with WeightSync(SyncConfig()) as sync:
             sync.register_engines({"e0": engine})
