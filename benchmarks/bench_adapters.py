@@ -22,8 +22,7 @@ from typing import Any
 
 import ray
 
-from benchmarks.bench_sync import start_ray
-from benchmarks.cluster import spawn
+from benchmarks.cluster import spawn, start_ray
 from benchmarks.common import environment, print_table, write_json
 from weightsync import EngineActor, SyncConfig, TrainerShard, WeightSync
 
@@ -93,7 +92,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     where = environment(("torch", "ray", "numpy", "vllm", "peft"))
-    start_ray()
+    start_ray(1 if args.gpu else 0)
     try:
         row = _measure(args.hidden, args.layers, args.rank, args.rounds, "0" if args.gpu else None)
     finally:
