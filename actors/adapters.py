@@ -123,9 +123,7 @@ class Adapter:
         await asyncio.gather(*tasks, return_exceptions=True)
         for name in self._healer.busy():
             self._healer.forget(name)
-        await self._controller.snapshot_index.stop()
-        self._members.close()
-        await self._members.release()
+        await self._members.close()
         for trainer in self._members.trainers:  # which may be training: nobody waits for them
             trainer.sync_close_adapter.remote(self.spec.name)
         calls = self._calls({**self._members.engines, **engines}, "sync_close_adapter")

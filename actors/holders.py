@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Any
 
 import ray
+from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
 
-from weightsync.actors.daemon import await_daemon
 from weightsync.actors.detached import actor_name, end, find, names, run_prefix
 from weightsync.actors.placement import Placement, choose_transport
-from weightsync.actors.process import PATIENCE_S, end_pid
-from weightsync.actors.remote import RemoteHolder, answer, remote_holder
-from weightsync.actors.weight_holder import Standby, spawn_holder, spawn_standby
+from weightsync.actors.process import ask_pid, end_hung
+from weightsync.actors.remote import RemoteHolder, remote_holder
+from weightsync.actors.standbys import AsksPlacements, Standbys
+from weightsync.actors.weight_holder import spawn_holder
 from weightsync.config import SyncConfig
 from weightsync.driver.gather import gather_named
 from weightsync.errors import ConfigError, DeadlineError
@@ -37,9 +35,9 @@ class Holders:
         """
         self._config, self._run = config, run
         self._on: dict[tuple[str, str], RemoteHolder] = {}
-        self._pids: dict[Any, Any] = {}
+        self._pids: dict[Any, ObjectRef[int]] = {}
         self._transport = ""
-        self._standbys: list[tuple[str, ActorHandle[Standby]]] = []
+        self._standbys = Standbys(self._on.keys())
         self._beginning, self._begun = asyncio.Lock(), set[tuple[str, str]]()
 
     async def begin(self, placement: Placement, trainer: int) -> None:
@@ -52,7 +50,8 @@ class Holders:
                 transport = choose_transport(self._config.transport, [placement.device])
                 if not self._transport:
                     await self._change(transport)
-                if transport == self._transport and placement.key not in self._on:
+                has_one = placement.key in self._on or self._standbys.has_one_for(placement)
+                if transport == self._transport and not has_one:
                     self._start(placement, trainer)
                     self._begun.add(placement.key)
 
@@ -61,16 +60,20 @@ class Holders:
 
         `place` binds them to a GPU or slot, or ends them.
         """
-        here = sum(each == node for each, _ in self._standbys)
         if not self._on and not self._run:
-            gpus: Sequence[int | None] = range(num_gpus) or [None] * num_engines
-            self._standbys += [(node, spawn_standby(node, gpu)) for gpu in gpus[here:]]
+            self._standbys.start(node, num_gpus, num_engines)
 
-    def expect(self, placement: Placement) -> None:
-        """Tell standbys, before `place`, that an engine rank has started at `placement`."""
-        for node, standby in self._standbys:
-            if node == placement.node:
-                standby.expect.remote(placement.device)
+    def follow(
+        self,
+        trainers: Mapping[ActorHandle[Any], AsksPlacements],
+        engines: Mapping[ActorHandle[Any], AsksPlacements],
+    ) -> None:
+        """Start processes for these actors alone ahead of time, as `Standbys.follow` does.
+
+        Not for holders that outlive their driver, which would have to take over those of an earlier one.
+        """
+        if not self._run:
+            self._standbys.follow(trainers, engines)
 
     async def place(self, placements: Sequence[Placement]) -> list[RemoteHolder]:
         """Return a holder that answers for each placement, in order. Ends all other holders."""
@@ -94,43 +97,23 @@ class Holders:
                 await self._end_hung(running[name].key)
             else:
                 self._end(running[name].key)
-        await self._place_standbys(placements)
+        await self._bind_standbys(placements)
         return [self._start(placement, index) for index, placement in enumerate(placements)]
 
-    async def _place_standbys(self, placements: Sequence[Placement]) -> None:
-        """Bind standbys to placements.
-
-        A placement whose standby does not answer gets a new process.
-        """
-        standbys = {f"spare {i}": each for i, each in enumerate(self._standbys)}
-        calls = {name: answer(name, standby.bound_to.remote()) for name, (_, standby) in standbys.items()}
-        bound = (await gather_named(calls, "start", self._config.timeout_s)).answers
-        free: defaultdict[tuple[str, str], list[tuple[str, ActorHandle[Standby]]]] = defaultdict(list)
-        for name, gpu in bound.items():
-            node, _ = standbys[name]
-            free[node, gpu if self._transport == "nccl" else ""].append(standbys[name])
-        calls, taken = {}, {}
+    async def _bind_standbys(self, placements: Sequence[Placement]) -> None:
+        missing: dict[str, Placement] = {}
         for index, placement in enumerate(placements):
-            fits = free[placement.key] or free[placement.node, ""]
-            if fits and placement.key not in self._on:
-                here = fits.pop()
-                self._standbys.remove(here)
-                name, standby = f"holder {index}", here[1]
-                calls[name] = answer(
-                    name, standby.sit.remote(name, placement, self._transport, self._config.ports)
-                )
-                taken[name] = placement, standby
-        outcome = await gather_named(calls, "start", self._config.timeout_s)
-        for name, (placement, standby) in taken.items():
-            if name in outcome.answers:
-                self._keep(placement, name, standby)
-            else:
-                ray.kill(standby)
-        self._end_standbys()
-
-    def _end_standbys(self) -> None:
-        while self._standbys:
-            ray.kill(self._standbys.pop()[1])
+            if placement.key not in self._on:
+                missing[_unused(index, self._names() | missing.keys())] = placement
+        bound = await self._standbys.bind(
+            missing,
+            self._transport,
+            self._config.ports,
+            answer_s=self._config.timeout_s,
+            start_s=self._config.connect_timeout_s,
+        )
+        for name, handle in bound.items():
+            self._keep(missing[name], name, handle)
 
     def place_late(self, placement: Placement, left: Placement | None, index: int) -> RemoteHolder:
         """Return the holder for a late rank: existing, left by its predecessor, or new.
@@ -149,7 +132,7 @@ class Holders:
 
     def close(self) -> None:
         """End all holders, also those that an earlier driver of this run left."""
-        self._end_standbys()
+        self._standbys.close()
         for key in [*self._on]:
             self._end(key)
         for name in self._left():  # a driver died, and this one never connected
@@ -170,7 +153,7 @@ class Holders:
             called, *settings = answers.get(name, ("", "", None))
             if settings == [transport, self._config.ports]:
                 self._on[_key(name, self._prefix)] = remote_holder(called, holder.handle)
-                self._pids[holder.handle] = holder.handle.__ray_call__.remote(_pid)
+                self._pids[holder.handle] = ask_pid(holder.handle)
             else:
                 end(name)
 
@@ -185,15 +168,18 @@ class Holders:
 
     def _start(self, placement: Placement, index: int) -> RemoteHolder:
         if placement.key not in self._on:
-            name = _unused(index, {holder.name for holder in self._on.values()})
+            name = _unused(index, self._names())
             outlives_as = actor_name(self._run, *placement.key) if self._run else ""
             ports = self._config.ports
             self._keep(placement, name, spawn_holder(name, placement, self._transport, ports, outlives_as))
         return self._on[placement.key]
 
+    def _names(self) -> set[str]:
+        return {holder.name for holder in self._on.values()}
+
     def _keep(self, placement: Placement, name: str, handle: ActorHandle[Any]) -> None:
         self._on[placement.key] = remote_holder(name, handle)
-        self._pids[handle] = handle.__ray_call__.remote(_pid)
+        self._pids[handle] = ask_pid(handle)
 
     async def _end_hung(self, key: tuple[str, str]) -> None:
         """End a holder that does not answer.
@@ -202,12 +188,8 @@ class Holders:
         """
         asked = self._pids.get(self._on[key].handle)
         self._end(key)
-        if asked and ray.wait([asked], timeout=0)[0]:
-            try:
-                pid = ray.get(asked)
-            except RayError:
-                return  # it never ran
-            await await_daemon(lambda: end_pid(key[0], pid), f"holder on {key[1]}", "end", 2 * PATIENCE_S)
+        if asked:
+            await end_hung(f"holder on {key[1]}", key[0], asked)
 
     def _end(self, key: tuple[str, str]) -> None:
         handle = self._on.pop(key).handle
@@ -220,10 +202,6 @@ class Holders:
 def _unused(index: int, names: Collection[str]) -> str:
     """An unused name. A holder started as `index` may have another index now."""
     return next(name for number in count(index) if (name := f"holder {number}") not in names)
-
-
-def _pid(_: object) -> int:
-    return os.getpid()
 
 
 def _key(name: str, prefix: str) -> tuple[str, str]:

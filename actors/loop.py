@@ -54,6 +54,11 @@ class LoopThread:
         """Run `work` concurrently with submitted work."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
+    def begin(self, work: Callable[[], Coroutine[object, object, object]]) -> None:
+        """Run `work` concurrently with all other work, without waiting for it. Does nothing after `shut`."""
+        if not self._closed:
+            self.run_concurrently(work())
+
     def shut(self) -> bool:
         """Refuse further submissions. Returns whether it was open."""
         was_open, self._closed = not self._closed, True

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ray
@@ -75,13 +76,26 @@ class Membership:
         self._claims = Claims(run)
         self._watches = Watches(config.heartbeat_s)
         self._channels = ControlChannels(config.ports)
-        self._expecting: asyncio.Future[None] | None = None
         self._silent: dict[str, ActorHandle[Any]] = {}
         self._checking = set[asyncio.Task[None]]()
         self._cut_off = set[str]()
 
     def _engine(self, name: str, handle: ActorHandle[Any]) -> RemoteEngine:
         return remote_engine(f"engine {name}", handle, self._adapter)
+
+    async def follow(self) -> None:
+        """Start processes of holders where the registered actors run, in the background. Raises nothing."""
+
+        async def ask(trainer: RemoteTrainer) -> list[Placement]:
+            placement = await trainer.placement_so_far()
+            return [placement] if placement else []
+
+        trainers = (remote_trainer(f"trainer {i}", handle) for i, handle in enumerate(self.trainers))
+        engines = (self._engine(name, handle) for name, handle in self.engines.items())
+        self._holders.follow(
+            {trainer.handle: partial(ask, trainer) for trainer in trainers},
+            {engine.handle: engine.placements for engine in engines},
+        )
 
     async def reconnect(self) -> None:
         """Connect again if a holder was lost or added since the last connect."""
@@ -110,18 +124,7 @@ class Membership:
         if not self._fleet.holders:
             for node in nodes:
                 self._holders.standby(node, gpus.get(node, 0), len(self.engines))
-            self._expecting = self._expecting or asyncio.ensure_future(self._expect())
         await self.checkpoints.register(name, files, nodes, exclude, stored)
-
-    async def _expect(self) -> None:
-        """Tell standbys about each engine that starts. `connect` waits for engines and reports failures."""
-
-        async def started(engine: RemoteEngine) -> None:
-            for placement in await engine.placements():
-                self._holders.expect(placement)
-
-        calls = {name: started(self._engine(name, h)) for name, h in self.engines.items()}
-        await gather_named(calls, "start", self._config.connect_timeout_s)
 
     async def unregister_checkpoint(self, name: str) -> None:
         """Unregister a checkpoint, after holders have copied their snapshots from it."""
@@ -425,10 +428,13 @@ class Membership:
         async with self._controller.shared(name):
             del self.engines[name]
             self._placements.pop(name, None)
-            member = self._fleet.engines.pop(name)
-            calls = {f"holder {i}": self._fleet.holders[i].drop_engine() for i in member.holders}
+            member = self._fleet.engines.pop(name, None)  # None before `connect`
+            at = member.holders if member else ()
+            calls = {f"holder {i}": self._fleet.holders[i].drop_engine() for i in at}
             await gather_named(calls, "drop", self._config.timeout_s)
             await self._claims.release(staying=[*self.trainers, *self.engines.values()])
+        if not member:
+            await self.follow()
 
     def holders(self) -> dict[str, ActorHandle[Any]]:
         """Return the holders' actors, by the names that errors use."""
@@ -461,12 +467,10 @@ class Membership:
                 )
         (await gather_named(calls, "set_faults", self._config.timeout_s)).require()
 
-    def close(self) -> None:
-        """End the holders."""
+    async def close(self) -> None:
+        """End the holders, hang up, and release the actors, so that another WeightSync can connect them."""
+        await self._controller.snapshot_index.stop()  # it would warn about holders that end
         self._holders.close()
-
-    async def release(self) -> None:
-        """Hang up, and release the actors, so that another WeightSync can connect them."""
         await self._watches.close()
         await self._channels.close()
         await self._claims.release()

@@ -49,6 +49,14 @@ class Placement:
         address = ray.util.get_node_ip_address()
         return cls(context.get_node_id(), address, device, os.getpid(), own_versions())
 
+    @classmethod
+    def so_far(cls, slot: str | None = None) -> Placement | None:
+        """Return `here`, or None if this process may still choose its GPU: asking would start CUDA."""
+        import torch
+
+        is_chosen = slot is not None or torch.version.cuda is None or torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return cls.here(slot) if is_chosen else None
+
     @property
     def gpu(self) -> str:
         """The GPU as ``CUDA_VISIBLE_DEVICES`` names it, empty for a slot."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -9,10 +10,12 @@ from typing import Any
 
 import psutil
 import ray
+from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from weightsync.actors.daemon import await_daemon
 from weightsync.actors.placement import Placement
 
 PATIENCE_S = 15.0
@@ -27,6 +30,26 @@ def end_process(handle: ActorHandle[Any], placements: Iterable[Placement]) -> No
     for node, pid in {(placement.node, placement.pid) for placement in placements}:
         end_pid(node, pid)
     ray.kill(handle)
+
+
+def ask_pid(handle: ActorHandle[Any]) -> ObjectRef[int]:
+    """Ask an actor for its process id, which `end_hung` needs, while it still answers."""
+    asked: ObjectRef[int] = handle.__ray_call__.remote(_pid)
+    return asked
+
+
+def _pid(_: object) -> int:
+    return os.getpid()
+
+
+async def end_hung(name: str, node: str, asked: ObjectRef[int]) -> None:
+    """End the process of an actor that was killed and does not answer, if it ever answered `ask_pid`."""
+    if ray.wait([asked], timeout=0)[0]:
+        try:
+            pid = ray.get(asked)
+        except RayError:
+            return  # it never ran
+        await await_daemon(lambda: end_pid(node, pid), name, "end", 2 * PATIENCE_S)
 
 
 def end_pid(node: str, pid: int) -> None:

@@ -139,6 +139,7 @@ class RemoteTrainer(_Actor, Notifier, ClaimedPeer, TrainerPeer, Protocol):
     """A TrainerShard actor."""
 
     async def placement(self) -> Placement: ...
+    async def placement_so_far(self) -> Placement | None: ...
 
 
 class RemoteEngine(_Actor, Callee, ClaimedPeer, EnginePeer, Protocol):

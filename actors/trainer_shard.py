@@ -127,6 +127,10 @@ class TrainerShard(Claimable):
         """Return where this rank runs."""
         return Placement.here(self._slot)
 
+    def sync_placement_so_far(self) -> Placement | None:
+        """Return where this rank runs, None before it has chosen its GPU."""
+        return Placement.so_far(self._slot)
+
     def sync_layout(self) -> LayoutTable:
         """Return the boxes of tensors that this rank holds."""
         source = self._current_source()

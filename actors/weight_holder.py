@@ -17,7 +17,9 @@ from weightsync.config import Ports
 from weightsync.errors import TransportError
 from weightsync.holder.holder import Holder
 from weightsync.memory import cuda
+from weightsync.memory.kernels import load_copies
 from weightsync.memory.tensors import device_id
+from weightsync.transports import transport_class
 
 # watch(), answer_calls(), a refill, snapshot() and replicate() take one each. The rest are for other calls.
 _NUM_THREADS = 9
@@ -40,16 +42,18 @@ def spawn_holder(
     return ray.remote(Holder).options(**options).remote(**_settings(name, placement, transport, ports))
 
 
-class Standby(Holder):
+class HolderStandby(Holder):
     """A holder's process started ahead of time, with its imports done."""
 
-    def __init__(self, gpu: int | None) -> None:
+    def __init__(self, gpu: int | str | None) -> None:
         """Import what holders need. It becomes a holder in `sit`.
 
-        `gpu`: the index, among Ray's GPUs on this host, of the only GPU that it sees; None for none yet.
+        `gpu`: the only GPU that it sees, as its index among Ray's GPUs on this host or as
+        ``CUDA_VISIBLE_DEVICES`` names it; None for none yet.
         """
         self.name = "spare holder"  # Ray asks for its name now
         self._bound_to = ""
+        transport_class("gloo" if gpu is None else "nccl")
         if gpu is not None:
             importlib.import_module("weightsync.holder.device_staging")
             with contextlib.suppress(TransportError):  # the holder raises it if it needs NCCL
@@ -61,9 +65,11 @@ class Standby(Holder):
         return self._bound_to
 
     def expect(self, device: str) -> None:
-        """Create the CUDA context if an engine rank has started on this standby's GPU."""
+        """Create the CUDA context, and load a kernel, if `device` is this standby's GPU."""
         if device == self._bound_to:
             torch.cuda.current_stream().query()
+            with contextlib.suppress(TransportError):
+                load_copies()
 
     def sit(self, name: str, placement: Placement, transport: str, ports: Ports | None) -> None:
         """Become the holder `name` at `placement`."""
@@ -71,25 +77,24 @@ class Standby(Holder):
         super().__init__(**_settings(name, placement, transport, ports))
 
 
-def _see(gpu: int) -> str:
+def _see(gpu: int | str) -> str:
     """Start CUDA on GPU `gpu` alone, without taking GPU memory.
 
     CUDA starts in one process of a host at a time. Started later, it would delay engines that connect.
     """
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu) if shown is None else shown.split(",")[gpu]
+        if isinstance(gpu, int) and shown is not None:
+            gpu = shown.split(",")[gpu]
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu)
         return device_id(torch.device("cuda", 0))
     except (AssertionError, IndexError, RuntimeError):  # a PyTorch or a process without it
         return "cpu"
 
 
-def spawn_standby(node: str, gpu: int | None) -> ActorHandle[Standby]:
-    """Start a Standby actor on host `node`.
-
-    It ends with its driver. `gpu`: an index of Ray's GPUs there.
-    """
-    return ray.remote(Standby).options(**_options(node, "" if gpu is None else None)).remote(gpu)
+def spawn_standby(node: str, gpu: int | str | None) -> ActorHandle[HolderStandby]:
+    """Start a `HolderStandby` actor on host `node`. It ends with its driver."""
+    return ray.remote(HolderStandby).options(**_options(node, "" if gpu is None else None)).remote(gpu)
 
 
 def _settings(name: str, placement: Placement, transport: str, ports: Ports | None) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class WeightSync(AdapterMethods):
         self._loop = LoopThread()
 
     def register_trainers(self, handles: Sequence[ActorHandle[Any]]) -> None:
-        """Set the trainers. `connect` has to follow.
+        """Set the trainers. `connect` has to follow. Processes of holders start in the background.
 
         Args:
             handles: all trainer ranks in rank order, handles of actors derived from `TrainerShard`.
@@ -100,14 +100,14 @@ class WeightSync(AdapterMethods):
         """
         check_trainers(handles)
         self._members.trainers = list(handles)
-        self._controller.connected = False
+        self._registered()
 
     def register_engines(
         self,
         handles: Mapping[str, ActorHandle[Any]],
         respawn: Callable[[str], ActorHandle[Any]] | None = None,
     ) -> None:
-        """Set the engines. `connect` has to follow.
+        """Set the engines. `connect` has to follow. Processes of holders start in the background.
 
         Args:
             handles: by the name that reports use, handles of `EngineActor` or of actors derived from
@@ -126,7 +126,7 @@ class WeightSync(AdapterMethods):
         if respawn is not None and not callable(respawn):
             raise ConfigError("respawn", respawn, "give a function of an engine's name that starts its actor")
         self._members.engines, self._members.respawner = dict(handles), respawn
-        self._controller.connected = False
+        self._registered()
 
     def register_checkpoint(
         self,
@@ -419,11 +419,7 @@ class WeightSync(AdapterMethods):
         """End the holders, also named ones. Trainers and engines keep running. Safe to call twice."""
         if self._loop.shut():
             self._loop.run_concurrently(self._adapters.close()).result()
-            self._loop.run_concurrently(
-                self._controller.snapshot_index.stop()
-            ).result()  # it would warn about holders that end
-            self._members.close()
-            self._loop.run_concurrently(self._members.release()).result()
+            self._loop.run_concurrently(self._members.close()).result()
             self._loop.close()
 
     def __enter__(self) -> WeightSync:
@@ -493,6 +489,10 @@ class WeightSync(AdapterMethods):
         asleep = [name for name, state in states.items() if state is EngineState.ASLEEP]
         async with self._controller.exclusive():
             await self._controller.wake(asleep)
+
+    def _registered(self) -> None:
+        self._controller.connected = False
+        self._loop.begin(self._members.follow)
 
     def _known(self, name: str) -> None:
         if name not in self._members.engines:

@@ -1,6 +1,6 @@
 """A driver that connects actors of an existing cluster, and keeps them until its input ends.
 
-python -m tests.actors.claimer ADDRESS NAMESPACE
+python -m tests.actors.claimer ADDRESS NAMESPACE [registered]
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import ray
 from weightsync import SyncConfig, WeightSync
 
 
-def main(address: str, namespace: str) -> None:
+def main(address: str, namespace: str, how: str = "connected") -> None:
     env = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     ray.init(address, namespace=namespace, log_to_driver=False, runtime_env={"env_vars": env})
     with WeightSync(SyncConfig(bucket_bytes=64 << 10)) as sync:
         sync.register_trainers([ray.get_actor("trainer")])
         sync.register_engines({"e0": ray.get_actor("e0")})
-        sync.connect()
-        sync.update_weights(1)
-        sys.stdout.write("connected\n")
+        if how == "connected":
+            sync.connect()
+            sync.update_weights(1)
+        sys.stdout.write(f"{how}\n")
         sys.stdout.flush()
         sys.stdin.read()
 

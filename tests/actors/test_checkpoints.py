@@ -95,7 +95,7 @@ def test_two_checkpoints_are_registered_and_switched(
     monkeypatch.setattr("weightsync.actors.checkpoint_shard.CheckpointShard", HeldShard)
     early: list[Any] = []
     monkeypatch.setattr(
-        "weightsync.actors.holders.spawn_standby", lambda *at: early.append(spawn_standby(*at)) or early[-1]
+        "weightsync.actors.standbys.spawn_standby", lambda *at: early.append(spawn_standby(*at)) or early[-1]
     )
     a, b = weights(1), weights(2)
     folders = [save(tmp_path / "a", a), save(tmp_path / "b", b)]
@@ -337,7 +337,7 @@ def test_the_command_serves_and_obeys_lines(
     monkeypatch.setattr("weightsync.actors.checkpoint_shard.CheckpointShard", HeldShard)
     early: list[Any] = []
     monkeypatch.setattr(
-        "weightsync.actors.holders.spawn_standby", lambda *at: early.append(spawn_standby(*at)) or early[-1]
+        "weightsync.actors.standbys.spawn_standby", lambda *at: early.append(spawn_standby(*at)) or early[-1]
     )
     models = [tmp_path / "one", tmp_path / "two"]
     tokens = {m.name: greedy(build_tiny_qwen3(m, seed=i), [[1, 2, 3]], 1)[0][0] for i, m in enumerate(models)}

@@ -1,8 +1,13 @@
-"""Holders of trainers' slots start while engines do."""
+"""Processes of holders start with the registration, and while engines start."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,13 +15,14 @@ import psutil
 import pytest
 import ray
 
-from tests.actors.fleet import Trainer, spawn, until
+from tests.actors.fleet import Engine, Trainer, spawn, until
 from tests.actors.waiting_engine import WaitingEngine
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
-from weightsync.errors import ConfigError
+from weightsync.errors import ConfigError, DeadlineError, PeerLostError, StateError
 
 WIDTH = 16
+NAMESPACE = "early"
 
 
 @pytest.fixture
@@ -27,10 +33,152 @@ def trainers() -> Iterator[list[ray.actor.ActorHandle]]:
         ray.kill(each)
 
 
+@pytest.fixture
+def engines() -> Iterator[dict[str, ray.actor.ActorHandle]]:
+    made = {name: spawn(Engine, WIDTH, name, f"early-{name}") for name in ("e0", "e1")}
+    yield made
+    for each in made.values():
+        ray.kill(each)
+
+
 def holders() -> set[int]:
-    """The processes of all holders that have started."""
+    """The processes of all holders that have started, also of those that are still to get their place."""
     running = psutil.process_iter(["cmdline"])
     return {each.pid for each in running if (each.info["cmdline"] or [""])[0].startswith("ray::Holder")}
+
+
+def started(before: set[int], number: int) -> bool:
+    """Whether `number` processes are there in time that were not `before`, and no more a moment later."""
+    if not until(lambda: len(holders() - before) == number, patient(60)):
+        return False
+    time.sleep(0.5)
+    return len(holders() - before) == number
+
+
+def pids(sync: WeightSync) -> set[int]:
+    calls = [each.__ray_call__.remote(lambda _: os.getpid()) for each in sync.holders().values()]
+    return set(ray.get(calls))
+
+
+def test_holders_start_when_trainers_and_engines_are_registered(
+    trainers: list[ray.actor.ActorHandle], engines: dict[str, ray.actor.ActorHandle]
+) -> None:
+    before = holders()
+    with WeightSync(SyncConfig(connect_timeout_s=patient(60))) as sync:
+        sync.register_trainers(trainers)
+        assert started(before, 2)
+        sync.register_engines(engines)
+        sync.register_engines(engines)
+        sync.register_trainers(trainers)
+        assert started(before, 4)
+        early = holders() - before
+        assert not sync.holders()
+        sync.connect()
+        assert pids(sync) == early, "they became the holders"
+        assert [ray.get(h.ready.remote())[0] for h in sync.holders().values()] == [*sync.holders()]
+        assert sync.update_weights(1).engines == {"e0": 1, "e1": 1}
+    assert started(before, 0)
+
+
+def test_what_is_withdrawn_ends_its_processes(
+    trainers: list[ray.actor.ActorHandle], engines: dict[str, ray.actor.ActorHandle]
+) -> None:
+    before = holders()
+    with WeightSync(SyncConfig(connect_timeout_s=patient(60))) as sync:
+        sync.register_trainers(trainers)
+        sync.register_engines(engines)
+        assert started(before, 4)
+        sync.register_trainers(trainers[:1])
+        assert started(before, 3)
+        sync.remove_engine("e0")
+        assert started(before, 2)
+        left = holders() - before
+        sync.connect()
+        assert pids(sync) == left
+        sync.register_engines(engines)
+        assert started(before, 3)
+    assert started(before, 0)
+    sync.register_engines(engines)  # connect() says that it is closed
+    with pytest.raises(StateError, match="is closed"):
+        sync.connect()
+    assert started(before, 0)
+
+
+def test_a_driver_that_never_connects_leaves_no_process(
+    trainers: list[ray.actor.ActorHandle], tmp_path: Path
+) -> None:
+    before = holders()
+    waiting = spawn(WaitingEngine, WIDTH, "e0", "early-e0", tmp_path / "start")
+    with WeightSync(SyncConfig()) as sync:
+        sync.register_trainers(trainers)
+        sync.register_engines({"e0": waiting})
+        assert started(before, 2)
+    assert started(before, 0)
+    with WeightSync(SyncConfig()) as sync:
+        sync.register_trainers(trainers)  # closed at once, while processes start
+    assert started(before, 0)
+    (tmp_path / "start").touch()
+    ray.get(waiting.__ray_ready__.remote())
+    assert started(before, 0)
+    ray.kill(waiting)
+
+
+@pytest.mark.faults  # it starts a driver of its own
+def test_a_driver_that_is_killed_before_it_connects_leaves_no_process() -> None:
+    named = {"num_cpus": 0, "namespace": NAMESPACE}
+    actors = [
+        ray.remote(cls).options(name=name, **named).remote(WIDTH, *args)
+        for name, cls, args in (("trainer", Trainer, ["early0"]), ("e0", Engine, ["e0", "early1"]))
+    ]
+    before = holders()
+    command = [sys.executable, "-m", "tests.actors.claimer", ray.get_runtime_context().gcs_address]
+    with subprocess.Popen(
+        [*command, NAMESPACE, "registered"],
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "registered\n"
+        assert started(before, 2)
+        driver.kill()
+    assert started(before, 0)
+    for actor in actors:
+        ray.kill(actor)
+
+
+def test_registering_an_engine_that_fails_raises_nothing_and_connect_names_it(
+    trainers: list[ray.actor.ActorHandle], engines: dict[str, ray.actor.ActorHandle]
+) -> None:
+    before = holders()
+    ray.kill(engines["e1"])
+    with WeightSync(SyncConfig(connect_timeout_s=patient(30))) as sync:
+        sync.register_engines(engines)
+        sync.register_trainers(trainers)
+        assert started(before, 3)
+        with pytest.raises(PeerLostError, match="engine e1"):
+            sync.connect()
+
+
+def test_a_process_that_does_not_become_a_holder_is_named_with_its_deadline(
+    trainers: list[ray.actor.ActorHandle], engines: dict[str, ray.actor.ActorHandle]
+) -> None:
+    before, deadline_s = holders(), patient(1)
+    with WeightSync(SyncConfig(connect_timeout_s=deadline_s)) as sync:
+        sync.register_trainers(trainers)
+        assert started(before, 2)
+        others = holders()
+        sync.register_engines({"e0": engines["e0"]})
+        assert started(others, 1)
+        (stopped,) = holders() - others
+        os.kill(stopped, signal.SIGSTOP)
+        with pytest.raises(DeadlineError, match="holder 2") as raised:
+            sync.connect()
+        error = raised.value
+        assert (error.phase, error.missing, error.timeout_s) == ("start", ("holder 2",), deadline_s)
+        assert until(lambda: stopped not in holders(), patient(30)), "Ray alone does not end it"
+    assert started(before, 0)
 
 
 def test_an_engine_that_starts_slowly_finds_holders_of_its_slot_started(
@@ -39,9 +187,9 @@ def test_an_engine_that_starts_slowly_finds_holders_of_its_slot_started(
     may_start = tmp_path / "start"
     engine = spawn(WaitingEngine, WIDTH, "e0", "early1", may_start)
     with WeightSync(SyncConfig(connect_timeout_s=patient(60))) as sync:
+        before = holders()
         sync.register_trainers(trainers)
         sync.register_engines({"e0": engine})
-        before = holders()
         connecting = threading.Thread(target=sync.connect)
         connecting.start()
         assert until(lambda: len(holders() - before) == 2, patient(60))
@@ -61,10 +209,10 @@ def test_a_transport_that_no_trainer_can_have_is_refused_as_before(
     (tmp_path / "start").touch()
     engine = spawn(WaitingEngine, WIDTH, "e0", "early1", tmp_path / "start")
     with WeightSync(SyncConfig(transport="nccl", connect_timeout_s=patient(60))) as sync:
+        before = holders()
         sync.register_trainers(trainers)
         sync.register_engines({"e0": engine})
-        before = holders()
         with pytest.raises(ConfigError, match="has no GPU: give auto"):
             sync.connect()
-        assert holders() <= before
+    assert started(before, 0)
     ray.kill(engine)

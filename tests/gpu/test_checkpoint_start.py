@@ -17,7 +17,7 @@ from tests.gpu.fleet import Engine, spawn
 from tests.gpu.qwen3_models import save_qwen3
 from tests.patience import patient
 from weightsync import SyncConfig, WeightSync
-from weightsync.actors.weight_holder import Standby, spawn_standby
+from weightsync.actors.weight_holder import HolderStandby, spawn_standby
 from weightsync.memory.tensors import named_tensors
 
 pytestmark = [
@@ -71,7 +71,7 @@ def note_early(patch: pytest.MonkeyPatch) -> list[Any]:
     """The processes that are to be holders, as they are started."""
     early: list[Any] = []
     patch.setattr(
-        "weightsync.actors.holders.spawn_standby", lambda *at: early.append(spawn_standby(*at)) or early[-1]
+        "weightsync.actors.standbys.spawn_standby", lambda *at: early.append(spawn_standby(*at)) or early[-1]
     )
     return early
 
@@ -79,7 +79,7 @@ def note_early(patch: pytest.MonkeyPatch) -> list[Any]:
 def contexts(early: list[Any]) -> list[bool]:
     """Of each process that is to be a holder, whether it has a context on its GPU."""
 
-    def has_one(_: Standby) -> bool:
+    def has_one(_: HolderStandby) -> bool:
         flags, is_active, driver = ctypes.c_uint(), ctypes.c_int(), ctypes.CDLL("libcuda.so.1")
         driver.cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(is_active))
         return bool(is_active.value)
@@ -92,7 +92,7 @@ def started_early(sync: WeightSync) -> list[bool]:
     holders = [*sync.holders().values()]
 
     def was_standby(it: Any) -> bool:
-        return isinstance(it, Standby) and it.bound_to() == it.sample_memory(on=False)[0]
+        return isinstance(it, HolderStandby) and it.bound_to() == it.sample_memory(on=False)[0]
 
     return ray.get([holder.__ray_call__.remote(was_standby) for holder in holders])
 

@@ -164,6 +164,11 @@ class DigestTable:
         return flagged
 
 
+def load_copies() -> None:
+    """Load the copy kernel on the current device. Raises TransportError without CuPy."""
+    cuda.load(_COPY)
+
+
 def load_digests(itemsizes: Iterable[int], kernel: str = _DIGEST) -> None:
     """Load the digest kernels for these `itemsizes` on the current device."""
     for word in sorted({word_nbytes(itemsize) for itemsize in itemsizes}):
