@@ -29,7 +29,7 @@ from weightsync.errors import (
 )
 from weightsync.faults import Fault
 from weightsync.plan import TensorMeta
-from weightsync.plan.layout_table import LayoutTable
+from weightsync.plan.layout_table import LayoutTable, Outline
 from weightsync.protocol.handles import BufferHandle, PushTicket
 from weightsync.protocol.messages import AttachReport, Digests, PublishReport
 from weightsync.protocol.peers import SharedPlan
@@ -197,6 +197,9 @@ class CheckpointRank:
         self._mapped: dict[str, str] = {}
         self.holder: RemoteHolder | None = None
         """The holder that sends this share. `Membership` sets it before the first call."""
+
+    async def outline(self) -> Outline:
+        return (await self.layout()).outline()
 
     async def layout(self) -> LayoutTable:
         layout: LayoutTable = await self._call(self._checkpoints.wanted, "layout", *self._place)

@@ -19,7 +19,7 @@ from weightsync.errors import ConfigError, StateError
 from weightsync.faults import Fault, inject, set_faults, split_by_rank
 from weightsync.memory.engine_digests import EngineDigests
 from weightsync.plan import Plan, RankLayout
-from weightsync.plan.layout_table import LayoutTable
+from weightsync.plan.layout_table import LayoutTable, Outline
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.messages import AttachReport, Digests, FeedTicket, LoadReport
@@ -41,6 +41,11 @@ class EngineCalls(Claimable):
         """Return the placement of each rank: the device that its layout names."""
         layouts = await self._ask_layouts()
         return [self._place(layout.device, rank) for rank, layout in enumerate(layouts)]
+
+    async def sync_outline(self) -> Sequence[Outline]:
+        """Return outlines of what each rank needs."""
+        tables = await self.sync_layout()
+        return await asyncio.to_thread(lambda: [each.outline() for each in tables])
 
     async def sync_layout(self) -> Sequence[LayoutTable]:
         """Return what each rank needs."""

@@ -15,7 +15,7 @@ from weightsync.errors import ConfigError, StateError
 from weightsync.faults import Fault, inject, set_faults
 from weightsync.memory.fingerprints import publish_report
 from weightsync.plan import Plan
-from weightsync.plan.layout_table import LayoutTable
+from weightsync.plan.layout_table import LayoutTable, Outline
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.handles import BufferHandle, DeviceHandle, PushTicket
 from weightsync.protocol.messages import AttachReport, Digests, PublishReport
@@ -81,6 +81,7 @@ class TrainerShard(Claimable):
     _merge: str = ""
     _made: ModelSource | None = None
     _attached: Source | None = None
+    _described: LayoutTable | None = None
     _attached_plan: Plan | None = None
     _digests: Digests | None = None
     _notices: Notices | None = None
@@ -131,8 +132,17 @@ class TrainerShard(Claimable):
         """Return where this rank runs, None before it has chosen its GPU."""
         return Placement.so_far(self._slot)
 
+    def sync_outline(self) -> Outline:
+        """Return an outline of `sync_layout`, which is then asked of one of the ranks with equal ones."""
+        self._described = self._describe()
+        return self._described.outline()
+
     def sync_layout(self) -> LayoutTable:
-        """Return the boxes of tensors that this rank holds."""
+        """Return the boxes of tensors that this rank holds, as it outlined them just now if it did."""
+        described, self._described = self._described, None
+        return described or self._describe()
+
+    def _describe(self) -> LayoutTable:
         source = self._current_source()
         source.close()
         return LayoutTable.of(source.layout())
@@ -151,7 +161,7 @@ class TrainerShard(Claimable):
         self, plan: Plan, trainer: int, send_buffer: BufferHandle | PushTicket | None
     ) -> AttachReport:
         """Map the holder's send buffer, let it read this rank's memory in place, or push to it."""
-        self._attached = self._current_source()
+        self._attached, self._described = self._current_source(), None
         self._attached_plan = plan
         return AttachReport.of(attach(self._attached, plan, trainer, send_buffer))
 

@@ -8,7 +8,7 @@ import pickle
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -19,7 +19,8 @@ from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.memory.fingerprints import fingerprint
 from weightsync.plan import Box, Plan, RankLayout, Reads, Segment, TensorMeta, broadcast_groups
 from weightsync.plan.cross_host import BundleTable, CrossHostTerms
-from weightsync.plan.layout_table import LayoutTable
+from weightsync.plan.layout_table import LayoutTable, Outline
+from weightsync.plan.segment import MeshPlace
 from weightsync.protocol.device_memory import DeviceMemory, RankMemory
 from weightsync.protocol.handles import BufferHandle, DeviceHandle, Offer
 from weightsync.protocol.messages import (
@@ -228,6 +229,9 @@ class Model:
         self.metas = tensors(num_tensors)
         self._digest: tuple[Plan, str] | None = None
         self._engine_answers: dict[str, Message] = {}
+        self._outline: Outline | None = None
+        self._outlines: Sequence[Outline] = ()
+        self._cuts = {meta.name: ((0, 0),) for meta in self.metas}
         self._row_strides = [Box.whole(meta.shape).strides(meta.itemsize) for meta in self.metas]
         share = self.share = np.random.default_rng(1).integers(0, 1 << 63, num_tensors, np.uint64)
         nothing = np.zeros(3, np.uint64)
@@ -243,6 +247,18 @@ class Model:
             self._digest = plan, plan.digest()
         return self._digest[1]
 
+    def outline(self, num_ranks: int) -> Outline:
+        """Return the outline of the first trainer rank."""
+        if self._outline is None:
+            self._outline = LayoutTable.of(self.trainer_layout(0, num_ranks)).outline()
+        return self._outline
+
+    def engine_outlines(self) -> Sequence[Outline]:
+        """Return the outlines of an engine's ranks."""
+        if not self._outlines:
+            self._outlines = [LayoutTable.of(each).outline() for each in self.engine_layouts(_NO_HOLDER)]
+        return self._outlines
+
     def trainer_layout(self, rank: int, num_ranks: int) -> RankLayout:
         """Return rows of each tensor, as FSDP2 cuts them: the last ranks have fewer or none."""
         boxes = (_part(meta, 0, rank, num_ranks) for meta in self.metas)
@@ -250,7 +266,8 @@ class Model:
             Segment(meta.name, box, meta.name, 0, strides)
             for meta, box, strides in zip(self.metas, boxes, self._row_strides, strict=True)
         )
-        return RankLayout(self.metas, segments, device=_device(rank))
+        place = MeshPlace((num_ranks,), (rank,), self._cuts)
+        return RankLayout(self.metas, segments, device=_device(rank), mesh=place)
 
     def engine_layouts(self, first: int) -> list[RankLayout]:
         """Return rows, columns of down projections, or whole tensors, each a live parameter."""
@@ -288,6 +305,10 @@ class TrainerRank:
     def __init__(self, model: Model, rank: int, num_ranks: int) -> None:
         self._model, self._rank, self._num_ranks = model, rank, num_ranks
 
+    def outline(self) -> Outline:
+        """Return the outline of `layout`. All ranks have one key, which one of them has worked out."""
+        return replace(self._model.outline(self._num_ranks), device=_device(self._rank), mesh=(self._rank,))
+
     def layout(self) -> LayoutTable:
         return LayoutTable.of(self._layout())
 
@@ -312,6 +333,10 @@ class EngineRanks:
 
     def __init__(self, model: Model, first: int) -> None:
         self._model, self._first = model, first
+
+    def outline(self) -> Sequence[Outline]:
+        outlines = self._model.engine_outlines()
+        return [replace(each, device=_device(self._first + rank)) for rank, each in enumerate(outlines)]
 
     def layout(self) -> Message:
         return self._model.engine_answer(self._first, "")

@@ -20,7 +20,7 @@ from weightsync.memory.fingerprints import publish_report
 from weightsync.memory.offload import Offload
 from weightsync.memory.tensors import byte_strides, meta_of
 from weightsync.plan import Plan, RankLayout, Segment
-from weightsync.plan.layout_table import LayoutTable
+from weightsync.plan.layout_table import LayoutTable, Outline
 from weightsync.protocol.handles import Attached, BufferHandle, PushTicket
 from weightsync.protocol.messages import AttachReport, Digests, FeedTicket, Loaded, LoadReport, PublishReport
 from weightsync.sources import ExportsWeights, PushesWeights, Source, attach
@@ -147,6 +147,9 @@ class LocalTrainer(LocalPeer):
         super().__init__(source)
         self._source = source
 
+    async def outline(self) -> Outline:
+        return (await self.layout()).outline()
+
     async def layout(self) -> LayoutTable:
         return LayoutTable.of(await asyncio.to_thread(self._source.layout))
 
@@ -177,6 +180,9 @@ class LocalEngine(LocalPeer):
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self._engine = engine
+
+    async def outline(self) -> Sequence[Outline]:
+        return [each.outline() for each in await self.layout()]
 
     async def layout(self) -> Sequence[LayoutTable]:
         return [LayoutTable.of(each) for each in await asyncio.to_thread(self._engine.layout)]

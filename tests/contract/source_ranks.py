@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, make_plan
+from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import Digests
 from weightsync.sources.module import ModuleSource
@@ -135,6 +136,9 @@ def _run(rank: int, kind: str, num_ranks: int) -> tuple[Plan, list[Share]]:
     source = ModuleSource(model, offloads=offload)
     layouts: list[RankLayout] = [None] * num_ranks  # type: ignore[list-item]
     dist.all_gather_object(layouts, source.layout())
+    outlines = [LayoutTable.of(layout).outline() for layout in layouts]
+    assert len({each.key for each in outlines}) == 1
+    assert all(bool(each.mesh) == (kind != "plain") for each in outlines)
     with torch.no_grad():
         before = model(torch.zeros(1, dtype=torch.long))  # leaves an FSDP2 root whole for now
     plan = plan_for(layouts)

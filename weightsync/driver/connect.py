@@ -18,7 +18,7 @@ from weightsync.driver.trial import Trial, run_trial
 from weightsync.errors import PlanError, StateError, TransportError, WeightSyncError
 from weightsync.plan import MAPPED, PUSHED, Layout, Members, Plan, make_plan, same_dtype_tensors
 from weightsync.plan.layout import join_tables
-from weightsync.plan.layout_table import LayoutTable, unpack_names
+from weightsync.plan.layout_table import LayoutTable, Outline, unpack_names
 from weightsync.protocol.device_memory import LiveMemory, RankMemory
 from weightsync.protocol.messages import AttachReport, Prepared
 from weightsync.protocol.peers import HolderPeer, SharedPlan
@@ -217,19 +217,45 @@ async def _layouts(fleet: Fleet, config: SyncConfig) -> _Layouts:
     live, timeout_s = fleet.live(), config.connect_timeout_s
     if not live:
         raise StateError("no engine is alive: call add_engine() first")
-    asked = {f"trainer {i}": trainer.layout() for i, (trainer, _) in enumerate(fleet.trainers)}
-    wanted = {f"engine {name}": member.peer.layout() for name, member in live.items()}
-    trainers, engines = await asyncio.gather(
-        gather_named(asked, "layout", timeout_s), gather_named(wanted, "layout", timeout_s)
-    )
-    needs = engines.require()
-    sources = [_published(table, config) for table in trainers.require().values()]
-    ranks = _as_taken({name: needs[f"engine {name}"] for name in live}, sources)
+    trainers, engines = await asyncio.gather(_of_trainers(fleet, timeout_s), _of_engines(fleet, timeout_s))
+    sources = [_published(table, config) for table in trainers]
+    ranks = _as_taken(engines, sources)
     joined: dict[str, Layout] = {}
     for name, its in ranks.items():
         twin = next((other for other in joined if _alike(its, ranks[other])), None)
         joined[name] = joined[twin] if twin else join_tables(its)
     return _Layouts(sources, ranks, join_tables(sources), joined)
+
+
+async def _of_trainers(fleet: Fleet, timeout_s: float) -> Sequence[LayoutTable]:
+    """Ask one of the ranks with equal outlines for its layout. That of the others follows."""
+    peers = {f"trainer {i}": trainer for i, (trainer, _) in enumerate(fleet.trainers)}
+    calls = {name: peer.outline() for name, peer in peers.items()}
+    outlines = (await gather_named(calls, "layout", timeout_s)).require()
+    asked = {outline.key: name for name, outline in reversed(outlines.items())}
+    wanted = {name: peers[name].layout() for name in asked.values()}
+    found = (await gather_named(wanted, "layout", timeout_s)).require()
+    return [found[asked[each.key]].of_rank(each) for each in outlines.values()]
+
+
+async def _of_engines(fleet: Fleet, timeout_s: float) -> dict[str, Sequence[LayoutTable]]:
+    """Ask one of the engines with equal outlines for the layouts of its ranks."""
+    peers = {f"engine {name}": member.peer for name, member in fleet.live().items()}
+    calls = {name: peer.outline() for name, peer in peers.items()}
+    outlines = (await gather_named(calls, "layout", timeout_s)).require()
+    asked = {_keys(its): name for name, its in reversed(outlines.items())}
+    wanted = {name: peers[name].layout() for name in asked.values()}
+    found = (await gather_named(wanted, "layout", timeout_s)).require()
+    return {
+        name.removeprefix("engine "): [
+            table.of_rank(each) for table, each in zip(found[asked[_keys(its)]], its, strict=True)
+        ]
+        for name, its in outlines.items()
+    }
+
+
+def _keys(outlines: Sequence[Outline]) -> tuple[bytes, ...]:
+    return tuple(each.key for each in outlines)
 
 
 def _as_taken(

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from weightsync.errors import PlanError
+from weightsync.plan.column import Column
 from weightsync.plan.declared import Declared
-from weightsync.plan.layout_table import Column, LayoutTable, check_lengths
+from weightsync.plan.layout_table import LayoutTable, SegmentTable, check_lengths
 from weightsync.plan.segment import (
     DTYPES,
     MOST_NBYTES,
@@ -260,10 +261,10 @@ class Layout:
 def join_tables(ranks: Sequence[LayoutTable]) -> Layout:
     """Join the layouts of all ranks of one side, in columns. Raises as `Layout.from_ranks`."""
     declared = Declared.of(ranks)
-    segments = [each.segments for each in ranks]
+    segments = [each.held() for each in ranks]
     counts = [len(each) for each in segments]
     metas = tuple(declared.tensors.values())
-    tensor = _tensors(declared, ranks)
+    tensor = _tensors(declared, segments)
     ndim = _joined([each.ndim for each in segments])
     _check_segments(declared, ranks, tensor, ndim)
     used, buffer = _by_appearance(
@@ -362,12 +363,12 @@ def _by_appearance(numbers: Int64) -> tuple[Int64, Int64]:
     return used, place[numbers]
 
 
-def _tensors(declared: Declared, ranks: Sequence[LayoutTable]) -> Int64:
+def _tensors(declared: Declared, segments: Sequence[SegmentTable]) -> Int64:
     """Return the number of each segment's tensor, -1 if no rank declares it."""
     index = {name: number for number, name in enumerate(declared.tensors)}
     of_name = np.array([index.get(name, -1) for name in declared.names], np.int64)
-    pairs = zip(declared.numbers, ranks, strict=True)
-    return _joined([of_name[numbers[each.segments.tensor]] for numbers, each in pairs])
+    pairs = zip(declared.numbers, segments, strict=True)
+    return _joined([of_name[numbers[each.tensor]] for numbers, each in pairs])
 
 
 def _check_segments(declared: Declared, ranks: Sequence[LayoutTable], tensor: Int64, ndim: Int64) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from weightsync.errors import PlanError
+from weightsync.plan.column import Column, column
 from weightsync.plan.draft import Draft
+from weightsync.plan.mesh_segments import MeshSegments
 from weightsync.plan.segment import (
     DTYPES,
     MOST_NBYTES,
@@ -25,22 +27,7 @@ from weightsync.plan.segment import (
     TensorMeta,
 )
 
-Column = npt.NDArray[np.signedinteger[Any]]
-"""Numbers in the smallest signed type that holds them all, so equal numbers have equal bytes."""
-
 _DTYPES = tuple(DTYPES)
-
-
-def column(numbers: Iterable[int]) -> Column:
-    """Make a column. Raises OverflowError for a number that int64 does not hold."""
-    return narrowed(np.array([*numbers], np.int64))
-
-
-def narrowed(wide: Column) -> Column:
-    """Return the same numbers as a column."""
-    low, high = int(wide.min(initial=0)), int(wide.max(initial=0))
-    limits = ((kind, np.iinfo(kind)) for kind in (np.int8, np.int16, np.int32, np.int64))
-    return wide.astype(next(kind for kind, limit in limits if limit.min <= low and high <= limit.max))
 
 
 def pack_names(names: Iterable[str]) -> bytes:
@@ -147,13 +134,30 @@ class SegmentTable:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What differs between ranks whose layouts are otherwise equal.
+
+    Attributes:
+        key: 16 bytes, equal for these ranks alone.
+        device, draft: those of the layout.
+        mesh: the rank's coordinates, if its segments follow from them.
+    """
+
+    key: bytes
+    device: str
+    mesh: tuple[int, ...]
+    draft: Draft | None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LayoutTable:
     """A `RankLayout` in columns. Pickling it makes no object for each tensor.
 
     Attributes:
         names: all names that it uses, each once, as of `pack_names`. Columns have their numbers.
-        tensors, segments, buffers: those of the layout.
+        tensors, segments, buffers: those of the layout. Segments may be stated for all ranks of a mesh.
+        mesh: the rank's coordinates then.
         tied: [k, 2], names of (alias, canonical).
         padding: [k, 3], (name of the buffer, byte offset, nbytes).
         frozen: [k], names.
@@ -163,7 +167,7 @@ class LayoutTable:
 
     names: bytes
     tensors: MetaTable
-    segments: SegmentTable
+    segments: SegmentTable | MeshSegments
     tied: Column
     buffers: MetaTable
     padding: Column
@@ -174,6 +178,7 @@ class LayoutTable:
     stored_names: bytes
     stored: MetaTable
     draft: Draft | None = None
+    mesh: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, layout: RankLayout) -> LayoutTable:
@@ -187,10 +192,12 @@ class LayoutTable:
             check_lengths(segment, layout.tensors)
         numbers = {name: number for number, name in enumerate(dict.fromkeys(_names(layout)))}
         try:
+            segments = SegmentTable.of(layout.segments, numbers)
+            stated = _stated(layout, segments)
             return cls(
                 pack_names(numbers),
                 MetaTable.of(layout.tensors, numbers),
-                SegmentTable.of(layout.segments, numbers),
+                stated or segments,
                 column(numbers[name] for pair in layout.tied for name in pair).reshape(-1, 2),
                 MetaTable.of(layout.buffers, numbers),
                 column(n for row in layout.padding for n in _padding(row, numbers)).reshape(-1, 3),
@@ -201,16 +208,43 @@ class LayoutTable:
                 pack_names(meta.name for meta in layout.stored),
                 MetaTable.of(layout.stored, {meta.name: i for i, meta in enumerate(layout.stored)}),
                 layout.draft,
+                layout.mesh.coordinates if layout.mesh and stated else (),
             )
         except OverflowError:
             raise _too_large(layout) from None
+
+    def held(self) -> SegmentTable:
+        """Return the rank's segments."""
+        if isinstance(self.segments, SegmentTable):
+            return self.segments
+        return SegmentTable(**self.segments.at(self.mesh))
+
+    def outline(self) -> Outline:
+        """Return what `of_rank` makes this table of, from one that is otherwise equal."""
+        state = hashlib.sha256()
+        for field in fields(self):
+            if field.name not in ("device", "draft", "mesh"):
+                value = getattr(self, field.name)
+                parts = (
+                    content(value)
+                    if isinstance(value, (MetaTable, SegmentTable, MeshSegments, np.ndarray))
+                    else ((field.name, repr(value).encode()),)
+                )
+                for kind, data in parts:
+                    state.update(f"{kind} {len(data)} ".encode())
+                    state.update(data)
+        return Outline(state.digest()[:16], self.device, self.mesh, self.draft)
+
+    def of_rank(self, outline: Outline) -> LayoutTable:
+        """Return the layout of another rank, whose outline has the same key."""
+        return replace(self, device=outline.device, mesh=outline.mesh, draft=outline.draft)
 
     def rank_layout(self) -> RankLayout:
         """Return the layout."""
         names = unpack_names(self.names)
         return RankLayout(
             self.tensors.metas(names),
-            self.segments.segments(names),
+            self.held().segments(names),
             self.tied_names(names),
             self.buffers.metas(names),
             self.padded(names),
@@ -247,9 +281,10 @@ class LayoutTable:
 
     def alike(self, other: LayoutTable) -> bool:
         """Whether both layouts are equal, devices, conversions, stored tensors and drafts aside."""
-        parts = ("tensors", "segments", "tied", "buffers", "padding", "frozen")
+        parts = ("tensors", "tied", "buffers", "padding", "frozen")
         return (
             self.stage == other.stage
+            and content(self.held()) == content(other.held())
             and all(content(getattr(self, part)) == content(getattr(other, part)) for part in parts)
             # Another version of zlib may compress equal names differently.
             and (self.names == other.names or unpack_names(self.names) == unpack_names(other.names))
@@ -258,16 +293,33 @@ class LayoutTable:
     def memory_content(self) -> Iterator[bytes]:
         """Yield bytes that are equal for equal layouts, and differ where segments, buffers or padding do."""
         yield zlib.decompress(self.names)
-        for part in (self.segments, self.buffers, self.padding):
+        for part in (self.held(), self.buffers, self.padding):
             for kind, data in content(part):
                 yield f"{kind} {len(data)} ".encode()
                 yield data
 
 
-def content(part: MetaTable | SegmentTable | Column) -> tuple[tuple[str, bytes], ...]:
+_Table: TypeAlias = MetaTable | SegmentTable | MeshSegments | Column
+
+
+def content(part: _Table) -> tuple[tuple[str, bytes], ...]:
     """Return the columns of a part as values that are equal if the columns are, and can be hashed."""
     held = [part] if isinstance(part, np.ndarray) else [getattr(part, field.name) for field in fields(part)]
-    return tuple((each.dtype.str, each.tobytes()) for each in held)
+    return tuple(
+        (each.dtype.str, each.tobytes()) if isinstance(each, np.ndarray) else ("", repr(each).encode())
+        for each in held
+    )
+
+
+def _stated(layout: RankLayout, segments: SegmentTable) -> MeshSegments | None:
+    """Return the segments as they follow from the layout's mesh, if they do."""
+    if not layout.mesh:
+        return None
+    place = layout.mesh
+    stated = MeshSegments.of(layout.segments, layout.tensors, place, segments.tensor, segments.buffer)
+    if stated and content(SegmentTable(**stated.at(place.coordinates))) == content(segments):
+        return stated
+    return None
 
 
 def check_lengths(segment: Segment, tensors: Iterable[TensorMeta], ndim: int | None = None) -> None:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from weightsync.plan.column import Column, narrowed
 from weightsync.plan.copies import Copies
 from weightsync.plan.direct import Reads
 from weightsync.plan.layout import Int64, columns
-from weightsync.plan.layout_table import Column, narrowed
 
 _DST = ("dst", "dst_buffer")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from heapq import nlargest
 from itertools import takewhile
@@ -259,6 +259,27 @@ class Stage:
     unmatched: tuple[Unmatched, ...] = ()
 
 
+Cut = tuple[tuple[int, int], ...]
+"""How a tensor is cut: (axis of the mesh, dimension of the tensor), in the order of the cuts."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeshPlace:
+    """A rank's place in a mesh, from which its boxes follow.
+
+    A cut gives the ranks of an axis, in order, as many rows each as the first: the last have fewer or none.
+
+    Attributes:
+        sizes: the number of ranks along each axis. Meshes of one rank follow one another.
+        coordinates: the rank's, per axis.
+        cuts: by buffer. Ranks of one mesh have the same.
+    """
+
+    sizes: tuple[int, ...]
+    coordinates: tuple[int, ...]
+    cuts: Mapping[str, Cut]
+
+
 @dataclass(frozen=True, slots=True)
 class RankLayout:
     """Everything that one rank declares.
@@ -277,6 +298,7 @@ class RankLayout:
         converts: what the rank makes of the tensors, if it does not keep their values; for reports.
         stored: the tensors of the rank's own checkpoint, if it converts `tensors` to these. It takes either.
         draft: the draft model that an engine's rank speculates with.
+        mesh: a place that the segments may follow from. A layout that does travels in few bytes.
     """
 
     tensors: tuple[TensorMeta, ...]
@@ -290,6 +312,7 @@ class RankLayout:
     converts: str = ""
     stored: tuple[TensorMeta, ...] = ()
     draft: Draft | None = None
+    mesh: MeshPlace | None = field(default=None, compare=False)
 
     def takes_stored(self, names: Collection[str]) -> bool:
         """Whether `names` of tensors that come are those of `stored`. Only these have scales."""

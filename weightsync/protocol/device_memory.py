@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from weightsync.plan import Reads
-from weightsync.plan.layout_table import Column, LayoutTable, column, pack_names, unpack_names
+from weightsync.plan.column import Column, column
+from weightsync.plan.layout_table import LayoutTable, pack_names, unpack_names
 from weightsync.protocol.handles import DeviceHandle, Export, LiveExport
 
 

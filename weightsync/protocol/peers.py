@@ -8,7 +8,7 @@ from typing import NewType, Protocol
 
 from weightsync.plan import Reads
 from weightsync.plan.cross_host import BundleTable
-from weightsync.plan.layout_table import LayoutTable
+from weightsync.plan.layout_table import LayoutTable, Outline
 from weightsync.protocol.device_memory import DeviceMemory, LiveMemory, RankMemory
 from weightsync.protocol.handles import BufferHandle, DeviceHandle, HostExport, Offer, PushTicket
 from weightsync.protocol.messages import (
@@ -49,7 +49,8 @@ SharedTable = NewType("SharedTable", object)
 class TrainerPeer(Protocol):
     """A trainer rank, as the driver calls it. `weightsync.sources.Source` documents the methods.
 
-    Layouts and handles travel in columns, see `LayoutTable` and `DeviceMemory`.
+    Layouts and handles travel in columns, see `LayoutTable` and `DeviceMemory`. `outline` describes the rank,
+    and `layout`, which is asked of one of the ranks with equal outlines, returns what it described.
 
     `digests` returns the digests that it published last, uint64[num_tensors].
 
@@ -58,6 +59,7 @@ class TrainerPeer(Protocol):
     `can_push` is that of `weightsync.sources.PushesWeights`, False for others.
     """
 
+    async def outline(self) -> Outline: ...
     async def layout(self) -> LayoutTable: ...
     async def trial_handle(self) -> DeviceHandle | None: ...
     async def can_push(self) -> bool: ...
@@ -113,11 +115,13 @@ class HolderPeer(Protocol):
 class EnginePeer(Protocol):
     """An engine, as the driver calls it. `weightsync.engines.Engine` documents the methods.
 
-    Layouts and handles travel in columns, see `LayoutTable` and `DeviceMemory`.
+    Layouts and handles travel in columns, see `LayoutTable` and `DeviceMemory`. Outlines are of
+    these layouts.
 
     `digests` returns those of its last load, uint64[num_ranks, num_tensors], see `EngineDigests`.
     """
 
+    async def outline(self) -> Sequence[Outline]: ...
     async def layout(self) -> Sequence[LayoutTable]: ...
     async def can_export(self) -> Sequence[bool]: ...
     async def attach(

@@ -14,6 +14,7 @@ from weightsync.memory.tensors import byte_strides, meta_of, named_tensors
 from weightsync.plan import Box, RankLayout, Segment
 from weightsync.sources.deepspeed import is_partitioned
 from weightsync.sources.local_weights import LocalWeights
+from weightsync.sources.mesh import mesh_place
 from weightsync.sources.tensors import TensorSource
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class ModuleSource(TensorSource):
         metas = tuple(meta_of(name, tensor) for name, tensor in tensors.items())
         cut = functools.cache(_cut)  # a mixture of experts has few shapes, and thousands of tensors
         segments = tuple(segment_of(name, tensor, cut) for name, tensor in tensors.items())
-        return LocalWeights(RankLayout(metas, segments, tied), tensors)
+        return LocalWeights(RankLayout(metas, segments, tied, mesh=mesh_place(tensors)), tensors)
 
     def _watch(self, weights: LocalWeights) -> AddressGuard:
         return AddressGuard(self.model, weights.tensors)

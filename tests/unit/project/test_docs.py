@@ -127,6 +127,7 @@ def test_a_source_in_thirty_lines_is_sent_and_verified() -> None:
         """The trainer's actor without Ray."""
 
         layout, attach = shard.sync_layout, shard.sync_attach
+        outline = shard.sync_outline
         publish, digests = shard.sync_publish, shard.sync_digests
         close = shard.source.close
 
