@@ -18,7 +18,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 OURS = ("weightsync", "actors", "recipes", "benchmarks", "tests")
 THIRD_PARTY = {
+    "_StridedShard": "torch",
     "_checkpoint": "torch",
+    "_compute_local_shape_and_global_offset": "torch",
     "_dynamo": "torch",
     "_exit": "os",
     "_get_original_loader": "vllm",
@@ -28,6 +30,7 @@ THIRD_PARTY = {
     "_modules": "torch",
     "_non_persistent_buffers_set": "torch",
     "_replace": "named tuples",
+    "_utils": "torch",
 }
 """Private names of other packages, which have no public ones for the same."""
 BY_NAME = ("getattr", "setattr", "hasattr", "delattr", "patch", "object", "attrgetter", "methodcaller")
