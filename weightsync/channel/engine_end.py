@@ -52,6 +52,7 @@ from weightsync.memory.device import open_buffer
 from weightsync.memory.digests import warm_up
 from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Plan
+from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.handles import BufferHandle, Handle
 from weightsync.protocol.messages import Digests, FeedTicket
 from weightsync.protocol.timing import PhaseClock, Span
@@ -197,6 +198,7 @@ class EngineFeed:
         spans: of the last `receive`: ``load``, with waits for buckets and the loader, and ``verify``.
     """
 
+    @collector_paused
     def __init__(self, ticket: FeedTicket, plan: Plan) -> None:
         self._ticket = ticket
         self.spans: Sequence[Span] = ()

@@ -19,6 +19,7 @@ from weightsync.errors import PlanError, StateError, TransportError, WeightSyncE
 from weightsync.plan import MAPPED, PUSHED, Layout, Members, Plan, make_plan, same_dtype_tensors
 from weightsync.plan.layout import join_tables
 from weightsync.plan.layout_table import LayoutTable, Outline, unpack_names
+from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.device_memory import LiveMemory, RankMemory
 from weightsync.protocol.messages import AttachReport, Prepared
 from weightsync.protocol.peers import HolderPeer, SharedPlan
@@ -214,11 +215,16 @@ def _of_plan(ranks: _Served) -> _Exports:
 
 
 async def _layouts(fleet: Fleet, config: SyncConfig) -> _Layouts:
-    live, timeout_s = fleet.live(), config.connect_timeout_s
-    if not live:
+    timeout_s = config.connect_timeout_s
+    if not fleet.live():
         raise StateError("no engine is alive: call add_engine() first")
     trainers, engines = await asyncio.gather(_of_trainers(fleet, timeout_s), _of_engines(fleet, timeout_s))
-    sources = [_published(table, config) for table in trainers]
+    return _joined(engines, [_published(table, config) for table in trainers])
+
+
+@collector_paused
+def _joined(engines: Mapping[str, Sequence[LayoutTable]], sources: Sequence[LayoutTable]) -> _Layouts:
+    """Join the layouts of each side. Equal engines share one."""
     ranks = _as_taken(engines, sources)
     joined: dict[str, Layout] = {}
     for name, its in ranks.items():

@@ -17,6 +17,7 @@ from weightsync.memory.kernels import CopyTable, DigestPart, DigestTable
 from weightsync.plan import Box, Plan, RankLayout, Segment
 from weightsync.plan.explain import count_text
 from weightsync.plan.plan import by_tensor
+from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.handles import Export
 from weightsync.protocol.messages import Digests
 
@@ -34,6 +35,7 @@ class LiveWriter:
         views: as in `EngineFeed.views`, for memory on the host; pieces not in it are copied more slowly.
     """
 
+    @collector_paused
     def __init__(
         self,
         plan: Plan,

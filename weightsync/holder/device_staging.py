@@ -21,6 +21,7 @@ from weightsync.memory.tensors import device_id, segment_view
 from weightsync.plan import Piece, Plan, Reads, Segment, Step
 from weightsync.plan.plan import by_tensor
 from weightsync.plan.portions import Portion, needed_portions
+from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.handles import DeviceHandle, Export, Handle, LiveExport
 from weightsync.transports import Pending
 
@@ -107,6 +108,7 @@ class DeviceStaging:
         """Whether the holder writes the engine rank's memory. The rank then reads no slots."""
         return self._unpack is not None
 
+    @collector_paused
     def connect(self, trainer: Export) -> None:
         """Map the trainer's memory, from which `fill` then reads. Raises TransportError."""
         starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
@@ -135,6 +137,7 @@ class DeviceStaging:
                 pairs = self._cast(piece, held, memory, dtypes[held[0].tensor])
                 self._casts.setdefault(piece.bucket, []).extend(pairs)
 
+    @collector_paused
     def link(self, engine: Export | LiveExport | None) -> None:
         """Map the engine rank's memory, and unmap the previous one's. Raises TransportError if that fails."""
         self._let_go_of_engine()
@@ -150,6 +153,7 @@ class DeviceStaging:
             buckets = range(self._plan.num_buckets if starts else 0)
             self.needs = [needed_portions(self._plan, bucket, segments) for bucket in buckets]
 
+    @collector_paused
     def route(self, reads: Sequence[Reads], memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
         """Map `memory`, trainers' buffers by rank and name, for direct copies. Raises TransportError.
 

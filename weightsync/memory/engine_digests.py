@@ -9,6 +9,7 @@ import numpy as np
 from weightsync.memory.digest_reduction import DigestReduction
 from weightsync.memory.fingerprints import fingerprint
 from weightsync.plan import Plan, RankLayout
+from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.messages import Digests, Loaded, LoadReport
 
 
@@ -19,6 +20,7 @@ class EngineDigests:
         table: digests of whole tensors, uint64[num_ranks, num_tensors], as `DigestReduction` returns them.
     """
 
+    @collector_paused
     def __init__(self, plan: Plan, layouts: Sequence[RankLayout]) -> None:
         """Find the replicas of every tensor. `layouts` are the engine's, by rank."""
         self._reduce = DigestReduction(plan, layouts)

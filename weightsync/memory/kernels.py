@@ -18,7 +18,8 @@ from weightsync.errors import PlanError
 from weightsync.memory import cuda
 from weightsync.memory.digest_factors import COLUMNS, lane_factors, row_factors, word_nbytes
 from weightsync.plan import Box
-from weightsync.plan.copies import BoxCopy, Copies, box_copies, tiles
+from weightsync.plan.copies import Copies, strided_copies, tiles
+from weightsync.plan.layout import padded
 from weightsync.plan.transposes import Transposes
 from weightsync.protocol.messages import Digests
 
@@ -185,32 +186,36 @@ def digest_tiles(parts: Sequence[DigestPart]) -> Mapping[int, Int64]:
     Raises:
         PlanError: a tensor has more than 64 GiB: 32 bits cannot count its 16-byte units.
     """
-    boxes: dict[int, list[BoxCopy]] = defaultdict(list)
-    owners: dict[int, list[int]] = defaultdict(list)
+    by_word: dict[int, list[DigestPart]] = defaultdict(list)
     for part in parts:
         if math.prod(part.shape) * part.itemsize > _MAX_TENSOR_NBYTES:
             raise PlanError(f"tensor {part.tensor}", f"shape {part.shape} is more than 64 GiB: no digest")
-        word = word_nbytes(part.itemsize)
-        boxes[word].append(_numbered(part))
-        mask = sum(part.mask << shift for shift in range(0, 32, 8 * word))
-        owners[word].append(part.tensor | mask << 32)
-    tables = {word: _digest_table(boxes[word], owners[word]) for word in sorted(boxes)}
+        by_word[word_nbytes(part.itemsize)].append(part)
+    tables = {word: _digest_table(its, word) for word, its in sorted(by_word.items())}
     return {word: table for word, table in tables.items() if len(table)}
 
 
-def _numbered(part: DigestPart) -> BoxCopy:
-    """Return the part as a copy to addresses that number the tensor's bytes."""
-    whole = Box.whole(part.shape)
-    strides = whole.strides(part.itemsize)
-    first = whole.distance(part.box, strides)
-    return part.box.extent, part.itemsize, part.address, part.strides, first, strides
-
-
-def _digest_table(boxes: Sequence[BoxCopy], owners: Sequence[int]) -> Int64:
-    table, parent = box_copies(boxes)
-    table, number = tiles(Copies(*table.T), TILE_NBYTES)
-    owner = np.array(owners, dtype=np.int64)[parent[number]]
-    return np.column_stack([table, owner, np.zeros_like(owner)])
+def _digest_table(parts: Sequence[DigestPart], word: int) -> Int64:
+    """Tile parts whose words have `word` bytes, as copies to addresses that number the tensor's bytes."""
+    boxes = [part.box for part in parts]
+    ndim = max([1, *(box.ndim for box in boxes)])
+    extent = padded((box.extent for box in boxes), ndim, 1)
+    shape = padded((part.shape for part in parts), ndim, 1)
+    strides = padded((part.strides for part in parts), ndim, 0)
+    itemsize, address, tensor, mask = np.array(
+        [(part.itemsize, part.address, part.tensor, part.mask) for part in parts], np.int64
+    ).T
+    numbers = np.ones_like(shape)
+    numbers[:, :-1] = np.cumprod(shape[:, :0:-1], axis=1)[:, ::-1]
+    numbers *= itemsize[:, None]
+    first = (padded((box.offset for box in boxes), ndim, 0) * numbers).sum(axis=1)
+    copies, box = strided_copies(extent, itemsize, address, first, strides, numbers)
+    kept = np.flatnonzero((extent[box] > 0).all(axis=1))
+    cut, copy = tiles(Copies(*copies[kept].T), TILE_NBYTES)
+    owner = tensor | sum(mask << shift for shift in range(0, 32, 8 * word)) << 32
+    table = np.zeros((len(cut), 8), np.int64)
+    table[:, :6], table[:, 6] = cut, owner[box[kept]][copy]
+    return table
 
 
 def _num_rows(parts: Sequence[DigestPart]) -> int:

@@ -106,11 +106,13 @@ def _cut_columns(table: Int64, max_nbytes: int) -> tuple[Int64, Int64]:
     if (parts == 1).all():
         return table, np.arange(len(table))
     index, part = repeated(parts)
-    cut = table[index]
-    at = part * width[index]
+    cut = np.repeat(table, parts, axis=0)  # much faster than by index
+    cut[:, 3] = np.repeat(width, parts)
+    at = part * cut[:, 3]
     cut[:, 0] += at
     cut[:, 1] += at
-    cut[:, 3] = np.minimum(width[index], row_nbytes[index] - at)
+    some = parts > 0
+    cut[np.cumsum(parts)[some] - 1, 3] = (row_nbytes - (parts - 1) * width)[some]
     return cut, index
 
 

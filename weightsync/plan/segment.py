@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import lru_cache
 from heapq import nlargest
 from itertools import takewhile
 from types import MappingProxyType
@@ -131,6 +132,21 @@ TOO_FAR = f"reaches beyond {MOST_NBYTES} bytes (4 PiB); offsets and strides coun
 """What errors say of numbers beyond `MOST_NBYTES`."""
 
 
+@lru_cache
+def _problem(dtype: str, shape: tuple[int, ...]) -> str:
+    """Return what is wrong with a tensor, or "". A model has many tensors, of few shapes."""
+    if dtype not in ITEMSIZE:
+        return f"unknown dtype {dtype!r}; {nearest(dtype, ITEMSIZE)}"
+    if any(dim < 0 for dim in shape):
+        return f"shape {shape} has a negative dimension; give sizes of 0 or more"
+    # As Python integers, since NumPy's wrap around. Dimensions of 0 count as 1, to limit the others, too.
+    nbytes = math.prod(int(dim) or 1 for dim in shape) * ITEMSIZE[dtype]
+    if nbytes > MOST_NBYTES:
+        spans = f"{dtype} of shape {shape} spans {nbytes} bytes"
+        return f"{spans}; give sizes that span at most {MOST_NBYTES} (4 PiB)"
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
     """A tensor's name, dtype (a key of `ITEMSIZE`) and shape.
@@ -144,17 +160,8 @@ class TensorMeta:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if self.dtype not in ITEMSIZE:
-            raise PlanError(self.name, f"unknown dtype {self.dtype!r}; {nearest(self.dtype, ITEMSIZE)}")
-        if any(dim < 0 for dim in self.shape):
-            raise PlanError(
-                self.name, f"shape {self.shape} has a negative dimension; give sizes of 0 or more"
-            )
-        # As Python integers, since NumPy's wrap around. Dimensions of 0 count as 1, to limit the others, too.
-        nbytes = math.prod(int(dim) or 1 for dim in self.shape) * self.itemsize
-        if nbytes > MOST_NBYTES:
-            problem = f"{self.dtype} of shape {self.shape} spans {nbytes} bytes"
-            raise PlanError(self.name, f"{problem}; give sizes that span at most {MOST_NBYTES} (4 PiB)")
+        if problem := _problem(self.dtype, tuple(self.shape)):
+            raise PlanError(self.name, problem)
 
     def __reduce__(self) -> tuple[type[TensorMeta], tuple[str, str, tuple[int, ...]]]:
         return TensorMeta, (self.name, self.dtype, self.shape)

@@ -10,6 +10,7 @@ import numpy as np
 from weightsync.plan import Reads
 from weightsync.plan.column import Column, column
 from weightsync.plan.layout_table import LayoutTable, pack_names, unpack_names
+from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.handles import DeviceHandle, Export, LiveExport
 
 
@@ -64,6 +65,7 @@ class RankMemory:
     layout: LayoutTable
     memory: DeviceMemory
 
+    @collector_paused
     def export(self) -> Export:
         """Return the same with an object for each tensor."""
         return Export(self.layout.rank_layout(), self.memory.handles())

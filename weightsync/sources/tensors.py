@@ -19,6 +19,7 @@ from weightsync.memory.host import SharedBuffer
 from weightsync.memory.tensors import device_id, segment_view
 from weightsync.plan import Box, Piece, Plan, RankLayout, Segment
 from weightsync.plan.plan import by_tensor
+from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, Export, PushTicket
 from weightsync.protocol.messages import Published
 from weightsync.sources.difference import difference
@@ -109,6 +110,7 @@ class TensorSource(ABC):
         Raises StateError if that cannot be had.
         """
 
+    @collector_paused
     def layout(self) -> RankLayout:
         """Return global shapes, this rank's boxes, and tied names.
 
@@ -146,14 +148,14 @@ class TensorSource(ABC):
         self.model = model
         self._is_replaced = True
 
+    @collector_paused
     def attach(self, plan: Plan, trainer: int, send_buffer: BufferHandle | None) -> Attached:
         """Map the send buffer and prepare all copies, or prepare publishing in place."""
         layout = self._begin(plan, trainer)
         if send_buffer is None:
             live = {name: local_tensor(tensor) for name, tensor in self._tensors().items()}
             cuts = [
-                (piece, segment_view(live[segment.buffer], segment)[piece.box.slices(segment.box)])
-                for piece, segment in self._sources
+                (piece, _view(live[segment.buffer], segment, piece.box)) for piece, segment in self._sources
             ]
             self._in_place = InPlace(plan, cuts, live[layout.segments[0].buffer].device)
             return Attached(plan.digest(), Export(layout, self._exported))
@@ -170,6 +172,7 @@ class TensorSource(ABC):
             return False
         return all(tensor.device.type == "cpu" for tensor in self._live().values())
 
+    @collector_paused
     def attach_push(self, plan: Plan, trainer: int, ticket: PushTicket) -> Attached:
         """Lock the weights' pages, and connect to the holder that asks for them."""
         self._begin(plan, trainer)
@@ -349,9 +352,15 @@ def _holding(segments: deque[Segment], box: Box) -> Segment:
 
     A stack of experts has hundreds of segments. Pieces come in about their order.
     """
-    while not segments[0].box.contains(box):
+    while segments[0].box != box and not segments[0].box.contains(box):
         segments.rotate(-1)
     return segments[0]
+
+
+def _view(buffer: torch.Tensor, segment: Segment, box: Box) -> torch.Tensor:
+    """View `box`, a part of `segment`, in its buffer. Mostly it is all of it, of ten thousands."""
+    whole = segment_view(buffer, segment)
+    return whole if box == segment.box else whole[box.slices(segment.box)]
 
 
 def _share(tensors: Mapping[str, torch.Tensor]) -> tuple[str, dict[str, DeviceHandle]]:
