@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import sys
 from typing import Any
 
 import ray
@@ -75,6 +76,9 @@ class HolderStandby(Holder):
         """Become the holder `name` at `placement`."""
         os.environ["CUDA_VISIBLE_DEVICES"] = placement.gpu if transport == "nccl" else ""
         super().__init__(**_settings(name, placement, transport, ports))
+        for log in (sys.stdout, sys.stderr):  # as Ray writes when an actor starts: logs are known by it
+            log.write(f":actor_name:{self!r}\n")
+            log.flush()
 
 
 def _see(gpu: int | str) -> str:
