@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -42,9 +43,13 @@ def engines() -> Iterator[dict[str, ray.actor.ActorHandle]]:
 
 
 def holders() -> set[int]:
-    """The processes of all holders that have started, also of those that are still to get their place."""
-    running = psutil.process_iter(["cmdline"])
-    return {each.pid for each in running if (each.info["cmdline"] or [""])[0].startswith("ray::Holder")}
+    """The processes of this cluster's holders, also of those that are still to get their place."""
+    found = set()
+    for each in psutil.Process().children(recursive=True):  # other clusters' are not ours to stop
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if (each.cmdline() or [""])[0].startswith("ray::Holder"):
+                found.add(each.pid)
+    return found
 
 
 def started(before: set[int], number: int) -> bool:
