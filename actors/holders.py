@@ -11,10 +11,12 @@ from typing import Any
 import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
 
+from weightsync.actors.daemon import await_daemon
 from weightsync.actors.detached import actor_name, end, find, names, run_prefix
 from weightsync.actors.placement import Placement, choose_transport
-from weightsync.actors.process import ask_pid, end_hung
+from weightsync.actors.process import PATIENCE_S, ask_pid, end_pid
 from weightsync.actors.remote import RemoteHolder, remote_holder
 from weightsync.actors.standbys import AsksPlacements, Standbys
 from weightsync.actors.weight_holder import spawn_holder
@@ -105,15 +107,10 @@ class Holders:
         for index, placement in enumerate(placements):
             if placement.key not in self._on:
                 missing[_unused(index, self._names() | missing.keys())] = placement
-        bound = await self._standbys.bind(
-            missing,
-            self._transport,
-            self._config.ports,
-            answer_s=self._config.timeout_s,
-            start_s=self._config.connect_timeout_s,
-        )
-        for name, handle in bound.items():
-            self._keep(missing[name], name, handle)
+        ports, timeout_s = self._config.ports, self._config.timeout_s
+        bound = await self._standbys.bind(missing, self._transport, ports, timeout_s)
+        for name, (holder, pid) in bound.items():
+            self._keep(missing[name], holder, pid)
 
     def place_late(self, placement: Placement, left: Placement | None, index: int) -> RemoteHolder:
         """Return the holder for a late rank: existing, left by its predecessor, or new.
@@ -171,15 +168,15 @@ class Holders:
             name = _unused(index, self._names())
             outlives_as = actor_name(self._run, *placement.key) if self._run else ""
             ports = self._config.ports
-            self._keep(placement, name, spawn_holder(name, placement, self._transport, ports, outlives_as))
+            handle = spawn_holder(name, placement, self._transport, ports, outlives_as)
+            self._keep(placement, remote_holder(name, handle), ask_pid(handle))
         return self._on[placement.key]
 
     def _names(self) -> set[str]:
         return {holder.name for holder in self._on.values()}
 
-    def _keep(self, placement: Placement, name: str, handle: ActorHandle[Any]) -> None:
-        self._on[placement.key] = remote_holder(name, handle)
-        self._pids[handle] = ask_pid(handle)
+    def _keep(self, placement: Placement, holder: RemoteHolder, pid: ObjectRef[int]) -> None:
+        self._on[placement.key], self._pids[holder.handle] = holder, pid
 
     async def _end_hung(self, key: tuple[str, str]) -> None:
         """End a holder that does not answer.
@@ -188,8 +185,12 @@ class Holders:
         """
         asked = self._pids.get(self._on[key].handle)
         self._end(key)
-        if asked:
-            await end_hung(f"holder on {key[1]}", key[0], asked)
+        if asked and ray.wait([asked], timeout=0)[0]:
+            try:
+                pid = ray.get(asked)
+            except RayError:
+                return  # it never ran
+            await await_daemon(lambda: end_pid(key[0], pid), f"holder on {key[1]}", "end", 2 * PATIENCE_S)
 
     def _end(self, key: tuple[str, str]) -> None:
         handle = self._on.pop(key).handle

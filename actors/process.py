@@ -15,7 +15,6 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from weightsync.actors.daemon import await_daemon
 from weightsync.actors.placement import Placement
 
 PATIENCE_S = 15.0
@@ -33,23 +32,13 @@ def end_process(handle: ActorHandle[Any], placements: Iterable[Placement]) -> No
 
 
 def ask_pid(handle: ActorHandle[Any]) -> ObjectRef[int]:
-    """Ask an actor for its process id, which `end_hung` needs, while it still answers."""
+    """Ask an actor for its process id, before it may be stopped and not answer."""
     asked: ObjectRef[int] = handle.__ray_call__.remote(_pid)
     return asked
 
 
 def _pid(_: object) -> int:
     return os.getpid()
-
-
-async def end_hung(name: str, node: str, asked: ObjectRef[int]) -> None:
-    """End the process of an actor that was killed and does not answer, if it ever answered `ask_pid`."""
-    if ray.wait([asked], timeout=0)[0]:
-        try:
-            pid = ray.get(asked)
-        except RayError:
-            return  # it never ran
-        await await_daemon(lambda: end_pid(node, pid), name, "end", 2 * PATIENCE_S)
 
 
 def end_pid(node: str, pid: int) -> None:

@@ -126,6 +126,20 @@ class _Trainer(Remote):
         return report
 
 
+class _Holder(Remote):
+    """A holder's actor, whose process may still have to become the holder."""
+
+    def __init__(self, name: str, handle: ActorHandle[Any], becoming: asyncio.Future[None] | None) -> None:
+        super().__init__(name, handle, "")
+        self._becoming = becoming
+
+    async def call(self, method: str, *args: object) -> Any:  # noqa: ANN401
+        if self._becoming:
+            await asyncio.shield(self._becoming)  # this call may be given up, and another follow
+            self._becoming = None
+        return await super().call(method, *args)
+
+
 class _Actor(Protocol):
     """What every actor of a fleet answers."""
 
@@ -167,6 +181,8 @@ def remote_engine(name: str, handle: ActorHandle[Any], adapter: AdapterSpec | No
     return cast("RemoteEngine", Remote(name, handle, "sync_", adapter))
 
 
-def remote_holder(name: str, handle: ActorHandle[Any]) -> RemoteHolder:
-    """Return a holder's actor as a peer called `name`."""
-    return cast("RemoteHolder", Remote(name, handle, ""))
+def remote_holder(
+    name: str, handle: ActorHandle[Any], becoming: asyncio.Future[None] | None = None
+) -> RemoteHolder:
+    """Return a holder's actor as a peer called `name`. Calls wait for `becoming`, or raise its error."""
+    return cast("RemoteHolder", _Holder(name, handle, becoming))

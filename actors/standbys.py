@@ -12,12 +12,12 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 
 from weightsync.actors.placement import Placement
-from weightsync.actors.process import ask_pid, end_hung
-from weightsync.actors.remote import answer
+from weightsync.actors.process import ask_pid
+from weightsync.actors.remote import RemoteHolder, answer, remote_holder
 from weightsync.actors.weight_holder import HolderStandby, spawn_standby
 from weightsync.config import Ports
 from weightsync.driver.gather import gather_named
-from weightsync.errors import DeadlineError, WeightSyncError
+from weightsync.errors import PeerLostError, WeightSyncError
 
 AsksPlacements: TypeAlias = Callable[[], Awaitable[Sequence[Placement]]]
 """Asks an actor for the placements of its ranks. It may have none yet."""
@@ -28,11 +28,14 @@ class _Standby:
     """A process.
 
     Attributes:
+        device: its GPU, as `HolderStandby.bound_to` returns it once it has started; None if it ended.
+        pid: its process id, as of `ask_pid`.
         key: of the placement that it was started for; None if for any on its node.
     """
 
     node: str
     handle: ActorHandle[HolderStandby]
+    device: asyncio.Task[str | None]
     pid: ObjectRef[int]
     key: tuple[str, str] | None = None
 
@@ -40,7 +43,23 @@ class _Standby:
     def start(cls, node: str, gpu: int | str | None, key: tuple[str, str] | None = None) -> _Standby:
         """Start it. `gpu` as of `HolderStandby`."""
         handle = spawn_standby(node, gpu)
-        return cls(node, handle, ask_pid(handle), key)
+        return cls(node, handle, asyncio.ensure_future(_bound_to(handle)), ask_pid(handle), key)
+
+    @property
+    def has_started(self) -> bool:
+        return self.device.done()
+
+    @property
+    def has_ended(self) -> bool:
+        return self.device.done() and self.device.result() is None
+
+
+async def _bound_to(handle: ActorHandle[HolderStandby]) -> str | None:
+    try:
+        device: str = await answer("spare holder", handle.bound_to.remote())
+    except WeightSyncError:
+        return None
+    return device
 
 
 class Standbys:
@@ -114,49 +133,42 @@ class Standbys:
         return any(each.key == placement.key for each in self._standbys)
 
     async def bind(
-        self,
-        placements: Mapping[str, Placement],
-        transport: str,
-        ports: Ports | None,
-        *,
-        answer_s: float,
-        start_s: float,
-    ) -> dict[str, ActorHandle[Any]]:
-        """Make them the holders of `placements`, by name. All others end, and `follow` is over.
+        self, placements: Mapping[str, Placement], transport: str, ports: Ports | None, timeout_s: float
+    ) -> dict[str, tuple[RemoteHolder, ObjectRef[int]]]:
+        """Make them the holders of `placements`, by name. Returns these, and their process ids.
 
-        A placement is left out if none fits, or if its process ended. One that was started for any placement
-        is not used if it does not answer in `answer_s` seconds.
+        All others end, and `follow` is over.
 
-        Raises DeadlineError with the names of holders whose processes do not start within `start_s` seconds.
+        A placement is left out if none fits, or if its process has ended. One that was started for any
+        placement is not used if it does not answer in `timeout_s` seconds. Others may still start, or hang:
+        calls to these holders wait for them.
         """
         self._stop_following()
-        try:
-            taken = await self._match(placements, transport, answer_s)
-            calls = {
-                name: answer(name, each.handle.sit.remote(name, placements[name], transport, ports))
-                for name, each in taken.items()
-            }
-            outcome = await gather_named(calls, "start", start_s)
-            late = sorted(name for name, e in outcome.failures.items() if isinstance(e, DeadlineError))
-            for name in late:
-                self._end([taken[name]])
-                await end_hung(name, taken[name].node, taken[name].pid)
-            if late:
-                raise DeadlineError("start", late, start_s)
-            bound = {name: taken[name] for name in outcome.answers}
-            self._standbys = [each for each in self._standbys if each not in bound.values()]
-            return {name: each.handle for name, each in bound.items()}
-        finally:
-            self._end([*self._standbys])
+        taken = await self._match(placements, transport, timeout_s)
+        self._end([each for each in self._standbys if each not in taken.values()])
+        becoming = {
+            name: asyncio.ensure_future(
+                answer(name, each.handle.sit.remote(name, placements[name], transport, ports))
+            )
+            for name, each in taken.items()
+        }
+        quick = {name: asyncio.shield(each) for name, each in becoming.items() if taken[name].has_started}
+        failures = (await gather_named(quick, "start", timeout_s)).failures
+        self._end([taken.pop(name) for name, e in failures.items() if isinstance(e, PeerLostError)])
+        self._standbys.clear()
+        return {
+            name: (remote_holder(name, each.handle, becoming[name]), each.pid) for name, each in taken.items()
+        }
 
     async def _match(
-        self, placements: Mapping[str, Placement], transport: str, answer_s: float
+        self, placements: Mapping[str, Placement], transport: str, timeout_s: float
     ) -> dict[str, _Standby]:
         """Choose one for each placement, if there is one: its own, else one of its GPU, or of its host."""
-        free = dict(zip((f"spare {i}" for i in range(len(self._standbys))), self._standbys, strict=True))
-        calls = {n: answer(n, each.handle.bound_to.remote()) for n, each in free.items() if each.key is None}
-        devices = {name: each.key[1] for name, each in free.items() if each.key}
-        devices |= (await gather_named(calls, "start", answer_s)).answers
+        free = {f"spare {i}": each for i, each in enumerate(self._standbys) if not each.has_ended}
+        calls = {name: asyncio.shield(each.device) for name, each in free.items() if each.key is None}
+        answers = (await gather_named(calls, "start", timeout_s)).answers
+        devices = {name: device for name, device in answers.items() if device is not None}
+        devices |= {name: each.key[1] for name, each in free.items() if each.key}
         taken: dict[str, _Standby] = {}
         for is_own in (True, False):
             for name, placement in placements.items():

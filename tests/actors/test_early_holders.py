@@ -166,24 +166,32 @@ def test_registering_an_engine_that_fails_raises_nothing_and_connect_names_it(
             sync.connect()
 
 
-def test_a_process_that_does_not_become_a_holder_is_named_with_its_deadline(
+def test_a_process_that_hangs_is_named_with_its_deadline_and_one_that_ended_is_replaced(
     trainers: list[ray.actor.ActorHandle], engines: dict[str, ray.actor.ActorHandle]
 ) -> None:
-    before, deadline_s = holders(), patient(1)
-    with WeightSync(SyncConfig(connect_timeout_s=deadline_s)) as sync:
+    before, deadline_s = holders(), patient(2)
+    with WeightSync(SyncConfig(timeout_s=patient(1), connect_timeout_s=deadline_s)) as sync:
         sync.register_trainers(trainers)
         assert started(before, 2)
         others = holders()
         sync.register_engines({"e0": engines["e0"]})
         assert started(others, 1)
-        (stopped,) = holders() - others
-        os.kill(stopped, signal.SIGSTOP)
+        (its,) = holders() - others
+        os.kill(its, signal.SIGSTOP)
         with pytest.raises(DeadlineError, match="holder 2") as raised:
             sync.connect()
-        error = raised.value
-        assert (error.phase, error.missing, error.timeout_s) == ("start", ("holder 2",), deadline_s)
-        assert until(lambda: stopped not in holders(), patient(30)), "Ray alone does not end it"
+        assert (raised.value.missing, raised.value.timeout_s) == (("holder 2",), deadline_s)
+        sync.connect()
+        assert its not in holders(), "Ray alone would not end it"
     assert started(before, 0)
+    with WeightSync(SyncConfig(connect_timeout_s=patient(30))) as sync:
+        sync.register_trainers(trainers)
+        sync.register_engines({"e0": engines["e0"]})
+        assert started(before, 3)
+        os.kill(min(holders() - before), signal.SIGKILL)
+        assert started(before, 2)
+        sync.connect()
+        assert sync.update_weights(1).engines == {"e0": 1}
 
 
 def test_an_engine_that_starts_slowly_finds_holders_of_its_slot_started(
