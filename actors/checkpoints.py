@@ -198,10 +198,16 @@ class CheckpointRank:
         self.holder: RemoteHolder | None = None
         """The holder that sends this share. `Membership` sets it before the first call."""
 
+        self._outlined: LayoutTable | None = None
+
     async def outline(self) -> Outline:
-        return (await self.layout()).outline()
+        self._outlined = await self.layout()
+        return self._outlined.outline()
 
     async def layout(self) -> LayoutTable:
+        outlined, self._outlined = self._outlined, None
+        if outlined:
+            return outlined
         layout: LayoutTable = await self._call(self._checkpoints.wanted, "layout", *self._place)
         return layout
 

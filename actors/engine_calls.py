@@ -34,6 +34,7 @@ class EngineCalls(Claimable):
     _engine: Engine
     _slot: str | None = None
     _layouts: Sequence[RankLayout] | None = None
+    _tables: Sequence[LayoutTable] | None = None
     _digests: EngineDigests | None = None
     _parts: Mapping[str, tuple[AdapterSpec, EngineCalls]] = MappingProxyType({})
 
@@ -50,7 +51,10 @@ class EngineCalls(Claimable):
     async def sync_layout(self) -> Sequence[LayoutTable]:
         """Return what each rank needs."""
         layouts = await self._ask_layouts()
-        return await asyncio.to_thread(lambda: [LayoutTable.of(each) for each in layouts])
+        async with self._asking:
+            if self._tables is None:
+                self._tables = await asyncio.to_thread(lambda: [LayoutTable.of(each) for each in layouts])
+        return self._tables
 
     async def _ask_layouts(self) -> Sequence[RankLayout]:
         """Ask the engine, once, as its layout does not change."""

@@ -52,7 +52,8 @@ from typing import cast
 
 from benchmarks.cluster import kill, spawn, start_ray
 from benchmarks.common import environment, print_table, write_json
-from benchmarks.driver_peers import TENSOR_PARALLEL, Instant, Ledger, make_fleet
+from benchmarks.driver_ledger import Instant, Ledger
+from benchmarks.driver_peers import TENSOR_PARALLEL, make_fleet
 from benchmarks.gpu_fleet import RankActors
 from benchmarks.isolate import asked, emit, run_part, stage
 from weightsync.actors.control_channels import ControlChannels

@@ -1,20 +1,17 @@
-"""A fleet of peers that answer at once, and a ledger of what the driver's calls to them cost."""
+"""A fleet of peers that answer at once."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
-import pickle
-import time
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import cast
 
 import numpy as np
-from ray import cloudpickle
 
 from benchmarks.bench_plan import tensors
+from benchmarks.driver_ledger import Ledger, Message, Wire
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.memory.fingerprints import fingerprint
 from weightsync.plan import Box, Plan, RankLayout, Reads, Segment, TensorMeta, broadcast_groups
@@ -40,169 +37,13 @@ from weightsync.protocol.messages import (
 from weightsync.protocol.peers import EnginePeer, HolderPeer, TrainerPeer
 from weightsync.protocol.timing import Span
 
-__all__ = ["TENSOR_PARALLEL", "Cost", "Instant", "Ledger", "Model", "Wire", "make_fleet"]
+__all__ = ["TENSOR_PARALLEL", "Model", "make_fleet"]
 
 TENSOR_PARALLEL, PER_HOST = 8, 8
 _IPC_NBYTES = 64
 _BLOCKS = ((1 << 20, 2 << 20), (10 << 20, 20 << 20))
 """Tensors of at most these bytes share blocks of those, as in torch's allocator."""
 _NO_HOLDER = 1 << 31
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """A pickled object and its buffers, which Ray carries beside the pickle."""
-
-    body: bytes
-    buffers: tuple[bytes, ...]
-
-    @classmethod
-    def of(cls, value: object, dumps: Callable[..., bytes] = pickle.dumps) -> Message:
-        """Pickle `value`, and copy its buffers as into Ray's object store."""
-        found: list[pickle.PickleBuffer] = []
-        body = dumps(value, protocol=5, buffer_callback=found.append)
-        return cls(body, tuple(bytes(each.raw()) for each in found))
-
-    def again(self) -> Message:
-        """Return the same message in memory of its own, as another process sends it."""
-        return Message(self.body, tuple(bytes(memoryview(each)) for each in self.buffers))
-
-    def load(self) -> object:
-        return pickle.loads(self.body, buffers=self.buffers)
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.body) + sum(map(len, self.buffers))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Stored:
-    """A value in Ray's object store, of which calls carry a reference.
-
-    Attributes:
-        value: what the called peer gets.
-        nbytes: bytes of the pickled value.
-        hosts: the hosts that have it. The first call to a host brings it there.
-    """
-
-    value: object
-    nbytes: int
-    hosts: set[str] = field(default_factory=set)
-
-    def bring(self, host: str) -> int:
-        """Return the bytes that cross to `host` because of one more call to it."""
-        if host in self.hosts:
-            return 0
-        self.hosts.add(host)
-        return self.nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class Instant:
-    """Seconds by the wall clock and by this process's processors."""
-
-    wall: float = 0.0
-    cpu: float = 0.0
-
-    @classmethod
-    def now(cls) -> Instant:
-        return cls(time.perf_counter(), time.process_time())
-
-    def __add__(self, other: Instant) -> Instant:
-        return Instant(self.wall + other.wall, self.cpu + other.cpu)
-
-    def __sub__(self, other: Instant) -> Instant:
-        return Instant(self.wall - other.wall, self.cpu - other.cpu)
-
-
-@dataclass(slots=True)
-class Cost:
-    """What calls of one method cost: bytes out of the driver and into it, and its time for pickling."""
-
-    calls: int = 0
-    nbytes_out: int = 0
-    nbytes_in: int = 0
-    pickling: Instant = field(default_factory=Instant)
-
-
-class Ledger:
-    """What calls cost, what they carried by reference, and the time that is the peers' and not the driver's.
-
-    Attributes:
-        costs: by method.
-        peers: the peers' time.
-        shared: the first value of each type that was given to `share`.
-        first: the arguments of the first call of each method.
-    """
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def taken(self) -> Ledger:
-        """Return what was noted, and start again with nothing."""
-        taken = Ledger()
-        taken.costs, taken.peers = self.costs, self.peers
-        taken.shared, taken.first = self.shared, self.first
-        self.clear()
-        return taken
-
-    def clear(self) -> None:
-        self.costs: defaultdict[str, Cost] = defaultdict(Cost)
-        self.peers = Instant()
-        self.shared: dict[type, object] = {}
-        self.first: dict[str, Sequence[object]] = {}
-
-    def share(self, value: object) -> Stored:
-        """Pickle `value` once for all calls that carry it. Its bytes are counted by the calls."""
-        self.shared.setdefault(type(value), value)
-        cost, started = self.costs["share"], Instant.now()
-        stored = Stored(value, Message.of(value, cloudpickle.dumps).nbytes)
-        cost.calls += 1
-        cost.pickling += Instant.now() - started
-        return stored
-
-    def call(self, method: str, answer: Callable[..., object], args: Sequence[object], host: str) -> Any:  # noqa: ANN401
-        """Pickle `args`, have the peer on `host` answer, and return the answer unpickled."""
-        self.first.setdefault(method, args)
-        stored = [each for each in args if isinstance(each, Stored)]
-        cost, started = self.costs[method], Instant.now()
-        sent_along = [each for each in args if not isinstance(each, Stored)]
-        cost.nbytes_out += Message.of(sent_along, cloudpickle.dumps).nbytes
-        cost.nbytes_out += sum(each.bring(host) for each in stored)
-        sent = Instant.now()
-        gc.disable()  # objects that a peer makes are freed before the driver goes on
-        value = answer(*(each.value if isinstance(each, Stored) else each for each in args))
-        message = value.again() if isinstance(value, Message) else Message.of(value)
-        del value
-        gc.enable()
-        arrived = Instant.now()
-        loaded = message.load()
-        cost.nbytes_in += message.nbytes
-        cost.calls += 1
-        cost.pickling += Instant.now() - arrived + (sent - started)
-        self.peers += arrived - sent
-        return loaded
-
-
-class Wire:
-    """A peer as the driver calls it: each method's arguments and answer are pickled, and counted.
-
-    A `Stored` argument counts with the first call that brings it to the peer's host, and with no other: Ray
-    keeps it in an object store on each host. Its reference, some tens of bytes, does not count. All bytes
-    count as the driver's, though Ray may bring them from another host that has them.
-    """
-
-    def __init__(self, peer: object, ledger: Ledger, host: str = "") -> None:
-        self._peer, self.ledger, self._host = peer, ledger, host
-
-    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
-        if method.startswith("_"):
-            raise AttributeError(method)
-
-        async def call(*args: object) -> Any:  # noqa: ANN401 (whatever the peer returns)
-            return self.ledger.call(method, getattr(self._peer, method), args, self._host)
-
-        return call
 
 
 class TrainerWire(Wire):
@@ -230,7 +71,6 @@ class Model:
         self._digest: tuple[Plan, str] | None = None
         self._engine_answers: dict[str, Message] = {}
         self._outline: Outline | None = None
-        self._outlines: Sequence[Outline] = ()
         self._cuts = {meta.name: ((0, 0),) for meta in self.metas}
         self._row_strides = [Box.whole(meta.shape).strides(meta.itemsize) for meta in self.metas]
         share = self.share = np.random.default_rng(1).integers(0, 1 << 63, num_tensors, np.uint64)
@@ -249,15 +89,13 @@ class Model:
 
     def outline(self, num_ranks: int) -> Outline:
         """Return the outline of the first trainer rank."""
-        if self._outline is None:
-            self._outline = LayoutTable.of(self.trainer_layout(0, num_ranks)).outline()
+        self._outline = self._outline or LayoutTable.of(self.trainer_layout(0, num_ranks)).outline()
         return self._outline
 
+    @cached_property
     def engine_outlines(self) -> Sequence[Outline]:
-        """Return the outlines of an engine's ranks."""
-        if not self._outlines:
-            self._outlines = [LayoutTable.of(each).outline() for each in self.engine_layouts(_NO_HOLDER)]
-        return self._outlines
+        """The outlines of an engine's ranks."""
+        return [LayoutTable.of(each).outline() for each in self.engine_layouts(_NO_HOLDER)]
 
     def trainer_layout(self, rank: int, num_ranks: int) -> RankLayout:
         """Return rows of each tensor, as FSDP2 cuts them: the last ranks have fewer or none."""
@@ -306,7 +144,6 @@ class TrainerRank:
         self._model, self._rank, self._num_ranks = model, rank, num_ranks
 
     def outline(self) -> Outline:
-        """Return the outline of `layout`. All ranks have one key, which one of them has worked out."""
         return replace(self._model.outline(self._num_ranks), device=_device(self._rank), mesh=(self._rank,))
 
     def layout(self) -> LayoutTable:
@@ -335,8 +172,8 @@ class EngineRanks:
         self._model, self._first = model, first
 
     def outline(self) -> Sequence[Outline]:
-        outlines = self._model.engine_outlines()
-        return [replace(each, device=_device(self._first + rank)) for rank, each in enumerate(outlines)]
+        pairs = enumerate(self._model.engine_outlines)
+        return [replace(each, device=_device(self._first + rank)) for rank, each in pairs]
 
     def layout(self) -> Message:
         return self._model.engine_answer(self._first, "")

@@ -20,7 +20,7 @@ CONFIG = SyncConfig(
     refill="zeromq",
 )
 THREE = {"e0": "b", "e1": "c", "e2": "d"}
-"""Engines on three hosts, whose holders are 1, 2 and 3."""
+"""Three engines, each on a host of its own. Their holders are numbers 1, 2 and 3."""
 
 
 async def commit(loop: Hosts, version: int = 1) -> None:

@@ -128,7 +128,7 @@ def test_a_driver_that_never_connects_leaves_no_process(
     ray.kill(waiting)
 
 
-@pytest.mark.faults  # it starts a driver of its own
+@pytest.mark.faults  # it starts a second driver and kills it
 def test_a_driver_that_is_killed_before_it_connects_leaves_no_process() -> None:
     named = {"num_cpus": 0, "namespace": NAMESPACE}
     actors = [

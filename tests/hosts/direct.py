@@ -78,7 +78,7 @@ class Site:
         self._fleet.train()
 
     def restart(self, name: str) -> None:
-        """Start an engine of this host anew, which holds nothing."""
+        """Replace an engine of this host by a new one with empty memory."""
         self._fleet.respawn(name)
 
     def die(self) -> None:

@@ -27,7 +27,7 @@ MBIT_PER_S = 50
 
 
 async def lose(members: Fleet, controller: Controller, sites: Mapping[str, Any]) -> None:
-    """Have both engines of the trainer's host start anew, connected and not filled."""
+    """Replace both engines of the trainer's host by new ones, which are connected but hold no weights yet."""
     for name in NEWCOMERS:
         await sites["a"].restart.remote(name)
         members.engines[name] = EngineMember(members.engines[name].peer, members.engines[name].holders)

@@ -33,8 +33,8 @@ JOBS_PORT = 8265
 PATIENT = '{"health_check_failure_threshold": 1000, "object_manager_pull_timeout_ms": 200}'
 """Ray's settings with which it waits for a host. By default it declares one dead after half a minute.
 
-What one host has fetched, others fetch from any that has it. If that one is not reached, they choose anew
-after the second value, by default 10 s, then after twice as long, and so on.
+A host fetches an object from any host that has it. If it gets no connection, it tries another one after the
+second value, by default 10 s, then after twice that time, and so on.
 """
 DEFAULT = "{}"
 """Ray's own settings."""

@@ -15,7 +15,7 @@ from weightsync.errors import ReadError
 
 
 async def join(loop: Hosts, *names: str, on: str) -> None:
-    """Start each engine anew on host `on`, connected and not filled."""
+    """Replace each engine by a new one on host `on`, which is connected but holds no weights yet."""
     for name in names:
         loop.respawn(name, on=on)
         await loop.controller.adopt(name)
@@ -61,7 +61,7 @@ def test_one_that_waits_for_another_and_takes_an_update_is_not_filled_again() ->
             await loop.update(2)
         _, second = await asyncio.gather(*refills, return_exceptions=True)
         assert isinstance(second, GaveWayError)
-        assert "engine e2 took version 2" in str(second)
+        assert "engine e2 got version 2" in str(second)
 
     drive(work, "a", {"e0": "b", "e1": "c", "e2": "c"}, CONFIG)
 

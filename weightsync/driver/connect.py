@@ -52,7 +52,7 @@ class Connection:
         content: the plan's `Plan.content`.
         in_place: trainers' memory is read in place, or pushed from there, so it may change after an update.
         checkpoint: the weights come from a checkpoint, not from a trainer.
-        flat_layouts: the flat snapshots of engines whose memory their holders have mapped.
+        flat_layouts: the layout of flat snapshots, by engine, if holders have mapped the engine's memory.
         router: which engines read the trainers' memory.
         layouts: each engine's layouts by rank; an engine that is adopted later must match one of them.
         joined: the same, with the ranks of each engine joined.

@@ -86,7 +86,7 @@ class Refiller:
             await self._snapshot_index.copied()  # an update may have run since
             connection, version, record = connected(), committed(), self._fleet.engines[name].record
             if waited and (record.state, record.version) == (EngineState.SERVING, version):
-                raise GaveWayError(f"engine {name} took version {version} from an update meanwhile")
+                raise GaveWayError(f"engine {name} got version {version} from an update while it waited")
             async with self._snapshot_index.sources(version, connection, name) as snapshot:
                 if snapshot is None or not self._fleet.engines[name].attached:
                     raise StateError(

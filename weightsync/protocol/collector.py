@@ -10,8 +10,7 @@ from contextlib import ContextDecorator
 class _Paused(ContextDecorator):
     """Pauses the collector of this process. Blocks may nest, and run in several threads.
 
-    Ten thousands of new objects make it look through all that the process has, some times: half of the time
-    in which a trainer describes a large model.
+    While tens of thousands of objects are made, it would look through all that the process has several times.
     """
 
     def __init__(self) -> None:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks import bench_driver
-from benchmarks.driver_peers import Ledger, Wire, make_fleet
+from benchmarks.driver_ledger import Ledger, Wire
+from benchmarks.driver_peers import make_fleet
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
 from weightsync.errors import VerifyError

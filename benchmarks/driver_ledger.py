@@ -1,0 +1,171 @@
+"""A ledger of what the driver's calls to its peers cost."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray import cloudpickle
+
+__all__ = ["Cost", "Instant", "Ledger", "Message", "Stored", "Wire"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A pickled object and its buffers, which Ray carries beside the pickle."""
+
+    body: bytes
+    buffers: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, value: object, dumps: Callable[..., bytes] = pickle.dumps) -> Message:
+        """Pickle `value`, and copy its buffers as into Ray's object store."""
+        found: list[pickle.PickleBuffer] = []
+        body = dumps(value, protocol=5, buffer_callback=found.append)
+        return cls(body, tuple(bytes(each.raw()) for each in found))
+
+    def again(self) -> Message:
+        """Return the same message in memory of its own, as another process sends it."""
+        return Message(self.body, tuple(bytes(memoryview(each)) for each in self.buffers))
+
+    def load(self) -> object:
+        return pickle.loads(self.body, buffers=self.buffers)
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.body) + sum(map(len, self.buffers))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stored:
+    """A value in Ray's object store, of which calls carry a reference.
+
+    Attributes:
+        value: what the called peer gets.
+        nbytes: bytes of the pickled value.
+        hosts: the hosts that have it. The first call to a host brings it there.
+    """
+
+    value: object
+    nbytes: int
+    hosts: set[str] = field(default_factory=set)
+
+    def bring(self, host: str) -> int:
+        """Return the bytes that cross to `host` because of one more call to it."""
+        if host in self.hosts:
+            return 0
+        self.hosts.add(host)
+        return self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Instant:
+    """Seconds by the wall clock and by this process's processors."""
+
+    wall: float = 0.0
+    cpu: float = 0.0
+
+    @classmethod
+    def now(cls) -> Instant:
+        return cls(time.perf_counter(), time.process_time())
+
+    def __add__(self, other: Instant) -> Instant:
+        return Instant(self.wall + other.wall, self.cpu + other.cpu)
+
+    def __sub__(self, other: Instant) -> Instant:
+        return Instant(self.wall - other.wall, self.cpu - other.cpu)
+
+
+@dataclass(slots=True)
+class Cost:
+    """What calls of one method cost: bytes out of the driver and into it, and its time for pickling."""
+
+    calls: int = 0
+    nbytes_out: int = 0
+    nbytes_in: int = 0
+    pickling: Instant = field(default_factory=Instant)
+
+
+class Ledger:
+    """What calls cost, what they carried by reference, and the time that is the peers' and not the driver's.
+
+    Attributes:
+        costs: by method.
+        peers: the peers' time.
+        shared: the first value of each type that was given to `share`.
+        first: the arguments of the first call of each method.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def taken(self) -> Ledger:
+        """Return what was noted, and start again with nothing."""
+        taken = Ledger()
+        taken.costs, taken.peers = self.costs, self.peers
+        taken.shared, taken.first = self.shared, self.first
+        self.clear()
+        return taken
+
+    def clear(self) -> None:
+        self.costs: defaultdict[str, Cost] = defaultdict(Cost)
+        self.peers = Instant()
+        self.shared: dict[type, object] = {}
+        self.first: dict[str, Sequence[object]] = {}
+
+    def share(self, value: object) -> Stored:
+        """Pickle `value` once for all calls that carry it. Its bytes are counted by the calls."""
+        self.shared.setdefault(type(value), value)
+        cost, started = self.costs["share"], Instant.now()
+        stored = Stored(value, Message.of(value, cloudpickle.dumps).nbytes)
+        cost.calls += 1
+        cost.pickling += Instant.now() - started
+        return stored
+
+    def call(self, method: str, answer: Callable[..., object], args: Sequence[object], host: str) -> Any:  # noqa: ANN401
+        """Pickle `args`, have the peer on `host` answer, and return the answer unpickled."""
+        self.first.setdefault(method, args)
+        stored = [each for each in args if isinstance(each, Stored)]
+        cost, started = self.costs[method], Instant.now()
+        sent_along = [each for each in args if not isinstance(each, Stored)]
+        cost.nbytes_out += Message.of(sent_along, cloudpickle.dumps).nbytes
+        cost.nbytes_out += sum(each.bring(host) for each in stored)
+        sent = Instant.now()
+        gc.disable()  # objects that a peer makes are freed before the driver goes on
+        value = answer(*(each.value if isinstance(each, Stored) else each for each in args))
+        message = value.again() if isinstance(value, Message) else Message.of(value)
+        del value
+        gc.enable()
+        arrived = Instant.now()
+        loaded = message.load()
+        cost.nbytes_in += message.nbytes
+        cost.calls += 1
+        cost.pickling += Instant.now() - arrived + (sent - started)
+        self.peers += arrived - sent
+        return loaded
+
+
+class Wire:
+    """A peer as the driver calls it: each method's arguments and answer are pickled, and counted.
+
+    A `Stored` argument counts with the first call that brings it to the peer's host, and with no other: Ray
+    keeps it in an object store on each host. Its reference, some tens of bytes, does not count. All bytes
+    count as the driver's, though Ray may bring them from another host that has them.
+    """
+
+    def __init__(self, peer: object, ledger: Ledger, host: str = "") -> None:
+        self._peer, self.ledger, self._host = peer, ledger, host
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+
+        async def call(*args: object) -> Any:  # noqa: ANN401 (whatever the peer returns)
+            return self.ledger.call(method, getattr(self._peer, method), args, self._host)
+
+        return call
