@@ -1,11 +1,12 @@
 """Counts a real engine's tokens while updates are staged, and times its pauses.
 
-    python -m benchmarks.bench_staged --engine vllm --model 8b
+    python -m benchmarks.bench_staged --engine vllm --model 8b [--stage device]
     python -m benchmarks.bench_staged --cpu --engine torch --model tiny     on a CPU, as a smoke test
 
 One engine with dummy weights and one trainer share a GPU. Each update begins with new weights in the trainer
-and goes through the host (``stage="host"``), while clients ask for short completions. Every element of the
-engine is compared after it, untimed. The first two updates have no clients and are not measured.
+and goes through the host (``stage="host"``) or on to a second copy on the GPU (``device``), while clients ask
+for short completions. Every element of the engine is compared after it, untimed. The first two updates have
+no clients and are not measured.
 
   arriving   from the call until engines pause: `publish` and `stage`
   tokens/s   of all clients while a version arrives, and before it with nothing else to do; a completion's
@@ -64,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--engine", default="vllm", choices=["vllm", "sglang", "torch"])
     parser.add_argument("--model", default="8b", choices=["1b", "8b", "tiny"])
+    parser.add_argument("--stage", default="host", choices=["host", "device"])
     parser.add_argument("--clients", type=int, default=8, help="completions that run at the same time")
     parser.add_argument("--idle", type=float, default=2.0, help="seconds without an update before each one")
     parser.add_argument("--gpu-memory", type=float, default=0.5, help="share of the GPU for the engine")
@@ -77,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run_part(spec: Mapping[str, Any]) -> None:
     start_ray(0 if spec["cpu"] else 1)
     try:
-        staged = replace(config(256, 2, keep_versions=2), stage="host")
+        staged = replace(config(256, 2, keep_versions=2), stage=spec["stage"])
         stage("starting the engine and the trainer")
         with start(
             spec["engine"], spec["model"], 1, spec["gpu_memory"], cpu=spec["cpu"], config=staged
@@ -91,7 +93,7 @@ def _run_part(spec: Mapping[str, Any]) -> None:
             row = _row([*_rounds(rig, spec)])
             if not spec["cpu"]:
                 row["copy ms"] = rig.nbytes / _bare_rate() * 1e3
-            emit({"engine": spec["engine"], "model": spec["model"], "copy ms": None, **row})
+            emit({**{name: spec[name] for name in ("engine", "model", "stage")}, "copy ms": None, **row})
     finally:
         ray.shutdown()
 

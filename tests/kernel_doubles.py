@@ -1,4 +1,4 @@
-"""Doubles of the GPU's kernels that quantise in place, computed on a CPU."""
+"""Doubles of the GPU's kernels and memory, on a CPU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from weightsync.engines import quantizing_sink
+from weightsync.errors import TransportError
+from weightsync.holder import second_copy
 from weightsync.memory.digests import BoxPart, box_digests
 from weightsync.memory.quantize import quantize
 from weightsync.plan.copies import Copies
@@ -17,7 +19,7 @@ from weightsync.protocol.messages import Digests
 
 
 class CopyTable:
-    def __init__(self, copies: Copies, bounds: Sequence[int]) -> None:
+    def __init__(self, copies: Copies, bounds: Sequence[int], _: int | None = None) -> None:
         self._rows, self._bounds = copies.table().tolist(), bounds
 
     def launch(self, group: int, _: object) -> None:
@@ -26,6 +28,25 @@ class CopyTable:
         ]:
             for row in range(rows):
                 ctypes.memmove(dst + row * dst_pitch, src + row * src_pitch, nbytes)
+
+
+class DeviceBuffer:
+    """Memory that is never short, unless `num_short` of the next are."""
+
+    num_short = 0
+
+    def __init__(self, nbytes: int) -> None:
+        self.tensor = torch.zeros(nbytes, dtype=torch.uint8)
+
+    @classmethod
+    def create(cls, nbytes: int) -> DeviceBuffer:
+        if cls.num_short:
+            cls.num_short -= 1
+            raise TransportError(f"no {nbytes} bytes of GPU memory are left")
+        return cls(nbytes)
+
+    def close(self) -> None:
+        self.tensor = torch.zeros(0, dtype=torch.uint8)
 
 
 class DigestTable:
@@ -72,3 +93,11 @@ def use_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantizing_sink, "can_quantize", lambda _, form: not form.packed)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
+
+
+def use_memory_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `second_copy` use these in place of a GPU's memory, kernel and stream."""
+    for double in (CopyTable, DeviceBuffer):
+        monkeypatch.setattr(second_copy, double.__name__, double)
+    monkeypatch.setattr(DeviceBuffer, "num_short", 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)

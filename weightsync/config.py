@@ -309,7 +309,10 @@ class SyncConfig:
         stage: ``host`` brings a version to memory of the engines' hosts, and compares digests there, while
             engines serve; they pause only to copy it from there. For links slower than that memory. Each such
             host keeps two copies of the model. Trainers then publish to their host, also from GPUs.
-            ``none`` sends weights to paused engines.
+            ``device`` goes on to a second copy of the weights on each engine's GPU, so that the pause is as
+            short as a copy within the GPU: engines have to leave memory for it. ``auto`` is device if an
+            engine is on a host without a trainer, host for GPUs that lack the memory, and none for other
+            fleets. ``none`` sends weights to paused engines.
         host_weights: how weights in the trainers' host memory are published. ``copy`` copies them to
             page-locked memory before engines pause. ``push`` has trainers copy them straight to their GPUs
             where holders map all engines' memory, or keep no versions: it takes no such memory, and engines
@@ -348,7 +351,7 @@ class SyncConfig:
 
     mode: Literal["auto", "broadcast", "direct"] = "auto"
     transport: Literal["auto", "gloo", "nccl"] = "auto"
-    stage: Literal["none", "host"] = "none"
+    stage: Literal["none", "host", "device", "auto"] = "none"
     host_weights: Literal["copy", "push"] = "copy"
     bucket_bytes: BucketSize = 256 << 20
     num_slots: Positive = 2
@@ -371,9 +374,9 @@ class SyncConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, field="sync")
-        if self.stage == "host" and self.keep_versions < 2:
+        if self.stage in ("host", "device") and self.keep_versions < 2:
             raise ConfigError("sync.keep_versions", self.keep_versions, "give 2, or sync.stage none")
-        if self.stage == "host" and self.mode == "direct":
+        if self.stage in ("host", "device") and self.mode == "direct":
             raise ConfigError("sync.stage", self.stage, "give none, or sync.mode auto or broadcast")
         if self.ports is not None:  # a text or a list becomes a pair
             object.__setattr__(self, "ports", parse_ports(self.ports, field="sync.ports"))

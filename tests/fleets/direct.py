@@ -12,6 +12,7 @@ import torch
 from tests.fleets.loop import CONFIG, Loop
 from weightsync.config import SyncConfig
 from weightsync.errors import TransportError
+from weightsync.holder.second_copy import SecondCopy
 from weightsync.holder.send_buffer import SendBuffer
 from weightsync.holder.staging import HostStaging
 from weightsync.memory.addresses import local_tensor
@@ -111,6 +112,7 @@ class Staging(HostStaging):
     flat = None
     target: Mapping[str, torch.Tensor] = {}
     unreachable = False
+    made: SecondCopy | None = None
 
     @property
     def mapped(self) -> Staging:  # type: ignore[override]
@@ -122,7 +124,17 @@ class Staging(HostStaging):
     def connect(self, trainer: Export) -> None:
         self.source = {name: self.shared.buffer(handle) for name, handle in trainer.buffers.items()}
 
-    def link(self, engine: Export | None) -> None: ...
+    def link(self, engine: Export | None) -> None:
+        self.made = None
+
+    def second_copy(self) -> SecondCopy | None:
+        """As `DeviceStaging.second_copy`, with the doubles of `kernel_doubles`."""
+        if self.made is None and hasattr(self, "engine"):
+            plan, live = self.engine.plan, self.engine.tensors
+            segments = by_tensor(plan, self.engine.layout()[0])
+            address = {name: tensor.data_ptr() for name, tensor in live.items()}
+            self.made = SecondCopy(plan, segments, address, self.needs)
+        return self.made
 
     def route(self, reads: Sequence[Reads], memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
         if self.unreachable:

@@ -126,15 +126,22 @@ def test_each_version_arrives_bit_for_bit(case: Case, bundles: PlacementGroup, p
     fleet.close()
 
 
+@pytest.mark.parametrize("stage", ["host", "device"])
 @pytest.mark.parametrize(
     ("source", "dtype"), [("device", "bfloat16"), ("device", "float32"), ("turns", "bfloat16")]
 )
 def test_each_staged_version_arrives_bit_for_bit(
-    bundles: PlacementGroup, num_gpus: int, path: str, source: str, dtype: str
+    bundles: PlacementGroup,
+    num_gpus: int,
+    path: str,
+    source: str,
+    dtype: str,
+    stage: Literal["host", "device"],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     fleet = Fleet(bundles, path, num_gpus, list(range(num_gpus)), dtype, source)
     config = SyncConfig(
-        stage="host", bucket_bytes=4 << 20, timeout_s=patient(30), connect_timeout_s=patient(60)
+        stage=stage, bucket_bytes=4 << 20, timeout_s=patient(30), connect_timeout_s=patient(60)
     )
     with WeightSync(config) as sync:
         fleet.register(sync)
@@ -148,6 +155,7 @@ def test_each_staged_version_arrives_bit_for_bit(
             assert set(report.engines.values()) == {version}
             assert "direct" not in report.routes.values()
             fleet.check()
+        assert "from its host" not in caplog.text, "a holder did not bring a version to its GPU"
     fleet.close()
 
 

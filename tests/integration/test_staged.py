@@ -136,7 +136,7 @@ def test_memory_is_reserved_when_it_is_connected_and_not_in_updates() -> None:
         await loop.controller.connect()
         reserved: list[int] = []
         for number, holder in enumerate(loop.holders):
-            holder.reserve_staged = lambda parts, at=number: reserved.append(at)  # type: ignore[method-assign, misc]
+            holder.reserve_staged = lambda *_, at=number: reserved.append(at)  # type: ignore[method-assign, misc]
         for version in (1, 2):
             await loop.controller.update(version)
         assert reserved == []

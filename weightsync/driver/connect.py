@@ -283,7 +283,7 @@ def _ranks_as_taken(ranks: Sequence[LayoutTable], names: Collection[str]) -> Seq
 def _published(trainer: LayoutTable, config: SyncConfig) -> LayoutTable:
     """Return a trainer rank's layout. What is staged is published to the host, wherever the rank has it."""
     on_device = trainer.device not in ("", MAPPED)
-    return replace(trainer, device="") if on_device and config.stage == "host" else trainer
+    return replace(trainer, device="") if on_device and config.stage != "none" else trainer
 
 
 def _plan(fleet: Fleet, layouts: _Layouts, config: SyncConfig, epoch: int, num_slots: int) -> Plan:

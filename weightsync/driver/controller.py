@@ -10,7 +10,6 @@ import logging
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
-from typing import TypeVar
 
 from weightsync.config import SyncConfig
 from weightsync.driver.attempt import Attempt
@@ -27,7 +26,7 @@ from weightsync.driver.refill import Refiller
 from weightsync.driver.rewritten_sources import Rewritten, rewritten
 from weightsync.driver.routing import DIRECT
 from weightsync.driver.snapshot_index import SnapshotIndex
-from weightsync.driver.stager import StagedVersion, Stager
+from weightsync.driver.stager import StagedVersion, Stager, settled
 from weightsync.driver.traffic import links
 from weightsync.driver.trainers import Publication, Publishing, Trainers
 from weightsync.driver.update_lock import UpdateLock
@@ -46,8 +45,6 @@ from weightsync.protocol.timing import PhaseClock, Span
 from weightsync.report import Link, SyncReport
 
 logger = logging.getLogger("weightsync.driver.controller")
-
-T = TypeVar("T")
 
 
 class Controller:
@@ -88,7 +85,7 @@ class Controller:
         self._publication: Publication | None = None
         self._spans: dict[str, Sequence[Span]] = {}
         self._frozen = FrozenTensors(self._comparison)
-        self._stager = Stager(config, fleet, self.events) if config.stage == "host" else None
+        self._stager: Stager | None = None
         self._staged: StagedVersion | None = None
         self._sends_frozen = True
         self._connection: Connection | None = None
@@ -108,7 +105,9 @@ class Controller:
         self._frozen.committed = None
         self._epoch += 1
         demoted = self._connection.router.demoted if self._connection else {}
-        self._connection = made = await connect(self._fleet, self._config, self._epoch, demoted)
+        config = settled(self._config, self._fleet)
+        self._stager = Stager(config, self._fleet, self.events) if config.stage != "none" else None
+        self._connection = made = await connect(self._fleet, config, self._epoch, demoted)
         self._nbytes = made.plan.total_nbytes  # 7 ms for 20,000 tensors
         self._frozen_nbytes = sum(made.plan.tensors[i].nbytes for i in made.plan.frozen)
         await (self._stager.reserve() if self._stager else self.snapshot_index.reserve(made))

@@ -37,7 +37,7 @@ async def find_pushing(
         return frozenset()
     obstacle = ""
     if config.stage != "none":
-        obstacle = "sync.stage is host"
+        obstacle = f"sync.stage is {config.stage}"
     elif cast := same_dtype_tensors(source, *next(iter(joined.items())))[1]:
         obstacle = f"{min(cast)} has another dtype in the engines"
     elif config.keep_versions > 1 and not await _map_all(fleet, config, engines):

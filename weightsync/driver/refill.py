@@ -155,7 +155,7 @@ class Refiller:
         calls = {}
         for name in names:
             holders = self._fleet.engines[name].holders
-            ranks = [staged.snapshot(self._fleet.node(holder)) for holder in holders]
+            ranks = [staged.snapshot(self._fleet.node(holder), holder) for holder in holders]
             calls[name] = self._read(name, ranks, self._config.timeout_s, may_map=True, phase="move")
         done = await asyncio.gather(*calls.values(), return_exceptions=True)
         loaded: dict[str, LoadReport] = {}

@@ -11,6 +11,7 @@ import torch
 from weightsync.errors import ConfigError, DeadlineError, TransportError
 from weightsync.holder.direct_copy import DirectCopy
 from weightsync.holder.pushed_share import PushedShare
+from weightsync.holder.second_copy import SecondCopy
 from weightsync.holder.send_buffer import MappedSendBuffer, SendBuffer
 from weightsync.holder.snapshots import FlatSnapshot
 from weightsync.memory.bucket_copies import bucket_rows
@@ -88,6 +89,8 @@ class DeviceStaging:
         self._direct_copy: DirectCopy | None = None
         self.flat: FlatSnapshot | None = None
         self.needs: Sequence[Sequence[Portion]] = ()
+        self._segments: Sequence[Sequence[Segment]] = ()
+        self._second_copy: SecondCopy | None = None
         self._targets: list[SharedBuffer] = []
 
     @property
@@ -146,12 +149,22 @@ class DeviceStaging:
         elif engine:
             starts = [buffer.tensor.data_ptr() for buffer in self._buffers]
             self.target = open_all(engine.buffers, self._engine)
-            segments = by_tensor(self._plan, engine.layout)
+            self._segments = segments = by_tensor(self._plan, engine.layout)
             rows = bucket_rows(self._plan, segments, self._address(), starts, into=True)
             self._unpack = CopyTable(*rows, _NUM_BLOCKS)
             self.flat = FlatSnapshot(self.target)
             buckets = range(self._plan.num_buckets if starts else 0)
             self.needs = [needed_portions(self._plan, bucket, segments) for bucket in buckets]
+
+    @collector_paused
+    def second_copy(self) -> SecondCopy | None:
+        """Return memory for another version of the engine rank's weights, allocated by the first call.
+
+        There is none if the holder does not write them. Raises TransportError when the device is short of it.
+        """
+        if self._second_copy is None and self.writes:
+            self._second_copy = SecondCopy(self._plan, self._segments, self._address(), self.needs)
+        return self._second_copy
 
     @collector_paused
     def route(self, reads: Sequence[Reads], memory: Mapping[tuple[int, str], DeviceHandle]) -> None:
@@ -251,6 +264,9 @@ class DeviceStaging:
 
     def _let_go_of_engine(self) -> None:
         self._let_go_of_trainers()
+        if self._second_copy:
+            self._second_copy.close()
+            self._second_copy = None
         self._unpack, self.flat, self.target = None, None, {}
         for buffer in self._engine:
             buffer.close()

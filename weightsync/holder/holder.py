@@ -55,6 +55,7 @@ from weightsync.protocol.messages import (
     SnapshotPart,
     StagedPart,
     StageTask,
+    StagingMemory,
     UpdateTask,
 )
 from weightsync.protocol.routes import keep_to_interface_of
@@ -387,15 +388,13 @@ class Holder:
         """Return its complete snapshots, after pending writes finish."""
         return self.snapshot_store.snapshots() if self.snapshot_store else []
 
-    def reserve_staged(self, parts: Sequence[int]) -> Mapping[int, Sequence[Offer]]:
-        """Allocate memory for two versions of each of `parts`, as `StagedParts`. Raises TransportError.
-
-        Returns how the memory of each part is read.
-        """
-        if self._plan is None:
+    def reserve_staged(self, parts: Sequence[int], on_device: bool) -> StagingMemory:
+        """Allocate memory to stage `parts` in and, if `on_device`, on the GPU, as `StagedParts`."""
+        if self._plan is None or self.staging is None:
             raise StateError(f"{self.name} has no plan: connect first")
-        self._staged_parts = StagedParts(self._plan, self._store(), parts)
-        return self._staged_parts.offers
+        engine = self.staging.mapped if on_device else None
+        self._staged_parts = StagedParts(self._plan, self._store(), parts, engine)
+        return self._staged_parts.memory
 
     def stage(self, task: StageTask, timeout_s: float) -> Sequence[StagedPart]:
         """Stage parts of the next version beside the snapshots, as `StagedParts.stage`."""

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from weightsync.errors import DeadlineError, ReadError, StateError, TransportError, WeightSyncError
 from weightsync.faults import inject
-from weightsync.holder.restore import BucketRestore, Restore
+from weightsync.holder.restore import BucketRestore, Restore, SecondCopyRestore
 from weightsync.holder.snapshots import HEADER_NBYTES, FlatSnapshot, SnapshotStore, read_headers
 from weightsync.holder.staging import Staging
 from weightsync.holder.update import BucketConsumer
@@ -260,7 +260,7 @@ class RefillRuns:
 
     def __init__(self, holder: str) -> None:
         self._holder = holder
-        self._running: Refill | Restore | BucketRestore | None = None
+        self._running: Refill | Restore | BucketRestore | SecondCopyRestore | None = None
 
     def run(
         self,
@@ -298,13 +298,16 @@ def open_refill(
     consumer: BucketConsumer,
     may_map: bool,
     timeout_s: float,
-) -> Refill | Restore | BucketRestore:
+) -> Refill | Restore | BucketRestore | SecondCopyRestore:
     """Return the refill of the engine rank from `snapshot`.
 
     `snapshots` is this holder's store, if its memory may be read. Raises StateError for a flat snapshot when
     this holder does not write the engine rank's memory.
     """
     if not snapshot.is_flat:
+        second = staging.mapped.second_copy() if staging.mapped and snapshot.on_device else None
+        if second and second.holds(snapshot):
+            return SecondCopyRestore(second, consumer, plan.num_buckets)
         if snapshots and staging.mapped and (parts := snapshots.parts(snapshot)):
             return BucketRestore(snapshot, parts, plan, staging.mapped, consumer, timeout_s)
         return Refill(snapshot, BucketSink(plan, staging, consumer, timeout_s), may_map, timeout_s)

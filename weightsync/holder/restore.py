@@ -1,4 +1,4 @@
-"""Refills an engine rank from snapshots that its holder has in page-locked memory."""
+"""Refills an engine rank from what its holder has in page-locked memory, or on the rank's GPU."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from weightsync.transports import Pending
 
 if TYPE_CHECKING:
     from weightsync.holder.device_staging import DeviceStaging
+    from weightsync.holder.second_copy import SecondCopy
 
 _STEP_NBYTES = 256 << 20  # between two steps it can be stopped
 _NUM_AHEAD = 2
@@ -130,6 +131,31 @@ class BucketRestore:
             portion = portions[bucket % len(portions)]
             struck = self._staging.slot(bucket)[portion.offset : portion.offset + portion.nbytes]
         inject("refill", bucket=bucket, num_buckets=self._plan.num_buckets, data=struck)
+
+
+class SecondCopyRestore:
+    """A refill from the second copy on the engine rank's GPU."""
+
+    def __init__(self, copy: SecondCopy, consumer: BucketConsumer, num_buckets: int) -> None:
+        self._copy, self._consumer, self._num_buckets = copy, consumer, num_buckets
+        self._stopped = ""
+
+    def run(self) -> Refilled:
+        """Copy everything. Raises TransportError when it was stopped, DeadlineError when the device hangs."""
+        begun = time.perf_counter()
+        inject("refill", bucket=0, num_buckets=1, data=self._copy.struck())
+        if self._stopped:
+            raise TransportError(self._stopped)
+        self._copy.write()
+        self._consumer.finish(self._num_buckets)
+        return Refilled({}, {}, time.perf_counter() - begun)
+
+    def stop(self, cause: str) -> None:
+        """Have `run` raise TransportError(`cause`) if it has not begun to copy."""
+        self._stopped = cause
+
+    def close(self) -> None:
+        """Release nothing: the copy is there for the next version."""
 
 
 def _check(held: Held, header: SnapshotHeader) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from weightsync.errors import StateError
+from weightsync.errors import StateError, TransportError
 from weightsync.faults import inject
 from weightsync.holder.snapshots import SnapshotContent, SnapshotStore
 from weightsync.memory.fingerprints import fingerprint
 from weightsync.memory.host_table import HostPart, HostTable
 from weightsync.plan import Plan
 from weightsync.protocol.handles import Offer
-from weightsync.protocol.messages import SnapshotHeader, StagedPart, StageTask
+from weightsync.protocol.messages import Snapshot, SnapshotHeader, StagedPart, StageTask, StagingMemory
 from weightsync.readers.mapped import can_map
+
+if TYPE_CHECKING:
+    from weightsync.holder.device_staging import DeviceStaging
 
 _CHUNK_NBYTES = 4 << 20
 """Bytes that one thread digests at a time."""
@@ -22,13 +26,19 @@ class StagedParts:
     """Fills the spare memory of a snapshot store, and digests what lies there.
 
     Attributes:
-        offers: how the memory of each part is read, for both versions.
+        memory: what was allocated.
     """
 
-    def __init__(self, plan: Plan, store: SnapshotStore, parts: Sequence[int]) -> None:
-        """Reserve memory for two versions of each of `parts`. Raises TransportError when it is short."""
-        self._plan, self._store = plan, store
-        self.offers = store.reserve_spares({part: plan.send_buffer_nbytes(part) for part in parts})
+    def __init__(
+        self, plan: Plan, store: SnapshotStore, parts: Sequence[int], engine: DeviceStaging | None
+    ) -> None:
+        """Reserve memory for two versions of each of `parts`. Raises TransportError when it is short.
+
+        If `engine`, reserve a second copy of its engine rank's weights, too, where its GPU has the memory.
+        """
+        self._plan, self._store, self._engine = plan, store, engine
+        offers = store.reserve_spares({part: plan.send_buffer_nbytes(part) for part in parts})
+        self.memory = _with_second_copy(offers, engine)
         # One table for each place, made now, so that no update plans anything.
         self._tables = {
             memory.data_ptr(): HostTable([*_parts(plan, part, memory.data_ptr())], len(plan.tensors))
@@ -54,7 +64,17 @@ class StagedParts:
             way = "mapped" if can_map(copy.offer) else copy.offer.protocol
             offer = self._store.replicate(copy, timeout_s, turn)
             staged.append(self._staged(task, copy.header, offer, way))
+        if task.to_device:
+            self._to_device(task.to_device, timeout_s)
         return staged
+
+    def _to_device(self, snapshot: Snapshot, timeout_s: float) -> None:
+        held = self._store.parts(snapshot)
+        if held is None:
+            raise StateError(f"{self._store.name} does not map all parts that were staged on its host")
+        if self._engine is None or (second := self._engine.second_copy()) is None:
+            raise StateError(f"{self._store.name} does not write its engine's weights any more")
+        second.fill(snapshot, held, self._engine, timeout_s)
 
     def _staged(self, task: StageTask, header: SnapshotHeader, offer: Offer, way: str) -> StagedPart:
         held = self._store.held(header)
@@ -66,6 +86,13 @@ class StagedParts:
         table = self._tables[held.bytes.data_ptr()]
         table.run_all()
         return StagedPart(header.part, offer, fingerprint(table.digests()), way, len(held.bytes))
+
+
+def _with_second_copy(offers: Mapping[int, Sequence[Offer]], engine: DeviceStaging | None) -> StagingMemory:
+    try:
+        return StagingMemory(offers, engine is not None and engine.second_copy() is not None)
+    except TransportError as error:
+        return StagingMemory(offers, has_second_copy=False, shortage=str(error))
 
 
 def _parts(plan: Plan, part: int, address: int) -> Iterator[HostPart]:

@@ -1,13 +1,15 @@
-"""2-D copies between bucket slots and the segments of one rank's memory."""
+"""2-D copies between buckets, or portions of them, and the segments of one rank's memory."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from weightsync.plan import Box, Piece, Plan, Segment
 from weightsync.plan.copies import BoxCopy, Copies, box_copies
+from weightsync.plan.portions import Portion
 
 
 def _meeting_boxes(
@@ -59,3 +61,29 @@ def bucket_rows(
         bounds.append(len(boxes))
     table, parent = box_copies(boxes)
     return Copies(*table.T), np.searchsorted(parent, bounds).tolist()
+
+
+def portion_rows(
+    plan: Plan,
+    segments: Sequence[Sequence[Segment]],
+    address: Mapping[str, int],
+    needs: Sequence[Sequence[Portion]],
+    places: Sequence[Sequence[int]],
+) -> Copies:
+    """Return all copies from portions of buckets to one rank's segments.
+
+    Args:
+        segments, address: as in `bucket_rows`.
+        needs: each bucket's portions that the rank needs, as of `needed_portions`.
+        places: the address of each.
+    """
+    boxes: list[BoxCopy] = []
+    for index, portions in enumerate(needs):
+        offsets = [portion.offset for portion in portions]
+        for piece in plan.bucket(index).pieces if portions else ():
+            # What is needed of a piece is in one portion, the last that begins before the piece ends.
+            nth = max(bisect_left(offsets, piece.offset + piece.nbytes) - 1, 0)
+            start = places[index][nth] + piece.offset - offsets[nth]
+            itemsize = plan.tensors[piece.tensor].itemsize
+            boxes += _meeting_boxes(piece.box, start, segments[piece.tensor], address, itemsize, into=True)
+    return Copies(*box_copies(boxes)[0].T)

@@ -153,12 +153,29 @@ class StageTask:
         copies: parts to copy from other holders.
         expected: the fingerprint of the whole version.
         digests: engines on its host take the parts, so they are digested.
+        to_device: what its engine rank needs of this version, staged on its host, goes to the rank's GPU.
     """
 
     save: SnapshotHeader | None
     copies: Sequence[SnapshotPart]
     expected: Fingerprint
     digests: bool
+    to_device: Snapshot | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StagingMemory:
+    """What a holder has allocated to stage in.
+
+    Attributes:
+        offers: how the memory of each part is read, for both versions.
+        has_second_copy: whether its engine rank's GPU has memory for one more version.
+        shortage: why it does not, if memory is the reason.
+    """
+
+    offers: Mapping[int, Sequence[Offer]]
+    has_second_copy: bool
+    shortage: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -191,6 +208,7 @@ class Snapshot:
             rank's live memory be read.
         is_flat: whether parts are flat snapshots.
         reserve: offers of parts on other hosts, read only if all of `parts` are lost.
+        on_device: the holder has also brought this version to its engine rank's GPU.
     """
 
     version: int
@@ -198,6 +216,7 @@ class Snapshot:
     parts: Mapping[int, Sequence[Offer]]
     is_flat: bool = False
     reserve: Mapping[int, Sequence[Offer]] = field(default_factory=dict)
+    on_device: bool = False
 
     def of_rank(self, rank: int) -> Snapshot:
         """Return the snapshot with only the parts that rank `rank` of an engine needs."""

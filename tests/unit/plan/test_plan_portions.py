@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from unittest import mock
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.plan.plan_strategies import World, worlds
+from weightsync.memory.bucket_copies import bucket_rows, portion_rows
+from weightsync.memory.host_copies import HostCopies
 from weightsync.plan import Box, Layout, Members, RankLayout, Segment, TensorMeta, make_plan, portions
 from weightsync.plan.plan import by_tensor
 from weightsync.plan.portions import Portion, needed_portions
@@ -35,6 +39,39 @@ def test_they_cover_what_the_rank_reads_from_the_slots(world: World, bucket_byte
                 step = steps[each.part]
                 assert each.source - each.offset == step.send_buffer_offset - step.offset
                 assert step.offset <= each.offset < each.offset + each.nbytes <= step.offset + step.nbytes
+
+
+@FEW
+@given(worlds(), st.sampled_from([256, 1024, 1 << 20]), st.sampled_from([0, 20, 1 << 18]))
+def test_they_write_what_the_buckets_write(world: World, bucket_bytes: int, gap: int) -> None:
+    plan = world.plan(bucket_bytes)
+    buckets = [torch.randint(256, (plan.max_bucket_nbytes,), dtype=torch.uint8) for _ in plan.buckets()]
+    layouts = [rank.layout(world.tensors, world.tied) for ranks in world.engines.values() for rank in ranks]
+    for layout in layouts:
+        segments = by_tensor(plan, layout)
+        with mock.patch.object(portions, "GAP_NBYTES", gap):
+            needs = [needed_portions(plan, bucket, segments) for bucket in range(plan.num_buckets)]
+        brought = [
+            [bucket[each.offset : each.offset + each.nbytes].clone() for each in its]
+            for bucket, its in zip(buckets, needs, strict=True)
+        ]
+        ours, theirs = (
+            {b.name: torch.zeros(b.nbytes + 1, dtype=torch.uint8) for b in layout.buffers} for _ in "ab"
+        )
+        places = [[each.data_ptr() for each in its] for its in brought]
+        copies = portion_rows(plan, segments, starts(ours), needs, places)
+        HostCopies(
+            copies, (0, len(copies)), [*ours.values(), *(each for its in brought for each in its)]
+        ).run(0)
+        rows, bounds = bucket_rows(plan, segments, starts(theirs), [b.data_ptr() for b in buckets], into=True)
+        whole = HostCopies(rows, bounds, [*theirs.values(), *buckets])
+        for bucket in range(plan.num_buckets):
+            whole.run(bucket)
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def starts(memory: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in memory.items()}
 
 
 def needed(pieces: object, tensors: object, segments: list[list[Segment]]) -> set[int]:
