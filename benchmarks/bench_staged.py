@@ -11,7 +11,8 @@ no clients and are not measured.
   arriving   from the call until engines pause: `publish` and `stage`
   tokens/s   of all clients while a version arrives, and before it with nothing else to do; a completion's
              tokens are spread evenly over its time
-  pause      from the first call to pause until the last engine serves: the phases after `stage`
+  pause      from the first call to pause until the last engine serves: the phases after `stage`, of which
+             `pause` waits for the step that runs, and `move` copies and verifies
   copy       the model's bytes from page-locked memory to the GPU, at the rate of a bare copy in the same run
   verify     the slowest rank's digests of its live weights
 """
@@ -46,8 +47,8 @@ _NUM_WARM = 2
 _SAMPLING = {"max_tokens": 8, "temperature": 0.0}
 _PROMPT = [5, 7, 11, 13]
 _COLUMNS = (
-    *("arriving ms", "tokens/s", "tokens/s arriving", "share", "pause ms", "pause range"),
-    *("copy ms", "rank verify ms", "total ms", "GB"),
+    *("arriving ms", "tokens/s", "tokens/s arriving", "share", "pause ms", "pause range", "step ms"),
+    *("move ms", "copy ms", "rank verify ms", "total ms", "GB"),
 )
 
 
@@ -172,6 +173,8 @@ def _row(found: Sequence[_Staged]) -> dict[str, object]:
     row = spread("total", [each.round.seconds for each in found])
     row |= spread("arriving", [_seconds(report, ("publish", "stage")) for report in reports])
     row |= spread("pause", [_seconds(report, ("pause", "move", "verify", "commit")) for report in reports])
+    for name, phase in {"step": "pause", "move": "move", "commit": "commit"}.items():
+        row |= spread(name, [report.phases[phase] for report in reports])
     row |= spread("rank verify", [_rank_verify(report) for report in reports])
     row |= {"tokens/s": statistics.median(idle), "tokens/s samples": idle}
     row |= {"tokens/s arriving": statistics.median(arriving), "tokens/s arriving samples": arriving}
