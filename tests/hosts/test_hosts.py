@@ -43,6 +43,7 @@ def why_not() -> str:
         "two_addresses",
         "direct",
         "live_sources",
+        "host_copies",
         "lost_links",
         "hasty_ray",
         "quickstart_loop",

@@ -87,6 +87,9 @@ class Refiller:
             connection, version, record = connected(), committed(), self._fleet.engines[name].record
             if waited and (record.state, record.version) == (EngineState.SERVING, version):
                 raise GaveWayError(f"engine {name} got version {version} from an update while it waited")
+            await self._snapshot_index.bring_near(version, connection, name)
+            if self._update_lock.is_wanted:
+                raise GaveWayError(f"engine {name} was not filled: an update brings a newer version")
             async with self._snapshot_index.sources(version, connection, name) as snapshot:
                 if snapshot is None or not self._fleet.engines[name].attached:
                     raise StateError(

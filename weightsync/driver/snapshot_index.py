@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from weightsync.config import SyncConfig
 from weightsync.driver.connect import Connection
@@ -16,15 +17,19 @@ from weightsync.driver.engine_state import EngineState
 from weightsync.driver.events import Events, HolderSilent
 from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
+from weightsync.driver.host_copies import HostCopies, Wanted
 from weightsync.driver.live_digests import LiveDigests
 from weightsync.driver.live_sources import LiveSources
-from weightsync.driver.source_choice import Candidates, SourceChoice
+from weightsync.driver.source_choice import Candidates
 from weightsync.driver.stager import StagedVersion
 from weightsync.errors import DeadlineError, PeerLostError, WeightSyncError
 from weightsync.protocol.handles import Offer
 from weightsync.protocol.messages import Fingerprint, LiveDigest, Snapshot, SnapshotHeader, SnapshotPart
 
 logger = logging.getLogger("weightsync.driver.snapshot_index")
+
+_UNFILLED = (EngineState.EMPTY, EngineState.STALE, EngineState.DEAD)
+"""States of engines that are filled soon, unless they were given up."""
 
 
 @dataclass(slots=True)
@@ -59,6 +64,7 @@ class SnapshotIndex:
     def __init__(self, config: SyncConfig, fleet: Fleet, events: Events, engine_group: EngineGroup) -> None:
         self._config, self._fleet, self._events = config, fleet, events
         self.live_sources = LiveSources(config, fleet, engine_group)
+        self._host_copies = HostCopies(config, fleet)
         self._copying: asyncio.Task[None] | None = None
         self._replicating: asyncio.Task[None] | None = None
         self._now = _Version()
@@ -143,15 +149,39 @@ class SnapshotIndex:
         tasks = [task for task in (self._copying, self._replicating) if task]
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, self.live_sources.withdrawn(), return_exceptions=True)
+        others = self._host_copies.stop(), self.live_sources.withdrawn()
+        await asyncio.gather(*tasks, *others, return_exceptions=True)
 
     def can_fill(self, version: int, connection: Connection, engine: str) -> bool:
         """Whether `engine` can be filled with `version`, from copies or from engines that serve it."""
-        return self._choose(version, connection, engine).suffices
+        return self._candidates(version, connection, engine).choose().suffices
 
     def is_near(self, version: int, connection: Connection, engine: str) -> bool:
         """Whether `engine` can be filled with `version` from its own host."""
-        return self._choose(version, connection, engine).is_near
+        return self._candidates(version, connection, engine).choose().is_near
+
+    async def bring_near(self, version: int, connection: Connection, engine: str) -> None:
+        """Have holders copy what several ranks on a host of `engine` would each read from other hosts.
+
+        They are then filled from these copies. What could not be copied each reads itself; it is logged.
+        """
+        layout, expected = self._layout(connection, engine), self.expected
+        hosts: defaultdict[str, list[int]] = defaultdict(list)
+        for holder in self._fleet.engines[engine].holders:
+            hosts[self._fleet.node(holder)].append(holder)
+
+        def wanted(host: str) -> Wanted:
+            if expected is None:
+                return ()
+            others = self._waiting(connection, engine).count(host)
+            shared = self._candidates(version, connection, engine).shared(host, others)
+            headers = {part: SnapshotHeader(version, layout, part) for part in shared}
+            return [(SnapshotPart(headers[part], its[0], expected), its[1:]) for part, its in shared.items()]
+
+        add = partial(self._now.add, layout)
+        copies = [self._host_copies.start(homes, wanted(host), add) for host, homes in hosts.items()]
+        if under_way := [task for task in copies if task]:
+            await asyncio.wait(under_way)  # not ended with this engine: others wait, too
 
     @asynccontextmanager
     async def sources(
@@ -161,7 +191,8 @@ class SnapshotIndex:
 
         Engines serve as sources while the body runs.
         """
-        choice, flat = self._choose(version, connection, engine), connection.flat_layouts.get(engine)
+        choice = self._candidates(version, connection, engine).choose()
+        flat = connection.flat_layouts.get(engine)
         if flat and (connection.in_place or choice.first.live):
             first, num_ranks = (
                 SnapshotHeader(version, flat.layout, flat.first),
@@ -175,7 +206,7 @@ class SnapshotIndex:
             first = SnapshotHeader(version, self._layout(connection, engine), 0)
             yield choice.snapshot(first, len(choice.first.copies), is_flat=False, live={})
 
-    def _choose(self, version: int, connection: Connection, engine: str) -> SourceChoice:
+    def _candidates(self, version: int, connection: Connection, engine: str) -> Candidates:
         layout, holders = self._layout(connection, engine), self._fleet.engines[engine].holders
         copies = self._now.offers.get(layout, {}) if version == self._now.number else {}
         return Candidates(
@@ -184,7 +215,16 @@ class SnapshotIndex:
             self.live_sources.by_host(version, connection, engine),
             [self._fleet.node(holder) for holder in holders],
             mixes=connection.in_place,
-        ).choose()
+        )
+
+    def _waiting(self, connection: Connection, engine: str) -> list[str]:
+        """Return the host of each rank of other engines that have yet to be filled with copies."""
+        return [
+            self._fleet.node(holder)
+            for name, member in self._fleet.engines.items()
+            if name not in (engine, *connection.flat_layouts) and member.record.state in _UNFILLED
+            for holder in member.holders
+        ]
 
     def _layout(self, connection: Connection, engine: str) -> str:
         """Return the layout of the copies that fill `engine`, "" if none do."""
@@ -212,6 +252,8 @@ class SnapshotIndex:
                 now.offers[header.layout][header.part] = []
                 for number, share in zip(having, shares, strict=True):
                     now.add(header.layout, header.part, share.offer, self._fleet.node(number))
+                for number in having[self._config.mirrors + 1 :]:
+                    self._host_copies.note(number, header)
                 if shares:
                     self.expected = shares[0].expected
                     if shares[0].live:
@@ -264,6 +306,7 @@ class SnapshotIndex:
             for header, home in parts
         }
         outcome = await gather_named(calls, "keep", self._config.timeout_s)
+        await self._host_copies.free()
         for error in outcome.failures.values():
             logger.warning("[driver · v%d] a snapshot is missing: %s", version, error)
             self._tell(error)
@@ -281,6 +324,7 @@ class SnapshotIndex:
     async def _keep_staged(self, staged: StagedVersion) -> None:
         calls = {f"holder {i}": self._fleet.holders[i].keep_staged(staged.version) for i in staged.parts}
         outcome = await gather_named(calls, "keep", self._config.timeout_s)
+        await self._host_copies.free()
         for error in outcome.failures.values():
             logger.warning("[driver · v%d] a snapshot is missing: %s", staged.version, error)
             self._tell(error)

@@ -106,6 +106,21 @@ class Candidates:
             return SourceChoice(Sources(live=[*self.live.values()]))
         return SourceChoice(Sources(self.copies))
 
+    def shared(self, host: str, others: int) -> Parts:
+        """Return copies of the parts that one holder on `host` is to copy for all ranks there.
+
+        `others`: the ranks of other engines there that need the same parts. Nothing is copied for one rank
+        alone, or where ranks read their own parts from live memory.
+        """
+        if (
+            self.mixes
+            or not self._are_whole
+            or self.nodes.count(host) + others < 2
+            or self.choose().first.live
+        ):
+            return {}
+        return {part: its for part, its in self.copies.items() if host not in map(self._host, its)}
+
     def _host(self, offer: Offer) -> str:
         return self.hosts[offer.holder]
 

@@ -42,6 +42,11 @@ class UpdateLock:
             del self._shared[name]
             ended.set()
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether an update runs, or waits for work on single engines to stop."""
+        return not self._idle.is_set()
+
     async def idle(self) -> None:
         """Wait until no update runs."""
         await self._idle.wait()

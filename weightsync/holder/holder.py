@@ -171,15 +171,14 @@ class Holder:
     def _prepare(self, plan: Plan, index: int, source: str) -> Prepared:
         self._leave()
         before, self._plan = self._plan, None  # if this fails half-way, the next call keeps no buffer
-        digest = plan.digest()
-        trainers, engines = plan.members.trainers, dict(plan.members.engines)
+        trainers, digest = plan.members.trainers, plan.digest()
         trainer = trainers.index(index) if index in trainers else -1
         in_place = bool(self._device) and source == self._device
         send_buffer, self._send_buffer = self._send_buffer, None
         self._send_buffer = send_buffer_for(
             plan, -1 if in_place else trainer, source, self._device, before, send_buffer
         )
-        engine = next((name for name, holders in engines.items() if index in holders), None)
+        engine = next((name for name, holders in plan.members.engines if index in holders), None)
         self.staging = self._stage(plan, index, engine is not None)
         self._plan, self._plan_digest, self._index, self._trainer = plan, digest, index, trainer
         if engine is not None:
@@ -208,8 +207,7 @@ class Holder:
         with self._moving:
             if unknown:
                 self._plan, self._plan_digest, self._index, self._trainer = plan, digest, -1, -1
-                self.staging = self._stage(plan, -1, receives=True)
-            elif self.staging is None or len(self.staging.slots) < plan.slots:
+            if unknown or self.staging is None or len(self.staging.slots) < plan.slots:
                 self.staging = self._stage(plan, self._index, receives=True)
             if self._feed:
                 self._feed.close()
@@ -308,8 +306,7 @@ class Holder:
         plan, staging = self._plan, self.staging
         if plan is None or staging is None:
             raise StateError(f"{self.name} has no plan: connect first")
-        clock = PhaseClock()
-        writing = self._live_source.writing(attempt) if feeding else nullcontext()
+        clock, writing = PhaseClock(), self._live_source.writing(attempt) if feeding else nullcontext()
         with clock.phase("move"), self._moving, writing, staging.queue():
             consumer = self._run(plan, staging, attempt, feeding, task, timeout_s)
         return Moved(clock.spans[0], consumer.waited_s, consumer.slow)
@@ -380,9 +377,13 @@ class Holder:
             raise StateError(f"{self.name} has nothing to keep: it is being connected again")
         return found
 
-    def replicate(self, snapshot_part: SnapshotPart, timeout_s: float) -> Offer:
-        """Copy another holder's snapshot. Raises ReadError or DeadlineError, naming that holder."""
-        return self._store().replicate(snapshot_part, timeout_s)
+    def replicate(self, snapshot_part: SnapshotPart, timeout_s: float, others: Sequence[Offer] = ()) -> Offer:
+        """Copy another holder's snapshot, as `RefillRuns.copy`. Raises as `refill`."""
+        return self._refills.copy(self._store(), snapshot_part, others, timeout_s)
+
+    def release(self, header: SnapshotHeader) -> None:
+        """Free a snapshot that `replicate` made, as `SnapshotStore.release`."""
+        self._store().release(header)
 
     def snapshots(self) -> list[SnapshotPart]:
         """Return its complete snapshots, after pending writes finish."""
@@ -426,7 +427,7 @@ class Holder:
             return self._refills.run(plan, snapshot, store, staging, consumer, may_map, timeout_s)
 
     def stop_refill(self, cause: str) -> None:
-        """End a running `refill`, which then raises TransportError."""
+        """End a running `refill` or `replicate`, which then raises TransportError."""
         self._refills.stop(cause)
 
     def offer_live(self, header: SnapshotHeader, attempt: int) -> Offer:
@@ -491,8 +492,7 @@ class Holder:
             if each:
                 each.close()
         with self._moving:  # a move that the driver gave up may run until its deadline
-            if self._feed:
-                self._feed.close()
-            if self.staging:
-                self.staging.close()
+            for held in (self._feed, self.staging):
+                if held:
+                    held.close()
         self._groups = self.cross_host = self._feed = self.staging = self._read = None

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from weightsync.errors import DeadlineError, ReadError, StateError, TransportError, WeightSyncError
 from weightsync.faults import inject
+from weightsync.holder.part_sink import PartSink
 from weightsync.holder.restore import BucketRestore, Restore, SecondCopyRestore
 from weightsync.holder.snapshots import HEADER_NBYTES, FlatSnapshot, SnapshotStore, read_headers
 from weightsync.holder.staging import Staging
@@ -19,7 +20,7 @@ from weightsync.memory.host import SharedBuffer
 from weightsync.plan import Plan
 from weightsync.plan.portions import Portion, all_portions
 from weightsync.protocol.handles import Offer
-from weightsync.protocol.messages import Refilled, Snapshot, SnapshotHeader
+from weightsync.protocol.messages import Refilled, Snapshot, SnapshotHeader, SnapshotPart
 from weightsync.readers import Read, Reader, open_reader
 from weightsync.transports import Pending
 
@@ -256,11 +257,11 @@ class FlatSink:
 
 
 class RefillRuns:
-    """The refills of one holder's engine rank, one at a time."""
+    """The refills of one holder's engine rank, one at a time, and the parts that it copies for its host."""
 
     def __init__(self, holder: str) -> None:
         self._holder = holder
-        self._running: Refill | Restore | BucketRestore | SecondCopyRestore | None = None
+        self._running: list[Refill | Restore | BucketRestore | SecondCopyRestore] = []
 
     def run(
         self,
@@ -274,20 +275,34 @@ class RefillRuns:
     ) -> Refilled:
         """Run the refill that `open_refill` returns for these. On an error the engine rank is told."""
         try:
-            self._running = open_refill(plan, snapshot, snapshots, staging, consumer, may_map, timeout_s)
-            return self._running.run()
+            return self._run(open_refill(plan, snapshot, snapshots, staging, consumer, may_map, timeout_s))
         except Exception as error:
             consumer.cancel(f"{self._holder}: {type(error).__name__}: {error}")
             raise
-        finally:
-            if self._running:
-                self._running.close()
-                self._running = None
+
+    def copy(
+        self, store: SnapshotStore, snapshot_part: SnapshotPart, others: Sequence[Offer], timeout_s: float
+    ) -> Offer:
+        """Copy another holder's part to `store`, from it and from `others` as `Refill.run` reads."""
+        header, offers = snapshot_part.header, (snapshot_part.offer, *others)
+        snapshot = Snapshot(header.version, header.layout, {header.part: offers})
+        with store.receiving(snapshot_part) as (buffer, offer):
+            done = self._run(Refill(snapshot, PartSink(header.part, buffer), True, timeout_s))
+        logger.info("copied part %d of version %d: %s", header.part, header.version, dict(done.bytes_from))
+        return offer
 
     def stop(self, cause: str) -> None:
-        """Stop the refill that runs, if any. It then raises TransportError(`cause`)."""
-        if refill := self._running:
-            refill.stop(cause)
+        """Stop what runs. It then raises TransportError(`cause`)."""
+        for each in [*self._running]:
+            each.stop(cause)
+
+    def _run(self, refill: Refill | Restore | BucketRestore) -> Refilled:
+        self._running.append(refill)
+        try:
+            return refill.run()
+        finally:
+            refill.close()
+            self._running.remove(refill)
 
 
 def open_refill(

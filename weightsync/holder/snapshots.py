@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeAlias
 
@@ -234,12 +235,31 @@ class SnapshotStore:
 
         Raises ReadError or DeadlineError, naming that holder.
         """
-        part, nbytes = snapshot_part.header.part, snapshot_part.offer.memory.nbytes - HEADER_NBYTES
+        with self.receiving(snapshot_part, turn) as (buffer, offer):
+            self._copy(snapshot_part, buffer, timeout_s, turn)
+        return offer
+
+    @contextmanager
+    def receiving(self, snapshot_part: SnapshotPart, turn: int = 0) -> Iterator[tuple[SharedBuffer, Offer]]:
+        """Yield memory for another holder's part, behind a header, and how it is read.
+
+        It is served once the body ends without an error.
+        """
+        header, nbytes = snapshot_part.header, snapshot_part.offer.memory.nbytes - HEADER_NBYTES
+        with self._changing[header.part]:
+            buffer, server = self._place(header.part, nbytes, turn)
+            yield buffer, server.offer
+            _write_header(buffer, header)
+            self._known(turn)[header.part] = replace(snapshot_part, offer=server.offer)
+
+    def release(self, header: SnapshotHeader) -> None:
+        """Free the memory of a part, unless it holds something newer or versions are staged there."""
+        part = header.part
         with self._changing[part]:
-            buffer, server = self._place(part, nbytes, turn)
-            self._copy(snapshot_part, nbytes, buffer, timeout_s, turn)
-            self._known(turn)[part] = replace(snapshot_part, offer=server.offer)
-        return server.offer
+            kept = self._kept.get(part)
+            if part in self._shares and part not in self._spares and (not kept or kept.header == header):
+                self._kept.pop(part, None)
+                self._drop(self._shares, part)
 
     def keep(self, version: int) -> None:
         """Make the staged parts of `version` the snapshots. Snapshots of parts without spare memory go."""
@@ -264,10 +284,8 @@ class SnapshotStore:
                 pass
         return [*self._kept.values()]
 
-    def _copy(
-        self, snapshot_part: SnapshotPart, nbytes: int, buffer: SharedBuffer, timeout_s: float, turn: int
-    ) -> None:
-        offer, wanted = snapshot_part.offer, snapshot_part.header
+    def _copy(self, snapshot_part: SnapshotPart, buffer: SharedBuffer, timeout_s: float, turn: int) -> None:
+        offer, wanted, nbytes = snapshot_part.offer, snapshot_part.header, len(_body(buffer))
         reader = open_reader([buffer], {offer.holder: offer})
         try:
             for at in range(HEADER_NBYTES, HEADER_NBYTES + nbytes, _STEP_NBYTES):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,6 +79,33 @@ def test_else_at_least_as_many_hosts_are_read_as_have_copies(all_of: Candidates)
     if exists and not all_of.choose().is_near and all(all_of.copies.values()) and len(all_of.nodes) == 1:
         copied = {all_of.hosts[each.holder] for its in all_of.copies.values() for each in its}
         assert len(read) >= len(copied)
+
+
+@given(candidates(), st.sampled_from(HOSTS), st.integers(0, 3))
+def test_a_host_copies_what_it_lacks_if_several_ranks_would_read_it(
+    all_of: Candidates, host: str, others: int
+) -> None:
+    num_ranks, first = all_of.nodes.count(host) + others, all_of.choose().first
+    shared = all_of.shared(host, others)
+    if all_of.mixes or first.live or num_ranks < 2 or not all(all_of.copies.values()):
+        assert shared == {}
+        return
+    for part, offers in all_of.copies.items():
+        has = host in {all_of.hosts[each.holder] for each in offers}
+        assert shared.get(part) == (None if has else offers)
+
+
+@given(candidates(), st.integers(0, 3))
+def test_what_is_copied_makes_all_near_and_is_not_copied_again(all_of: Candidates, others: int) -> None:
+    host = all_of.nodes[0]
+    if not (shared := all_of.shared(host, others)):
+        return
+    near = offer("the host's")
+    copies = {part: [*its, *([near] if part in shared else [])] for part, its in all_of.copies.items()}
+    now = replace(all_of, copies=copies, hosts={**all_of.hosts, near.holder: host})
+    assert now.shared(host, others) == {}
+    assert now.choose().is_near
+    assert filled(now)[1] == {host}
 
 
 def test_copies_that_are_read_by_rdma_leave_engines_alone() -> None:

@@ -128,3 +128,32 @@ def test_both_versions_of_another_holders_part_are_mapped_once(stores: list[Snap
     second.map({0: offers[0][:1]})
     mapped = [second.held(header(version)) for version in (2, 3)]
     assert sum(held is not None for held in mapped) == 1
+
+
+def test_a_part_is_freed_unless_it_has_another_version_or_versions_are_staged_there(
+    stores: list[SnapshotStore],
+) -> None:
+    store = stores[0]
+    store.snapshot(header(1), EXPECTED, Filled(1))
+    store.release(header(1))
+    assert value(store, 1) == 1
+    store.reserve_spares({})
+    store.release(header(2))
+    assert value(store, 1) == 1
+    store.release(header(1))
+    assert store.snapshots() == []
+    assert store.memory(0) == []
+    store.release(header(1))
+
+
+def test_what_was_not_received_to_its_end_is_not_served_and_can_be_freed(stores: list[SnapshotStore]) -> None:
+    first, second = stores
+    first.snapshot(header(1), EXPECTED, Filled(7))
+    (part,) = first.snapshots()
+    second.reserve_spares({})
+    with pytest.raises(ReadError), second.receiving(part):
+        raise ReadError("holder 0", "it is gone")
+    assert second.snapshots() == []
+    assert value(second, 1) is None
+    second.release(header(1))
+    assert second.memory(0) == []

@@ -1,0 +1,196 @@
+"""What several ranks of a host would each read from other hosts, one holder there copies for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from tests.hosts_fleet import Hosts, drive
+from tests.live_fleet import CONFIG, commit
+from weightsync.driver.refill import GaveWayError
+from weightsync.errors import TransportError
+from weightsync.holder import part_sink
+from weightsync.holder.part_sink import PartSink
+from weightsync.holder.refill import Refill
+from weightsync.holder.snapshots import HEADER_NBYTES
+from weightsync.protocol.messages import Refilled
+
+COPIES = replace(CONFIG, keep_versions=2, mirrors=0)
+ENGINES = {"e0": "b", "e1": "b", "e2": "b", "e3": "b"}
+TRAINERS = "ab"
+STEP_NBYTES = 8192
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Count what refills and copies read of each holder."""
+    nbytes, run = Counter[str](), Refill.run
+
+    def counting(refill: Refill) -> Refilled:
+        done = run(refill)
+        nbytes.update(done.bytes_from)
+        return done
+
+    monkeypatch.setattr(Refill, "run", counting)
+    monkeypatch.setattr(part_sink, "STEP_NBYTES", STEP_NBYTES)
+    return nbytes
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, step: int, act: Callable[[], None]) -> None:
+    """Call `act` once, when a copy comes to its step number `step`."""
+    done = threading.Event()
+
+    def acting(_: PartSink, bucket: int) -> None:
+        if bucket == step and not done.is_set():
+            done.set()
+            act()
+
+    monkeypatch.setattr(PartSink, "wait_free", acting)
+
+
+async def join(loop: Hosts, *names: str, on: str = "d") -> None:
+    """Replace each engine by a new one on `on`, which is connected but holds no weights yet."""
+    for name in names:
+        loop.respawn(name, on=on)
+        await loop.controller.adopt(name)
+
+
+async def fill(loop: Hosts, *names: str) -> None:
+    await asyncio.gather(*(loop.controller.refill(name) for name in names))
+    assert {name: loop.wrong(name) for name in names} == {name: [] for name in names}
+
+
+def size(loop: Hosts, holder: int) -> int:
+    """Return the bytes of the part that a holder keeps."""
+    (part,) = loop.holders[holder].snapshots()
+    return part.offer.memory.nbytes - HEADER_NBYTES
+
+
+def kept(loop: Hosts) -> list[int]:
+    """Return the holders that keep any part."""
+    return [i for i, holder in enumerate(loop.holders) if holder.snapshots()]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_each_byte_crosses_once_for_two_engines_whose_memory_nobody_maps(
+    read: Counter[str], at_once: bool
+) -> None:
+    async def work(loop: Hosts) -> None:
+        await commit(loop)
+        await join(loop, "e1", "e2")
+        for names in (("e1", "e2"),) if at_once else (("e1",), ("e2",)):
+            await fill(loop, *names)
+        sizes = {f"holder {i}": size(loop, i) for i in (0, 1)}
+        assert {holder: read[holder] for holder in sizes} == sizes
+        assert 2 * loop.size <= read["holder 6"] <= 2 * sum(sizes.values())
+        assert kept(loop) == [0, 1, 6]
+        await join(loop, "e3")  # the copy stays for the next one that joins
+        await fill(loop, "e3")
+        assert {holder: read[holder] for holder in sizes} == sizes
+        async with loop.controller.exclusive():
+            await loop.controller.connect()
+            await loop.update(2)
+        await loop.controller.snapshot_index.settled()
+        assert kept(loop) == [0, 1]
+        assert loop.holders[6].snapshot_store is not None
+        assert [*loop.holders[6].snapshot_store.memory(0)] == []
+
+    drive(work, TRAINERS, ENGINES, COPIES, trainers_on="", alone=[*ENGINES])
+
+
+def test_each_byte_crosses_once_for_two_ranks_that_need_all_copies(read: Counter[str]) -> None:
+    async def work(loop: Hosts) -> None:
+        await commit(loop)
+        await join(loop, "e1", on="dd")
+        await fill(loop, "e1")
+        assert read.keys() == {"holder 0", "holder 5"}
+        assert read["holder 0"] == size(loop, 0)
+        assert 2 * loop.size <= read["holder 5"] <= 2 * size(loop, 0)
+
+    drive(work, "a", {"e0": "bb", "e1": "bb"}, COPIES, trainers_on="", alone=["e0", "e1"])
+
+
+def test_one_engine_alone_reads_for_itself_and_no_memory_is_taken(read: Counter[str]) -> None:
+    async def work(loop: Hosts) -> None:
+        await commit(loop)
+        await join(loop, "e1")
+        await fill(loop, "e1")
+        assert read.keys() == {"holder 0", "holder 1"}
+        assert kept(loop) == [0, 1]
+
+    drive(work, TRAINERS, ENGINES, COPIES, trainers_on="", alone=[*ENGINES])
+
+
+def test_a_source_that_dies_while_a_copy_is_made_is_replaced_from_there_on(
+    read: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(loop: Hosts) -> None:
+        await commit(loop)
+        assert kept(loop) == [0, 1]
+        store = loop.holders[1].snapshot_store
+        assert store is not None
+        at_step(monkeypatch, 2, store.close)
+        await join(loop, "e1", "e2")
+        read.clear()  # the mirror is a copy, too
+        await fill(loop, "e1", "e2")
+        assert read["holder 1"] == STEP_NBYTES  # half of each step before
+        assert read["holder 0"] == size(loop, 0) - STEP_NBYTES
+        assert read["holder 5"] >= 2 * loop.size
+
+    monkeypatch.setattr("weightsync.holder.refill.LEAST_CUT_NBYTES", 1)
+    monkeypatch.setattr("weightsync.readers.mapped.can_map", lambda _: False)  # which outlives its holder
+    drive(work, "a", ENGINES, replace(COPIES, mirrors=1), hidden=240, trainers_on="", alone=[*ENGINES])
+
+
+def test_where_no_copy_can_be_made_each_reads_for_itself(read: Counter[str]) -> None:
+    def short(*_: object) -> None:
+        raise TransportError("the host is short of memory")
+
+    async def work(loop: Hosts) -> None:
+        await commit(loop)
+        await join(loop, "e1", "e2")
+        loop.holders[6].replicate = short  # type: ignore[method-assign, assignment]
+        await fill(loop, "e1", "e2")
+        assert read.keys() == {"holder 0", "holder 1"}
+        assert kept(loop) == [0, 1]
+
+    drive(work, TRAINERS, ENGINES, COPIES, trainers_on="", alone=[*ENGINES])
+
+
+def test_an_update_ends_a_copy_and_both_engines_take_part_in_it(
+    read: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(loop: Hosts) -> None:
+        await commit(loop)
+        await join(loop, "e1", "e2")
+        events, copying, wanted = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+        def wait() -> None:
+            events.call_soon_threadsafe(copying.set)
+            assert wanted.wait(CONFIG.timeout_s)
+
+        at_step(monkeypatch, 1, wait)
+        refills = [asyncio.ensure_future(loop.controller.refill(name)) for name in ("e1", "e2")]
+        await copying.wait()
+        stop = loop.holders[6].stop_refill
+
+        def stopping(cause: str) -> None:
+            stop(cause)
+            wanted.set()
+
+        loop.holders[6].stop_refill = stopping  # type: ignore[method-assign]
+        async with loop.controller.exclusive():
+            outcomes = await asyncio.gather(*refills, return_exceptions=True)
+            assert [type(outcome) for outcome in outcomes] == [GaveWayError] * 2
+            await loop.controller.connect()
+            await loop.update(2)
+        await loop.controller.snapshot_index.settled()
+        assert not read
+        assert kept(loop) == [0, 1]
+
+    drive(work, TRAINERS, ENGINES, COPIES, trainers_on="", alone=[*ENGINES])
