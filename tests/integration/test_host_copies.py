@@ -9,16 +9,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 
+from tests.fleets.loop import Loop
+from tests.fleets.loop import drive as drive_loop
 from tests.hosts_fleet import Hosts, drive
 from tests.live_fleet import CONFIG, commit
+from weightsync.config import SyncConfig
+from weightsync.driver.engine_state import EngineState
+from weightsync.driver.fleet import EngineMember
 from weightsync.driver.refill import GaveWayError
-from weightsync.errors import TransportError
+from weightsync.errors import TransportError, VerifyError
 from weightsync.holder import part_sink
+from weightsync.holder.holder import Holder
 from weightsync.holder.part_sink import PartSink
 from weightsync.holder.refill import Refill
 from weightsync.holder.snapshots import HEADER_NBYTES
 from weightsync.protocol.messages import Refilled
+from weightsync.testing import DictEngine, LocalEngine, LocalPeer
 
 COPIES = replace(CONFIG, keep_versions=2, mirrors=0)
 ENGINES = {"e0": "b", "e1": "b", "e2": "b", "e3": "b"}
@@ -65,7 +73,7 @@ async def fill(loop: Hosts, *names: str) -> None:
     assert {name: loop.wrong(name) for name in names} == {name: [] for name in names}
 
 
-def size(loop: Hosts, holder: int) -> int:
+def size(loop: Hosts | Loop, holder: int) -> int:
     """Return the bytes of the part that a holder keeps."""
     (part,) = loop.holders[holder].snapshots()
     return part.offer.memory.nbytes - HEADER_NBYTES
@@ -162,6 +170,28 @@ def test_where_no_copy_can_be_made_each_reads_for_itself(read: Counter[str]) -> 
     drive(work, TRAINERS, ENGINES, COPIES, trainers_on="", alone=[*ENGINES])
 
 
+def test_a_copy_with_wrong_bytes_is_made_anew(read: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    spoiled = iter([True])
+
+    def finish(sink: PartSink) -> None:
+        if next(spoiled, False):
+            sink.targets[0].tensor[-1000:] += 1
+
+    monkeypatch.setattr(PartSink, "finish", finish)
+
+    async def work(loop: Hosts) -> None:
+        await commit(loop)
+        await join(loop, "e1", "e2")
+        with pytest.raises(VerifyError, match="wrong bytes"):
+            await fill(loop, "e1")
+        assert loop.fleet.engines["e1"].record.state is EngineState.STALE
+        await fill(loop, "e1", "e2")
+        assert read["holder 0"] == 2 * size(loop, 0)
+        assert read["holder 5"] >= 3 * loop.size
+
+    drive(work, "a", ENGINES, COPIES, trainers_on="", alone=[*ENGINES])
+
+
 def test_an_update_ends_a_copy_and_both_engines_take_part_in_it(
     read: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,3 +224,45 @@ def test_an_update_ends_a_copy_and_both_engines_take_part_in_it(
         assert kept(loop) == [0, 1]
 
     drive(work, TRAINERS, ENGINES, COPIES, trainers_on="", alone=[*ENGINES])
+
+
+class Joining(Loop):
+    """Three engines on a host without the trainer. Each can be replaced by a new one on another host."""
+
+    def __init__(self, config: SyncConfig) -> None:
+        super().__init__(config, num_engines=3)
+        self.fleet.nodes[:] = "abbb"
+
+    def move(self, name: str, to: str) -> None:
+        self.engines[name].close()
+        zeros = {each: torch.zeros_like(tensor) for each, tensor in self.model.state_dict().items()}
+        self.engines[name], number = DictEngine(name, zeros), len(self.holders)
+        self.holders.append(Holder(f"holder {number}", "127.0.0.1"))
+        self.fleet.holders.append(LocalPeer(self.holders[number]))
+        self.fleet.nodes.append(to)
+        self.fleet.engines[name] = EngineMember(LocalEngine(self.engines[name]), (number,))
+
+
+def test_the_next_version_that_is_staged_takes_the_copys_place(read: Counter[str]) -> None:
+    async def work(loop: Loop) -> None:
+        assert isinstance(loop, Joining)
+        await loop.controller.connect()
+        await loop.controller.update(1)
+        for name in ("e1", "e2"):
+            loop.move(name, "d")
+            await loop.controller.adopt(name)
+        read.clear()  # engines take staged versions in the same way
+        assert [len(holder.snapshots()) for holder in loop.holders] == [1, 1, 0, 0, 0, 0]
+        await asyncio.gather(*(loop.controller.refill(name) for name in ("e1", "e2")))
+        assert [len(holder.snapshots()) for holder in loop.holders[4:]] == [1, 0]
+        assert read["holder 0"] + read["holder 1"] == size(loop, 0)
+        for version in (2, 3):
+            loop.train()
+            await loop.controller.connect()
+            assert (await loop.controller.update(version)).engines == dict.fromkeys(loop.engines, version)
+            await loop.controller.snapshot_index.settled()
+            assert all(loop.holds_the_models_weights(name) for name in loop.engines)
+            found = [part.header.version for holder in loop.holders for part in holder.snapshots()]
+            assert found == [version] * 3
+
+    drive_loop(work, replace(COPIES, stage="host"), Joining)

@@ -145,6 +145,8 @@ class Refiller:
             assert self._snapshot_index.expected is not None
             wrong = await self._comparison.wrong(connection.plan, loaded, self._snapshot_index.expected)
             verified = self._engine_group.judge(version, wrong, {})
+            if name not in verified:
+                self._snapshot_index.doubt(refilled.bytes_from)
         with clock.phase("commit"):
             if not await self._engine_group.resume(verified, version):
                 raise self._engine_group.failures[name]

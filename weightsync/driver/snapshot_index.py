@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -263,11 +263,18 @@ class SnapshotIndex:
                 return version
         return 0
 
-    def lost(self, holder: str) -> None:
-        """Forget the snapshots of a lost holder."""
+    def lost(self, holder: str, part: int | None = None) -> None:
+        """Forget the snapshots of a lost holder, or only that of a part."""
         for parts in self._now.offers.values():
             for number, offers in parts.items():
-                parts[number] = [offer for offer in offers if offer.holder != holder]
+                if part in (number, None):
+                    parts[number] = [offer for offer in offers if offer.holder != holder]
+
+    def doubt(self, holders: Iterable[str]) -> None:
+        """Forget what any of `holders` copied for its host: an engine that read it has other bytes."""
+        for holder in holders:
+            for part in self._host_copies.parts[holder]:
+                self.lost(holder, part)
 
     def _parts(
         self, version: int, connection: Connection, everyone: bool = False

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from weightsync.errors import DeadlineError, ReadError, StateError, TransportError, WeightSyncError
-from weightsync.faults import inject
+from weightsync.faults import has_faults, inject
 from weightsync.holder.part_sink import PartSink
 from weightsync.holder.restore import BucketRestore, Restore, SecondCopyRestore
 from weightsync.holder.snapshots import HEADER_NBYTES, FlatSnapshot, SnapshotStore, read_headers
@@ -53,15 +53,9 @@ class Refill:
         when it was stopped.
         """
         begun = time.perf_counter()
-        num_buckets = self._sink.num_buckets
-        for bucket in range(num_buckets):
+        for bucket in range(self._sink.num_buckets):
             self._sink.wait_free(bucket)
-            target = bucket % (len(self._targets) - 1)
-            portions = self._sink.portions(bucket)
-            self._read_bucket(bucket, portions, target)
-            struck = portions[bucket % len(portions)]
-            data = self._targets[target].tensor[struck.offset : struck.offset + struck.nbytes]
-            inject("refill", bucket=bucket, num_buckets=num_buckets, data=data)
+            self._read_bucket(bucket, self._sink.portions(bucket), bucket % (len(self._targets) - 1))
             self._sink.land(bucket)
         self._check(self._open())  # no snapshot may have been replaced during the reads
         self._sink.finish()
@@ -212,6 +206,7 @@ class BucketSink:
         self._consumer.wait_free(bucket)
 
     def land(self, bucket: int) -> None:
+        _inject(self, bucket)
         self._staging.put(bucket, self._timeout_s)
         self._consumer.offer(bucket)
 
@@ -244,6 +239,7 @@ class FlatSink:
             self._landing.popleft().wait()
 
     def land(self, bucket: int) -> None:
+        _inject(self, bucket)
         first, nbytes = self._range(bucket)
         self._flat.load(self.targets[bucket % len(self.targets)].tensor[:nbytes], first)
         self._landing.append(self._staging.mark(f"filling of bucket {bucket}", self._timeout_s))
@@ -254,6 +250,14 @@ class FlatSink:
     def _range(self, bucket: int) -> tuple[int, int]:
         first = bucket * self._step
         return first, min(self._step, self._flat.nbytes - first)
+
+
+def _inject(sink: RefillSink, bucket: int) -> None:
+    if has_faults():
+        portions = sink.portions(bucket)
+        struck = portions[bucket % len(portions)]
+        data = sink.targets[bucket % len(sink.targets)].tensor[struck.offset : struck.offset + struck.nbytes]
+        inject("refill", bucket=bucket, num_buckets=sink.num_buckets, data=data)
 
 
 class RefillRuns:
