@@ -16,6 +16,7 @@ from tests.fleets.loop import drive as drive_loop
 from tests.hosts_fleet import Hosts, drive
 from tests.live_fleet import CONFIG, commit
 from weightsync.config import SyncConfig
+from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.fleet import EngineMember
 from weightsync.driver.refill import GaveWayError
@@ -192,8 +193,9 @@ def test_a_copy_with_wrong_bytes_is_made_anew(read: Counter[str], monkeypatch: p
     drive(work, "a", ENGINES, COPIES, trainers_on="", alone=[*ENGINES])
 
 
+@pytest.mark.parametrize("hears", [True, False])
 def test_an_update_ends_a_copy_and_both_engines_take_part_in_it(
-    read: Counter[str], monkeypatch: pytest.MonkeyPatch
+    read: Counter[str], monkeypatch: pytest.MonkeyPatch, hears: bool
 ) -> None:
     async def work(loop: Hosts) -> None:
         await commit(loop)
@@ -210,17 +212,19 @@ def test_an_update_ends_a_copy_and_both_engines_take_part_in_it(
         stop = loop.holders[6].stop_refill
 
         def stopping(cause: str) -> None:
-            stop(cause)
-            wanted.set()
+            if hears:
+                stop(cause)
+                wanted.set()
 
         loop.holders[6].stop_refill = stopping  # type: ignore[method-assign]
         async with loop.controller.exclusive():
             outcomes = await asyncio.gather(*refills, return_exceptions=True)
             assert [type(outcome) for outcome in outcomes] == [GaveWayError] * 2
+            wanted.set()
             await loop.controller.connect()
             await loop.update(2)
         await loop.controller.snapshot_index.settled()
-        assert not read
+        assert not (read and hears)
         assert kept(loop) == [0, 1]
 
     drive(work, TRAINERS, ENGINES, COPIES, trainers_on="", alone=[*ENGINES])
@@ -266,3 +270,25 @@ def test_the_next_version_that_is_staged_takes_the_copys_place(read: Counter[str
             assert found == [version] * 3
 
     drive_loop(work, replace(COPIES, stage="host"), Joining)
+
+
+def test_a_driver_that_takes_over_uses_the_copy_and_has_it_freed(read: Counter[str]) -> None:
+    async def work(loop: Hosts) -> None:
+        await commit(loop)
+        await join(loop, "e1", "e2")
+        await fill(loop, "e1", "e2")
+        loop.controller = Controller(COPIES, loop.fleet)
+        async with loop.controller.exclusive():
+            await loop.controller.connect()
+            await loop.controller.restore()
+        read.clear()
+        await join(loop, "e3")
+        await fill(loop, "e3")
+        assert read.keys() == {"holder 5"}
+        async with loop.controller.exclusive():
+            await loop.controller.connect()
+            await loop.update(2)
+        await loop.controller.snapshot_index.settled()
+        assert kept(loop) == [0]
+
+    drive(work, "a", ENGINES, COPIES, trainers_on="", alone=[*ENGINES])

@@ -195,6 +195,7 @@ class Refiller:
         why = "an update brings a newer version"
         calls = {f"holder {i}": self._fleet.holders[i].stop_refill(why) for i in member.holders}
         await gather_named(calls, "stop", GRACE_S)
+        await self._snapshot_index.host_copies.stop()  # those of a holder that did not answer
 
     async def _read(
         self, name: str, ranks: Sequence[Snapshot], limit_s: float, *, may_map: bool, phase: str = "refill"

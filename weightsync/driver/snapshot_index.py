@@ -58,13 +58,14 @@ class SnapshotIndex:
     Attributes:
         expected: the version's fingerprint.
         live: digests of parameters that engines converted. Copies of them keep theirs.
+        host_copies: copies that several engine ranks of a host read, which count as snapshots.
         live_sources: engines that serve the version, which others can read where there are no copies.
     """
 
     def __init__(self, config: SyncConfig, fleet: Fleet, events: Events, engine_group: EngineGroup) -> None:
         self._config, self._fleet, self._events = config, fleet, events
         self.live_sources = LiveSources(config, fleet, engine_group)
-        self._host_copies = HostCopies(config, fleet)
+        self.host_copies = HostCopies(config, fleet)
         self._copying: asyncio.Task[None] | None = None
         self._replicating: asyncio.Task[None] | None = None
         self._now = _Version()
@@ -149,7 +150,7 @@ class SnapshotIndex:
         tasks = [task for task in (self._copying, self._replicating) if task]
         for task in tasks:
             task.cancel()
-        others = self._host_copies.stop(), self.live_sources.withdrawn()
+        others = self.host_copies.stop(), self.live_sources.withdrawn()
         await asyncio.gather(*tasks, *others, return_exceptions=True)
 
     def can_fill(self, version: int, connection: Connection, engine: str) -> bool:
@@ -165,21 +166,21 @@ class SnapshotIndex:
 
         They are then filled from these copies. What could not be copied each reads itself; it is logged.
         """
-        layout, expected = self._layout(connection, engine), self.expected
+        if (expected := self.expected) is None:
+            return
+        layout = self._layout(connection, engine)
         hosts: defaultdict[str, list[int]] = defaultdict(list)
         for holder in self._fleet.engines[engine].holders:
             hosts[self._fleet.node(holder)].append(holder)
 
         def wanted(host: str) -> Wanted:
-            if expected is None:
-                return ()
             others = self._waiting(connection, engine).count(host)
             shared = self._candidates(version, connection, engine).shared(host, others)
             headers = {part: SnapshotHeader(version, layout, part) for part in shared}
             return [(SnapshotPart(headers[part], its[0], expected), its[1:]) for part, its in shared.items()]
 
         add = partial(self._now.add, layout)
-        copies = [self._host_copies.start(homes, wanted(host), add) for host, homes in hosts.items()]
+        copies = [self.host_copies.start(homes, wanted(host), add) for host, homes in hosts.items()]
         if under_way := [task for task in copies if task]:
             await asyncio.wait(under_way)  # not ended with this engine: others wait, too
 
@@ -253,7 +254,7 @@ class SnapshotIndex:
                 for number, share in zip(having, shares, strict=True):
                     now.add(header.layout, header.part, share.offer, self._fleet.node(number))
                 for number in having[self._config.mirrors + 1 :]:
-                    self._host_copies.note(number, header)
+                    self.host_copies.note(number, header)
                 if shares:
                     self.expected = shares[0].expected
                     if shares[0].live:
@@ -273,7 +274,7 @@ class SnapshotIndex:
     def doubt(self, holders: Iterable[str]) -> None:
         """Forget what any of `holders` copied for its host: an engine that read it has other bytes."""
         for holder in holders:
-            for part in self._host_copies.parts[holder]:
+            for part in self.host_copies.parts[holder]:
                 self.lost(holder, part)
 
     def _parts(
@@ -313,7 +314,7 @@ class SnapshotIndex:
             for header, home in parts
         }
         outcome = await gather_named(calls, "keep", self._config.timeout_s)
-        await self._host_copies.free()
+        await self.host_copies.free()
         for error in outcome.failures.values():
             logger.warning("[driver · v%d] a snapshot is missing: %s", version, error)
             self._tell(error)
@@ -331,7 +332,7 @@ class SnapshotIndex:
     async def _keep_staged(self, staged: StagedVersion) -> None:
         calls = {f"holder {i}": self._fleet.holders[i].keep_staged(staged.version) for i in staged.parts}
         outcome = await gather_named(calls, "keep", self._config.timeout_s)
-        await self._host_copies.free()
+        await self.host_copies.free()
         for error in outcome.failures.values():
             logger.warning("[driver · v%d] a snapshot is missing: %s", staged.version, error)
             self._tell(error)
