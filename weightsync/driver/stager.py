@@ -99,8 +99,9 @@ class Stager:
         shortages = await self._reserve(self._fleet.live(), everyone=True)
         if shortages and self._config.stage == "device":
             holder, why = next(iter(shortages.items()))
-            remedy = "give host, or leave its GPU more, as by a lower gpu_memory_utilization"
-            raise ConfigError("sync.stage", "device", f"holder {holder} has no second copy: {why}; {remedy}")
+            raise ConfigError(
+                "sync.stage", "device", f"holder {holder} has no second copy: {why}, or give host"
+            )
         await self._map(self._fleet.live())
 
     async def stage(

@@ -53,10 +53,10 @@ def take_slots(
     try:
         while len(slots) < plan.slots:
             slots.append(DeviceBuffer.create(plan.max_bucket_nbytes))
-    except TransportError:
+    except TransportError as error:
         for slot in slots:
             slot.close()
-        raise
+        raise TransportError(f"{error}, or lower sync.bucket_bytes") from error
     return slots, before
 
 

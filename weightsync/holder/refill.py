@@ -300,7 +300,7 @@ class RefillRuns:
         for each in [*self._running]:
             each.stop(cause)
 
-    def _run(self, refill: Refill | Restore | BucketRestore) -> Refilled:
+    def _run(self, refill: Refill | Restore | BucketRestore | SecondCopyRestore) -> Refilled:
         self._running.append(refill)
         try:
             return refill.run()

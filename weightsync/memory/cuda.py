@@ -57,8 +57,8 @@ def malloc(nbytes: int) -> int:
             raise
         free_nbytes, total = runtime.memGetInfo()
         raise TransportError(
-            f"cannot take {nbytes} bytes on {_device()}: {free_nbytes} of {total} are free; lower "
-            "sync.bucket_bytes, or leave more of the device to weight sync"
+            f"cannot take {nbytes} bytes on {_device()}: {free_nbytes} of {total} are free; leave more of "
+            "the device to weight sync, such as by a lower gpu_memory_utilization of its engine"
         ) from error
 
 
