@@ -15,7 +15,7 @@ from ray import cloudpickle
 __all__ = ["Cost", "Instant", "Ledger", "Message", "Stored", "Wire"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: making them counts as the driver's time
 class Message:
     """A pickled object and its buffers, which Ray carries beside the pickle."""
 
@@ -63,7 +63,7 @@ class Stored:
         return self.nbytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: making them counts as the driver's time
 class Instant:
     """Seconds by the wall clock and by this process's processors."""
 
@@ -136,11 +136,13 @@ class Ledger:
         cost.nbytes_out += Message.of(sent_along, cloudpickle.dumps).nbytes
         cost.nbytes_out += sum(each.bring(host) for each in stored)
         sent = Instant.now()
+        collects = gc.isenabled()
         gc.disable()  # objects that a peer makes are freed before the driver goes on
         value = answer(*(each.value if isinstance(each, Stored) else each for each in args))
         message = value.again() if isinstance(value, Message) else Message.of(value)
         del value
-        gc.enable()
+        if collects:
+            gc.enable()
         arrived = Instant.now()
         loaded = message.load()
         cost.nbytes_in += message.nbytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -73,6 +74,19 @@ def test_links_say_who_takes_how_much_from_how_far_away() -> None:
         assert near.nbytes >= sent
         assert replace(near, nbytes=0) == Link("holder 0", "engine e0 rank 0", "same host", 0)
         assert far == Link("holder 0", "engine e1 rank 0", "other host", near.nbytes)
+
+    drive(work)
+
+
+def test_no_cyclic_garbage_is_searched_for_while_an_update_runs() -> None:
+    async def work(loop: Loop) -> None:
+        await loop.controller.connect()
+        seen = []
+        await loop.controller.update(1, lambda: seen.append(gc.isenabled()))
+        assert (seen, gc.isenabled()) == ([False], True)
+        with pytest.raises(ConfigError):
+            await loop.controller.update(1)
+        assert gc.isenabled()
 
     drive(work)
 

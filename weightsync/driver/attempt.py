@@ -33,9 +33,9 @@ class Attempt(Generic[T]):
     ) -> None:
         """Start all calls. `loads` is by engine; `feeds` names each engine's holders in `moves`."""
         self._timeout_s, self._begun = timeout_s, time.monotonic()
-        self._moves = {name: asyncio.ensure_future(call) for name, call in moves.items()}
+        self._moves = {name: asyncio.create_task(call) for name, call in moves.items()}
         self._loads = {
-            name: asyncio.ensure_future(self._load(name, call, [self._moves[each] for each in feeds[name]]))
+            name: asyncio.create_task(self._load(name, call, [self._moves[each] for each in feeds[name]]))
             for name, call in loads.items()
         }
 
@@ -55,8 +55,8 @@ class Attempt(Generic[T]):
     async def _wait(self) -> None:
         moves, loads = self._moves.values(), self._loads.values()
         ending = [
-            asyncio.ensure_future(asyncio.wait(moves, return_when=asyncio.FIRST_EXCEPTION)),
-            asyncio.ensure_future(asyncio.wait(loads)),
+            asyncio.create_task(asyncio.wait(moves, return_when=asyncio.FIRST_EXCEPTION)),
+            asyncio.create_task(asyncio.wait(loads)),
         ]
         try:
             # Engines may use up their time one after another; the holders come on top.
@@ -68,15 +68,17 @@ class Attempt(Generic[T]):
         # Holders that still move wait for the one that failed, and end by their own deadline. If none failed,
         # every load has ended, so a holder that still moves has been left by the others.
         broke = any(task.done() and not task.cancelled() and task.exception() for task in moves)
-        await asyncio.wait(moves, timeout=GRACE_S + (self._timeout_s if broke else 0))
+        if left := [task for task in moves if not task.done()]:
+            await asyncio.wait(left, timeout=GRACE_S + (self._timeout_s if broke else 0))
         for task in moves:
             task.cancel()
-        await asyncio.wait(loads, timeout=self._timeout_s + GRACE_S)
+        if waiting := [task for task in loads if not task.done()]:
+            await asyncio.wait(waiting, timeout=self._timeout_s + GRACE_S)
 
     async def _load(
         self, name: str, call: Coroutine[object, object, T], moves: Sequence[asyncio.Task[Moved]]
     ) -> T:
-        load, moving = asyncio.ensure_future(call), asyncio.ensure_future(asyncio.wait(moves))
+        load, moving = asyncio.create_task(call), asyncio.create_task(asyncio.wait(moves))
         try:
             await asyncio.wait([load, moving], return_when=asyncio.FIRST_COMPLETED)
             if load.done() and (not load.exception() or isinstance(load.exception(), _FINAL)):

@@ -39,6 +39,7 @@ from weightsync.errors import (
     WeightSyncError,
 )
 from weightsync.plan import Plan
+from weightsync.protocol.collector import collector_paused
 from weightsync.protocol.messages import LoadReport, Moved, Refilled, UpdateTask
 from weightsync.protocol.peers import HolderPeer
 from weightsync.protocol.timing import PhaseClock, Span
@@ -181,13 +182,14 @@ class Controller:
         asleep = [member for member in takers.values() if member.record.state is EngineState.ASLEEP]
         clock = PhaseClock()
         watching = {holder for member in asleep for holder in member.holders}
-        async with sampled(self._fleet, watching, clock.now) as seen:
-            try:
-                report = await self._update(version, takers, clock, when_held)
-            except MovedError as error:
-                logger.info("[driver · v%d] connecting again: %s", version, error)
-                await self.connect()
-                report = await self._update(version, takers, clock, when_held)
+        with collector_paused:  # it would look through all of the process while engines are paused
+            async with sampled(self._fleet, watching, clock.now) as seen:
+                try:
+                    report = await self._update(version, takers, clock, when_held)
+                except MovedError as error:
+                    logger.info("[driver · v%d] connecting again: %s", version, error)
+                    await self.connect()
+                    report = await self._update(version, takers, clock, when_held)
         return replace(report, peak_memory=peaks(seen, clock.spans)) if asleep else report
 
     async def _update(
@@ -289,8 +291,7 @@ class Controller:
         What refuses a version, NaN or a frozen tensor that changed, has to be known before a byte moves.
         """
         assert self._connection is not None
-        may_be_late = self._config.nonfinite != "refuse" and not self._connection.plan.frozen
-        if may_be_late:
+        if self._config.nonfinite != "refuse" and not self._connection.plan.frozen:
             self._publishing = self._trainers.begin(version)
             await self._publishing.readable()
         else:

@@ -55,10 +55,10 @@ class Publishing:
 
         Raises what `publication` raises, if that is known by then.
         """
-        all_readable = asyncio.gather(*self._readable)
-        either: list[asyncio.Future[Any]] = [all_readable, self._publication]
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        all_readable.cancel()
+        for each in self._readable:  # most are readable by the time that the first is
+            if not each.done() and not self._publication.done():
+                either: list[asyncio.Future[Any]] = [each, self._publication]
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if self._publication.done():
             self._publication.result()
 

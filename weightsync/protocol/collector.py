@@ -1,4 +1,4 @@
-"""Python's garbage collector, which stands still while objects are made for each tensor."""
+"""Python's garbage collector, which stands still while objects are made for each tensor or peer."""
 
 from __future__ import annotations
 
@@ -33,4 +33,4 @@ class _Paused(ContextDecorator):
 
 
 collector_paused = _Paused()
-"""A context manager and a decorator. For work that takes a second, and waits for nobody."""
+"""A context manager and a decorator, for updates and for work that takes a second."""

@@ -55,8 +55,7 @@ class AttachReport:
         return cls(attached.plan_digest, memory, LiveMemory.of(live) if live else None)
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateTask:
+class UpdateTask(msgspec.Struct, frozen=True):
     """The part of one holder in an update.
 
     Attributes:
@@ -74,8 +73,7 @@ class UpdateTask:
     frozen: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Moved:
+class Moved(msgspec.Struct, frozen=True):
     """Outcome of one update on a holder.
 
     Attributes:
@@ -266,8 +264,7 @@ class Published:
     nonfinite: Mapping[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class PublishReport:
+class PublishReport(msgspec.Struct, frozen=True):
     """A trainer rank's answer to `publish`.
 
     Attributes:
@@ -317,8 +314,7 @@ class Loaded:
     are_compared: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class LoadReport:
+class LoadReport(msgspec.Struct, frozen=True):
     """An engine's answer to `load`.
 
     Attributes:

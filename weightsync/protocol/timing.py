@@ -25,6 +25,10 @@ class Span:
     began: float
     seconds: float
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle it in half the time that a dataclass takes: each answer in an update has some."""
+        return Span, (self.name, self.began, self.seconds)
+
 
 def seconds_of(spans: Iterable[Span], name: str) -> float:
     """Return the seconds of all `spans` of one name."""

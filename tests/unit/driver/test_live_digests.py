@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
+from msgspec.structs import replace
 
 from weightsync.driver.live_digests import LiveDigests
 from weightsync.protocol.messages import LiveDigest, LoadReport
