@@ -60,9 +60,7 @@ def bundles(needs: dict[int, Reads], hosts: dict[int, str]) -> list[Bundle]:
         for number, (trainer, order) in enumerate(zip(made.trainer.tolist(), made.orders, strict=True)):
             parts = {}
             for place in order:
-                start = int(made.start[place, number])
-                rows = made.rows[place][start : start + int(made.count[number])]
-                parts[ranks[place]] = needs[ranks[place]].take(rows)
+                parts[ranks[place]] = needs[ranks[place]].take(made.rows_of(place, number))
             found.append((trainer, parts))
     return found
 

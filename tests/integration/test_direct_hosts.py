@@ -16,6 +16,8 @@ from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineState
 from weightsync.errors import ConfigError, PeerLostError, PlanError, TransportError
 from weightsync.memory.host_copies import HostCopies
+from weightsync.plan import alike, host_bundles
+from weightsync.plan.alike import AlikeReshard
 from weightsync.plan.cross_host import CrossHostTerms
 from weightsync.testing import LocalPeer
 
@@ -51,6 +53,34 @@ def test_every_rank_gets_its_part_from_wherever_it_is(
                 for r in range(len(on))
             ]
             assert needed == loop.needed(name)
+
+    drive(work, trainers, engines, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("trainers", "engines", "crossed"),
+    [("aaa", {"e0": "bb"}, 1), ("aaab", {"e0": "cc", "e1": "dd"}, 2), ("ab", {"e0": "cd", "e1": "cd"}, None)],
+)
+def test_tensors_that_are_cut_alike_are_planned_once(
+    trainers: str, engines: dict[str, str], crossed: int | None
+) -> None:
+    async def work(loop: Hosts) -> None:
+        with (
+            mock.patch.object(alike, "LEAST_ALIKE", 1.1),
+            mock.patch.object(host_bundles, "LEAST_SHARE_NBYTES", 64),
+            mock.patch.object(
+                AlikeReshard, "reads", autospec=True, side_effect=AlikeReshard.reads
+            ) as planned,
+        ):
+            await loop.controller.connect()
+            assert planned.call_count == 2, "one of each rank"
+        for version in (1, 2):
+            assert await loop.update(version) == dict.fromkeys(engines, "direct")
+        if crossed:
+            assert loop.crossed() == crossed * loop.size
+        loop.respawn("e0")
+        await loop.controller.adopt("e0")
+        assert await loop.update(3) == dict.fromkeys(engines, "direct")
 
     drive(work, trainers, engines, CONFIG)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields
 
 import numpy as np
 
@@ -12,7 +11,9 @@ from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import GRACE_S, gather_named
 from weightsync.errors import ConfigError, PlanError
 from weightsync.plan import Plan, Reads
-from weightsync.plan.cross_host_parts import CrossHostParts
+from weightsync.plan.alike import AlikeReads
+from weightsync.plan.cross_host_parts import CrossHostParts, Needs
+from weightsync.plan.layout import columns
 from weightsync.protocol.messages import Exchange
 from weightsync.protocol.peers import SharedTable, SharedTerms
 
@@ -27,14 +28,14 @@ class CrossHostExchange:
         members: the holder of each rank of the communicator; those that serve trainers come first.
     """
 
-    def __init__(self, fleet: Fleet, config: SyncConfig, plan: Plan, needs: Mapping[int, Reads]) -> None:
+    def __init__(self, fleet: Fleet, config: SyncConfig, plan: Plan, needs: Mapping[int, Needs]) -> None:
         """Divide the reads from trainers on other hosts, `needs` by holder. Members plan the messages.
 
         `plan` has staging memory, too. Raises ConfigError if ``sync.max_staging_bytes`` leaves no room for
         messages.
         """
         self._fleet, self._config, self._needs = fleet, config, dict(needs)
-        self._trainers = trainers_of([*needs.values()])
+        self._trainers = trainers_of([_read(each) for each in needs.values()])
         givers = [fleet.trainers[trainer][1] for trainer in self._trainers]
         self.members = members = (*givers, *sorted(needs.keys() - set(givers)))
         self._rank = {holder: rank for rank, holder in enumerate(members)}
@@ -56,7 +57,7 @@ class CrossHostExchange:
                 f"are too small: {error.remedy}",
             ) from error
 
-    def agrees(self, holders: Collection[int], needs: Mapping[int, Reads]) -> bool:
+    def agrees(self, holders: Collection[int], needs: Mapping[int, Needs]) -> bool:
         """Whether the messages bring each of `holders` exactly its `needs`, if any."""
         return all(_same(self._needs.get(holder), needs.get(holder)) for holder in holders)
 
@@ -110,11 +111,25 @@ def _compare(planned: Mapping[str, Exchange]) -> None:
             raise PlanError(sender, f"it planned other messages to {receiver} than {receiver} expects")
 
 
-def _same(ours: Reads | None, theirs: Reads | None) -> bool:
+def _read(needs: Needs) -> Reads:
+    return needs.reads if isinstance(needs, AlikeReads) else needs
+
+
+def _same(ours: Needs | None, theirs: Needs | None) -> bool:
     if ours is None or theirs is None:
         return ours is theirs
-    names = (column.name for column in fields(Reads))
-    return all(np.array_equal(getattr(ours, name), getattr(theirs, name)) for name in names)
+    if type(ours) is not type(theirs):
+        return False
+    if isinstance(ours, AlikeReads) and isinstance(theirs, AlikeReads):
+        pairs = [(getattr(ours, part), getattr(theirs, part)) for part in ("reads", "kinds", "places")]
+    else:
+        pairs = [(ours, theirs)]
+    names = [(_read(each).src_names, _read(each).dst_names) for each in (ours, theirs)]
+    return names[0] == names[1] and all(
+        np.array_equal(one, other)
+        for a, b in pairs
+        for one, other in zip(columns(a).values(), columns(b).values(), strict=True)
+    )
 
 
 def trainers_of(parts: Sequence[Reads]) -> list[int]:

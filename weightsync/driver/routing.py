@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -15,6 +14,8 @@ from weightsync.driver.fleet import Fleet
 from weightsync.driver.gather import gather_named
 from weightsync.errors import ConfigError, VerifyError
 from weightsync.plan import Layout, Plan, Reads, Reshard, same_dtype_tensors
+from weightsync.plan.alike import AlikeReshard
+from weightsync.plan.cross_host_parts import Needs
 from weightsync.protocol.device_memory import DeviceMemory, RankMemory
 from weightsync.protocol.messages import UpdateTask
 
@@ -90,9 +91,10 @@ class Router:
         self.routes: dict[str, str] = {}
         self.read: dict[str, list[dict[int, int]]] = {}
         self.exchange: CrossHostExchange | None = None
-        self._far: dict[str, dict[int, Reads]] = {}
+        self._far: dict[str, dict[int, Needs]] = {}
         self._paired: dict[tuple[Layout, bool], tuple[dict[str, str], list[Reshard]]] = {}
-        self._cut: dict[tuple[Layout, int, tuple[int, ...]], tuple[Reads, Reads]] = {}
+        self._cut: dict[tuple[Layout, int, tuple[int, ...]], tuple[Reads, Needs]] = {}
+        self._alike: dict[Layout, tuple[dict[str, str], AlikeReshard | None]] = {}
 
     async def add(
         self,
@@ -184,16 +186,20 @@ class Router:
         distances = [
             self._distances(holder, _device(export)) for holder, export in zip(holders, exports, strict=True)
         ]
-        # What crosses hosts is sent as a whole, frozen tensors too.
-        reasons, reshards = self._pair(name, engine, apart=not any(_OTHER_HOST in near for near in distances))
-        if not reshards:
-            return next(iter(reasons.values()))
+        all_far = all(set(near) == {_OTHER_HOST} for near in distances)
+        reasons, alike = self._pair_alike(name, engine) if all_far else ({}, None)
+        reshards: list[Reshard] = []
+        if not alike:
+            # What crosses hosts is sent as a whole, frozen tensors too.
+            apart = not any(_OTHER_HOST in near for near in distances)
+            reasons, reshards = self._pair(name, engine, apart)
+            if not reshards:
+                return next(iter(reasons.values()))
         local: dict[int, list[Reads]] = {}
-        far: dict[int, Reads] = {}
+        far: dict[int, Needs] = {}
         for rank, (holder, near) in enumerate(zip(holders, distances, strict=True)):
             if _OTHER_HOST in near:
-                (reshard,) = reshards
-                reads, remote = self._split(engine, reshard, rank, near)
+                reads, remote = self._split(engine, alike or reshards[0], rank, near)
                 local[holder] = [reads]
                 if len(remote):
                     far[holder] = remote
@@ -232,6 +238,14 @@ class Router:
             self._paired[engine, apart] = reasons, made
         return self._paired[engine, apart]
 
+    def _pair_alike(self, name: str, engine: Layout) -> tuple[dict[str, str], AlikeReshard | None]:
+        """Pair as `_pair`, in kinds of tensors, for engines without a trainer on their hosts."""
+        if engine not in self._alike:
+            names, reasons = same_dtype_tensors(self._source, name, engine)
+            found = AlikeReshard.of(self._source, name, engine, names) if names else None
+            self._alike[engine] = reasons, found
+        return self._alike[engine]
+
     def _distances(self, holder: int, device: str) -> list[int]:
         """Return the distance of each trainer from an engine rank, as `Reshard.reads` takes it."""
         near = [_OTHER_HOST] * len(self._exports)
@@ -240,7 +254,9 @@ class Router:
             near[trainer] = _SAME_DEVICE if same_device else _SAME_HOST
         return near
 
-    def _split(self, engine: Layout, reshard: Reshard, rank: int, near: Sequence[int]) -> tuple[Reads, Reads]:
+    def _split(
+        self, engine: Layout, reshard: Reshard | AlikeReshard, rank: int, near: Sequence[int]
+    ) -> tuple[Reads, Needs]:
         """Return a rank's reads from trainers on its host, and those from other hosts.
 
         All ranks start with the same trainer, so that messages can be shared. Engines of equal layout that
@@ -248,12 +264,13 @@ class Router:
         """
         key = engine, rank, tuple(near)
         if key not in self._cut:
-            whole = reshard.reads(rank, near, start=0)
-            is_far = np.array(near)[whole.trainer] == _OTHER_HOST
-            local = whole.take(np.flatnonzero(~is_far))
-            if not len(local):  # it travels without names
-                local = replace(local, src_names=(), dst_names=())
-            self._cut[key] = local, whole.take(np.flatnonzero(is_far))
+            if isinstance(reshard, AlikeReshard):
+                self._cut[key] = Reads.none(), reshard.reads(rank, near)
+            else:
+                whole = reshard.reads(rank, near, start=0)
+                is_far = np.array(near)[whole.trainer] == _OTHER_HOST
+                local = Reads.none() if is_far.all() else whole.take(np.flatnonzero(~is_far))
+                self._cut[key] = local, whole.take(np.flatnonzero(is_far))
         return self._cut[key]
 
     def _start(self, holder: int) -> int:

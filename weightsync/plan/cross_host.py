@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from weightsync.plan.alike import Kinds, Places, expanded
+from weightsync.plan.column import Column
+from weightsync.plan.direct import Reads
 from weightsync.plan.layout import Int64
 from weightsync.plan.packed_reads import PackedReads
 from weightsync.plan.shuffle import Lane, ShufflePlan, bundle_messages, in_order
@@ -37,7 +40,10 @@ class BundleTable:
         capacity: int64[n], the most bytes of one of its messages.
         orders: the places that need it, as in `HostBundles`.
         bounds: int64[n + 1], the first of each one's `reads`.
-        reads: the member's own; if it sends, those of the first place, without where that writes them.
+        reads: the member's own; if it sends, those of the first place, without where that writes them. With
+            kinds, those of the first buffer of each.
+        low, high: int[n], as in `HostBundles`.
+        places: where the member writes what it reads of the other buffers, if there are kinds.
     """
 
     number: Int64
@@ -46,13 +52,22 @@ class BundleTable:
     orders: tuple[tuple[int, ...], ...]
     bounds: Int64
     reads: PackedReads
+    low: Column
+    high: Column
+    places: Places | None
 
-    def lanes(self, hosts: Sequence[ReceivingHost], rank: int, src_names: tuple[str, ...]) -> Iterator[Lane]:
+    def lanes(
+        self, hosts: Sequence[ReceivingHost], rank: int, src_names: tuple[str, ...], kinds: Kinds | None
+    ) -> Iterator[Lane]:
         """Yield the messages between `hosts`, which are of this kind, and `rank`."""
         reads, bounds = self.reads.reads(src_names), self.bounds.tolist()
+        parts: Iterable[Reads] = (reads.take(np.arange(*bounds[n : n + 2])) for n in range(len(self.number)))
+        if kinds:
+            spans = zip(parts, self.low.tolist(), self.high.tolist(), strict=True)
+            parts = (expanded(part, kinds, self.places, low, high) for part, low, high in spans)
         moved = [
-            bundle_messages(reads.take(np.arange(*bounds[n : n + 2])), capacity)
-            for n, capacity in enumerate(self.capacity.tolist())
+            bundle_messages(part, capacity)
+            for part, capacity in zip(parts, self.capacity.tolist(), strict=True)
         ]
         rows = [*zip(self.number.tolist(), self.sender.tolist(), self.orders, moved, strict=True)]
         for host in hosts:
@@ -73,6 +88,7 @@ class CrossHostTerms:
         max_message_bytes: as in `ShufflePlan.from_layouts`.
         src_names: the trainers' buffers.
         hosts: those that receive.
+        kinds: by kind of these, the kinds of buffers that they read, if they read buffers in kinds.
     """
 
     members: tuple[int, ...]
@@ -80,6 +96,7 @@ class CrossHostTerms:
     max_message_bytes: int
     src_names: tuple[str, ...]
     hosts: tuple[ReceivingHost, ...]
+    kinds: tuple[Kinds | None, ...]
 
     def place(self, rank: int) -> tuple[ReceivingHost, int] | None:
         """Return the host where `rank` receives, and its place there. None if it only sends."""
@@ -96,9 +113,9 @@ class CrossHostTerms:
         lanes: list[Lane] = []
         for kind, table in sorted(sent.items()):
             hosts = [host for host in self.hosts if host.kind == kind]
-            lanes += table.lanes(hosts, rank, self.src_names)
+            lanes += table.lanes(hosts, rank, self.src_names, self.kinds[kind])
         if received and (found := self.place(rank)):
-            lanes += received.lanes(found[:1], rank, self.src_names)
+            lanes += received.lanes(found[:1], rank, self.src_names, self.kinds[found[0].kind])
         return ShufflePlan(
             num_senders=self.num_senders,
             receivers=tuple(sorted({lane.receiver for lane in lanes})),

@@ -6,9 +6,12 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
+from weightsync.plan.alike import AlikeReads, Kinds, Places, packed
+from weightsync.plan.column import narrowed
 from weightsync.plan.cross_host import BundleTable, CrossHostTerms, ReceivingHost
 from weightsync.plan.direct import Reads
 from weightsync.plan.host_bundles import HostBundles
@@ -16,12 +19,18 @@ from weightsync.plan.layout import Int64
 from weightsync.plan.packed_reads import PackedReads
 from weightsync.plan.shuffle import capacities
 
+Needs: TypeAlias = Reads | AlikeReads
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kind:
-    """Hosts with equal needs: the reads of each place, their bundles, and ranks by place of each host."""
+    """Hosts with equal needs: the reads of each place, their bundles, and ranks by place of each host.
+
+    With kinds, reads are those of the first buffers of each, and `places` say where the others' are written.
+    """
 
     needs: tuple[Reads, ...]
+    places: tuple[Places, ...]
     bundles: HostBundles
     ranks: tuple[tuple[int, ...], ...]
 
@@ -37,7 +46,7 @@ class CrossHostParts:
         self,
         members: Sequence[int],
         trainers: Sequence[int],
-        needs: Mapping[int, Reads],
+        needs: Mapping[int, Needs],
         hosts: Mapping[int, str],
         max_message_bytes: int,
     ) -> None:
@@ -47,7 +56,8 @@ class CrossHostParts:
             members: as in `CrossHostTerms`.
             trainers: the trainers that are read; number r has rank r.
             needs: per receiving rank, its reads. Ranks with equal reads should have the same object: hosts
-                with the same objects are of one kind, and planned once.
+                with the same objects are of one kind, and planned once. Reads in kinds of tensors are planned
+                as such if all ranks of a host have the same kinds.
             hosts: the host of each receiving rank.
             max_message_bytes: as in `ShufflePlan.from_layouts`.
 
@@ -63,8 +73,9 @@ class CrossHostParts:
             members=tuple(members),
             num_senders=len(trainers),
             max_message_bytes=max_message_bytes,
-            src_names=next((reads.src_names for reads in needs.values()), ()),
+            src_names=next((kind.needs[0].src_names for kind in self._kinds), ()),
             hosts=_hosts(self._kinds),
+            kinds=_packed([kind.bundles.kinds for kind in self._kinds]),
         )
 
     def sent(self, rank: int) -> dict[int, BundleTable]:
@@ -73,16 +84,18 @@ class CrossHostParts:
         for number, kind in enumerate(self._kinds):
             its = np.flatnonzero(self._sender[kind.bundles.trainer] == rank)
             if len(its):
-                firsts = map(kind.bundles.first_rows, its.tolist())
-                parts = [(kind.needs[place], rows) for place, rows in firsts]
+                firsts = [(kind.bundles.orders[bundle][0], bundle) for bundle in its.tolist()]
+                parts = [(kind.needs[place], kind.bundles.rows_of(place, each)) for place, each in firsts]
                 found[number] = self._table(number, its, PackedReads.of(parts, to_send=True))
         return found
 
     def received(self, kind: int, place: int) -> BundleTable:
         """Return what the rank at `place` receives on each host of `kind`."""
         its = self._kinds[kind]
-        reads = PackedReads.of([(its.needs[place], its.bundles.rows[place])])
-        return self._table(kind, its.bundles.of_place(place), reads)
+        numbers = its.bundles.of_place(place)
+        rows = np.concatenate([its.bundles.rows_of(place, number) for number in numbers.tolist()])
+        reads = PackedReads.of([(its.needs[place], rows)])
+        return self._table(kind, numbers, reads, packed(its.places[place]) if its.places else None)
 
     def arrivals(self, rank: int) -> tuple[Counter[int], Counter[int]]:
         """Return the bytes of `rank` by the rank that packs them, and by the one that passes them on."""
@@ -98,7 +111,9 @@ class CrossHostParts:
             Counter({host.ranks[giver]: nbytes for giver, nbytes in passed_on.items()}),
         )
 
-    def _table(self, kind: int, numbers: Int64, reads: PackedReads) -> BundleTable:
+    def _table(
+        self, kind: int, numbers: Int64, reads: PackedReads, places: Places | None = None
+    ) -> BundleTable:
         bundles = self._kinds[kind].bundles
         return BundleTable(
             number=numbers,
@@ -107,21 +122,36 @@ class CrossHostParts:
             orders=tuple(bundles.orders[number] for number in numbers.tolist()),
             bounds=np.cumsum([0, *bundles.count[numbers].tolist()]),
             reads=reads,
+            low=narrowed(bundles.low[numbers]),
+            high=narrowed(bundles.high[numbers]),
+            places=places,
         )
 
 
-def _kinds(needs: Mapping[int, Reads], hosts: Mapping[int, str]) -> list[_Kind]:
+def _packed(kinds: Sequence[Kinds | None]) -> tuple[Kinds | None, ...]:
+    """Return kinds as they travel, equal ones as one object."""
+    known = {id(each): packed(each) for each in kinds if each}
+    return tuple(known[id(each)] if each else None for each in kinds)
+
+
+def _kinds(needs: Mapping[int, Needs], hosts: Mapping[int, str]) -> list[_Kind]:
     on_host: defaultdict[str, list[int]] = defaultdict(list)
     for rank in sorted(needs):
         on_host[hosts[rank]].append(rank)
     alike: defaultdict[tuple[int, ...], list[tuple[int, ...]]] = defaultdict(list)
     for _, ranks in sorted(on_host.items()):
         alike[tuple(id(needs[rank]) for rank in ranks)].append(tuple(ranks))
-    found = []
-    for ranks_of_hosts in alike.values():
-        reads = tuple(needs[rank] for rank in ranks_of_hosts[0])
-        found.append(_Kind(reads, HostBundles.of(reads), tuple(ranks_of_hosts)))
-    return found
+    return [_kind([needs[rank] for rank in ranks[0]], tuple(ranks)) for ranks in alike.values()]
+
+
+def _kind(needs: Sequence[Needs], ranks: tuple[tuple[int, ...], ...]) -> _Kind:
+    """Divide the needs of each place of a host."""
+    alike = [each for each in needs if isinstance(each, AlikeReads)]
+    if len(alike) == len(needs) and len({id(each.kinds) for each in alike}) == 1:
+        reads, places = tuple(each.reads for each in alike), tuple(each.places for each in alike)
+        return _Kind(reads, places, HostBundles.of_alike(alike), ranks)
+    reads = tuple(each.whole() if isinstance(each, AlikeReads) else each for each in needs)
+    return _Kind(reads, (), HostBundles.of(reads), ranks)
 
 
 def _hosts(kinds: Sequence[_Kind]) -> tuple[ReceivingHost, ...]:

@@ -51,6 +51,12 @@ class Reads(Copies):
             dst_buffer=dst_buffer.astype(np.int32),
         )
 
+    @classmethod
+    def none(cls) -> Reads:
+        """Return no reads, and no names."""
+        nothing = np.zeros(0, np.int64)
+        return cls.from_table(nothing, (), nothing, (), nothing, np.zeros((0, 6), np.int64))
+
     @property
     def nbytes(self) -> int:
         return int((self.rows * self.row_nbytes).sum())
@@ -195,6 +201,11 @@ class Reshard:
         self._base = np.cumsum(lengths) - lengths
         self._begins = self._base[self._shards.tensor] + self._low[:, 0]
         self._ends = np.maximum.accumulate(self._base[self._shards.tensor] + self._high[:, 0])
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether several trainer ranks hold the same box."""
+        return bool((self._shards.size > 1).any())
 
     def reads(self, rank: int, near: Sequence[int], *, start: int | None = None) -> Reads:
         """Return the reads of engine rank `rank`: each byte of its segments once.

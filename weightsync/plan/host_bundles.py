@@ -5,24 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
+from weightsync.plan.alike import AlikeReads, Kinds
 from weightsync.plan.buckets import PIECE_ALIGN, align
+from weightsync.plan.column import Column, row_codes
 from weightsync.plan.direct import Reads
-from weightsync.plan.layout import Bool, Int32, Int64
-
-Column: TypeAlias = Int32 | Int64
+from weightsync.plan.layout import Bool, Int64
 
 LEAST_SHARE_NBYTES = 1 << 20
 """Reads are not split into smaller shares than this, to keep messages few."""
 _SAME = ("trainer", "src_buffer", "src", "rows", "row_nbytes", "src_pitch", "dst_pitch")
 """Columns that shared reads have in common; `dst_pitch` too, since messages cut rows by it."""
+_WHOLE = 1 << 62
 _AT_ONCE = 1 << 16
 """Reads that are compared at once, few enough for a cache: all those of some trainers."""
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MASK_BITS = 62
 
 
@@ -42,6 +40,8 @@ class HostBundles:
         rows: per place, the numbers of all its reads: those of one bundle after those of the other, and equal
             reads of several places in one order.
         start: int64[places, B], the first of each bundle's reads in `rows`; -1 where the place has none.
+        kinds: of the buffers that are read, if reads stand for those of all buffers of their kinds.
+        low, high: int64[B], a bundle's buffers then, by position in `Kinds.buffer`.
     """
 
     trainer: Int64
@@ -51,12 +51,40 @@ class HostBundles:
     padded_nbytes: Int64
     rows: tuple[Int64, ...]
     start: Int64
+    kinds: Kinds | None
+    low: Int64
+    high: Int64
 
     @classmethod
-    def of(cls, needs: Sequence[Reads]) -> HostBundles:
-        """Divide `needs`, the reads of each place from trainers on other hosts."""
+    def of_alike(cls, needs: Sequence[AlikeReads]) -> HostBundles:
+        """Divide the reads of each place, which has the same kinds. All of one buffer come to one place."""
+        kinds = needs[0].kinds
+        made = cls.of([each.reads for each in needs], _WHOLE)
+        shares = list(_shares(made, needs, kinds))
+        of, turn, low, high, nbytes, padded_nbytes = np.array(shares, np.int64).reshape(-1, 6).T
+        pairs = zip(of.tolist(), turn.tolist(), strict=True)
+        return cls(
+            trainer=made.trainer[of],
+            orders=tuple(_rotated(made.orders[bundle], by) for bundle, by in pairs),
+            count=made.count[of],
+            nbytes=nbytes,
+            padded_nbytes=padded_nbytes,
+            rows=made.rows,
+            start=made.start[:, of],
+            kinds=kinds,
+            low=low,
+            high=high,
+        )
+
+    @classmethod
+    def of(cls, needs: Sequence[Reads], least_nbytes: int = 0) -> HostBundles:
+        """Divide `needs`, the reads of each place from trainers on other hosts.
+
+        `least_nbytes`: reads are not split into smaller shares; by default `LEAST_SHARE_NBYTES`.
+        """
         assert len({reads.src_names for reads in needs}) == 1
-        parts = [_divide(needs, rows) for rows in _by_trainer(needs)]
+        least = least_nbytes or LEAST_SHARE_NBYTES
+        parts = [_divide(needs, rows, least) for rows in _by_trainer(needs)]
 
         def joined(name: str) -> Int64:
             return np.concatenate([getattr(part, name) for part in parts])
@@ -70,17 +98,19 @@ class HostBundles:
             padded_nbytes=joined("padded_nbytes"),
             rows=tuple(map(np.concatenate, zip(*(part.rows for part in parts), strict=True))),
             start=_starts(orders, count, len(needs)),
+            kinds=None,
+            low=np.zeros_like(count),
+            high=np.zeros_like(count),
         )
 
     def of_place(self, place: int) -> Int64:
         """Return the bundles that the rank at `place` needs."""
         return np.flatnonzero(self.start[place] >= 0)
 
-    def first_rows(self, number: int) -> tuple[int, Int64]:
-        """Return the place that receives a bundle first, and the numbers of its reads."""
-        place = self.orders[number][0]
+    def rows_of(self, place: int, number: int) -> Int64:
+        """Return the numbers of the reads of a bundle that the rank at `place` needs."""
         start = self.start[place, number]
-        return place, self.rows[place][start : start + self.count[number]]
+        return self.rows[place][start : start + self.count[number]]
 
     def arrivals(self, place: int) -> tuple[Counter[int], Counter[int]]:
         """Return the bytes of `place` by the trainer that is read, and by the place that passes them on."""
@@ -124,7 +154,37 @@ def _by_trainer(needs: Sequence[Reads]) -> Iterator[list[Int64]]:
         first = last
 
 
-def _divide(needs: Sequence[Reads], rows: Sequence[Int64]) -> HostBundles:
+def _shares(
+    made: HostBundles, needs: Sequence[AlikeReads], kinds: Kinds
+) -> Iterator[tuple[int, int, int, int, int, int]]:
+    """Divide the bundles of the first buffers of all kinds among the places that need them.
+
+    Yields of each share the number of its bundle, its own, its buffers and bytes as in `HostBundles`.
+    """
+    num_kinds, times = len(kinds.first), np.bincount(kinds.kind)
+    for number, order in enumerate(made.orders):
+        reads, rows = needs[order[0]].reads, made.rows_of(order[0], number)
+        kind = kinds.kind[np.searchsorted(kinds.buffer, reads.src_buffer[rows])]
+        size = reads.rows[rows] * reads.row_nbytes[rows]
+        nbytes = np.bincount(kind, size, num_kinds).astype(np.int64)
+        padded = np.bincount(kind, align(size, PIECE_ALIGN), num_kinds).astype(np.int64)
+        total = int((nbytes * times).sum())
+        num_shares = min(len(order), max(1, total // LEAST_SHARE_NBYTES))
+        if num_shares == 1:
+            yield number, 0, 0, len(kinds.kind), total, int((padded * times).sum())
+            continue
+        each = nbytes[kinds.kind]
+        turn = (np.cumsum(each) - each) * num_shares // total
+        ends = [*(np.flatnonzero(np.diff(turn)) + 1).tolist(), len(each)]
+        low = 0
+        for high in ends:
+            share = kinds.kind[low:high]
+            if held := int(nbytes[share].sum()):
+                yield number, int(turn[low]), low, high, held, int(padded[share].sum())
+            low = high
+
+
+def _divide(needs: Sequence[Reads], rows: Sequence[Int64], least_nbytes: int) -> HostBundles:
     """Divide `rows` of `needs`, given by place."""
     bounds = np.cumsum([0, *map(len, rows)])
     place = np.repeat(np.arange(len(rows)), np.diff(bounds))
@@ -142,7 +202,7 @@ def _divide(needs: Sequence[Reads], rows: Sequence[Int64]) -> HostBundles:
     trainer = same["trainer"][first].astype(np.int64)
     new = np.flatnonzero(np.diff(group, prepend=-1))
     sharing = [_places(words) for words in zip(*(word[nth[new]].tolist() for word in masks), strict=True)]
-    turn = _turns(nbytes, new, np.array([len(places) for places in sharing], np.int64))
+    turn = _turns(nbytes, new, np.array([len(places) for places in sharing], np.int64), least_nbytes)
     begins = np.flatnonzero(np.diff(group, prepend=-1) | np.diff(turn, prepend=-1))
     which = np.searchsorted(new, begins, side="right") - 1
     orders = zip(which.tolist(), (trainer + turn)[begins].tolist(), strict=True)
@@ -161,6 +221,9 @@ def _divide(needs: Sequence[Reads], rows: Sequence[Int64]) -> HostBundles:
             for its, start, end in zip(rows, bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
         ),
         start=_starts(given, count, len(rows)),
+        kinds=None,
+        low=np.zeros_like(count),
+        high=np.zeros_like(count),
     )
 
 
@@ -170,7 +233,7 @@ def _equal(columns: Sequence[Column], place: Int64) -> tuple[Int64, Int64]:
     Returns an order in which equal ones are consecutive, by place, and where those of each kind start.
     """
     bits = np.uint64(max(1, len(place) - 1).bit_length())
-    code = _hash(columns) >> bits
+    code = row_codes(columns) >> bits
     found = np.sort(code << bits | np.arange(len(place), dtype=np.uint64))  # much faster than argsort
     order = (found & ((np.uint64(1) << bits) - np.uint64(1))).astype(np.int64)
     changed = _changes([column[order] for column in columns])
@@ -183,16 +246,6 @@ def _equal(columns: Sequence[Column], place: Int64) -> tuple[Int64, Int64]:
         again = np.lexsort((place[order], nth, kind))
         order, changed = order[again], _changes([kind[again], nth[again]])
     return order, np.flatnonzero(changed)
-
-
-def _hash(columns: Sequence[Column]) -> npt.NDArray[np.uint64]:
-    """Return a number for each row; different rows rarely have the same."""
-    code = np.zeros(len(columns[0]), np.uint64)
-    for column in columns:
-        code = (code + column.astype(np.uint64)) * _GOLDEN
-        code ^= code >> np.uint64(32)
-    code *= _GOLDEN
-    return code
 
 
 def _changes(columns: Sequence[Column]) -> Bool:
@@ -242,12 +295,12 @@ def _sorted(major: Int64, minor: Int64) -> Int64:
     return order
 
 
-def _turns(nbytes: Int64, starts: Int64, num_places: Int64) -> Int64:
+def _turns(nbytes: Int64, starts: Int64, num_places: Int64, least_nbytes: int) -> Int64:
     """Return which share of its run each read belongs to. Runs have as many shares as places, or fewer."""
     run = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(nbytes)))
     total = _sums(nbytes, starts)
     before = np.cumsum(nbytes) - nbytes
-    num_shares = np.minimum(num_places, np.maximum(1, total // LEAST_SHARE_NBYTES))
+    num_shares = np.minimum(num_places, np.maximum(1, total // least_nbytes))
     turns: Int64 = (before - before[starts][run]) * num_shares[run] // total[run]
     return turns
 

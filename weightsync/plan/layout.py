@@ -240,6 +240,30 @@ class Layout:
             frozen=frozen,
         )
 
+    def of_tensors(self, kept: Bool) -> Layout:
+        """Return the segments of some tensors. `kept`: bool[T]. Buffers keep their numbers."""
+        rows, numbers = np.flatnonzero(kept[self.tensor]), np.flatnonzero(kept)
+        tensors = tuple(self.tensors[number] for number in numbers.tolist())
+        names = tuple(meta.name for meta in tensors)
+        known = frozenset(names)
+        return replace(
+            self,
+            tensors=tensors,
+            tied=tuple(pair for pair in self.tied if pair[1] in known),
+            tensor=(np.cumsum(kept) - 1)[self.tensor[rows]].astype(np.int32),
+            rank=self.rank[rows],
+            offset=self.offset[rows],
+            extent=self.extent[rows],
+            buffer=self.buffer[rows],
+            byte_offset=self.byte_offset[rows],
+            strides=self.strides[rows],
+            names=names,
+            shape=self.shape[kept],
+            dtype=self.dtype[kept],
+            itemsize=self.itemsize[kept],
+            frozen=self.frozen & known,
+        )
+
     def segments(self, rank: int) -> tuple[Segment, ...]:
         """Return the segments of `rank`, in the order in which it declared them."""
         low, high = np.searchsorted(self.rank, [rank, rank + 1])

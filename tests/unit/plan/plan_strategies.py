@@ -87,7 +87,7 @@ def contiguous(extent: Sequence[int], itemsize: int) -> tuple[int, ...]:
 def hold(rank: Rank, meta: TensorMeta, box: Box, value: np.ndarray) -> None:
     """The trainer holds `box` as a tensor of its own, strided by a column of slack."""
     wide = (*box.extent[:-1], box.extent[-1] + 3) if box.ndim else ()
-    name = f"{meta.name}@{len(rank.segments)}"
+    name = f"{meta.name}@{sum(each.tensor == meta.name for each in rank.segments)}"
     local = np.zeros(wide, NUMPY[meta.dtype])
     if box.numel:
         local[tuple(slice(0, e) for e in box.extent)] = value[box.slices()]

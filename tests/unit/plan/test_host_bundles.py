@@ -16,7 +16,7 @@ MIB = 1 << 20
 def test_reads_whose_codes_are_equal_are_told_apart() -> None:
     reads = reads_of([1 << 10] * 32)
     needs = [reads, reads.take(np.arange(0, 32, 3)), reads.take(np.arange(31, -1, -2))]
-    with mock.patch.object(host_bundles, "_hash", lambda columns: np.zeros(len(columns[0]), np.uint64)):
+    with mock.patch.object(host_bundles, "row_codes", lambda columns: np.zeros(len(columns[0]), np.uint64)):
         made = HostBundles.of(needs)
     known = HostBundles.of(needs)
     assert made.orders == known.orders

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from tests.shuffle_cases import bundles, reads_of
 from tests.unit.plan.plan_strategies import PAD
 from tests.unit.plan.reshard_strategies import Sides, run, sides
-from weightsync.plan import host_bundles
-from weightsync.plan.cross_host_parts import CrossHostParts
+from weightsync.plan import alike, host_bundles
+from weightsync.plan.alike import AlikeReshard
+from weightsync.plan.cross_host_parts import CrossHostParts, Needs
 from weightsync.plan.direct import Reads
 from weightsync.plan.host_bundles import HostBundles
-from weightsync.plan.shuffle import Lane, ShufflePlan
+from weightsync.plan.shuffle import Lane, ShufflePlan, in_order
 
 LEAST, MIB = 256, 1 << 20
 few = settings(max_examples=40)
@@ -27,6 +28,8 @@ few = settings(max_examples=40)
 @dataclass
 class CrossHostExchange:
     """An exchange, the plan of all its messages, and the part that each member plans.
+
+    `given` are the needs as the exchange gets them, in kinds of tensors or not.
 
     The needs of engine rank n are those of rank ``first + n``. With a second engine, they are those of rank
     ``first + len(made.ranks) + n``, too.
@@ -38,10 +41,18 @@ class CrossHostExchange:
     plan: ShufflePlan
     first: int
     parts: dict[int, ShufflePlan]
+    given: dict[int, Needs]
 
     def number(self, rank: int) -> int:
         """Return the number of a receiving rank in its engine."""
         return (rank - self.first) % len(self.made.ranks)
+
+
+def alike_reshard(made: Sides) -> AlikeReshard | None:
+    """Pair both sides in kinds of tensors, however many those have."""
+    source, engine = made.source(), made.engine()
+    with mock.patch.object(alike, "LEAST_ALIKE", 0):
+        return AlikeReshard.of(source, "e0", engine, frozenset(engine.names))
 
 
 @st.composite
@@ -50,12 +61,14 @@ def crossings(draw: st.DrawFn) -> CrossHostExchange:
     made = draw(sides())
     first = len(made.trainers)
     far = [trainer for trainer in range(first) if draw(st.integers(0, 3))]
-    reshard, needs = made.reshard(), {}
+    reshard, needs, given = made.reshard(), {}, {}
+    kinds = alike_reshard(made) if len(far) == first and draw(st.booleans()) else None
     for number in range(len(made.ranks)):
         reads = reshard.reads(number, [1] * first, start=0)
         reads = reads.take(np.flatnonzero(np.isin(reads.trainer, far)))
         if len(reads):
             needs[first + number] = reads
+            given[first + number] = kinds.reads(number, [1] * first) if kinds else reads
     hosts = {rank: draw(st.sampled_from("ab")) for rank in needs}
     if draw(st.booleans()):  # an engine of the same cut
         alike, number = draw(st.booleans()), len(made.ranks)
@@ -64,13 +77,18 @@ def crossings(draw: st.DrawFn) -> CrossHostExchange:
             rank + number: other[hosts[rank]] if alike else draw(st.sampled_from("abc")) for rank in needs
         }
         needs |= {rank + number: reads for rank, reads in needs.items()}
+        given |= {rank + number: reads for rank, reads in given.items()}
     limit = draw(st.sampled_from([400 * LEAST, 1 << 18]))
     least = draw(st.sampled_from([1, 64, 1 << 20]))
     at_once = draw(st.sampled_from([1, 5, 1 << 20]))
     with mock.patch.multiple(host_bundles, LEAST_SHARE_NBYTES=least, _AT_ONCE=at_once):
         plan = ShufflePlan.from_bundles(bundles(needs, hosts), first, max_message_bytes=limit)
-        parts = CrossHostParts(range(first + 2 * len(made.ranks)), range(first), needs, hosts, limit)
-    return CrossHostExchange(made, needs, hosts, plan, first, plans(parts, {*range(first), *needs}))
+        parts = CrossHostParts(range(first + 2 * len(made.ranks)), range(first), given, hosts, limit)
+        made_of_parts = plans(parts, {*range(first), *needs})
+    if kinds and least < MIB:  # shares are of whole buffers, so that others than of reads may be equal
+        lanes = in_order(lane for rank, part in made_of_parts.items() for lane in part.sends(rank))
+        plan = replace(plan, lanes=lanes)
+    return CrossHostExchange(made, needs, hosts, plan, first, made_of_parts, given)
 
 
 def plans(parts: CrossHostParts, ranks: set[int]) -> dict[int, ShufflePlan]:
@@ -186,7 +204,7 @@ def on_link(lane: Lane) -> tuple[object, ...]:
 def test_a_hosts_bytes_are_counted_by_who_brings_them(case: CrossHostExchange) -> None:
     trainers, limit = range(case.first), case.plan.max_message_bytes
     parts = CrossHostParts(
-        range(case.first + 2 * len(case.made.ranks)), trainers, case.needs, case.hosts, limit
+        range(case.first + 2 * len(case.made.ranks)), trainers, case.given, case.hosts, limit
     )
     for rank, part in plans(parts, {*case.needs}).items():
         packed, passed_on = Counter(), Counter()

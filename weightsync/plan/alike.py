@@ -1,0 +1,297 @@
+"""Plans tensors that are cut alike once: a model has thousands of them, of few shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from weightsync.plan.column import narrowed, row_codes
+from weightsync.plan.copies import repeated
+from weightsync.plan.direct import Reads, Reshard
+from weightsync.plan.layout import Bool, Int64, Layout, columns
+from weightsync.plan.match import match
+
+T = TypeVar("T", "Kinds", "Places")
+
+LEAST_ALIKE = 4
+"""Tensors are planned in kinds if these have so many on average."""
+_ALONE = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kinds:
+    """The trainers' buffers that an engine reads, in kinds. Those of a kind are cut, and read, alike.
+
+    Attributes:
+        buffer: [U], their numbers among the source's buffers, ascending.
+        kind: [U], the kind of each.
+        first: [K], the position in `buffer` of the first of each kind.
+    """
+
+    buffer: Int64
+    kind: Int64
+    first: Int64
+
+    def rows(self, reads: Reads, low: int, high: int) -> tuple[Int64, Int64]:
+        """Return, for each read of the buffers at `low` to `high`, the one that it is like, and its buffer.
+
+        Buffers are given by position. `reads` are from the first buffer of each kind and of one trainer,
+        ordered by buffer.
+        """
+        kind = self.kind[np.searchsorted(self.buffer, reads.src_buffer)]
+        count = np.bincount(kind, minlength=len(self.first))
+        start = np.full(len(self.first), 0)
+        start[kind[::-1]] = np.arange(len(kind))[::-1]  # the last assignment counts
+        its = self.kind[low:high]
+        unit, nth = repeated(count[its])
+        return start[its[unit]] + nth, unit + low
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """Where one engine rank has what it reads from each of `Kinds.buffer`.
+
+    Attributes:
+        dst_buffer: [U], its buffer; -1 where that is as in the first of the kind.
+        shift: [U], bytes from where the first of the kind is written in its buffer.
+    """
+
+    dst_buffer: Int64
+    shift: Int64
+
+
+def expanded(
+    reads: Reads, kinds: Kinds, places: Places | None, low: int = 0, high: int | None = None
+) -> Reads:
+    """Return the reads from all buffers of `reads`' kinds, or from those at `low` to `high`, in their order.
+
+    `reads` are as in `Kinds.rows`. Without `places`, as at a sender, where they are written is not known.
+    """
+    row, unit = kinds.rows(reads, low, len(kinds.buffer) if high is None else high)
+    table = reads.table(row)
+    dst_buffer = reads.dst_buffer[row].astype(np.int64)
+    if places:
+        table[:, 1] += places.shift[unit]
+        moved = places.dst_buffer[unit]
+        dst_buffer = np.where(moved < 0, dst_buffer, moved)
+    return Reads.from_table(
+        reads.trainer[row], reads.src_names, kinds.buffer[unit], reads.dst_names, dst_buffer, table
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AlikeReads:
+    """An engine rank's reads: those from the first buffer of each kind, from which the others follow."""
+
+    reads: Reads
+    kinds: Kinds
+    places: Places
+
+    def __len__(self) -> int:
+        return len(self.reads)
+
+    def whole(self) -> Reads:
+        """Return all reads, by trainer."""
+        order = np.argsort(self.reads.trainer, kind="stable")
+        ends = np.cumsum(np.bincount(self.reads.trainer))
+        parts = [self.reads.take(rows) for rows in np.split(order, ends[:-1]) if len(rows)]
+        return joined([expanded(part, self.kinds, self.places) for part in parts or [self.reads]])
+
+
+def joined(parts: Sequence[Reads]) -> Reads:
+    """Join reads of the same buffers, one part after the other."""
+    names = ("trainer", "src_buffer", "dst_buffer")
+    trainer, src_buffer, dst_buffer = (np.concatenate([getattr(p, name) for p in parts]) for name in names)
+    table = np.concatenate([part.table() for part in parts])
+    return Reads.from_table(trainer, parts[0].src_names, src_buffer, parts[0].dst_names, dst_buffer, table)
+
+
+class AlikeReshard:
+    """Pairs the trainers' layout with an engine's as `Reshard`, in kinds of tensors.
+
+    Attributes:
+        kinds: of the trainers' buffers that are read.
+    """
+
+    def __init__(self, kinds: Kinds, places: Sequence[Places], reshard: Reshard) -> None:
+        """`reshard` pairs the first tensors of each kind. `places` are by engine rank."""
+        self.kinds, self._places, self._reshard = kinds, places, reshard
+
+    @classmethod
+    def of(cls, source: Layout, name: str, engine: Layout, only: frozenset[str]) -> AlikeReshard | None:
+        """Pair both sides, see `Reshard`. None if few tensors are alike, or if trainers are replicas.
+
+        Which replica is read depends on all tensors.
+        """
+        matched = match(source, [(name, engine)])
+        number = {meta.name: int(n) for meta, n in zip(matched.tensors, matched.source, strict=True)}
+        taken = np.array([number[each] if each in only else _ALONE for each in engine.names], np.int64)
+        sides = _Sides.of(source, engine, taken)
+        kinds = sides.kinds()
+        if len(kinds.buffer) < LEAST_ALIKE * len(kinds.first):
+            return None
+        firsts = np.zeros(len(source.buffer_names), np.bool_)
+        firsts[kinds.buffer[kinds.first]] = True
+        held = np.zeros(len(source.tensors), np.bool_)
+        held[source.tensor[firsts[source.buffer] & (source.extent > 0).all(axis=1)]] = True
+        held &= np.isin(np.arange(len(held)), taken)
+        part = engine.of_tensors((taken >= 0) & held[taken])
+        reshard = Reshard(source.of_tensors(held), name, part)
+        return None if reshard.has_replicas else cls(kinds, sides.places(kinds), reshard)
+
+    def reads(self, rank: int, near: Sequence[int]) -> AlikeReads:
+        """Return the reads of engine rank `rank`, in which no trainer comes first."""
+        return AlikeReads(self._reshard.reads(rank, near, start=0), self.kinds, self._places[rank])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """n segments of one side with elements, by tensor of the source, then by rank.
+
+    Attributes:
+        tensor, rank, buffer, byte_offset: [n].
+        shape: columns [n], what else says where a segment is.
+        start, count: [T], the first of each tensor's, and how many it has.
+    """
+
+    tensor: Int64
+    rank: Int64
+    buffer: Int64
+    byte_offset: Int64
+    shape: tuple[Int64, ...]
+    start: Int64
+    count: Int64
+
+    @classmethod
+    def of(cls, layout: Layout, taken: Int64, num_tensors: int) -> _Rows:
+        """Return the segments of tensors that are taken. `taken` has the source's number of each, or -1."""
+        rows = np.flatnonzero((layout.extent > 0).all(axis=1) & (taken[layout.tensor] >= 0))
+        rows = rows[np.argsort(taken[layout.tensor[rows]], kind="stable")]
+        tensor = taken[layout.tensor[rows]]
+        count = np.bincount(tensor, minlength=num_tensors)
+        shape = (*layout.offset[rows].T, *layout.extent[rows].T, *layout.strides[rows].T)
+        return cls(
+            tensor,
+            layout.rank[rows].astype(np.int64),
+            layout.buffer[rows].astype(np.int64),
+            layout.byte_offset[rows],
+            shape,
+            np.cumsum(count) - count,
+            count,
+        )
+
+    def codes(self, columns: Sequence[Int64]) -> Int64:
+        """Return a number for each tensor; tensors whose rows differ rarely have the same."""
+        code = row_codes([self.nth(), self.rank, *self.shape, *columns]).astype(np.int64)
+        sums = np.zeros(len(self.count), np.int64)
+        np.add.at(sums, self.tensor, code)
+        return sums
+
+    def nth(self) -> Int64:
+        """Return each row's number among those of its tensor."""
+        nth: Int64 = np.arange(len(self.tensor)) - self.start[self.tensor]
+        return nth
+
+    def differ(self, first: Int64, columns: Sequence[Int64]) -> Bool:
+        """Return which tensors have other rows than the tensors `first`, of as many rows."""
+        other = self.start[first[self.tensor]] + self.nth()
+        found = np.zeros(len(self.count), np.bool_)
+        for column in (self.rank, *self.shape, *columns):
+            found[self.tensor[column != column[other]]] = True
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sides:
+    """Both sides' segments, by tensor of the source.
+
+    Attributes:
+        dst_buffer, base: [num_ranks, T], an engine rank's buffer of each tensor, and its first byte there.
+        relative: [n], bytes from there to each of the engine's segments.
+        alone: [T], tensors that no other is like.
+        itemsize: [T].
+    """
+
+    source: _Rows
+    engine: _Rows
+    dst_buffer: Int64
+    base: Int64
+    relative: Int64
+    alone: Bool
+    itemsize: Int64
+
+    @classmethod
+    def of(cls, source: Layout, engine: Layout, taken: Int64) -> _Sides:
+        num_tensors = len(source.tensors)
+        times = np.bincount(taken[taken >= 0], minlength=num_tensors)
+        own = np.where(times > 0, np.arange(num_tensors), _ALONE)
+        held, needed = _Rows.of(source, own, num_tensors), _Rows.of(engine, taken, num_tensors)
+        alone = times > 1
+        # One buffer for a tensor, and one tensor for a buffer, on all ranks.
+        alone |= _spread(held.tensor, held.buffer, num_tensors)
+        shared = _spread(held.buffer, held.tensor, len(source.buffer_names))
+        alone[held.tensor[shared[held.buffer]]] = True
+        key = needed.rank * num_tensors + needed.tensor
+        size = engine.num_ranks * num_tensors
+        alone |= _spread(key, needed.buffer, size).reshape(-1, num_tensors).any(axis=0)
+        dst_buffer, base = np.full(size, _ALONE), np.full(size, np.iinfo(np.int64).max)
+        dst_buffer[key] = needed.buffer
+        np.minimum.at(base, key, needed.byte_offset)
+        relative = needed.byte_offset - base[key]
+        wide = (engine.num_ranks, num_tensors)
+        return cls(
+            held, needed, dst_buffer.reshape(wide), base.reshape(wide), relative, alone, source.itemsize
+        )
+
+    def kinds(self) -> Kinds:
+        source, engine = self.source, self.engine
+        num_tensors = len(self.alone)
+        codes = [source.codes([source.byte_offset]), engine.codes([self.relative])]
+        code = row_codes([*codes, source.count, engine.count, self.itemsize]).astype(np.int64)
+        _, first, kind = np.unique(np.where(self.alone, 0, code), return_index=True, return_inverse=True)
+        # A tensor that is alone stands for its kind in this comparison, and in no other.
+        first = first[kind]
+        fits = (source.count == source.count[first]) & (engine.count == engine.count[first])
+        first = np.where(fits & ~self.alone & ~self.alone[first], first, np.arange(num_tensors))
+        differ = source.differ(first, [source.byte_offset]) | engine.differ(first, [self.relative])
+        differ |= self.itemsize != self.itemsize[first]
+        first = np.where(differ, np.arange(num_tensors), first)
+        buffer = np.unique(source.buffer)
+        tensor = np.full(int(buffer.max(initial=-1)) + 1, _ALONE)
+        tensor[source.buffer] = source.tensor
+        tensor = tensor[buffer]
+        # Buffers of tensors that are alone are numbered after all tensors: each is a kind.
+        label = np.where(self.alone[tensor], num_tensors + np.arange(len(buffer)), first[tensor])
+        _, firsts, kind = np.unique(label, return_index=True, return_inverse=True)
+        return Kinds(buffer, kind.astype(np.int64), firsts.astype(np.int64))
+
+    def places(self, kinds: Kinds) -> list[Places]:
+        """Return the places of each engine rank."""
+        tensor = np.full(int(kinds.buffer.max(initial=-1)) + 1, _ALONE)
+        tensor[self.source.buffer] = self.source.tensor
+        its = tensor[kinds.buffer]
+        first = its[kinds.first][kinds.kind]
+        found = []
+        for dst_buffer, base in zip(self.dst_buffer, self.base, strict=True):
+            known = ~self.alone[its] & (dst_buffer[its] >= 0)
+            found.append(
+                Places(np.where(known, dst_buffer[its], _ALONE), np.where(known, base[its] - base[first], 0))
+            )
+        return found
+
+
+def _spread(key: Int64, value: Int64, size: int) -> Bool:
+    """Return which keys, less than `size`, come with several values."""
+    one = np.zeros(size, np.int64)
+    one[key] = value
+    found = np.zeros(size, np.bool_)
+    found[key[one[key] != value]] = True
+    return found
+
+
+def packed(part: T) -> T:
+    """Return kinds, or places, in narrow columns, as they travel."""
+    return replace(part, **{name: narrowed(column) for name, column in columns(part).items()})
