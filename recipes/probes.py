@@ -31,6 +31,9 @@ _PATIENCE_S = 30.0
 
 version_of = tested.installed
 
+MOONCAKE = tuple(f"mooncake-transfer-engine{build}" for build in ("", "-cuda13", "-non-cuda"))
+"""Packages with Mooncake, by what they were built for."""
+
 
 def diagnose() -> list[Row]:
     """Return all rows: what is installed, then how each edge would move bytes."""
@@ -139,7 +142,7 @@ def rdma() -> Row:
 
 def mooncake() -> Row:
     """Check Mooncake, which reads other hosts' memory."""
-    found = version_of("mooncake-transfer-engine")
+    found = next(filter(None, map(version_of, MOONCAKE)), "")
     if found:
         return Row("mooncake", found)
     if rdma_devices():

@@ -43,7 +43,8 @@ def main(subnet: str, *astray: str) -> int:
         if astray:
             host.mislead()
         if rank == 1:
-            assert host.start(["true"]).wait() == 0  # so that rank 0's process id is free here
+            # Rank 0's process id has to be free here, so rank 1 and its threads get later ones.
+            assert host.start(["sh", "-c", "echo 1000 > /proc/sys/kernel/ns_last_pid"]).wait() == 0
         command = [sys.executable, "-m", "tests.hosts.pair", "host", str(rank), host.address]
         ranks.append(host.start(command, **pipes))
     one, other = ranks

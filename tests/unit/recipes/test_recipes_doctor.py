@@ -142,6 +142,13 @@ def test_rdma_wants_mooncake_and_locked_memory(
     assert probes.rdma().found == (devices[0] if devices else "no device: other hosts are read over TCP")
 
 
+@pytest.mark.parametrize("build", ["", "-cuda13", "-non-cuda"])
+def test_mooncake_is_found_whatever_it_was_built_for(monkeypatch: pytest.MonkeyPatch, build: str) -> None:
+    installed = {f"mooncake-transfer-engine{build}": "0.3.13"}
+    monkeypatch.setattr(probes, "version_of", lambda name: installed.get(name, ""))
+    assert probes.mooncake().found == "0.3.13"
+
+
 def test_memory_that_cannot_be_shared_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     assert probes.allocator().state == "warn"
