@@ -214,7 +214,8 @@ class Layout:
         if byte_offset is None:
             byte_offset = np.zeros(len(tensor), np.int64)
         _check_reach(tensors, tensor, extent, byte_offset, strides)
-        by_rank = np.argsort(rank, kind="stable")
+        is_sorted = bool((rank[1:] >= rank[:-1]).all())  # then nothing is copied
+        by_rank = slice(None) if is_sorted else np.argsort(rank, kind="stable")
         names = tuple(meta.name for meta in tensors)
         buffer_names = names if buffer_names is None else buffer_names
         known = {name: number for number, name in enumerate(buffer_names)}
