@@ -74,7 +74,7 @@ def settled(config: SyncConfig, fleet: Fleet) -> SyncConfig:
 
 
 class Stager:
-    """Decides which holder stages which part, and has them do it.
+    """Decides which holder of a connected fleet stages which part, and has them do it.
 
     On its trainer's host a part is staged by the trainer's holder. Each other host with engines copies it
     once, into one of its holders. From there holders bring it to their GPUs, unless ``sync.stage`` is host.
@@ -89,13 +89,11 @@ class Stager:
         self._on_device: dict[int, bool] = {}
 
     async def reserve(self) -> None:
-        """Have holders allocate memory for two versions of what they stage.
+        """Have holders allocate memory for two versions of what they stage. Call it once.
 
         Raises TransportError when it is short, and ConfigError where ``sync.stage`` is device and a GPU has
         no memory for a second copy of its weights.
         """
-        self._homes, self._reserved, self._offers, self._on_device = {}, {}, {}, {}
-        self._mapping.clear()
         shortages = await self._reserve(self._fleet.live(), everyone=True)
         if shortages and self._config.stage == "device":
             holder, why = next(iter(shortages.items()))
