@@ -177,11 +177,11 @@ def test_closing_while_a_version_is_still_being_copied_warns_of_nothing(
 
         return noted
 
-    def end_slowly(members: Membership) -> None:
-        end_holders(members)
+    async def end_slowly(members: Membership) -> None:
+        await end_holders(members)
         assert copies
         # who copies still would notice that they ended
-        assert until(lambda: all(task.done() for task in copies), patient(10))
+        assert not (await asyncio.wait(copies, timeout=patient(10)))[1]
 
     undo = intercept("snapshot", noting)
     monkeypatch.setattr(Membership, "close", end_slowly)
