@@ -58,8 +58,8 @@ def test_the_memory_of_each_role_is_needed() -> None:
 def test_a_missing_or_small_buffer_is_named() -> None:
     case = make_case("apart")
     plan, source = case.plan(64 << 10), tensors(case.senders[0].memory)
-    short = {**source, "norm@2": source["norm@2"][:-24]}
-    with pytest.raises(PlanError, match="norm@2: the plan uses its bytes 0 to 604, the source memory has"):
+    short = {**source, "norm@0": source["norm@0"][:-24]}
+    with pytest.raises(PlanError, match="norm@0: the plan uses its bytes 0 to 604, the source memory has"):
         gather_send(plan, 0, short, NOBODY)
     del source["gate@0"]
     with pytest.raises(PlanError, match="gate@0: the source memory has no such buffer"):
