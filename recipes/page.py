@@ -31,7 +31,7 @@ _MEANINGS = (
     "Publish: trainers make their new weights readable. Pause: engines stop answering. Move: the weights go "
     "to the engines; load is an engine rank's part of it. Verify: the digests of both sides are compared. "
     "Commit: engines serve the new version. Stage, before pause in a staged update: the weights reach the "
-    "engines' hosts while engines answer."
+    "engines' hosts, or GPUs, while engines answer."
 )
 _SERVED = ("the version just committed", "an older one")
 _MOST_COLUMNS, _MOST_ROWS = 60, 48

@@ -166,6 +166,7 @@ def test_registering_an_engine_that_fails_raises_nothing_and_connect_names_it(
             sync.connect()
 
 
+@pytest.mark.faults  # it waits for a deadline
 def test_a_process_that_hangs_is_named_with_its_deadline_and_one_that_ended_is_replaced(
     trainers: list[ray.actor.ActorHandle], engines: dict[str, ray.actor.ActorHandle]
 ) -> None:
