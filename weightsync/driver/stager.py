@@ -98,7 +98,7 @@ class Stager:
         if shortages and self._config.stage == "device":
             holder, why = next(iter(shortages.items()))
             raise ConfigError(
-                "sync.stage", "device", f"holder {holder} has no second copy: {why}, or give host"
+                "sync.stage", "device", f"holder {holder} has no second copy: {why}; or give host"
             )
         await self._map(self._fleet.live())
 
