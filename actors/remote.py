@@ -127,7 +127,7 @@ class _Trainer(Remote):
 
 
 class _Holder(Remote):
-    """A holder's actor, whose process may still have to become the holder."""
+    """A holder's actor. Its process may still be starting, as a standby."""
 
     def __init__(self, name: str, handle: ActorHandle[Any], becoming: asyncio.Future[None] | None) -> None:
         super().__init__(name, handle, "")

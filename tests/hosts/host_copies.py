@@ -1,12 +1,12 @@
-"""Two engines whose memory nobody maps join a host at once: what they need crosses to that host once.
+"""Two engines on CPUs join a host at once. The model's bytes cross to that host once.
 
-A holder there copies it from two hosts, then from two of which one holder is killed meanwhile.
+A holder of the host copies them from two other hosts, and both engines read its copy. The second time, the
+holder of one of these hosts is killed in mid-copy.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from typing import Any
 
 import ray
@@ -45,7 +45,7 @@ def start(name: str) -> Any:
 
 
 def lose(sync: WeightSync) -> int:
-    """Kill the newcomers, which are then started anew. Returns the bytes that had reached their host."""
+    """Kill the newcomers; `respawn` starts them again. Returns the bytes that their host has received."""
     before = ask("nbytes", "east")
     for name in NEWCOMERS:
         ray.kill(sync.engines()[name])
@@ -95,9 +95,8 @@ def host_copies() -> None:
         source = ray.get(holders["holder 1"].__ray_call__.remote(lambda _: os.getpid()))
 
         before = lose(sync)
-        while ask("nbytes", "east") - before < SIZE / 2:
-            assert len(sync.heals) == 2
-            time.sleep(0.01)
+        assert until(lambda: ask("nbytes", "east") - before >= SIZE / 2, patient(30))
+        assert len(sync.heals) == 2, "it is over already"
         ask("kill", "west", source)
         filled(sync, trainer, 4)
         crossed = ask("nbytes", "east") - before

@@ -182,7 +182,7 @@ class Controller:
         asleep = [member for member in takers.values() if member.record.state is EngineState.ASLEEP]
         clock = PhaseClock()
         watching = {holder for member in asleep for holder in member.holders}
-        with collector_paused:  # it would look through all of the process while engines are paused
+        with collector_paused:  # a collection takes long, and engines are paused
             async with sampled(self._fleet, watching, clock.now) as seen:
                 try:
                     report = await self._update(version, takers, clock, when_held)

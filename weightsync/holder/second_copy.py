@@ -33,7 +33,7 @@ class CopyQueue(Protocol):
 class SecondCopy:
     """Memory for one version. Copy engines fill it while the engine rank serves, one kernel writes it out.
 
-    Kernels that copied meanwhile would take multiprocessors from the engine: `benchmarks.bench_staged`.
+    The GPU's copy engines leave all multiprocessors to the engine meanwhile.
     """
 
     def __init__(
