@@ -111,15 +111,18 @@ class ControlChannel:
     def call(self, method: str, args: tuple[object, ...]) -> Awaitable[Any] | None:
         """Call `method`. Returns None if the call has to go through Ray.
 
-        That is so for methods that `CALLS` lacks, until the process has dialled, and while it has not
-        answered an earlier call. The awaited answer raises the method's WeightSyncError, PeerLostError if the
-        process has ended, or PeerError for any other error.
+        That is so for methods that `CALLS` lacks, until the process has dialled, while it has not answered an
+        earlier call, and for arguments that a frame does not hold, such as the places of thousands of parts.
+        The awaited answer raises the method's WeightSyncError, PeerLostError if the process has ended, or
+        PeerError for any other error.
         """
         if method not in CALLS or not self.is_open or self._waiting is not None:
             return None
+        ask = msgspec.msgpack.encode(Ask(self._ticket + 1, method, pack(args)))
+        if len(ask) > MAX_FRAME_NBYTES:
+            return None
         self._ticket += 1
-        ask = Ask(self._ticket, method, pack(args))
-        frames = [self._peer, msgspec.msgpack.encode(ask)]
+        frames = [self._peer, ask]
         sent = asyncio.ensure_future(self._socket.send_multipart(frames))  # zmq tries at once
         if sent.done() and sent.exception():
             return None  # the connection is lost, as `end` will say

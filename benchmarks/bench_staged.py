@@ -13,6 +13,7 @@ no clients and are not measured.
              tokens are spread evenly over its time
   pause      from the first call to pause until the last engine serves: the phases after `stage`, of which
              `pause` waits for the step that runs, and `move` copies and verifies
+  stopped    the part of it after that step, in which no token is made
   copy       the model's bytes from page-locked memory to the GPU, at the rate of a bare copy in the same run
   verify     the slowest rank's digests of its live weights
 """
@@ -48,7 +49,7 @@ _SAMPLING = {"max_tokens": 8, "temperature": 0.0}
 _PROMPT = [5, 7, 11, 13]
 _COLUMNS = (
     *("arriving ms", "tokens/s", "tokens/s arriving", "share", "pause ms", "pause range", "step ms"),
-    *("move ms", "copy ms", "rank verify ms", "total ms", "GB"),
+    *("stopped ms", "move ms", "copy ms", "rank verify ms", "total ms", "GB"),
 )
 
 
@@ -173,6 +174,7 @@ def _row(found: Sequence[_Staged]) -> dict[str, object]:
     row = spread("total", [each.round.seconds for each in found])
     row |= spread("arriving", [_seconds(report, ("publish", "stage")) for report in reports])
     row |= spread("pause", [_seconds(report, ("pause", "move", "verify", "commit")) for report in reports])
+    row |= spread("stopped", [_seconds(report, ("move", "verify", "commit")) for report in reports])
     for name, phase in {"step": "pause", "move": "move", "commit": "commit"}.items():
         row |= spread(name, [report.phases[phase] for report in reports])
     row |= spread("rank verify", [_rank_verify(report) for report in reports])

@@ -428,10 +428,20 @@ def through_channels(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def test_an_update_calls_holders_and_engines_over_control_channels(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    called, sync = through_channels(monkeypatch), make(stage="host")
+    sync.connect()
+    sync.update_weights(1)
+    assert called == {*CALLS} - {"move"}
+    assert holds(sync, "e0")
+
+
+def test_a_fleet_that_does_not_stage_is_moved_over_control_channels(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     called, sync = through_channels(monkeypatch), make()
     sync.connect()
     sync.update_weights(1)
-    assert called == {*CALLS}
+    assert called == {*CALLS} - {"refill"}
     assert holds(sync, "e0")
 
 

@@ -29,8 +29,9 @@ from weightsync.errors import (
     WireError,
 )
 from weightsync.protocol.daemon import on_daemon
+from weightsync.protocol.handles import BufferHandle, Offer
 from weightsync.protocol.handshake import dial
-from weightsync.protocol.messages import LoadReport, Moved, UpdateTask
+from weightsync.protocol.messages import LoadReport, Moved, Refilled, Snapshot, UpdateTask
 from weightsync.protocol.timing import Span
 
 REPORT = LoadReport(np.arange(6, dtype=np.uint64).reshape(2, 3), ((Span("load", 1.0, 2.0),), ()))
@@ -107,6 +108,36 @@ def test_arguments_and_answers_arrive_as_they_were() -> None:
         assert np.array_equal(loaded.fingerprints, REPORT.fingerprints)
         assert [tuple(each) for each in loaded.spans] == [tuple(each) for each in REPORT.spans]
         assert await process.call("pause", "keep", 2.5) is None
+
+    run(test)
+
+
+def offer(number: int) -> Offer:
+    memory = BufferHandle(1, 2, f"part-{number}", 64)
+    return Offer(
+        holder=f"holder {number}", protocol="zeromq", memory=memory, endpoint="tcp://h:1", secret="s"
+    )
+
+
+def test_what_a_refill_reads_and_has_read_arrives_as_it_was() -> None:
+    asked: list[tuple[object, ...]] = []
+    snapshot = Snapshot(3, "layout", {0: [offer(0), offer(1)]}, reserve={0: [offer(2)]}, on_device=True)
+    refilled = Refilled({"holder 0": 64}, {"holder 0": "memory"}, 0.5)
+
+    def refill(*args: object) -> Refilled:
+        asked.append(args)
+        return refilled
+
+    async def test(channels: ControlChannels) -> None:
+        process = await opened(channels, Process({"refill": refill}))
+        assert await process.call("refill", 7, snapshot, True, 2.5, 10.0) == refilled
+        assert asked == [(7, snapshot, True, 2.5, 10.0)]
+        assert process.channel
+        large = Snapshot(3, "layout", {part: (offer(part),) for part in range(10_000)})
+        assert process.channel.call("refill", (8, large, True, 2.5, 10.0)) is None, (
+            "Ray carries what is large"
+        )
+        assert await process.call("refill", 9, snapshot, False, 2.5, 10.0) == refilled
 
     run(test)
 

@@ -22,7 +22,7 @@ import zmq
 from weightsync.channel.wire import SentError
 from weightsync.errors import SlowError, WeightSyncError, WireError
 from weightsync.protocol.handshake import dial, hang_up
-from weightsync.protocol.messages import LoadReport, Moved, UpdateTask
+from weightsync.protocol.messages import LoadReport, Moved, Refilled, Snapshot, UpdateTask
 
 logger = logging.getLogger("weightsync.channel.control")
 
@@ -55,11 +55,12 @@ class Call:
 
 CALLS: Mapping[str, Call] = {
     "move": Call(tuple[int, bool, UpdateTask, float], Moved),
+    "refill": Call(tuple[int, Snapshot, bool, float, float], Refilled),
     "pause": Call(tuple[str, float], None),
     "load": Call(tuple[int, float], LoadReport),
     "resume": Call(tuple[int], None),
 }
-"""The methods of `HolderPeer` and `EnginePeer` that an update calls while engines do not serve."""
+"""The methods of `HolderPeer` and `EnginePeer` that are called while an engine does not serve."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):

@@ -137,8 +137,8 @@ class Holder:
         watched.wait()
 
     def answer_calls(self, offer: ControlOffer) -> None:
-        """Answer the driver's calls of `move` on a control channel, until it is lost or replaced."""
-        answer_calls(offer, {"move": self.move}, self._turns.begin())
+        """Answer calls of `move` and `refill` on a control channel, until it is lost or replaced."""
+        answer_calls(offer, {"move": self.move, "refill": self.refill}, self._turns.begin())
 
     def set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None:
         """Set the faults to inject here, as `weightsync.faults.set_faults` does."""
