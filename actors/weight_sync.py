@@ -217,15 +217,13 @@ class WeightSync(AdapterMethods):
         """Return the state of each engine."""
         return {name: member.record.state for name, member in self._fleet.engines.items()}
 
-    def serving(self) -> dict[str, ActorHandle[Any]]:
-        """Return the engines that can take requests: those that serve a committed version."""
-        serves = (EngineState.SERVING, EngineState.PAUSED)
-        members = self._fleet.engines
-        return {
-            name: handle
-            for name, handle in self._members.engines.items()
-            if name in members and members[name].record.version and members[name].record.state in serves
-        }
+    def serving(self, *, any_version: bool = False) -> dict[str, ActorHandle[Any]]:
+        """Return the engines that can take requests: those that serve the newest version that any serves.
+
+        `any_version`: also those that serve an earlier one, as after they did not pause in time.
+        """
+        registered = self._members.engines
+        return {name: registered[name] for name in self._fleet.serving(any_version) if name in registered}
 
     def trainers(self) -> tuple[ActorHandle[Any], ...]:
         """The actors of the registered trainer ranks, in rank order."""

@@ -53,6 +53,13 @@ class Fleet:
             n: member for n, member in self.engines.items() if member.record.state is not EngineState.DEAD
         }
 
+    def serving(self, any_version: bool) -> list[str]:
+        """Return the engines that can take requests, unless `any_version` of the newest version alone."""
+        serves = (EngineState.SERVING, EngineState.PAUSED)
+        records = {n: member.record for n, member in self.engines.items() if member.record.state in serves}
+        newest = max((record.version for record in records.values()), default=0)
+        return [n for n, its in records.items() if its.version and (any_version or its.version == newest)]
+
     def named_holders(self) -> dict[str, HolderPeer]:
         """Return holders by the names that errors give them."""
         return {f"holder {i}": holder for i, holder in enumerate(self.holders)}
