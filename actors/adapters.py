@@ -31,18 +31,18 @@ _END_S = 90.0
 Engines = Callable[[], Mapping[str, ActorHandle[Any]]]
 
 _BUCKET_NBYTES = 32 << 20
-"""Each GPU rank of an engine keeps room for one bucket of each adapter."""
+"""For adapters that are broadcast. Each rank of an engine keeps room for one bucket of each."""
 
 
 class Adapter:
-    """One adapter. It moves through host memory, since it is small."""
+    """One adapter. Between GPUs of one host it is read in place, as a model is."""
 
     def __init__(self, spec: AdapterSpec, config: SyncConfig, trainers: Sequence[ActorHandle[Any]]) -> None:
         self.spec = spec
         self._config = replace(
             config,
-            mode="broadcast",
-            transport="gloo",
+            mode="broadcast" if config.mode == "broadcast" else "auto",
+            transport="gloo" if config.transport == "gloo" else "auto",
             stage="none",
             host_weights="copy",
             bucket_bytes=min(config.bucket_bytes, _BUCKET_NBYTES),
@@ -67,7 +67,13 @@ class Adapter:
         self._members.engines = dict(engines)
         # A driver that died may have left the adapter there, with versions that this one does not know.
         calls = self._calls(engines, "sync_open_adapter")
-        (await gather_named(calls, "open", self._config.connect_timeout_s)).require()
+        dtypes = (await gather_named(calls, "open", self._config.connect_timeout_s)).require()
+        name, dtype = self.spec.name, next(iter(dtypes.values()))
+        casts = {
+            f"trainer {i}": answer(f"trainer {i}", trainer.sync_cast_adapter.remote(name, dtype))
+            for i, trainer in enumerate(self._members.trainers)
+        }
+        (await gather_named(casts, "open", self._config.connect_timeout_s)).require()
         async with self._controller.exclusive():
             await self._members.connect()
 
@@ -133,7 +139,7 @@ class Adapter:
 
     def _calls(
         self, engines: Mapping[str, ActorHandle[Any]], method: str
-    ) -> Mapping[str, Coroutine[Any, Any, None]]:
+    ) -> Mapping[str, Coroutine[Any, Any, Any]]:
         """Call a method of each engine's actor with the spec."""
         return {
             f"engine {name}": answer(f"engine {name}", getattr(handle, method).remote(self.spec))

@@ -151,8 +151,11 @@ class EngineCalls(Claimable):
     def _turns(self) -> Turns:
         return Turns()
 
-    async def sync_open_adapter(self, spec: AdapterSpec) -> None:
-        """Prepare to be called with `sync_adapter`. An adapter of that name is closed first."""
+    async def sync_open_adapter(self, spec: AdapterSpec) -> str:
+        """Prepare to be called with `sync_adapter`. An adapter of that name is closed first.
+
+        Returns the dtype of its slots.
+        """
         if not isinstance(self._engine, ServesAdapters):
             remedy = "serve adapters with vLLM: engines of other kinds have no slots that updates write"
             raise ConfigError("adapter", type(self._engine).__name__, remedy)
@@ -161,6 +164,8 @@ class EngineCalls(Claimable):
             part._engine = await asyncio.to_thread(self._engine.open_adapter, spec)
             part._slot = f"pid-{os.getpid()}"
             self._parts = {**self._parts, spec.name: (spec, part)}
+        layouts = await part._ask_layouts()
+        return layouts[0].tensors[0].dtype
 
     async def sync_close_adapter(self, spec: AdapterSpec) -> None:
         """Give the slots back, if the adapter of that name is still this one. Safe to call twice."""

@@ -205,10 +205,18 @@ class TrainerShard(Claimable):
             raise StateError(f"{type(self).__name__} has to set self.model before its adapter is registered")
         source = LoraSource(self.model, adapter)
         spec = source.spec(name)
-        part = TrainerShard(slot=f"pid-{os.getpid()}")
+        part = TrainerShard(slot=None if source.is_on_gpu else f"pid-{os.getpid()}")
         part.source = source
         self._parts = {**self._parts, name: part}
         return spec
+
+    def sync_cast_adapter(self, name: str, dtype: str) -> None:
+        """Publish an adapter in `dtype`, that of the engines' slots, from the next connect on."""
+        from weightsync.sources.lora import LoraSource
+
+        source = self._parts[name].source
+        assert isinstance(source, LoraSource)
+        source.cast(dtype)
 
     def sync_close_adapter(self, name: str) -> None:
         """Forget an adapter. Safe to call twice."""

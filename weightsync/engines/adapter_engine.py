@@ -16,7 +16,7 @@ from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import FeedTicket, Loaded
 
-_POLL_S = 0.005
+_FIRST_POLL_S, _POLL_S = 0.0005, 0.005
 _END_S = 60.0
 """Time for requests and a load to end when an adapter is closed."""
 
@@ -55,6 +55,10 @@ class AdapterEngine:
         """Return the layout of each rank, in the tensors' names of the spec."""
         return self._on_ranks("layout")
 
+    def can_export(self) -> Sequence[bool]:
+        """Return for each rank whether holders on GPUs can write it."""
+        return self._on_ranks("can_export")
+
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Sequence[Attached]:
         """Connect each rank to its holder."""
         return self._on_ranks("attach", plan, tuple(tickets), timeout_s)
@@ -92,13 +96,14 @@ class AdapterEngine:
 
     def _outcomes(self, timeout_s: float) -> Sequence[Loaded]:
         """Wait for each rank. The engine makes tokens between two looks at them."""
-        deadline = time.monotonic() + timeout_s
+        deadline, poll_s = time.monotonic() + timeout_s, _FIRST_POLL_S
         while None in (loaded := self._on_ranks("outcome")):
             if time.monotonic() > deadline:
                 late = [f"engine {self._name} rank {i}" for i, each in enumerate(loaded) if each is None]
                 raise DeadlineError(f"load of adapter {self._spec.name}", late, timeout_s)
             self._require_open()
-            time.sleep(_POLL_S)
+            time.sleep(poll_s)
+            poll_s = min(2 * poll_s, _POLL_S)
         return loaded
 
     def resume(self, version: int) -> None:

@@ -12,14 +12,17 @@ import torch
 
 from weightsync.channel.engine_end import EngineFeed
 from weightsync.engines.device_sink import DeviceSink
-from weightsync.engines.live_writer import LiveWriter
+from weightsync.engines.live_writer import LiveWriter, can_export
 from weightsync.engines.load_errors import naming_load
+from weightsync.engines.receive_buffer import ReceiveBuffer, SlotSink
 from weightsync.errors import StateError
 from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import FeedTicket, Loaded
+
+_Writer = LiveWriter | DeviceSink | SlotSink
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +57,21 @@ class AdapterRank:
         """Reserve the slots. Raises as `AdapterSlots.reserve`."""
         self._rank, self._spec, self._slots, self._numbers = rank, spec, slots, tuple(numbers)
         self._held = {slot.number: slot for slot in slots.reserve(spec, numbers)}
+        self._received: ReceiveBuffer | None = None
+        if self._device.type == "cuda":
+            self._received = ReceiveBuffer(self._slot_layout, self._device)
         self._feed: EngineFeed | None = None
-        self._writers: dict[int, LiveWriter | DeviceSink] = {}
+        self._writers: Mapping[int, _Writer] = {}
         self._engine = ""
         self._load: Future[Loaded] | None = None
 
     def layout(self) -> RankLayout:
         """Return the boxes of the adapter's tensors that this rank serves."""
-        return next(iter(self._held.values())).layout
+        return self._received.layout if self._received else self._slot_layout
+
+    def can_export(self) -> bool:
+        """Whether holders on GPUs can write what this rank takes."""
+        return self._received is not None and can_export(self._received.live)
 
     def attach(self, plan: Plan, tickets: Sequence[FeedTicket], timeout_s: float) -> Attached:
         """Connect to the holder. `tickets` has all ranks'."""
@@ -70,10 +80,19 @@ class AdapterRank:
         self._engine = ticket.engine
         self._feed = feed = EngineFeed.open(ticket, plan, timeout_s)
         with self._on_device():
-            self._writers = self._prepare(plan, feed)
-        return Attached(plan.digest(), None)
+            received = self._received if all(slot.is_cuda for slot in feed.slots) else None
+            if received is None:
+                self._writers = self._from_host(plan, feed)
+                return Attached(plan.digest(), None)
+            writer = LiveWriter(plan, received.layout, received.live, feed.slots, views=feed.views)
+            self._writers = {
+                number: SlotSink(plan, received, writer, slot.layout, slot.live, feed.slots)
+                for number, slot in self._held.items()
+            }
+            return Attached(plan.digest(), writer.export())
 
-    def _prepare(self, plan: Plan, feed: EngineFeed) -> dict[int, LiveWriter | DeviceSink]:
+    def _from_host(self, plan: Plan, feed: EngineFeed) -> Mapping[int, _Writer]:
+        """Prepare to take buckets that are in host memory."""
         held, device = self._held.items(), self._device
         if device.type != "cuda":
             return {n: LiveWriter(plan, s.layout, s.live, feed.slots, views=feed.views) for n, s in held}
@@ -105,9 +124,7 @@ class AdapterRank:
             raise StateError(f"adapter {self._spec.name} is still being written: it keeps its slots")
         self._slots.release(self._numbers)
 
-    def _write(
-        self, feed: EngineFeed, writer: LiveWriter | DeviceSink, attempt: int, timeout_s: float
-    ) -> Loaded:
+    def _write(self, feed: EngineFeed, writer: _Writer, attempt: int, timeout_s: float) -> Loaded:
         with self._on_device(), naming_load(self._engine, self._rank):
             writer.begin(None)  # slots are allocated once, when the engine starts
             return Loaded(feed.receive(attempt, writer, timeout_s), feed.spans)
@@ -115,6 +132,10 @@ class AdapterRank:
     def _on_device(self) -> AbstractContextManager[None]:
         """Return a context in which this thread uses the rank's device."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+    @property
+    def _slot_layout(self) -> RankLayout:
+        return next(iter(self._held.values())).layout
 
     @property
     def _device(self) -> torch.device:

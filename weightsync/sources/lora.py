@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from weightsync.errors import ConfigError, StateError
-from weightsync.memory.addresses import local_tensor
-from weightsync.memory.tensors import byte_strides, meta_of
+from weightsync.memory.addresses import AddressGuard, local_tensor
+from weightsync.memory.tensors import byte_strides, meta_of, named_tensors
 from weightsync.plan import RankLayout
 from weightsync.protocol.adapters import LORA_A, LORA_B, AdapterSpec
 from weightsync.sources.deepspeed import is_partitioned
@@ -22,10 +22,26 @@ from weightsync.sources.tensors import TensorSource
 _KINDS = {LORA_A: "lora_A", LORA_B: "lora_B"}
 
 
-class LoraSource(TensorSource):
-    """One adapter of a PEFT model. Each version is copied to host memory: A, and B times the scaling.
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Trained:
+    """A or B of one of PEFT's modules.
 
-    Engines then need not know ``lora_alpha``, and whether PEFT divides it by the rank or by its root.
+    Attributes:
+        module: PEFT's.
+        parameter: what the trainer optimises.
+        is_scaled: whether it is B, which the module's scaling multiplies.
+    """
+
+    module: Any
+    parameter: torch.Tensor
+    is_scaled: bool
+
+
+class LoraSource(TensorSource):
+    """One adapter of a PEFT model. Each version is a copy where the model is: A, and B times the scaling.
+
+    Engines then need not know ``lora_alpha``, and whether PEFT divides it by the rank or by its root. On a
+    GPU, holders read the copy in place.
     """
 
     def __init__(self, model: Any, adapter: str) -> None:  # noqa: ANN401 - PEFT's, or what wraps it
@@ -34,24 +50,35 @@ class LoraSource(TensorSource):
             remedy = "adapters are read from a module that PEFT made"
             raise ConfigError("self.model", type(model).__name__, remedy)
         super().__init__(model)
-        self._adapter = adapter
+        self._adapter, self._dtype = adapter, ""
+        self._found: Mapping[str, _Trained] = {}
+        self._model_guard: AddressGuard | None = None
         self._held: dict[str, torch.Tensor] = {}
 
     def spec(self, name: str) -> AdapterSpec:
         """Return the adapter's tensors, for engines that call it `name`. Raises ConfigError as `layout`."""
-        return AdapterSpec(name, tuple(meta_of(each, live) for each, (live, _) in self._parameters().items()))
+        return AdapterSpec(name, tuple(meta_of(key, its.parameter) for key, its in self._look_up().items()))
 
-    def _parameters(self) -> Mapping[str, tuple[torch.Tensor, float]]:
-        """Return the live parameters by the names of the spec, and what each is multiplied with.
+    def cast(self, dtype: str) -> None:
+        """Copy to `dtype` from the next `layout` on, such as ``bfloat16``: that of the engines' slots."""
+        self._dtype = dtype
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether all of the adapter is on a GPU."""
+        return all(local_tensor(its.parameter).is_cuda for its in self._look_up().values())
+
+    def _look_up(self) -> Mapping[str, _Trained]:
+        """Find the adapter's parameters, by the names of the spec.
 
         Raises ConfigError if there are none, or if the adapter does more than A and B.
         """
         self.model.state_dict(keep_vars=True)  # FSDP shards again what it has gathered
-        found: dict[str, tuple[torch.Tensor, float]] = {}
+        found: dict[str, _Trained] = {}
         for path, module in adapted_modules(self.model, self._adapter).items():
             for suffix, kind in _KINDS.items():
                 name, live = base_name(path) + suffix, getattr(module, kind)[self._adapter].weight
-                found[name] = live, float(module.scaling[self._adapter]) if suffix == LORA_B else 1.0
+                found[name] = _Trained(module, live, suffix == LORA_B)
                 if is_partitioned(live):
                     remedy = f"{name} is partitioned by ZeRO-3: give plain modules or FSDP2"
                     raise ConfigError("self.model", type(self.model).__name__, remedy)
@@ -59,12 +86,14 @@ class LoraSource(TensorSource):
 
     def _weights(self) -> LocalWeights:
         segments, metas = [], []
-        self._held = {}
-        for name, (live, _) in self._parameters().items():
-            local = local_tensor(live)
-            held = self._held[name] = torch.empty(local.shape, dtype=live.dtype, pin_memory=local.is_cuda)
-            metas.append(meta_of(name, live))
-            segments.append(dataclasses.replace(segment_of(name, live), strides=byte_strides(held)))
+        self._held, self._found, self._model_guard = {}, self._look_up(), None
+        for name, its in self._found.items():
+            local = local_tensor(its.parameter)
+            dtype = getattr(torch, self._dtype) if self._dtype else local.dtype
+            held = self._held[name] = torch.empty(local.shape, dtype=dtype, device=local.device)
+            metas.append(dataclasses.replace(meta_of(name, its.parameter), dtype=meta_of(name, held).dtype))
+            segment = segment_of(name, its.parameter)
+            segments.append(dataclasses.replace(segment, strides=byte_strides(held)))
         return LocalWeights(RankLayout(tuple(metas), tuple(segments)), self._held)
 
     def _tensors(self) -> Mapping[str, torch.Tensor]:
@@ -76,23 +105,34 @@ class LoraSource(TensorSource):
     @torch.no_grad()
     def _finish(self) -> None:
         """Copy the adapter as it is now. Raises StateError if it has other modules or shapes than before."""
-        now = self._parameters()
+        if self._model_guard is None or not self._model_guard.as_before(self.model):
+            self._found = self._same(self._look_up())
+            self._model_guard = AddressGuard(self.model, named_tensors(self.model)[0])
+        for device in {held.device for held in self._held.values() if held.is_cuda}:
+            torch.cuda.synchronize(device)  # whatever stream trained it
+        lives = {name: local_tensor(its.parameter) for name, its in self._found.items()}
+        scaled = [name for name, its in self._found.items() if its.is_scaled]
+        factors = [float(self._found[name].module.scaling[self._adapter]) for name in scaled]
+        # One by one, hundreds of small copies take longer than all of their bytes.
+        products = torch._foreach_mul([lives[name] for name in scaled], factors)
+        lives |= dict(zip(scaled, products, strict=True))
+        torch._foreach_copy_([*self._held.values()], [lives[name] for name in self._held])
+
+    def _same(self, now: Mapping[str, _Trained]) -> Mapping[str, _Trained]:
+        """Return `now`. Raises StateError if it has other names or shapes than before."""
         for name in sorted(now.keys() ^ self._held.keys()):
             where = "is new" if name in now else "is gone"
             raise StateError(f"{name} of adapter {self._adapter} {where}: register the adapter again")
-        for name, (parameter, scaling) in now.items():
-            held, live = self._held[name], local_tensor(parameter)
+        for name, its in now.items():
+            held, live = self._held[name], local_tensor(its.parameter)
             if held.shape != live.shape:
                 was = f"{tuple(held.shape)} before, and is {tuple(live.shape)}"
                 raise StateError(f"{name} of adapter {self._adapter} was {was}: register it again")
-            held.copy_(live if scaling == 1 else live * scaling, non_blocking=True)
-        for device in {local_tensor(parameter).device for parameter, _ in now.values()}:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
+        return now
 
 
 class _Unmoved:
-    """The copies on the host never move, and `_finish` looks at what they are of."""
+    """The copies never move, and `_finish` looks at what they are of."""
 
     strays: frozenset[str] = frozenset()
 
