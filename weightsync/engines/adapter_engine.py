@@ -16,7 +16,7 @@ from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import FeedTicket, Loaded
 
-_FIRST_POLL_S, _POLL_S = 0.0005, 0.005
+_POLL_S = 0.005
 _END_S = 60.0
 """Time for requests and a load to end when an adapter is closed."""
 
@@ -76,8 +76,7 @@ class AdapterEngine:
         """Write one attempt's buckets to the slot that serves no version. Returns digests of the slot."""
         self.pause("", timeout_s)
         with self._load():
-            self._on_ranks("begin", self._next, attempt, timeout_s)
-            loaded = self._outcomes(timeout_s)
+            loaded = self._outcomes(self._on_ranks("begin", self._next, attempt, timeout_s), timeout_s)
             self._written = self._next
             return loaded
 
@@ -94,17 +93,17 @@ class AdapterEngine:
                 self._loading = False
                 self._changed.notify_all()
 
-    def _outcomes(self, timeout_s: float) -> Sequence[Loaded]:
+    def _outcomes(self, loaded: Sequence[Loaded | None], timeout_s: float) -> Sequence[Loaded]:
         """Wait for each rank. The engine makes tokens between two looks at them."""
-        deadline, poll_s = time.monotonic() + timeout_s, _FIRST_POLL_S
-        while None in (loaded := self._on_ranks("outcome")):
+        deadline = time.monotonic() + timeout_s
+        while None in loaded:
             if time.monotonic() > deadline:
                 late = [f"engine {self._name} rank {i}" for i, each in enumerate(loaded) if each is None]
                 raise DeadlineError(f"load of adapter {self._spec.name}", late, timeout_s)
             self._require_open()
-            time.sleep(poll_s)
-            poll_s = min(2 * poll_s, _POLL_S)
-        return loaded
+            time.sleep(_POLL_S)
+            loaded = self._on_ranks("outcome")
+        return [each for each in loaded if each is not None]
 
     def resume(self, version: int) -> None:
         """Have new requests use what was written since the last `pause`, as `version`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,6 +21,9 @@ from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.daemon import on_daemon
 from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import FeedTicket, Loaded
+
+_GLANCE_S = 0.003
+"""Seconds. The engine makes no tokens meanwhile, so they are few beside a decoding step."""
 
 _Writer = LiveWriter | DeviceSink | SlotSink
 
@@ -99,10 +102,10 @@ class AdapterRank:
         bucket = torch.empty(max(map(len, feed.slots), default=0), dtype=torch.uint8, device=device)
         return {n: DeviceSink(plan, s.layout, s.live, feed.slots, bucket) for n, s in held}
 
-    def begin(self, number: int, attempt: int, timeout_s: float) -> None:
-        """Start to write slot `number`, which no request may use. Raises StateError before `attach`.
+    def begin(self, number: int, attempt: int, timeout_s: float) -> Loaded | None:
+        """Start to write slot `number`, which no request may use. Returns or raises as `outcome`.
 
-        An earlier attempt that still runs ends first, or this one fails.
+        Raises StateError before `attach`. An earlier attempt that still runs ends first, or this one fails.
         """
         feed = self._feed
         if feed is None:
@@ -111,10 +114,15 @@ class AdapterRank:
         self._load = on_daemon(
             lambda: self._write(feed, writer, attempt, timeout_s), f"adapter-{self._spec.name}"
         )
+        return self.outcome()
 
     def outcome(self) -> Loaded | None:
-        """Return what the slot holds, or None while it is being written. Raises what ended that early."""
+        """Return what the slot holds, or None while it is being written. Raises what ended that early.
+
+        Waits a moment, which is all that it takes where GPUs are read in place.
+        """
         assert self._load, "begin() comes first"
+        wait([self._load], _GLANCE_S)
         return self._load.result() if self._load.done() else None
 
     def close(self) -> None:

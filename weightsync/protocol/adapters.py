@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
+import json
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from weightsync.plan import TensorMeta
 
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AdapterSpec:
     """One LoRA adapter, without its bytes.
 
     Attributes:
         name: what engines and requests call it.
-        tensors: ``<module>.lora_A.weight``, of shape (rank, inputs), and ``<module>.lora_B.weight``, of shape
-            (outputs, rank), for each module of the base model that it adapts, in a checkpoint's names.
+        packed: its tensors. Every call that concerns an adapter has its spec, and pickles these bytes alone.
     """
 
     name: str
-    tensors: tuple[TensorMeta, ...]
+    packed: bytes
+
+    @classmethod
+    def of(cls, name: str, tensors: Sequence[TensorMeta]) -> AdapterSpec:
+        """Make the spec of these `tensors`."""
+        rows = [(meta.name, meta.dtype, meta.shape) for meta in tensors]
+        return cls(name, zlib.compress(json.dumps(rows).encode(), 1))
+
+    @cached_property
+    def tensors(self) -> tuple[TensorMeta, ...]:
+        """A and B of each module of the base model that it adapts, in a checkpoint's names.
+
+        ``<module>.lora_A.weight`` has the shape (rank, inputs), ``<module>.lora_B.weight`` (outputs, rank).
+        """
+        rows = json.loads(zlib.decompress(self.packed))
+        return tuple(TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in rows)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"name": self.name, "packed": self.packed}
 
     @property
     def rank(self) -> int:

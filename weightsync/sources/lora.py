@@ -52,12 +52,13 @@ class LoraSource(TensorSource):
         super().__init__(model)
         self._adapter, self._dtype = adapter, ""
         self._found: Mapping[str, _Trained] = {}
+        self._lives: dict[str, torch.Tensor] = {}
         self._model_guard: AddressGuard | None = None
         self._held: dict[str, torch.Tensor] = {}
 
     def spec(self, name: str) -> AdapterSpec:
         """Return the adapter's tensors, for engines that call it `name`. Raises ConfigError as `layout`."""
-        return AdapterSpec(name, tuple(meta_of(key, its.parameter) for key, its in self._look_up().items()))
+        return AdapterSpec.of(name, [meta_of(key, its.parameter) for key, its in self._look_up().items()])
 
     def cast(self, dtype: str) -> None:
         """Copy to `dtype` from the next `layout` on, such as ``bfloat16``: that of the engines' slots."""
@@ -107,16 +108,16 @@ class LoraSource(TensorSource):
         """Copy the adapter as it is now. Raises StateError if it has other modules or shapes than before."""
         if self._model_guard is None or not self._model_guard.as_before(self.model):
             self._found = self._same(self._look_up())
+            self._lives = {name: local_tensor(its.parameter) for name, its in self._found.items()}
             self._model_guard = AddressGuard(self.model, named_tensors(self.model)[0])
         for device in {held.device for held in self._held.values() if held.is_cuda}:
             torch.cuda.synchronize(device)  # whatever stream trained it
-        lives = {name: local_tensor(its.parameter) for name, its in self._found.items()}
         scaled = [name for name, its in self._found.items() if its.is_scaled]
         factors = [float(self._found[name].module.scaling[self._adapter]) for name in scaled]
         # One by one, hundreds of small copies take longer than all of their bytes.
-        products = torch._foreach_mul([lives[name] for name in scaled], factors)
-        lives |= dict(zip(scaled, products, strict=True))
-        torch._foreach_copy_([*self._held.values()], [lives[name] for name in self._held])
+        products = torch._foreach_mul([self._lives[name] for name in scaled], factors)
+        values = self._lives | dict(zip(scaled, products, strict=True))
+        torch._foreach_copy_([*self._held.values()], [values[name] for name in self._held])
 
     def _same(self, now: Mapping[str, _Trained]) -> Mapping[str, _Trained]:
         """Return `now`. Raises StateError if it has other names or shapes than before."""

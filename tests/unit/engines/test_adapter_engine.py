@@ -14,12 +14,12 @@ from weightsync.errors import DeadlineError, EngineError, StateError
 from weightsync.plan import TensorMeta
 from weightsync.protocol.adapters import AdapterSpec
 
-SPEC = AdapterSpec("math", (TensorMeta("up_proj.lora_A.weight", "float32", (2, 4)),))
+SPEC = AdapterSpec.of("math", [TensorMeta("up_proj.lora_A.weight", "float32", (2, 4))])
 SOON_S = 0.1
 
 
 class Ranks:
-    """Two ranks. `late` calls of ``outcome`` find the first one still writing."""
+    """Two ranks. ``begin`` and `late` - 1 calls of ``outcome`` find the first one still writing."""
 
     def __init__(self) -> None:
         self.written: list[int] = []
@@ -30,7 +30,7 @@ class Ranks:
         if method == "begin":
             self.written.append(args[0])
         self.closed = method == "close"
-        if method == "outcome":
+        if method in ("begin", "outcome"):
             if self.error:
                 raise self.error
             self.late -= 1

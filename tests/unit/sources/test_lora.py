@@ -115,7 +115,7 @@ def test_the_spec_has_the_names_of_the_base_models_checkpoint() -> None:
         assert [meta.name for meta in spec.tensors] == NAMES
         assert (spec.name, spec.rank) == ("math", 5)
         assert spec.tensors[0].shape == (3, 6)
-        assert pickle.loads(pickle.dumps(spec)) == spec == AdapterSpec("math", spec.tensors)
+        assert pickle.loads(pickle.dumps(spec)) == spec == AdapterSpec.of("math", spec.tensors)
 
 
 @pytest.mark.parametrize(
