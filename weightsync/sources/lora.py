@@ -29,12 +29,12 @@ class _Trained:
     Attributes:
         module: PEFT's.
         parameter: what the trainer optimises.
-        is_scaled: whether it is B, which the module's scaling multiplies.
+        is_b: whether it is B, which the module's scaling multiplies.
     """
 
     module: Any
     parameter: torch.Tensor
-    is_scaled: bool
+    is_b: bool
 
 
 class LoraSource(TensorSource):
@@ -51,9 +51,8 @@ class LoraSource(TensorSource):
             raise ConfigError("self.model", type(model).__name__, remedy)
         super().__init__(model)
         self._adapter, self._dtype = adapter, ""
-        self._found: Mapping[str, _Trained] = {}
-        self._lives: dict[str, torch.Tensor] = {}
-        self._model_guard: AddressGuard | None = None
+        self._adapter_copies: _Copies | None = None
+        self._guarded: AddressGuard | None = None
         self._held: dict[str, torch.Tensor] = {}
 
     def spec(self, name: str) -> AdapterSpec:
@@ -87,8 +86,8 @@ class LoraSource(TensorSource):
 
     def _weights(self) -> LocalWeights:
         segments, metas = [], []
-        self._held, self._found, self._model_guard = {}, self._look_up(), None
-        for name, its in self._found.items():
+        self._held, self._adapter_copies, self._guarded = {}, None, None
+        for name, its in self._look_up().items():
             local = local_tensor(its.parameter)
             dtype = getattr(torch, self._dtype) if self._dtype else local.dtype
             held = self._held[name] = torch.empty(local.shape, dtype=dtype, device=local.device)
@@ -103,21 +102,23 @@ class LoraSource(TensorSource):
     def _watch(self, weights: LocalWeights) -> _Unmoved:
         return _Unmoved()
 
-    @torch.no_grad()
+    def _follow(self) -> bool:
+        """Look the parameters up again if tensors of the model were replaced. Returns whether they were.
+
+        Raises StateError if the adapter has other modules or shapes than before.
+        """
+        if self._guarded and self._guarded.as_before(self.model):
+            return False
+        self._adapter_copies = _Copies(self._same(self._look_up()), self._held, self._adapter)
+        self._guarded = AddressGuard(self.model, named_tensors(self.model)[0])
+        return True
+
     def _finish(self) -> None:
-        """Copy the adapter as it is now. Raises StateError if it has other modules or shapes than before."""
-        if self._model_guard is None or not self._model_guard.as_before(self.model):
-            self._found = self._same(self._look_up())
-            self._lives = {name: local_tensor(its.parameter) for name, its in self._found.items()}
-            self._model_guard = AddressGuard(self.model, named_tensors(self.model)[0])
-        for device in {held.device for held in self._held.values() if held.is_cuda}:
-            torch.cuda.synchronize(device)  # whatever stream trained it
-        scaled = [name for name, its in self._found.items() if its.is_scaled]
-        factors = [float(self._found[name].module.scaling[self._adapter]) for name in scaled]
-        # One by one, hundreds of small copies take longer than all of their bytes.
-        products = torch._foreach_mul([self._lives[name] for name in scaled], factors)
-        values = self._lives | dict(zip(scaled, products, strict=True))
-        torch._foreach_copy_([*self._held.values()], [values[name] for name in self._held])
+        """Copy the adapter as it is now."""
+        if self._adapter_copies is None or not self._adapter_copies.have_memory():
+            self._follow()
+        assert self._adapter_copies
+        self._adapter_copies.run()
 
     def _same(self, now: Mapping[str, _Trained]) -> Mapping[str, _Trained]:
         """Return `now`. Raises StateError if it has other names or shapes than before."""
@@ -132,8 +133,40 @@ class LoraSource(TensorSource):
         return now
 
 
+class _Copies:
+    """Copies what is trained, on whatever stream, to memory that stays where it is."""
+
+    def __init__(self, found: Mapping[str, _Trained], held: Mapping[str, torch.Tensor], adapter: str) -> None:
+        """`held` has the memory of each parameter in `found`."""
+        self._adapter, self._held = adapter, [*held.values()]
+        self._lives = [local_tensor(found[name].parameter) for name in held]
+        self._addresses = self._find()
+        self._b = [number for number, name in enumerate(held) if found[name].is_b]
+        self._modules = [found[name].module for name in held if found[name].is_b]
+        self._devices = {live.device for live in self._lives if live.is_cuda}
+
+    def have_memory(self) -> bool:
+        """Whether what is copied is still allocated. The model may use other memory by now."""
+        return self._find() == self._addresses
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Copy all, in few kernels: one by one, hundreds of small copies take longer than their bytes."""
+        for device in self._devices:
+            torch.cuda.synchronize(device)
+        values = list(self._lives)
+        factors = [float(module.scaling[self._adapter]) for module in self._modules]
+        products = torch._foreach_mul([values[number] for number in self._b], factors)
+        for number, product in zip(self._b, products, strict=True):
+            values[number] = product
+        torch._foreach_copy_(self._held, values)
+
+    def _find(self) -> list[int]:
+        return list(map(torch.Tensor.data_ptr, self._lives))
+
+
 class _Unmoved:
-    """The copies never move, and `_finish` looks at what they are of."""
+    """The copies never move, and `_follow` looks at what they are of."""
 
     strays: frozenset[str] = frozenset()
 

@@ -107,6 +107,38 @@ def test_each_version_is_what_the_parameters_are_then() -> None:
     assert all(torch.allclose(second[name], first[name] + 2) for name in NAMES if ".lora_B" in name)
 
 
+def test_parameters_that_were_replaced_and_another_scaling_are_noticed() -> None:
+    model = adapted()
+    source = LoraSource(model, "default")
+    plan = plan_of(source.layout(), "float32")
+    buffer = SharedBuffer.create(plan.send_buffer_nbytes(0))
+    source.attach(plan, 0, buffer.handle)
+    source.publish(True)
+    layer = next(module for module in model.modules() if hasattr(module, "lora_A"))
+    layer.lora_B["default"].weight = nn.Parameter(torch.ones_like(layer.lora_B["default"].weight))
+    layer.scaling["default"] = 5.0
+    source.publish(True)
+    piece = next(each for each in plan.trainer_pieces(0) if plan.tensors[each.tensor].name == NAMES[1])
+    data = buffer.tensor[piece.send_buffer_offset : piece.send_buffer_offset + piece.nbytes].view(
+        torch.float32
+    )
+    assert data.eq(5).all()
+    source.close()
+    buffer.close()
+
+
+def test_a_cast_to_the_dtype_of_slots_rounds_once() -> None:
+    model = adapted(use_rslora=True)
+    source = LoraSource(model, "default")
+    source.cast("bfloat16")
+    assert {meta.dtype for meta in source.layout().tensors} == {"bfloat16"}
+    assert {meta.dtype for meta in source.spec("math").tensors} == {"float32"}
+    whole = published(LoraSource(model, "default"))
+    assert all(
+        torch.equal(each, whole[name].bfloat16()) for name, each in published(source, "bfloat16").items()
+    )
+
+
 def test_the_spec_has_the_names_of_the_base_models_checkpoint() -> None:
     wrapped = nn.Module()
     wrapped.module = adapted(rank_pattern={"down_proj": 5})
