@@ -143,6 +143,9 @@ class _Copies:
         self._addresses = self._find()
         self._b = [number for number, name in enumerate(held) if found[name].is_b]
         self._modules = [found[name].module for name in held if found[name].is_b]
+        self._casts = any(
+            live.dtype != held[name].dtype for name, live in zip(held, self._lives, strict=True)
+        )
         self._devices = {live.device for live in self._lives if live.is_cuda}
 
     def have_memory(self) -> bool:
@@ -156,10 +159,13 @@ class _Copies:
             torch.cuda.synchronize(device)
         values = list(self._lives)
         factors = [float(module.scaling[self._adapter]) for module in self._modules]
-        products = torch._foreach_mul([values[number] for number in self._b], factors)
-        for number, product in zip(self._b, products, strict=True):
-            values[number] = product
+        if self._casts:  # B is rounded once, after its product
+            products = torch._foreach_mul([values[number] for number in self._b], factors)
+            for number, product in zip(self._b, products, strict=True):
+                values[number] = product
         torch._foreach_copy_(self._held, values)
+        if not self._casts:
+            torch._foreach_mul_([self._held[number] for number in self._b], factors)
 
     def _find(self) -> list[int]:
         return list(map(torch.Tensor.data_ptr, self._lives))
