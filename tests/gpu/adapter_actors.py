@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,16 +17,16 @@ TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 
 
 class AdapterTrainer(TrainerShard):
-    """One rank, in bfloat16."""
+    """One rank, with a base in bfloat16."""
 
-    def start(self, path: str, rank: int) -> None:
-        """Load the base, and add an adapter of `rank`."""
+    def start(self, path: str, rank: int, autocast: bool = False) -> None:
+        """Load the base, and add an adapter of `rank`, with `autocast` in float32."""
         from peft import LoraConfig, get_peft_model
         from transformers import AutoModelForCausalLM
 
         base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).cuda()
         config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(TARGETS))
-        self.model = get_peft_model(base, config, autocast_adapter_dtype=False)
+        self.model = get_peft_model(base, config, autocast_adapter_dtype=autocast)
 
     @torch.no_grad()
     def train(self, seed: int) -> None:
@@ -46,6 +47,10 @@ class AdapterEngine(EngineActor):
     def __init__(self, path: str, name: str, num_ranks: int, rank: int) -> None:
         slots = {"enable_lora": True, "max_loras": 3, "max_lora_rank": rank}
         super().__init__("vllm", path, name, {"tensor_parallel_size": num_ranks, **OPTIONS, **slots})
+
+    async def pid(self) -> int:
+        """Return this process's id."""
+        return os.getpid()
 
     async def by_file(
         self, folder: str, prompts: Sequence[Sequence[int]], num_tokens: int

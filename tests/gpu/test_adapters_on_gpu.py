@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 from ray.util.placement_group import PlacementGroup
 
+from tests.actors.fleet import until
 from tests.gpu.adapter_actors import AdapterEngine, AdapterTrainer
 from tests.gpu.fleet import spawn, visible_devices
 from tests.gpu.qwen3_models import save_qwen3
 from tests.patience import patient
-from weightsync import SyncConfig, WeightSync
+from weightsync import SyncConfig, WeightSync, WeightSyncError
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,9 +34,9 @@ NUM_TOKENS = 16
 RANK = 16
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(("num_ranks", "autocast"), [(1, False), (1, True), (2, False)])
 def test_it_answers_as_one_that_vllm_read_from_files(
-    num_ranks: int, bundles: PlacementGroup, num_gpus: int, tmp_path: Path
+    num_ranks: int, autocast: bool, bundles: PlacementGroup, num_gpus: int, tmp_path: Path
 ) -> None:
     if num_gpus < num_ranks:
         pytest.skip(f"needs {num_ranks} GPUs")
@@ -45,7 +49,7 @@ def test_it_answers_as_one_that_vllm_read_from_files(
     else:  # further ranks are vLLM's own processes, so that one actor has to see all its GPUs
         visible = visible_devices(bundles, range(num_ranks))
         engine = spawn(AdapterEngine, bundles, 0, *arguments, share=0, visible=visible)
-    ray.get([trainer.start.remote(path, RANK), engine.sync_layout.remote()], timeout=patient(200))
+    ray.get([trainer.start.remote(path, RANK, autocast), engine.sync_layout.remote()], timeout=patient(200))
     sampling = {"max_tokens": NUM_TOKENS, "temperature": 0.0}
     with WeightSync(CONFIG) as sync:
         sync.register_engines({"e0": engine})
@@ -59,6 +63,7 @@ def test_it_answers_as_one_that_vllm_read_from_files(
             report = sync.update_adapter("math")
             sys.stdout.write(f"{report} {report.seconds * 1e3:.1f} ms {dict(report.phases)}\n")
             assert report.verified
+            assert report.routes == {"e0": "direct"}
             assert report.proofs == {"e0": "live weights"}
             rollout = ray.get(engine.generate.remote(PROMPTS, {**sampling, "adapter": "math"}))
             assert (rollout.adapter, rollout.adapter_version) == ("math", version)
@@ -69,4 +74,42 @@ def test_it_answers_as_one_that_vllm_read_from_files(
         plain = ray.get(engine.generate.remote(PROMPTS, sampling))
         assert str(plain.tokens) not in seen
     ray.kill(engine)
+    ray.kill(trainer)
+
+
+def test_a_killed_engine_gets_it_from_holders(bundles: PlacementGroup, tmp_path: Path) -> None:
+    path = str(tmp_path / "base")
+    save_qwen3(tmp_path / "base", "untied", 0)
+    trainer = spawn(AdapterTrainer, bundles, 0)
+
+    def start(name: str) -> Any:
+        return spawn(AdapterEngine, bundles, 0, path, name, 1, RANK)
+
+    engine = start("e0")
+    ray.get([trainer.start.remote(path, RANK), engine.sync_layout.remote()], timeout=patient(200))
+    sampling = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "adapter": "math"}
+    with WeightSync(CONFIG) as sync:
+        sync.register_engines({"e0": engine}, respawn=start)
+        sync.register_checkpoint("base", [path])
+        sync.connect()
+        sync.update_weights(checkpoint="base")
+        sync.register_adapter("math", [trainer])
+        ray.get(trainer.train.remote(1))
+        sync.update_adapter("math")
+        before = ray.get(engine.generate.remote(PROMPTS, sampling)).tokens
+        ray.get(trainer.train.remote(2))  # it has gone on, and is not asked
+        os.kill(ray.get(engine.pid.remote()), signal.SIGKILL)
+
+        def answer() -> Any:
+            try:
+                return ray.get(sync.engines()["e0"].generate.remote(PROMPTS, sampling), timeout=patient(30))
+            except (WeightSyncError, ray.exceptions.RayError):
+                return None
+
+        assert until(lambda: answer() is not None, patient(200))
+        rollout = answer()
+        assert (rollout.adapter_version, rollout.tokens) == (1, before)
+        assert sync.update_adapter("math").engines == {"e0": 2}
+        assert answer().tokens != before
+        ray.kill(sync.engines()["e0"])
     ray.kill(trainer)
