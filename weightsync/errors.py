@@ -85,6 +85,10 @@ class WeightSyncError(Exception):
 
     where: Where | None = None
 
+    def told(self) -> str:
+        """Return the message, and where it happened if that is known."""
+        return f"{self} ({self.where})" if self.where else str(self)
+
 
 class ConfigError(WeightSyncError, ValueError):
     """A setting or an argument is not valid. Also a ValueError.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from weightsync.driver.attempt import Attempt
 from weightsync.driver.comparison import Comparison
 from weightsync.driver.connect import Connection, connect
 from weightsync.driver.engine_group import EngineGroup
-from weightsync.driver.engine_state import EngineRecord, EngineState
+from weightsync.driver.engine_state import EngineState
 from weightsync.driver.events import EngineFailed, Events, HolderSilent
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.driver.frozen import FrozenTensors
@@ -27,6 +27,7 @@ from weightsync.driver.rewritten_sources import Rewritten, rewritten
 from weightsync.driver.routing import DIRECT
 from weightsync.driver.snapshot_index import SnapshotIndex
 from weightsync.driver.stager import StagedVersion, Stager, settled
+from weightsync.driver.takeover import take_over
 from weightsync.driver.traffic import links
 from weightsync.driver.trainers import Publication, Publishing, Trainers
 from weightsync.driver.update_lock import UpdateLock
@@ -90,6 +91,7 @@ class Controller:
         self._staged: StagedVersion | None = None
         self._sends_frozen = True
         self._connection: Connection | None = None
+        self._meet: Callable[[], Awaitable[None]] | None = None
 
     @property
     def plan(self) -> Plan | None:
@@ -117,25 +119,12 @@ class Controller:
         logger.info("[driver · v%d] connected, epoch %d: %d buckets, %s", *found)
 
     async def restore(self) -> list[str]:
-        """Take over from a previous driver. Must hold the exclusive lock.
+        """Take over from a previous driver, see `take_over`. Must hold the exclusive lock.
 
-        The version becomes the newest that an engine serves (so it was committed) or that the holders
-        have complete snapshots of. Engines that serve it stay SERVING. All others become STALE; their names
-        are returned.
+        Returns the engines that are STALE.
         """
-        kept = await self.snapshot_index.restore(self._connected())
-        serving = await self.engine_group.ask(self._fleet.live(), "serving", lambda peer: peer.serving())
-        self.version = max(kept, *serving.values()) if serving else kept
-        if not self.version:
-            return []
-        stale = []
-        for name, member in self._fleet.live().items():
-            if serving.get(name) == self.version:
-                member.record = EngineRecord(EngineState.SERVING, self.version)
-            else:
-                self.engine_group.enter([name], EngineState.STALE)
-                stale.append(name)
-        logger.info("[driver · v%d] took over; stale engines: %s", self.version, stale or "none")
+        parts = self._connected(), self._fleet, self.engine_group, self.snapshot_index
+        self.version, stale = await take_over(*parts)
         return stale
 
     @asynccontextmanager
@@ -156,12 +145,17 @@ class Controller:
         """Hold the shared lock for engine `name`. No update and no other task works on it."""
         return self._update_lock.shared(name)
 
-    async def update(self, version: int, when_held: Callable[[], None] = lambda: None) -> SyncReport:
+    async def update(
+        self,
+        version: int,
+        when_held: Callable[[], None] = lambda: None,
+        meet: Callable[[], Awaitable[None]] | None = None,
+    ) -> SyncReport:
         """Take `version` from the trainers to every live engine that is attached.
 
         `when_held` is called once trainers may change their weights: the holders have every byte or, where
-        trainers are read in place, the engines do. If trainers' weights moved to other addresses, the
-        controller connects again and repeats the update.
+        trainers are read in place, the engines do. `meet` is awaited before the commit, see `JointCommit`. If
+        trainers' weights moved to other addresses, the controller connects again and repeats the update.
 
         Raises:
             StateError: not connected, or fewer than ``min_engines`` engines are alive.
@@ -180,7 +174,7 @@ class Controller:
             alive = "1 engine is alive" if len(takers) == 1 else f"{len(takers)} engines are alive"
             raise StateError(f"{alive}, sync.min_engines is {least}")
         asleep = [member for member in takers.values() if member.record.state is EngineState.ASLEEP]
-        clock = PhaseClock()
+        clock, self._meet = PhaseClock(), meet
         watching = {holder for member in asleep for holder in member.holders}
         with collector_paused:  # a collection takes long, and engines are paused
             async with sampled(self._fleet, watching, clock.now) as seen:
@@ -344,6 +338,7 @@ class Controller:
             self.engine_group.enter(verified, EngineState.STALE)
             raise next(iter(self.engine_group.failures.values()))
         with clock.phase("commit"):
+            await self._meet_others(verified)
             num_serving = await self.engine_group.resume(verified, version)
         if num_serving:
             self.version = version
@@ -355,6 +350,14 @@ class Controller:
         if num_serving < least:
             raise next(iter(self.engine_group.failures.values()))
         return self._report(clock)
+
+    async def _meet_others(self, verified: Sequence[str]) -> None:
+        try:
+            if self._meet:
+                await self._meet()
+        except WeightSyncError as error:
+            self._give_up(verified, str(error))
+            raise
 
     async def _move_and_publish(self, takers: Sequence[str], version: int) -> Mapping[str, LoadReport]:
         """Move a version; publish it meanwhile if it is not published. Returns the engines' answers."""
@@ -482,7 +485,7 @@ class Controller:
             verified=True,  # engines that failed the comparison were excluded above, or the update raised
             engines={name: record.version for name, record in records.items()},
             states={name: record.state.value for name, record in records.items()},
-            failures={name: _describe(error) for name, error in self.engine_group.failures.items()},
+            failures={name: error.told() for name, error in self.engine_group.failures.items()},
             digest=f"{int(fingerprint[0]):016x}",
             num_buckets=connection.plan.num_buckets if refilled else self._num_buckets,
             epoch=connection.plan.epoch,
@@ -493,7 +496,3 @@ class Controller:
             bytes_from=read.bytes_from if read else {},
             ways=read.ways if read else {},
         )
-
-
-def _describe(error: WeightSyncError) -> str:
-    return f"{error} ({error.where})" if error.where else str(error)
