@@ -86,7 +86,7 @@ class AdapterMethods:
         `print` shows one line of a row. Empty before `connect`.
         """
         model = coverage("model", self._controller, self._fleet, self._last)
-        draft = draft_coverage(self._fleet, self._last)
+        draft = draft_coverage(self._controller, self._fleet, self._last)
         return model + draft + self._adapters.coverage()
 
     def adapter_versions(self) -> dict[str, int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from weightsync.driver.controller import Controller
 from weightsync.driver.fleet import Fleet
+from weightsync.plan import Plan
+from weightsync.plan.draft import DRAFT
 from weightsync.plan.explain import count_text
 from weightsync.report import Covered, SyncReport
 
@@ -13,27 +15,33 @@ def coverage(component: str, controller: Controller, fleet: Fleet, last: SyncRep
     plan = controller.plan
     if plan is None:
         return []
-    versions = {name: member.record.version for name, member in fleet.engines.items()}
-    return [
-        Covered(
-            engine=name,
-            component=component,
-            version=version,
-            num_tensors=len(plan.tensors),
-            num_frozen=len(plan.frozen),
-            nbytes=plan.total_nbytes,
-            route=last.routes.get(name, "") if last else "",
-            proof=last.proofs.get(name, "") if last and last.version == version else "",
-        )
-        for name, version in versions.items()
-    ]
+    return [_updated(component, plan, name, fleet, last) for name in fleet.engines]
 
 
-def draft_coverage(fleet: Fleet, last: SyncReport | None) -> list[Covered]:
-    """Return a row for each engine with a draft model, which is frozen."""
+def _updated(component: str, plan: Plan, name: str, fleet: Fleet, last: SyncReport | None) -> Covered:
+    """Return the row of a component that is in the plan: a draft, or all that is no draft's."""
+    of_draft, version = component == "draft", fleet.engines[name].record.version
+    held = {i: meta for i, meta in enumerate(plan.tensors) if meta.name.startswith(DRAFT) is of_draft}
+    return Covered(
+        engine=name,
+        component=component,
+        version=version,
+        num_tensors=len(held),
+        num_frozen=len(held.keys() & set(plan.frozen)),
+        nbytes=sum(meta.nbytes for meta in held.values()),
+        route=last.routes.get(name, "") if last else "",
+        proof=last.proofs.get(name, "") if last and last.version == version else "",
+    )
+
+
+def draft_coverage(controller: Controller, fleet: Fleet, last: SyncReport | None) -> list[Covered]:
+    """Return a row for each engine with a draft model."""
     rows = []
     for name, member in fleet.engines.items():
         if not (ranks := fleet.drafts.by_engine.get(name)):
+            continue
+        if controller.plan and all(rank.trained for rank in ranks):
+            rows.append(_updated("draft", controller.plan, name, fleet, last))
             continue
         version = member.record.version
         num_hidden = sum(rank.num_hidden for rank in ranks)

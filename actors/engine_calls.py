@@ -14,7 +14,15 @@ from typing import Any
 from weightsync.actors.claim import Claimable
 from weightsync.actors.placement import Placement
 from weightsync.channel.control import ControlOffer, Turns, answer_calls
-from weightsync.engines import Engine, ExportsMemory, HasRankProcesses, ServesAdapters, Sleeps
+from weightsync.config import Components
+from weightsync.engines import (
+    Engine,
+    ExportsMemory,
+    HasComponents,
+    HasRankProcesses,
+    ServesAdapters,
+    Sleeps,
+)
 from weightsync.errors import ConfigError, StateError
 from weightsync.faults import Fault, inject, set_faults, split_by_rank
 from weightsync.memory.engine_digests import EngineDigests
@@ -33,6 +41,7 @@ class EngineCalls(Claimable):
 
     _engine: Engine
     _slot: str | None = None
+    _components: Components | None = None
     _layouts: Sequence[RankLayout] | None = None
     _tables: Sequence[LayoutTable] | None = None
     _digests: EngineDigests | None = None
@@ -43,22 +52,26 @@ class EngineCalls(Claimable):
         layouts = await self._ask_layouts()
         return [self._place(layout.device, rank) for rank, layout in enumerate(layouts)]
 
-    async def sync_outline(self) -> Sequence[Outline]:
-        """Return outlines of what each rank needs."""
-        tables = await self.sync_layout()
+    async def sync_outline(self, components: Components = MappingProxyType({})) -> Sequence[Outline]:
+        """Return outlines of what each rank needs, if components are treated so."""
+        tables = await self.sync_layout(components)
         return await asyncio.to_thread(lambda: [each.outline() for each in tables])
 
-    async def sync_layout(self) -> Sequence[LayoutTable]:
-        """Return what each rank needs."""
-        layouts = await self._ask_layouts()
+    async def sync_layout(self, components: Components = MappingProxyType({})) -> Sequence[LayoutTable]:
+        """Return what each rank needs, if components are treated so."""
+        layouts = await self._ask_layouts(components)
         async with self._asking:
             if self._tables is None:
                 self._tables = await asyncio.to_thread(lambda: [LayoutTable.of(each) for each in layouts])
         return self._tables
 
-    async def _ask_layouts(self) -> Sequence[RankLayout]:
-        """Ask the engine, once, as its layout does not change."""
+    async def _ask_layouts(self, components: Components | None = None) -> Sequence[RankLayout]:
+        """Ask the engine, once, as its layout does not change before it uses other `components`."""
         async with self._asking:
+            if components not in (None, self._components) and isinstance(self._engine, HasComponents):
+                self._layouts = self._tables = None
+                await asyncio.to_thread(self._engine.use_components, components)
+                self._components = components
             if self._layouts is None:
                 self._layouts = await asyncio.to_thread(self._engine.layout)
         return self._layouts

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import is_
 from types import MappingProxyType
 from typing import Any
 
@@ -22,12 +23,14 @@ from weightsync.protocol.messages import AttachReport, Digests, PublishReport
 from weightsync.protocol.timing import PhaseClock
 from weightsync.sources import (
     ExportsWeights,
+    Models,
     ModelSource,
     Names,
     Offloads,
     PushesWeights,
     Source,
     attach,
+    make_components,
     make_source,
 )
 
@@ -50,6 +53,9 @@ class TrainerShard(Claimable):
 
     If the weights are not in such a model, set ``self.source`` instead, a `Source` of your own.
 
+    A rank that trains the draft with which engines speculate sets ``self.draft`` to such a model, beside
+    ``self.model`` or alone. See docs/components.md.
+
     WeightSync calls methods named ``sync_…`` between your own, in Ray's order. Call ``super().__init__`` only
     to pass one of these arguments.
 
@@ -60,6 +66,7 @@ class TrainerShard(Claimable):
             prefix, such as ``{"base_model.model.": ""}``, or a function of one name. `exclude` comes after.
         frozen: patterns of tensors that do not change, such as ``visual.*``: they travel with the first
             update, and after it their digests are compared alone. An update raises StateError if one changed.
+            In `exclude`, `names` and `frozen`, what begins with ``draft/`` is of the draft.
         offloads: True if the trainer shares its GPU with an engine and calls `offload`. Weights then travel
             through host memory.
         quantization: the ``quantization_config`` of the engines, to quantise linear layers here: fewer bytes
@@ -70,6 +77,7 @@ class TrainerShard(Claimable):
     """
 
     model: Any
+    draft: Any = None
     hf_config: Any = None
     source: Source | None = None
     _slot: str | None = None
@@ -80,6 +88,7 @@ class TrainerShard(Claimable):
     _quantization: Mapping[str, Any] | None = None
     _merge: str = ""
     _made: ModelSource | None = None
+    _models: Models = (None, None)
     _attached: Source | None = None
     _described: LayoutTable | None = None
     _attached_plan: Plan | None = None
@@ -251,15 +260,19 @@ class TrainerShard(Claimable):
                 ("offloads", self._offloads),
                 ("quantization", self._quantization),
                 ("merge", self._merge),
+                ("self.draft", self.draft is not None),
             ):
                 if given:
                     raise ConfigError(name, given, "leave it out: self.source decides")
             return self.source
-        if not hasattr(self, "model"):
+        models = getattr(self, "model", None), self.draft
+        if _kinds(models) == (True, True):
             raise StateError(f"{type(self).__name__} has to set self.model or self.source before it is used")
-        if self._made is None:
-            self._made = make_source(
-                self.model,
+        if self._made is None or _kinds(models) != _kinds(self._models):
+            make: Callable[..., ModelSource] = make_source if self.draft is None else make_components
+            self._models = models
+            self._made = make(
+                self.model if self.draft is None else models,
                 self._exclude,
                 names=self._names,
                 frozen=self._frozen,
@@ -268,10 +281,17 @@ class TrainerShard(Claimable):
                 quantization=self._quantization,
                 merge=self._merge,
             )
-        if self._made.model is not self.model:
-            self._made.replace(self.model)
+        if not all(map(is_, models, self._models)):
+            self._models = models
+            self._made.replace(self.model if self.draft is None else models)
         return self._made
 
     def sync_set_faults(self, process: str, faults: Sequence[Fault], seed: int) -> None:
         """Set the faults of this process, see `weightsync.faults.set_faults`."""
         set_faults(process, faults, seed)
+
+
+def _kinds(models: Models) -> tuple[bool, bool]:
+    """Return whether the model, and the draft, are missing."""
+    model, draft = models
+    return model is None, draft is None

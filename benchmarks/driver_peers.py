@@ -12,6 +12,7 @@ import numpy as np
 
 from benchmarks.bench_plan import tensors
 from benchmarks.driver_ledger import Ledger, Message, Wire
+from weightsync.config import Components
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.memory.fingerprints import fingerprint
 from weightsync.plan import Box, Plan, RankLayout, Reads, Segment, TensorMeta, broadcast_groups
@@ -171,11 +172,11 @@ class EngineRanks:
     def __init__(self, model: Model, first: int) -> None:
         self._model, self._first = model, first
 
-    def outline(self) -> Sequence[Outline]:
+    def outline(self, components: Components) -> Sequence[Outline]:
         pairs = enumerate(self._model.engine_outlines)
         return [replace(each, device=_device(self._first + rank)) for rank, each in pairs]
 
-    def layout(self) -> Message:
+    def layout(self, components: Components) -> Message:
         return self._model.engine_answer(self._first, "")
 
     def can_export(self) -> Sequence[bool]:

@@ -45,10 +45,11 @@ def build_tiny_qwen3(path: Path, moe: bool = False, seed: int = 0) -> PreTrained
     return model
 
 
-def build_tiny_eagle(path: Path, third: bool = False, seed: int = 0) -> None:
+def build_tiny_eagle(path: Path, third: bool = False, seed: int = 0, vocab_size: int = 256) -> None:
     """Save an EAGLE draft of one layer for the dense model of `build_tiny_qwen3`, or one of EAGLE-3.
 
-    Neither has an embedding of its own. That of EAGLE-3 has a head.
+    Neither has an embedding of its own. That of EAGLE-3 has a head of `vocab_size`, and, if that is smaller
+    than the model's, maps to the model's tokens and back.
     """
     hidden, inner, heads, groups = 64, 128, 4 * 32, 2 * 32
     layer, wide = ("midlayer", 2 * hidden) if third else ("layers.0", hidden)
@@ -66,16 +67,19 @@ def build_tiny_eagle(path: Path, third: bool = False, seed: int = 0) -> None:
     config = {"model_type": "llama", **_SHAPE, "num_hidden_layers": 1, "rms_norm_eps": 1e-6}
     config["architectures"] = ["LlamaForCausalLM"]
     if third:
-        shapes["lm_head"] = (256, hidden)
+        shapes["lm_head"] = (vocab_size, hidden)
         norms += [f"{layer}.input_layernorm", f"{layer}.hidden_norm", "norm"]
         config["architectures"] = ["LlamaForCausalLMEagle3"]
-        config |= {"draft_vocab_size": 256, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+        config |= {"draft_vocab_size": vocab_size, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
     draw = torch.Generator().manual_seed(seed)
     tensors = {
         f"{name}.weight": torch.randn(shape, generator=draw) * shape[-1] ** -0.5
         for name, shape in shapes.items()
     }
     tensors |= {f"{name}.weight": torch.ones(hidden) for name in norms}
+    if third and vocab_size < 256:
+        tensors["t2d"] = torch.arange(256) % (256 // vocab_size) == seed % 2
+        tensors["d2t"] = tensors["t2d"].nonzero().flatten() - torch.arange(vocab_size)
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config))
     save_file(tensors, path / "model.safetensors", {"format": "pt"})

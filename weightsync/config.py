@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound="DataclassInstance")
 
 Component = Literal["draft"]
-Treatment = Literal["frozen"]
+Treatment = Literal["frozen", "trained"]
+Components = Mapping[Component, Treatment]
 
 _Remedies = Mapping[object, str]
 """The remedy for a value of the wrong type, by the right type."""
@@ -340,8 +341,9 @@ class SyncConfig:
         nonfinite: NaN and Inf in published weights: ``warn`` logs their tensors, ``refuse`` fails the update
             while engines keep serving, ``ignore`` does not look.
         rdma_device: the network devices that ``rdma`` may use, with commas between them; empty takes any.
-        components: what else engines serve than the model, and what updates do with it. ``{"draft":
-            "frozen"}`` lets engines speculate with a draft model: updates leave it as it is, and compare it.
+        components: what else engines serve than the model, and what updates do with it. With ``{"draft":
+            "frozen"}`` engines speculate with a draft model, which updates leave as it is, and compare. With
+            ``{"draft": "trained"}`` it comes from trainers, in the model's versions. See docs/components.md.
         ports: the first and the last port on which holders listen, such as ``29600-29699``, for a firewall.
             Without it they listen on any free port. See docs/hosts.md for the ports of gloo and NCCL.
 
@@ -369,7 +371,7 @@ class SyncConfig:
     refill: Literal["auto", "rdma", "tcp", "zeromq"] = "auto"
     nonfinite: Literal["warn", "refuse", "ignore"] = "warn"
     rdma_device: str = ""
-    components: Mapping[Component, Treatment] = field(default_factory=dict, hash=False)
+    components: Components = field(default_factory=dict, hash=False)
     ports: Ports | None = None
 
     def __post_init__(self) -> None:

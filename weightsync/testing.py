@@ -11,7 +11,8 @@ import torch
 
 from weightsync.channel.engine_end import EngineFeed
 from weightsync.channel.sink import PieceView
-from weightsync.engines.base import Engine, Rollout
+from weightsync.config import Components
+from weightsync.engines.base import Engine, HasComponents, Rollout
 from weightsync.errors import StateError
 from weightsync.faults import Fault, FaultPlan
 from weightsync.memory.digests import tensor_digest
@@ -181,10 +182,12 @@ class LocalEngine(LocalPeer):
         super().__init__(engine)
         self._engine = engine
 
-    async def outline(self) -> Sequence[Outline]:
-        return [each.outline() for each in await self.layout()]
+    async def outline(self, components: Components) -> Sequence[Outline]:
+        return [each.outline() for each in await self.layout(components)]
 
-    async def layout(self) -> Sequence[LayoutTable]:
+    async def layout(self, components: Components) -> Sequence[LayoutTable]:
+        if isinstance(self._engine, HasComponents):
+            self._engine.use_components(components)
         return [LayoutTable.of(each) for each in await asyncio.to_thread(self._engine.layout)]
 
     async def attach(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tests.contract.vllm_speculation import live_draft
 from weightsync import EngineActor, VllmActor
 from weightsync.engines.vllm.api import set_environment
 
@@ -22,6 +23,10 @@ class DraftEngine(EngineActor):
         metrics = await asyncio.to_thread(self._engine.call, lambda engine: engine.get_metrics())
         values = {each.name: int(each.value) for each in metrics if hasattr(each, "value")}
         return values["vllm:spec_decode_num_draft_tokens"], values["vllm:spec_decode_num_accepted_tokens"]
+
+    async def live_draft(self) -> Mapping[str, torch.Tensor]:
+        """Copy the draft that rank 0 serves, see `live_draft`."""
+        return await asyncio.to_thread(self._engine.call, live_draft)
 
     async def spoil(self) -> None:
         """Change one byte of the draft."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -19,12 +20,14 @@ from tests.gpu.qwen3_models import save_qwen3
 from tests.models import build_tiny_qwen3, greedy
 from tests.patience import patient
 from weightsync.channel.engine_end import HolderFeed
-from weightsync.engines import Engine, make_engine
+from weightsync.config import Components
+from weightsync.engines import Engine, HasComponents, make_engine
 from weightsync.errors import StateError
 from weightsync.memory.device import DeviceBuffer
 from weightsync.memory.host import SharedBuffer
 from weightsync.memory.tensors import named_tensors
 from weightsync.plan import Box, Layout, Members, Plan, RankLayout, Segment, TensorMeta, make_plan
+from weightsync.plan.draft import DRAFT
 from weightsync.protocol.messages import Digests
 
 TIMEOUT_S = patient(120)
@@ -81,8 +84,17 @@ def source_layout(tensors: Mapping[str, torch.Tensor], tied: tuple[tuple[str, st
 class Rig:
     """An engine, the models that it is fed with, and the holder's end of its feed: buckets in `memory`."""
 
-    def __init__(self, kind: str, moe: bool, memory: str, folder: Path, **more: object) -> None:
-        self.kind, self.on_gpu = kind, memory == "device"
+    def __init__(
+        self,
+        kind: str,
+        moe: bool,
+        memory: str,
+        folder: Path,
+        components: Components = MappingProxyType({}),
+        draft: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        **more: object,
+    ) -> None:
+        self.kind, self.on_gpu, self.draft = kind, memory == "device", draft
         self.folder, self.dtype, bucket_bytes = folder, "float32", BUCKET_BYTES
         if kind == "sglang":
             self.dtype, bucket_bytes = "bfloat16", SGLANG_BUCKET_BYTES
@@ -91,13 +103,15 @@ class Rig:
             self.models = [build_tiny_qwen3(folder / str(seed), moe, seed) for seed in (1, 2)]
         options = OPTIONS[kind] | (GPU_OPTIONS[kind] if self.on_gpu else {}) | more
         self.engine: Engine = make_engine(kind, str(folder / "1"), "e0", options)
+        if isinstance(self.engine, HasComponents):
+            self.engine.use_components(components)
         self.layout = self.engine.layout()
         self.threads = ThreadPoolExecutor(4)
         self.attempt = 0
         self._wanted: dict[tuple[int, tuple[int, ...], int], list[int]] = {}
-        tensors, tied = named_tensors(self.models[0])
+        source = source_layout(self.held(self.models[0]), named_tensors(self.models[0])[1])
         self.plan = make_plan(
-            Layout.from_ranks([source_layout(tensors, tied)]),
+            Layout.from_ranks([source]),
             {"e0": Layout.from_ranks(self.layout)},
             Members(2, (0,), (("e0", (1,)),)),
             bucket_bytes=bucket_bytes,
@@ -107,6 +121,11 @@ class Rig:
         self.slots = tuple(create(bucket_bytes) for _ in range(self.plan.slots))
         self.feed: HolderFeed | None = None
         self.connect(self.plan)
+
+    def held(self, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+        """Return what a trainer of `model`, and of the rig's draft, holds."""
+        draft = {f"{DRAFT}{name}": tensor for name, tensor in self.draft.items()}
+        return {**named_tensors(model)[0], **draft}
 
     def connect(self, plan: Plan) -> None:
         """A new epoch: the engine joins with `plan`."""
@@ -124,7 +143,7 @@ class Rig:
         """Feed the weights of `model`; give up after `num_buckets`, if given."""
         assert self.feed is not None
         self.attempt += 1
-        tensors = named_tensors(model)[0]
+        tensors = self.held(model)
         loaded = self.threads.submit(self.engine.load, self.attempt, TIMEOUT_S)
         for bucket in list(self.plan.buckets())[:num_buckets]:
             slot = self.slots[bucket.index % len(self.slots)].tensor

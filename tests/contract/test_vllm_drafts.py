@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.contract.conftest import Rig
+from tests.contract.vllm_speculation import check_version, models
 from tests.models import build_tiny_eagle
 from weightsync.engines.vllm.draft import VllmDraft
 from weightsync.errors import EngineError, StateError
@@ -29,8 +30,6 @@ NGRAM: Mapping[str, Any] = {
     "prompt_lookup_max": 2,
     "prompt_lookup_min": 1,
 }
-PROMPTS = [[5, 9, 3, 5, 9], [7, 7, 7, 7], [40, 2, 61, 17, 8, 2]]
-"""Prompts that repeat tokens, for n-grams to be found."""
 
 
 @pytest.fixture
@@ -47,37 +46,9 @@ def rig(method: str, tmp_path: Path) -> Iterator[Rig]:
         speculative = {"method": method, "model": str(draft), "num_speculative_tokens": 2}
         build_tiny_eagle(tmp_path / "eagle", third=method == "eagle3")
     options = {"speculative_config": speculative, "disable_log_stats": False}
-    rig = Rig("vllm", False, "host", tmp_path, **options)
+    rig = Rig("vllm", False, "host", tmp_path, {"draft": "frozen"}, **options)
     yield rig
     rig.close()
-
-
-def counted(rig: Rig) -> tuple[int, int]:
-    """How many tokens were drafted, and how many of them were accepted, since the engine started."""
-    metrics = rig.engine.call(lambda engine: engine.get_metrics())
-    values = {each.name: int(each.value) for each in metrics if hasattr(each, "value")}
-    return values["vllm:spec_decode_num_draft_tokens"], values["vllm:spec_decode_num_accepted_tokens"]
-
-
-def models(engine: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """Return the target and the draft of an engine with one rank."""
-    runner = engine.model_executor.driver_worker.worker.model_runner
-    return runner.get_model(), runner.get_draft_model()
-
-
-def check_version(rig: Rig, version: int) -> float:
-    """Update, and compare greedy tokens with those of the target alone.
-
-    Returns the part of the drafted tokens that the target accepted.
-    """
-    model, before = rig.models[(version - 1) % 2], counted(rig)
-    rig.update(model, version)
-    rollout = rig.generate(PROMPTS).result()
-    assert rig.serves(model, PROMPTS, rollout.tokens)
-    assert rollout.versions == [(version, version)] * len(PROMPTS)
-    drafted, accepted = (now - then for now, then in zip(counted(rig), before, strict=True))
-    assert drafted > 0
-    return accepted / drafted
 
 
 @pytest.mark.faults

@@ -16,9 +16,9 @@ from torch import nn
 
 from tests.models import build_tiny_qwen3, pack_int4
 from tests.quantised import check_declared, int4, same_bits, save_quantised, weights
+from weightsync.engines.checkpoint import checkpoint_of
 from weightsync.engines.live_digest import LiveParameters
 from weightsync.engines.quantizing_loader import QuantizingLoader, formats_of
-from weightsync.engines.rank import checkpoint_of
 from weightsync.engines.vllm.api import (
     Reload,
     quantization_of,

@@ -21,8 +21,9 @@ from tests.fleets.rank_engine import RankEngine
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
+from weightsync.engines.checkpoint import Checkpoint
 from weightsync.engines.live_digest import LiveParameters
-from weightsync.engines.rank import Checkpoint, Rank
+from weightsync.engines.rank import Rank
 from weightsync.errors import StateError, VerifyError
 from weightsync.holder.send_buffer import SendBuffer
 from weightsync.holder.snapshots import FlatSnapshot

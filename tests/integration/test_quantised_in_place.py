@@ -17,9 +17,10 @@ from tests.quantised import same_bits
 from weightsync.config import SyncConfig
 from weightsync.driver.engine_state import EngineState
 from weightsync.engines import quantizing_sink
+from weightsync.engines.checkpoint import Checkpoint
 from weightsync.engines.live_digest import parameters_of
 from weightsync.engines.quantizing_loader import QuantizingLoader, stored_tensors
-from weightsync.engines.rank import Checkpoint, Rank
+from weightsync.engines.rank import Rank
 from weightsync.engines.stored_places import StoredLoader, StoredPlaces
 from weightsync.engines.whole_sink import Loader
 from weightsync.memory.quantize import quantize

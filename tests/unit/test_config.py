@@ -324,4 +324,6 @@ def test_components_are_known_by_name(components: Any, says: str) -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             make()
-    assert SyncConfig.from_dict({"components": {"draft": "frozen"}}).components == {"draft": "frozen"}
+    for treatment in ("frozen", "trained"):
+        given = {"draft": treatment}
+        assert SyncConfig.from_dict({"components": given}).components == given

@@ -91,7 +91,7 @@ async def connect(
 
     Raises:
         PlanError, ConfigError: the two sides do not fit, a member computed another plan, or a draft model is
-            not frozen on purpose.
+            neither trained nor frozen on purpose.
         DeadlineError: names the members that did not answer within ``config.connect_timeout_s``.
         StateError: no engine is alive.
         TransportError: a mapping failed; or an engine that could read directly in the trial no longer can,
@@ -218,7 +218,7 @@ async def _layouts(fleet: Fleet, config: SyncConfig) -> _Layouts:
     timeout_s = config.connect_timeout_s
     if not fleet.live():
         raise StateError("no engine is alive: call add_engine() first")
-    trainers, engines = await asyncio.gather(_of_trainers(fleet, timeout_s), _of_engines(fleet, timeout_s))
+    trainers, engines = await asyncio.gather(_of_trainers(fleet, timeout_s), _of_engines(fleet, config))
     return _joined(engines, [_published(table, config) for table in trainers])
 
 
@@ -244,13 +244,14 @@ async def _of_trainers(fleet: Fleet, timeout_s: float) -> Sequence[LayoutTable]:
     return [found[asked[each.key]].of_rank(each) for each in outlines.values()]
 
 
-async def _of_engines(fleet: Fleet, timeout_s: float) -> dict[str, Sequence[LayoutTable]]:
+async def _of_engines(fleet: Fleet, config: SyncConfig) -> dict[str, Sequence[LayoutTable]]:
     """Ask one of the engines with equal outlines for the layouts of its ranks."""
+    timeout_s, components = config.connect_timeout_s, config.components
     peers = {f"engine {name}": member.peer for name, member in fleet.live().items()}
-    calls = {name: peer.outline() for name, peer in peers.items()}
+    calls = {name: peer.outline(components) for name, peer in peers.items()}
     outlines = (await gather_named(calls, "layout", timeout_s)).require()
     asked = {_keys(its): name for name, its in reversed(outlines.items())}
-    wanted = {name: peers[name].layout() for name in asked.values()}
+    wanted = {name: peers[name].layout(components) for name in asked.values()}
     found = (await gather_named(wanted, "layout", timeout_s)).require()
     return {
         name.removeprefix("engine "): [
@@ -415,11 +416,11 @@ async def adopt(fleet: Fleet, connection: Connection, name: str, config: SyncCon
 
     Raises PlanError if the plan has no engine of this layout, or if the engine needs buckets and the plan has
     none. The whole fleet has to connect again, then. Also raises the other errors of `connect`, such as
-    ConfigError for a draft model that is not frozen, or has other bytes than the same draft before.
+    ConfigError for a draft that is neither trained nor frozen, or has other bytes than the same one before.
     """
     member, plan, timeout_s = fleet.engines[name], connection.plan, config.timeout_s
     named = f"engine {name}"
-    asked = await gather_named({named: member.peer.layout()}, "layout", timeout_s)
+    asked = await gather_named({named: member.peer.layout(config.components)}, "layout", timeout_s)
     names = {meta.name for meta in plan.tensors}
     layouts = _ranks_as_taken(asked.require()[named], names)
     twins = [other for other, known in connection.layouts.items() if _alike(layouts, known)]

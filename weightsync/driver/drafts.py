@@ -1,4 +1,4 @@
-"""Draft models of engines: frozen on purpose, and the same bytes in all engines that have the same."""
+"""Draft models of engines: trained, or frozen on purpose, with the same bytes in all that have the same."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from weightsync.plan.layout_table import LayoutTable
 
 _REMEDY = (
     'SyncConfig(components={"draft": "frozen"}) freezes it on purpose and has each update compare it, '
-    "or leave speculative decoding out: no update reaches a draft"
+    '{"draft": "trained"} has trainers update it, or leave speculative decoding out'
 )
+_CANNOT = "freeze it: updates do not reach drafts in engines of this kind"
 
 
 class Drafts:
@@ -27,13 +28,20 @@ class Drafts:
         self._first: dict[tuple[str, str, int, str], tuple[str, str]] = {}
 
     def check(self, engines: Mapping[str, Sequence[LayoutTable]], config: SyncConfig) -> None:
-        """Take in what engines serve now. Raises ConfigError if a draft is not frozen, or has other bytes."""
+        """Take in what engines serve now.
+
+        Raises ConfigError if a draft is neither trained nor frozen, or is frozen and has other bytes.
+        """
+        treatment = config.components.get("draft")
         for name, ranks in engines.items():
             found = {rank: table.draft for rank, table in enumerate(ranks) if table.draft}
             for rank, draft in found.items():
-                if config.components.get("draft") != "frozen":
+                if treatment is None:
                     raise _error(name, draft, _REMEDY)
-                self._compare(name, rank, draft)
+                if treatment == "frozen":
+                    self._compare(name, rank, draft)
+                elif not draft.trained:
+                    raise _error(name, draft, _CANNOT)
             self.by_engine[name] = [*found.values()]
 
     def _compare(self, name: str, rank: int, draft: Draft) -> None:

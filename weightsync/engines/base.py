@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from weightsync.config import Components
 from weightsync.faults import Fault
 from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.adapters import AdapterSpec
@@ -158,6 +159,17 @@ class ServesAdapters(Protocol):
 
     def close_adapter(self, name: str) -> None:
         """Give an adapter's slots back, once no request uses them. Raises DeadlineError if some do."""
+
+
+@runtime_checkable
+class HasComponents(Protocol):
+    """An engine that may serve more than its model, such as a draft."""
+
+    def use_components(self, components: Components) -> None:
+        """Treat its components as `SyncConfig.components` says, from the next ``layout`` on.
+
+        Called in each connect, before ``layout``, if they are others than before.
+        """
 
 
 @runtime_checkable

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from weightsync.config import Components
 from weightsync.errors import ConfigError, EngineError, StateError, WeightSyncError
 from weightsync.faults import Fault, set_faults, split_by_rank
 from weightsync.plan import Plan, RankLayout
@@ -47,6 +48,10 @@ class EngineRanks(ABC):
     @abstractmethod
     def on_ranks(self, method: str, *args: object) -> list[Any]:
         """Call `method` of `Rank` on each rank. Raises a rank's first WeightSyncError, or EngineError."""
+
+    def use_components(self, components: Components) -> None:
+        """Treat a draft as `components` says, see `HasComponents.use_components`."""
+        self.on_ranks("treat", components.get("draft"))
 
     def layout(self) -> Sequence[RankLayout]:
         """Return the layout of each rank. Ranks without buffers take whole tensors through their loader."""
@@ -95,7 +100,7 @@ class EngineRanks(ABC):
                 field, False, f"engine {self._name} can sleep (level {level}) if started with true"
             )
         if level > 1 and self._has_draft:
-            remedy = "give 1: level 2 drops the draft, and no update brings it back"
+            remedy = "give 1: level 2 drops the draft, or buffers of it, and no update brings them back"
             raise ConfigError("level", level, remedy)
         if WEIGHTS in self._asleep:
             return

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from weightsync.engines.rank import Checkpoint
+from weightsync.engines.checkpoint import Checkpoint
 from weightsync.engines.whole_sink import Loader, as_loaded
 from weightsync.errors import ConfigError
 from weightsync.memory.quantize import quantize

@@ -6,15 +6,17 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
 from weightsync.channel.engine_end import EngineFeed
+from weightsync.config import Treatment
 from weightsync.engines.adapter_rank import AdapterRank, AdapterSlots
-from weightsync.engines.frozen_draft import FrozenDraft, HasDraft
+from weightsync.engines.checkpoint import Checkpoint
+from weightsync.engines.draft_model import DraftModel, HasDraft
+from weightsync.engines.frozen_draft import FrozenDraft
 from weightsync.engines.live_digest import LiveParameters
 from weightsync.engines.live_writer import LiveWriter, can_export
 from weightsync.engines.load_errors import naming_load
@@ -22,33 +24,18 @@ from weightsync.engines.loader_trace import UnprovableError, trace
 from weightsync.engines.quantizing_sink import NoKernelError, QuantizingSink, QuantizingTables
 from weightsync.engines.rank_process import RankProcess
 from weightsync.engines.stored_places import StoredPlaces
+from weightsync.engines.trained_draft import TrainableDraft, TrainedDraft
 from weightsync.engines.whole_sink import Loader, WholeSink, synchronize
 from weightsync.errors import EngineError, StateError, TransportError, WeightSyncError
 from weightsync.faults import Fault, set_faults
 from weightsync.memory.kernels import load_digests
-from weightsync.memory.tensors import device_id, meta_of, named_tensors
-from weightsync.plan import Plan, RankLayout, Segment, TensorMeta
+from weightsync.memory.tensors import device_id
+from weightsync.plan import Plan, RankLayout, Segment
+from weightsync.plan.draft import Draft
 from weightsync.plan.explain import count_text
 from weightsync.protocol.adapters import AdapterSpec
 from weightsync.protocol.handles import Attached, LiveExport
 from weightsync.protocol.messages import FeedTicket, Loaded
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """The tensors of the full-precision checkpoint of a model, without their bytes.
-
-    Attributes:
-        tied: its (alias, canonical) names.
-        linears: weights of linear layers, which an engine's own checkpoint may have quantised.
-        converts, stored: what the engine makes of the tensors, see `RankLayout`.
-    """
-
-    tensors: tuple[TensorMeta, ...]
-    tied: tuple[tuple[str, str], ...]
-    linears: frozenset[str]
-    converts: str = ""
-    stored: tuple[TensorMeta, ...] = ()
 
 
 class Host(Protocol):
@@ -97,7 +84,10 @@ class Rank:
         self._plan: Plan | None = None
         self._writer: LiveWriter | None = None
         self._parameters: LiveParameters | None = None
-        self._draft: FrozenDraft | None = None
+        self._treatment: Treatment | None = None
+        self._draft: DraftModel | None = None
+        self._frozen: FrozenDraft | None = None
+        self._trained: TrainedDraft | None = None
         self._tables: QuantizingTables | None = None
         self._takes_stored, self._has_kernels = False, True
         self._engine = ""
@@ -122,11 +112,30 @@ class Rank:
         if faults[self._rank] or not any(faults):
             set_faults(process, faults[self._rank], seed)
 
+    def treat(self, treatment: Treatment | None) -> None:
+        """Treat a draft so, from the next `layout` on.
+
+        Each load compares a frozen draft with its bytes of this time. Raises ConfigError if it cannot be
+        treated so.
+        """
+        draft = self._host.draft(treatment) if isinstance(self._host, HasDraft) else None
+        if draft and treatment == "frozen":
+            self._frozen = self._frozen or FrozenDraft(draft, self._host.model(), self._device)
+        before, self._trained = self._trained, None
+        if draft and treatment == "trained":
+            assert isinstance(draft, TrainableDraft)
+            self._frozen, self._trained = None, TrainedDraft(draft, self._host.model())
+        self._draft = draft
+        if before or self._trained:
+            self._layout = None
+        elif self._layout:
+            self._layout = self._with_draft(self._layout)
+
     def layout(self) -> RankLayout:
         """Return where the loader puts each tensor, if proven, else a layout of whole tensors.
 
-        Whole tensors have no live buffers. The layout is found once, since live parameters keep their
-        addresses. A draft's bytes are those of this time from then on.
+        Whole tensors have no live buffers. The layout is found once for each `treat`, since live parameters
+        keep their addresses.
         """
         if self._layout is None:
             self._layout = self._with_draft(self._find_layout())
@@ -136,7 +145,7 @@ class Rank:
 
     def reload(self) -> RankLayout:
         """Take whole tensors from now on, even if the layout was proven."""
-        self._layout = self._with_draft(_whole_layout(self._host.checkpoint(), device_id(self._device)))
+        self._layout = self._with_draft(_whole_layout(self._found_checkpoint(), device_id(self._device)))
         return self._layout
 
     def addresses(self) -> dict[str, int]:
@@ -211,12 +220,13 @@ class Rank:
         return answer
 
     def _with_draft(self, layout: RankLayout) -> RankLayout:
-        if self._draft is None and isinstance(self._host, HasDraft) and (found := self._host.draft()):
-            self._draft = FrozenDraft(found, self._host.model(), self._device)
-        return layout if self._draft is None else replace(layout, draft=self._draft.describe())
+        if self._draft is None:
+            return layout
+        held = self._trained or self._frozen
+        return replace(layout, draft=held.describe() if held else Draft(self._draft.method, self._draft.path))
 
     def _require_same_draft(self) -> None:
-        if self._draft and (changed := self._draft.changed()):
+        if self._frozen and (changed := self._frozen.changed()):
             names = ", ".join(f"draft {name}" for name in changed[:3])
             cause = (
                 f"{names}: bytes are not those that it started with, of {count_text(len(changed), 'tensor')}"
@@ -231,8 +241,8 @@ class Rank:
             raise
 
     def _current(self) -> dict[str, torch.Tensor]:
-        """Return the model's current parameters and buffers by name."""
-        model = self._host.model()
+        """Return the current parameters and buffers by name."""
+        model = self._served()
         return {**dict(model.named_buffers()), **dict(model.named_parameters())}
 
     def _load_kernels(self, layout: RankLayout) -> None:
@@ -240,20 +250,39 @@ class Rank:
         with suppress(TransportError), torch.cuda.device(self._device):  # `attach` reports the error
             load_digests(meta.itemsize for meta in layout.tensors)
 
+    def _served(self) -> torch.nn.Module:
+        """Return all that updates write."""
+        return self._trained.modules if self._trained else self._host.model()
+
+    def _found_checkpoint(self) -> Checkpoint:
+        found = self._host.checkpoint()
+        return self._trained.join(found) if self._trained else found
+
+    def _load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if self._trained:
+            self._trained.load_weights(self._host.load_weights, weights)
+        else:
+            self._host.load_weights(weights)
+
+    def _make_loader(self) -> Loader:
+        loader = self._host.loader(self._takes_stored)
+        return self._trained.loader(loader) if self._trained else loader
+
+    def _stored_otherwise(self) -> str:
+        return self._host.stored_otherwise() or (
+            self._trained.draft.stored_otherwise() if self._trained else ""
+        )
+
     def _find_layout(self) -> RankLayout:
-        checkpoint = self._host.checkpoint()
+        checkpoint = self._found_checkpoint()
         device = device_id(self._device)
-        if reason := self._host.stored_otherwise():
+        if reason := self._stored_otherwise():
             level = logging.INFO if self._device.type == "cpu" else logging.WARNING
             self._logger.log(level, "rank %d loads whole tensors: %s", self._rank, reason)
         else:
             try:
                 traced = trace(
-                    self._host.model(),
-                    checkpoint.tensors,
-                    checkpoint.tied,
-                    device,
-                    self._host.load_weights,
+                    self._served(), checkpoint.tensors, checkpoint.tied, device, self._load_weights
                 )
             except UnprovableError as error:
                 self._logger.warning("rank %d loads whole tensors: %s", self._rank, error)
@@ -273,8 +302,7 @@ class Rank:
             return None
 
     def _load_whole(self, feed: EngineFeed, plan: Plan, attempt: int, timeout_s: float) -> Loaded:
-        make_loader = partial(self._host.loader, self._takes_stored)
-        sink = self._in_place_sink(plan) or WholeSink(plan, make_loader, self._device, self._parameters)
+        sink = self._in_place_sink(plan) or WholeSink(plan, self._make_loader, self._device, self._parameters)
         try:
             digests = feed.receive(attempt, sink, timeout_s)
         except Exception:
@@ -315,19 +343,6 @@ class Rank:
         except (NoKernelError, TransportError, torch.OutOfMemoryError) as error:
             self._has_kernels = False  # until the next plan
             self._logger.info("rank %d quantises tensor by tensor: %s", self._rank, error)
-
-
-def checkpoint_of(hf_config: object, dtype: torch.dtype) -> Checkpoint:
-    """Return the checkpoint of transformers' model of a config, whose names trainers use."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
-    tensors, tied = named_tensors(model)
-    linears = frozenset(
-        f"{path}.weight" for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)
-    )
-    return Checkpoint(tuple(meta_of(name, tensor) for name, tensor in tensors.items()), tied, linears)
 
 
 def _whole_layout(checkpoint: Checkpoint, device: str) -> RankLayout:

@@ -1,13 +1,18 @@
-"""What an engine rank says of the draft model that it speculates with."""
+"""What an engine rank says of the draft that it speculates with, and how a draft's tensors are called."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+DRAFT = "draft/"
+"""What names of a draft's tensors begin with, at trainers and engines. Its checkpoint's names follow."""
+
 
 @dataclass(frozen=True, slots=True)
 class Draft:
     """A draft's own tensors in one rank. Those that it shares with the target belong to the target.
+
+    A trained draft's tensors are in the rank's layout, so that only `method` and `model` are given here.
 
     Attributes:
         method: the engine's name of the way to speculate, such as ``eagle3``.
@@ -16,12 +21,14 @@ class Draft:
         num_hidden: modules whose weights kernels hold in memory that nobody can read.
         kind: equal for ranks that hold the same tensors in the same way.
         digest: equal for such ranks if all bytes are.
+        trained: whether updates write it.
     """
 
     method: str
     model: str
-    num_tensors: int
-    nbytes: int
-    num_hidden: int
-    kind: str
-    digest: str
+    num_tensors: int = 0
+    nbytes: int = 0
+    num_hidden: int = 0
+    kind: str = ""
+    digest: str = ""
+    trained: bool = False

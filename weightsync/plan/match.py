@@ -11,6 +11,7 @@ import numpy.typing as npt
 from weightsync.errors import PlanError
 from weightsync.plan.copies import repeated
 from weightsync.plan.coverage import check_tiling, first_element
+from weightsync.plan.draft import DRAFT
 from weightsync.plan.layout import Int64, Layout
 from weightsync.plan.segment import CASTABLE, TensorMeta, suggest
 
@@ -58,9 +59,19 @@ def _travel_order(engine: Layout) -> list[int]:
     return order
 
 
+_NO_DRAFT = (
+    "register trainers that hold it (as self.draft), or freeze it with "
+    'SyncConfig(components={"draft": "frozen"})'
+)
+
+
 def _find(name: str, index: dict[str, int], aliases: dict[str, int]) -> int:
     number = index.get(name, aliases.get(name, -1))
     if number < 0:
+        if name.startswith(DRAFT) and not any(each.startswith(DRAFT) for each in (*index, *aliases)):
+            raise PlanError(
+                name, f"engines have a trained draft, no trainer or checkpoint has one; {_NO_DRAFT}"
+            )
         hint = suggest(name, [*index, *aliases])
         raise PlanError(name, f"the engine needs it, no trainer or checkpoint declares it; {hint}")
     return number
@@ -70,6 +81,9 @@ def _check_used(source: Layout, pairs: Int64, wanted: Sequence[TensorMeta]) -> N
     unused = np.setdiff1d(np.arange(len(source.tensors)), pairs)
     if len(unused):
         name = source.tensors[int(unused[0])].name
+        if name.startswith(DRAFT) and not any(meta.name.startswith(DRAFT) for meta in wanted):
+            remedy = 'SyncConfig(components={"draft": "trained"}) has engines that speculate take it'
+            raise PlanError(name, f"a trainer or checkpoint holds a draft, but no engine takes one; {remedy}")
         hint = suggest(name, [meta.name for meta in wanted])
         remedy = "leave it out (of a checkpoint: by exclude) or rename it"
         raise PlanError(name, f"a trainer or checkpoint declares it, but no engine has it; {remedy}: {hint}")
@@ -106,6 +120,12 @@ def _check_ties(source: Layout, index: dict[str, int], engines: Sequence[tuple[s
     for engine, layout in engines:
         for alias, canonical in layout.tied:
             ours = {aliases.get(name, name) for name in (alias, canonical)}
+            if len(ours & index.keys()) > 1 and alias.startswith(DRAFT):
+                raise PlanError(
+                    alias,
+                    f"the draft of engine {engine} has no memory of its own for it: it uses the model's "
+                    f"{canonical}. Leave it out at the draft's trainers, by exclude={[alias]}",
+                )
             if len(ours & index.keys()) > 1:
                 raise PlanError(
                     alias,
@@ -122,7 +142,7 @@ def _check_same(first_name: str, first: Layout, name: str, engine: Layout) -> No
     for meta in engine.tensors:
         known = metas.pop(meta.name, None)
         if known is None:
-            hint = suggest(meta.name, [other.name for other in first.tensors])
+            hint = _hint(meta.name, first)
             raise PlanError(meta.name, f"engine {name} needs it, engine {first_name} does not; {hint}")
         if known != meta:
             raise PlanError(
@@ -131,8 +151,15 @@ def _check_same(first_name: str, first: Layout, name: str, engine: Layout) -> No
                 f"{meta.dtype} {meta.shape}; all engines must serve the same model in the same dtype",
             )
     for left in metas:
-        hint = suggest(left, [other.name for other in engine.tensors])
+        hint = _hint(left, engine)
         raise PlanError(left, f"engine {first_name} needs it, engine {name} does not; {hint}")
+
+
+def _hint(name: str, other: Layout) -> str:
+    """Say what may be done about a tensor that another engine does not have."""
+    if name.startswith(DRAFT) and not any(each.startswith(DRAFT) for each in other.names):
+        return "have all engines of a WeightSync speculate with a trained draft, or none"
+    return suggest(name, other.names)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

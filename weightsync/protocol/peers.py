@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import NewType, Protocol
 
+from weightsync.config import Components
 from weightsync.plan import Reads
 from weightsync.plan.cross_host import BundleTable
 from weightsync.plan.layout_table import LayoutTable, Outline
@@ -120,13 +121,13 @@ class EnginePeer(Protocol):
     """An engine, as the driver calls it. `weightsync.engines.Engine` documents the methods.
 
     Layouts and handles travel in columns, see `LayoutTable` and `DeviceMemory`. Outlines are of
-    these layouts.
+    these layouts. Both are of an engine that treats its components as `SyncConfig.components` says.
 
     `digests` returns those of its last load, uint64[num_ranks, num_tensors], see `EngineDigests`.
     """
 
-    async def outline(self) -> Sequence[Outline]: ...
-    async def layout(self) -> Sequence[LayoutTable]: ...
+    async def outline(self, components: Components) -> Sequence[Outline]: ...
+    async def layout(self, components: Components) -> Sequence[LayoutTable]: ...
     async def can_export(self) -> Sequence[bool]: ...
     async def attach(
         self, plan: SharedPlan, tickets: Sequence[FeedTicket], timeout_s: float

@@ -9,18 +9,20 @@ from typing import Any
 from weightsync.errors import ConfigError, nearest
 from weightsync.plan import Plan
 from weightsync.protocol.handles import Attached, BufferHandle, PushTicket
-from weightsync.sources.base import ExportsWeights, ModelSource, Offloads, PushesWeights, Source
+from weightsync.sources.base import ExportsWeights, Models, ModelSource, Offloads, PushesWeights, Source
 from weightsync.sources.selection import Names
 
 __all__ = [
     "SOURCES",
     "ExportsWeights",
     "ModelSource",
+    "Models",
     "Names",
     "Offloads",
     "PushesWeights",
     "Source",
     "attach",
+    "make_components",
     "make_source",
 ]
 
@@ -80,6 +82,16 @@ def make_source(
         model, exclude, names=names, frozen=frozen, offloads=offloads, hf_config=hf_config
     )
     return source
+
+
+def make_components(models: Models, exclude: Collection[str] = (), **settings: Any) -> ModelSource:  # noqa: ANN401
+    """Make the source of a model and a draft, of which one may be None. Arguments are those of `make_source`.
+
+    Raises as `make_source`.
+    """
+    from weightsync.sources.components import ComponentsSource
+
+    return ComponentsSource(models, make_source, exclude, **settings)
 
 
 def _require_plain(found: str, setting: str, model: object, others: Mapping[str, object]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from weightsync.plan import Plan, RankLayout
 from weightsync.protocol.handles import Attached, BufferHandle, DeviceHandle, PushTicket
 from weightsync.protocol.messages import Published
+
+Models: TypeAlias = tuple[Any, Any]
+"""A rank's model and its draft, None for one that it does not have."""
 
 
 class Source(Protocol):

@@ -116,20 +116,29 @@ class TensorSource(ABC):
 
         Raises StateError if the model changed while it was offloaded.
         """
-        weights = self._weights()
+        weights = self.describe()
+        layout, device = weights.layout, ""
         if self._offloaded:
             self._require_as_offloaded(weights.tensors)
         self._finish()
-        unmatched = self._selection.check(weights.layout, weights.excluded)
-        layout, device = self._selected(weights), ""
-        if layout.stage:
-            layout = dataclasses.replace(layout, stage=dataclasses.replace(layout.stage, unmatched=unmatched))
         if not self._offloads:
             buffers = dict.fromkeys(segment.buffer for segment in layout.segments)
             device, self._exported = _share({name: local_tensor(weights.tensors[name]) for name in buffers})
         self._layout = dataclasses.replace(layout, device=device)
         self._guard = self._watch(weights)
         return self._layout
+
+    def describe(self) -> LocalWeights:
+        """Return what this rank holds now, under the names of the checkpoint, without what is excluded.
+
+        Raises ConfigError if a setting fits none of the names.
+        """
+        weights = self._weights()
+        unmatched = self._selection.check(weights.layout, weights.excluded)
+        layout = self._selected(weights)
+        if layout.stage:
+            layout = dataclasses.replace(layout, stage=dataclasses.replace(layout.stage, unmatched=unmatched))
+        return LocalWeights(layout, weights.tensors)
 
     def trial_handle(self) -> DeviceHandle | None:
         """Return the handle of one tensor that `layout` exported, if it exported any."""

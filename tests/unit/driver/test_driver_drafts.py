@@ -17,6 +17,7 @@ from weightsync.plan.layout_table import LayoutTable
 FROZEN = SyncConfig(components={"draft": "frozen"})
 DRAFT = Draft("eagle3", "a/draft", 3, 100, 0, "kind", "digest")
 OTHER = replace(DRAFT, digest="other")
+TRAINED = SyncConfig(components={"draft": "trained"})
 
 
 def ranks(*drafts: Draft | None) -> Sequence[LayoutTable]:
@@ -30,6 +31,7 @@ def test_a_draft_that_nobody_covers_is_refused_with_the_remedies() -> None:
     assert error.field == "speculative_config of engine e1"
     assert error.value == {"method": "eagle3", "model": "a/draft"}
     assert 'SyncConfig(components={"draft": "frozen"})' in error.remedy
+    assert '{"draft": "trained"}' in error.remedy
     assert "leave speculative decoding out" in error.remedy
 
 
@@ -65,3 +67,15 @@ def test_the_same_draft_with_other_bytes_is_refused_in_any_engine(name: str) -> 
 def test_other_drafts_devices_and_ranks_may_have_other_bytes(other: Sequence[LayoutTable]) -> None:
     drafts = Drafts()
     drafts.check({"e0": ranks(DRAFT), "e1": other}, FROZEN)
+
+
+def test_trained_drafts_need_not_have_equal_bytes_before_an_update() -> None:
+    drafts = Drafts()
+    trained = Draft("eagle3", "a/draft", trained=True)
+    drafts.check({"e0": ranks(trained, None), "e1": ranks(trained)}, TRAINED)
+    assert drafts.by_engine == {"e0": [trained], "e1": [trained]}
+
+
+def test_a_draft_that_the_engine_cannot_train_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"engine e1: .*freeze it: updates do not reach drafts"):
+        Drafts().check({"e0": ranks(replace(DRAFT, trained=True)), "e1": ranks(DRAFT)}, TRAINED)

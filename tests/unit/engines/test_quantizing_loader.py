@@ -9,8 +9,8 @@ import torch
 from transformers import Qwen3MoeConfig
 
 from tests.quantised import INT4, by_library, same_bits
+from weightsync.engines.checkpoint import Checkpoint, checkpoint_of
 from weightsync.engines.quantizing_loader import QuantizingLoader, formats_of
-from weightsync.engines.rank import Checkpoint, checkpoint_of
 from weightsync.errors import ConfigError, PlanError
 from weightsync.plan import TensorMeta
 from weightsync.plan.formats import Quantization

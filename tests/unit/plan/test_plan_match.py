@@ -219,3 +219,39 @@ def test_members_must_fit(trainers: tuple[int, ...], engines: tuple, field: str)
             max_staging_bytes=1 << 20,
         )
     assert caught.value.field == field
+
+
+DRAFT_A, DRAFT_B = (TensorMeta(f"draft/{name}", "bfloat16", (4, 2)) for name in "ab")
+
+
+def test_a_draft_is_sent_to_engines_that_train_theirs() -> None:
+    assert plan(whole(A, DRAFT_A), whole(A, DRAFT_A)).tensors == (A, DRAFT_A)
+
+
+def test_a_draft_that_one_side_lacks_is_refused_with_the_remedies() -> None:
+    told = r"draft/a: engines have a trained draft.*register trainers that hold it.*\{\"draft\": \"frozen\"\}"
+    with pytest.raises(PlanError, match=told):
+        plan(whole(A), whole(A, DRAFT_A))
+    with pytest.raises(PlanError, match=r"draft/a: .*no engine takes one; .*\{\"draft\": \"trained\"\}"):
+        plan(whole(A, DRAFT_A), whole(A))
+    for engines in ((whole(A), whole(A, DRAFT_A)), (whole(A, DRAFT_A), whole(A))):
+        with pytest.raises(
+            PlanError, match=r"draft/a: engine e. needs it, .*have all engines of a WeightSync"
+        ):
+            plan(whole(A, DRAFT_A), *engines)
+
+
+def test_a_part_of_a_draft_that_one_side_lacks_is_named_as_any_tensor() -> None:
+    with pytest.raises(PlanError, match=r"draft/b: .*no trainer or checkpoint declares it; "):
+        plan(whole(A, DRAFT_A), whole(A, DRAFT_A, DRAFT_B))
+    with pytest.raises(PlanError, match=r"draft/b: .*but no engine has it; leave it out"):
+        plan(whole(A, DRAFT_A, DRAFT_B), whole(A, DRAFT_A))
+
+
+def test_what_the_draft_shares_with_the_model_need_not_come_and_must_not_come_twice() -> None:
+    tied = (("draft/a", "a"),)
+    assert plan(whole(A, DRAFT_B), whole(A, DRAFT_B, tied=tied)).tensors == (A, DRAFT_B)
+    assert plan(whole(A, DRAFT_B, tied=tied), whole(A, DRAFT_B, tied=tied)).tensors == (A, DRAFT_B)
+    told = r"draft/a: the draft of engine e0 .*uses the model's a\. Leave it out.*exclude=\['draft/a'\]"
+    with pytest.raises(PlanError, match=told):
+        plan(whole(A, DRAFT_A, DRAFT_B), whole(A, DRAFT_B, tied=tied))

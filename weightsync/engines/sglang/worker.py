@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from weightsync.engines.rank import Checkpoint, Rank, checkpoint_of
+from weightsync.engines.checkpoint import Checkpoint, checkpoint_of
+from weightsync.engines.rank import Rank
 from weightsync.engines.sglang.api import Loads, stored_otherwise
 from weightsync.engines.sglang.rank_calls import Call, reply
 from weightsync.errors import ConfigError, EngineError

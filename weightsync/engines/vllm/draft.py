@@ -1,7 +1,7 @@
-"""The draft model of a vLLM rank, with the weights of its own checkpoint.
+"""The draft model of a vLLM rank. A frozen one has the weights of its own checkpoint.
 
 Engines start with dummy weights for the target. vLLM's ``draft_load_config`` loads EAGLE and MTP drafts from
-their files all the same; vLLM 0.32 ignores it for the method ``draft_model``, whose draft is loaded here.
+their files all the same; vLLM 0.32 ignores it for the method ``draft_model``: a frozen one is loaded here.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
-from weightsync.engines.frozen_draft import DraftModel, own_tensors, shares_weights
+from weightsync.config import Treatment
+from weightsync.engines.draft_model import DraftModel, own_tensors, shares_weights
 from weightsync.engines.vllm.api import FULL, WITHOUT_WEIGHTS, ModelRunner, Reload, draft_files
+from weightsync.engines.vllm.trained_draft import VllmTrainedDraft
 from weightsync.errors import ConfigError
 
 _DUMMY = 1e-3
@@ -36,10 +38,11 @@ class VllmDraft(DraftModel):
                     yield path, module.cpu_linear(units, module.weight, None)
 
 
-def draft_of(runner: ModelRunner, device: torch.device) -> DraftModel | None:
-    """Return the draft of a rank, None if it has none. Dummy weights are replaced by those of its files.
+def draft_of(runner: ModelRunner, device: torch.device, treatment: Treatment | None) -> DraftModel | None:
+    """Return the draft of a rank, None if it has none. Dummies of a frozen one are replaced by its files.
 
-    Raises ConfigError if its weights cannot be found, or are dummies that cannot be replaced.
+    Raises ConfigError if its weights cannot be found, are dummies that cannot be replaced, or cannot be
+    trained.
     """
     speculative = runner.vllm_config.speculative_config
     if speculative is None or speculative.method in WITHOUT_WEIGHTS:
@@ -57,8 +60,10 @@ def draft_of(runner: ModelRunner, device: torch.device) -> DraftModel | None:
     ):
         remedy = "leave it out: it moves experts of the draft, whose bytes are compared where they lie"
         raise ConfigError("enable_eplb", True, remedy)
+    if treatment == "trained":
+        return VllmTrainedDraft.of(runner, draft, path, device)
     target = runner.get_model()
-    if _is_dummy(draft, target):
+    if treatment == "frozen" and _is_dummy(draft, target):
         if shares_weights(draft, target):
             remedy = (
                 'give {"load_format": "auto"}: the draft has dummy weights, and shares some with the target'

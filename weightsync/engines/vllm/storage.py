@@ -27,7 +27,11 @@ def stored_otherwise(runner: ModelRunner, device: torch.device) -> str:
         return f"the weights are quantized ({runner.model_config.quantization})"
     if config.parallel_config.enable_eplb:
         return "experts move between ranks (EPLB)"
-    model = runner.get_model()
+    return why_not_live(runner.get_model(), device)
+
+
+def why_not_live(model: torch.nn.Module, device: torch.device) -> str:
+    """Return which layer may hold other bytes than the loader's; "" if none does."""
     away = next((name for name, each in model.named_parameters() if each.device != device), None)
     if away:
         return f"{away} does not lie on {device}"

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from weightsync.engines.frozen_draft import DraftModel
+from weightsync.config import Treatment
+from weightsync.engines.checkpoint import Checkpoint, checkpoint_of
+from weightsync.engines.draft_model import DraftModel
 from weightsync.engines.live_digest import parameters_of
 from weightsync.engines.quantizing_loader import QuantizingLoader, formats_of, stored_tensors, summary
-from weightsync.engines.rank import Checkpoint, Rank, checkpoint_of
+from weightsync.engines.rank import Rank
 from weightsync.engines.stored_places import StoredLoader, StoredPlaces, find_places
 from weightsync.engines.vllm.api import (
     ModelRunner,
@@ -77,8 +79,8 @@ class _Host:
         stored = tuple(self._stored) if self._formats else ()
         return replace(checkpoint, converts=summary(self._formats), stored=stored)
 
-    def draft(self) -> DraftModel | None:
-        return draft_of(self._runner, self._device)
+    def draft(self, treatment: Treatment | None) -> DraftModel | None:
+        return draft_of(self._runner, self._device, treatment)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         known_as = loader_names(self.model())

@@ -1,0 +1,73 @@
+"""What a vLLM that speculates has in memory, and how much of it the target accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tests.contract.conftest import Rig
+from weightsync.engines.draft_model import own_modules, own_tensors
+from weightsync.engines.vllm.draft import VllmDraft
+
+PROMPTS = [[5, 9, 3, 5, 9], [7, 7, 7, 7], [40, 2, 61, 17, 8, 2]]
+"""Prompts that repeat tokens, for n-grams to be found."""
+
+_PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_TIED = "embed_tokens.weight"
+
+
+def counted(rig: Rig) -> tuple[int, int]:
+    """How many tokens were drafted, and how many of them were accepted, since the engine started."""
+    metrics = rig.engine.call(lambda engine: engine.get_metrics())
+    values = {each.name: int(each.value) for each in metrics if hasattr(each, "value")}
+    return values["vllm:spec_decode_num_draft_tokens"], values["vllm:spec_decode_num_accepted_tokens"]
+
+
+def models(engine: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
+    """Return the target and the draft of an engine with one rank."""
+    runner = engine.model_executor.driver_worker.worker.model_runner
+    return runner.get_model(), runner.get_draft_model()
+
+
+def live_draft(engine: Any) -> dict[str, torch.Tensor]:
+    """Copy a draft's own tensors, and the weights of its packed layers, by the names of its parameters."""
+    target, draft = models(engine)
+    held = {name: each.detach().clone() for name, each in own_tensors(draft, target).items()}
+    own = {name for name, _ in own_modules(draft, target)}
+    weights = ((name, each) for name, each in VllmDraft("", "", draft).packed() if name in own)
+    packed = {f"{name}.weight": each.T.clone() for name, each in weights}
+    return {**held, **packed}
+
+
+def check_live(live: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor]) -> None:
+    """Compare a draft's live memory, which vLLM fuses and packs, with a trainer's. No tensor may be left."""
+    wanted = {name.removeprefix("model.").replace("midlayer", "layers.0"): trained[name] for name in trained}
+    wanted = {name.replace("d2t", "draft_id_to_target_id"): each.detach() for name, each in wanted.items()}
+    seen = set[str]()
+    for name, tensor in live.items():
+        path, dot, leaf = name.removeprefix("model.").removesuffix(".weight").rpartition(".")
+        names = [name.removeprefix("model.")]
+        if leaf in _PARTS:
+            names = [f"{path}{dot}{part}.weight" for part in _PARTS[leaf]]
+        elif leaf == "lm_head" and names[0] not in wanted:
+            names = [_TIED]
+        assert torch.equal(tensor, torch.cat([wanted[each] for each in names])), name
+        seen.update(names)
+    assert seen == wanted.keys()
+
+
+def check_version(rig: Rig, version: int) -> float:
+    """Update, and compare greedy tokens with those of the target alone.
+
+    Returns the part of the drafted tokens that the target accepted.
+    """
+    model, before = rig.models[(version - 1) % 2], counted(rig)
+    rig.update(model, version)
+    rollout = rig.generate(PROMPTS).result()
+    assert rig.serves(model, PROMPTS, rollout.tokens)
+    assert rollout.versions == [(version, version)] * len(PROMPTS)
+    drafted, accepted = (now - then for now, then in zip(counted(rig), before, strict=True))
+    assert drafted > 0
+    return accepted / drafted

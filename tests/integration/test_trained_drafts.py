@@ -1,0 +1,279 @@
+"""A draft that is trained with the model: one update, one commit, one version."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.fleets.loop import CONFIG
+from tests.fleets.rank_engine import RankEngine
+from tests.fleets.speculating import SpeculatingHost, TrainersDraft, TrainersTarget
+from weightsync.config import Components, SyncConfig
+from weightsync.driver.controller import Controller
+from weightsync.driver.engine_state import EngineState
+from weightsync.driver.fleet import EngineMember, Fleet
+from weightsync.engines.rank import Rank
+from weightsync.errors import ConfigError, PlanError, VerifyError
+from weightsync.holder.holder import Holder
+from weightsync.plan import RankLayout
+from weightsync.plan.draft import Draft
+from weightsync.protocol.messages import Loaded
+from weightsync.protocol.peers import TrainerPeer
+from weightsync.sources import make_components
+from weightsync.sources.base import Models
+from weightsync.testing import DictEngine, LocalEngine, LocalPeer, LocalTrainer
+
+TRAINED = replace(CONFIG, components={"draft": "trained"})
+FROZEN = replace(TRAINED, components={"draft": "frozen"})
+
+
+LOADING: ContextVar[Engine] = ContextVar("LOADING")
+
+
+class Engine(RankEngine):
+    def __init__(self, name: str, packs: bool) -> None:
+        super().__init__(name, {})
+        self.host, self.spoils = SpeculatingHost(packs), ""
+        self.rank = Rank("test", 0, torch.device("cpu"), self.host)
+
+    def use_components(self, components: Components) -> None:
+        self.rank.treat(components.get("draft"))
+
+    def load(self, attempt: int, timeout_s: float) -> Sequence[Loaded]:
+        LOADING.set(self)
+        return super().load(attempt, timeout_s)
+
+
+class Speculating:
+    """Trainer ranks that hold a model, a draft, or both, and two engines that speculate."""
+
+    def __init__(self, *trainers: Models, config: SyncConfig = TRAINED, packs: bool = False) -> None:
+        self.models = trainers
+        self.sources = [make_components(models) for models in trainers]
+        self.packs = packs
+        first = len(trainers)
+        self.holders = [Holder(f"holder {i}", "127.0.0.1") for i in range(first + 2)]
+        self.engines: dict[str, Engine] = {}
+        self.fleet = Fleet(
+            [(LocalTrainer(source), i) for i, source in enumerate(self.sources)],
+            {},
+            [LocalPeer(holder) for holder in self.holders],
+        )
+        for number, name in enumerate(("e0", "e1")):
+            self.start(name, first + number)
+        self.controller = Controller(config, self.fleet)
+
+    def start(self, name: str, holder: int) -> None:
+        """Start an engine, or another in its place."""
+        self.engines[name] = Engine(name, self.packs)
+        self.fleet.engines[name] = EngineMember(LocalEngine(self.engines[name]), (holder,))
+
+    def take_over(self, config: SyncConfig, trainers: list[tuple[TrainerPeer, int]]) -> Controller:
+        """Return another driver of the same engines."""
+        members = {name: EngineMember(each.peer, each.holders) for name, each in self.fleet.engines.items()}
+        self.fleet = Fleet(trainers, members, self.fleet.holders)
+        return Controller(config, self.fleet)
+
+    @torch.no_grad()
+    def train(self, *, target: bool = True, draft: bool = True) -> None:
+        for model, speculator in self.models:
+            for module in (model if target else None, speculator if draft else None):
+                for parameter in module.parameters() if module else ():
+                    parameter.normal_()
+
+    def differing(self, name: str) -> list[str]:
+        """Return the names of the tensors that engine `name` does not hold as trainers have them."""
+        held: dict[str, torch.Tensor] = {}
+        for model, draft in self.models:
+            held |= dict(model.named_parameters()) if model else {}
+            held |= {f"draft/{each}": p for each, p in draft.named_parameters()} if draft else {}
+        live = dict(self.engines[name].host.live())
+        return [each for each, tensor in live.items() if not torch.equal(held[each], tensor)]
+
+    def close(self) -> None:
+        for part in (*self.sources, *self.engines.values(), *self.holders):
+            part.close()
+
+
+class Eagle(TrainersDraft):
+    """A trainer's draft that uses its target's embedding."""
+
+    def __init__(self, target: TrainersTarget) -> None:
+        super().__init__()
+        self.embed = target.embed
+
+
+def apart() -> list[Models]:
+    return [(TrainersTarget(), None), (None, TrainersDraft())]
+
+
+def together() -> list[Models]:
+    target = TrainersTarget()
+    return [(target, Eagle(target))]
+
+
+def drive(
+    work: Callable[[Speculating], Coroutine[object, object, None]],
+    trainers: list[Models] | None = None,
+    config: SyncConfig = TRAINED,
+    packs: bool = False,
+) -> None:
+    fleet = Speculating(*(trainers or apart()), config=config, packs=packs)
+    try:
+        asyncio.run(work(fleet))
+    finally:
+        fleet.close()
+
+
+@pytest.mark.parametrize("stage", ["none", "host"])
+@pytest.mark.parametrize("packs", [False, True], ids=["live", "whole"])
+@pytest.mark.parametrize("trainers", [apart, together])
+def test_both_switch_in_one_version(trainers: Callable[[], list[Models]], packs: bool, stage: str) -> None:
+    async def work(fleet: Speculating) -> None:
+        await fleet.controller.connect()
+        plan = fleet.controller.plan
+        assert plan
+        assert [meta.name for meta in plan.tensors] == [name for name, _ in fleet.engines["e0"].host.live()]
+        for version, target, draft in ((1, True, True), (2, True, False), (3, False, True)):
+            fleet.train(target=target, draft=draft)
+            assert (await fleet.controller.update(version)).engines == {"e0": version, "e1": version}
+            assert fleet.differing("e0") == fleet.differing("e1") == []
+
+    drive(work, trainers(), replace(TRAINED, stage=stage), packs)
+
+
+def test_a_wrong_byte_of_the_draft_commits_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightsync.channel.engine_end.inject", spoiling)
+
+    async def work(fleet: Speculating) -> None:
+        await fleet.controller.connect()
+        fleet.train()
+        await fleet.controller.update(1)
+        fleet.train()
+        fleet.engines["e1"].spoils = "draft/k.weight"
+        report = await fleet.controller.update(2)
+        assert report.engines == {"e0": 2, "e1": 0}
+        assert "draft/k.weight" in report.failures["e1"]
+        assert fleet.fleet.engines["e1"].record.state is EngineState.STALE
+        fleet.train()
+        assert (await fleet.controller.update(3)).engines == {"e0": 3, "e1": 3}
+        assert fleet.differing("e1") == []
+        for engine in fleet.engines.values():
+            engine.spoils = "draft/norm.bias"
+        with pytest.raises(VerifyError, match=r"draft/norm\.bias"):
+            await fleet.controller.update(4)
+        assert fleet.controller.version == 3
+
+    drive(work)
+
+
+def spoiling(at: str, **more: object) -> bool:
+    """Flip one bit of what lives, before an engine that is to be spoiled digests it."""
+    engine = LOADING.get()
+    if at == "verify" and engine.spoils:
+        live = dict(engine.host.live())[engine.spoils]
+        live.detach().view(-1).view(torch.uint8)[-1] ^= 1
+        engine.spoils = ""
+    return False
+
+
+@pytest.mark.parametrize("packs", [False, True], ids=["live", "whole"])
+def test_an_engine_that_comes_back_is_refilled_with_both(packs: bool) -> None:
+    async def work(fleet: Speculating) -> None:
+        await fleet.controller.connect()
+        fleet.train()
+        await fleet.controller.update(1)
+        await fleet.controller.snapshot_index.settled()
+        fleet.engines["e1"].close()
+        fleet.start("e1", holder=3)
+        assert "draft/q.weight" in fleet.differing("e1")
+        await fleet.controller.adopt("e1")
+        await fleet.controller.refill("e1")
+        assert fleet.differing("e1") == []
+        assert fleet.engines["e1"].rank.layout().draft == Draft("fused", "a/draft", trained=True)
+
+    drive(work, packs=packs)
+
+
+def test_a_draft_that_nobody_trains_is_refused_with_both_remedies() -> None:
+    async def work(fleet: Speculating) -> None:
+        with pytest.raises(
+            PlanError, match=r"draft/.*register trainers that hold it.*\{\"draft\": \"frozen\"\}"
+        ):
+            await fleet.controller.connect()
+
+    drive(work, [(TrainersTarget(), None)])
+
+
+@pytest.mark.parametrize("components", [{}, {"draft": "frozen"}])
+def test_a_draft_that_no_engine_takes_is_refused(components: Components) -> None:
+    async def work(fleet: Speculating) -> None:
+        if components:
+            with pytest.raises(PlanError, match=r'draft/.*no engine takes one; .*\{"draft": "trained"\}'):
+                await fleet.controller.connect()
+        else:
+            with pytest.raises(ConfigError, match=r'engine e0: .*"frozen".*"trained"'):
+                await fleet.controller.connect()
+
+    drive(work, config=replace(TRAINED, components=components))
+
+
+def test_a_trainers_copy_of_what_the_draft_shares_is_refused_by_name() -> None:
+    draft = TrainersDraft()
+    draft.embed = nn.Embedding(6, 4)
+
+    async def work(fleet: Speculating) -> None:
+        with pytest.raises(
+            PlanError, match=r"draft/embed\.weight: the draft of engine e0 .*exclude=\['draft/em"
+        ):
+            await fleet.controller.connect()
+
+    drive(work, [(TrainersTarget(), None), (None, draft)])
+
+
+def test_a_draft_may_be_frozen_and_then_trained_and_then_frozen() -> None:
+    async def work(fleet: Speculating) -> None:
+        of_model, of_draft = fleet.fleet.trainers
+        fleet.train()
+        for version, config in ((1, FROZEN), (2, TRAINED), (3, FROZEN)):
+            trains = config is TRAINED
+            controller = fleet.take_over(config, [of_model, of_draft] if trains else [of_model])
+            await controller.connect()
+            fleet.train(draft=trains)
+            assert (await controller.update(version)).engines == {"e0": version, "e1": version}
+            held = [name for name in fleet.differing("e0") if name.startswith("draft/")]
+            assert bool(held) is (version == 1), "it was written once"
+            await controller.snapshot_index.settled()
+        fleet.engines["e1"].host.drafting.norm.weight.data[0] += 1
+        report = await controller.update(4)
+        assert report.engines == {"e0": 4, "e1": 0}
+        assert "draft norm.weight: bytes are not those" in report.failures["e1"]
+
+    drive(work)
+
+
+def test_an_engine_that_knows_no_components_cannot_train_its_draft() -> None:
+    async def work(fleet: Speculating) -> None:
+        layout = replace(fleet.engines["e0"].layout()[0], draft=Draft("own", "a/draft"))
+        fleet.fleet.engines["e0"].peer = LocalEngine(Plain(layout))
+        with pytest.raises(
+            ConfigError, match=r"speculative_config of engine e0: .*'own'.*do not reach drafts"
+        ):
+            await fleet.controller.connect()
+
+    drive(work)
+
+
+class Plain(DictEngine):
+    def __init__(self, layout: RankLayout) -> None:
+        super().__init__("e0", {})
+        self._layout = layout
+
+    def layout(self) -> list[RankLayout]:
+        return [self._layout]
