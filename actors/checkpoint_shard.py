@@ -27,11 +27,17 @@ class CheckpointShard:
     """Actor around a `CheckpointStore`: reads and serves one host's share of a checkpoint. Sees no GPU."""
 
     def __init__(
-        self, files: Sequence[str], share: int, num_shares: int, exclude: Collection[str], stored: bool
+        self,
+        files: Sequence[str],
+        share: int,
+        num_shares: int,
+        exclude: Collection[str],
+        stored: bool,
+        draft: Sequence[str],
     ) -> None:
         # Not in a runtime environment, for which Ray starts the process through another one.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        self._given = files, share, num_shares, exclude, stored
+        self._given = files, share, num_shares, exclude, stored, draft
         self._source: CheckpointStore | None = None
         self._plan: Plan | None = None
 
@@ -90,11 +96,18 @@ class CheckpointShard:
 
 
 def spawn_shard(
-    node: str, files: Sequence[str], share: int, num_shares: int, exclude: Collection[str], stored: bool
+    node: str,
+    files: Sequence[str],
+    share: int,
+    num_shares: int,
+    exclude: Collection[str],
+    stored: bool,
+    draft: Sequence[str],
 ) -> ActorHandle[CheckpointShard]:
     """Start a CheckpointShard actor on host `node`.
 
     It reserves no resources and ends with its driver.
     """
     options = threaded(node, _NUM_THREADS)
-    return ray.remote(CheckpointShard).options(**options).remote(files, share, num_shares, exclude, stored)
+    given = files, share, num_shares, exclude, stored, draft
+    return ray.remote(CheckpointShard).options(**options).remote(*given)

@@ -94,6 +94,7 @@ class Checkpoints:
         nodes: Sequence[str],
         exclude: Collection[str],
         stored: bool,
+        draft: Sequence[str],
     ) -> None:
         """Register a checkpoint.
 
@@ -103,14 +104,15 @@ class Checkpoints:
         """
         if name in self._held or not name:
             raise ConfigError("checkpoint", name, f"choose a name other than {', '.join(self._held)}")
-        if isinstance(files, str | os.PathLike) or not files:
-            raise ConfigError("files", files, "give a list of paths")
+        for field, given in (("files", files), ("draft", draft)):
+            if isinstance(given, str | os.PathLike) or (field == "files" and not given):
+                raise ConfigError(field, given, "give a list of paths")
         for other, held in self._held.items():
             if [*held.shards] != [*nodes]:
                 raise ConfigError("nodes", nodes, f"checkpoint {other} is on {[*held.shards]}")
-        paths = [os.path.abspath(path) for path in files]
+        paths, drafts = ([os.path.abspath(path) for path in given] for given in (files, draft))
         shards = {
-            node: spawn_shard(node, paths, share, len(nodes), tuple(exclude), stored)
+            node: spawn_shard(node, paths, share, len(nodes), tuple(exclude), stored, drafts)
             for share, node in enumerate(nodes)
         }
         try:

@@ -111,6 +111,7 @@ class Membership:
         nodes: Sequence[str],
         exclude: Collection[str],
         stored: bool,
+        draft: Sequence[str],
     ) -> None:
         """Start reading a checkpoint, and start standby holders at the same time.
 
@@ -124,7 +125,7 @@ class Membership:
         if not self._fleet.holders:
             for node in nodes:
                 self._holders.standby(node, gpus.get(node, 0), len(self.engines))
-        await self.checkpoints.register(name, files, nodes, exclude, stored)
+        await self.checkpoints.register(name, files, nodes, exclude, stored, draft)
 
     async def unregister_checkpoint(self, name: str) -> None:
         """Unregister a checkpoint, after holders have copied their snapshots from it."""

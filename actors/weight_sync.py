@@ -10,11 +10,11 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-import ray
 from ray.actor import ActorHandle
 
 from weightsync.actors.adapter_methods import AdapterMethods
 from weightsync.actors.adapters import Adapters
+from weightsync.actors.checkpoint_methods import CheckpointMethods
 from weightsync.actors.detached import run_prefix
 from weightsync.actors.handles import check_engines, check_trainers, check_version
 from weightsync.actors.loop import LoopThread
@@ -32,12 +32,11 @@ from weightsync.faults import FaultPlan
 from weightsync.plan import Cluster, Plan
 from weightsync.plan.explain import count_text
 from weightsync.report import HealReport, Link, SyncReport
-from weightsync.sources.checkpoint_store import Reading
 
 _POLL_S = 0.02
 
 
-class WeightSync(AdapterMethods):
+class WeightSync(AdapterMethods, CheckpointMethods):
     """Moves new weights from trainer actors to engine actors, version after version::
 
         sync = WeightSync(SyncConfig(timeout_s=60))
@@ -127,46 +126,6 @@ class WeightSync(AdapterMethods):
             raise ConfigError("respawn", respawn, "give a function of an engine's name that starts its actor")
         self._members.engines, self._members.respawner = dict(handles), respawn
         self._registered()
-
-    def register_checkpoint(
-        self,
-        name: str,
-        files: Sequence[str],
-        *,
-        nodes: Sequence[str] | None = None,
-        exclude: Collection[str] = (),
-        stored: bool = False,
-    ) -> Future[Reading]:
-        """Start reading a checkpoint that takes the place of trainers. See docs/checkpoints.md.
-
-        Returns when all headers are checked. Reading continues in the background.
-
-        Args:
-            name: what `update_weights` calls it.
-            files: safetensors files, index files, or folders with either.
-            nodes: Ray's ids of the hosts that read, each an equal share; by default this process's host.
-            exclude: names of tensors that no engine wants.
-            stored: serve quantised tensors as the files store them, to engines that are quantised alike.
-                Otherwise float8 weights become bfloat16.
-
-        Returns:
-            A future with the bytes and seconds of the reading.
-
-        Raises:
-            ConfigError, PlanError: a file cannot be used; names the file and the tensor.
-        """
-        on = nodes or [ray.get_runtime_context().get_node_id()]
-        registering = self._members.register_checkpoint(name, files, on, exclude, stored)
-        self._loop.run_concurrently(registering).result()
-        return self._loop.run_concurrently(self._members.checkpoints.read(name))
-
-    def unregister_checkpoint(self, name: str) -> None:
-        """Free the memory of a checkpoint. Engines that serve it are not affected.
-
-        Raises:
-            ConfigError: no checkpoint has this name.
-        """
-        self._loop.submit(lambda: self._members.unregister_checkpoint(name)).result()
 
     def connect(self) -> None:
         """Start holders, make the plan, open all connections and use each of them once.

@@ -72,6 +72,11 @@ class Fleet:
         self.engines[name] = spawn(DraftEngine, "vllm", model, name, options, name)
         return self.engines[name]
 
+    def register_checkpoint(self, sync: WeightSync, *names: str) -> None:
+        """Take both from files, in place of trainers."""
+        sync.register_engines({name: self.spawn(name) for name in names}, respawn=self.spawn)
+        sync.register_checkpoint("both", [str(self.folder / "model")], draft=[str(self.folder / "draft")])
+
     def register(self, sync: WeightSync, *names: str) -> None:
         ray.get([trainer.sync_placement.remote() for trainer in self.trainers])  # have read their files
         for weights in (self.folder / "model", self.folder / "draft"):
@@ -247,6 +252,25 @@ def test_a_staged_version_has_the_draft(fleet: Fleet) -> None:
             sync.update_weights(version)
             fleet.check_draft("e0")
             assert fleet.ask("e0")[1] == 1
+
+
+@pytest.mark.faults
+def test_a_checkpoint_of_both_comes_before_trainers(fleet: Fleet) -> None:
+    with WeightSync(CONFIG) as sync:
+        fleet.register_checkpoint(sync, "e0")
+        sync.connect()
+        sync.update_weights(checkpoint="both")
+        answer = fleet.ask("e0")
+        assert answer[1] == 1
+        fleet.check_draft("e0")
+        fleet.train("model", 1)
+        sync.register_trainers(fleet.trainers)
+        sync.connect()
+        sync.update_weights(2)
+        fleet.check_draft("e0")
+        tokens, accepted = fleet.ask("e0")
+        assert tokens != answer[0]
+        assert accepted < 0.5
 
 
 @pytest.mark.faults

@@ -60,7 +60,7 @@ def _travel_order(engine: Layout) -> list[int]:
 
 
 _NO_DRAFT = (
-    "register trainers that hold it (as self.draft), or freeze it with "
+    "register trainers that hold it (as self.draft, or a checkpoint with draft=), or freeze it with "
     'SyncConfig(components={"draft": "frozen"})'
 )
 

@@ -22,7 +22,7 @@ from weightsync.plan.balance import Stretch, partition
 from weightsync.plan.layout_table import LayoutTable
 from weightsync.protocol.handles import HostExport
 from weightsync.protocol.messages import Published
-from weightsync.sources.safetensors_files import contents
+from weightsync.sources.safetensors_files import contents_of_both
 
 _CHUNK_NBYTES = 4 << 20
 """Bytes that are read, and then digested while they are still in the processor's cache."""
@@ -58,9 +58,13 @@ class CheckpointStore:
         num_shares: int = 1,
         exclude: Collection[str] = (),
         stored: bool = False,
+        draft: Sequence[str] = (),
     ) -> None:
-        """Read and check the headers. `exclude` and `stored` as in `contents`, whose errors it raises."""
-        found = contents(paths, exclude, stored)
+        """Read and check the headers of a model's files and a draft's.
+
+        `exclude` and `stored` as in `contents_of_both`, whose errors it raises.
+        """
+        found = contents_of_both(paths, draft, exclude, stored)
         self.tensors, self.origin = found.tensors, found.origin
         self._files = found.files
         self._shapes = {meta.name: meta for meta in found.tensors}

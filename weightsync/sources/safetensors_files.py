@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weightsync.errors import ConfigError, PlanError, nearest
 from weightsync.plan import Box, TensorMeta
 from weightsync.plan.balance import Stretch
+from weightsync.plan.draft import DRAFT
 from weightsync.sources.experts import stacked
 from weightsync.sources.float8_weights import scaled_weights
 from weightsync.sources.stored_files import DequantisedFile, Place, ScaledWeight, StoredFile
@@ -80,6 +81,28 @@ def contents(paths: Sequence[str], exclude: Collection[str] = (), stored: bool =
             raise ConfigError("exclude", name, nearest(name, found))
         del found[name]
     return _contents(files, found, [] if stored else scaled_weights(found), stack=not stored)
+
+
+def contents_of_both(
+    model: Sequence[str], draft: Sequence[str], exclude: Collection[str] = (), stored: bool = False
+) -> Contents:
+    """Read the headers of a model's files, and those of its draft, whose names get the prefix `DRAFT`.
+
+    Names in `exclude` that begin with it are of the draft. Otherwise as `contents`.
+    """
+    of_draft = [name.removeprefix(DRAFT) for name in exclude if name.startswith(DRAFT)]
+    of_model = contents(model, [name for name in exclude if not name.startswith(DRAFT)], stored)
+    if not draft and not of_draft:
+        return of_model
+    added, first = contents(draft, of_draft, stored), len(of_model.files)
+    stretches = (
+        replace(each, tensor=DRAFT + each.tensor, buffer=first + each.buffer) for each in added.stretches
+    )
+    return Contents(
+        (*of_model.files, *added.files),
+        (*of_model.tensors, *(replace(meta, name=DRAFT + meta.name) for meta in added.tensors)),
+        (*of_model.stretches, *stretches),
+    )
 
 
 def _contents(

@@ -18,7 +18,7 @@ from weightsync.plan.layout import join_tables
 def test_a_rank_that_attaches_after_a_publish_does_not_lose_its_digests(tmp_path: Path) -> None:
     tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3)}
     save_file(tensors, tmp_path / "model.safetensors")
-    shard = CheckpointShard([str(tmp_path)], 0, 1, (), stored=False)
+    shard = CheckpointShard([str(tmp_path)], 0, 1, (), stored=False, draft=())
     try:
         shard.check()
         shard.read([])

@@ -105,6 +105,24 @@ def test_every_share_together_is_the_checkpoint(folder: Path, num_shares: int) -
     ]
 
 
+def test_a_draft_has_files_of_its_own_whose_names_get_the_prefix(folder: Path, tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    save_file({"a": torch.full((3,), 5.0), "t2d": torch.ones(2)}, draft / ONE)
+    source = CheckpointStore([str(folder)], exclude=["d", "draft/t2d"], draft=[str(draft)])
+    source.read()
+    assert [meta.name for meta in source.tensors if meta.name.startswith("draft/")] == ["draft/a"]
+    found = held(source)
+    assert found.keys() == {"a", "b", "c", "draft/a"}
+    assert found["draft/a"].tolist() == [5, 5, 5]
+    assert found["a"].tolist() == [0, 1, 2, 3]
+    assert source.origin["draft/a"] == str(draft / ONE)
+    (digest,) = source.published([TensorMeta("draft/a", "float32", (3,))]).digests
+    assert digest == tensor_digest(torch.full((3,), 5.0), (3,))
+    with pytest.raises(ConfigError, match="exclude: 'b'"):
+        CheckpointStore([str(folder)], exclude=["draft/b"], draft=[str(draft)])
+
+
 def test_experts_are_declared_as_models_stack_them(tmp_path: Path) -> None:
     model = build_tiny_qwen3(tmp_path, moe=True)
     source = CheckpointStore([str(tmp_path)])
