@@ -11,6 +11,7 @@ from weightsync.actors.adapters import Adapters
 from weightsync.actors.coverage import coverage, draft_coverage
 from weightsync.actors.handles import check_trainers
 from weightsync.actors.loop import LoopThread
+from weightsync.actors.models import Models
 from weightsync.driver.controller import Controller
 from weightsync.driver.fleet import Fleet
 from weightsync.errors import ConfigError
@@ -25,6 +26,7 @@ class AdapterMethods:
     _controller: Controller
     _fleet: Fleet
     _last: SyncReport | None
+    _models: Models[Any]
 
     def register_adapter(
         self, name: str, trainers: Sequence[ActorHandle[Any]], *, adapter: str = "default"
@@ -83,11 +85,13 @@ class AdapterMethods:
     def coverage(self) -> list[Covered]:
         """List what each engine serves: its model, its draft and each adapter, with what was compared.
 
+        Engines of other models come last, see `add_model`.
+
         `print` shows one line of a row. Empty before `connect`.
         """
         model = coverage("model", self._controller, self._fleet, self._last)
         draft = draft_coverage(self._controller, self._fleet, self._last)
-        return model + draft + self._adapters.coverage()
+        return model + draft + self._adapters.coverage() + self._models.coverage()
 
     def adapter_versions(self) -> dict[str, int]:
         """Return the committed version of each adapter; 0 before its first update."""

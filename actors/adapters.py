@@ -6,12 +6,14 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ray.actor import ActorHandle
 
 from weightsync.actors.coverage import coverage
 from weightsync.actors.handles import check_version
+from weightsync.actors.joint_update import Meet, Part
 from weightsync.actors.membership import Membership
 from weightsync.actors.remote import answer, share
 from weightsync.config import SyncConfig
@@ -81,9 +83,18 @@ class Adapter:
         """Move a version to every engine. Raises as `WeightSync.update_weights`."""
         await self.follow(engines)
         async with self._controller.exclusive():
-            await self._members.reconnect()
-            self._last = await self._controller.update(version)
-            return self._last
+            return await self._move(version)
+
+    def as_part(self, engines: Mapping[str, ActorHandle[Any]]) -> Part:
+        """Return it as a part of an update of several components."""
+        return Part(self.version, lambda: self.follow(engines), self._controller.exclusive, self._move)
+
+    async def _move(
+        self, version: int, when_held: Callable[[], None] = lambda: None, meet: Meet | None = None
+    ) -> SyncReport:
+        await self._members.reconnect()
+        self._last = await self._controller.update(version, when_held, meet)
+        return self._last
 
     def coverage(self) -> list[Covered]:
         """Return what each engine serves of it."""
@@ -184,6 +195,12 @@ class Adapters:
         """Move a version, by default the next one, of an adapter."""
         held = self._known(name)
         return await held.update(check_version(version, held.version), self._engines())
+
+    def parts(self) -> dict[str, Callable[[], Part]]:
+        """Return what makes each adapter a part of an update of several components, by its name there."""
+        return {
+            f"adapter {name}": partial(held.as_part, self._engines()) for name, held in self._held.items()
+        }
 
     def versions(self) -> dict[str, int]:
         """Return the committed version of each adapter."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -16,30 +16,38 @@ T = TypeVar("T")
 class LoopThread:
     """Runs coroutines until `close`."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, owner: LoopThread | None = None) -> None:
+        """With an `owner`, share its loop. It does not end that."""
+        self._owner = owner
         self._last: Future[Any] = Future()
         self._last.set_result(None)
         self._closed = False
-        self._loop = asyncio.new_event_loop()
+        self._lock: threading.Lock = owner._lock if owner else threading.Lock()
+        self._loop: asyncio.AbstractEventLoop = owner._loop if owner else asyncio.new_event_loop()
+        if owner:
+            return
         self._thread = threading.Thread(target=self._loop.run_forever, name="weightsync", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[], Coroutine[object, object, T]]) -> Future[T]:
-        """Run `work`, one submission at a time.
+    def submit(
+        self, work: Callable[[], Coroutine[object, object, T]], also: Sequence[LoopThread] = ()
+    ) -> Future[T]:
+        """Run `work`, one submission at a time, as if it were submitted to `also`, too.
 
         Its future cannot be cancelled once it runs.
 
         Raises StateError while earlier work runs, and after `close`.
         """
         with self._lock:
-            if self._closed:
-                raise StateError("this WeightSync is closed: make a new one")
-            if not self._last.done():
-                raise StateError("an update is running: wait for it to end")
+            for each in (self, *also):
+                if each._closed:
+                    raise StateError("this WeightSync is closed: make a new one")
+                if not each._last.done():
+                    raise StateError("an update is running: wait for it to end")
             future: Future[T] = Future()
             future.set_running_or_notify_cancel()
-            self._last = future
+            for each in (self, *also):
+                each._last = future
 
         async def run() -> None:
             try:
@@ -65,7 +73,9 @@ class LoopThread:
         return was_open
 
     def close(self) -> None:
-        """Cancel all running work and end the thread."""
+        """Cancel all running work and end the thread, unless it is another's."""
+        if self._owner:
+            return
         self.run_concurrently(_cancel_others()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -17,10 +18,13 @@ from weightsync.actors.adapters import Adapters
 from weightsync.actors.checkpoint_methods import CheckpointMethods
 from weightsync.actors.detached import run_prefix
 from weightsync.actors.handles import check_engines, check_trainers, check_version
+from weightsync.actors.joint_update import Meet, Part, update_together
 from weightsync.actors.loop import LoopThread
 from weightsync.actors.membership import Membership
 from weightsync.actors.metrics import Metrics
+from weightsync.actors.models import MODEL, Model, Models
 from weightsync.actors.remote import share
+from weightsync.actors.sleep_methods import SleepMethods
 from weightsync.config import SyncConfig
 from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
@@ -36,7 +40,7 @@ from weightsync.report import HealReport, Link, SyncReport
 _POLL_S = 0.02
 
 
-class WeightSync(AdapterMethods, CheckpointMethods):
+class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
     """Moves new weights from trainer actors to engine actors, version after version::
 
         sync = WeightSync(SyncConfig(timeout_s=60))
@@ -86,7 +90,30 @@ class WeightSync(AdapterMethods, CheckpointMethods):
         self._controller.events.subscribe(
             EngineFailed, lambda event: self._metrics.failure(event.name, event.error)
         )
+        self._cluster, self._models = cluster, Models[WeightSync]()
         self._loop = LoopThread()
+
+    def add_model(self, name: str, config: SyncConfig | None = None) -> WeightSync:
+        """Return a WeightSync for another model, such as a reward model or a second policy.
+
+        Register its trainers and engines there. What else it has is of that model, too: `serving`, `heal`,
+        updates of it alone. `connect` and `close` of this WeightSync include it, `update_weights` can commit
+        it together with others, and `coverage` lists it. Give engines of all models different names.
+
+        Args:
+            name: what `update_weights` and `coverage` call it.
+            config: its settings, by default those of this WeightSync.
+
+        Raises:
+            ConfigError: the name is taken, or cannot be a model's.
+        """
+        self._models.check(name)
+        run = f"{self.name}.{name}" if self.name else None
+        sync = WeightSync(config or self.config, name=run, cluster=self._cluster)
+        sync._loop.close()
+        sync._loop = LoopThread(self._loop)
+        self._models.held[name] = Model(sync, sync._loop, sync._as_part)
+        return sync
 
     def register_trainers(self, handles: Sequence[ActorHandle[Any]]) -> None:
         """Set the trainers. `connect` has to follow. Processes of holders start in the background.
@@ -143,6 +170,7 @@ class WeightSync(AdapterMethods, CheckpointMethods):
             DeadlineError: a process did not answer within ``config.connect_timeout_s``; names it.
         """
         self._loop.submit(self._connect).result()
+        self._models.connect()
 
     @property
     def plan(self) -> Plan:
@@ -247,7 +275,9 @@ class WeightSync(AdapterMethods, CheckpointMethods):
         self._faults, self._armed = plan, set()
         self._loop.submit(lambda: self._members.set_faults(plan, 0)).result()
 
-    def update_weights(self, version: int | None = None, *, checkpoint: str = "") -> SyncReport:
+    def update_weights(
+        self, version: int | None = None, *, checkpoint: str = "", components: Sequence[str] = ()
+    ) -> SyncReport:
         """Bring the trainers' weights to all engines. Returns when engines serve them.
 
         The phases are publish, pause, move, verify, commit. An engine that fails is left out and healed in
@@ -257,18 +287,24 @@ class WeightSync(AdapterMethods, CheckpointMethods):
             version: a whole number greater than the last; by default the last plus 1.
             checkpoint: the registered checkpoint to take, if there are no trainers. The call waits until it
                 is read.
+            components: what to update together: ``model``, names of `add_model`, and adapters, such as
+                ``adapter math``. None commits before all have the version; if one fails, none does. By
+                default ``model`` alone.
 
         Returns:
             What the update did and how long it took.
 
         Raises:
             StateError: before `connect`, or while another update runs.
-            ConfigError: `version` is not such a number, or `checkpoint` is not registered.
+            ConfigError: `version` is not such a number, `checkpoint` is not registered, or a component is
+                not there.
             WeightSyncError: fewer than ``config.min_engines`` took the version; the error is the first cause.
         """
-        return self.update_weights_async(version, checkpoint=checkpoint).result()
+        return self.update_weights_async(version, checkpoint=checkpoint, components=components).result()
 
-    def update_weights_async(self, version: int | None = None, *, checkpoint: str = "") -> Future[SyncReport]:
+    def update_weights_async(
+        self, version: int | None = None, *, checkpoint: str = "", components: Sequence[str] = ()
+    ) -> Future[SyncReport]:
         """As `update_weights`, but return as soon as trainers may change their weights.
 
         That is when the holders have every byte, or the update has ended.
@@ -278,8 +314,12 @@ class WeightSync(AdapterMethods, CheckpointMethods):
         """
         held: Future[None] = Future()
         try:
-            number = check_version(version, self.version)
-            report = self._loop.submit(lambda: self._update(number, checkpoint, held))
+            others = self._adapters.parts()
+            others[MODEL] = partial(self._as_part, checkpoint)
+            parts = self._models.parts(components or [MODEL], others)
+            number = check_version(version, max(part.version for part in parts.values()))
+            loops = self._models.loops(components)
+            report = self._loop.submit(lambda: self._update(number, parts, held), loops)
         except (ConfigError, StateError) as error:
             refused: Future[SyncReport] = Future()
             refused.set_exception(error)
@@ -333,47 +373,9 @@ class WeightSync(AdapterMethods, CheckpointMethods):
         self._known(name)
         return self._loop.submit(lambda: self._members.heal(name)).result()
 
-    def sleep(self, engines: Collection[str] = (), *, level: int = 2) -> None:
-        """Make engines release their GPU memory, so that a trainer can use it. See docs/guide.md.
-
-        Engines pause as ``config.pause`` says and refuse requests. The next `update_weights` wakes them: it
-        allocates and writes their weights, verifies them, and only then allocates caches. Engines that sleep
-        already stay as they are.
-
-        Args:
-            engines: names; empty means all.
-            level: 1 keeps weights in host memory, so that `wake` can serve them again; 2 drops them.
-
-        Raises:
-            StateError: before `connect`, or while an update runs.
-            ConfigError: `level` is not 1 or 2, no engine has such a name, or one was not started with sleep
-                mode.
-            DeadlineError: an engine did not pause in time; it keeps serving.
-            EngineError: an engine failed while it released memory; it is STALE.
-            PeerLostError: an engine's process is gone.
-        """
-        if level not in (1, 2):
-            remedy = "give 1, which keeps weights on the host, or 2, which drops them"
-            raise ConfigError("level", level, remedy)
-        self._loop.submit(lambda: self._sleep(engines, level)).result()
-
-    def wake(self, engines: Collection[str] = ()) -> None:
-        """Make engines that sleep at level 1 serve their version again.
-
-        Args:
-            engines: names; empty means all.
-
-        Raises:
-            StateError: before `connect`, or an engine sleeps at level 2: use `update_weights`, or `heal`.
-            ConfigError: no engine has such a name.
-            DeadlineError: an engine did not wake in time.
-            EngineError: an engine got no memory; it is STALE.
-            PeerLostError: an engine's process is gone.
-        """
-        self._loop.submit(lambda: self._wake(engines)).result()
-
     def close(self) -> None:
         """End the holders, also named ones. Trainers and engines keep running. Safe to call twice."""
+        self._models.close()
         if self._loop.shut():
             self._loop.run_concurrently(self._adapters.close()).result()
             self._loop.run_concurrently(self._members.close()).result()
@@ -402,21 +404,30 @@ class WeightSync(AdapterMethods, CheckpointMethods):
             if isinstance(error, BaseException) and not isinstance(error, WeightSyncError):
                 raise error
 
-    async def _update(self, version: int, checkpoint: str, held: Future[None]) -> SyncReport:
-        await self._members.choose(checkpoint)
-        async with self._controller.exclusive():
-            await self._members.reconnect()
-            if self._faults and version not in self._armed:
-                self._armed.add(version)
-                await self._members.set_faults(self._faults, version)
-            try:
-                report = await self._controller.update(version, lambda: held.set_result(None))
-            except WeightSyncError as error:
-                self._metrics.update_failed()
-                raise self._members.with_file(error) from error
-            self._metrics.update(report, self.plan)
-            self._last = report
-            return replace(report, checkpoint=checkpoint)
+    def _as_part(self, checkpoint: str = "") -> Part:
+        prepare, move = partial(self._members.choose, checkpoint), partial(self._move, checkpoint)
+        return Part(self.version, prepare, self._controller.exclusive, move)
+
+    async def _update(self, version: int, parts: Mapping[str, Part], held: Future[None]) -> SyncReport:
+        reports = await update_together(parts, version, lambda: held.set_result(None))
+        first = next(iter(reports.values()))
+        return replace(first, components=reports) if len(reports) > 1 else first
+
+    async def _move(
+        self, checkpoint: str, version: int, when_held: Callable[[], None], meet: Meet
+    ) -> SyncReport:
+        await self._members.reconnect()
+        if self._faults and version not in self._armed:
+            self._armed.add(version)
+            await self._members.set_faults(self._faults, version)
+        try:
+            report = await self._controller.update(version, when_held, meet)
+        except WeightSyncError as error:
+            self._metrics.update_failed()
+            raise self._members.with_file(error) from error
+        self._metrics.update(report, self.plan)
+        self._last = report
+        return replace(report, checkpoint=checkpoint)
 
     def _healed(self, event: EngineHealed) -> None:
         self._metrics.heal(event.report)
@@ -434,18 +445,6 @@ class WeightSync(AdapterMethods, CheckpointMethods):
         await self._members.part(name)
         self._adapters.follow()
         self._metrics.serve({name: 0})
-
-    async def _sleep(self, engines: Collection[str], level: int) -> None:
-        gone = (EngineState.DEAD, EngineState.ASLEEP)
-        awake = [name for name, state in self._members.states(engines).items() if state not in gone]
-        async with self._controller.exclusive():
-            await self._controller.sleep(awake, level)
-
-    async def _wake(self, engines: Collection[str]) -> None:
-        states = self._members.states(engines)
-        asleep = [name for name, state in states.items() if state is EngineState.ASLEEP]
-        async with self._controller.exclusive():
-            await self._controller.wake(asleep)
 
     def _registered(self) -> None:
         self._controller.connected = False

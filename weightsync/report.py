@@ -34,7 +34,7 @@ class Covered:
 
     Attributes:
         engine: its name.
-        component: ``model``, ``draft``, or ``adapter math``.
+        component: ``model``, ``draft``, or ``adapter math``; of another model ``reward``, ``reward: draft``.
         version: the version that it serves, 0 if none; that of the model for a draft.
         num_tensors: tensors that updates cover, with those that are frozen.
         num_frozen: those that updates compare and do not move.
@@ -94,6 +94,7 @@ class SyncReport:
         spans: by process, its work and durations: the phases of ``driver``, ``publish`` of ``trainer 0``,
             ``move`` of ``holder 0``, ``load`` and ``verify`` of ``engine e0 rank 0``. A process that failed
             has none.
+        components: the reports of all components, if the update had several. The rest is of the first one.
         checkpoint: name of the checkpoint, if one was published instead of trainers' weights; else empty.
         nonfinite: by tensor, the number of elements that are NaN or Inf; see ``SyncConfig.nonfinite``.
         peak_memory: by phase and GPU, the most bytes in use on the whole GPU, sampled every 5 ms. Empty if no
@@ -117,6 +118,7 @@ class SyncReport:
     bytes_from: Mapping[str, int] = field(default_factory=dict)
     ways: Mapping[str, str] = field(default_factory=dict)
     spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
+    components: Mapping[str, SyncReport] = field(default_factory=dict)
     checkpoint: str = ""
     nonfinite: Mapping[str, int] = field(default_factory=dict)
     peak_memory: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -130,7 +132,8 @@ class SyncReport:
     def to_dict(self) -> dict[str, object]:
         """Return all fields and `gb_per_s`, as values that ``json.dumps`` takes."""
         spans = {name: [asdict(span) for span in spans] for name, spans in self.spans.items()}
-        return _plain(self) | {"spans": spans, "gb_per_s": self.gb_per_s}
+        components = {name: report.to_dict() for name, report in self.components.items()}
+        return _plain(self) | {"spans": spans, "components": components, "gb_per_s": self.gb_per_s}
 
     def __str__(self) -> str:
         serving = sum(version == self.version for version in self.engines.values())

@@ -12,12 +12,15 @@ class JointCommit:
     """Where the updates of several models wait for each other, after they compared what engines hold.
 
     No wait has a deadline of its own: each update has deadlines, and says here how it ends.
+
+    Attributes:
+        failed: the first model that failed before the commit, "" if none did.
     """
 
     def __init__(self, models: Collection[str]) -> None:
         self._missing = set(models)
         self._decided = asyncio.Event()
-        self._failed = ""
+        self.failed = ""
 
     async def meet(self, model: str) -> None:
         """Wait until all models can commit. Raises StateError, which names one, if one of them cannot."""
@@ -25,11 +28,11 @@ class JointCommit:
         if not self._missing:
             self._decided.set()
         await self._decided.wait()
-        if self._failed:
-            raise StateError(f"{self._failed} failed, and {model} was to commit with it")
+        if self.failed:
+            raise StateError(f"{self.failed} failed, and {model} was to commit with it")
 
     def fail(self, model: str) -> None:
         """Say that a model's update ended before it could commit. Ignored once all have met."""
         if not self._decided.is_set():
-            self._failed = model
+            self.failed = model
             self._decided.set()

@@ -37,7 +37,11 @@ RUN_BY = {
     ],
     "docs/adapters.md": ["tests/actors/test_adapters.py"],
     "docs/checkpoints.md": ["tests/actors/test_checkpoints.py"] * 3,
-    "docs/components.md": ["tests/actors/test_drafts.py", "tests/actors/test_drafts_in_training.py"],
+    "docs/components.md": [
+        "tests/actors/test_models.py",
+        "tests/actors/test_drafts.py",
+        "tests/actors/test_drafts_in_training.py",
+    ],
     "docs/extending.md": ["tests/unit/project/test_docs.py"] * 2,
     "docs/faults.md": ["tests/actors/test_pages.py"] * 2,
     "docs/performance.md": ["tests/actors/test_pages.py"] * 3,

@@ -1,0 +1,67 @@
+"""Updates several components, such as two models, in one commit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+
+from weightsync.driver.joint_commit import JointCommit
+from weightsync.report import SyncReport
+
+Meet = Callable[[], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A component, as an update uses it.
+
+    Attributes:
+        version: the newest committed version.
+        prepare: has everything there that an update needs, such as a checkpoint that is still read.
+        exclusive: keeps other work on the component's engines out.
+        move: takes a version to its engines, while that is held. It calls the second argument once trainers
+            may change their weights, and awaits the third before it commits.
+    """
+
+    version: int
+    prepare: Callable[[], Awaitable[None]]
+    exclusive: Callable[[], AbstractAsyncContextManager[None]]
+    move: Callable[[int, Callable[[], None], Meet], Awaitable[SyncReport]]
+
+
+async def update_together(
+    parts: Mapping[str, Part], version: int, when_held: Callable[[], None]
+) -> dict[str, SyncReport]:
+    """Update all `parts` at the same time. None commits before all have verified what their engines hold.
+
+    `when_held` is called once all trainers may change their weights. Raises the error of the first part that
+    failed. The others have not committed then, if it failed before it could.
+    """
+    joint, left = JointCommit(parts), len(parts)
+
+    def held() -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            when_held()
+
+    async def move(name: str, part: Part) -> SyncReport:
+        try:
+            return await part.move(version, held, partial(joint.meet, name))
+        except BaseException:
+            joint.fail(name)
+            raise
+
+    await asyncio.gather(*(part.prepare() for part in parts.values()))
+    async with AsyncExitStack() as stack:
+        for part in parts.values():
+            await stack.enter_async_context(part.exclusive())
+        moves = (move(name, part) for name, part in parts.items())
+        done = dict(zip(parts, await asyncio.gather(*moves, return_exceptions=True), strict=True))
+    errors = {name: its for name, its in done.items() if isinstance(its, BaseException)}
+    if errors:
+        raise errors.get(joint.failed) or next(iter(errors.values()))
+    return {name: its for name, its in done.items() if not isinstance(its, BaseException)}

@@ -1,0 +1,86 @@
+"""Other models of one WeightSync, each with trainers, engines and versions of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
+
+from weightsync.actors.joint_update import Part
+from weightsync.actors.loop import LoopThread
+from weightsync.errors import ConfigError, nearest
+from weightsync.report import Covered
+
+MODEL, _DRAFT, _ADAPTER = "model", "draft", "adapter "
+
+
+class _Syncs(Protocol):
+    """A WeightSync, as another one uses it."""
+
+    def connect(self) -> None: ...
+    def close(self) -> None: ...
+    def coverage(self) -> list[Covered]: ...
+
+
+S = TypeVar("S", bound=_Syncs)
+
+
+@dataclass(frozen=True, slots=True)
+class Model(Generic[S]):
+    """One model.
+
+    Attributes:
+        sync: its WeightSync.
+        loop: on which that one's updates run.
+        as_part: returns it as a part of an update of several components.
+    """
+
+    sync: S
+    loop: LoopThread
+    as_part: Callable[[], Part]
+
+
+class Models(Generic[S]):
+    """Models by name."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Model[S]] = {}
+
+    def check(self, name: object) -> None:
+        """Raise ConfigError unless `name` can be that of one more model."""
+        if not isinstance(name, str) or not name or "/" in name:
+            raise ConfigError("name", name, "give a text without a slash")
+        if name in (MODEL, _DRAFT) or name.startswith(_ADAPTER):
+            raise ConfigError("name", name, f"choose another than {MODEL}, {_DRAFT} and {_ADAPTER}…")
+        if name in self.held:
+            raise ConfigError("name", name, f"choose a name other than {', '.join(self.held)}")
+
+    def parts(self, names: Collection[str], others: Mapping[str, Callable[[], Part]]) -> dict[str, Part]:
+        """Return the named components, of these models and of `others`. Raises ConfigError."""
+        known = {name: model.as_part for name, model in self.held.items()} | dict(others)
+        for name in names:
+            if name not in known:
+                raise ConfigError("components", name, nearest(name, known))
+        return {name: known[name]() for name in names}
+
+    def loops(self, names: Collection[str]) -> list[LoopThread]:
+        """Return the loops on which updates of the named models run."""
+        return [model.loop for name, model in self.held.items() if name in names]
+
+    def coverage(self) -> list[Covered]:
+        """Return what engines of all models serve, with the models' names in the components'."""
+        return [
+            replace(row, component=name if row.component == MODEL else f"{name}: {row.component}")
+            for name, model in self.held.items()
+            for row in model.sync.coverage()
+        ]
+
+    def connect(self) -> None:
+        """Connect each of them."""
+        for model in self.held.values():
+            model.sync.connect()
+
+    def close(self) -> None:
+        """Close each of them."""
+        for model in self.held.values():
+            model.sync.close()
