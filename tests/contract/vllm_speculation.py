@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tests.contract.conftest import Rig
 from weightsync.engines.draft_model import own_modules, own_tensors
 from weightsync.engines.vllm.draft import VllmDraft
+
+if TYPE_CHECKING:
+    from tests.contract.conftest import Rig
 
 PROMPTS = [[5, 9, 3, 5, 9], [7, 7, 7, 7], [40, 2, 61, 17, 8, 2]]
 """Prompts that repeat tokens, for n-grams to be found."""
