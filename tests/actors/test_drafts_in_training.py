@@ -55,6 +55,7 @@ class Fleet:
         else:
             build_tiny_eagle(folder / "draft", third=method == "eagle3", seed=1)
             self.trainers = [spawn(DraftTrainer, model, "", draft)]
+        ray.get([trainer.sync_placement.remote() for trainer in self.trainers])  # have read their files
         self.engines: dict[str, ActorHandle[Any]] = {}
 
     def spawn(self, name: str) -> ActorHandle[Any]:
@@ -78,7 +79,6 @@ class Fleet:
         sync.register_checkpoint("both", [str(self.folder / "model")], draft=[str(self.folder / "draft")])
 
     def register(self, sync: WeightSync, *names: str) -> None:
-        ray.get([trainer.sync_placement.remote() for trainer in self.trainers])  # have read their files
         for weights in (self.folder / "model", self.folder / "draft"):
             if self.method == "draft_model":  # EAGLE's tensors are known from their files alone
                 (weights / "model.safetensors").unlink()

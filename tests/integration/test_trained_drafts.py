@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from tests.fleets.loop import CONFIG
 from tests.fleets.rank_engine import RankEngine
@@ -19,8 +21,9 @@ from weightsync.driver.controller import Controller
 from weightsync.driver.engine_state import EngineState
 from weightsync.driver.fleet import EngineMember, Fleet
 from weightsync.engines.rank import Rank
-from weightsync.errors import ConfigError, PlanError, VerifyError
+from weightsync.errors import ConfigError, PlanError, StateError, VerifyError
 from weightsync.holder.holder import Holder
+from weightsync.memory.addresses import local_tensor
 from weightsync.plan import RankLayout
 from weightsync.plan.draft import Draft
 from weightsync.protocol.messages import Loaded
@@ -53,9 +56,11 @@ class Engine(RankEngine):
 class Speculating:
     """Trainer ranks that hold a model, a draft, or both, and two engines that speculate."""
 
-    def __init__(self, *trainers: Models, config: SyncConfig = TRAINED, packs: bool = False) -> None:
-        self.models = trainers
-        self.sources = [make_components(models) for models in trainers]
+    def __init__(
+        self, *trainers: Models, config: SyncConfig = TRAINED, packs: bool = False, offloads: bool = False
+    ) -> None:
+        self.models = [*trainers]
+        self.sources = [make_components(models, offloads=offloads) for models in trainers]
         self.packs = packs
         first = len(trainers)
         self.holders = [Holder(f"holder {i}", "127.0.0.1") for i in range(first + 2)]
@@ -85,7 +90,7 @@ class Speculating:
         for model, speculator in self.models:
             for module in (model if target else None, speculator if draft else None):
                 for parameter in module.parameters() if module else ():
-                    parameter.normal_()
+                    local_tensor(parameter).normal_()
 
     def differing(self, name: str) -> list[str]:
         """Return the names of the tensors that engine `name` does not hold as trainers have them."""
@@ -94,7 +99,7 @@ class Speculating:
             held |= dict(model.named_parameters()) if model else {}
             held |= {f"draft/{each}": p for each, p in draft.named_parameters()} if draft else {}
         live = dict(self.engines[name].host.live())
-        return [each for each, tensor in live.items() if not torch.equal(held[each], tensor)]
+        return [each for each, tensor in live.items() if not torch.equal(local_tensor(held[each]), tensor)]
 
     def close(self) -> None:
         for part in (*self.sources, *self.engines.values(), *self.holders):
@@ -123,8 +128,9 @@ def drive(
     trainers: list[Models] | None = None,
     config: SyncConfig = TRAINED,
     packs: bool = False,
+    offloads: bool = False,
 ) -> None:
-    fleet = Speculating(*(trainers or apart()), config=config, packs=packs)
+    fleet = Speculating(*(trainers or apart()), config=config, packs=packs, offloads=offloads)
     try:
         asyncio.run(work(fleet))
     finally:
@@ -146,6 +152,69 @@ def test_both_switch_in_one_version(trainers: Callable[[], list[Models]], packs:
             assert fleet.differing("e0") == fleet.differing("e1") == []
 
     drive(work, trainers(), replace(TRAINED, stage=stage), packs)
+
+
+@pytest.mark.parametrize("trainers", [apart, together])
+def test_models_may_be_replaced_and_their_weights_move(trainers: Callable[[], list[Models]]) -> None:
+    async def work(fleet: Speculating) -> None:
+        await fleet.controller.connect()
+        for version in (1, 2):
+            fleet.models = trainers()
+            for source, models in zip(fleet.sources, fleet.models, strict=True):
+                source.replace(models)
+            assert (await fleet.controller.update(2 * version - 1)).engines["e0"] == 2 * version - 1
+            assert fleet.differing("e0") == []
+            norm = next(draft for _, draft in fleet.models if draft).norm
+            norm.weight = nn.Parameter(torch.rand(4))
+            assert (await fleet.controller.update(2 * version)).engines["e0"] == 2 * version
+            assert fleet.differing("e0") == []
+        norm.weight = nn.Parameter(torch.rand(5))
+        with pytest.raises(StateError, match=r"draft/norm\.weight is float32 \(5,\), and was .*connect\(\)"):
+            await fleet.controller.update(5)
+
+    drive(work, trainers())
+
+
+def test_both_are_offloaded_and_come_back() -> None:
+    async def work(fleet: Speculating) -> None:
+        await fleet.controller.connect()
+        fleet.train()
+        (source,) = fleet.sources
+        values = [each.detach().clone() for each in parameters(fleet)]
+        source.offload()
+        assert not sum(each.untyped_storage().nbytes() for each in parameters(fleet))
+        assert (await fleet.controller.update(1)).engines == {"e0": 1, "e1": 1}
+        source.onload()
+        assert all(map(torch.equal, parameters(fleet), values))
+        assert fleet.differing("e0") == []
+
+    drive(work, together(), offloads=True)
+
+
+def parameters(fleet: Speculating) -> list[nn.Parameter]:
+    return [each for models in fleet.models for model in models for each in model.parameters()]
+
+
+def test_each_may_be_sharded(tmp_path: Path) -> None:
+    """Of one rank: what FSDP has gathered for a forward pass is published as what it holds."""
+
+    async def work(fleet: Speculating) -> None:
+        await fleet.controller.connect()
+        for version in (1, 2):
+            fleet.train()
+            for models in fleet.models:
+                for model in models:
+                    model.unshard()
+            assert (await fleet.controller.update(version)).engines == {"e0": version, "e1": version}
+            assert fleet.differing("e0") == []
+
+    meeting = f"file://{tmp_path}/meeting"
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        drive(work, [(fully_shard(TrainersTarget(), mesh=mesh), fully_shard(TrainersDraft(), mesh=mesh))])
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_wrong_byte_of_the_draft_commits_neither(monkeypatch: pytest.MonkeyPatch) -> None:

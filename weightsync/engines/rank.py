@@ -84,7 +84,6 @@ class Rank:
         self._plan: Plan | None = None
         self._writer: LiveWriter | None = None
         self._parameters: LiveParameters | None = None
-        self._treatment: Treatment | None = None
         self._draft: DraftModel | None = None
         self._frozen: FrozenDraft | None = None
         self._trained: TrainedDraft | None = None
