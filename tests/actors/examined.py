@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import psutil
 from ray.cluster_utils import Cluster
 
+from tests.actors.local_cluster import starting_workers
 from tests.patience import patient
 
 PORTS = "29700-29799"
 
 
 def main() -> None:
-    os.environ["PYTHONPATH"] = str(Path(__file__).parents[2])
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
-    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+    with starting_workers():
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+        nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
     try:
         code, found = examine(cluster.address, patient(10))
         assert code == 1  # three nodes on one machine look alike
         assert len(found["hosts"]) == 3
         assert len({host["node"] for host in found["hosts"]}) == 3
-        assert all(host["free_ports"] == 100 for host in found["hosts"])
+        # All nodes try these ports at the same moment, and may meet one that another tries.
+        assert all(90 < host["free_ports"] <= 100 for host in found["hosts"])
         assert all(host["versions"]["weightsync"] and host["versions"]["torch"] for host in found["hosts"])
         assert all(abs(host["offset_ms"]) <= host["uncertainty_ms"] + 50 for host in found["hosts"])
         assert len({(pair["sender"], pair["receiver"]) for pair in found["pairs"]}) == 6
@@ -38,7 +38,7 @@ def main() -> None:
         assert all("two Ray nodes with the same address" in each for each in found["problems"])
 
         raylet = stop(nodes[0])
-        code, found = examine(cluster.address, patient(5))
+        code, found = examine(cluster.address, patient(2))
         raylet.send_signal(signal.SIGCONT)
         name = nodes[0].node_id[:8]
         assert code == 1

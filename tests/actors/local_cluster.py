@@ -27,21 +27,28 @@ FORKING_PYTHON = "WEIGHTSYNC_TEST_FORKING_PYTHON"
 _ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 _SCRIPT = """#!/bin/sh
 case "$1" in
-*/default_worker.py) exec {python} -I -S {zygote} {socket} "$@" ;;
+*/default_worker.py | */setup_worker.py) exec {python} -I -S {zygote} {socket} "$@" ;;
 *) exec {python} "$@" ;;
 esac
 """
 
 
 def start_ray() -> None:
-    """Start Ray with two CPUs; its actors find this checkout, and are forked where there is a zygote.
+    """Start Ray with two CPUs; its actors find this checkout, and are forked where there is a zygote."""
+    with starting_workers():
+        _start(time.monotonic() + patient(60))
+
+
+@contextlib.contextmanager
+def starting_workers() -> Iterator[None]:
+    """Have nodes that start now start workers that find this checkout, forked where there is a zygote.
 
     What they need is in this process's environment, which its workers inherit: a runtime environment would
     start each of them through a second process.
     """
     python = os.environ.get(FORKING_PYTHON, sys.executable)
     with mock.patch.dict(os.environ, _ENVIRONMENT), mock.patch.object(sys, "executable", python):
-        _start(time.monotonic() + patient(60))
+        yield
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ python -I -S tests/actors/zygote.py SOCKET WORKER ARGUMENT …        # what the
 
 from __future__ import annotations
 
+import argparse
 import array
 import atexit
 import json
@@ -35,6 +36,26 @@ def ask(path: str, argv: list[str]) -> None:
         zygote.sendall(order)
         while zygote.recv(1):
             pass
+
+
+def without_setup(argv: list[str]) -> list[str]:
+    """Return the worker's own arguments, once this process has the variables of its runtime environment.
+
+    Ray starts a worker with a runtime environment through a script, which would start it with Python. If the
+    environment is more than variables, the script replaces this process.
+    """
+    if os.path.basename(argv[0]) != "setup_worker.py":
+        return argv
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--serialized-runtime-env-context")
+    parser.add_argument("--language")
+    known, worker = parser.parse_known_args(argv[1:])
+    context = json.loads(known.serialized_runtime_env_context)
+    if any(value for name, value in context.items() if name not in ("env_vars", "py_executable")):
+        os.execv(sys.executable, [sys.executable, *argv])
+    for name, value in context["env_vars"].items():
+        os.environ[name] = os.path.expandvars(value)
+    return worker
 
 
 def serve(path: str) -> None:
@@ -97,7 +118,7 @@ def _end() -> None:
 def main() -> None:
     path, *argv = sys.argv[1:]
     if argv:
-        ask(path, argv)
+        ask(path, without_setup(argv))
         return
     serve(path)
 
