@@ -38,17 +38,11 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Setting
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Give whole files to processes, and all that want a Ray cluster to one, which then starts one alone."""
     if config.getvalue("dist") != "loadfile":
         return None
-    from xdist.scheduler import LoadFileScheduling
+    from tests.scheduler import ByFolder
 
-    class ByFile(LoadFileScheduling):  # type: ignore[misc]
-        def _split_scope(self, nodeid: str) -> str:
-            folder = "tests/actors"
-            return folder if nodeid.startswith(f"{folder}/") else str(super()._split_scope(nodeid))
-
-    return ByFile(config, log)
+    return ByFolder(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
