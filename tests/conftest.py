@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -50,6 +51,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if gpu_items and not _has_gpu():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))
+
+
+def pytest_collection_finish() -> None:
+    """Keep what is imported and collected out of garbage collections, which look at all of it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def _has_gpu() -> bool:
