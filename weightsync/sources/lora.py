@@ -141,8 +141,8 @@ class _Copies:
         self._adapter, self._held = adapter, [*held.values()]
         self._lives = [local_tensor(found[name].parameter) for name in held]
         self._addresses = self._find()
-        self._b = [number for number, name in enumerate(held) if found[name].is_b]
-        self._modules = [found[name].module for name in held if found[name].is_b]
+        self._rows_of_b = [number for number, name in enumerate(held) if found[name].is_b]
+        self._modules_of_b = [found[name].module for name in held if found[name].is_b]
         self._casts = any(
             live.dtype != held[name].dtype for name, live in zip(held, self._lives, strict=True)
         )
@@ -158,14 +158,14 @@ class _Copies:
         for device in self._devices:
             torch.cuda.synchronize(device)
         values = list(self._lives)
-        factors = [float(module.scaling[self._adapter]) for module in self._modules]
+        factors = [float(module.scaling[self._adapter]) for module in self._modules_of_b]
         if self._casts:  # B is rounded once, after its product
-            products = torch._foreach_mul([values[number] for number in self._b], factors)
-            for number, product in zip(self._b, products, strict=True):
+            products = torch._foreach_mul([values[number] for number in self._rows_of_b], factors)
+            for number, product in zip(self._rows_of_b, products, strict=True):
                 values[number] = product
         torch._foreach_copy_(self._held, values)
         if not self._casts:
-            torch._foreach_mul_([self._held[number] for number in self._b], factors)
+            torch._foreach_mul_([self._held[number] for number in self._rows_of_b], factors)
 
     def _find(self) -> list[int]:
         return list(map(torch.Tensor.data_ptr, self._lives))
