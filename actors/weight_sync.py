@@ -377,8 +377,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         """End the holders, also named ones. Trainers and engines keep running. Safe to call twice."""
         self._models.close()
         if self._loop.shut():
-            self._loop.run_concurrently(self._adapters.close()).result()
-            self._loop.run_concurrently(self._members.close()).result()
+            self._loop.run_concurrently(self._close()).result()
             self._loop.close()
 
     def __enter__(self) -> WeightSync:
@@ -388,6 +387,12 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    async def _close(self) -> None:
+        for name in self._healer.busy():
+            self._healer.forget(name)
+        await self._adapters.close()
+        await self._members.close()
 
     async def _connect(self) -> None:
         least, there = self.config.min_engines, len(self._members.engines)
