@@ -422,7 +422,7 @@ class WeightSync(AdapterMethods, CheckpointMethods, SleepMethods):
         self, checkpoint: str, version: int, when_held: Callable[[], None], meet: Meet
     ) -> SyncReport:
         await self._members.reconnect()
-        if self._faults and version not in self._armed:
+        if self._faults and version > self.version and version not in self._armed:
             self._armed.add(version)
             await self._members.set_faults(self._faults, version)
         try:
