@@ -8,7 +8,7 @@ from xdist.workermanage import WorkerController
 RAY = ("tests/actors/",)
 FORKED = ("tests/contract/", "tests/unit/memory/test_memory.py", "tests/unit/recipes/test_recipes_learner.py")
 HOMES = (RAY, RAY, FORKED)
-"""What each process takes first: files that want a Ray cluster, or vLLM and a process to fork from."""
+"""What each process takes first: files that want a Ray cluster; a third, those that fork from a process."""
 
 
 class ByFolder(LoadFileScheduling):  # type: ignore[misc]
