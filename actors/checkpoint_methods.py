@@ -39,7 +39,7 @@ class CheckpointMethods:
             exclude: names of tensors that no engine wants. The draft's begin with ``draft/``.
             stored: serve quantised tensors as the files store them, to engines that are quantised alike.
                 Otherwise float8 weights become bfloat16.
-            draft: files of the draft of engines whose draft is trained. See docs/components.md.
+            draft: files of a trained draft that engines speculate with. See docs/components.md.
 
         Returns:
             A future with the bytes and seconds of the reading.

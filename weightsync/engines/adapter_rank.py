@@ -23,7 +23,7 @@ from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import FeedTicket, Loaded
 
 _GLANCE_S = 0.003
-"""Seconds. The engine makes no tokens meanwhile, so they are few beside a decoding step."""
+"""How long a call waits for a write to end, in seconds. The engine makes no tokens meanwhile."""
 
 _Writer = LiveWriter | DeviceSink | SlotSink
 
