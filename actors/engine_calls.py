@@ -41,7 +41,7 @@ class EngineCalls(Claimable):
 
     _engine: Engine
     _slot: str | None = None
-    _components: Components | None = None
+    _components: Components = MappingProxyType({})
     _layouts: Sequence[RankLayout] | None = None
     _tables: Sequence[LayoutTable] | None = None
     _digests: EngineDigests | None = None
@@ -68,10 +68,11 @@ class EngineCalls(Claimable):
     async def _ask_layouts(self, components: Components | None = None) -> Sequence[RankLayout]:
         """Ask the engine, once, as its layout does not change before it uses other `components`."""
         async with self._asking:
-            if components not in (None, self._components) and isinstance(self._engine, HasComponents):
+            wanted = self._components if components is None else components
+            if wanted != self._components and isinstance(self._engine, HasComponents):
                 self._layouts = self._tables = None
-                await asyncio.to_thread(self._engine.use_components, components)
-                self._components = components
+                await asyncio.to_thread(self._engine.use_components, wanted)
+                self._components = wanted
             if self._layouts is None:
                 self._layouts = await asyncio.to_thread(self._engine.layout)
         return self._layouts

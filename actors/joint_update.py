@@ -51,7 +51,7 @@ async def update_together(
     async def move(name: str, part: Part) -> SyncReport:
         try:
             return await part.move(version, held, partial(joint.meet, name))
-        except BaseException:
+        except BaseException:  # cancelled, too: the others would wait for ever
             joint.fail(name)
             raise
 

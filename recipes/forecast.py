@@ -105,7 +105,7 @@ def forecast_adapter(recipe: Recipe) -> str:
     return "\n".join(
         [
             f"{recipe.name}: an adapter of rank {lora.rank}, {2 * len(pairs)} tensors, {bytes_text(nbytes)}",
-            f"{count_text(recipe.trainers.count, 'trainer')} to {engines}, in place between GPUs of a host",
+            f"{count_text(recipe.trainers.count, 'trainer')} to {engines}; read in place on GPUs of one host",
             f"its model, {_parameters(_shape(recipe.model), tensors)}, comes from a checkpoint, once",
         ]
     )

@@ -1,4 +1,4 @@
-"""Real vLLMs whose draft comes from trainers, over Ray: in each of the model's versions."""
+"""Real vLLMs over Ray, with a draft that trainers hold: it switches in the model's versions."""
 
 from __future__ import annotations
 

@@ -47,3 +47,29 @@ class Exporting(Adapter):
 def test_an_engine_that_does_not_say_whether_it_exports_is_taken_not_to() -> None:
     assert asyncio.run(Calls(Adapter()).sync_can_export()) == [False]
     assert asyncio.run(Calls(Exporting()).sync_can_export()) == [True, False]
+
+
+class Speculating(Adapter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both_have_asked.set()
+        self.used: list[object] = []
+
+    def use_components(self, components: object) -> None:
+        self.used.append(components)
+
+
+def test_a_layout_is_asked_for_again_only_if_components_are_treated_otherwise() -> None:
+    adapter = Speculating()
+    calls = Calls(adapter)
+
+    async def ask() -> None:
+        await calls.sync_placements()
+        await calls.sync_outline({})
+        assert (adapter.num_asked, adapter.used) == (1, [])
+        for _ in range(2):
+            await calls.sync_outline({"draft": "frozen"})
+        await calls.sync_placements()
+        assert (adapter.num_asked, adapter.used) == (2, [{"draft": "frozen"}])
+
+    asyncio.run(ask())

@@ -1,4 +1,4 @@
-"""A vLLM whose draft is trained: its bytes are the trainer's, version after version."""
+"""A vLLM whose draft is trained: its bytes are the trainer's in each version."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from weightsync.protocol.handles import Attached
 from weightsync.protocol.messages import FeedTicket, Loaded
 
 _GLANCE_S = 0.003
-"""How long a call waits for a write to end, in seconds. The engine makes no tokens meanwhile."""
+"""How long `AdapterRank.begin` waits for the write to end, in seconds: the engine makes no tokens then."""
 
 _Writer = LiveWriter | DeviceSink | SlotSink
 
@@ -105,7 +105,8 @@ class AdapterRank:
     def begin(self, number: int, attempt: int, timeout_s: float) -> Loaded | None:
         """Start to write slot `number`, which no request may use. Returns or raises as `outcome`.
 
-        Raises StateError before `attach`. An earlier attempt that still runs ends first, or this one fails.
+        It waits a moment, which is all that a write takes where GPUs are read in place. Raises StateError
+        before `attach`. An earlier attempt that still runs ends first, or this one fails.
         """
         feed = self._feed
         if feed is None:
@@ -114,15 +115,12 @@ class AdapterRank:
         self._load = on_daemon(
             lambda: self._write(feed, writer, attempt, timeout_s), f"adapter-{self._spec.name}"
         )
+        wait([self._load], _GLANCE_S)
         return self.outcome()
 
     def outcome(self) -> Loaded | None:
-        """Return what the slot holds, or None while it is being written. Raises what ended that early.
-
-        Waits a moment, which is all that it takes where GPUs are read in place.
-        """
+        """Return what the slot holds, or None while it is being written. Raises what ended that early."""
         assert self._load, "begin() comes first"
-        wait([self._load], _GLANCE_S)
         return self._load.result() if self._load.done() else None
 
     def close(self) -> None:

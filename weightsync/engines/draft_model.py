@@ -18,7 +18,7 @@ class DraftModel:
     Attributes:
         method: the engine's name of the way to speculate.
         path: where the draft's checkpoint is.
-        model: the module, whose weights are loaded.
+        model: the module.
     """
 
     method: str
@@ -40,7 +40,7 @@ class HasDraft(Protocol):
     def draft(self, treatment: Treatment | None) -> DraftModel | None:
         """Return this rank's draft, to be treated so; None without one. A trained one is a `TrainableDraft`.
 
-        Raises ConfigError if it cannot be treated so, as a frozen one whose weights are not real.
+        Raises ConfigError if that is not possible: a frozen draft needs real weights.
         """
 
 

@@ -84,6 +84,7 @@ class Rank:
         self._plan: Plan | None = None
         self._writer: LiveWriter | None = None
         self._parameters: LiveParameters | None = None
+        self._is_treated = False
         self._draft: DraftModel | None = None
         self._frozen: FrozenDraft | None = None
         self._trained: TrainedDraft | None = None
@@ -118,6 +119,7 @@ class Rank:
         treated so.
         """
         draft = self._host.draft(treatment) if isinstance(self._host, HasDraft) else None
+        self._is_treated = True
         if draft and treatment == "frozen":
             self._frozen = self._frozen or FrozenDraft(draft, self._host.model(), self._device)
         before, self._trained = self._trained, None
@@ -136,6 +138,8 @@ class Rank:
         Whole tensors have no live buffers. The layout is found once for each `treat`, since live parameters
         keep their addresses.
         """
+        if not self._is_treated:
+            self.treat(None)
         if self._layout is None:
             self._layout = self._with_draft(self._find_layout())
             if self._layout.buffers and self._device.type == "cuda":

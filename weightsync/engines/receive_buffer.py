@@ -29,7 +29,7 @@ class ReceiveBuffer:
     """
 
     def __init__(self, layout: RankLayout, device: torch.device) -> None:
-        """Allocate it for the boxes of `layout`, that of a slot, whose tensors have one dtype."""
+        """Allocate it for the boxes of `layout`, a slot's layout whose tensors have one dtype."""
         metas = {meta.name: meta for meta in layout.tensors}
         kind = layout.tensors[0].dtype
         segments, end = [], 0

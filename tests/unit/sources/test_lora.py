@@ -82,6 +82,15 @@ def plan_of(layout: RankLayout, dtype: str) -> Plan:
     return make_plan(*sides, members, bucket_bytes=1 << 20, max_staging_bytes=4 << 20)
 
 
+def attached(model: nn.Module) -> tuple[LoraSource, Plan, SharedBuffer]:
+    """Return a source that publishes to a buffer. Both have to be closed."""
+    source = LoraSource(model, "default")
+    plan = plan_of(source.layout(), "float32")
+    buffer = SharedBuffer.create(plan.send_buffer_nbytes(0))
+    source.attach(plan, 0, buffer.handle)
+    return source, plan, buffer
+
+
 @pytest.mark.parametrize(("settings", "scaling"), [({}, 2.0), ({"use_rslora": True}, 6 / 3**0.5)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_and_b_times_the_scaling_travel(settings: dict[str, Any], scaling: float, dtype: str) -> None:
@@ -109,10 +118,7 @@ def test_each_version_is_what_the_parameters_are_then() -> None:
 
 def test_parameters_that_were_replaced_and_another_scaling_are_noticed() -> None:
     model = adapted()
-    source = LoraSource(model, "default")
-    plan = plan_of(source.layout(), "float32")
-    buffer = SharedBuffer.create(plan.send_buffer_nbytes(0))
-    source.attach(plan, 0, buffer.handle)
+    source, plan, buffer = attached(model)
     source.publish(True)
     layer = next(module for module in model.modules() if hasattr(module, "lora_A"))
     layer.lora_B["default"].weight = nn.Parameter(torch.ones_like(layer.lora_B["default"].weight))
@@ -212,10 +218,7 @@ def test_an_unknown_adapter_is_refused() -> None:
 
 def test_an_adapter_that_changed_its_shape_has_to_be_registered_again() -> None:
     model = adapted()
-    source = LoraSource(model, "default")
-    plan = plan_of(source.layout(), "float32")
-    buffer = SharedBuffer.create(plan.send_buffer_nbytes(0))
-    source.attach(plan, 0, buffer.handle)
+    source, _, buffer = attached(model)
     source.replace(adapted(r=4))
     with pytest.raises(StateError, match=r"up_proj.lora_A.weight of adapter default was \(3, 6\) before"):
         source.publish(True)
